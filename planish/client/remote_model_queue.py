@@ -127,7 +127,8 @@ class ModelQueue:
             )
         except PlanishError as error:
             self._failure = UserError(
-                f"model_id={self.model_id!r}: it could not be created ({error}); create another model"
+                f"model_id={self.model_id!r}: the model could not be created ({error}); create "
+                "another model"
             )
             raise
         self.info = info_from_json(Fields.of(found.content))
@@ -135,7 +136,7 @@ class ModelQueue:
 
     async def _add_gradient(self, operation: ForwardBackward, queued: QueuedOperation) -> None:
         if not queued.answer.set_running_or_notify_cancel():
-            await self._skip_gradient(UserError("it was cancelled"))
+            await self._skip_gradient(UserError("the forward_backward was cancelled"))
             return
         number = self._next_seq
         try:

@@ -92,7 +92,7 @@ R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
-_IMPORTED_LATE = (
+_PRELOADED_MODULES = (
     "numpy.ma",
     "safetensors.torch",
     "torch.fx.experimental.symbolic_shapes",
@@ -142,14 +142,16 @@ class Engine:
         self._store = CheckpointStore(data_directory(data_dir))
         self._training_models: dict[str, TrainingModel] = {}
         self._sampler_sessions: dict[str, SamplerSession] = {}
-        self._runs: set[str] = set()
+        self._created_ids: set[str] = set()
         """Ids of all training models that this engine created."""
         self._is_closed = False
         self.substitutions: Counter[tuple[str, str]] = Counter()
         """Number of operations with a substituted loss, by (requested loss, substitute)."""
         self._substitutes = dict(self._settings.substitute_losses or {})
-        for name, by in self._substitutes.items():
-            _log.warning("where loss_fn=%r is asked for, %r is computed in its place", name, by)
+        for name, substitute in self._substitutes.items():
+            _log.warning(
+                "substitute_losses: requests with loss_fn=%r compute %r instead", name, substitute
+            )
         disk = ThreadPoolExecutor(1, thread_name_prefix="planish-disk")
         self._thread = EngineThread(TrainingOperations(self._store, disk), on_end=disk.shutdown)
         # Free the device when the engine is garbage-collected. At exit the engine thread frees it.
@@ -164,11 +166,11 @@ class Engine:
         """
         self._check_open()
         future: Future[R] = Future()
-        queued = self._queued(operation, future)
+        queued = self._checked_operation(operation, future)
         # Keep the engine alive until the result is set. After
         # `ServiceClient().create_sampling_client(...).sample(...)` the caller has only the future.
-        kept = [self]
-        future.add_done_callback(lambda _: kept.clear())
+        keep_alive = [self]
+        future.add_done_callback(lambda _: keep_alive.clear())
         self._thread.put(queued)
         return future
 
@@ -200,9 +202,14 @@ class Engine:
     def checkpoints(self, run_id: str | None = None) -> list[Checkpoint]:
         """Return saved checkpoints, newest first. Raises CheckpointError if the run is unknown."""
         self._check_open()
-        if run_id is not None and run_id not in self._runs and not self._store.has_run(run_id):
+        if (
+            run_id is not None
+            and run_id not in self._created_ids
+            and not self._store.has_run(run_id)
+        ):
             raise CheckpointError(
-                f"training_run_id={run_id!r}: there is no such run here, nor a checkpoint of it under {self._store.directory}"
+                f"training_run_id={run_id!r}: this engine has no such run, and "
+                f"{self._store.directory} has no checkpoint of it; check the id and data_dir"
             )
         return self._store.records(run_id)
 
@@ -229,8 +236,10 @@ class Engine:
 
         The quantization scheme follows, if there is one: "FINGERPRINT int8".
         """
-        found = weights_fingerprint(self._models.directory(base_model))
-        return f"{found} {self._settings.quantize}" if self._settings.quantize else found
+        fingerprint = weights_fingerprint(self._models.directory(base_model))
+        return (
+            f"{fingerprint} {self._settings.quantize}" if self._settings.quantize else fingerprint
+        )
 
     def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
         """Return the memory that an adapter of this shape needs for training and for sampling."""
@@ -283,7 +292,7 @@ class Engine:
 
     # The methods below check an operation before `submit` queues it.
 
-    def _queued(self, op: Operation[Any], future: Future[Any]) -> QueuedOperation:
+    def _checked_operation(self, op: Operation[Any], future: Future[Any]) -> QueuedOperation:
         match op:
             case CreateModel():
                 return self._create_model(op, future)
@@ -322,7 +331,7 @@ class Engine:
                 return QueuedForwardBackwardLater(op, future, self._model(op.model_id), loss_fn)
             case OptimStep():
                 return QueuedOptimStep(op, future, self._model(op.model_id))
-        raise TypeError(f"{type(op).__name__} is no operation of this engine")
+        raise TypeError(f"operation is a {type(op).__name__}, which the engine does not support")
 
     def _computed_loss(self, loss_fn: str) -> str:
         """Return the loss to compute for `loss_fn`: `loss_fn` itself, or its substitute.
@@ -343,7 +352,7 @@ class Engine:
         model = self._training_models.get(model_id)
         if model is None:
             raise UserError(
-                f"model_id={model_id!r}: there is no such model (or it was unloaded); create one"
+                f"model_id={model_id!r}: there is no such model, or it was unloaded; create one"
             )
         if model.failure is not None:
             raise UserError(f"model_id={model_id!r}: {model.failure}")
@@ -353,16 +362,17 @@ class Engine:
         session = self._sampler_sessions.get(sampler_id)
         if session is None:
             raise UserError(
-                f"sampler_id={sampler_id!r}: there is no such sampler (or it was released); create one"
+                f"sampler_id={sampler_id!r}: there is no such sampler, or it was released; "
+                "create one"
             )
         return session
 
     def _create_model(self, op: CreateModel, future: Future[Any]) -> QueuedCreation:
-        for module in _IMPORTED_LATE:
+        for module in _PRELOADED_MODULES:
             importlib.import_module(module)
         check_name("model_id", op.model_id)
         if op.model_id in self._training_models:
-            raise UserError(f"model_id={op.model_id!r} is in use; give another")
+            raise UserError(f"model_id={op.model_id!r} is already in use; choose another id")
         name, lora, loaded = op.base_model, op.lora, None
         if op.from_path is not None:
             path = CheckpointPath.parse(op.from_path)
@@ -380,8 +390,8 @@ class Engine:
         base.check_rank(lora.rank)
         model = TrainingModel(op.model_id, base, name, layout, dict(op.user_metadata))
         if self._training_models.setdefault(op.model_id, model) is not model:
-            raise UserError(f"model_id={op.model_id!r} is in use; give another")
-        self._runs.add(op.model_id)
+            raise UserError(f"model_id={op.model_id!r} is already in use; choose another id")
+        self._created_ids.add(op.model_id)
         return QueuedCreation(op, future, model, loaded)
 
     def _create_sampler(self, op: CreateSampler, future: Future[Any]) -> QueuedSamplerCreation:
@@ -409,7 +419,7 @@ class Engine:
         check_name("sampler_id", sampler_id)
         session = SamplerSession(sampler_id, base, name, model_path)
         if self._sampler_sessions.setdefault(sampler_id, session) is not session:
-            raise UserError(f"sampler_id={sampler_id!r} is in use; give another")
+            raise UserError(f"sampler_id={sampler_id!r} is already in use; choose another id")
         return session
 
     def _check_request(self, base: BaseModel, op: Sample) -> None:
@@ -449,39 +459,42 @@ class Engine:
 
         def check_fits(manifest: Manifest) -> None:
             if manifest.architecture != base.config.fingerprint():
-                differs = "architecture is"
+                difference = "architecture differs from that"
             elif manifest.weights != base.fingerprint and not any_weights:
-                differs = "weights are"
+                difference = "weights differ from those"
             else:
-                differs = ""
-            if differs:
+                difference = ""
+            if difference:
                 raise CheckpointError(
-                    f"{path} was made on the base model {manifest.base_model!r}, whose {differs} not those of {name!r} here; "
-                    "load it on its own base model (models={NAME: PATH} says where that is)"
+                    f"{path} was saved from the base model {manifest.base_model!r}, whose "
+                    f"{difference} of {name!r} in this engine; load it on its own base model. "
+                    "models={NAME: PATH} sets the directory of a base model"
                 )
             if manifest.quantize != base.quantize and not any_weights:
                 raise CheckpointError(
-                    f"{path} was made on {_weights(manifest.quantize)}, and this engine has "
-                    f"{_weights(base.quantize)}; start it with quantize={manifest.quantize!r}, or "
-                    f"name base_model={name!r} to use the checkpoint on these weights"
+                    f"{path} was saved from {_describe_weights(manifest.quantize)}, but this "
+                    f"engine has {_describe_weights(base.quantize)}; start the engine with "
+                    f"quantize={manifest.quantize!r}, or give base_model={name!r} to use the "
+                    "checkpoint on these weights"
                 )
-            theirs, ours = _shape(manifest.lora), _shape(layout.lora)
+            theirs, ours = _describe_shape(manifest.lora), _describe_shape(layout.lora)
             if theirs != ours:
                 raise CheckpointError(
-                    f"{path} has {theirs}, and this model {ours}; create the model with the checkpoint's shape"
+                    f"{path} has an adapter of {theirs}, but the model's adapter has {ours}; "
+                    "create the model with the rank and the train_* options of the checkpoint"
                 )
 
         state, version = self._store.read(path, layout, with_optimizer, check_fits)
         return LoadedAdapter(state, with_optimizer, layout, version)
 
 
-def _weights(scheme: str | None) -> str:
+def _describe_weights(scheme: str | None) -> str:
     return (
         f"base weights quantized with {scheme}" if scheme else "base weights without quantization"
     )
 
 
-def _shape(lora: LoraConfig) -> str:
+def _describe_shape(lora: LoraConfig) -> str:
     parts = [name for name in ("train_attn", "train_mlp", "train_unembed") if getattr(lora, name)]
     return f"rank {lora.rank} with {', '.join(parts)}"
 

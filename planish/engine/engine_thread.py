@@ -75,14 +75,14 @@ class EngineThread:
         self._operations = operations
         self._on_end = on_end
         self._inbox: SimpleQueue[QueuedOperation | _Wake | _Stop] = SimpleQueue()
-        self._ended = threading.Event()
+        self._has_ended = threading.Event()
         self._saves: set[Future[Any]] = set()
         """The futures of checkpoints that are not written yet."""
         self._fault: BaseException | None = None
         """The exception that ended the thread; None while it runs or after a normal stop."""
         self._is_aborted = False
         """Whether the work in progress must stop at its next matmul."""
-        self._stop: _Stop | None = None
+        self._stop_request: _Stop | None = None
         self._models: list[TrainingModel] = []
         """The training models whose queues are not empty."""
         self._bases: list[BaseModel] = []
@@ -100,18 +100,19 @@ class EngineThread:
 
         Raise EngineClosedError if the thread has ended or belongs to a parent process.
         """
-        is_here = self._thread.is_alive()
-        if self._ended.is_set():
+        is_alive = self._thread.is_alive()
+        if self._has_ended.is_set():
             raise self._closed_error()
-        if not is_here:
+        if not is_alive:
             raise EngineClosedError(
-                "the engine runs in the parent process; sample and train there, or make a ServiceClient here"
+                "the engine runs in the parent process; sample and train there, or make a "
+                "ServiceClient in this process"
             )
         if isinstance(queued, QueuedSave):
             self._saves.add(queued.future)
             queued.future.add_done_callback(self._saves.discard)
         self._inbox.put(queued)
-        if self._ended.is_set():
+        if self._has_ended.is_set():
             self._reject_inbox()
 
     def stop(self, finish: bool) -> None:
@@ -149,7 +150,7 @@ class EngineThread:
         try:
             while True:
                 self._receive()
-                if self._is_over():
+                if self._should_end():
                     break
                 if self._has_work():
                     self._run_turn()
@@ -159,7 +160,7 @@ class EngineThread:
             clear_frames(error)
             self._fault = error
         finally:
-            self._end()
+            self._shut_down()
 
     def _check_abort(self) -> None:
         """Raise the error of a closed engine if the work in progress must stop."""
@@ -168,7 +169,7 @@ class EngineThread:
 
     def _receive(self) -> None:
         """Take all items from the inbox, and wait for one if there is no work."""
-        block = not self._has_work() and (self._stop is None or self._awaits_data())
+        block = not self._has_work() and (self._stop_request is None or self._awaits_data())
         if block:
             # No model has work, so the time that each model used so far does not matter.
             self._reset_shares()
@@ -180,17 +181,17 @@ class EngineThread:
             block = False
             if isinstance(item, QueuedOperation):
                 self._accept(item)
-            elif isinstance(item, _Stop) and (self._stop is None or not item.finish):
-                self._stop = item
+            elif isinstance(item, _Stop) and (self._stop_request is None or not item.finish):
+                self._stop_request = item
 
-    def _is_over(self) -> bool:
+    def _should_end(self) -> bool:
         """Return whether the thread was asked to stop and has nothing left to finish."""
-        if self._stop is None:
+        if self._stop_request is None:
             return False
         # `_awaits_data` must be called first. In the other order, data could become ready between
         # the two calls. Then both calls would return False, and the thread would end without
         # running the operation that needs these data.
-        return not (self._stop.finish and (self._awaits_data() or self._has_work()))
+        return not (self._stop_request.finish and (self._awaits_data() or self._has_work()))
 
     def _awaits_data(self) -> bool:
         """Return whether the next operation of any training model waits for data being prepared."""
@@ -221,18 +222,18 @@ class EngineThread:
         is_alone = len(ready) + len(busy) == 1
         if side == "training":
             model = self._training_shares.pick(ready)
-            self._train(model)
-            self._finish_turn(model.base, is_alone)
+            self._run_training_turn(model)
+            self._wait_for_device(model.base, is_alone)
             self._training_shares.charge(model, perf_counter() - start)
         else:
             base = self._sampling_shares.pick(busy)
-            self._sample(base)
-            self._finish_turn(base, is_alone)
+            self._run_sampling_turn(base)
+            self._wait_for_device(base, is_alone)
             self._sampling_shares.charge(base, perf_counter() - start)
         self._side_shares.charge(side, perf_counter() - start)
         self._drop_unused_sessions()
 
-    def _finish_turn(self, base: BaseModel, is_alone: bool) -> None:
+    def _wait_for_device(self, base: BaseModel, is_alone: bool) -> None:
         """Wait for the device if other models have work.
 
         Kernel launches on a GPU are asynchronous, so the GPU may still compute when a turn ends.
@@ -319,11 +320,11 @@ class EngineThread:
             except Exception as error:
                 queued.fail(error)
 
-    def _train(self, model: TrainingModel) -> None:
+    def _run_training_turn(self, model: TrainingModel) -> None:
         """Do one piece (for instance a micro-batch) of the training model's first operation."""
         queued = model.queue[0]
         model.base.make_current()
-        if self._advance(model, queued):
+        if self._run_piece(model, queued):
             return
         model.work = None
         model.queue.popleft()
@@ -332,7 +333,7 @@ class EngineThread:
         if isinstance(queued, QueuedPublish):
             self._start_waiting(queued.session)
 
-    def _advance(self, model: TrainingModel, queued: QueuedTraining) -> bool:
+    def _run_piece(self, model: TrainingModel, queued: QueuedTraining) -> bool:
         """Do one piece of the operation, and return whether it needs another turn."""
         try:
             if model.work is None:
@@ -344,7 +345,7 @@ class EngineThread:
         except StopIteration:
             return False
         except BaseException as error:
-            _prepare(error, model.base)
+            _prepare_error(error, model.base)
             _check_device(error, model.base)
             queued.fail(error)
             if not isinstance(error, Exception):
@@ -369,15 +370,15 @@ class EngineThread:
             case QueuedForwardBackwardLater():
                 adds_gradient = True
         if adds_gradient and queued.model.adapter is not None:
-            queued.model.adapter.reject_next_step(UserError("it was cancelled"))
+            queued.model.adapter.reject_next_step(UserError("the forward_backward was cancelled"))
 
-    def _sample(self, base: BaseModel) -> None:
+    def _run_sampling_turn(self, base: BaseModel) -> None:
         """Run one step of the base model's sampler; an exception fails all of its requests."""
         try:
             base.make_current()
             base.sampler.step()
         except Exception as error:
-            _prepare(error, base)
+            _prepare_error(error, base)
             _check_device(error, base)
             base.sampler.abort_all(error)
 
@@ -392,9 +393,9 @@ class EngineThread:
                 unused.base.sampler.evict_prefixes(unused.version)
             unused.weights = None
 
-    def _end(self) -> None:
+    def _shut_down(self) -> None:
         """Fail all operations that are left and release all tensors."""
-        self._ended.set()
+        self._has_ended.set()
         error = self._closed_error()
         for model in self._models:
             if model.work is not None:
@@ -426,18 +427,19 @@ class EngineThread:
         """Return the error for operations that the thread can no longer run."""
         if self._fault is None:
             return EngineClosedError(
-                "the engine was closed before this was done; make a new ServiceClient"
+                "the engine was closed before this operation was done; make a new ServiceClient"
             )
         if isinstance(self._fault, EngineClosedError):  # Its message already names the remedy.
             return EngineClosedError(str(self._fault))
         error = EngineClosedError(
-            f"the engine stopped at a fault of its own ({self._fault!r}); make a new ServiceClient"
+            f"the engine stopped because of an internal error ({self._fault!r}); make a new "
+            "ServiceClient"
         )
         error.__cause__ = self._fault
         return error
 
 
-def _prepare(error: BaseException, base: BaseModel) -> None:
+def _prepare_error(error: BaseException, base: BaseModel) -> None:
     """Prepare an exception for the operation's future.
 
     The function clears the frames of the traceback. Otherwise their tensors would stay in memory as
@@ -446,8 +448,10 @@ def _prepare(error: BaseException, base: BaseModel) -> None:
     clear_frames(error)
     if lacks_memory(error):
         error.add_note(
-            f"The memory of {base.device} is full: lower micro_batch_tokens (now {base.trainer.settings.micro_batch_tokens:,}) for training, "
-            f"kv_cache_bytes (now {base.sampler.settings.kv_cache_bytes:,}) or max_batch (now {base.sampler.settings.max_batch:,}) for sampling"
+            f"The memory of {base.device} is full. For training, lower micro_batch_tokens (now "
+            f"{base.trainer.settings.micro_batch_tokens:,}). For sampling, lower kv_cache_bytes "
+            f"(now {base.sampler.settings.kv_cache_bytes:,}) or max_batch (now "
+            f"{base.sampler.settings.max_batch:,})"
         )
 
 

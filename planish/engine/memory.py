@@ -194,8 +194,9 @@ class DeviceMemory:
         """Raise UserError if one copy of the weights exceeds the usable main memory."""
         if model.weights > usable:
             raise UserError(
-                f"{directory} does not fit into main memory: its weights take {gib(model.weights)} as {self._settings.quantize or model.backend.dtype}, and {gib(usable)} can be used; "
-                "use a smaller base model, or quantize='int8' or 'nf4'"
+                f"{directory} does not fit into main memory: its weights take {gib(model.weights)} "
+                f"as {self._settings.quantize or model.backend.dtype}, and {gib(usable)} are "
+                "usable; use a smaller base model, or give quantize='int8' or 'nf4'"
             )
 
     def _check_minimum(self, directory: Path, model: _ModelNeeds, left: int, usable: int) -> None:
@@ -204,16 +205,20 @@ class DeviceMemory:
         if left >= model.minimum or None not in bounds.values():
             return
         given = [f"{name}={value:,}" for name, value in bounds.items() if value is not None]
-        adapters = (
-            f", adapters of all base models {gib(self._adapter_bytes)} (adapter_memory_bytes)"
-            if self._adapter_bytes
-            else ""
-        )
+        limits = f" (with {', '.join(given)})" if given else ""
+        weights = f"its weights and adapters take {gib(model.fixed)}"
+        if self._adapter_bytes:
+            weights = (
+                f"its weights take {gib(model.fixed)}, the adapters of all base models take "
+                f"{gib(self._adapter_bytes)} (adapter_memory_bytes)"
+            )
         raise UserError(
-            f"{directory} does not fit on {self.device}: of {gib(usable)} that can be used there, its weights{'' if adapters else ' and adapters'} take "
-            f"{gib(model.fixed)}{adapters}, with other base models {gib(max(0, left))} are left for it, and sampling and training need {gib(model.minimum)} at least"
-            f"{' with ' + ', '.join(given) if given else ''}. {self._remedy}Use a smaller base model or fewer of them, lower {', '.join(bounds)} for all, or end other programs "
-            "on that device; where all four are named, they are taken as they are"
+            f"{directory} does not fit on {self.device}: {gib(usable)} of the device are usable, "
+            f"{weights}, and other base models leave {gib(max(0, left))} for sampling and "
+            f"training, which need at least {gib(model.minimum)}{limits}. {self._remedy}Use a "
+            f"smaller base model or fewer base models, lower {', '.join(bounds)}, or end other "
+            "programs on the device. If all four of these limits are given, planish uses them "
+            "without this check"
         )
 
     @property
@@ -221,8 +226,8 @@ class DeviceMemory:
         if self._expected or self._reserves_for_next or not self._claims:
             return ""
         return (
-            "The first base model took all of the memory: name all base models that you use together "
-            "in models= or PLANISH_MODELS, and each leaves room for the next. "
+            "The first base model reserved all of the memory: name all base models that you use "
+            "together in models= or PLANISH_MODELS, so that each leaves memory for the next. "
         )
 
 

@@ -444,7 +444,7 @@ class Samplers:
         self._tasks.pop(request.id, None)
         self._in_engine.discard(request.id)
         if task.cancelled() and task not in self._postponed:
-            self._services.request_log.settle(request, Failed("it was cancelled", "user"))
+            self._services.request_log.settle(request, Failed("the request was cancelled", "user"))
 
     async def _run(self, sampler: Sampler, request: QueuedRequest) -> None:
         try:

@@ -566,7 +566,7 @@ def test_a_cancelled_forward_backward_fails_the_next_optim_step(engine):
     assert second.cancel()
     gate.set_result([datum(start=2)])
     first.result(WAIT)
-    with pytest.raises(UserError, match="before it failed .it was cancelled"):
+    with pytest.raises(UserError, match="before it failed .the forward_backward was cancelled"):
         update.result(WAIT)
     assert loss(engine, "a") == before
 

@@ -51,7 +51,7 @@ def test_a_pass_ends_at_the_next_matmul(model, tmp_path, monkeypatch, at):
     go_on.set()
     closing.join(WAIT)
     assert matmuls == 3
-    with pytest.raises(EngineClosedError, match="closed before this was done"):
+    with pytest.raises(EngineClosedError, match="closed before this operation was done"):
         backward.result(WAIT)
 
 
@@ -67,6 +67,6 @@ def test_a_prompt_ends_at_the_next_matmul(model, tmp_path, monkeypatch):
     monkeypatch.setattr(PackedLinear, "matmul", product)
     params = SamplingParams(max_tokens=8, stop=[])
     answer = engine.submit(Sample("s", ModelInput.from_ints(TOKENS), 1, params))
-    with pytest.raises(EngineClosedError, match="closed before this was done"):
+    with pytest.raises(EngineClosedError, match="closed before this operation was done"):
         answer.result(WAIT)
     engine.close()

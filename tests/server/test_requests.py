@@ -85,7 +85,9 @@ def test_a_sample_can_be_cancelled_before_it_starts(model_dir, data_dir, monkeyp
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
             accepted = await server.samplers.submit(TENANT, 0, sample(await client.sampler()))
-            assert await client.answer(accepted.request_id) == Failed("it was cancelled", "user")
+            assert await client.answer(accepted.request_id) == Failed(
+                "the request was cancelled", "user"
+            )
 
     run(scenario())
 

@@ -231,7 +231,7 @@ def test_a_sample_can_be_cancelled(model_dir, data_dir):
             for one in (waiting, running_one):
                 server.samplers.cancel(TENANT, one.request_id)
                 answer = await client.answer(one.request_id)
-                assert answer == Failed("it was cancelled", "user")
+                assert answer == Failed("the request was cancelled", "user")
             server.samplers.cancel(TENANT, "nothing")
             response = await client.sample(sampler, 3)
             server.samplers.cancel(TENANT, f"{sampler}:3")

@@ -112,18 +112,21 @@ class TrainerSettings:
     def _mlp_bytes(self, backend: Backend, rank: int, layer: int) -> int:
         """Return the bytes per token that a layer stores for its MLP and all LoRA hidden states."""
         config, itemsize = backend.config, backend.dtype.itemsize
-        low = [padded_lora_columns(len(names) * rank) for names in fused_modules(config, layer)]
+        lora_columns = [
+            padded_lora_columns(len(names) * rank) for names in fused_modules(config, layer)
+        ]
         if not config.has_experts(layer):
-            return itemsize * (3 * config.intermediate_size + sum(low))
+            return itemsize * (3 * config.intermediate_size + sum(lora_columns))
         # Each pair of a token and an expert stores gate, up and two LoRA hidden states. The router
         # stores its float32 input, its logits and its probabilities.
-        pair = 2 * config.expert_size + sum(low[2:4])
+        numbers_per_pair = 2 * config.expert_size + sum(lora_columns[2:4])
         router = 4 * (config.hidden_size + 3 * config.num_experts)
         shared = 0
         if config.has_shared_expert:
             # A dense MLP, and its output, which the gate multiplies.
-            shared = 3 * config.intermediate_size + config.hidden_size + sum(low[4:])
-        return itemsize * (sum(low[:2]) + config.experts_per_token * pair + shared) + router
+            shared = 3 * config.intermediate_size + config.hidden_size + sum(lora_columns[4:])
+        experts = config.experts_per_token * numbers_per_pair
+        return itemsize * (sum(lora_columns[:2]) + experts + shared) + router
 
     def reserved_bytes(self, backend: Backend) -> int:
         """Return the estimated bytes that forward and backward passes occupy, in use or cached.
@@ -255,7 +258,8 @@ class Trainer:
                 parts.append(part)
             if grad is not None and not is_finite(grad):
                 raise NonFiniteError(
-                    "the gradient is not finite; check advantages and weights, or lower the learning rate"
+                    "the gradient is not finite; check the advantages and weights of data, or "
+                    "lower the learning rate"
                 )
         except BaseException as error:
             if not forward_only:
@@ -276,8 +280,8 @@ class Trainer:
                 unique = self._score(call, packed, pairs)
             # Compute the losses on the CPU: they are small sums, and on a GPU the check for finite
             # values would synchronize once per datum. This way the GPU synchronizes once.
-            known = torch.cat([unique.detach().cpu(), torch.zeros(1, dtype=unique.dtype)])
-            logprobs = known[pairs.place].requires_grad_(call.backward)
+            unique_logprobs = torch.cat([unique.detach().cpu(), torch.zeros(1, dtype=unique.dtype)])
+            logprobs = unique_logprobs[pairs.pair_index].requires_grad_(call.backward)
             with torch.set_grad_enabled(call.backward):
                 losses = _losses(call, packed, logprobs)
             grad = (
@@ -293,8 +297,8 @@ class Trainer:
             datum: part.view(call.batch.examples[datum].targets.shape).numpy().copy()
             for datum, part in zip(packed.datums, flat.split(_sizes(call, packed)), strict=True)
         }
-        amounts = dict(zip(packed.datums, losses.tolist(), strict=True))
-        return _MicroBatchResult(amounts, arrays, _ratio_range(call, arrays)), grad
+        loss_by_datum = dict(zip(packed.datums, losses.tolist(), strict=True))
+        return _MicroBatchResult(loss_by_datum, arrays, _ratio_range(call, arrays)), grad
 
     def _score(self, call: _Call, packed: Packed, pairs: _Pairs) -> Tensor:
         """Return the logprobs [P] of the distinct pairs."""
@@ -310,10 +314,10 @@ class Trainer:
             recompute=recompute,
             recurrence=self._decoder.backend.tree_recurrence(packed),
         )
-        scored, at = torch.unique_consecutive(pairs.rows, return_inverse=True)
+        scored, row_index = torch.unique_consecutive(pairs.rows, return_inverse=True)
         if len(scored) < len(packed):
             hidden = hidden[sent(scored, device)]
-        rows, targets = sent(at, device), sent(pairs.targets, device)
+        rows, targets = sent(row_index, device), sent(pairs.targets, device)
         return scored_logprobs(
             self._decoder.backend,
             hidden,
@@ -339,14 +343,17 @@ class Trainer:
         The gradient of the loss with respect to the logprobs is checked first, before the costly
         backward pass through the model.
         """
-        (wanted,) = torch.autograd.grad(losses.sum(), logprobs)
-        for datum, part in zip(packed.datums, wanted.split(_sizes(call, packed)), strict=True):
+        (logprob_grads,) = torch.autograd.grad(losses.sum(), logprobs)
+        for datum, part in zip(
+            packed.datums, logprob_grads.split(_sizes(call, packed)), strict=True
+        ):
             if not bool(torch.isfinite(part).all()):
                 raise NonFiniteError(
-                    f"the gradient of data[{datum}]'s loss is not finite; check its logprobs and advantages"
+                    f"the gradient of the loss of data[{datum}] is not finite; check its logprobs "
+                    "and advantages"
                 )
-        grads = torch.zeros(len(unique) + 1, dtype=wanted.dtype)
-        at_pairs = grads.index_add_(0, pairs.place, wanted)[:-1]
+        grads = torch.zeros(len(unique) + 1, dtype=logprob_grads.dtype)
+        at_pairs = grads.index_add_(0, pairs.pair_index, logprob_grads)[:-1]
         if unique.requires_grad and bool(at_pairs.any()):
             unique.backward(sent(at_pairs, unique.device))
         return call.weights.collect_grad()
@@ -363,7 +370,7 @@ class _Pairs:
     """int64 [P]: row of each pair."""
     targets: Tensor
     """int64 [P]: target token of each pair."""
-    place: Tensor
+    pair_index: Tensor
     """int64 [M]: for each target of the concatenated datums, the index of its pair, or P if the
     target is not scored.
     """
@@ -378,12 +385,12 @@ class _Pairs:
                 (rows.reshape(-1, *[1] * (targets.ndim - 1)) * vocab_size + targets).reshape(-1)
             )
             scored.append(batch.scored(datum).reshape(-1))
-        where = np.concatenate(scored)
-        distinct, pairs = np.unique(np.concatenate(keys)[where], return_inverse=True)
-        place = np.full(where.shape, len(distinct))
-        place[where] = pairs.reshape(-1)
+        is_scored = np.concatenate(scored)
+        distinct, pairs = np.unique(np.concatenate(keys)[is_scored], return_inverse=True)
+        pair_index = np.full(is_scored.shape, len(distinct))
+        pair_index[is_scored] = pairs.reshape(-1)
         rows, targets = np.divmod(distinct, vocab_size)
-        return cls(torch.from_numpy(rows), torch.from_numpy(targets), torch.from_numpy(place))
+        return cls(torch.from_numpy(rows), torch.from_numpy(targets), torch.from_numpy(pair_index))
 
 
 def _sizes(call: _Call, packed: Packed) -> list[int]:
@@ -450,8 +457,8 @@ def _output(
     }
     ratios = [part.ratios for part in parts if part.ratios is not None]
     if ratios:
-        metrics["ratio:min"] = min(low for low, _ in ratios)
-        metrics["ratio:max"] = max(high for _, high in ratios)
+        metrics["ratio:min"] = min(smallest for smallest, _ in ratios)
+        metrics["ratio:max"] = max(largest for _, largest in ratios)
     outputs = [
         {"logprobs": TensorData.from_numpy(logprobs[datum])} for datum in range(len(examples))
     ]
