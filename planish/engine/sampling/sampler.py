@@ -800,14 +800,13 @@ class Sampler:
     ) -> tuple[
         list[RunningSample], list[int], list[int], dict[int, Adjustment], list[RunningSample]
     ]:
-        """Prepare the tokens to sample: return (samples, rows, token_indices,
-        adjustments, exhausted).
+        """Prepare the tokens to sample.
 
-        Item i of the first three lists is the sample and the row of token i, and the token's index
-        within that sample. The keys of `adjustments` are indices i. A sample with forced tokens is
-        in the lists once per token. Samples whose mask is missing, and samples whose grammar
-        failed, are left out. `exhausted` has the samples whose text is complete and cannot be
-        continued.
+        Return (samples, rows, token_indices, adjustments, exhausted). Item i of the first three
+        lists is the sample and the row of token i, and the token's index within that sample. The
+        keys of `adjustments` are indices i. A sample with forced tokens is in the lists once per
+        token. Samples whose mask is missing, and samples whose grammar failed, are left out.
+        `exhausted` has the samples whose text is complete and cannot be continued.
         """
         missing = [s.grammar for s in samples if s.grammar is not None and not s.grammar.is_ready]
         if missing:
