@@ -12,7 +12,7 @@ result.
 If a `ForwardBackward` fails or is cancelled, the next `OptimStep` of that model fails too, so a
 pipelined pair is applied completely or not at all. A `ForwardBackward` that `submit` rejects was
 never queued, so it does not make the next `OptimStep` fail. To make that `OptimStep` fail too,
-TrainingClient submits a `ForwardBackwardLater` in its place. The `data` future of that operation
+TrainingClient submits a `DeferredForwardBackward` in its place. The `data` future of that operation
 already has the error.
 """
 
@@ -112,7 +112,7 @@ class ForwardBackward(Operation[ForwardBackwardOutput]):
 
 
 @dataclass(frozen=True)
-class ForwardBackwardLater(Operation[ForwardBackwardOutput]):
+class DeferredForwardBackward(Operation[ForwardBackwardOutput]):
     """A `ForwardBackward` whose data are not known yet. Later operations of the model wait for the
     data.
     """

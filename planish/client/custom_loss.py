@@ -119,7 +119,9 @@ def _number(name: str, value: Any) -> float:
         ) from None
 
 
-def merged(output: ForwardBackwardOutput, metrics: Mapping[str, float]) -> ForwardBackwardOutput:
+def add_custom_metrics(
+    output: ForwardBackwardOutput, metrics: Mapping[str, float]
+) -> ForwardBackwardOutput:
     """Return the output of the second pass with the custom loss's metrics. The weighted cross
     entropy of that pass is renamed to "surrogate_loss:sum".
     """

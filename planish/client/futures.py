@@ -103,7 +103,7 @@ class _Chained(Future[T]):
         self.set_running_or_notify_cancel()
 
 
-def chained(source: Future[S], convert: Callable[[S], T]) -> Future[T]:
+def map_future(source: Future[S], convert: Callable[[S], T]) -> Future[T]:
     """Return a future of `convert(result of source)`. `convert` runs once, in the thread that
     completes `source`, so it must be short.
     """
@@ -129,7 +129,9 @@ def completed(value: T) -> Pending[T]:
     return Pending(future)
 
 
-def submitting(method: Callable[P, Pending[T]]) -> Callable[P, Coroutine[Any, Any, Pending[T]]]:
+def async_returning_pending(
+    method: Callable[P, Pending[T]],
+) -> Callable[P, Coroutine[Any, Any, Pending[T]]]:
     """Return an async form of `method` whose awaited value is the Pending. The operation has been
     submitted by then.
     """
@@ -141,7 +143,7 @@ def submitting(method: Callable[P, Pending[T]]) -> Callable[P, Coroutine[Any, An
     return _renamed(async_method, method)
 
 
-def awaiting(method: Callable[P, Pending[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+def async_returning_result(method: Callable[P, Pending[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
     """Return an async form of `method` whose awaited value is the result."""
 
     @wraps(method)

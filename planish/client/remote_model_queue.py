@@ -23,8 +23,8 @@ from planish.client.remote_thread import LoopThread, in_pool
 from planish.errors import EngineClosedError, PlanishError, UserError, refused_step
 from planish.service import (
     CreateModel,
+    DeferredForwardBackward,
     ForwardBackward,
-    ForwardBackwardLater,
     LoadWeights,
     Operation,
     OptimStep,
@@ -106,7 +106,7 @@ class ModelQueue:
                 await self._create(operation, queued)
             case ForwardBackward() as operation if not operation.forward_only:
                 await self._add_gradient(operation, queued)
-            case ForwardBackwardLater() as operation:
+            case DeferredForwardBackward() as operation:
                 await self._add_gradient_later(operation, queued)
             case operation if queued.answer.set_running_or_notify_cancel():
                 await self._post(operation, queued)
@@ -147,7 +147,7 @@ class ModelQueue:
             raise
 
     async def _add_gradient_later(
-        self, operation: ForwardBackwardLater, queued: QueuedOperation
+        self, operation: DeferredForwardBackward, queued: QueuedOperation
     ) -> None:
         made = asyncio.Event()
         operation.data.add_done_callback(lambda _: self.thread.post(made.set))

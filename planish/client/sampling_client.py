@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from planish.client.futures import Pending, awaiting, chained, in_thread
-from planish.client.session import RefusesMethods, Session, discard, refuse_to_pickle
+from planish.client.futures import Pending, async_returning_result, in_thread, map_future
+from planish.client.session import RefusesMethods, Session, refuse_to_pickle, release_resource
 from planish.service import CreateSampler, ReleaseSampler, Sample
 from planish.types import ModelInput, SampleResponse, SamplingParams, TensorData
 
@@ -43,7 +43,9 @@ class SamplingClient(RefusesMethods):
         self._record_stability_info = record_stability_info
         # By default the finalizer would also run at interpreter exit. It is not needed there,
         # because the engine or session ends and frees the sampler.
-        weakref.finalize(self, discard, session.service, ReleaseSampler(sampler_id)).atexit = False
+        weakref.finalize(
+            self, release_resource, session.service, ReleaseSampler(sampler_id)
+        ).atexit = False
 
     __reduce__ = refuse_to_pickle
 
@@ -85,7 +87,7 @@ class SamplingClient(RefusesMethods):
         )
         return Pending(self._session.service.submit(operation), withdraw=True)
 
-    sample_async = awaiting(sample)
+    sample_async = async_returning_result(sample)
 
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
@@ -106,10 +108,10 @@ class SamplingClient(RefusesMethods):
             prompt_only=True,
         )
         return Pending(
-            chained(self._session.service.submit(operation), _prompt_logprobs), withdraw=True
+            map_future(self._session.service.submit(operation), _prompt_logprobs), withdraw=True
         )
 
-    compute_logprobs_async = awaiting(compute_logprobs)
+    compute_logprobs_async = async_returning_result(compute_logprobs)
 
     def get_base_model(self) -> str:
         """Return the name of the base model."""
@@ -156,7 +158,7 @@ def create_sampling_client(
         sampler_id = session.service.submit(operation).result()
         return SamplingClient(session, sampler_id, record_stability_info)
     except BaseException:
-        discard(session.service, ReleaseSampler(operation.sampler_id))
+        release_resource(session.service, ReleaseSampler(operation.sampler_id))
         raise
 
 

@@ -16,9 +16,9 @@ from planish.client.sampling_client import SamplingClient, create_sampling_clien
 from planish.client.session import (
     RefusesMethods,
     Session,
-    discard,
     refuse_options,
     refuse_to_pickle,
+    release_resource,
 )
 from planish.client.training_client import TrainingClient
 from planish.errors import UnsupportedError, UserError
@@ -265,7 +265,7 @@ class ServiceClient(RefusesMethods):
             return TrainingClient(self._session, future.result())
         except BaseException:  # including Ctrl-C
             future.cancel()
-            discard(service, UnloadModel(operation.model_id))
+            release_resource(service, UnloadModel(operation.model_id))
             raise
 
     def _metadata(self, user_metadata: Mapping[str, str] | None) -> dict[str, str]:

@@ -96,7 +96,7 @@ def refuse_to_pickle(self: object) -> NoReturn:
     )
 
 
-def discard(service: Service, operation: Operation[Any]) -> None:
+def release_resource(service: Service, operation: Operation[Any]) -> None:
     """Submit an operation that frees a model or sampler. Do nothing if the model or sampler is
     already freed, or if the service is closed.
     """

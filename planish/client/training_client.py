@@ -12,21 +12,21 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from planish.client.custom_loss import custom_gradient, first_pass_data, merged
-from planish.client.futures import Pending, chained, in_thread, submitting
+from planish.client.custom_loss import add_custom_metrics, custom_gradient, first_pass_data
+from planish.client.futures import Pending, async_returning_pending, in_thread, map_future
 from planish.client.sampling_client import SamplingClient, create_sampling_client
 from planish.client.session import (
     RefusesMethods,
     Session,
-    discard,
     refuse_options,
     refuse_to_pickle,
+    release_resource,
 )
 from planish.errors import UserError
 from planish.processes.background import BackgroundThread
 from planish.service import (
+    DeferredForwardBackward,
     ForwardBackward,
-    ForwardBackwardLater,
     LoadWeights,
     Operation,
     OptimStep,
@@ -77,7 +77,9 @@ class TrainingClient(RefusesMethods):
         """Ids of the threads that compute custom losses of this client."""
         # By default the finalizer would also run at interpreter exit. It is not needed there,
         # because the engine or session ends and frees the model.
-        weakref.finalize(self, discard, session.service, UnloadModel(info.model_id)).atexit = False
+        weakref.finalize(
+            self, release_resource, session.service, UnloadModel(info.model_id)
+        ).atexit = False
 
     __reduce__ = refuse_to_pickle
 
@@ -96,7 +98,7 @@ class TrainingClient(RefusesMethods):
         operation = ForwardBackward(self.model_id, data, loss_fn, config, forward_only=True)
         return Pending(self._submit(operation))
 
-    forward_async = submitting(forward)
+    forward_async = async_returning_pending(forward)
 
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
@@ -116,7 +118,7 @@ class TrainingClient(RefusesMethods):
         except UserError as error:
             return Pending(self._submit_failed_gradient(error))
 
-    forward_backward_async = submitting(forward_backward)
+    forward_backward_async = async_returning_pending(forward_backward)
 
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: CustomLoss, *, loss_type_input: str | None = None
@@ -139,8 +141,8 @@ class TrainingClient(RefusesMethods):
         except UserError as error:
             return Pending(self._submit_failed_gradient(error))
         weighted: Future[Sequence[Datum]] = Future()
-        # `Service.close` waits for a ForwardBackwardLater only if the future of its data is in the
-        # state "running". So set this state before the operation is submitted.
+        # `Service.close` waits for a DeferredForwardBackward only if the future of its data is in
+        # the state "running". So set this state before the operation is submitted.
         weighted.set_running_or_notify_cancel()
         metrics: dict[str, float] = {}
 
@@ -157,10 +159,10 @@ class TrainingClient(RefusesMethods):
                 self._losses.discard(threading.get_ident())
 
         BackgroundThread(differentiate, "planish-custom-loss", exit_seconds=_LOSS_SECONDS)
-        second = self._submit(ForwardBackwardLater(self.model_id, weighted, "cross_entropy"))
-        return Pending(chained(second, lambda output: merged(output, metrics)))
+        second = self._submit(DeferredForwardBackward(self.model_id, weighted, "cross_entropy"))
+        return Pending(map_future(second, lambda output: add_custom_metrics(output, metrics)))
 
-    forward_backward_custom_async = submitting(forward_backward_custom)
+    forward_backward_custom_async = async_returning_pending(forward_backward_custom)
 
     def optim_step(
         self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
@@ -176,7 +178,7 @@ class TrainingClient(RefusesMethods):
         assert adam_params is not None
         return Pending(self._submit(OptimStep(self.model_id, adam_params)))
 
-    optim_step_async = submitting(optim_step)
+    optim_step_async = async_returning_pending(optim_step)
 
     def save_state(
         self,
@@ -191,7 +193,7 @@ class TrainingClient(RefusesMethods):
         operation = SaveWeights(self.model_id, name, ttl_seconds, overwrite, user_metadata or {})
         return Pending(self._submit(operation))
 
-    save_state_async = submitting(save_state)
+    save_state_async = async_returning_pending(save_state)
 
     def load_state(
         self, path: str, weights_access_token: str | None = None
@@ -225,7 +227,7 @@ class TrainingClient(RefusesMethods):
         )
         return Pending(self._submit(operation))
 
-    save_weights_for_sampler_async = submitting(save_weights_for_sampler)
+    save_weights_for_sampler_async = async_returning_pending(save_weights_for_sampler)
 
     def save_weights_and_get_sampling_client(
         self,
@@ -266,7 +268,7 @@ class TrainingClient(RefusesMethods):
         session, sampler_id = self._session, self._session.new_sampler_id()
         published = self._submit(PublishSampler(self.model_id, sampler_id))
         return Pending(
-            chained(published, lambda made: SamplingClient(session, made, record_stability_info))
+            map_future(published, lambda made: SamplingClient(session, made, record_stability_info))
         )
 
     def create_sampling_client(
@@ -298,12 +300,13 @@ class TrainingClient(RefusesMethods):
         """Submit a forward_backward that fails with `error`, in place of the rejected one."""
         data: Future[Sequence[Datum]] = Future()
         data.set_exception(error)
-        return self._submit(ForwardBackwardLater(self.model_id, data, "cross_entropy"))
+        return self._submit(DeferredForwardBackward(self.model_id, data, "cross_entropy"))
 
     def _submit(self, operation: Operation[T]) -> Future[T]:
         if threading.get_ident() in self._losses:
             raise UserError(
-                "a custom loss called its own client, which waits for the loss; call the client before the loss, or use another client"
+                "the custom loss called its own client, which waits for the loss; call the client "
+                "before forward_backward_custom, or use another client"
             )
         return self._session.service.submit(operation)
 

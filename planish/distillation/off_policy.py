@@ -26,10 +26,10 @@ from planish import ServiceClient, TrainingClient
 from planish.distillation.soft_targets import SoftData, soft_targets
 from planish.distillation.teachers import TeacherConfig, pinned, teacher_client
 from planish.errors import UserError
-from planish.runlog.checkpoints import Start
+from planish.runlog.checkpoints import RunStart
 from planish.runlog.evaluators import TrainingClientEvaluator
 from planish.supervised.nll import NLLEvaluator, held_out_data
-from planish.supervised.objective import CrossEntropy, Gradient, Metrics
+from planish.supervised.objective import CrossEntropy, Metrics, PendingGradient
 from planish.supervised.types import SupervisedDataset
 from planish.tokenizer import ModelTokenizer
 from planish.training import supervised_config as supervised
@@ -75,7 +75,7 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
         config, service_client, [(config.teacher_config.base_model, READ_BESIDES)]
     )
 
-    def objective_of(start: Start) -> "SoftCrossEntropy":
+    def objective_of(start: RunStart) -> "SoftCrossEntropy":
         return SoftCrossEntropy(start.training_client.get_tokenizer(), teacher, config.topk)
 
     return await train(config, service_client, objective_of, CONSOLE_METRICS | TEACHER_SHOWN)
@@ -120,7 +120,7 @@ class SoftCrossEntropy:
             soft, await CrossEntropy(self.tokenizer).submit(training_client, soft.data)
         )
 
-    def test(self, test_set: SupervisedDataset) -> "SoftEvaluator":
+    def evaluator(self, test_set: SupervisedDataset) -> "SoftEvaluator":
         return SoftEvaluator(held_out_data(test_set), self.teacher, self.topk)
 
 
@@ -129,7 +129,7 @@ class SoftGradient:
     """The submitted gradient of a batch, with the teacher's distributions."""
 
     soft: SoftData
-    gradient: Gradient
+    gradient: PendingGradient
 
     async def metrics(self) -> Metrics:
         found = await self.gradient.metrics()

@@ -37,8 +37,8 @@ from planish.engine.settings import EngineSettings, choose_device, choose_dtype
 from planish.engine.training_models import (
     LoadedAdapter,
     QueuedCreation,
+    QueuedDeferredForwardBackward,
     QueuedForwardBackward,
-    QueuedForwardBackwardLater,
     QueuedLoad,
     QueuedOperation,
     QueuedOptimStep,
@@ -66,8 +66,8 @@ from planish.service import (
     CheckpointInfo,
     CreateModel,
     CreateSampler,
+    DeferredForwardBackward,
     ForwardBackward,
-    ForwardBackwardLater,
     LoadWeights,
     Operation,
     OptimStep,
@@ -326,9 +326,9 @@ class Engine:
                 loss_fn = self._computed_loss(op.loss_fn)
                 batch = model.base.trainer.read(op.data, loss_fn, op.loss_fn_config)
                 return QueuedForwardBackward(op, future, model, batch)
-            case ForwardBackwardLater():
+            case DeferredForwardBackward():
                 loss_fn = self._computed_loss(op.loss_fn)
-                return QueuedForwardBackwardLater(op, future, self._model(op.model_id), loss_fn)
+                return QueuedDeferredForwardBackward(op, future, self._model(op.model_id), loss_fn)
             case OptimStep():
                 return QueuedOptimStep(op, future, self._model(op.model_id))
         raise TypeError(f"operation is a {type(op).__name__}, which the engine does not support")

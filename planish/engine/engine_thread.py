@@ -26,8 +26,8 @@ from planish.engine.fairness import FairShare
 from planish.engine.release_memory import clear_frames
 from planish.engine.training_models import (
     QueuedCreation,
+    QueuedDeferredForwardBackward,
     QueuedForwardBackward,
-    QueuedForwardBackwardLater,
     QueuedOperation,
     QueuedPublish,
     QueuedRelease,
@@ -248,7 +248,7 @@ class EngineThread:
             if not queued.model.queue:
                 self._models.append(queued.model)
             queued.model.queue.append(queued)
-            if isinstance(queued, QueuedForwardBackwardLater):
+            if isinstance(queued, QueuedDeferredForwardBackward):
                 queued.operation.data.add_done_callback(lambda _: self._inbox.put(_Wake()))
             return
         assert isinstance(queued, QueuedSampling)
@@ -367,7 +367,7 @@ class EngineThread:
                 queued.model.failure = _CANCELLED
             case QueuedForwardBackward():
                 adds_gradient = not queued.operation.forward_only
-            case QueuedForwardBackwardLater():
+            case QueuedDeferredForwardBackward():
                 adds_gradient = True
         if adds_gradient and queued.model.adapter is not None:
             queued.model.adapter.reject_next_step(UserError("the forward_backward was cancelled"))

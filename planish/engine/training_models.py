@@ -16,8 +16,8 @@ from planish.engine.training.trainer import TrainingBatch
 from planish.errors import UserError
 from planish.model.lora import LoraLayout, LoraWeights
 from planish.service import (
+    DeferredForwardBackward,
     ForwardBackward,
-    ForwardBackwardLater,
     LoadWeights,
     Operation,
     OptimStep,
@@ -60,13 +60,13 @@ class TrainingModel:
         if not self.queue:
             return False
         operation = self.queue[0].operation
-        return not isinstance(operation, ForwardBackwardLater) or operation.data.done()
+        return not isinstance(operation, DeferredForwardBackward) or operation.data.done()
 
     @property
     def awaits_data(self) -> bool:
         """Whether the first operation in the queue waits for data that are being prepared."""
         operation = self.queue[0].operation if self.queue else None
-        return isinstance(operation, ForwardBackwardLater) and operation.data.running()
+        return isinstance(operation, DeferredForwardBackward) and operation.data.running()
 
     def created(self) -> Adapter:
         """Return the adapter. Raise UserError if it is not created or was unloaded."""
@@ -173,10 +173,10 @@ class QueuedForwardBackward(QueuedTraining):
 
 
 @dataclass(frozen=True, eq=False)
-class QueuedForwardBackwardLater(QueuedTraining):
+class QueuedDeferredForwardBackward(QueuedTraining):
     """A forward and backward pass over datums that are still being prepared."""
 
-    operation: ForwardBackwardLater
+    operation: DeferredForwardBackward
     loss_fn: str
     """The loss to compute: the requested loss, or its substitute."""
 

@@ -16,8 +16,8 @@ from planish.engine.checkpoints.store import CheckpointStore, Label, SavedAdapte
 from planish.engine.training.adapters import Adapter
 from planish.engine.training_models import (
     QueuedCreation,
+    QueuedDeferredForwardBackward,
     QueuedForwardBackward,
-    QueuedForwardBackwardLater,
     QueuedLoad,
     QueuedOptimStep,
     QueuedPublish,
@@ -56,8 +56,8 @@ class TrainingOperations:
                 return self._unload(queued)
             case QueuedForwardBackward():
                 return self._forward_backward(queued)
-            case QueuedForwardBackwardLater():
-                return self._forward_backward_later(queued)
+            case QueuedDeferredForwardBackward():
+                return self._deferred_forward_backward(queued)
             case QueuedOptimStep():
                 return self._optim_step(queued)
             case QueuedSave():
@@ -98,7 +98,7 @@ class TrainingOperations:
             _with_substitution_metric(op.loss_fn, queued.batch.loss_fn, output)
         )
 
-    def _forward_backward_later(self, queued: QueuedForwardBackwardLater) -> Work:
+    def _deferred_forward_backward(self, queued: QueuedDeferredForwardBackward) -> Work:
         """Run a forward_backward whose data is a future that is done by now.
 
         If the future failed, the next optimizer step fails too.

@@ -85,7 +85,7 @@ async def evaluate(
     `weights` identifies the weights behind that name, so that an evaluation of other weights is not
     resumed by mistake. `open_model` computes it.
     """
-    params, sizes = checked_sampling(task, sampling, k, concurrency)
+    params, k_values = checked_sampling(task, sampling, k, concurrency)
     renderer = renderer or choose_renderer(
         None, sampling_client.get_base_model(), sampling_client.get_tokenizer()
     )
@@ -115,9 +115,9 @@ async def evaluate(
 
     with nullcontext() if out is None else EvaluationDirectory(out, config) as directory:
         samples = 1 if params is None else params.samples
-        known = directory.answers(task, samples) if directory else {}
-        wanted = {question.number for question in task.questions}
-        answers = {number: found for number, found in known.items() if number in wanted}
+        saved = directory.answers(task, samples) if directory else {}
+        numbers = {question.number for question in task.questions}
+        answers = {number: found for number, found in saved.items() if number in numbers}
         progress = _Progress(directory, answers, display)
         await _answer_all(
             [one for one in rendered if one.question.number not in answers],
@@ -133,9 +133,9 @@ async def evaluate(
                 "num_questions": len(task.questions),
             },
             model=model,
-            settings={**settings, "k": list(sizes), "context_window": context_window},
+            settings={**settings, "k": list(k_values), "context_window": context_window},
             versions=_versions(),
-            metrics=metrics_of([answers[question.number] for question in task.questions], sizes),
+            metrics=metrics_of([answers[question.number] for question in task.questions], k_values),
         )
         if directory:
             directory.write_results(asdict(results))
@@ -161,7 +161,7 @@ class _Progress:
     def begin(self, questions: int) -> None:
         self._stage = self._display.begin("answering", questions) if self._display else None
 
-    def keep(self, found: Answers) -> None:
+    def save(self, found: Answers) -> None:
         self._answers[found[0].question] = found
         if self._directory:
             self._directory.append(found)
@@ -177,12 +177,12 @@ async def _answer_all(
     progress: _Progress,
     concurrency: int,
 ) -> None:
-    places = asyncio.Semaphore(concurrency)
+    semaphore = asyncio.Semaphore(concurrency)
     progress.begin(len(rendered))
 
     async def one(question: RenderedQuestion) -> None:
-        async with places:
-            progress.keep(await answer(question))
+        async with semaphore:
+            progress.save(await answer(question))
 
     await gather_or_cancel(one(question) for question in rendered)
 
@@ -197,7 +197,7 @@ def checked_sampling(
     if concurrency < 1:
         raise UserError(f"concurrency={concurrency}: give a whole number of at least 1")
     if not task.questions:
-        raise UserError(f"task {task.name} has no questions")
+        raise UserError(f"task {task.name} has no questions; give a task with at least one")
     if isinstance(task, ChoiceTask):
         if sampling is not None or k is not None:
             raise UserError(
@@ -207,9 +207,9 @@ def checked_sampling(
             )
         return None, ()
     params = sampling or Sampling()
-    sizes = tuple(k) if k is not None else (1,)
-    check_k(sizes, params.samples)
-    return params, sizes
+    k_values = tuple(k) if k is not None else (1,)
+    check_k(k_values, params.samples)
+    return params, k_values
 
 
 def _rendered(task: Task, renderer: Renderer, question: Any) -> RenderedQuestion:

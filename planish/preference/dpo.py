@@ -31,7 +31,7 @@ from planish.files import write_whole
 from planish.preference.datasets import PairGradient, pairs_of
 from planish.preference.losses import Answers, DPOLoss, IPOLoss, PairLoss, SimPOLoss
 from planish.processes.interruption import gather_or_cancel
-from planish.runlog.checkpoints import Start
+from planish.runlog.checkpoints import RunStart
 from planish.runlog.evaluators import TrainingClientEvaluator
 from planish.runlog.run_directory import REFERENCE, checkpoint_of
 from planish.supervised.nll import forward_in_parts, held_out_data
@@ -120,7 +120,7 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
     else:
         config = await within_context(config, service_client)
 
-    def objective_of(start: Start) -> "PairObjective":
+    def objective_of(start: RunStart) -> "PairObjective":
         reference = (
             reference_client(config, service_client, start) if loss.needs_reference else None
         )
@@ -196,7 +196,7 @@ async def reference_base_model(config: Config, service_client: ServiceClient) ->
     return await client.get_base_model_async()
 
 
-def reference_client(config: Config, service_client: ServiceClient, start: Start) -> Any:
+def reference_client(config: Config, service_client: ServiceClient, start: RunStart) -> Any:
     """Return a sampling client of the run's reference, and record the reference when the run
     begins.
 
@@ -209,10 +209,10 @@ def reference_client(config: Config, service_client: ServiceClient, start: Start
         if checkpoint is None and config.reference_model_name is None:
             checkpoint = config.load_checkpoint_path
         if checkpoint is not None:
-            named = {"model_path": checkpoint_of(checkpoint)}
+            reference = {"model_path": checkpoint_of(checkpoint)}
         else:
-            named = {"base_model": config.reference_model_name or config.model_name}
-        write_whole(path, json.dumps(named) + "\n")
+            reference = {"base_model": config.reference_model_name or config.model_name}
+        write_whole(path, json.dumps(reference) + "\n")
     return service_client.create_sampling_client(**json.loads(path.read_text()))
 
 
@@ -237,7 +237,7 @@ class PairObjective:
         def custom_loss(
             data: Sequence[Datum], logprobs_D: list[torch.Tensor]
         ) -> tuple[torch.Tensor, Metrics]:
-            return self.measured(data, logprobs_D, reference_D)
+            return self.loss_and_metrics(data, logprobs_D, reference_D)
 
         pending = await training_client.forward_backward_custom_async(data, custom_loss)
         return PairGradient(len(pairs_of(data)), (f"{self.name}_loss", *MEASURES), pending)
@@ -246,17 +246,17 @@ class PairObjective:
         """Return the reference's logprob of each answer in nats; None without a reference."""
         return None if self.reference is None else await reference_logprobs(self.reference, data)
 
-    def measured(
+    def loss_and_metrics(
         self,
         data: Sequence[Datum],
         logprobs_D: Sequence[torch.Tensor],
         reference_D: Sequence[float] | None,
     ) -> tuple[torch.Tensor, Metrics]:
         """Return the loss, and all metrics of the batch by name."""
-        loss, measured = pair_loss(self.loss, data, logprobs_D, reference_D)
-        return loss, {f"{self.name}_loss": float(loss.detach()), **measured}
+        loss, metrics = pair_loss(self.loss, data, logprobs_D, reference_D)
+        return loss, {f"{self.name}_loss": float(loss.detach()), **metrics}
 
-    def test(self, test_set: SupervisedDataset) -> "PairEvaluator":
+    def evaluator(self, test_set: SupervisedDataset) -> "PairEvaluator":
         """Return the evaluator of held-out pairs."""
         return PairEvaluator(held_out_data(test_set), self)
 
@@ -281,14 +281,14 @@ class PairEvaluator(TrainingClientEvaluator):
             for _, output in await forward_in_parts(training_client, self.data)
             for tensors in output.loss_fn_outputs
         ]
-        _, measured = self.objective.measured(self.data, logprobs_D, self._reference_D)
+        _, metrics = self.objective.loss_and_metrics(self.data, logprobs_D, self._reference_D)
         chosen = [
             answer_logprob(datum, logprobs)
             for datum, logprobs in zip(self.data, logprobs_D, strict=True)
         ][::2]
         tokens = sum(answer_tokens(pair.chosen) for pair in pairs_of(self.data))
-        measured["nll"] = -sum(float(logprob) for logprob in chosen) / tokens
-        return {f"{self.name}/{name}": value for name, value in measured.items()}
+        metrics["nll"] = -sum(float(logprob) for logprob in chosen) / tokens
+        return {f"{self.name}/{name}": value for name, value in metrics.items()}
 
 
 def pair_loss(
@@ -303,16 +303,16 @@ def pair_loss(
     each target. `reference_D` are the reference's logprobs of whole answers.
     """
     answers_D = torch.stack(
-        [answer_logprob(datum, each) for datum, each in zip(data, logprobs_D, strict=True)]
+        [answer_logprob(datum, logprobs) for datum, logprobs in zip(data, logprobs_D, strict=True)]
     )
     reference = None if reference_D is None else torch.tensor(reference_D, dtype=answers_D.dtype)
     tokens = torch.tensor([answer_tokens(datum) for datum in data], dtype=answers_D.dtype)
     rewards_D = loss.rewards(Answers(answers_D, reference, tokens))
     chosen, rejected = rewards_D[::2], rewards_D[1::2]
     margins = chosen - rejected
-    measured = ((margins > 0).float().mean(), margins.mean(), chosen.mean(), rejected.mean())
-    return loss.costs(margins).mean(), {
-        name: float(value.detach()) for name, value in zip(MEASURES, measured, strict=True)
+    metrics = ((margins > 0).float().mean(), margins.mean(), chosen.mean(), rejected.mean())
+    return loss.losses(margins).mean(), {
+        name: float(value.detach()) for name, value in zip(MEASURES, metrics, strict=True)
     }
 
 

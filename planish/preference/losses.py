@@ -52,7 +52,7 @@ class PairLoss(Protocol):
         """Return the reward of each answer, shape (A,)."""
         ...
 
-    def costs(self, margins_P: Tensor) -> Tensor:
+    def losses(self, margins_P: Tensor) -> Tensor:
         """Return the cost of each pair, shape (P,).
 
         `margins_P` are the rewards of the chosen answers minus those of the rejected ones.
@@ -71,7 +71,7 @@ class DPOLoss:
     def rewards(self, answers: Answers) -> Tensor:
         return implicit_rewards(answers, self.beta)
 
-    def costs(self, margins_P: Tensor) -> Tensor:
+    def losses(self, margins_P: Tensor) -> Tensor:
         wrong = self.label_smoothing
         return -(1 - wrong) * logsigmoid(margins_P) - wrong * logsigmoid(-margins_P)
 
@@ -89,7 +89,7 @@ class IPOLoss:
     def rewards(self, answers: Answers) -> Tensor:
         return implicit_rewards(answers, self.beta)
 
-    def costs(self, margins_P: Tensor) -> Tensor:
+    def losses(self, margins_P: Tensor) -> Tensor:
         return ((margins_P - 0.5) / self.beta).square()
 
 
@@ -108,7 +108,7 @@ class SimPOLoss:
     def rewards(self, answers: Answers) -> Tensor:
         return self.beta * answers.logprobs_A / answers.tokens_A
 
-    def costs(self, margins_P: Tensor) -> Tensor:
+    def losses(self, margins_P: Tensor) -> Tensor:
         return -logsigmoid(margins_P - self.gamma)
 
 

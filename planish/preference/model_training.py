@@ -22,9 +22,9 @@ from planish.preference.judgments import HeldOutPreferences, log_odds_of_chosen
 from planish.preference.model_datasets import ComparisonDataset, PreferenceDatasetBuilder
 from planish.preference.model_files import Description
 from planish.preference.types import LabeledComparison
-from planish.runlog.checkpoints import Start
+from planish.runlog.checkpoints import RunStart
 from planish.runlog.run_directory import PREFERENCE_MODEL, weights_of
-from planish.supervised.objective import Gradient
+from planish.supervised.objective import PendingGradient
 from planish.supervised.types import SupervisedDataset
 from planish.training import supervised_config as supervised
 from planish.training.run_loop import with_service_client
@@ -61,11 +61,13 @@ class PreferenceObjective:
     form: Form
     max_length: int | None
 
-    async def submit(self, training_client: TrainingClient, data: Sequence[Datum]) -> Gradient:
+    async def submit(
+        self, training_client: TrainingClient, data: Sequence[Datum]
+    ) -> PendingGradient:
         """Submit a gradient on one batch."""
         return await self.form.learned.submit(training_client, data)
 
-    def test(self, test_set: SupervisedDataset) -> HeldOutPreferences:
+    def evaluator(self, test_set: SupervisedDataset) -> HeldOutPreferences:
         """Return the evaluator of held-out comparisons."""
         assert isinstance(test_set, ComparisonDataset)
         return held_out(self.form, test_set.rows, self.max_length)
@@ -92,7 +94,7 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
     config = await within_context(config, service_client, [(config.model_name, READ_BESIDES)])
     builder = config.dataset_builder
 
-    def objective_of(start: Start) -> PreferenceObjective:
+    def objective_of(start: RunStart) -> PreferenceObjective:
         return PreferenceObjective(builder.form, builder.common_config.max_length)
 
     run = await train(config, service_client, objective_of, CONSOLE_METRICS)

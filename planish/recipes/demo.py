@@ -23,7 +23,7 @@ from planish.recipes.rl_loop import sample_groups, train_step, training_examples
 from planish.recipes.sums import SHOWN, Sum
 from planish.renderers import Renderer, get_renderer, get_text_content
 from planish.rl.answers import AnswerGroup, Metrics, answer_metrics, sampling_entropy
-from planish.runlog.checkpoints import RunCheckpoints, origin_metadata
+from planish.runlog.checkpoints import RunCheckpoints, recipe_metadata
 from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
 from planish.runlog.run_directory import RunDirectory, remove_run
@@ -98,7 +98,7 @@ def train(config: Config, service_client: ServiceClient) -> Path:
         rank=config.lora_rank,
         seed=config.seed,
         **config.lora_switches,
-        user_metadata=origin_metadata("demo", RENDERER),
+        user_metadata=recipe_metadata("demo", RENDERER),
     )
     renderer = get_renderer(RENDERER, training_client.get_tokenizer())
     tests, pool = split_sums(config)
@@ -125,7 +125,7 @@ def train(config: Config, service_client: ServiceClient) -> Path:
             run.log(step, metrics)
             display.step_done(step_line(step, config.steps, metrics, CONSOLE_METRICS))
         after = demo.accuracy(tests)
-        RunCheckpoints(training_client, run).final(len(run.metrics()))
+        RunCheckpoints(training_client, run).save_final(len(run.metrics()))
         draw_curve(run.path / "reward.png", run.metrics(), title="GRPO on sums of two numbers")
         display.say(summary(run, len(tests), before, after))
     return run.path

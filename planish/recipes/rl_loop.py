@@ -89,16 +89,16 @@ class Config(CheckpointOptions, StartOptions):
 
 def main(config: Config) -> Path:
     """Train, in this process or on a server, and return the run directory."""
-    check(config)
+    check_options(config)
     with planish.ServiceClient(base_url=config.base_url) as service_client:
         return train(config, service_client)
 
 
 def train(config: Config, service_client: planish.ServiceClient) -> Path:
     """Train with a given service client and return the run directory."""
-    problems, tests = load_problems(config.dataset, "train"), []
+    problems, test_problems = load_problems(config.dataset, "train"), []
     if config.eval_problems:
-        tests = load_problems(config.dataset, "test")[: config.eval_problems]
+        test_problems = load_problems(config.dataset, "test")[: config.eval_problems]
     all_steps = len(problems) // config.batch_size
     training_run.require(
         config,
@@ -111,14 +111,16 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
     ):
         start = start_run(config, service_client, run, len(problems), "rl_loop")
         if start.batch >= steps:
-            draw(config, run)
+            draw_reward_curve(config, run)
             is_all = start.batch == all_steps
-            remedy = "that is once through the data" if is_all else "a larger max_steps continues"
-            print(f"{run.path}: all {start.batch} steps are done; {remedy}")
+            remedy = "; raise max_steps to continue"
+            if is_all:
+                remedy = ", which is one pass through the training problems"
+            print(f"{run.path}: all {start.batch} steps are done{remedy}")
             return run.path
         run.resume_at(start.batch)
         client = start.training_client
-        checkpoints = RunCheckpoints.after(start, run, config.ttl_seconds)
+        checkpoints = RunCheckpoints.from_start(start, run, config.ttl_seconds)
         renderer = choose_renderer(config.renderer_name, config.model_name, client.get_tokenizer())
         with (
             StepDisplay(steps, start.batch) as display,
@@ -131,23 +133,25 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
             runner = StepRunner(config, client, renderer, grader, display, stop)
             for step in range(start.batch, steps):
                 if config.save_every and step % config.save_every == 0 and step > start.batch:
-                    checkpoints.state_only(step)
+                    checkpoints.save_state_only(step)
                 # When a finished run is extended, resume_at drops the row of its final evaluation
                 # from metrics.jsonl. Evaluate again to replace that row.
                 is_test_due = step == 0 or (step == start.batch and start.was_finished)
                 if config.eval_every > 0 and step % config.eval_every == 0:
                     is_test_due = True
                 batch = problems[step * config.batch_size : (step + 1) * config.batch_size]
-                metrics = runner.step(step, batch, tests if is_test_due else [])
+                metrics = runner.step(step, batch, test_problems if is_test_due else [])
                 metrics |= {"progress/batch": step, "progress/done_frac": (step + 1) / steps}
                 run.log(step, metrics)
                 display.step_done(step_line(step, steps, metrics, CONSOLE_METRICS))
-            if tests:
-                metrics = runner.evaluate(client.save_weights_and_get_sampling_client(), tests)
+            if test_problems:
+                metrics = runner.evaluate(
+                    client.save_weights_and_get_sampling_client(), test_problems
+                )
                 run.log(steps, {"progress/batch": steps, "progress/done_frac": 1.0, **metrics})
                 display.say(step_line(steps, steps, metrics, CONSOLE_METRICS))
-            record = checkpoints.final(steps)
-            draw(config, run)
+            record = checkpoints.save_final(steps)
+            draw_reward_curve(config, run)
             display.say(f"weights for sampling: {record.sampler_path}")
             display.say(f"reward curve: {run.path / 'reward.png'}")
         return run.path
@@ -164,15 +168,17 @@ class StepRunner:
     display: StepDisplay
     stop: StopRequest
 
-    def step(self, step: int, problems_P: Sequence[Problem], tests: Sequence[Problem]) -> Metrics:
-        """Sample, grade and train on one batch, and return the metrics. If `tests` is not empty,
-        evaluate on them first.
+    def step(
+        self, step: int, problems_P: Sequence[Problem], test_problems: Sequence[Problem]
+    ) -> Metrics:
+        """Sample, grade and train on one batch, and return the metrics. If `test_problems` is
+        not empty, evaluate on them first.
         """
         config, spans, test_metrics = self.config, Spans(), {}
         sampling_client = self.training_client.save_weights_and_get_sampling_client()
-        if tests:
+        if test_problems:
             with spans.measure("evaluation"):
-                test_metrics = self.evaluate(sampling_client, tests)
+                test_metrics = self.evaluate(sampling_client, test_problems)
         with spans.measure("sampling"):
             seeds_P = [derived_seed(config.seed, step, index) for index in range(len(problems_P))]
             groups_P = self.sample(sampling_client, problems_P, seeds_P, config.group_size)
@@ -180,11 +186,11 @@ class StepRunner:
         with spans.measure("training"):
             # With a temperature other than 1, the loss has to scale the logits by the same
             # temperature, or training is off-policy.
-            scale = None if config.temperature == 1.0 else {"temperature": config.temperature}
+            loss_config = None if config.temperature == 1.0 else {"temperature": config.temperature}
             adam = AdamParams(learning_rate=config.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
             examples_D = training_examples(groups_P, config.loss_fn)
             training_metrics = train_step(
-                self.training_client, examples_D, config.loss_fn, scale, adam
+                self.training_client, examples_D, config.loss_fn, loss_config, adam
             )
         times = spans.metrics()
         answers = [answer for group in groups_P for answer in group.answers_G]
@@ -324,31 +330,34 @@ def train_step(
     }
 
 
-def draw(config: Config, run: RunDirectory) -> None:
+def draw_reward_curve(config: Config, run: RunDirectory) -> None:
     """Draw the reward curve, reward.png."""
     title = f"GRPO: {config.model_name} on {config.dataset}"
     draw_curve(run.path / "reward.png", run.metrics(), title=title)
 
 
-def check(config: Config) -> None:
+def check_options(config: Config) -> None:
     """Raise UserError for an invalid option, before anything is loaded."""
     whole, steps = "a whole number of at least 1", config.max_steps
     can_evaluate = config.eval_every == 0 or (config.eval_every > 0 and config.eval_problems > 0)
     training_run.require(
         config,
         batch_size=(config.batch_size >= 1, whole),
-        group_size=(config.group_size >= 2, "at least 2: answers are compared within their group"),
+        group_size=(
+            config.group_size >= 2,
+            "at least 2, because answers are compared within their group",
+        ),
         max_tokens=(config.max_tokens >= 1, whole),
         temperature=(
             0 < config.temperature < math.inf,
-            "a number above 0: greedy answers to a problem are all the same",
+            "a number above 0, because greedy answers to a problem are all the same",
         ),
         loss_fn=(config.loss_fn in RL_LOSSES, f"one of {', '.join(RL_LOSSES)}"),
         max_steps=(steps is None or steps >= 1, whole),
         save_every=(config.save_every >= 0, "a whole number, 0 for never"),
         ttl_seconds=(is_ttl(config.ttl_seconds), TTL_REMEDY),
         eval_problems=(config.eval_problems >= 0, "a whole number, 0 for none"),
-        eval_every=(can_evaluate, "0, or above 0 together with eval_problems"),
+        eval_every=(can_evaluate, "0, or a number of at least 1 together with eval_problems"),
         learning_rate=(0 < config.learning_rate < math.inf, "a number above 0"),
     )
 

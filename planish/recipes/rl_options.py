@@ -42,7 +42,7 @@ from planish.training.run_options import (
     RollingCheckpointOptions,
     ScheduleOptions,
     StartOptions,
-    instead,
+    run_in_place_of_training,
 )
 from planish.training.schedules import SCHEDULES
 
@@ -118,8 +118,8 @@ def run(
         options, dataset_builder, recipe_name=recipe_name, evaluator_builders=evaluator_builders
     )
     check(config)
-    if (other := instead.get()) is not None:
-        return other(config)
+    if (replacement := run_in_place_of_training.get()) is not None:
+        return replacement(config)
     return run_main(train_rl.main, config, service_client)
 
 
@@ -128,11 +128,11 @@ def instead_of_training(work: Callable[[Config], Path]) -> Iterator[None]:
     """In the block, make the `main` of RL recipes call `work` with their config instead of
     training. Options are checked first. A recipe that does not use `run` raises UserError.
     """
-    token = instead.set(work)
+    token = run_in_place_of_training.set(work)
     try:
         yield
     finally:
-        instead.reset(token)
+        run_in_place_of_training.reset(token)
 
 
 def train_config(

@@ -49,7 +49,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 Metrics = dict[str, float]
-LEARNED = TrainOnWhat.ALL_ASSISTANT_MESSAGES
+TRAINED_MESSAGES = TrainOnWhat.ALL_ASSISTANT_MESSAGES
 RESUMABLE_OPTIONS = ("base_url", "save_every", "ttl_seconds")
 """Options that may differ when a run is resumed. max_steps may not, since the learning rate depends
 on it.
@@ -92,16 +92,16 @@ class Config(CheckpointOptions, StartOptions):
 
 def main(config: Config) -> Path:
     """Train, in this process or on a server, and return the run directory."""
-    check(config)
+    check_options(config)
     with ServiceClient(base_url=config.base_url) as service_client:
         return train(config, service_client)
 
 
 def train(config: Config, service_client: ServiceClient) -> Path:
     """Train with a given service client and return the run directory."""
-    conversations, tests = load_conversations(config.dataset, "train"), []
+    conversations, test_conversations = load_conversations(config.dataset, "train"), []
     if config.eval_examples:
-        tests = load_conversations(config.dataset, "test")[: config.eval_examples]
+        test_conversations = load_conversations(config.dataset, "test")[: config.eval_examples]
     batches = len(conversations) // config.batch_size
     training_run.require(
         config, batch_size=(batches > 0, f"at most {len(conversations)}, the number of examples")
@@ -111,17 +111,17 @@ def train(config: Config, service_client: ServiceClient) -> Path:
     with RunDirectory(config.log_path, chz.asdict(config), may_change=RESUMABLE_OPTIONS) as run:
         start = start_run(config, service_client, run, len(conversations), "sl_loop")
         if start.batch >= steps:
-            draw(config, run)
+            draw_loss_curve(config, run)
             print(f"{run.path}: all {start.batch} steps are done")
             return run.path
         run.resume_at(start.batch)
         training_client = start.training_client
-        checkpoints = RunCheckpoints.after(start, run, config.ttl_seconds)
+        checkpoints = RunCheckpoints.from_start(start, run, config.ttl_seconds)
         renderer = choose_renderer(
             config.renderer_name, config.model_name, training_client.get_tokenizer()
         )
         check_data(conversations, renderer, config, "train")
-        check_data(tests, renderer, config, "test")
+        check_data(test_conversations, renderer, config, "test")
         with (
             StepDisplay(steps, start.batch) as display,
             save_when_stopped(checkpoints, display) as stop,
@@ -133,17 +133,19 @@ def train(config: Config, service_client: ServiceClient) -> Path:
             for step in range(start.batch, steps):
                 stop.check()
                 if config.save_every and step % config.save_every == 0 and step > start.batch:
-                    checkpoints.state_only(step)
+                    checkpoints.save_state_only(step)
                 test_metrics = {}
-                if tests and step == 0:
-                    test_metrics = evaluate(training_client, tests, renderer, config)
+                if test_conversations and step == 0:
+                    test_metrics = evaluate(training_client, test_conversations, renderer, config)
                 epoch, index = divmod(step, batches)
                 order = epoch_order(len(conversations), config.seed, epoch)
                 chosen = order[index * config.batch_size : (index + 1) * config.batch_size]
                 batch = [conversations[i] for i in chosen]
                 display.stage("training")
-                rate = config.learning_rate * (1 - step / steps)
-                metrics = train_step(training_client, batch, renderer, config.max_length, rate)
+                learning_rate = config.learning_rate * (1 - step / steps)
+                metrics = train_step(
+                    training_client, batch, renderer, config.max_length, learning_rate
+                )
                 metrics |= {
                     "progress/batch": step,
                     "progress/done_frac": (step + 1) / steps,
@@ -152,12 +154,12 @@ def train(config: Config, service_client: ServiceClient) -> Path:
                 }
                 run.log(step, metrics)
                 display.step_done(step_line(step, steps, metrics, CONSOLE_METRICS))
-            if tests:
-                metrics = evaluate(training_client, tests, renderer, config)
+            if test_conversations:
+                metrics = evaluate(training_client, test_conversations, renderer, config)
                 run.log(steps, {"progress/batch": steps, **metrics})
                 display.say(step_line(steps, steps, run.metrics()[-1], CONSOLE_METRICS))
-            record = checkpoints.final(steps)
-            draw(config, run)
+            record = checkpoints.save_final(steps)
+            draw_loss_curve(config, run)
             display.say(f"state to resume from: {record.state_path}")
             display.say(f"weights for sampling: {record.sampler_path}")
         return run.path
@@ -168,7 +170,7 @@ def train_step(
     batch: Sequence[Conversation],
     renderer: Renderer,
     max_length: int,
-    rate: float,
+    learning_rate: float,
 ) -> Metrics:
     """Make one gradient step on the summed loss of a batch and return its metrics. If `render`
     leaves out all conversations of the batch, there is no step.
@@ -177,16 +179,18 @@ def train_step(
     with spans.measure("training"):
         examples = render(batch, renderer, max_length)
         data = examples.data
-        training_metrics = forward_backward_and_step(training_client, data, rate) if data else {}
+        training_metrics = (
+            forward_backward_and_step(training_client, data, learning_rate) if data else {}
+        )
     times = spans.metrics()
     tokens = sum(datum.model_input.length for datum in data)
     return {
-        "optim/lr": rate,
+        "optim/lr": learning_rate,
         "num_sequences": len(data),
         "num_tokens": tokens,
         "num_loss_tokens": sum(sum(datum.loss_fn_inputs["weights"].tolist()) for datum in data),
-        "num_truncated": examples.truncated,
-        "num_left_out": examples.left_out,
+        "num_truncated": examples.num_truncated,
+        "num_left_out": examples.num_left_out,
         "tokens_per_second/trained": tokens / times["time/training"],
         **training_metrics,
         **times,
@@ -194,12 +198,12 @@ def train_step(
 
 
 def forward_backward_and_step(
-    training_client: TrainingClient, data: Sequence[Datum], rate: float
+    training_client: TrainingClient, data: Sequence[Datum], learning_rate: float
 ) -> Metrics:
-    """Make one gradient step and return the mean NLL before it and the metrics of the engine."""
+    """Make one gradient step and return the mean NLL before the step, and the engine's metrics."""
     # Both operations are submitted before either is waited for, so the engine is never idle.
     backward = training_client.forward_backward(data, "cross_entropy")
-    adam = AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8)
+    adam = AdamParams(learning_rate=learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
     update = training_client.optim_step(adam)
     output = backward.result()
     metrics = {"train_mean_nll": mean_nll(data, output)}
@@ -210,12 +214,12 @@ def forward_backward_and_step(
 
 def evaluate(
     training_client: TrainingClient,
-    tests: Sequence[Conversation],
+    test_conversations: Sequence[Conversation],
     renderer: Renderer,
     config: Config,
 ) -> Metrics:
-    """Return the mean NLL of `tests` with the current weights."""
-    data = render(tests, renderer, config.max_length).data
+    """Return the mean NLL of `test_conversations` with the current weights."""
+    data = render(test_conversations, renderer, config.max_length).data
     return {"test/nll": mean_nll(data, training_client.forward(data, "cross_entropy").result())}
 
 
@@ -234,9 +238,9 @@ class Examples:
     """The rendered conversations of a batch."""
 
     data: list[Datum]
-    truncated: int
+    num_truncated: int
     """Number of conversations whose end was cut off."""
-    left_out: int
+    num_left_out: int
     """Number of conversations without a trained token within `max_length`."""
 
 
@@ -244,13 +248,13 @@ def render(batch: Sequence[Conversation], renderer: Renderer, max_length: int) -
     """Return one datum per conversation, with weight 1 for each assistant token. Conversations
     without an assistant token within `max_length` are left out.
     """
-    data, truncated = [], 0
+    data, num_truncated = [], 0
     for conversation in batch:
-        tokens, weights = renderer.build_supervised_example(conversation, LEARNED)
+        tokens, weights = renderer.build_supervised_example(conversation, TRAINED_MESSAGES)
         if weights[1 : max_length + 1].any():
             data.append(datum_from_weights(tokens, weights, max_length, reduction="none"))
-            truncated += tokens.length - 1 > max_length
-    return Examples(data, truncated, len(batch) - len(data))
+            num_truncated += tokens.length - 1 > max_length
+    return Examples(data, num_truncated, len(batch) - len(data))
 
 
 def load_conversations(dataset: str, split: str) -> list[Conversation]:
@@ -276,11 +280,13 @@ def check_data(
     on. In the second case, the message names its row.
     """
     rows = [{"messages": conversation} for conversation in conversations]
-    check_rows(rows, conversation_of, renderer, LEARNED, f"dataset={config.dataset}, {split}")
+    check_rows(
+        rows, conversation_of, renderer, TRAINED_MESSAGES, f"dataset={config.dataset}, {split}"
+    )
     if rows and not any(render([each], renderer, config.max_length).data for each in conversations):
         raise UserError(
-            f"max_length={config.max_length}: every answer of the {split} rows begins later; "
-            "give a larger max_length"
+            f"max_length={config.max_length}: in every {split} row, the answer begins after that "
+            "many tokens; give a larger max_length"
         )
 
 
@@ -291,13 +297,13 @@ def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def draw(config: Config, run: RunDirectory) -> None:
+def draw_loss_curve(config: Config, run: RunDirectory) -> None:
     """Draw the loss curve, nll.png."""
     title = f"supervised: {config.model_name} on {config.dataset}"
     draw_curve(run.path / "nll.png", run.metrics(), ("train_mean_nll", "test/nll"), title=title)
 
 
-def check(config: Config) -> None:
+def check_options(config: Config) -> None:
     """Raise UserError for an invalid option, before anything is loaded."""
     training_run.require_at_least(config, batch_size=1, max_length=2, num_epochs=1, max_steps=1)
     training_run.require(

@@ -24,7 +24,7 @@ from planish.client.local import used_together
 from planish.errors import PlanishError, UserError
 from planish.processes.interruption import Terminated, run_in_thread, sigterm_as_interrupt
 from planish.runlog.model_renderer import learn_renderer
-from planish.training.run_options import instead
+from planish.training.run_options import run_in_place_of_training
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -98,7 +98,7 @@ def run_main(
     further base models that the run uses.
     """
     given: Any = config
-    if instead.get() is not None:
+    if run_in_place_of_training.get() is not None:
         raise UserError("this recipe has no environments to play")
 
     def work(client: ServiceClient) -> Path:

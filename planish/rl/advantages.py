@@ -8,7 +8,7 @@ and add it to `ADVANTAGES`. If all rewards of a group are equal, all advantages 
 
 from collections.abc import Callable, Sequence
 
-Advantage = Callable[[Sequence[float]], list[float]]
+AdvantageEstimator = Callable[[Sequence[float]], list[float]]
 
 
 def mean_centred(rewards_G: Sequence[float]) -> list[float]:
@@ -41,16 +41,16 @@ def leave_one_out(rewards_G: Sequence[float]) -> list[float]:
     return [scale * value for value in mean_centred(rewards_G)]
 
 
-def none(rewards_G: Sequence[float]) -> list[float]:
+def zeros(rewards_G: Sequence[float]) -> list[float]:
     """Return zeros. Rewards are then only reported, and the policy learns from a KL term alone."""
     return [0.0] * len(rewards_G)
 
 
-ADVANTAGES: dict[str, Advantage] = {
+ADVANTAGES: dict[str, AdvantageEstimator] = {
     "mean": mean_centred,
     "std": standardised,
     "leave_one_out": leave_one_out,
-    "none": none,
+    "none": zeros,
 }
 
 

@@ -39,7 +39,7 @@ DATA_SIZE = "data_size"
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """A training client, and the checkpoint that it was resumed from; None for a new run."""
 
     training_client: TrainingClient
@@ -69,7 +69,7 @@ def start_training(
     data_size: int,
     lora_switches: Mapping[str, bool] | None = None,
     user_metadata: Mapping[str, str] | None = None,
-) -> Start:
+) -> RunStart:
     """Start or resume a run.
 
     If the run's directory records states, the client resumes from the newest that can be loaded.
@@ -82,23 +82,23 @@ def start_training(
 
     The metadata of every checkpoint contains `user_metadata` and the run's directory (`log_path`).
     """
-    origin = {"log_path": short_path(run.path.absolute()), **(user_metadata or {})}
-    metadata: dict[str, Any] = {"user_metadata": origin}
+    run_metadata = {"log_path": short_path(run.path.absolute()), **(user_metadata or {})}
+    metadata: dict[str, Any] = {"user_metadata": run_metadata}
     records = run.resume_points()
     if records:
-        if (before := records[0].extra.get(DATA_SIZE, data_size)) != data_size:
+        if (recorded_size := records[0].extra.get(DATA_SIZE, data_size)) != data_size:
             raise UserError(
-                f"log_path={run.path} holds a run on a data set of size {before}, and this one has "
-                f"size {data_size}: resuming would leave "
-                "data out or train on them again; give that data set, or begin with its weights "
-                f"(load_checkpoint_path={run.path}) in another log_path"
+                f"log_path={run.path} has a run on a data set of size {recorded_size}, but this "
+                f"data set has size {data_size}. Resuming would leave out examples or train on "
+                "them again. Give the data set of that run, or start a new run from its weights: "
+                f"load_checkpoint_path={run.path} with another log_path"
             )
         return _resumed(service_client, run, records, data_size, metadata)
     if load_checkpoint_path is None:
         client = service_client.create_lora_training_client(
             base_model=model_name, rank=lora_rank, seed=seed, **(lora_switches or {}), **metadata
         )
-        return Start(client, None, data_size)
+        return RunStart(client, None, data_size)
     path = checkpoint_of(load_checkpoint_path)
     _check_switches(service_client, path, load_checkpoint_path, lora_switches or {})
     client = service_client.create_training_client_from_state(path, **metadata)
@@ -106,12 +106,11 @@ def start_training(
     found = (info.model_data.model_name, info.lora_rank)
     if found != (model_name, lora_rank):
         raise UserError(
-            f"load_checkpoint_path={load_checkpoint_path} holds an adapter of rank {found[1]} on "
-            f"{found[0]}, but "
-            f"lora_rank={lora_rank} and model_name={model_name} were asked for; give the "
-            "checkpoint's own"
+            f"load_checkpoint_path={load_checkpoint_path} has an adapter of rank {found[1]} on "
+            f"{found[0]}, but the options are lora_rank={lora_rank} and model_name={model_name}; "
+            f"give lora_rank={found[1]} and model_name={found[0]}"
         )
-    return Start(client, None, data_size)
+    return RunStart(client, None, data_size)
 
 
 def _check_switches(
@@ -124,9 +123,9 @@ def _check_switches(
     for name, asked in lora_switches.items():
         if getattr(info, name) != asked:
             raise UserError(
-                f"load_checkpoint_path={given_as} holds an adapter with "
-                f"{name}={getattr(info, name)}, but "
-                f"{name}={asked} was asked for; leave {name} out"
+                f"load_checkpoint_path={given_as} has an adapter with "
+                f"{name}={getattr(info, name)}, but the options have {name}={asked}; leave {name} "
+                "out"
             )
 
 
@@ -136,7 +135,7 @@ def _resumed(
     records: Sequence[CheckpointRecord],
     data_size: int,
     metadata: Mapping[str, Any],
-) -> Start:
+) -> RunStart:
     """Resume from the first of `records` that can be loaded. If none can, raise the error of the
     first.
     """
@@ -148,13 +147,15 @@ def _resumed(
                 record.state_path, **metadata
             )
         except (CheckpointError, DamagedFileError) as error:
-            logger.warning("%s: %s; resuming from an older one if there is one", run.path, error)
+            logger.warning(
+                "%s: a checkpoint cannot be loaded (%s); trying the next older one", run.path, error
+            )
             errors.append(error)
         else:
-            return Start(client, record, data_size)
+            return RunStart(client, record, data_size)
     errors[0].add_note(
-        f"none of the {len(records)} states of {run.path} can be loaded; begin anew with another "
-        "log_path"
+        f"none of the {len(records)} states of {run.path} can be loaded; give another log_path to "
+        "start a new run"
     )
     raise errors[0]
 
@@ -175,7 +176,7 @@ def choose_renderer(
     return get_renderer(name, tokenizer)
 
 
-def origin_metadata(recipe_name: str | None, renderer_name: str | None) -> dict[str, str]:
+def recipe_metadata(recipe_name: str | None, renderer_name: str | None) -> dict[str, str]:
     """Return checkpoint metadata with the names of the run's recipe and renderer, if not None."""
     named = {"recipe_name": recipe_name, "renderer_name": renderer_name}
     return {name: value for name, value in named.items() if value is not None}
@@ -186,7 +187,7 @@ class RunCheckpoints:
     """Saves the checkpoints of one run, and records each in checkpoints.jsonl.
 
     `extra` holds fields of the training loop, such as counters. They are stored in the checkpoint's
-    row, and a resumed run reads them from `Start.record`.
+    row, and a resumed run reads them from `RunStart.record`.
     """
 
     training_client: TrainingClient
@@ -203,9 +204,9 @@ class RunCheckpoints:
     """The path of the current rolling state."""
 
     @classmethod
-    def after(
+    def from_start(
         cls,
-        start: Start,
+        start: RunStart,
         run: RunDirectory,
         ttl_seconds: int | None,
         rolling_ttl_seconds: int | None = None,
@@ -232,24 +233,26 @@ class RunCheckpoints:
         intervals are in batches; 0 means never.
         """
         if save_every and done % save_every == 0:
-            return self.periodic
+            return self.save_periodic
         if rolling_save_every and done % rolling_save_every == 0:
-            return self.rolling
+            return self.save_rolling
         return None
 
-    def periodic(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
+    def save_periodic(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
         """Save a state from which the run resumes at `batch`, and weights for sampling."""
         return self._save(
             f"{batch:06d}", f"{batch:06d}", batch, self.ttl_seconds, extra or {}, with_sampler=True
         )
 
-    def state_only(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
+    def save_state_only(
+        self, batch: int, extra: Mapping[str, Any] | None = None
+    ) -> CheckpointRecord:
         """Save a state from which the run resumes at `batch`."""
         return self._save(
             f"{batch:06d}", f"{batch:06d}", batch, self.ttl_seconds, extra or {}, with_sampler=False
         )
 
-    def rolling(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
+    def save_rolling(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
         """Save a short-lived state, from which the run resumes at `batch`."""
         name = f"rolling-{batch:06d}"
         marked = {"rolling": True, **(extra or {})}
@@ -257,7 +260,7 @@ class RunCheckpoints:
         self._rolling = record.state_path
         return record
 
-    def final(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
+    def save_final(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
         """Save the last state and weights, which do not expire."""
         return self._save(
             "final", f"final-{batch:06d}", batch, None, extra or {}, with_sampler=True, final=True
@@ -302,7 +305,7 @@ class RunCheckpoints:
                     path
                 ).result()
             except PlanishError as error:  # harmless: the state has expired, or will
-                logger.info("%s was not deleted: %s", path, error)
+                logger.info("the rolling checkpoint %s was not deleted: %s", path, error)
 
 
 @contextmanager
@@ -317,7 +320,7 @@ def save_when_stopped(checkpoints: RunCheckpoints, display: StepDisplay) -> Iter
             yield stop
         except Interrupted:
             if display.done > checkpoints.saved:
-                checkpoints.state_only(display.done)
+                checkpoints.save_state_only(display.done)
             display.say(
                 f"stopped after {display.done} of {display.steps} steps; the same command resumes "
                 "there"

@@ -41,7 +41,7 @@ def evaluator_name(evaluator: Evaluator) -> str:
 
 
 @contextmanager
-def asking(evaluator: Evaluator, step: int) -> Iterator[None]:
+def evaluator_errors(evaluator: Evaluator, step: int) -> Iterator[None]:
     """Add a note with the evaluator and the step to any error raised in the block.
 
     SystemExit, and a CancelledError without a cancellation of this task, become RuntimeError.

@@ -89,12 +89,15 @@ class MetricLogs(MetricLog):
     """Writes to several logs. It is a context manager that closes them."""
 
     def __init__(
-        self, own: Sequence[MetricLog], copies: Mapping[str, MetricLog], warn: Callable[[str], None]
+        self,
+        required: Sequence[MetricLog],
+        copies: Mapping[str, MetricLog],
+        warn: Callable[[str], None],
     ) -> None:
-        """Errors of the logs in `own` are raised. If one of the `copies` raises, `warn` is called,
-        and the copy is not used any more.
+        """Errors of the logs in `required` are raised. If one of the `copies` raises, `warn` is
+        called, and the copy is not used any more.
         """
-        self._own = own
+        self._required = required
         self._copies = dict(copies)
         self._warn = warn
 
@@ -110,8 +113,8 @@ class MetricLogs(MetricLog):
         """
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         for name in [name for name in metrics if name not in finite]:
-            self._warn(f"{name} is {metrics[name]} in step {step}, and is left out")
-        for log in self._own:
+            self._warn(f"step {step}: {name} is {metrics[name]} and is left out of the logs")
+        for log in self._required:
             log.log(step, finite)
         for name, copy in list(self._copies.items()):
             try:
@@ -119,24 +122,24 @@ class MetricLogs(MetricLog):
             except Exception as error:  # services raise errors of any kind; none may end the run
                 del self._copies[name]
                 self._warn(
-                    f"{name} failed at step {step} and gets nothing more from this process: {_text(error)}. "
-                    "Training continues; when the run is resumed, the service gets what it missed."
+                    f"{name} failed at step {step}: {_describe(error)}. Training continues without "
+                    f"it. When the run is resumed, {name} receives the missing steps."
                 )
 
     def close(self, *, failed: bool = False) -> None:
-        for log in self._own:
+        for log in self._required:
             log.close(failed=failed)
         for name, copy in self._copies.items():
             try:
                 copy.close(failed=failed)
             except Exception as error:
                 self._warn(
-                    f"{name} failed to finish, its last steps may be missing there: {_text(error)}"
+                    f"{name} could not be closed: {_describe(error)}. Its last steps may be missing"
                 )
         self._copies.clear()
 
 
-class Memory:
+class ServiceRecords:
     """Reads and writes metric_logs.json of a run directory."""
 
     def __init__(self, path: Path) -> None:
@@ -157,7 +160,7 @@ class Memory:
         write_whole(self._path, json.dumps(self._entries, indent=2) + "\n")
 
 
-class Copy(MetricLog):
+class ServiceCopy(MetricLog):
     """A service's copy of a run's metrics. Each step is sent once, also if the run is resumed."""
 
     def __init__(
@@ -165,29 +168,30 @@ class Copy(MetricLog):
         name: str,
         service: Service,
         run_id: str,
-        memory: Memory,
-        told: int,
+        records: ServiceRecords,
+        first_missing_step: int,
         warn: Callable[[str], None],
     ) -> None:
-        """`told`: the first step that the service lacks."""
+        """`first_missing_step`: the first step that the service lacks."""
         self._name = name
         self._service = service
         self._run_id = run_id
-        self._memory = memory
-        self._told = self._next_step = told
+        self._records = records
+        self._first_missing_step = self._next_step = first_missing_step
         self._warn = warn
         self._skipped = False
-        memory.keep(name, run_id, told)
+        records.keep(name, run_id, first_missing_step)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        if step >= self._told:
+        if step >= self._first_missing_step:
             self._next_step = max(self._next_step, step + 1)
-            self._memory.keep(self._name, self._run_id, self._next_step)
+            self._records.keep(self._name, self._run_id, self._next_step)
             self._service.log(step, metrics)
         elif not self._skipped:
             self._skipped = True
             self._warn(
-                f"{self._name} keeps its steps {step} to {self._told - 1} as they were before the run was resumed"
+                f"{self._name} cannot replace the steps {step} to {self._first_missing_step - 1}; "
+                "it keeps their values from before the run was resumed"
             )
 
     def close(self, *, failed: bool = False) -> None:
@@ -211,7 +215,7 @@ def require_loggers(loggers: Sequence[str]) -> None:
                 f"loggers: {name} is not installed; run: pip install 'planish[{name}]', or leave it out"
             ) from error
     if len(set(loggers)) < len(loggers):
-        raise UserError(f"loggers: {', '.join(loggers)} names one twice; give each once")
+        raise UserError(f"loggers: {', '.join(loggers)} has a name twice; give each name once")
 
 
 def open_metric_logs(
@@ -237,7 +241,7 @@ def open_metric_logs(
     def warn(text: str) -> None:
         console.print(f"WARNING: {text}", style="bold red", soft_wrap=True, markup=False)
 
-    memory = Memory(run.path / METRIC_LOGS)
+    records = ServiceRecords(run.path / METRIC_LOGS)
     config = json.loads((run.path / CONFIG).read_text())
     rows = run.metrics()
     copies: dict[str, MetricLog] = {}
@@ -248,10 +252,10 @@ def open_metric_logs(
                 config,
                 project,
                 name or run.path.resolve().name,
-                memory.run_id(logger) or secrets.token_hex(4),
-                min(memory.next_step(logger), rows[-1]["step"] + 1 if rows else 0),
+                records.run_id(logger) or secrets.token_hex(4),
+                min(records.next_step(logger), rows[-1]["step"] + 1 if rows else 0),
             )
-            copies[logger] = _open_copy(logger, copied, memory, rows, warn)
+            copies[logger] = _open_copy(logger, copied, records, rows, warn)
             opened.callback(copies[logger].close)
         opened.pop_all()
     own_console = TableLog(console, steps) if shown is None else LineLog(console, steps, shown)
@@ -259,22 +263,28 @@ def open_metric_logs(
 
 
 def _open_copy(
-    logger: str, run: CopiedRun, memory: Memory, rows: Sequence[Row], warn: Callable[[str], None]
-) -> Copy:
+    logger: str,
+    run: CopiedRun,
+    records: ServiceRecords,
+    rows: Sequence[Row],
+    warn: Callable[[str], None],
+) -> ServiceCopy:
     """Open a copy, and send it the recorded steps that it lacks."""
     try:
         service = SERVICES[logger](run)
-        told = memory.next_step(logger) if service.next_step is None else service.next_step
-        copy = Copy(logger, service, run.run_id, memory, told, warn)
+        first_missing_step = (
+            records.next_step(logger) if service.next_step is None else service.next_step
+        )
+        copy = ServiceCopy(logger, service, run.run_id, records, first_missing_step, warn)
         for row in rows:
-            if row["step"] >= told:
+            if row["step"] >= first_missing_step:
                 copy.log(row["step"], {key: value for key, value in row.items() if key != "step"})
     except Exception as error:  # the service's library may raise anything: network, login, disk
         raise UserError(
-            f"loggers: {logger} could not be started: {_text(error)}. {SERVICES[logger].remedy}"
+            f"loggers: {logger} could not be started: {_describe(error)}. {SERVICES[logger].remedy}"
         ) from error
     return copy
 
 
-def _text(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".rstrip(".: ")

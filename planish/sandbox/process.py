@@ -59,8 +59,8 @@ class SandboxProcess:
         self.ending = Ending.EXITED
         self.exit_code: int | None = None
         """The program's exit code as bubblewrap reported it; None if the program did not exit."""
-        self.stdout = Capture(output_bytes, lambda: self.end(Ending.OUTPUT))
-        self.stderr = Capture(output_bytes, lambda: self.end(Ending.OUTPUT))
+        self.stdout = Capture(output_bytes, lambda: self.kill(Ending.OUTPUT))
+        self.stderr = Capture(output_bytes, lambda: self.kill(Ending.OUTPUT))
         self._status_buffer = b""
         self._kill_requested = False
         self._has_ended = False
@@ -78,7 +78,7 @@ class SandboxProcess:
         assert process.stdout is not None
         assert process.stderr is not None
         loop = asyncio.get_running_loop()
-        alarm = loop.call_later(wall_seconds, self.end, Ending.WALL_TIME)
+        alarm = loop.call_later(wall_seconds, self.kill, Ending.WALL_TIME)
         loop.add_reader(status, self._read_status, status)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -88,7 +88,7 @@ class SandboxProcess:
                 tasks.create_task(process.wait())
         finally:
             alarm.cancel()
-            self.end(Ending.EXITED)
+            self.kill(Ending.EXITED)
             await process.wait()
             loop.remove_reader(status)
             self._has_ended = True
@@ -98,7 +98,7 @@ class SandboxProcess:
                 os.close(self._init_pidfd)
                 self._init_pidfd = None
 
-    def end(self, why: Ending) -> None:
+    def kill(self, why: Ending) -> None:
         """Kill the program, or as soon as it starts if it has not. Of several calls, the first one
         sets `ending`.
         """
@@ -123,7 +123,7 @@ class SandboxProcess:
                     self._init_pidfd = os.pidfd_open(entry["child-pid"])
             self.exit_code = entry.get("exit-code", self.exit_code)
         if self._kill_requested:
-            self.end(self.ending)
+            self.kill(self.ending)
 
 
 async def wait_for_exit(pidfd: int) -> None:

@@ -36,13 +36,15 @@ SELF_TEST = Path(__file__).with_name("self_test.py").read_text(encoding="utf-8")
 NOBODY = 65534
 SIGNAL_KILLED = 128 + 9
 SIGNAL_CPU_TIME = 128 + 24
-INSTALL = (
-    "model-written programs run only in a sandbox, which needs bubblewrap; install it (Debian, Ubuntu: "
-    "apt-get install bubblewrap; Fedora: dnf install bubblewrap)"
+INSTALL_MESSAGE = (
+    "model-written programs run only in a sandbox, which needs bubblewrap; install it (Debian, "
+    "Ubuntu: apt-get install bubblewrap; Fedora: dnf install bubblewrap)"
 )
-ALLOW_NAMESPACES = (
-    "let users make namespaces: sysctl user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1 (older Debian), "
-    "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu); a container must be started with a seccomp profile that allows them"
+NAMESPACES_REMEDY = (
+    "allow users to create namespaces: set sysctl user.max_user_namespaces above 0, "
+    "kernel.unprivileged_userns_clone=1 (older Debian) and "
+    "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu); start a container with a seccomp "
+    "profile that allows namespaces"
 )
 
 
@@ -85,16 +87,17 @@ class Sandbox:
             raise UserError(f"concurrency={concurrency}: give at least 1")
         if sys.platform != "linux":
             raise SandboxUnavailableError(
-                f"the sandbox for programs uses Linux namespaces; {sys.platform} has none"
+                f"the sandbox for programs needs Linux namespaces, which {sys.platform} lacks; run "
+                "planish on Linux"
             )
         bwrap = shutil.which("bwrap")
         if bwrap is None:
-            raise SandboxUnavailableError(INSTALL)
+            raise SandboxUnavailableError(INSTALL_MESSAGE)
         self._bwrap = bwrap
         self._filter = compiled_filter(self.limits.processes > 1)
         self._is_root = os.geteuid() == 0
         self._runtime = find_runtime(python, self._is_root)
-        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+        self._semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             WeakKeyDictionary()
         )
 
@@ -120,8 +123,8 @@ class Sandbox:
                 )
             contents[f"{PROGRAM}/{name}"] = text.encode("utf-8", "surrogatepass")
         if any("\0" in argument for argument in arguments):
-            raise UserError("arguments: a program's arguments cannot hold a NUL character")
-        async with self._slot():
+            raise UserError("arguments: a NUL character cannot be part of an argument; remove it")
+        async with self._semaphore():
             return await self._run(contents, stdin.encode("utf-8", "surrogatepass"), arguments)
 
     async def check(self) -> None:
@@ -132,13 +135,14 @@ class Sandbox:
                 arguments=[str(self.limits.processes), str(bool(self.limits.scratch_bytes))],
             )
         except SandboxError as error:
-            raise SandboxUnavailableError(f"{error}; {ALLOW_NAMESPACES}") from error
+            raise SandboxUnavailableError(f"{error}; {NAMESPACES_REMEDY}") from error
         try:
             escapes = json.loads(done.stdout)
         except ValueError as error:
             raise SandboxUnavailableError(
-                f"a trial program did not run in the sandbox ({done.ending}, exit code {done.exit_code}: "
-                f"{last_line(done.stderr)}); give another interpreter or higher limits"
+                f"the test program did not run in the sandbox ({done.ending}, exit code "
+                f"{done.exit_code}: {last_line(done.stderr)}); give another interpreter (python) "
+                "or higher limits"
             ) from error
         if escapes:
             raise SandboxUnavailableError(
@@ -158,7 +162,7 @@ class Sandbox:
         finally:
             if not work.done():
                 # This method was cancelled, so kill the program. No caller reads the ending.
-                process.end(Ending.EXITED)
+                process.kill(Ending.EXITED)
                 await asyncio.wait([work])
                 # asyncio logs a traceback for an exception that is never retrieved. After a
                 # cancellation no caller is left to receive the exception, so retrieve and drop it.
@@ -196,7 +200,7 @@ class Sandbox:
         exit_code = process.exit_code if process.ending is Ending.EXITED else None
         if process.ending is Ending.EXITED and exit_code is None:
             raise SandboxError(
-                f"bubblewrap could not make the sandbox ({last_line(bytes(process.stderr.data))})"
+                f"bubblewrap could not create the sandbox ({last_line(bytes(process.stderr.data))})"
             )
         seconds = time.monotonic() - began
         # If a program ignores SIGXCPU, the kernel kills it after one more second of CPU time.
@@ -230,8 +234,8 @@ class Sandbox:
         except OSError as error:
             raise SandboxError(f"bubblewrap did not start ({error})") from error
 
-    def _slot(self) -> asyncio.Semaphore:
-        return self._slots.setdefault(
+    def _semaphore(self) -> asyncio.Semaphore:
+        return self._semaphores.setdefault(
             asyncio.get_running_loop(), asyncio.Semaphore(self.concurrency)
         )
 

@@ -33,14 +33,14 @@ from planish.sandbox.command import ENVIRONMENT, ISOLATION, SCRATCH, START, STAR
 from planish.sandbox.errors import SandboxUnavailableError
 from planish.sandbox.limits import MIB
 from planish.sandbox.python_runtime import PACKAGES
-from planish.sandbox.sandbox import ALLOW_NAMESPACES, INSTALL, memory_file
+from planish.sandbox.sandbox import INSTALL_MESSAGE, NAMESPACES_REMEDY, memory_file
 from planish.sandbox.system_calls import compiled_filter
 
 START_SECONDS = 120.0
 MEMORY_BYTES = 4096 * MIB
 SCRATCH_BYTES = 64 * MIB
 """Size of /tmp, which some libraries need: matplotlib does not load without a cache directory."""
-RUNNER = Path(__file__).with_name("worker_program.py")
+WORKER_PROGRAM = Path(__file__).with_name("worker_program.py")
 SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
 LINKER_CACHE = "/etc/ld.so.cache"
 RESOURCE_LIMITS = {
@@ -71,7 +71,7 @@ class WorkerProcess:
         self._program = program
         self._arguments = tuple(arguments)
         self._process: subprocess.Popen[bytes] | None = None
-        self._ended = threading.Event()
+        self._may_end_thread = threading.Event()
         self._lock = threading.Lock()
 
     def ask(self, question: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class WorkerProcess:
         """
         with self._lock:
             try:
-                process = self._running()
+                process = self._ensure_running()
                 assert process.stdin is not None
                 with suppress(BrokenPipeError):  # if the process has ended, _receive reports that
                     process.stdin.write(json.dumps([timeout_seconds, question]).encode() + b"\n")
@@ -102,7 +102,7 @@ class WorkerProcess:
         with self._lock:
             self._stop()
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _ensure_running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._stop()  # clean up a process that ended between requests
@@ -115,13 +115,13 @@ class WorkerProcess:
             # stays in our process group, so other signals to the group, such as SIGHUP from a
             # closed terminal, still end the worker.
             with blocked_interrupts():
-                self._process = process = self._started(command, (start, system_calls))
+                self._process = process = self._start_in_thread(command, (start, system_calls))
         try:
             reply = self._receive(process, START_SECONDS)
         except EndedError as error:
             raise SandboxUnavailableError(
-                "the sandbox did not start, standard error has the reason; if bubblewrap says that "
-                f"it has no permission, {ALLOW_NAMESPACES}"
+                "the sandbox did not start; standard error shows the reason. If bubblewrap lacks a "
+                f"permission, {NAMESPACES_REMEDY}"
             ) from error
         except WorkerError as error:
             reply = {"error": str(error)}
@@ -129,7 +129,7 @@ class WorkerProcess:
             raise WorkerStartError(reply["error"])
         return process
 
-    def _started(
+    def _start_in_thread(
         self, command: Sequence[str], descriptors: Sequence[int]
     ) -> subprocess.Popen[bytes]:
         """Start a process in a thread that lives until `_stop`.
@@ -138,7 +138,7 @@ class WorkerProcess:
         A caller's thread may end long before the next request.
         """
         started: Future[subprocess.Popen[bytes]] = Future()
-        self._ended = ended = threading.Event()
+        self._may_end_thread = ended = threading.Event()
 
         def run() -> None:
             try:
@@ -165,7 +165,7 @@ class WorkerProcess:
         waiting = select.poll()  # unlike select.select, it allows file numbers above 1023
         waiting.register(process.stdout, select.POLLIN)
         if not waiting.poll(seconds * 1000):
-            raise WorkerError(f"no answer in {seconds:g} s")
+            raise WorkerError(f"the program gave no answer within {seconds:g} s")
         line = process.stdout.readline()
         if not line.endswith(b"\n"):
             raise EndedError("the process ended without an answer")
@@ -177,7 +177,7 @@ class WorkerProcess:
             return
         process.kill()
         process.wait()
-        self._ended.set()
+        self._may_end_thread.set()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -189,7 +189,7 @@ def _command(
     """Return the command that starts bubblewrap. `start` and `system_calls` are descriptors."""
     bwrap = shutil.which("bwrap")
     if sys.platform != "linux" or bwrap is None:
-        raise SandboxUnavailableError(INSTALL)
+        raise SandboxUnavailableError(INSTALL_MESSAGE)
     options = list(ISOLATION)
     options += ["--size", str(SCRATCH_BYTES), "--tmpfs", SCRATCH]
     packages = [path for path in sys.path if Path(path).name in PACKAGES and Path(path).is_dir()]
@@ -198,15 +198,15 @@ def _command(
         # The system's libraries are mounted at their usual paths, where the linker finds them.
         if name != "LD_LIBRARY_PATH":
             options += ["--setenv", name, value]
-    for path in sorted({*_directories(), *packages, str(RUNNER), str(program.resolve())}):
+    for path in sorted({*_directories(), *packages, str(WORKER_PROGRAM), str(program.resolve())}):
         options += ["--ro-bind", path, path]
     options += ["--ro-bind-try", LINKER_CACHE, LINKER_CACHE]
     options += ["--dev-bind", "/dev/null", "/dev/null", "--ro-bind-data", str(start), START]
     options += ["--remount-ro", "/", "--chdir", "/", "--seccomp", str(system_calls)]
-    limited = [sys.executable, "-I", "-S", START, json.dumps(RESOURCE_LIMITS)]
+    limits_command = [sys.executable, "-I", "-S", START, json.dumps(RESOURCE_LIMITS)]
     # -P: files next to the program must not shadow installed modules.
-    python = [sys.executable, "-P", str(RUNNER), str(program.resolve()), *arguments]
-    return [bwrap, *options, "--", *limited, *python]
+    python = [sys.executable, "-P", str(WORKER_PROGRAM), str(program.resolve()), *arguments]
+    return [bwrap, *options, "--", *limits_command, *python]
 
 
 def _directories() -> Iterator[str]:

@@ -18,7 +18,7 @@ from planish.types import Datum
 Metrics = dict[str, float]
 
 
-class Gradient(Protocol):
+class PendingGradient(Protocol):
     """A submitted gradient computation."""
 
     async def metrics(self) -> Metrics:
@@ -29,13 +29,15 @@ class Gradient(Protocol):
 class Objective(Protocol):
     """A loss for supervised training, with its evaluation."""
 
-    async def submit(self, training_client: TrainingClient, data: Sequence[Datum]) -> Gradient:
+    async def submit(
+        self, training_client: TrainingClient, data: Sequence[Datum]
+    ) -> PendingGradient:
         """Submit the gradient computation of a batch, and return without waiting for its result.
         The previous step may still be running.
         """
         ...
 
-    def test(self, test_set: SupervisedDataset) -> Evaluator:
+    def evaluator(self, test_set: SupervisedDataset) -> Evaluator:
         """Return the evaluator of this objective on held-out data."""
         ...
 
@@ -55,7 +57,7 @@ class CrossEntropy:
         )
         return CrossEntropyGradient(self.tokenizer, data, pending)
 
-    def test(self, test_set: SupervisedDataset) -> NLLEvaluator:
+    def evaluator(self, test_set: SupervisedDataset) -> NLLEvaluator:
         return NLLEvaluator.from_dataset(test_set)
 
 

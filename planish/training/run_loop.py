@@ -21,14 +21,14 @@ from planish import SamplingClient, ServiceClient
 from planish.client.local import used_together
 from planish.files import write_whole
 from planish.processes.interruption import Interrupted, Interruption, first_error, run_uncancelled
-from planish.runlog.checkpoints import RunCheckpoints, Start, origin_metadata, start_training
+from planish.runlog.checkpoints import RunCheckpoints, RunStart, recipe_metadata, start_training
 from planish.runlog.console import StepDisplay
 from planish.runlog.evaluators import (
     Evaluator,
     TrainingClientEvaluator,
     add_metrics,
-    asking,
     checked_metrics,
+    evaluator_errors,
     evaluator_name,
 )
 from planish.runlog.metrics_log import MetricLog, open_metric_logs
@@ -68,7 +68,7 @@ class RunLoop:
 
     options: RunOptions
     steps: int
-    start: Start
+    start: RunStart
     run: RunDirectory
     checkpoints: RunCheckpoints
     display: StepDisplay
@@ -98,7 +98,7 @@ class RunLoop:
         except Exception as error:
             await self._rescue(error)
             raise
-        record = await self.save(self.checkpoints.final)
+        record = await self.save(self.checkpoints.save_final)
         self.display.say(
             f"state to resume from: {record.state_path}\nweights for sampling: {record.sampler_path}"
         )
@@ -131,15 +131,15 @@ class RunLoop:
         cancels the evaluation.
         """
 
-        async def located(evaluator: Evaluator) -> Metrics:
-            with asking(evaluator, step):
+        async def evaluate_in_context(evaluator: Evaluator) -> Metrics:
+            with evaluator_errors(evaluator, step):
                 return await evaluate_one(evaluator)
 
         metrics: Metrics = {}
         for evaluator in evaluators:
             with spans.measure("run_evals"):
-                found = await self.interruption.guard(located(evaluator))
-            add_metrics(metrics, found, evaluator)
+                result = await self.interruption.guard(evaluate_in_context(evaluator))
+            add_metrics(metrics, result, evaluator)
         return metrics
 
     async def evaluate_one(
@@ -151,11 +151,11 @@ class RunLoop:
         name = evaluator_name(evaluator)
         with self.display.evaluation(name):
             if isinstance(evaluator, TrainingClientEvaluator):
-                found = await evaluator(self.training_client)
+                result = await evaluator(self.training_client)
             else:
                 assert sampling_client is not None
-                found = await evaluator(sampling_client)
-            return checked_metrics(found, f"the evaluator {name}")
+                result = await evaluator(sampling_client)
+            return checked_metrics(result, f"the evaluator {name}")
 
     def log_step(
         self, step: int, metrics: Metrics, spans: Spans, times: Mapping[str, float] | None = None
@@ -194,7 +194,7 @@ class RunLoop:
     async def save_if_needed(self) -> None:
         """Save the steps that are done, unless the newest checkpoint contains all of them."""
         if self.done > self.saved:
-            await self.save(self.checkpoints.state_only)
+            await self.save(self.checkpoints.save_state_only)
 
     async def _rescue(self, error: Exception) -> None:
         """Save the finished steps before `error` ends the run. Skip this if the weights contain
@@ -220,7 +220,7 @@ def start_run(
     run: RunDirectory,
     data_size: int,
     recipe_name: str | None,
-) -> Start:
+) -> RunStart:
     """Begin a run, or resume it from its newest checkpoint, by calling `start_training`."""
     return start_training(
         service_client,
@@ -231,7 +231,7 @@ def start_run(
         seed=options.seed,
         load_checkpoint_path=options.load_checkpoint_path,
         data_size=data_size,
-        user_metadata=origin_metadata(recipe_name, options.renderer_name),
+        user_metadata=recipe_metadata(recipe_name, options.renderer_name),
     )
 
 
@@ -290,7 +290,7 @@ async def run_training(
         run.resume_at(start.batch)
         diff = await asyncio.to_thread(code_diff, [Path(__file__), Path.cwd()])
         write_whole(run.path / CODE_DIFF, diff)
-        checkpoints = RunCheckpoints.after(
+        checkpoints = RunCheckpoints.from_start(
             start, run, options.ttl_seconds, options.rolling_ttl_seconds, service_client
         )
         with (
@@ -307,7 +307,8 @@ async def run_training(
             TraceFile(run.path, start.batch) if options.enable_trace else nullcontext() as trace,
         ):
             display.say(
-                f"{options.model_name}: steps {start.batch} to {steps}{shortened(options, steps)}, written to {run.path}"
+                f"{options.model_name}: steps {start.batch} to "
+                f"{steps}{explain_fewer_steps(options, steps)}, written to {run.path}"
             )
             loop = RunLoop(options, steps, start, run, checkpoints, display, log, trace)
             learner = await make_learner(loop)
@@ -318,9 +319,9 @@ async def run_training(
     return run.path
 
 
-def shortened(options: RunOptions, steps: int) -> str:
+def explain_fewer_steps(options: RunOptions, steps: int) -> str:
     """Return an explanation if the run has fewer steps than `max_steps`, otherwise ""."""
     if options.max_steps is None or options.max_steps <= steps:
         return ""
     passes = "one pass" if options.num_epochs == 1 else f"{options.num_epochs} passes"
-    return f" (num_epochs={options.num_epochs}: {passes} over the data; max_steps={options.max_steps} needs more)"
+    return f" ({passes} over the data; raise num_epochs to reach max_steps={options.max_steps})"

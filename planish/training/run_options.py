@@ -22,7 +22,9 @@ from planish.types import TTL_REMEDY, is_ttl
 Rules = dict[str, tuple[bool, str]]
 """Maps an option's name to whether its value is valid, and to the valid values in words."""
 
-instead: ContextVar[Callable[[Any], Path] | None] = ContextVar("instead", default=None)
+run_in_place_of_training: ContextVar[Callable[[Any], Path] | None] = ContextVar(
+    "run_in_place_of_training", default=None
+)
 """A function that is called with the config of an RL run in place of training, as `planish play`
 does. None trains.
 """

@@ -24,7 +24,7 @@ from planish.errors import UserError
 from planish.processes.interruption import Interrupted
 from planish.runlog.evaluators import Evaluator, TrainingClientEvaluator
 from planish.runlog.spans import Spans
-from planish.supervised.objective import Gradient, Metrics, Objective
+from planish.supervised.objective import Metrics, Objective, PendingGradient
 from planish.supervised.types import Batch, SupervisedDataset
 from planish.training.run_loop import RunLoop
 from planish.training.supervised_config import Config
@@ -49,7 +49,7 @@ class PendingStep:
 
     step: int
     batch: Batch
-    gradient: Gradient | None
+    gradient: PendingGradient | None
     update: Any
     evals: Metrics
     spans: Spans

@@ -22,7 +22,7 @@ from planish.runlog.run_directory import checkpoint_of
 from planish.training.rl_config import Config, KLReferenceConfig, check
 from planish.training.rl_learner import RLLearner
 from planish.training.run_loop import RunLoop, run_training, with_service_client
-from planish.training.run_options import instead, may_change
+from planish.training.run_options import may_change, run_in_place_of_training
 
 
 async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
@@ -33,8 +33,8 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
     planish.processes.interruption.Terminated (exit status 143) is raised.
     """
     check(config)
-    if (other := instead.get()) is not None:
-        return await asyncio.to_thread(other, config)
+    if (replacement := run_in_place_of_training.get()) is not None:
+        return await asyncio.to_thread(replacement, config)
     return await with_service_client(train, config, service_client)
 
 
@@ -47,17 +47,18 @@ async def train(
     """
     if shaping is not None and config.stream_minibatch_config is not None:
         raise UnsupportedError(
-            "shaping with stream_minibatch_config: shaping needs the advantages of the whole "
-            "batch, and streaming does not wait for them; leave one of them out"
+            "shaping and stream_minibatch_config exclude each other: shaping needs the advantages "
+            "of the whole batch, but streaming trains before they are known; leave one of the two "
+            "out"
         )
     train_set, test_set = checked_datasets(await config.dataset_builder())
-    dataset = planned(train_set, config)
+    dataset = with_epochs(train_set, config)
     steps = len(dataset) if config.max_steps is None else min(len(dataset), config.max_steps)
     if steps == 0:
         raise UserError(
             "dataset_builder returned a data set without batches; give a data set with at least one"
         )
-    evaluators = built_evaluators(config, test_set)
+    evaluators = build_evaluators(config, test_set)
 
     async def make_learner(loop: RunLoop) -> RLLearner:
         files = RolloutFiles(
@@ -79,9 +80,9 @@ async def train(
             capabilities.context_of(config.model_name),
         )
 
-    is_cut = config.max_steps is not None and config.max_steps < len(dataset)
+    ends_at_max_steps = config.max_steps is not None and config.max_steps < len(dataset)
     resumable = may_change(config, "num_groups_to_log")
-    option = "max_steps" if is_cut else "num_epochs"
+    option = "max_steps" if ends_at_max_steps else "num_epochs"
     return await run_training(
         config,
         service_client,
@@ -112,7 +113,7 @@ def checked_datasets(built: Any) -> tuple[RLDataset, RLDataset | None]:
     return train_set, test_set
 
 
-def planned(train_set: RLDataset, config: Config) -> RLDataset:
+def with_epochs(train_set: RLDataset, config: Config) -> RLDataset:
     """Return the batches of all epochs. `groups_per_batch` sets their size, if it is given.
 
     The first epoch has the data set's own order, and every later epoch is shuffled differently. The
@@ -130,7 +131,7 @@ def planned(train_set: RLDataset, config: Config) -> RLDataset:
     )
 
 
-def built_evaluators(config: Config, test_set: RLDataset | None) -> list[Evaluator]:
+def build_evaluators(config: Config, test_set: RLDataset | None) -> list[Evaluator]:
     """Return the evaluators of a run: one for the test set, if there is a test set, and one for
     each of `config.evaluator_builders`. The list is empty if `eval_every` is 0.
     """
@@ -144,8 +145,8 @@ def built_evaluators(config: Config, test_set: RLDataset | None) -> list[Evaluat
     ]
     if len(set(labels)) < len(labels):
         raise UserError(
-            f"evaluator_builders: several evaluators write files as {labels}; give each a name of "
-            "its own"
+            f"evaluator_builders: the names of the evaluators' files are {labels}, and several are "
+            "equal; give each evaluator another name"
         )
     return evaluators
 

@@ -8,7 +8,7 @@ import chz
 
 from planish import ServiceClient
 from planish.errors import UserError
-from planish.runlog.checkpoints import Start
+from planish.runlog.checkpoints import RunStart
 from planish.supervised.objective import CrossEntropy, Objective
 from planish.supervised.types import SupervisedDataset
 from planish.training.run_loop import RunLoop, run_training, with_service_client
@@ -44,7 +44,7 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
     )
 
 
-def cross_entropy(start: Start) -> Objective:
+def cross_entropy(start: RunStart) -> Objective:
     """Return the objective of plain supervised training."""
     return CrossEntropy(start.training_client.get_tokenizer())
 
@@ -52,7 +52,7 @@ def cross_entropy(start: Start) -> Objective:
 async def train(
     config: Config,
     service_client: ServiceClient,
-    objective_of: Callable[[Start], Objective],
+    objective_of: Callable[[RunStart], Objective],
     console_metrics: dict[str, str],
 ) -> Path:
     """Train a run with the objective that `objective_of` returns. Return the run directory.
@@ -93,7 +93,7 @@ def eval_schedules(
     config: Config, objective: Objective, test_set: SupervisedDataset | None
 ) -> list[EvalSchedule]:
     """Return the evaluators of the test set and of the options, with how often they run."""
-    own = [objective.test(test_set)] if test_set is not None and config.eval_every else []
+    own = [objective.evaluator(test_set)] if test_set is not None and config.eval_every else []
     return [
         EvalSchedule(config.eval_every, [*own, *(build() for build in config.evaluator_builders)]),
         EvalSchedule(

@@ -223,7 +223,7 @@ def test_a_custom_loss_that_calls_its_own_client_is_rejected(training_client):
         training_client.forward(data, "cross_entropy").result()
         raise AssertionError
 
-    with pytest.raises(planish.UserError, match="a custom loss called its own client"):
+    with pytest.raises(planish.UserError, match="the custom loss called its own client"):
         training_client.forward_backward_custom([datum()], calls).result(WAIT)
     assert len(logprobs(training_client)) == 6
 

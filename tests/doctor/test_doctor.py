@@ -464,7 +464,7 @@ def test_a_sandbox_without_bubblewrap(monkeypatch):
 
 def test_a_sandbox_without_user_namespaces(monkeypatch):
     async def refuse(_):
-        raise SandboxUnavailableError("bubblewrap could not make the sandbox; sysctl this")
+        raise SandboxUnavailableError("bubblewrap could not create the sandbox; sysctl this")
 
     monkeypatch.setattr(Sandbox, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(Sandbox, "check", refuse)

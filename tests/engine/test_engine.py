@@ -29,8 +29,8 @@ from planish.errors import CheckpointError, EngineClosedError, NonFiniteError, U
 from planish.service import (
     CreateModel,
     CreateSampler,
+    DeferredForwardBackward,
     ForwardBackward,
-    ForwardBackwardLater,
     LoadWeights,
     OptimStep,
     PublishSampler,
@@ -397,7 +397,7 @@ def test_later_operations_on_a_model_name_why_its_creation_failed(engine, tmp_pa
     files = {**fields.files, ADAPTER: _stored(directory / ADAPTER)}
     (directory / MANIFEST).write_text(Manifest(**{**vars(fields), "files": files}).to_json())
     gate: Future[Any] = Future()
-    engine.submit(ForwardBackwardLater("a", gate, "cross_entropy"))
+    engine.submit(DeferredForwardBackward("a", gate, "cross_entropy"))
     created = engine.submit(CreateModel("b", from_path=path))
     with pytest.raises(CheckpointError, match="NaN"):
         created.result(WAIT)
@@ -499,7 +499,7 @@ def test_an_error_in_the_engine_loop_fails_all_requests(engine, monkeypatch):
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
     running = engine.submit(request("s", 1000))
-    waiting = engine.submit(ForwardBackwardLater("a", Future(), "cross_entropy"))
+    waiting = engine.submit(DeferredForwardBackward("a", Future(), "cross_entropy"))
 
     def broken(self: EngineThread) -> None:
         raise AssertionError("a bug")
@@ -531,7 +531,7 @@ def test_a_lost_gpu_closes_the_engine(engine, monkeypatch, side):
     operation = (
         request("s") if side == "sampling" else ForwardBackward("a", [datum()], "cross_entropy")
     )
-    waiting = engine.submit(ForwardBackwardLater("b", Future(), "cross_entropy"))
+    waiting = engine.submit(DeferredForwardBackward("b", Future(), "cross_entropy"))
     # A server does not answer requests that end with EngineClosedError, so it repeats all of these.
     for future in (engine.submit(operation), waiting):
         with pytest.raises(EngineClosedError, match="illegal memory access.*start the program"):
@@ -561,7 +561,7 @@ def test_a_cancelled_forward_backward_fails_the_next_optim_step(engine):
     create(engine)
     before = loss(engine, "a")
     gate: Future[Any] = Future()
-    first = engine.submit(ForwardBackwardLater("a", gate, "cross_entropy"))
+    first = engine.submit(DeferredForwardBackward("a", gate, "cross_entropy"))
     second, update = step(engine, "a", datum())
     assert second.cancel()
     gate.set_result([datum(start=2)])
@@ -574,7 +574,7 @@ def test_a_cancelled_forward_backward_fails_the_next_optim_step(engine):
 def test_a_cancelled_publication_fails_the_requests_waiting_for_it(engine):
     create(engine)
     gate: Future[Any] = Future()
-    engine.submit(ForwardBackwardLater("a", gate, "cross_entropy"))
+    engine.submit(DeferredForwardBackward("a", gate, "cross_entropy"))
     published = engine.submit(PublishSampler("a", "s"))
     early = engine.submit(request("s"))
     assert published.cancel()
@@ -635,7 +635,7 @@ def test_delayed_data_keep_their_position_in_the_queue(engine):
     create(engine, "a")
     create(engine, "b")
     gate: Future[Any] = Future()
-    first = engine.submit(ForwardBackwardLater("a", gate, "cross_entropy"))
+    first = engine.submit(DeferredForwardBackward("a", gate, "cross_entropy"))
     update = engine.submit(OptimStep("a", STEP))
     for future in step(engine, "b", datum()):
         future.result(WAIT)
@@ -651,7 +651,7 @@ def test_failed_delayed_data_fail_the_next_optim_step(engine):
     before = loss(engine, "a")
     gate: Future[Any] = Future()
     engine.submit(ForwardBackward("a", [datum()], "cross_entropy"))
-    failing = engine.submit(ForwardBackwardLater("a", gate, "cross_entropy"))
+    failing = engine.submit(DeferredForwardBackward("a", gate, "cross_entropy"))
     update = engine.submit(OptimStep("a", STEP))
     gate.set_exception(KeyError("no reward"))
     with pytest.raises(KeyError, match="no reward"):
@@ -775,7 +775,7 @@ def test_close_without_finish_fails_queued_operations(engine):
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
     gate: Future[Any] = Future()
     futures = [
-        engine.submit(ForwardBackwardLater("a", gate, "cross_entropy")),
+        engine.submit(DeferredForwardBackward("a", gate, "cross_entropy")),
         engine.submit(OptimStep("a", STEP)),
     ]
     futures += [engine.submit(request("s", 1900)), engine.submit(SaveWeights("a", "x"))]
@@ -790,7 +790,7 @@ def test_close_without_finish_fails_queued_operations(engine):
 
 def test_close_does_not_wait_for_data_that_no_thread_computes(engine):
     create(engine)
-    waiting = engine.submit(ForwardBackwardLater("a", Future(), "cross_entropy"))
+    waiting = engine.submit(DeferredForwardBackward("a", Future(), "cross_entropy"))
     engine.close()
     with pytest.raises(EngineClosedError):
         waiting.result(0)
@@ -801,7 +801,7 @@ def test_close_waits_for_data_that_a_thread_computes(engine):
     data: Future[Any] = Future()
     data.set_running_or_notify_cancel()
     futures = [
-        engine.submit(ForwardBackwardLater("a", data, "cross_entropy")),
+        engine.submit(DeferredForwardBackward("a", data, "cross_entropy")),
         engine.submit(OptimStep("a", STEP)),
     ]
     futures.append(engine.submit(SaveWeights("a", "last")))
@@ -814,7 +814,7 @@ def test_close_without_finish_interrupts_waiting_for_data(engine):
     create(engine)
     data: Future[Any] = Future()
     data.set_running_or_notify_cancel()
-    waiting = engine.submit(ForwardBackwardLater("a", data, "cross_entropy"))
+    waiting = engine.submit(DeferredForwardBackward("a", data, "cross_entropy"))
     engine._thread.stop(finish=True)
     with pytest.raises(TimeoutError):
         waiting.result(0.1)
@@ -996,7 +996,7 @@ def test_changing_the_data_list_after_submit_has_no_effect(engine):
     create(engine, "a")
     create(engine, "b")
     gate: Future[Any] = Future()
-    held = engine.submit(ForwardBackwardLater("a", gate, "cross_entropy"))
+    held = engine.submit(DeferredForwardBackward("a", gate, "cross_entropy"))
     data = [datum()]
     result = engine.submit(ForwardBackward("a", data, "cross_entropy"))
     data[0] = datum(start=9)

@@ -166,7 +166,7 @@ def test_a_second_base_model_fits_in_either_order(shaped, gpu):
     assert first.sampler.kv_cache_bytes > second.sampler.kv_cache_bytes > GB
     small, large = claims([shaped("Qwen3-0.6B"), models[0]], reserves_for_next=True)
     assert small.total + large.total <= usable
-    with pytest.raises(UserError, match=f"does not fit on cuda:0.*lower {BOUNDS} for all"):
+    with pytest.raises(UserError, match=f"does not fit on cuda:0.*lower {BOUNDS}"):
         claims([*models, shaped("Qwen3-8B", 2)], reserves_for_next=True)
 
 
@@ -229,7 +229,7 @@ def test_known_base_models_share_all_memory(shaped, gpu):
     assert [divided.claim(directory).trainer.recompute for directory in directories] == [True, True]
     gpu(22 * GIB)
     with pytest.raises(
-        UserError, match=r"adapters of all base models 4\.0 GiB \(adapter_memory_bytes\)"
+        UserError, match=r"adapters of all base models take 4\.0 GiB \(adapter_memory_bytes\)"
     ):
         DeviceMemory(EngineSettings(dtype="bfloat16"), directories, adapter_bytes=4 * GIB).claim(
             directories[0]
@@ -303,7 +303,7 @@ def test_a_cpu_rejects_only_weights_larger_than_its_memory(shaped, machine):
     machine(15.5 * GIB)
     large = shaped("Qwen3-8B")
     with pytest.raises(
-        UserError, match=r"main memory: its weights take 15\.3 GiB.*12\.4 GiB can be used"
+        UserError, match=r"main memory: its weights take 15\.3 GiB.*12\.4 GiB are usable"
     ):
         claims([large], device="cpu")
     machine(23 * GIB)

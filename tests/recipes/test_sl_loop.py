@@ -154,7 +154,7 @@ def test_a_max_length_that_leaves_no_target_is_rejected_at_the_start(
     service, sums_dataset, tmp_path
 ):
     with pytest.raises(
-        UserError, match="max_length=32: every answer of the train rows begins later"
+        UserError, match="max_length=32: in every train row, the answer begins after that"
     ):
         sl_loop.train(options(sums_dataset, tmp_path, max_length=32, eval_examples=2), service)
     assert service.operations == []

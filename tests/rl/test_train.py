@@ -293,7 +293,8 @@ def test_a_finished_run_prints_how_to_extend_it(service, tmp_path, capsys, optio
         ({}, f"steps 0 to {STEPS}, written"),
         (
             {"max_steps": STEPS + 5},
-            f"steps 0 to {STEPS} (num_epochs=1: one pass over the data; max_steps={STEPS + 5} needs more), written",
+            f"steps 0 to {STEPS} (one pass over the data; "
+            f"raise num_epochs to reach max_steps={STEPS + 5}), written",
         ),
     ],
 )
@@ -348,7 +349,9 @@ def test_shaping_of_advantages_with_streaming_is_rejected(service, tmp_path):
     config = config_of(
         tmp_path / "run", stream_minibatch_config=StreamMinibatchConfig(num_minibatches=2)
     )
-    with pytest.raises(UnsupportedError, match="shaping with stream_minibatch_config"):
+    with pytest.raises(
+        UnsupportedError, match="shaping and stream_minibatch_config exclude each other"
+    ):
         asyncio.run(train_with_client(config, service, cast(AdvantageShaping, shaping)))
     assert not (tmp_path / "run").exists()
 
@@ -496,7 +499,7 @@ def test_a_dataset_of_another_size_is_rejected_on_resume(service, tmp_path, monk
     train(service, tmp_path, max_steps=2)
     monkeypatch.setattr(Digits, "__len__", lambda self: STEPS + 1)
     with pytest.raises(
-        UserError, match=rf"data set of size {STEPS}, and this one has size {STEPS + 1}"
+        UserError, match=rf"data set of size {STEPS}, but this data set has size {STEPS + 1}"
     ):
         train(service, tmp_path, max_steps=4)
 

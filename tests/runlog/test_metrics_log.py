@@ -225,7 +225,10 @@ def test_a_missing_logger_is_rejected_with_the_install_command(monkeypatch, tmp_
 
 @pytest.mark.parametrize(
     ("loggers", "message"),
-    [(["neptune"], "no 'neptune'; give any of"), (["wandb", "wandb"], "names one twice")],
+    [
+        (["neptune"], "no 'neptune'; give any of"),
+        (["wandb", "wandb"], "wandb, wandb has a name twice"),
+    ],
 )
 def test_invalid_names_are_rejected(loggers, message, recorder):
     with pytest.raises(UserError, match=message):

@@ -83,7 +83,7 @@ def test_a_recipe_without_a_sandbox_is_rejected_at_the_start(no_bubblewrap, tmp_
 def test_a_machine_that_makes_no_sandbox(sandbox):
     box = sandbox()
     box._bwrap = "/bin/false"
-    with pytest.raises(SandboxError, match="could not make the sandbox"):
+    with pytest.raises(SandboxError, match="could not create the sandbox"):
         asyncio.run(box.run("print(1)"))
     with pytest.raises(SandboxUnavailableError, match="user.max_user_namespaces"):
         asyncio.run(box.check())

@@ -12,7 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from planish.sandbox import SandboxUnavailableError
-from planish.sandbox.worker_process import RUNNER, WorkerError, WorkerProcess, WorkerStartError
+from planish.sandbox.worker_process import (
+    WORKER_PROGRAM,
+    WorkerError,
+    WorkerProcess,
+    WorkerStartError,
+)
 
 pytestmark = pytest.mark.sandbox
 
@@ -116,7 +121,7 @@ def test_a_process_outside_the_sandbox_loads_no_program(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("raise SystemExit('loaded')")
     done = subprocess.run(
-        [sys.executable, "-P", str(RUNNER), str(program)], capture_output=True, text=True
+        [sys.executable, "-P", str(WORKER_PROGRAM), str(program)], capture_output=True, text=True
     )
     assert "no answer is evaluated" in json.loads(done.stdout)["error"]
     assert "loaded" not in done.stderr

@@ -268,7 +268,8 @@ def test_a_non_finite_metric_is_omitted_with_a_warning(service, chats, tmp_path,
     assert all("sampled/steps" not in row for row in rows)
     assert read_rows(tmp_path / "checkpoints.jsonl")[-1]["name"] == "final"
     assert (
-        f"WARNING: sampled/steps is nan in step {STEPS}, and is left out" in capsys.readouterr().out
+        f"WARNING: step {STEPS}: sampled/steps is nan and is left out of the logs"
+        in capsys.readouterr().out
     )
 
 
@@ -495,7 +496,7 @@ def test_a_dataset_of_another_size_is_rejected_on_resume(service, chats, tmp_pat
     train(service, growing, tmp_path / "run", lr_schedule="constant", max_steps=2)
     growing.write_text(growing.read_text() + chats.read_text().splitlines()[0] + "\n")
     with pytest.raises(
-        UserError, match=r"data set of size 13, and this one has size 14.*load_checkpoint_path"
+        UserError, match=r"data set of size 13, but this data set has size 14.*load_checkpoint_path"
     ):
         train(service, growing, tmp_path / "run", lr_schedule="constant", max_steps=4)
     assert len(rows_of(tmp_path / "run")) == 2

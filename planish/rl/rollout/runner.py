@@ -41,10 +41,10 @@ class GroupRolloutRunner:
         logs of the environments.
         """
         failures: list[RolloutError] = []
-        began = time.perf_counter()
+        start = time.perf_counter()
         do_rollout = self.pool.do_group_rollout if self.pool is not None else do_group_rollout
-        listening = logtree.capture(f"Group {group_idx}") if is_logged else logtree.scope_disable()
-        with listening as tree:
+        log_scope = logtree.capture(f"Group {group_idx}") if is_logged else logtree.scope_disable()
+        with log_scope as tree:
             try:
                 group = await do_rollout(
                     builder,
@@ -64,7 +64,7 @@ class GroupRolloutRunner:
             if errors_of_dropped is not None:
                 errors_of_dropped += failures
             return None
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         return GroupRollout(
             group_idx, builder.logging_tags(), group, sampler_step, tree, seconds, builder.teacher()
         )

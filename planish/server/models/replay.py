@@ -37,8 +37,8 @@ from planish.server.services import Services
 from planish.server.settings import ReplaySettings
 from planish.service import (
     CreateModel,
+    DeferredForwardBackward,
     ForwardBackward,
-    ForwardBackwardLater,
     LoadWeights,
     Operation,
     OptimStep,
@@ -206,7 +206,7 @@ async def repeat_failure(
     missing: Future[Sequence[Datum]] = Future()
     missing.set_exception(named_error(why.message, why.error_class))
     with suppress(ValueError):
-        await engine.perform(ForwardBackwardLater(row.owner, missing, "cross_entropy"))
+        await engine.perform(DeferredForwardBackward(row.owner, missing, "cross_entropy"))
     if row.kind == "optim_step":
         with suppress(ValueError):
             await engine.perform(OptimStep(row.owner, AdamParams()))
