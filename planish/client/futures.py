@@ -3,11 +3,14 @@ methods.
 
 Each client method is written once, and a decorator derives its `_async` form:
 
-    submitting  the method returns a Pending; awaiting the async form returns the Pending too
-    awaiting    the method returns a Pending; awaiting the async form returns the result
-    in_thread   the method blocks and returns the result; the async form runs it in a thread
-    reading     the method blocks and returns a completed Pending; the async form runs it in a
-                thread, and awaiting it returns the result
+    async_returning_pending  the method returns a Pending; awaiting the async form returns the
+                             Pending too
+    async_returning_result   the method returns a Pending; awaiting the async form returns the
+                             result
+    in_thread                the method blocks and returns the result; the async form runs it in a
+                             thread
+    reading                  the method blocks and returns a completed Pending; the async form runs
+                             it in a thread, and awaiting it returns the result
 """
 
 from __future__ import annotations

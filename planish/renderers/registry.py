@@ -176,16 +176,27 @@ def with_thinking(name: str, thinks: bool) -> str:
     UnsupportedError if the models cannot do what `thinks` asks for.
     """
     if not thinks and name in _ALWAYS_THINKING:
-        raise UnsupportedError(f"the models of renderer {name} always think; leave it out")
+        raise UnsupportedError(
+            f"renderer {name!r}: its models always think; leave out the option that turns thinking "
+            "off"
+        )
     if not thinks:
         return _WITHOUT_THINKING.get(name, name)
     if name in _WITHOUT_THINKING or name in _ALWAYS_THINKING:
         return name
-    quiet = "deepseekv3" if name == "deepseekv3_disable_thinking" else name
-    thinking = next((one for one, other in _WITHOUT_THINKING.items() if other == quiet), None)
+    name_without_thinking = "deepseekv3" if name == "deepseekv3_disable_thinking" else name
+    thinking = next(
+        (
+            thinking_name
+            for thinking_name, plain_name in _WITHOUT_THINKING.items()
+            if plain_name == name_without_thinking
+        ),
+        None,
+    )
     if thinking is None:
         raise UnsupportedError(
-            f"renderer {name} does not think; leave it out, or use {', '.join(_WITHOUT_THINKING)}"
+            f"renderer {name!r}: its models do not think; leave out the option that turns thinking "
+            f"on, or choose one of {', '.join(_WITHOUT_THINKING)}"
         )
     return thinking
 

@@ -32,36 +32,43 @@ class Counters:
 
     sampled_tokens: Counter[str] = field(
         default_factory=Counter,
-        metadata=described("planish_sampled_tokens", "Sampled tokens", "tenant"),
+        metadata=described("planish_sampled_tokens", "Number of sampled tokens", "tenant"),
     )
     prompt_tokens: Counter[str] = field(
         default_factory=Counter,
         metadata=described(
-            "planish_prompt_tokens", "Tokens of prompts of sample requests", "tenant"
+            "planish_prompt_tokens", "Number of prompt tokens in sample requests", "tenant"
         ),
     )
     cached_prompt_tokens: Counter[str] = field(
         default_factory=Counter,
         metadata=described(
-            "planish_cached_prompt_tokens", "Prompt tokens found in the prefix cache", "tenant"
+            "planish_cached_prompt_tokens",
+            "Number of prompt tokens found in the prefix cache",
+            "tenant",
         ),
     )
     trained_tokens: Counter[str] = field(
         default_factory=Counter,
         metadata=described(
             "planish_trained_tokens",
-            "Tokens of training data in forward and forward_backward",
+            "Number of tokens in the data of forward and forward_backward",
             "tenant",
         ),
     )
     accepted: Counter[str] = field(
         default_factory=Counter,
-        metadata=described("planish_requests_accepted", "Accepted requests by kind", "kind"),
+        metadata=described(
+            "planish_requests_accepted", "Number of accepted requests by kind", "kind"
+        ),
     )
     answered: Counter[tuple[str, str]] = field(
         default_factory=Counter,
         metadata=described(
-            "planish_requests_answered", "Answered requests by kind and state", "kind", "state"
+            "planish_requests_answered",
+            "Number of answered requests by kind and state",
+            "kind",
+            "state",
         ),
     )
     samples: int = 0
@@ -70,13 +77,17 @@ class Counters:
     """The number of sequences in the engine at the start of each sample request, summed over all
     sample requests. Divided by `samples`, it is the mean batch size.
     """
-    snapshots: int = metric("planish_snapshots", "Snapshots of models", default=0)
+    snapshots: int = metric("planish_snapshots", "Number of model snapshots written", default=0)
     replayed: int = metric(
-        "planish_replayed_requests", "Requests that were replayed to load a model", default=0
+        "planish_replayed_requests", "Number of requests replayed to load a model", default=0
     )
-    loads: int = metric("planish_adapter_loads", "Adapters loaded into memory", default=0)
+    loads: int = metric(
+        "planish_adapter_loads", "Number of times an adapter was loaded into memory", default=0
+    )
     unloads: int = metric(
-        "planish_adapter_unloads", "Adapters unloaded, idle or to make room", default=0
+        "planish_adapter_unloads",
+        "Number of times an adapter was unloaded because it was idle or another needed the memory",
+        default=0,
     )
 
 
@@ -85,11 +96,12 @@ class Disk:
     """The data directory without checkpoints: sizes in bytes, and the free space of its disk."""
 
     database: int = metric(
-        "planish_database_bytes", "The database with journal and results, and its log"
+        "planish_database_bytes",
+        "Bytes of the database with journal and results, including its log",
     )
-    bodies: int = metric("planish_body_bytes", "Files of large requests and results")
+    bodies: int = metric("planish_body_bytes", "Bytes of the files of large requests and results")
     body_files: int = metric("planish_body_files", "Number of files of large requests and results")
-    free: int = metric("planish_disk_free_bytes", "Free space in the data directory")
+    free: int = metric("planish_disk_free_bytes", "Free bytes on the disk of the data directory")
 
 
 @dataclass(frozen=True)
@@ -99,35 +111,38 @@ class Metrics:
     counters: Counters
     disk: Disk
     queued: Mapping[tuple[str, str], int] = metric(
-        "planish_requests_queued", "Accepted requests without an answer", "kind", "tenant"
+        "planish_requests_queued", "Number of accepted requests without an answer", "kind", "tenant"
     )
     checkpoint_bytes: Mapping[str, int] = metric(
-        "planish_checkpoint_bytes", "Named checkpoints on disk", "tenant"
+        "planish_checkpoint_bytes", "Bytes of named checkpoints on disk", "tenant"
     )
-    sequences: int = metric("planish_sequences_running", "Sequences in the engine")
+    sequences: int = metric("planish_sequences_running", "Number of sequences in the engine")
     waiting_sequences: int = metric(
-        "planish_samples_waiting", "Sample requests that wait for their turn"
+        "planish_samples_waiting", "Number of sample requests that wait for a slot"
     )
     training_operations: int = metric(
-        "planish_training_running", "Training operations in the engine"
+        "planish_training_running", "Number of training operations in the engine"
     )
     waiting_training: int = metric(
-        "planish_training_waiting", "Training operations that wait for their turn"
+        "planish_training_waiting", "Number of training operations that wait for a slot"
     )
-    open_sessions: int = metric("planish_sessions_open", "Sessions")
-    open_models: int = metric("planish_models_open", "Models that take requests")
-    open_samplers: int = metric("planish_samplers_open", "Samplers")
-    adapters_in_memory: int = metric("planish_adapters_resident", "Adapters in memory")
-    adapter_bytes: int = metric("planish_adapter_bytes", "Memory of adapters")
-    request_bytes: int = metric("planish_request_bytes", "Memory of requests that are kept decoded")
-    result_bytes: int = metric("planish_result_bytes", "Memory of results")
-    resident_bytes: int = metric("planish_resident_bytes", "Memory of the process")
-    models_with_snapshot: int = metric("planish_snapshot_models", "Models with a snapshot")
+    open_sessions: int = metric("planish_sessions_open", "Number of open sessions")
+    open_models: int = metric("planish_models_open", "Number of models that accept requests")
+    open_samplers: int = metric("planish_samplers_open", "Number of open samplers")
+    adapters_in_memory: int = metric("planish_adapters_resident", "Number of adapters in memory")
+    adapter_bytes: int = metric("planish_adapter_bytes", "Bytes of memory of all adapters")
+    request_bytes: int = metric("planish_request_bytes", "Bytes of memory of decoded requests")
+    result_bytes: int = metric("planish_result_bytes", "Bytes of memory of results")
+    resident_bytes: int = metric("planish_resident_bytes", "Resident bytes of the server process")
+    models_with_snapshot: int = metric(
+        "planish_snapshot_models", "Number of models with a snapshot"
+    )
     unnamed_sampler_bytes: int = metric(
-        "planish_ephemeral_bytes", "Weights on disk of unnamed samplers"
+        "planish_ephemeral_bytes", "Bytes of the weights of unnamed samplers on disk"
     )
     disk_is_full: bool = metric(
-        "planish_disk_full", "1 while new work is rejected for lack of disk space"
+        "planish_disk_full",
+        "1 while the server rejects new work because the disk is full, otherwise 0",
     )
 
 

@@ -15,12 +15,12 @@ import pytest
 
 from planish.client.futures import (
     Pending,
-    awaiting,
-    chained,
+    async_returning_pending,
+    async_returning_result,
     completed,
     in_thread,
+    map_future,
     reading,
-    submitting,
 )
 
 
@@ -53,11 +53,11 @@ def test_async_forms_are_coroutines_for_task_groups():
     async def main() -> list[int]:
         async with asyncio.TaskGroup() as tasks:
             first, second = (
-                tasks.create_task(awaiting(submit)(1)),
+                tasks.create_task(async_returning_result(submit)(1)),
                 tasks.create_task(reading(submit)(2)),
             )
             third, fourth = (
-                tasks.create_task(submitting(submit)(3)),
+                tasks.create_task(async_returning_pending(submit)(3)),
                 tasks.create_task(in_thread(submit)(4)),
             )
         return [first.result(), second.result(), await third.result(), await fourth.result()]
@@ -122,14 +122,14 @@ def test_several_tasks_can_wait_for_one_result():
 
 def test_a_chained_future_converts_once_and_cancels_its_source():
     calls = []
-    future = chained(later(2), lambda value: calls.append(value) or value * 10)
+    future = map_future(later(2), lambda value: calls.append(value) or value * 10)
     assert [future.result(), future.result(), calls] == [20, 20, [2]]
     with pytest.raises(ZeroDivisionError):
-        chained(later(0), lambda value: 1 / value).result()
+        map_future(later(0), lambda value: 1 / value).result()
     with pytest.raises(KeyError):
-        chained(later(KeyError()), lambda value: value).result()
+        map_future(later(KeyError()), lambda value: value).result()
     source: Future[int] = Future()
-    future = chained(source, lambda value: value)
+    future = map_future(source, lambda value: value)
     assert future.cancel()
     assert source.cancelled()
     assert future.cancelled()
@@ -141,7 +141,7 @@ def test_a_chained_future_converts_once_and_cancels_its_source():
 def test_a_running_operation_cannot_be_cancelled():
     source: Future[int] = Future()
     source.set_running_or_notify_cancel()
-    future = chained(source, lambda value: value + 1)
+    future = map_future(source, lambda value: value + 1)
     assert not Pending(future).cancel()
     source.set_result(1)
     assert future.result() == 2
@@ -160,8 +160,8 @@ class Methods:
         time.sleep(0.05)
         return completed(value)
 
-    submit_async = submitting(submit)
-    sample_async = awaiting(submit)
+    submit_async = async_returning_pending(submit)
+    sample_async = async_returning_result(submit)
     block_async = in_thread(block)
     read_async = reading(read)
 

@@ -345,7 +345,7 @@ def test_thinking_can_be_switched_within_a_family(name):
     renderer = MADE[name]
     thinks = renderer.format.abilities.samples_thinking
     if name == "mistral":
-        with pytest.raises(UnsupportedError, match="does not think"):
+        with pytest.raises(UnsupportedError, match="do not think"):
             with_thinking(name, True)
     else:
         thinking = MADE[with_thinking(name, True)]

@@ -29,7 +29,7 @@ async def check(store: Store, engine: EngineClient, base_models: Sequence[str]) 
         try:
             fingerprint = await engine.weights_fingerprint(name)
         except (PlanishError, OSError) as error:
-            _log.error("the weights of %s cannot be read: %s", name, error)
+            _log.error("--model %s: its weights cannot be read: %s", name, error)
             continue
         try:
             in_use = await store.write(_record, name, fingerprint)
@@ -37,9 +37,10 @@ async def check(store: Store, engine: EngineClient, base_models: Sequence[str]) 
             return  # a full disk must not keep the server from starting
         if in_use:
             raise UserError(
-                f"--model {name}: these are not the weights with which this data directory was last "
-                f"used, and {in_use} open models and samplers were made on those. Give the earlier "
-                "weights and the earlier --quantize, or serve the new ones under another name"
+                f"--model {name}: the weights differ from those that this data directory was last "
+                f"used with, and {in_use} open models and samplers depend on the earlier weights. "
+                "Give the earlier weights and the earlier --quantize, or serve the new weights "
+                "under another name"
             )
 
 

@@ -316,9 +316,9 @@ class CheckpointCatalog:
 
 def _not_found(path: str) -> NoSuchCheckpoint:
     return NoSuchCheckpoint(
-        f"there is no checkpoint {path[:300]!r} that this tenant may read; wait for the result of the "
-        "save that makes it, name another checkpoint if it has expired, or ask its owner to publish it (`planish "
-        "checkpoints publish`)"
+        f"there is no checkpoint {path[:300]!r} that this tenant may read. If it is being saved, "
+        "wait for the result of the save. If it has expired, give another checkpoint. If it "
+        "belongs to another tenant, ask its owner to run `planish checkpoints publish`"
     )
 
 

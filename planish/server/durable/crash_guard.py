@@ -126,14 +126,14 @@ class CrashGuard:
         self._watched_until = time.monotonic() + _WATCH_SECONDS
         _log.warning(
             "the previous server process did not shut down cleanly; %s",
-            f"it was running {_listed(found.marked)}"
+            f"its running requests were {_listed(found.marked)}"
             if found.marked
-            else "what it was running is unknown; running requests are recorded from now on",
+            else "its running requests are unknown; this process records its running requests",
         )
         for request_id in found.failed:
             _log.error(
-                "%s was abandoned: it was the only request running when the server crashed, %d "
-                "times",
+                "request %s was abandoned: in %d crashes of the server, it was the only running "
+                "request",
                 request_id,
                 _ENDS_ALONE,
             )
@@ -149,9 +149,9 @@ class CrashGuard:
         """
         if key in self._abandoned:
             raise Abandoned(
-                f"{_ended(key)}, and is not tried again: the server's memory or another resource "
-                "does not suffice. Continue with a new client "
-                "from a checkpoint, or ask the server's operator for more memory"
+                f"{_ended(key)}, so it does not run it again: the server lacks memory or another "
+                "resource for it. Continue with a new client from a checkpoint, or ask the "
+                "server's operator for more memory"
             )
         if key in self._suspects:
             self._preparing = self._preparing or asyncio.create_task(self._prepare())
@@ -280,14 +280,16 @@ def _fail(transaction: Transaction, request_id: str) -> bool:
     if row is None or not row.is_to_do:
         return False
     message = (
-        f"{_ended(request_id)}: it took all of the server's memory, or crashed it. It was not run. "
-        "Send less data in one request (fewer or "
-        "shorter sequences), or ask the server's operator for more memory"
+        f"{_ended(request_id)}, so the server does not run it again: the request needs more memory "
+        "than the server has, or crashes it. Send less data in one request (fewer or shorter "
+        "sequences), or ask the server's operator for more memory"
     )
     now = time.time()
     journal.finish(transaction, row.with_state("failed"), Failed(message, "server"), now)
     if row.kind in ("create_model", "load_weights") and row.seq == 0:
-        change(transaction, ModelRow, row.owner, closed=f"it could not be created ({message})")
+        change(
+            transaction, ModelRow, row.owner, closed=f"the model could not be created ({message})"
+        )
         journal.drop_bodies(transaction, "owner = ?", [row.owner])
     return True
 

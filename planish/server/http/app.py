@@ -80,7 +80,7 @@ def create_app(
         routes=[
             *health,
             *(route for group in _GROUPS for route in group.ROUTES),
-            *_REFUSED_ROUTES,
+            *_UNSUPPORTED_ROUTES,
             *more,
         ],
         lifespan=lifespan,
@@ -119,10 +119,11 @@ async def readyz(request: Request) -> Response:
 
 async def _no_endpoint(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}"[:200]
+    method_and_path = f"{request.method} {request.url.path}"[:200]
     detail = {
-        404: f"there is no endpoint {what}",
-        405: f"{what}: this path needs another method",
+        404: f"there is no endpoint {method_and_path}; check the method and the path",
+        405: f"{method_and_path}: the path does not support this method; "
+        "the Allow header names the supported methods",
     }.get(error.status_code, error.detail)
     headers = {"Allow": _allowed(request)} if error.status_code == 405 else None
     if request.url.path.startswith("/api/"):
@@ -138,40 +139,43 @@ def _allowed(request: Request) -> str:
     """Return the methods that a path supports. Each method of a path has its own route, and
     Starlette's error names only the methods of one route.
     """
-    routes = [one for one in request.app.routes if one.matches(request.scope)[0] is not Match.NONE]
-    return ", ".join(sorted({method for one in routes for method in one.methods or ()}))
+    routes = [
+        route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE
+    ]
+    return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return json_response(
         {
-            "detail": f"internal error of the server ({type(error).__name__}); its log has the details"
+            "detail": f"internal server error ({type(error).__name__}); "
+            "the server's log has the details"
         },
         500,
     )
 
 
-_REFUSED = {
+_UNSUPPORTED = {
     ("POST", "/auth/token"): "use the key itself instead of a token (pjwt_auth_enabled is false)",
     (
         "GET",
         "/auth/apikey/me",
-    ): "there is nothing to log in to; set TINKER_API_KEY to a key of this server",
+    ): "this server has no accounts; set TINKER_API_KEY to a key of this server",
     (
         "DELETE",
         "/auth/apikey/me",
-    ): "keys are not deleted by clients; remove the key from the server's key file",
+    ): "clients cannot delete keys; remove the key from the server's key file",
     (
         "POST",
         "/create_custom_loss",
-    ): "losses traced on a server are not offered; forward_backward_custom runs them in the client",
+    ): "the server cannot run custom losses; forward_backward_custom runs them in the client",
     ("POST", "/join_sampling_session"): "copies of a sampling client number their requests "
     "themselves (sample_join_sampling_session is false)",
     (
         "POST",
         "/retrieve_futures",
-    ): "results are asked for one by one (sample_use_retrieve_futures is false)",
+    ): "request each result with /retrieve_future (sample_use_retrieve_futures is false)",
     ("PUT", "/sessions/{session_id}/project"): "this server has no projects",
     ("GET", "/sessions/{session_id}/trace_export"): "this server keeps no traces of sessions",
     ("GET", "/audit"): "this server keeps no audit log",
@@ -183,13 +187,13 @@ _REFUSED = {
 }
 
 
-def _refusing(method: str, path: str, sentence: str) -> Route:
+def _unsupported_route(method: str, path: str, reason: str) -> Route:
     async def handler(context: RequestContext) -> Response:
-        return json_response({"detail": f"not offered: {sentence}"}, 404)
+        return json_response({"detail": f"not offered: {reason}"}, 404)
 
     return endpoint(path, handler, method)
 
 
-_REFUSED_ROUTES = [
-    _refusing(method, path, sentence) for (method, path), sentence in _REFUSED.items()
+_UNSUPPORTED_ROUTES = [
+    _unsupported_route(method, path, reason) for (method, path), reason in _UNSUPPORTED.items()
 ]

@@ -61,7 +61,7 @@ def families(measured: Metrics) -> Iterator[Metric]:
     yield from _families(counted, CounterMetricFamily)
     yield SummaryMetricFamily(
         "planish_batch_sequences",
-        "Sequences in the engine whenever it gets a sample request",
+        "Number of sequences in the engine at the arrival of each sample request",
         count_value=counted.samples,
         sum_value=counted.sequences_at_samples,
     )
@@ -93,7 +93,8 @@ class SubstitutedLosses(Collector):
         """Yield the counts as one counter with the labels `loss` and `computed`."""
         family = CounterMetricFamily(
             "planish_substituted_losses",
-            "Gradients of another loss than was asked for (--substitute-loss)",
+            "Number of operations that computed a substitute for the requested loss "
+            "(--substitute-loss)",
             labels=("loss", "computed"),
         )
         for labels, count in dict(self.counts).items():
