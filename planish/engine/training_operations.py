@@ -77,7 +77,7 @@ class TrainingOperations:
             if loaded is not None:
                 adapter.load_state(dict(loaded.state), loaded.with_optimizer)
         except BaseException as error:
-            model.failure = f"it could not be created ({error}); create another one"
+            model.failure = f"the model could not be created ({error}); create another model"
             raise
         model.adapter = adapter
         queued.future.set_result(model.info())

@@ -238,7 +238,7 @@ class Samplers:
             async with self.pinned(sampler):
                 pass
         except Exception as error:
-            await self.close(sampler, f"it could not be created ({error})")
+            await self.close(sampler, f"the sampler could not be created ({error})")
             raise
 
     async def _new_row(self, tenant: Tenant, operation: CreateSampler) -> SamplerRow:

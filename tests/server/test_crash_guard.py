@@ -307,7 +307,7 @@ def test_an_abandoned_request_fails_and_an_abandoned_creation_closes_its_model(
             closed = await lived.store.read(
                 lambda db: db.execute("SELECT closed FROM models").fetchone()[0]
             )
-            assert closed.startswith("it could not be created")
+            assert closed.startswith("the model could not be created")
             kept = await lived.store.read(
                 lambda db: db.execute("SELECT COUNT(*) FROM under_way").fetchone()[0]
             )

@@ -201,7 +201,7 @@ class Model:
             self.adapter.applied = request.seq
             await self.in_flight.drained()
             if request.seq == 0:
-                await self.close(f"it could not be created ({error})")
+                await self.close(f"the model could not be created ({error})")
             self._settle(request, why)
 
     async def _start(self, request: QueuedRequest) -> None:
