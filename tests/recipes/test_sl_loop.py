@@ -165,7 +165,7 @@ def test_what_is_too_long_is_cut_and_counted_or_left_out_and_counted(tokenizer):
     short = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 40}]
     long = [{"role": "user", "content": "a" * 50}, {"role": "assistant", "content": "b"}]
     examples = sl_loop.render([short, long], renderer, 32)
-    assert (len(examples.data), examples.truncated, examples.left_out) == (1, 1, 1)
+    assert (len(examples.data), examples.num_truncated, examples.num_left_out) == (1, 1, 1)
     assert examples.data[0].model_input.length == 32
     assert sl_loop.render([long], renderer, 32).data == []
 

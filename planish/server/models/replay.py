@@ -201,7 +201,7 @@ async def repeat_failure(
     if row.kind not in ("forward_backward", "optim_step"):
         return
     adapter.has_gradient = row.kind == "forward_backward"
-    # A ForwardBackwardLater gets its data from a future. This future has an error, so the engine
+    # A DeferredForwardBackward gets its data from a future. This future has an error, so the engine
     # rejects the next optim_step, as in the first run.
     missing: Future[Sequence[Datum]] = Future()
     missing.set_exception(named_error(why.message, why.error_class))
