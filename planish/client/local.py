@@ -64,9 +64,9 @@ def chosen_url(
     given = [name for name, value in engine_options.items() if value not in (None, "auto")]
     if url and given:
         raise UserError(
-            f"{source}={url!r} names a server, but {', '.join(given)} is for an engine in this process; "
-            "leave out one of them (`planish serve` has options for the server's engine)"
+            f"{source}={url!r} names a server, but {', '.join(given)} configures an engine in this "
+            "process; leave out either (`planish serve` has the options of the server's engine)"
         )
     if api_key is not None and not url:
-        raise UserError("api_key is given without base_url; give both, or neither")
+        raise UserError("api_key is given without base_url; give both or neither")
     return url or None

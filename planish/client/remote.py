@@ -267,7 +267,7 @@ class RemoteService:
         queue = self._models.get(model_id)
         if queue is None:
             raise UserError(
-                f"model_id={model_id!r}: there is no such model (or it was unloaded); create one"
+                f"model_id={model_id!r}: there is no such model, or it was unloaded; create one"
             )
         return queue
 
@@ -275,7 +275,8 @@ class RemoteService:
         sampler = self._samplers.get(sampler_id)
         if sampler is None:
             raise UserError(
-                f"sampler_id={sampler_id!r}: there is no such sampler (or it was released); create one"
+                f"sampler_id={sampler_id!r}: there is no such sampler, or it was released; create "
+                "one"
             )
         return sampler
 

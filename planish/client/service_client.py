@@ -98,7 +98,8 @@ class ServiceClient(RefusesMethods):
         if service is not None:
             if base_url is not None or api_key is not None:
                 raise UserError(
-                    "base_url and api_key are for a new session, and service is an existing one; give one of them"
+                    "base_url and api_key open a new session, but service is an existing one; give "
+                    "either service, or base_url and api_key"
                 )
             made = service
         elif url := chosen_url(

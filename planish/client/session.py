@@ -91,8 +91,9 @@ def refuse_to_pickle(self: object) -> NoReturn:
     the original's model, and another process does not have the model.
     """
     raise TypeError(
-        f"a {type(self).__name__} cannot be copied or pickled: it belongs to the process that made it; in another one, "
-        "make a ServiceClient and load a checkpoint by its path"
+        f"a {type(self).__name__} cannot be copied or pickled, because it belongs to the process "
+        "that created it; in another process, create a ServiceClient and load a checkpoint by its "
+        "path"
     )
 
 

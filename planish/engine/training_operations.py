@@ -66,7 +66,9 @@ class TrainingOperations:
                 return self._load(queued)
             case QueuedPublish():
                 return self._publish(queued)
-        raise TypeError(f"{type(queued).__name__} is no operation of a training model")
+        raise TypeError(
+            f"queued is a {type(queued).__name__}, which a training model does not support"
+        )
 
     def _create(self, queued: QueuedCreation) -> Work:
         """Create the adapter, from a checkpoint if there is one."""

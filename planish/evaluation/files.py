@@ -105,8 +105,8 @@ class EvaluationDirectory:
                 found = json.loads(path.read_bytes())
             except (OSError, ValueError) as error:
                 raise UserError(
-                    f"out={self.path} holds {SAMPLES}, and {CONFIG} cannot be read ({error}); give "
-                    "another directory"
+                    f"out={self.path} has a file {SAMPLES}, but its {CONFIG} cannot be read "
+                    f"({error}); give another directory"
                 ) from error
             changed = [
                 f"{name} was {found.get(name)!r}, is {config.get(name)!r}"
@@ -115,8 +115,8 @@ class EvaluationDirectory:
             ]
             if changed:
                 raise UserError(
-                    f"out={self.path} holds another evaluation: {', '.join(changed)}; give the "
-                    "same options to continue it, or another directory"
+                    f"out={self.path} has an evaluation with other options: {', '.join(changed)}; "
+                    "give its options to continue it, or another directory"
                 )
         write_whole(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 

@@ -169,7 +169,8 @@ def _config(directory: Path) -> dict[str, Any]:
     where = directory / ADAPTER_CONFIG
     if not where.is_file():
         raise CheckpointError(
-            f"{directory} is no adapter: it has no {ADAPTER_CONFIG}; give a directory that PEFT saved"
+            f"{directory} has no {ADAPTER_CONFIG}, so it is not an adapter; give a directory that "
+            "PEFT saved"
         )
     if not (directory / ADAPTER).is_file():
         pickled = next((name for name in _PICKLES if (directory / name).exists()), None)
@@ -215,20 +216,28 @@ def _matrices(directory: Path, base: Path, model: ModelConfig) -> dict[str, tupl
             if _is_copy_of_base(name, tensor, base, model):
                 continue
             raise UnsupportedError(
-                f"{directory / ADAPTER} holds {name}, which is no part of a plain LoRA adapter"
+                f"{directory / ADAPTER} contains {name}, which planish does not support; give a "
+                "plain LoRA adapter"
             )
         found.setdefault(linear, {})[part] = tensor.to(torch.float32)
     for linear, parts in found.items():
         if parts.keys() != {0, 1} or any(part.dim() != 2 for part in parts.values()):
-            raise DamagedFileError(f"{directory / ADAPTER}: {linear} has not both matrices")
+            raise DamagedFileError(
+                f"{directory / ADAPTER}: {linear} lacks lora_A or lora_B; download the adapter "
+                "again"
+            )
         if parts[0].shape[0] != parts[1].shape[1]:
             raise DamagedFileError(
-                f"{directory / ADAPTER}: the matrices of {linear} have ranks {parts[0].shape[0]} and {parts[1].shape[1]}"
+                f"{directory / ADAPTER}: lora_A and lora_B of {linear} have the ranks "
+                f"{parts[0].shape[0]} and {parts[1].shape[1]}, which must be equal; download the "
+                "adapter again"
             )
         if not all(bool(torch.isfinite(part).all()) for part in parts.values()):
-            raise DamagedFileError(f"{directory / ADAPTER}: {linear} holds NaN or infinity")
+            raise DamagedFileError(
+                f"{directory / ADAPTER}: {linear} contains NaN or infinity; give another adapter"
+            )
     if not found:
-        raise DamagedFileError(f"{directory / ADAPTER} holds no matrices; get the adapter again")
+        raise DamagedFileError(f"{directory / ADAPTER} has no matrices; download the adapter again")
     return {linear: (parts[0], parts[1]) for linear, parts in found.items()}
 
 
@@ -331,8 +340,9 @@ def _master(
         )
         if found != expected:
             raise CheckpointError(
-                f"{directory / ADAPTER}: {name} is of shape {found}, and that of "
-                f"{base_model} is {expected}; name the base model that it was trained on"
+                f"{directory / ADAPTER}: {name} has the shape {found}, but that linear of "
+                f"{base_model} has the shape {expected}; give the base model that the adapter was "
+                "trained on"
             )
     master = torch.zeros(layout.size)
     views = layout.views(master)

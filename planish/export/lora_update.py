@@ -130,8 +130,9 @@ class LoraUpdate:
             found = (matrices.b.shape[0], matrices.a.shape[1])
             if shapes.get(f"{linear}.weight") != found:
                 raise CheckpointError(
-                    f"the adapter changes {linear} of shape {found}, and that of {name} is {shapes.get(f'{linear}.weight')}; name "
-                    "the base model that the adapter was made for"
+                    f"the adapter changes {linear} of the shape {found}, but {name} has the shape "
+                    f"{shapes.get(f'{linear}.weight')}; give the base model that the adapter was "
+                    "trained on"
                 )
 
 
@@ -144,7 +145,8 @@ def read_update(directory: Path) -> LoraUpdate:
     for name in (ADAPTER, ADAPTER_CONFIG):
         if not (directory / name).is_file():
             raise CheckpointError(
-                f"{directory} is no adapter: it has no {name}; give a checkpoint or a PEFT directory"
+                f"{directory} has no {name}, so it is not an adapter; give a checkpoint or a PEFT "
+                "directory"
             )
     manifest = read_manifest(directory) if (directory / MANIFEST).is_file() else None
     if manifest is not None:
@@ -194,7 +196,8 @@ def _linears(tensors: Mapping[str, Tensor], rank: int, directory: Path) -> dict[
             linear = linear.removesuffix(part)
         if name not in (f"{_PREFIX}{linear}{part}" for part in _PARTS):
             raise UnsupportedError(
-                f"{directory / ADAPTER} holds {name}, which is no part of a plain LoRA adapter"
+                f"{directory / ADAPTER} contains {name}, which planish does not support; give a "
+                "plain LoRA adapter"
             )
         names[linear] = None
     linears: dict[str, Matrices] = {}
@@ -210,11 +213,12 @@ def _linears(tensors: Mapping[str, Tensor], rank: int, directory: Path) -> dict[
             or (a.shape[0] % rank if _expert_linear(linear) else a.shape[0] != rank)
         ):
             raise DamagedFileError(
-                f"{directory / ADAPTER}: {linear} has not both matrices of rank {rank}; get the adapter again"
+                f"{directory / ADAPTER}: {linear} lacks a matrix of rank {rank}, lora_A or lora_B; "
+                "download the adapter again"
             )
         linears[linear] = Matrices(a, b)
     if not linears:
-        raise DamagedFileError(f"{directory / ADAPTER} holds no matrices; get the adapter again")
+        raise DamagedFileError(f"{directory / ADAPTER} has no matrices; download the adapter again")
     for linear in linears:
         # PEFT's name of a single adapted parameter does not tell which parameter it is.
         other = (

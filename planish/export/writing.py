@@ -123,13 +123,14 @@ def _base(update: LoraUpdate, options: ExportOptions, models: Mapping[str, str] 
         return Base(name, directory)
     if config.fingerprint() != manifest.architecture:
         raise CheckpointError(
-            f"{name} at {directory} has another architecture than the checkpoint was trained on"
+            f"the checkpoint was trained on another architecture than that of {name} at "
+            f"{directory}; set PLANISH_MODELS to the directory of its own base model"
         )
     is_own = weights_fingerprint(directory) == manifest.weights
     if not is_own and options.base_model is None:
         raise CheckpointError(
-            f"{name} at {directory} has other weights than the checkpoint was trained on; name those with PLANISH_MODELS, or say "
-            "that you want these with base_model"
+            f"the checkpoint was trained on other weights than those of {name} at {directory}; set "
+            "PLANISH_MODELS to the directory of its own weights, or give base_model to use these"
         )
     return Base(name, directory, is_own)
 

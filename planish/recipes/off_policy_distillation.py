@@ -92,9 +92,8 @@ def check(options: Options) -> None:
     for name, default in ONLY_SAMPLED.items():
         if getattr(options, name) != default:
             raise UserError(
-                f"{name}={getattr(options, name)}: the answers are those of "
-                f"dataset={options.dataset}; leave it out, or give "
-                "teacher_answers=True"
+                f"{name}={getattr(options, name)} has no effect, because the answers come from "
+                f"dataset={options.dataset}; leave it out, or give teacher_answers=True"
             )
 
 

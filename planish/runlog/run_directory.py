@@ -171,7 +171,7 @@ class RunDirectory:
         has_rows = any(_has_bytes(self.path / name) for name in (METRICS, CHECKPOINTS))
         if has_rows and not path.exists():
             raise UserError(
-                f"log_path={self.path} holds files of a run but no {CONFIG}; give another log_path"
+                f"log_path={self.path} has files of a run but no {CONFIG}; give another log_path"
             )
         if has_rows:  # before the first row, the user may still correct options
             found, given = (
@@ -188,8 +188,8 @@ class RunDirectory:
                     f"{name} was {found.get(name)!r}, is {given.get(name)!r}" for name in changed
                 )
                 raise UserError(
-                    f"log_path={self.path} holds a run with other options: {listed}; "
-                    "give the same options to continue it, or another log_path"
+                    f"log_path={self.path} has a run with other options: {listed}; give that run's "
+                    "options to continue it, or another log_path"
                 )
         write_whole(path, json.dumps(config, indent=2) + "\n")
 
@@ -240,8 +240,8 @@ def checkpoint_of(path: str) -> str:
             CheckpointPath.parse(path)
         except ValueError as error:
             raise UserError(
-                f"{path!r} is neither the path of a checkpoint (tinker://RUN/weights/NAME) nor the directory of a run, which holds a "
-                f"{CHECKPOINTS}"
+                f"{path!r} is neither the path of a checkpoint (tinker://RUN/weights/NAME) nor the "
+                f"directory of a run, which has a file {CHECKPOINTS}; give one of the two"
             ) from error
     return found
 

@@ -146,8 +146,9 @@ class Sandbox:
             ) from error
         if escapes:
             raise SandboxUnavailableError(
-                f"the sandbox does not hold on this machine: a trial program got {', '.join(escapes)}; no program is run. "
-                "Update the kernel, bubblewrap and libseccomp"
+                "the sandbox does not isolate programs on this machine: a test program gained "
+                f"{', '.join(escapes)}. So planish runs no programs here; update the kernel, "
+                "bubblewrap and libseccomp"
             )
 
     async def _run(

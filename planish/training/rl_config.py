@@ -157,7 +157,8 @@ def check(config: Config) -> None:
     _check_reference(config)
     if config.advantage == "none" and config.kl_penalty_coef == 0:
         raise UserError(
-            "advantage=none with kl_penalty_coef=0: nothing would be learned; give one of them"
+            "advantage=none and kl_penalty_coef=0: the policy would learn nothing; give another "
+            "advantage, or a kl_penalty_coef above 0"
         )
 
 
@@ -250,13 +251,12 @@ def _check_reference(config: Config) -> None:
         )
     if config.temperature != 1.0:
         raise UnsupportedError(
-            f"kl_penalty_coef with temperature={config.temperature}: reference logprobs are those "
-            "at temperature 1; "
-            "sample at temperature 1, or leave the penalty out"
+            f"kl_penalty_coef with temperature={config.temperature}: the reference's logprobs are "
+            "at temperature 1; give temperature=1, or leave out kl_penalty_coef"
         )
     if config.stream_minibatch_config is not None:
         raise UnsupportedError(
-            "kl_penalty_coef with num_minibatches (stream_minibatch_config): the "
-            "penalty subtracts its mean over the whole batch, and streaming does not wait for the "
-            "whole batch; leave one of them out"
+            "kl_penalty_coef and stream_minibatch_config (num_minibatches) exclude each other: the "
+            "penalty subtracts its mean over the whole batch, but streaming trains before the "
+            "batch is complete; leave out one of the two"
         )

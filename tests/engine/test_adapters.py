@@ -184,7 +184,7 @@ def test_a_state_with_wrong_shape_or_values_is_rejected():
         (new_adapter(rank=5).state(), "rank"),
         ({"master": adapter.master}, "exp_avg"),
         (broken, "NaN"),
-        (infinite, "'master' holds NaN or infinity"),
+        (infinite, "'master' contains NaN or infinity"),
         ({k: v for k, v in before.items() if k != "step"}, "step"),
     ]:
         with pytest.raises(CheckpointError, match=message):

@@ -264,7 +264,7 @@ def test_an_invalid_manifest_is_detected(store, model_dir, content):
 def test_reading_with_another_adapter_layout_is_rejected(store, model_dir):
     store.save(Label(TRAINING), saved(trained(model_dir, LoraConfig(rank=4))))
     other = LoraLayout(ModelConfig.from_directory(model_dir), LoraConfig(rank=8))
-    with pytest.raises(CheckpointError, match="other matrices"):
+    with pytest.raises(CheckpointError, match="matrices differ from those of this model"):
         store.read(TRAINING, other, False)
 
 

@@ -172,7 +172,7 @@ def test_other_weights_are_taken_only_if_named(build, trained, tmp_path, monkeyp
     out = build(base_model=str(other), adapter_path=made.files, output_path=tmp_path / "out")
     assert "another base model" in Path(out, "README.md").read_text()
     narrow = tiny_model(tmp_path / "narrow", hidden_size=32)
-    with pytest.raises(CheckpointError, match="base model that the adapter was made for"):
+    with pytest.raises(CheckpointError, match="base model that the adapter was trained on"):
         build(base_model=str(narrow), adapter_path=made.files, output_path=tmp_path / "narrow-out")
 
 

@@ -200,7 +200,7 @@ def test_off_policy_on_given_answers(small_model, tmp_path, engine):
         ({}, "there is no teacher"),
         (
             {"teacher_model": "x", "dataset": "chats.jsonl", "max_operand": None},
-            "max_tokens=8: the answers are those of",
+            "max_tokens=8 has no effect, because the answers come from",
         ),
         ({"teacher_model": "x", "dataset": "chats.jsonl"}, "max_operand=3 is for sums"),
         (

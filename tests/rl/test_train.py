@@ -447,7 +447,7 @@ BAD = {
     ),
     "value of an option": ({"loss_fn_config": {"temperature": 0.0}}, "temperature.*above 0"),
     "advantage": ({"advantage": "gae"}, "advantage=gae"),
-    "nothing to learn from": ({"advantage": "none"}, "advantage=none with kl_penalty_coef=0"),
+    "nothing to learn from": ({"advantage": "none"}, "advantage=none and kl_penalty_coef=0"),
     "no reference": ({"kl_penalty_coef": 0.1}, "needs kl_reference_config"),
     "reference without coefficient": (
         {"kl_reference_config": KLReferenceConfig(base_model="x")},

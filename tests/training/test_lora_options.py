@@ -72,7 +72,7 @@ def test_a_run_that_was_begun_without_these_options_is_resumed(train, service):
 def test_a_resumed_run_keeps_them(train, service):
     run = train(train_unembed=False)
     for changed in ({}, {"train_unembed": True}, {"train_unembed": False, "train_mlp": False}):
-        with pytest.raises(UserError, match="holds a run with other options: train_"):
+        with pytest.raises(UserError, match="has a run with other options: train_"):
             train(max_steps=2, **changed)
     train(max_steps=2, train_unembed=False)
     assert parts_of(run, service) == {"train_mlp", "train_attn"}

@@ -153,7 +153,9 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         size = path.stat().st_size
         if size > MAX_MANIFEST_BYTES:
-            raise ValueError(f"it has {size:,} bytes, and may have {MAX_MANIFEST_BYTES:,}")
+            raise ValueError(
+                f"the file has {size:,} bytes, more than the limit {MAX_MANIFEST_BYTES:,}"
+            )
         return Manifest.from_json(path.read_text())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedFileError(
@@ -231,7 +233,8 @@ def _flat(tensors: Mapping[str, Tensor], layout: LoraLayout) -> Tensor:
         tensors[name].shape != e.file_shape for name, e in expected.items()
     ):
         raise CheckpointError(
-            "the checkpoint's adapter has other matrices than this model; use the base model it was made for"
+            "the names or shapes of the checkpoint's matrices differ from those of this model; use "
+            "the base model that the adapter was trained on"
         )
     import torch
 
@@ -249,7 +252,9 @@ def _stored(path: Path) -> StoredFile:
 
 def _verify(path: Path, stored: StoredFile | None) -> None:
     if stored is None or not path.is_file():
-        raise DamagedFileError(f"{path} is missing; the checkpoint is damaged, use another one")
+        raise DamagedFileError(
+            f"{path} is missing, so the checkpoint is damaged; use another checkpoint"
+        )
     if path.stat().st_size != stored.size or _stored(path) != stored:
         raise DamagedFileError(
             f"{path} is not the file that was saved (its size or SHA-256 differs from {MANIFEST}); use another checkpoint"

@@ -210,8 +210,8 @@ class CheckpointStore:
             check(manifest)
             if with_optimizer and OPTIMIZER not in manifest.files:
                 raise CheckpointError(
-                    f"{path} holds weights for sampling, without optimizer state; give a checkpoint of save_state, "
-                    "or load it without the optimizer"
+                    f"{path} has weights for sampling, but no optimizer state; give a checkpoint "
+                    "of save_state, or load it without the optimizer"
                 )
             state = read_state(self._directory_of(path), manifest, layout, with_optimizer)
             self._check_unchanged(path, manifest)
@@ -285,8 +285,9 @@ class CheckpointStore:
         target = self._directory_of(path)
         if not _is_directory(target):
             raise CheckpointError(
-                f"there is no checkpoint {path} under {self.directory}; wait for the result of the save that makes it, "
-                "and use the same data_dir or PLANISH_DATA as where it was saved"
+                f"there is no checkpoint {path} under {self.directory}. If it is being saved, wait "
+                "for the result of the save; if it was saved elsewhere, give the same data_dir or "
+                "PLANISH_DATA"
             )
         return read_manifest(target)
 
@@ -346,7 +347,7 @@ class CheckpointStore:
                 _link_or_copy(self._directory_of(source) / name, temporary / name)
         except FileNotFoundError as error:
             raise DamagedFileError(
-                f"{error.filename} is missing; the checkpoint is damaged, use another one"
+                f"{error.filename} is missing, so the checkpoint is damaged; use another checkpoint"
             ) from None
         self._check_unchanged(source, manifest)
         now = datetime.now(UTC)

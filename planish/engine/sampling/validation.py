@@ -36,18 +36,20 @@ def check_sample(op: Sample, config: ModelConfig) -> None:
     _check_vocabulary("prompt", tokens, config.vocab_size)
     if len(tokens) > config.max_context:
         raise UserError(
-            f"the prompt has {len(tokens)} tokens, the model's context holds {config.max_context}; shorten the prompt"
+            f"the prompt has {len(tokens)} tokens, but the model's context has "
+            f"{config.max_context}; shorten the prompt"
         )
     max_tokens = max_tokens_of(op, config)
     if not op.prompt_only and len(tokens) == config.max_context:
         raise UserError(
-            f"the prompt's {len(tokens)} tokens fill the model's context, so no token can be sampled; "
-            "shorten the prompt"
+            f"the prompt's {len(tokens)} tokens fill the model's context, so no token can be "
+            "sampled; shorten the prompt"
         )
     if not op.prompt_only and len(tokens) + max_tokens > config.max_context:
         raise UserError(
-            f"the prompt's {len(tokens)} tokens leave room for {config.max_context - len(tokens)} of the context's "
-            f"{config.max_context}, and max_tokens={max_tokens} asks for more; shorten the prompt or lower max_tokens"
+            f"the prompt's {len(tokens)} tokens leave {config.max_context - len(tokens)} of the "
+            f"context's {config.max_context} tokens, but max_tokens={max_tokens} is more; shorten "
+            "the prompt or lower max_tokens"
         )
     _check_stop_ids(op.sampling_params.stop, config.vocab_size)
     _check_vocabulary(
@@ -63,7 +65,7 @@ def _check_vocabulary(name: str, tokens: Sequence[int], vocab_size: int) -> None
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         bad = next(token for token in tokens if not 0 <= token < vocab_size)
         raise UserError(
-            f"{name} holds token id {bad}; the model's vocabulary is 0..{vocab_size - 1}"
+            f"{name} contains token id {bad}; give token ids from 0 to {vocab_size - 1}"
         )
 
 
@@ -83,8 +85,8 @@ def _check_adjusted(op: Sample) -> None:
     if (op.prompt_only or op.prompt_alt_tokens_k) and is_adjusted(op.sampling_params):
         name = "prompt_only" if op.prompt_only else "prompt_alt_tokens_k"
         raise UserError(
-            f"{name} does not go with constraint, min_tokens or penalties, which apply to sampled "
-            f"continuations only; leave these out"
+            f"{name} cannot be used with constraint, min_tokens or penalties, which apply only to "
+            "sampled continuations; leave these out"
         )
 
 
@@ -102,11 +104,13 @@ def _check_prompt_scores(op: Sample, prompt_tokens: int, vocab_size: int) -> Non
             )
         if not (op.prompt_logprobs or op.topk_prompt_logprobs):
             raise UserError(
-                "prompt_logprobs_last_n limits prompt logprobs, but none are asked for; set include_prompt_logprobs=True"
+                "prompt_logprobs_last_n limits prompt logprobs, but none are requested; set "
+                "include_prompt_logprobs=True"
             )
     if op.prompt_only and not wants_prompt_logprobs(op):
         raise UserError(
-            "prompt_only samples nothing, and no logprobs of the prompt are requested; ask for prompt_logprobs"
+            "prompt_only samples nothing, and no logprobs of the prompt are requested; set "
+            "include_prompt_logprobs=True"
         )
     if op.target_prompt_logprobs is not None:
         targets = op.target_prompt_logprobs
@@ -119,11 +123,15 @@ def _check_prompt_scores(op: Sample, prompt_tokens: int, vocab_size: int) -> Non
         ):
             raise UserError(
                 f"target_prompt_logprobs has dtype {targets.dtype} and shape {targets.shape}; give int64 "
-                f"[prompt length - 1, K] = [{prompt_tokens - 1}, K] with K at most {vocab_size}, and -1 where nothing is asked"
+                f"[prompt length - 1, K] = [{prompt_tokens - 1}, K] with K at most {vocab_size}, "
+                "and -1 for no target"
             )
         wanted = targets.to_numpy()
         if wanted.size and (wanted.min() < -1 or wanted.max() >= vocab_size):
-            raise UserError(f"target_prompt_logprobs holds ids outside -1..{vocab_size - 1}")
+            raise UserError(
+                f"target_prompt_logprobs contains ids outside -1 to {vocab_size - 1}; give token "
+                "ids, or -1 for no target"
+            )
 
 
 def _check_response_size(op: Sample, prompt_tokens: int, max_tokens: int) -> None:

@@ -187,12 +187,13 @@ class Adapter:
         tensor = state[name]
         if tensor.shape != self.master.shape:
             raise CheckpointError(
-                f"the checkpoint's {name!r} has {tensor.numel()} values, and this adapter {self.layout.size}; "
-                "create the model with the checkpoint's rank and trained parts"
+                f"the checkpoint's {name!r} has {tensor.numel()} values, but this adapter has "
+                f"{self.layout.size}; create the model with the checkpoint's rank and train_* "
+                "options"
             )
         if not is_finite(tensor):
             raise CheckpointError(
-                f"the checkpoint's {name!r} holds NaN or infinity; use an earlier checkpoint"
+                f"the checkpoint's {name!r} contains NaN or infinity; use an earlier checkpoint"
             )
         return tensor.to(self.master.device, torch.float32, copy=True)
 

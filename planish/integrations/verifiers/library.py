@@ -61,11 +61,13 @@ def require_verifiers() -> None:
     try:
         found = version("verifiers")
     except PackageNotFoundError:
-        raise UserError(f"environments of verifiers need that library: {INSTALL}") from None
+        raise UserError(
+            f"environments of verifiers need the package verifiers; run: {INSTALL}"
+        ) from None
     if found.split(".")[:2] != ["0", "3"]:
         raise UnsupportedError(
-            f"verifiers {found} is installed, and planish works with 0.3, because 0.4 has no "
-            f"Environment class: {INSTALL}"
+            f"verifiers {found} is installed, but planish needs 0.3, because 0.4 has no "
+            f"Environment class; run: {INSTALL}"
         )
 
 
@@ -80,7 +82,7 @@ def load_environment(env_id: str, env_args: str) -> Any:
     verifiers = importlib.import_module("verifiers")  # takes a second or more
     if threading.current_thread() is not threading.main_thread():
         raise UserError(
-            "an environment of verifiers sets up signals, so it must be loaded in the main thread"
+            "an environment of verifiers installs signal handlers; load it in the main thread"
         )
     with _own_signals():
         try:
@@ -88,8 +90,7 @@ def load_environment(env_id: str, env_args: str) -> Any:
         except Exception as error:  # the environment's module may raise anything
             raise UserError(
                 f"env_id={env_id}: {error}; install the environment's package (prime env install), "
-                "or have its module, with a "
-                "function load_environment, where Python finds it"
+                "or put a module with a function load_environment on Python's path"
             ) from error
     check_environment(environment, env_id)
     return environment

@@ -504,13 +504,14 @@ class TenantLimits:
         if account.requests >= settings.max_queued_requests:
             raise TooManyRequests(
                 f"{account.requests:,} requests of this tenant are unanswered, which is the limit "
-                "(max_queued_requests); wait for some of them",
+                "(max_queued_requests); wait until some are answered",
                 _BUSY_SECONDS,
             )
         if account.requests and account.bytes + size > settings.max_queued_bytes:
             raise TooManyRequests(
-                f"the unanswered requests of this tenant have {account.bytes:,} bytes, and may have "
-                f"{settings.max_queued_bytes:,} (max_queued_bytes); wait for some of them",
+                f"the unanswered requests of this tenant have {account.bytes:,} bytes, and the "
+                f"limit is {settings.max_queued_bytes:,} (max_queued_bytes); wait until some are "
+                "answered",
                 _BUSY_SECONDS,
             )
         if account.tokens < 0:

@@ -267,7 +267,8 @@ class Model:
         sampler = samplers.get(operation.sampler_id)
         if sampler is None:
             raise UserError(
-                f"sampling_session_id={operation.sampler_id!r} was closed before it was made"
+                f"sampling_session_id={operation.sampler_id!r} was closed before it was created; "
+                "create another one"
             )
         submitted = self._services.clock.now()
         future = await self._begin_publishing(request.seq, operation)
