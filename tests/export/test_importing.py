@@ -269,9 +269,7 @@ def test_a_fully_trained_head_is_rejected(base, tmp_path):
     tensors = load_file(file)
     [head] = [name for name in tensors if name.endswith("lm_head.base_layer.weight")]
     save_file({**tensors, head: tensors[head] * 1.5}, file)
-    with pytest.raises(
-        UnsupportedError, match="lm_head.base_layer.weight, which planish does not support"
-    ):
+    with pytest.raises(UnsupportedError, match="lm_head.base_layer.weight, which planish"):
         import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"))
 
 
@@ -282,9 +280,7 @@ def test_files_that_are_not_what_they_should_be_are_named(base, tmp_path):
     adapter = tmp_path / "adapter"
     saved(base, adapter, **VARIANTS["q and v alone"])
     other = tiny_model(tmp_path / "other", "llama", hidden_size=32)
-    with pytest.raises(
-        CheckpointError, match="give the base model that the adapter was trained on"
-    ):
+    with pytest.raises(CheckpointError, match="that the adapter was trained on"):
         import_adapter(adapter, store, base_model=str(other))
     file = adapter / "adapter_model.safetensors"
     tensors = load_file(file)

@@ -119,9 +119,7 @@ def test_a_sandbox_with_a_hole_is_found_out(sandbox, monkeypatch, change, got):
     monkeypatch.setattr(
         sandbox_module, "sandbox_command", lambda *a, **k: weakened(made(*a, **k), **change)
     )
-    with pytest.raises(
-        SandboxUnavailableError, match=f"does not isolate programs on this machine: .*{got}"
-    ):
+    with pytest.raises(SandboxUnavailableError, match=f"does not isolate programs .*{got}"):
         asyncio.run(box.check())
 
 
