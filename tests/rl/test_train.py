@@ -507,7 +507,7 @@ def test_a_dataset_of_another_size_is_rejected_on_resume(service, tmp_path, monk
 def test_evaluators_with_one_name_are_rejected(service, tmp_path):
     options = {"dataset_builder": DigitsBuilder(tests=1), "eval_every": 1}
     builders = [lambda: RLTestSetEvaluator(Digits(1, 1), 8, name="test")]
-    with pytest.raises(UserError, match="name of its own"):
+    with pytest.raises(UserError, match="give each evaluator another name"):
         train(service, tmp_path / "run", evaluator_builders=builders, **options)
 
 

@@ -113,7 +113,7 @@ def test_a_resumed_run_continues_the_same_run_without_doubled_steps(tmp_path, re
     printed = log_steps(tmp_path, 3, 7)
     assert steps_of(recorder) == [0, 1, 2, 3, 4, 5, 6]
     assert len({run_id for run_id, _, _ in recorder.told}) == 1
-    assert printed.count("keeps its steps 3 to 4 as they were") == 1
+    assert printed.count("cannot replace the steps 3 to 4") == 1
 
 
 def test_a_logger_added_later_receives_earlier_steps(tmp_path, recorder):
@@ -151,7 +151,7 @@ def test_a_logger_that_cannot_finish_does_not_end_the_run(tmp_path, recorder, mo
         raise TimeoutError("upload")
 
     monkeypatch.setattr(recorder, "close", close)
-    assert "wandb failed to finish" in log_steps(tmp_path, 0, 2)
+    assert "wandb could not be closed" in log_steps(tmp_path, 0, 2)
 
 
 def test_a_service_learns_that_the_run_failed(tmp_path, recorder):
@@ -189,8 +189,8 @@ def test_a_metric_that_is_not_finite_is_named_and_left_out_everywhere(tmp_path, 
         logs.log(0, {"a": 1.0, "b": float("nan"), "c": float("-inf")})
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 0, "a": 1.0}]
     assert recorder.told[0][1:] == (0, 1.0)
-    assert "WARNING: b is nan in step 0, and is left out" in printed.getvalue()
-    assert "WARNING: c is -inf in step 0, and is left out" in printed.getvalue()
+    assert "WARNING: step 0: b is nan and is left out" in printed.getvalue()
+    assert "WARNING: step 0: c is -inf and is left out" in printed.getvalue()
 
 
 def test_a_logger_that_cannot_start_is_an_error_that_closes_the_others(

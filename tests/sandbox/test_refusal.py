@@ -69,7 +69,7 @@ def test_a_filter_that_lacks_a_rule_is_not_used(monkeypatch, function):
 
 def test_elsewhere_than_on_linux(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(SandboxUnavailableError, match="darwin has none"):
+    with pytest.raises(SandboxUnavailableError, match="which darwin lacks"):
         Sandbox()
 
 

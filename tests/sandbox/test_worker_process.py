@@ -130,7 +130,7 @@ def test_a_process_outside_the_sandbox_loads_no_program(tmp_path):
 @pytest.mark.parametrize(
     ("question", "message"),
     [
-        ({"hang": True}, "no answer in 0.3 s"),
+        ({"hang": True}, "no answer within 0.3 s"),
         ({"die": True}, "ended"),
         ({"half": True}, "ended without an answer"),
     ],

@@ -121,7 +121,7 @@ async def _no_endpoint(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     method_and_path = f"{request.method} {request.url.path}"[:200]
     detail = {
-        404: f"there is no endpoint {method_and_path}; check the method and the path",
+        404: f"there is no endpoint {method_and_path}",
         405: f"{method_and_path}: the path does not support this method; "
         "the Allow header names the supported methods",
     }.get(error.status_code, error.detail)
@@ -129,9 +129,7 @@ async def _no_endpoint(request: Request, error: Exception) -> Response:
     if request.url.path.startswith("/api/"):
         return json_response({"detail": detail}, error.status_code, headers)
     if not request.url.path.startswith("/v1/"):
-        detail += (
-            "; the endpoints for OpenAI's clients start with /v1; their base_url must end with it"
-        )
+        detail += "; the endpoints for OpenAI's clients start with /v1, so their base_url must end with /v1"
     return json_response(body_of(detail, error.status_code), error.status_code, headers)
 
 
