@@ -117,7 +117,9 @@ def check_scheme(base: Path, data: Path, found: ImportedAdapter) -> None:
     assert found.quantize == "int8"
     with (
         quantized_service(base, data, None) as client,
-        pytest.raises(CheckpointError, match="quantized with int8.*start it with quantize='int8'"),
+        pytest.raises(
+            CheckpointError, match="quantized with int8.*start the engine with quantize='int8'"
+        ),
     ):
         client.create_training_client_from_state(str(found.path))
     with quantized_service(base, data, "int8") as client:
