@@ -148,8 +148,10 @@ def _write_adapter(update: LoraUpdate, base: Base, out: Path, dtype: torch.dtype
     inner = "model."
     if base.directory is not None and is_multimodal(read_json(base.directory / "config.json")):
         inner = "model.language_model."
-        # The vision tower has modules of the same names.
-        config["target_modules"] = rf".*language_model.*\.({'|'.join(config['target_modules'])})"
+        if config["target_modules"]:
+            # The vision tower has modules of the same names.
+            names = "|".join(config["target_modules"])
+            config["target_modules"] = rf".*language_model.*\.({names})"
     tensors = {}
     for linear, matrices in update.linears.items():
         name = inner + linear.removeprefix("model.") if linear.startswith("model.") else linear

@@ -122,8 +122,7 @@ def get_renderer(
         )
     chat_format = FORMATS[name](tokenizer)
     if current_date is not None:
-        has_date = isinstance(chat_format, Harmony) and chat_format.effort is not None
-        if not has_date and not isinstance(chat_format, SmolLM3):
+        if not isinstance(chat_format, Harmony | SmolLM3) or not chat_format.date:
             raise ValueError(
                 "current_date is an option of the renderers gpt_oss_*_reasoning and smollm3*, not "
                 f"of {name}; remove it"

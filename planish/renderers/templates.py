@@ -13,6 +13,7 @@ from typing import Any
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -65,7 +66,7 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012 (declared so in jinja2)
 
-    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+    def parse(self, parser: Parser) -> list[Node]:
         """Return the statements between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -14,13 +14,21 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from trained_adapters import TOKENS
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from trained_adapters import TOKENS, train_adapter
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
 
 from planish import ModelInput, ServiceClient
 from planish.export import weights
 from planish.export.lora_update import Matrices, read_update
 from planish.export.merging import Rounding, Source, merged
+from planish.testing import save_byte_tokenizer, tiny_model
 
 FAMILIES = [
     "llama",
@@ -97,6 +105,42 @@ def test_peft_equals_planish(family, tied, parts, trained, tmp_path):
         warnings.filterwarnings("ignore", message=".*tie.*")
         model = PeftModel.from_pretrained(loaded(made.base), out)
     np.testing.assert_allclose(logprobs(model.eval()), made.logprobs, atol=TOLERANCE, rtol=0)
+
+
+MULTIMODAL: dict[str, tuple[Any, Any]] = {
+    "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
+}
+
+
+def multimodal_model(path: Path, family: str) -> Path:
+    """Write a tiny random multimodal model, as transformers saves it."""
+    text = json.loads((tiny_model(path / "text", family) / "config.json").read_text())
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+    vision |= {"out_hidden_size": 64, "num_position_embeddings": 16}
+    make_config, make_model = MULTIMODAL[family]
+    torch.manual_seed(0)
+    model = make_model(make_config(text_config=text, vision_config=vision))
+    model.save_pretrained(path / "model")
+    return save_byte_tokenizer(path / "model")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("family", MULTIMODAL)
+@pytest.mark.parametrize("attn", [True, False])
+def test_exports_for_a_multimodal_base_equal_planish(family, attn, tmp_path):
+    """The adapter is for the multimodal model, and the merged model is its text model."""
+    base = multimodal_model(tmp_path, family)
+    made = train_adapter(tmp_path / "data", base, attn, True, False, "sampler_weights")
+    assert np.abs(np.subtract(made.logprobs, made.base_logprobs)).max() > 0.1
+    load = MULTIMODAL[family][1].from_pretrained
+    assert logprobs(load(base).eval()) == pytest.approx(made.base_logprobs, abs=TOLERANCE)
+    given: Any = {"base_model": str(base), "adapter_path": made.files}
+    adapter = weights.build_lora_adapter(**given, output_path=tmp_path / "adapter")
+    tuned = PeftModel.from_pretrained(load(base), adapter).eval()
+    assert logprobs(tuned) == pytest.approx(made.logprobs, abs=TOLERANCE)
+    whole = weights.build_hf_model(**given, output_path=tmp_path / "whole")
+    assert logprobs(loaded(whole)) == pytest.approx(made.logprobs, abs=TOLERANCE)
 
 
 CARD = """
