@@ -182,11 +182,11 @@ def tiny_model(
     Only gemma3 and olmo3 have `local_theta`, the RoPE base of layers with a window, and only gemma3
     has `query_scalar`. By default attention scores do not have the usual scale, so that a test
     notices a missing factor. qwen3_moe, qwen3_5_moe and gpt_oss have `experts`, of which the router
-    chooses `experts_per_token`, each of hidden size `expert_size`. Only qwen3_moe has `dense_layers` without
-    experts. The shared expert of qwen3_5_moe has hidden size `intermediate`. As on the hub, each
-    expert of qwen3_moe has tensors of its own, and all experts of a layer of the other families
-    share tensors. Only qwen3_5 and qwen3_5_moe have `delta_net`, the config's fields of gated delta nets
-    that replace the default ones.
+    chooses `experts_per_token`, each of hidden size `expert_size`. Only qwen3_moe has
+    `dense_layers` without experts. The shared expert of qwen3_5_moe has hidden size `intermediate`.
+    Each expert of qwen3_moe has tensors of its own, as on the hub. In the other families, all
+    experts of a layer share tensors. Only qwen3_5 and qwen3_5_moe have `delta_net`: fields of the
+    config of gated delta nets, which replace the default ones.
     """
     if family not in CONFIGS or dtype not in DTYPES:
         raise ValueError(

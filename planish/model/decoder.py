@@ -259,7 +259,10 @@ class _ForwardPass:
         return out + gated_output(shared, gate)
 
     def gated_mlp(self, x: Tensor, mlp: DenseMLP | SharedExpert, layer: int, prefix: str) -> Tensor:
-        """Return the output [T, D] of a gated MLP, whose target modules are `prefix`_in and _out."""
+        """Return the output [T, D] of a gated MLP.
+
+        `prefix`: "mlp" for the target modules "mlp_in" and "mlp_out", or "shared".
+        """
         gate_up = self.linear(x, mlp.gate_up, layer, f"{prefix}_in")
         return self.linear(gated(self.backend, gate_up), mlp.down, layer, f"{prefix}_out")
 

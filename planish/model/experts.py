@@ -5,6 +5,9 @@ largest probabilities process the token. The layer's output is the sum of their 
 the probabilities. The router is frozen, but gradients pass through its probabilities to the layer's
 input.
 
+In Qwen3.5, a layer also has a shared expert, which processes every token. The decoder computes it
+as a dense MLP, multiplies its output with a gate, and adds the product to the experts' sum.
+
 Rows are sorted by expert, so that one matmul computes all rows of an expert. Sampler and trainer
 choose experts with the same code. The outputs of a token's experts are added in the order of their
 probabilities. So the layer is batch-invariant if the backend's matmuls are.
