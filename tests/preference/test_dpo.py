@@ -117,7 +117,9 @@ def test_losses_equal_the_formulas_of_the_papers():
 def test_measures_of_the_custom_loss_contain_the_loss():
     case = TRL["cases"][0]
     objective = PairObjective("dpo", DPOLoss(case["options"]["beta"]), None)
-    value, measured = objective.measured(RECORDED, recorded_logprobs(), interleaved("reference"))
+    value, measured = objective.loss_and_metrics(
+        RECORDED, recorded_logprobs(), interleaved("reference")
+    )
     assert float(value.detach()) == measured["dpo_loss"] == pytest.approx(case["loss"], rel=1e-5)
 
 

@@ -86,7 +86,9 @@ def test_loaded_weights_keep_their_parts(train, service):
         "train_mlp",
         "train_attn",
     }
-    with pytest.raises(UserError, match="train_unembed=False, but train_unembed=True was asked"):
+    with pytest.raises(
+        UserError, match="train_unembed=False, but the options have train_unembed=True"
+    ):
         train("other", train_unembed=True, **start)
 
 
