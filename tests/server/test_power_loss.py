@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from crash_run import CALM, SETTINGS, Power, differences, play, power_losses
@@ -258,6 +259,66 @@ def test_a_commit_after_one_whose_sync_failed_in_a_killed_process_is_kept(tmp_pa
     with closing(sqlite3.connect(root / "server.db")) as connection:
         found = {row[0] for row in connection.execute("SELECT key FROM meta")}
     assert set(acknowledged) <= found
+
+
+SAVER = """
+import errno, os, sys
+from pathlib import Path
+from disk_shim import Shim, configure
+from planish.engine.checkpoints.store import _rename_into_place
+
+root, shim = Path(sys.argv[1]), Shim(Path(sys.argv[2]), Path(sys.argv[1]))
+configure(*shim.files)
+for number in range(1, int(sys.argv[3])):
+    for kind in ("replaced", "new"):
+        weights = root / f"{kind} {number}" / "run" / "weights"
+        shim.fail(number, errno.EIO)
+        try:
+            _rename_into_place(weights / "aside", weights / "name")
+        except OSError:
+            print(f"{kind} {number}")
+        shim.heal()
+"""
+
+
+def test_a_save_that_failed_does_not_come_back_after_a_power_loss(tmp_path):
+    root, last = tmp_path / "data", 14
+    kinds = {"replaced": {"name": "old", "aside": "new"}, "new": {"aside": "new"}}
+    places = {f"{kind} {number}": kind for kind in kinds for number in range(1, last)}
+    for place, kind in places.items():
+        for name, text in kinds[kind].items():
+            directory = root / place / "run" / "weights" / name
+            directory.mkdir(parents=True)
+            (directory / "file").write_text(text)
+    disk, shim = Disk(root), tmp_path / "shim"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-c", SAVER, root, shim, str(last)],
+        env={**os.environ, "LD_PRELOAD": str(library()), "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    failed = set(ended.stdout.splitlines())
+    assert failed < places.keys()
+    disk.replay(shim / "log 0")
+    for seed, loss in enumerate(LOSSES * 4):
+        tree = disk.after_power_loss(loss, random.Random(seed))
+        for place, kind in places.items():
+            if place in failed:
+                expected = {"replaced": "old", "new": None}[kind]
+            else:
+                expected = "new"
+            assert found_checkpoint(tree.synced[place]) == expected, f"{place} after {loss}"
+
+
+def found_checkpoint(checkpoints: Any) -> str | None:
+    """Return what a reader finds under the name. It renames the previous checkpoint back if there
+    is no other.
+    """
+    weights = checkpoints.synced["run"].synced["weights"].synced
+    directory = weights.get("name") or weights.get(".name.previous")
+    return None if directory is None else directory.contents()["file"].decode()
 
 
 def test_the_clock_can_jump(tmp_path):

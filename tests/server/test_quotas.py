@@ -7,7 +7,7 @@ import pytest
 from older_databases import downgrade_to_3
 from server_client import TENANT, Client, run, running
 
-from planish.errors import UserError
+from planish.errors import StorageError, UserError
 from planish.server.durable.quotas import stored_bytes
 from planish.server.durable.records import ModelRow, SamplerRow, SessionRow, count
 from planish.server.durable.store import Store
@@ -249,6 +249,39 @@ def test_an_idempotency_key_gives_one_session_after_a_restart(model_dir, data_di
                 assert len({*ids, *others}) == 4
         assert len(set(ids)) == 1
 
+    run(scenario())
+
+
+def test_an_idempotency_key_gives_one_copy_after_an_interrupted_one(
+    model_dir, data_dir, monkeypatch
+):
+    def refuse(place: str) -> None:
+        if place == "before commit":
+            raise OSError(28, "No space left on device")
+
+    async def copied(server: Server, source: str) -> str:
+        session = await server.sessions.create(TENANT, SessionSpec(), "key")
+        with monkeypatch.context() as full:
+            if is_full:
+                full.setattr("planish.server.durable.store.crash_point", refuse)
+            return await server.copy_checkpoint(TENANT, source, session, 0, None)
+
+    async def scenario() -> None:
+        nonlocal is_full
+        async with running(model_dir, data_dir) as server:
+            source = await (await (await Client.start(server)).model()).save("a")
+            with pytest.raises(StorageError):
+                await copied(server, source)
+            is_full = False
+        paths = []
+        for _ in range(2):
+            async with running(model_dir, data_dir) as server:
+                paths += [await copied(server, source) for _ in range(2)]
+                listed = (await server.list_checkpoints(TENANT)).items
+                assert {item.tinker_path for item in listed} == {source, paths[0]}
+        assert len(set(paths)) == 1
+
+    is_full = True
     run(scenario())
 
 

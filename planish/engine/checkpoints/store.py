@@ -544,23 +544,27 @@ def _rename_into_place(temporary: Path, target: Path) -> None:
 
     An older checkpoint of that name is removed only after the new one is in place.
     """
+    # An earlier process may have created some of these directories without syncing their entries, if
+    # it was killed or its sync failed. So sync the entries of all of them, before anything changes.
+    for directory in target.parents[1:4]:
+        with suppress(PermissionError):  # an unreadable parent was not made by planish
+            sync(directory)
     previous = _previous(target)
     if target.is_dir():
         shutil.rmtree(previous, ignore_errors=True)
         os.rename(target, previous)
     try:
         os.rename(temporary, target)
-        # An earlier process may have created some of these directories without syncing their
-        # entries, if it was killed or its sync failed. So sync the entries of all of them.
-        for directory in target.parents[:4]:
-            with suppress(PermissionError):  # an unreadable parent was not made by planish
-                sync(directory)
+        sync(target.parent)
     except OSError:
-        # The save fails, so its name stays free, and an older checkpoint stays in place.
+        # The save fails, so its name stays free, and an older checkpoint stays in place. Without
+        # the last sync, a power loss could bring the new checkpoint back.
         with suppress(FileNotFoundError):
             os.rename(target, temporary)
         with suppress(FileNotFoundError):
             os.rename(previous, target)
+        with suppress(OSError):
+            sync(target.parent)
         raise
     shutil.rmtree(previous, ignore_errors=True)
 
