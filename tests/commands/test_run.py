@@ -138,7 +138,7 @@ def test_options_are_those_of_every_service_client(tmp_path):
         "script.py",
     )
     assert done.stdout == "['substituted_loss/stable_reinforce=cispo:max']\n", done.stderr
-    assert "where loss_fn='stable_reinforce' is asked for, 'cispo' is computed" in done.stderr
+    assert "requests with loss_fn='stable_reinforce' compute 'cispo' instead" in done.stderr
 
 
 @pytest.mark.slow

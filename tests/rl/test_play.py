@@ -20,7 +20,7 @@ from planish.rl.rollout.play import Answer, FirstEnv, ScriptedPolicy, play
 from planish.runlog import model_renderer
 from planish.testing import tiny_model
 from planish.tokenizer import load_tokenizer
-from planish.training.run_options import instead
+from planish.training.run_options import run_in_place_of_training
 from planish.types import ModelInput
 
 
@@ -157,7 +157,7 @@ def test_a_recipe_file_can_be_run(mapped, monkeypatch, capsys, tmp_path):
     status, said = played(monkeypatch, capsys, "0\n1\n2\n3\n", str(path), "largest=3")
     assert status == 0
     assert "Guess mine, 0 to 3." in said.out
-    assert instead.get() is None
+    assert run_in_place_of_training.get() is None
 
 
 SCRIPT = """
@@ -193,7 +193,7 @@ def test_a_script_that_trains_is_played_in_place_of_training(
     assert "Say hello." in said.out
     assert "total reward 1.25" in said.out
     assert not Path("run").exists()
-    assert instead.get() is None
+    assert run_in_place_of_training.get() is None
     status, said = played(monkeypatch, capsys, "hello\n", "train_me.py", "max_tokens=9")
     assert status == 1
     assert "max_tokens=9: train_me.py has no class `Options`; change its config" in said.err
