@@ -152,13 +152,13 @@ def check(config: Config) -> None:
     """Raise UserError for an invalid option, before anything is loaded."""
     supervised.check(config)
     beta, gamma = config.dpo_beta, config.simpo_gamma
-    rules = {
-        "loss": (config.loss in LOSSES, f"one of {', '.join(LOSSES)}"),
-        "dpo_beta": (beta is None or 0 < beta < math.inf, "a number above 0, such as 0.1"),
-        "label_smoothing": (0 <= config.label_smoothing < 0.5, "a number from 0 to below 0.5"),
-        "simpo_gamma": (gamma is None or 0 <= gamma < math.inf, "a number, 0 or more"),
-    }
-    require(config, rules)
+    require(
+        config,
+        loss=(config.loss in LOSSES, f"one of {', '.join(LOSSES)}"),
+        dpo_beta=(beta is None or 0 < beta < math.inf, "a number above 0, such as 0.1"),
+        label_smoothing=(0 <= config.label_smoothing < 0.5, "a number from 0 to below 0.5"),
+        simpo_gamma=(gamma is None or 0 <= gamma < math.inf, "a number, 0 or more"),
+    )
     _check_unused(config)
 
 

@@ -211,13 +211,9 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
         options,
         operands=(2 <= options.operands <= 10, "a whole number from 2 to 10"),
         digits=(2 <= options.digits <= 12, "a whole number from 2 to 12"),
-        group_size=(
-            options.group_size >= 2,
-            "at least 2: attempts are compared within their group",
-        ),
         test_problems=(0 <= options.test_problems <= 1000, "a whole number from 0 to 1000"),
     )
-    training_run.require_at_least(options, batch_size=1)
+    training_run.require_groups(options)
     builder = training_run.build(
         CalculatorDatasetBuilder, options, kind=training_run.build(Kind, options)
     )

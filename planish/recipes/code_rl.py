@@ -20,7 +20,6 @@ from typing import Any, Literal
 import chz
 
 from planish import ServiceClient
-from planish.errors import UserError
 from planish.recipes import training_run
 from planish.recipes.code_datasets import TEST_FUNCTIONS, CodeDatasetBuilder, FunctionDatasetBuilder
 from planish.recipes.code_env import Rules, process_sandbox
@@ -30,6 +29,7 @@ from planish.sandbox import Limits
 from planish.sandbox.limits import MIB
 
 REPAIR_TURNS = 3
+DATASET_OPTIONS = ("train_split", "test_split", "shown_tests", "max_tests")
 PRESETS: dict[str, dict[str, Any]] = {
     "deepcoder": {
         "dataset": "agentica-org/DeepCoder-Preview-Dataset:primeintellect",
@@ -127,19 +127,15 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 def check(options: Options) -> None:
     """Raise UserError for an option that is invalid or would be ignored."""
-    of_dataset = ("train_split", "test_split", "shown_tests", "max_tests")
+    has_data = options.dataset is not None
     for names, is_used, when in (
         (("max_turns",), options.env == "repair", "env=repair"),
-        (of_dataset, options.dataset is not None, "dataset=..."),
-        (("steps",), options.dataset is None, "generated functions, without dataset"),
+        (DATASET_OPTIONS, has_data, "dataset=..."),
+        (("steps",), not has_data, "generated functions, without dataset"),
     ):
-        for name in names:
-            if getattr(options, name) is not None and not is_used:
-                raise UserError(
-                    f"{name}={getattr(options, name)}: this is an option for {when}; leave it out"
-                )
-    has_data = options.dataset is not None
-    training_run.require_at_least(options, batch_size=1)
+        if not is_used:
+            training_run.refuse(options, names, f"is an option for {when}; leave it out")
+    training_run.require_groups(options)
     training_run.require(
         options,
         format_coef=(options.format_coef >= 0, "0 or more"),
@@ -147,14 +143,6 @@ def check(options: Options) -> None:
         shown_tests=(options.shown_tests is None or options.shown_tests >= 1, "at least 1"),
         max_tests=(options.max_tests is None or options.max_tests >= 1, "at least 1"),
         steps=(options.steps is None or 1 <= options.steps <= 8, "a whole number from 1 to 8"),
-        group_size=(
-            options.group_size >= 2,
-            "at least 2: attempts are compared within their group",
-        ),
-        eval_problems=(
-            options.eval_problems is None or options.eval_problems >= 0,
-            "a whole number, 0 for no evaluation",
-        ),
         max_steps=(
             has_data or options.max_steps is not None,
             "a number: generated functions have no end",
@@ -181,16 +169,8 @@ def rules(options: Options) -> Rules:
 
 def dataset_builder(options: Options) -> RLDatasetBuilder:
     """Return the builder of generated functions, or of the problems of `dataset`."""
-    names = ["model_name", "renderer_name", "batch_size", "group_size", "eval_problems", "seed"]
-    if options.dataset is None:
-        names += ["steps"]
-    else:
-        names += ["dataset", "train_split", "test_split", "shown_tests", "max_tests"]
-    given: dict[str, Any] = {
-        name: value for name in names if (value := getattr(options, name)) is not None
-    }
     builder = FunctionDatasetBuilder if options.dataset is None else CodeDatasetBuilder
-    return builder(rules=rules(options), **given)
+    return training_run.build_with_defaults(builder, options, rules=rules(options))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import chz
 
 from planish import ServiceClient
 from planish.errors import UserError
-from planish.model.sources import DEFAULT_MODEL
 from planish.preference import dpo
 from planish.preference.datasets import (
     ComparisonBuilder,
@@ -33,12 +32,7 @@ from planish.preference.types import LabeledComparison
 from planish.recipes import training_run
 from planish.recipes.preference_pairs import KINDS, count_of_sums, generated_pairs
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
-from planish.training.run_options import (
-    LogOptions,
-    RollingCheckpointOptions,
-    ScheduleOptions,
-    StartOptions,
-)
+from planish.training.run_options import RecipeOptions
 
 DRAWN, LARGEST = "style", 30
 PRESETS: dict[str, dict[str, Any]] = {
@@ -61,14 +55,9 @@ class DrawnComparisonBuilder(ComparisonBuilder):
 
 
 @chz.chz
-class Options(
-    dpo.PairLossOptions, LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions
-):
+class Options(dpo.PairLossOptions, RecipeOptions):
     """Options of the recipe."""
 
-    model_name: str = chz.field(
-        default=DEFAULT_MODEL, doc="base model: a name or a local directory"
-    )
     dataset: str | None = chz.field(
         default=None, doc="hub name, local directory or JSONL file; none = generated pairs"
     )

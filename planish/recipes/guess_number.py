@@ -223,9 +223,9 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
         options,
         largest=(1 <= options.largest <= 9999, "a whole number from 1 to 9999"),
         waste_cost=(options.waste_cost >= 0, "0 or more"),
-        group_size=(options.group_size >= 2, "at least 2: players are compared within their group"),
     )
-    training_run.require_at_least(options, max_guesses=1, batch_size=1)
+    training_run.require_at_least(options, max_guesses=1)
+    training_run.require_groups(options)
     builder = training_run.build(
         GuessNumberDatasetBuilder, options, rules=training_run.build(Rules, options)
     )

@@ -81,10 +81,7 @@ class Options(RLOptions):
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train and return the run directory."""
     check(options)
-    training_run.require(
-        options,
-        group_size=(options.group_size >= 2, "at least 2: answers are compared within their group"),
-    )
+    training_run.require_groups(options)
     return run(
         options, dataset_builder(options), recipe_name="math_rl", service_client=service_client
     )
@@ -114,34 +111,15 @@ def task_name(env: str) -> str:
 
 def dataset_builder(options: Options) -> RLDatasetBuilder:
     """Return the dataset builder of the env."""
-    shared: dict[str, Any] = {
-        name: getattr(options, name)
-        for name in (
-            "model_name",
-            "renderer_name",
-            "batch_size",
-            "group_size",
-            "eval_problems",
-            "seed",
-        )
-    }
     match kind_of(options.env):
         case "arithmetic":
-            return SumDatasetBuilder(**shared, **given(max_operand=options.max_operand))
+            return training_run.build_with_defaults(SumDatasetBuilder, options)
         case "reasoning_gym":
-            shown = given(shown_examples=options.shown_examples)
-            return TaskDatasetBuilder(
-                task_name=task_name(options.env), task=options.task, **shared, **shown
+            return training_run.build_with_defaults(
+                TaskDatasetBuilder, options, task_name=task_name(options.env)
             )
         case collection:
-            return BoxedProblemDatasetBuilder(
-                collection=collection, dataset=options.dataset, **shared
-            )
-
-
-def given(**options: Any) -> dict[str, Any]:
-    """Return the options that are not None. For the others, the builder's default applies."""
-    return {name: value for name, value in options.items() if value is not None}
+            return training_run.build(BoxedProblemDatasetBuilder, options, collection=collection)
 
 
 def check(options: Options) -> None:
@@ -155,11 +133,8 @@ def check(options: Options) -> None:
         "task": [REASONING_GYM],
         "shown_examples": [REASONING_GYM],
     }.items():
-        if getattr(options, name) not in (None, {}) and kind not in kinds:
-            raise UserError(
-                f"{name}={getattr(options, name)}: env={options.env} has no such option; leave it "
-                "out"
-            )
+        if kind not in kinds:
+            training_run.refuse(options, [name], f"is no option of env={options.env}; leave it out")
     training_run.require(
         options,
         eval_problems=(

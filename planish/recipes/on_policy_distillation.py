@@ -151,28 +151,25 @@ def dataset_builder(options: Options) -> RLDatasetBuilder:
     if options.env != PROMPTS:
         return math_rl.dataset_builder(options)
     assert options.dataset is not None, "`check` rejects env=prompts without a dataset"
-    longest = math_rl.given(max_prompt_tokens=options.max_prompt_tokens)
-    names = ("dataset", "model_name", "renderer_name", "batch_size", "group_size", "seed")
-    return PromptOnlyDatasetBuilder(**{name: getattr(options, name) for name in names}, **longest)
+    return training_run.build_with_defaults(PromptOnlyDatasetBuilder, options)
 
 
 def check(options: Options) -> None:
     """Raise UserError for an option that is invalid or would be ignored."""
-    for name in ("kl_reference_model", "kl_reference_checkpoint"):
-        if getattr(options, name) is not None:
-            raise UserError(f"{name} is given, but the teachers are the reference; leave it out")
+    training_run.refuse(
+        options,
+        ("kl_reference_model", "kl_reference_checkpoint"),
+        "is given, but the teachers are the reference; leave it out",
+    )
     sources = sources_of(options)
     for source in sources:
         check_source(source)
     envs = {source.env for source in sources}
-    if options.max_prompt_tokens is not None and PROMPTS not in envs:
-        raise UserError(
-            f"max_prompt_tokens={options.max_prompt_tokens} is for env=prompts; leave it out"
-        )
-    if options.eval_problems is not None and envs == {PROMPTS}:
-        raise UserError(
-            f"eval_problems={options.eval_problems}: prompts have no tests; leave it out"
-        )
+    if PROMPTS not in envs:
+        training_run.refuse(options, ("max_prompt_tokens",), "is for env=prompts; leave it out")
+    if envs == {PROMPTS}:
+        reason = "is not used, because prompts have no tests; leave it out"
+        training_run.refuse(options, ("eval_problems",), reason)
     if options.advantage != "none" and envs == {PROMPTS}:
         raise UserError(f"advantage={options.advantage}: prompts have no rewards; leave it out")
 
@@ -186,11 +183,11 @@ def check_source(options: Options) -> None:
     if options.env != PROMPTS:
         math_rl.check(options)
         return
-    for name in ("max_operand", "task", "shown_examples"):
-        if getattr(options, name) not in (None, {}):
-            raise UserError(
-                f"{name}={getattr(options, name)}: env=prompts has no such option; leave it out"
-            )
+    training_run.refuse(
+        options,
+        ("max_operand", "task", "shown_examples"),
+        "is no option of env=prompts; leave it out",
+    )
     training_run.require(
         options,
         dataset=(

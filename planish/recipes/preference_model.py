@@ -23,7 +23,6 @@ import chz
 
 from planish import ServiceClient
 from planish.errors import UserError
-from planish.model.sources import DEFAULT_MODEL
 from planish.preference import model_training
 from planish.preference.bradley_terry import QUESTION
 from planish.preference.datasets import ComparisonBuilder, ComparisonBuilderFromRows
@@ -33,12 +32,7 @@ from planish.recipes import training_run
 from planish.recipes.courteous_answers import CourteousAnswersBuilder
 from planish.recipes.exchanged_answers import ExchangedSolutionsBuilder, ExchangedSumsBuilder
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
-from planish.training.run_options import (
-    LogOptions,
-    RollingCheckpointOptions,
-    ScheduleOptions,
-    StartOptions,
-)
+from planish.training.run_options import RecipeOptions
 
 Pairs = Literal["courtesy", "sums", "solutions"]
 LARGEST, QUESTIONS = 20, "openai/gsm8k"
@@ -76,17 +70,12 @@ class ComparisonOptions:
 
 
 @chz.chz
-class Options(
-    ComparisonOptions, LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions
-):
+class Options(ComparisonOptions, RecipeOptions):
     """Options of the recipe."""
 
     kind: Kind = chz.field(
         default="chat",
         doc="chat = a judge that reads both answers, bradley_terry = one score per answer",
-    )
-    model_name: str = chz.field(
-        default=DEFAULT_MODEL, doc="base model: a name or a local directory"
     )
     log_path: str = chz.field(
         default="/tmp/planish-examples/preference_model", doc="directory of the run's files"

@@ -53,15 +53,7 @@ class Options(RLOptions):
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train and return the run directory."""
-    training_run.require(
-        options,
-        group_size=(options.group_size >= 2, "at least 2: answers are compared within their group"),
-        eval_problems=(
-            options.eval_problems is None or options.eval_problems >= 0,
-            "a whole number, 0 for no evaluation",
-        ),
-    )
-    training_run.require_at_least(options, batch_size=1)
+    training_run.require_groups(options)
     builder = training_run.build(BoxedProblemDatasetBuilder, options, collection="gsm8k")
     return run(options, builder, recipe_name="rl_basic", service_client=service_client)
 

@@ -22,9 +22,7 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.errors import UserError
-from planish.model.sources import DEFAULT_MODEL
-from planish.recipes.training_run import run_main
+from planish.recipes.training_run import refuse, run_main
 from planish.rl.types import RLDatasetBuilder
 from planish.runlog.evaluators import Evaluator
 from planish.training import train_rl
@@ -37,32 +35,16 @@ from planish.training.rl_config import (
     StreamMinibatchConfig,
     check,
 )
-from planish.training.run_options import (
-    LogOptions,
-    RollingCheckpointOptions,
-    ScheduleOptions,
-    StartOptions,
-    run_in_place_of_training,
-)
+from planish.training.run_options import RecipeOptions, run_in_place_of_training
 from planish.training.schedules import SCHEDULES
 
 
 @chz.chz
-class RLOptions(
-    LogOptions,
-    RollingCheckpointOptions,
-    RolloutOptions,
-    LossOptions,
-    ScheduleOptions,
-    StartOptions,
-):
+class RLOptions(RolloutOptions, LossOptions, RecipeOptions):
     """Options of every RL recipe. An option with the name of a field of
     `planish.training.rl_config.Config` sets that field.
     """
 
-    model_name: str = chz.field(
-        default=DEFAULT_MODEL, doc="base model: a name or a local directory"
-    )
     log_path: str = chz.field(
         default="/tmp/planish-examples/rl", doc="directory of the run's files"
     )
@@ -170,11 +152,11 @@ def kl_reference(options: RLOptions) -> KLReferenceConfig | None:
     without a penalty. UserError if a reference is given without a penalty.
     """
     if options.kl_penalty_coef == 0:
-        for name in ("kl_reference_model", "kl_reference_checkpoint"):
-            if getattr(options, name) is not None:
-                raise UserError(
-                    f"{name} is given, but kl_penalty_coef is 0; give a coefficient such as 0.01"
-                )
+        refuse(
+            options,
+            ("kl_reference_model", "kl_reference_checkpoint"),
+            "is given, but kl_penalty_coef is 0; give a coefficient such as 0.01",
+        )
         return None
     return KLReferenceConfig(
         base_model=options.kl_reference_model or options.model_name,

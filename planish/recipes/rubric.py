@@ -230,10 +230,10 @@ def _read(rows: Any, where: str) -> list[RubricRow]:
 
 def check(options: Options) -> None:
     """Raise UserError for an option that is invalid or would be ignored."""
-    training_run.require_at_least(options, batch_size=1, largest=1, judge_max_tokens=1)
+    training_run.require_groups(options)
+    training_run.require_at_least(options, largest=1, judge_max_tokens=1)
     training_run.require(
         options,
-        group_size=(options.group_size >= 2, "at least 2: answers are compared within their group"),
         shown_verdicts=(
             options.shown_verdicts in (None, *range(SHOWN_VERDICTS + 1)),
             f"0 to {SHOWN_VERDICTS}",

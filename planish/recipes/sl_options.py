@@ -11,7 +11,6 @@ import chz
 
 from planish import ServiceClient
 from planish.datasets.gsm8k import QUESTION_SUFFIX, read_problem
-from planish.model.sources import DEFAULT_MODEL
 from planish.recipes.training_run import build, require_at_least, run_main
 from planish.renderers import TrainOnWhat
 from planish.supervised.conversations import Conversation, Row, conversation_of, is_worked_solution
@@ -19,24 +18,16 @@ from planish.supervised.datasets import FromRowsBuilder
 from planish.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
 from planish.training import train_supervised
 from planish.training.learning_rates import get_lr
-from planish.training.run_options import (
-    LogOptions,
-    RollingCheckpointOptions,
-    ScheduleOptions,
-    StartOptions,
-)
+from planish.training.run_options import RecipeOptions
 from planish.training.supervised_config import Config, check
 
 
 @chz.chz
-class SLOptions(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions):
+class SLOptions(RecipeOptions):
     """Options of every supervised recipe. An option with the name of a field of
     `planish.training.supervised_config.Config` sets that field.
     """
 
-    model_name: str = chz.field(
-        default=DEFAULT_MODEL, doc="base model: a name or a local directory"
-    )
     dataset: str = chz.field(
         default="HuggingFaceH4/no_robots",
         doc="conversations: hub name, local directory or JSONL file",

@@ -20,11 +20,11 @@ from chz.blueprint import (
 )
 
 from planish import ServiceClient
-from planish.client.local import used_together
 from planish.errors import PlanishError, UserError
 from planish.processes.interruption import Terminated, run_in_thread, sigterm_as_interrupt
 from planish.runlog.model_renderer import learn_renderer
-from planish.training.run_options import run_in_place_of_training
+from planish.training.run_loop import open_client
+from planish.training.run_options import require, run_in_place_of_training
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -117,12 +117,8 @@ def with_client(
     """Return the result of `work` with the given service client, or with a new one that has the
     options' base_url and deterministic. `others` are further base models that the run uses.
     """
-    if service_client is not None:
-        return work(service_client)
-    own = {"deterministic": options.deterministic} if hasattr(options, "deterministic") else {}
-    models = used_together(options.base_url, options.model_name, *others)
-    with ServiceClient(base_url=options.base_url, models=models, **own) as own_client:
-        return work(own_client)
+    with open_client(options, service_client, others) as client:
+        return work(client)
 
 
 def finished(work: Coroutine[Any, Any, T]) -> T:
@@ -181,15 +177,6 @@ def refuse(config: Any, names: Iterable[str], reason: str) -> None:
             raise UserError(f"{name}={getattr(config, name)} {reason}")
 
 
-def require(config: Any, **conditions: tuple[bool, str]) -> None:
-    """Raise UserError for the first option whose condition does not hold, given as
-    `name=(holds, right values)`.
-    """
-    for name, (holds, remedy) in conditions.items():
-        if not holds:
-            raise UserError(f"{name}={getattr(config, name)}: give {remedy}")
-
-
 def require_at_least(config: Any, **minimum: int) -> None:
     """Raise UserError for the first option that is below its minimum. None is accepted."""
     for name, least in minimum.items():
@@ -198,9 +185,29 @@ def require_at_least(config: Any, **minimum: int) -> None:
             raise UserError(f"{name}={value}: give a whole number of at least {least}")
 
 
+def require_groups(options: Any) -> None:
+    """Raise UserError for sizes of a step that leave nothing to compare: `batch_size`, `group_size`
+    and, if the recipe has it, `eval_problems`.
+    """
+    require_at_least(options, batch_size=1)
+    tested = getattr(options, "eval_problems", None)
+    require(
+        options,
+        group_size=(options.group_size >= 2, "at least 2: answers are compared within their group"),
+        eval_problems=(tested is None or tested >= 0, "a whole number, 0 for no evaluation"),
+    )
+
+
 def build(target: type[T], options: Any, **others: Any) -> T:
     """Return an object of the chz class `target`. Its fields get the values of the options with the
     same names, and `others`, which take precedence.
     """
     names = chz.chz_fields(target).keys() & chz.chz_fields(type(options)).keys()
     return target(**{**{name: getattr(options, name) for name in names}, **others})
+
+
+def build_with_defaults(target: type[T], options: Any, **others: Any) -> T:
+    """Return the same as `build`, but an option that is None leaves the default of the field."""
+    names = chz.chz_fields(target).keys() & chz.chz_fields(type(options)).keys()
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return target(**{**given, **others})

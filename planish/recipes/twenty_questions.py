@@ -243,10 +243,10 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
             f"0, or 2 to {MOST_CHOICES}",
         ),
         waste_cost=(options.waste_cost >= 0, "0 or more"),
-        group_size=(options.group_size >= 2, "at least 2: players are compared within their group"),
         rollout_processes=(options.rollout_processes == 0, "0: the answerer runs in this process"),
     )
-    training_run.require_at_least(options, max_questions=1, batch_size=1)
+    training_run.require_at_least(options, max_questions=1)
+    training_run.require_groups(options)
     models = [options.answerer_model]
     return training_run.with_client(partial(train, options), options, service_client, models)
 

@@ -62,18 +62,7 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 def check(options: Options) -> None:
     """Raise UserError for an invalid option."""
-    training_run.require_at_least(options, batch_size=1)
-    training_run.require(
-        options,
-        group_size=(
-            options.group_size >= 2,
-            "at least 2: rollouts are compared within their group",
-        ),
-        eval_problems=(
-            options.eval_problems is None or options.eval_problems >= 0,
-            "a whole number, 0 for no evaluation",
-        ),
-    )
+    training_run.require_groups(options)
     if options.max_trajectory_tokens <= options.max_tokens:
         raise UserError(
             f"max_trajectory_tokens={options.max_trajectory_tokens}: give more than "

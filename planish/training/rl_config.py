@@ -170,32 +170,30 @@ def check_all_but_reference(config: Config) -> None:
     check_run(config)
     require(
         config,
-        {
-            "max_tokens": (config.max_tokens >= 1, "a whole number of at least 1"),
-            "temperature": (
-                0 < config.temperature < math.inf,
-                "a number above 0: greedy answers of a group are all the same",
-            ),
-            "eval_temperature": (
-                config.eval_temperature is None or 0 <= config.eval_temperature < math.inf,
-                "0 or more, or None",
-            ),
-            "advantage": (config.advantage in ADVANTAGES, f"one of {', '.join(ADVANTAGES)}"),
-            "loss_fn": (config.loss_fn in RL_LOSSES, f"one of {', '.join(RL_LOSSES)}"),
-            "num_substeps": (config.num_substeps >= 1, "a whole number of at least 1"),
-            "rollout_layout": (config.rollout_layout in ("flat", "folders"), "flat or folders"),
-            "num_groups_to_log": (config.num_groups_to_log >= 0, "0 or more"),
-            "rollout_processes": (
-                config.rollout_processes >= 0,
-                "a whole number, 0 for this process",
-            ),
-            "kl_discount_factor": (0 <= config.kl_discount_factor <= 1, "a number from 0 to 1"),
-            "kl_penalty_coef": (0 <= config.kl_penalty_coef < math.inf, "0 or more"),
-            "groups_per_batch": (
-                config.groups_per_batch is None or config.groups_per_batch >= 1,
-                "at least 1",
-            ),
-        },
+        max_tokens=(config.max_tokens >= 1, "a whole number of at least 1"),
+        temperature=(
+            0 < config.temperature < math.inf,
+            "a number above 0: greedy answers of a group are all the same",
+        ),
+        eval_temperature=(
+            config.eval_temperature is None or 0 <= config.eval_temperature < math.inf,
+            "0 or more, or None",
+        ),
+        advantage=(config.advantage in ADVANTAGES, f"one of {', '.join(ADVANTAGES)}"),
+        loss_fn=(config.loss_fn in RL_LOSSES, f"one of {', '.join(RL_LOSSES)}"),
+        num_substeps=(config.num_substeps >= 1, "a whole number of at least 1"),
+        rollout_layout=(config.rollout_layout in ("flat", "folders"), "flat or folders"),
+        num_groups_to_log=(config.num_groups_to_log >= 0, "0 or more"),
+        rollout_processes=(
+            config.rollout_processes >= 0,
+            "a whole number, 0 for this process",
+        ),
+        kl_discount_factor=(0 <= config.kl_discount_factor <= 1, "a number from 0 to 1"),
+        kl_penalty_coef=(0 <= config.kl_penalty_coef < math.inf, "0 or more"),
+        groups_per_batch=(
+            config.groups_per_batch is None or config.groups_per_batch >= 1,
+            "at least 1",
+        ),
     )
     if config.lag < 0:
         raise UserError(

@@ -11,8 +11,8 @@ checkpoint are dropped, because those steps are trained again.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -235,25 +235,33 @@ def start_run(
     )
 
 
+@contextmanager
+def open_client(
+    options: Any, service_client: ServiceClient | None, others: Sequence[str | None] = ()
+) -> Iterator[ServiceClient]:
+    """Provide `service_client` within the block. If it is None, open a client for the block: in
+    this process, or at the options' `base_url`. `others` are additional base models to load.
+    """
+    if service_client is not None:
+        yield service_client
+        return
+    deterministic = getattr(options, "deterministic", None)
+    models = used_together(options.base_url, getattr(options, "model_name", None), *others)
+    with ServiceClient(
+        base_url=options.base_url, models=models, deterministic=deterministic
+    ) as own_client:
+        yield own_client
+
+
 async def with_service_client(
     run: Callable[[Options, Any], Awaitable[Path]],
     options: Options,
     service_client: ServiceClient | None,
     others: Sequence[str | None] = (),
 ) -> Path:
-    """Call `run` with a service client, and return its result.
-
-    If `service_client` is None, one is opened for the call: in this process, or at `base_url`.
-    `others` are additional base models to load.
-    """
-    if service_client is not None:
-        return await run(options, service_client)
-    deterministic = getattr(options, "deterministic", None)
-    models = used_together(options.base_url, getattr(options, "model_name", None), *others)
-    with ServiceClient(
-        base_url=options.base_url, models=models, deterministic=deterministic
-    ) as own_client:
-        return await run(options, own_client)
+    """Call `run` with the client of `open_client`, and return its result."""
+    with open_client(options, service_client, others) as client:
+        return await run(options, client)
 
 
 async def run_training(

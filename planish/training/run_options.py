@@ -7,7 +7,7 @@ last base class first.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,10 @@ from typing import Any
 import chz
 
 from planish.errors import UserError
+from planish.model.sources import DEFAULT_MODEL
 from planish.runlog.metrics_log import require_loggers
 from planish.training.schedules import SCHEDULES
 from planish.types import TTL_REMEDY, is_ttl
-
-Rules = dict[str, tuple[bool, str]]
-"""Maps an option's name to whether its value is valid, and to the valid values in words."""
 
 run_in_place_of_training: ContextVar[Callable[[Any], Path] | None] = ContextVar(
     "run_in_place_of_training", default=None
@@ -151,6 +149,15 @@ class RunOptions(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOpt
     eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
 
 
+@chz.chz
+class RecipeOptions(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions):
+    """The options of all recipes with checkpoints, a schedule and logs."""
+
+    model_name: str = chz.field(
+        default=DEFAULT_MODEL, doc="base model: a name or a local directory"
+    )
+
+
 RESUMABLE_OPTIONS = (
     "base_url",
     "save_every",
@@ -179,31 +186,29 @@ def check_run(options: RunOptions) -> None:
     """Raise UserError for an invalid value of an option that all runs have."""
     require(
         options,
-        {
-            "learning_rate": (0 < options.learning_rate < math.inf, "a number above 0"),
-            "lr_schedule": (options.lr_schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
-            "warmup_steps": (options.warmup_steps >= 0, "0 or more"),
-            "grad_clip_norm": (0 <= options.grad_clip_norm < math.inf, "0 or more"),
-            "lora_rank": (options.lora_rank >= 1, "a whole number of at least 1"),
-            "num_epochs": (options.num_epochs >= 1, "a whole number of at least 1"),
-            "max_steps": (
-                options.max_steps is None or options.max_steps >= 1,
-                "a whole number of at least 1",
-            ),
-            "eval_every": (options.eval_every >= 0, "a whole number, 0 for never"),
-            "save_every": (options.save_every >= 0, "a whole number, 0 for only the last"),
-            "rolling_save_every": (options.rolling_save_every >= 0, "a whole number, 0 for none"),
-            "ttl_seconds": (is_ttl(options.ttl_seconds), TTL_REMEDY),
-            "rolling_ttl_seconds": (is_ttl(options.rolling_ttl_seconds), TTL_REMEDY),
-        },
+        learning_rate=(0 < options.learning_rate < math.inf, "a number above 0"),
+        lr_schedule=(options.lr_schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
+        warmup_steps=(options.warmup_steps >= 0, "0 or more"),
+        grad_clip_norm=(0 <= options.grad_clip_norm < math.inf, "0 or more"),
+        lora_rank=(options.lora_rank >= 1, "a whole number of at least 1"),
+        num_epochs=(options.num_epochs >= 1, "a whole number of at least 1"),
+        max_steps=(
+            options.max_steps is None or options.max_steps >= 1,
+            "a whole number of at least 1",
+        ),
+        eval_every=(options.eval_every >= 0, "a whole number, 0 for never"),
+        save_every=(options.save_every >= 0, "a whole number, 0 for only the last"),
+        rolling_save_every=(options.rolling_save_every >= 0, "a whole number, 0 for none"),
+        ttl_seconds=(is_ttl(options.ttl_seconds), TTL_REMEDY),
+        rolling_ttl_seconds=(is_ttl(options.rolling_ttl_seconds), TTL_REMEDY),
     )
     require_loggers(options.loggers)
 
 
-def require(options: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
-    """Raise UserError for the first invalid option. `rules` maps an option's name to whether its
-    value is valid, and to the valid values in words.
+def require(options: Any, **rules: tuple[bool, str]) -> None:
+    """Raise UserError for the first invalid option. `rules` are given as `name=(is_valid, valid
+    values in words)`.
     """
-    for name, (is_right, remedy) in rules.items():
-        if not is_right:
+    for name, (is_valid, remedy) in rules.items():
+        if not is_valid:
             raise UserError(f"{name}={getattr(options, name)}: give {remedy}")

@@ -41,15 +41,13 @@ def check(config: Config) -> None:
     check_run(config)
     require(
         config,
-        {
-            "adam_beta1": (0 <= config.adam_beta1 < 1, "a number from 0 to below 1"),
-            "adam_beta2": (0 <= config.adam_beta2 < 1, "a number from 0 to below 1"),
-            "adam_eps": (0 <= config.adam_eps < math.inf, "0 or more"),
-            "weight_decay": (0 <= config.weight_decay < math.inf, "0 or more"),
-            "submit_ahead": (config.submit_ahead >= 0, "a whole number, 0 to wait for each step"),
-            "infrequent_eval_every": (
-                config.infrequent_eval_every >= 0,
-                "a whole number, 0 for never",
-            ),
-        },
+        adam_beta1=(0 <= config.adam_beta1 < 1, "a number from 0 to below 1"),
+        adam_beta2=(0 <= config.adam_beta2 < 1, "a number from 0 to below 1"),
+        adam_eps=(0 <= config.adam_eps < math.inf, "0 or more"),
+        weight_decay=(0 <= config.weight_decay < math.inf, "0 or more"),
+        submit_ahead=(config.submit_ahead >= 0, "a whole number, 0 to wait for each step"),
+        infrequent_eval_every=(
+            config.infrequent_eval_every >= 0,
+            "a whole number, 0 for never",
+        ),
     )

@@ -311,10 +311,10 @@ def test_the_worked_examples_are_right(small_model):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"max_turns": 3}, "max_turns=3: this is an option for env=repair"),
+        ({"max_turns": 3}, "max_turns=3 is an option for env=repair"),
         ({"env": "repair", "max_turns": 1}, "max_turns=1"),
-        ({"max_tests": 3}, "max_tests=3: this is an option for dataset="),
-        ({"dataset": "x.jsonl", "steps": 2}, "steps=2: this is an option for generated"),
+        ({"max_tests": 3}, "max_tests=3 is an option for dataset="),
+        ({"dataset": "x.jsonl", "steps": 2}, "steps=2 is an option for generated"),
         ({"dataset": "x.jsonl", "shown_tests": 0}, "shown_tests=0"),
         ({"steps": 0}, "steps=0"),
         ({"batch_size": 0}, "batch_size=0"),

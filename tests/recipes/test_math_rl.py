@@ -124,11 +124,11 @@ def test_the_sizes_of_every_env_are_right(env):
         (
             "arithmetic",
             {"dataset": "rows.jsonl"},
-            "dataset=rows.jsonl: env=arithmetic has no such option",
+            "dataset=rows.jsonl is no option of env=arithmetic",
         ),
-        ("math", {"max_operand": 10}, "max_operand=10: env=math has no such option"),
-        ("math", {"task": {"max_terms": 3}}, "task=.*env=math has no such option"),
-        ("polaris", {"shown_examples": 0}, "shown_examples=0: env=polaris"),
+        ("math", {"max_operand": 10}, "max_operand=10 is no option of env=math"),
+        ("math", {"task": {"max_terms": 3}}, "task=.* is no option of env=math"),
+        ("polaris", {"shown_examples": 0}, "shown_examples=0 is no option of env=polaris"),
         ("arithmetic", {"max_operand": 0}, "max_operand=0"),
         (
             "arithmetic",

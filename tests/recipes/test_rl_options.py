@@ -6,9 +6,9 @@ import chz
 import pytest
 
 from planish.errors import UserError
-from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run, train_config
 from planish.rl.types import RLDatasetBuilder
+from planish.training import run_loop
 from planish.training.rl_config import AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig
 
 
@@ -90,8 +90,8 @@ def test_the_reference_of_the_penalty_is_where_the_run_begins_unless_named(optio
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kl_reference_model": "m"}, "kl_reference_model is given, but kl_penalty_coef is 0"),
-        ({"kl_reference_checkpoint": "c"}, "kl_reference_checkpoint is given"),
+        ({"kl_reference_model": "m"}, "kl_reference_model=m is given, but kl_penalty_coef is 0"),
+        ({"kl_reference_checkpoint": "c"}, "kl_reference_checkpoint=c is given"),
         ({"max_steps_off_policy": -1}, "max_steps_off_policy"),
         ({"num_minibatches": 0}, "num_minibatches=0"),
         ({"learning_rate": 0.0}, "learning_rate=0.0"),
@@ -102,7 +102,7 @@ def test_the_reference_of_the_penalty_is_where_the_run_begins_unless_named(optio
     ],
 )
 def test_invalid_options_are_rejected_before_loading(monkeypatch, tmp_path, options, message):
-    monkeypatch.setattr(training_run, "ServiceClient", NoData.__call__)
+    monkeypatch.setattr(run_loop, "ServiceClient", NoData.__call__)
     log_path = tmp_path / "run"
     with pytest.raises(UserError, match=message):
         run(RLOptions(log_path=str(log_path), **options), NoData(), recipe_name="mine")
