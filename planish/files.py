@@ -223,6 +223,17 @@ def read_object(path: Path) -> Row:
     return found
 
 
+def differences(found: Row, given: Row) -> str:
+    """Return how `given` options differ from those `found` in a file, as "seed was 1, is 2, ..." by
+    name; "" if they are equal. Long values are cut.
+    """
+    return ", ".join(
+        f"{name} was {found.get(name)!r:.200}, is {given.get(name)!r:.200}"
+        for name in sorted(found.keys() | given.keys())
+        if found.get(name) != given.get(name)
+    )
+
+
 def plain_values(values: Mapping[str, Any]) -> Row:
     """Convert values to JSON types: numpy and torch numbers to Python numbers, paths to strings,
     functions and other objects to their qualified names.

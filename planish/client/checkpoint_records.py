@@ -8,14 +8,12 @@ because it keeps its own records about them.
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from urllib.parse import quote
 
 import orjson
@@ -32,12 +30,12 @@ from planish.errors import (
     UserError,
     as_user_errors,
 )
+from planish.processes.interruption import finished
 from planish.service import CheckpointInfo
 from planish.types import Checkpoint, CheckpointPath
 from planish.wire.records import checkpoint_to_json, weights_info_to_json
 
 Row = Mapping[str, Any]
-R = TypeVar("R")
 _PAGE = 1000
 
 
@@ -123,7 +121,7 @@ class ServerRecords:
         """
         urls = self._call("GET", f"{_endpoint(path)}/external_weights_urls")["urls"]
         return [
-            _run_coroutine(self._download_file(url, directory / _file_name(name)))
+            finished(self._download_file(url, directory / _file_name(name)))
             for name, url in sorted(urls.items())
         ]
 
@@ -140,7 +138,7 @@ class ServerRecords:
         return found
 
     def _call(self, method: str, path: str, **options: Any) -> Mapping[str, Any]:
-        return _run_coroutine(self._request(method, API + path, **options))
+        return finished(self._request(method, API + path, **options))
 
     async def _request(self, method: str, path: str, **options: Any) -> Mapping[str, Any]:
         http = Http(self._url, self._headers)
@@ -295,16 +293,6 @@ def downloaded(records: Records, path: str, out: Path, option: str) -> list[Path
 def as_json(rows: object) -> str:
     """Return the rows as indented JSON."""
     return orjson.dumps(rows, option=orjson.OPT_INDENT_2).decode()
-
-
-def _run_coroutine(work: Coroutine[Any, Any, R]) -> R:
-    """Run `work` and return its result, even if this thread runs an event loop, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
 
 
 def _parsed(path: str) -> CheckpointPath:

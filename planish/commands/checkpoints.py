@@ -11,13 +11,17 @@ from pathlib import Path
 
 from planish.client.checkpoint_records import Records, Row, as_json, downloaded, records_of
 from planish.client.local import chosen_url
-from planish.commands.runs import add_source_arguments, check_run_id, limit_of
+from planish.commands.runs import (
+    add_limit_argument,
+    add_source_arguments,
+    check_run_id,
+    limit_of,
+)
 from planish.commands.tables import print_fields, print_table, size, time, time_left
 from planish.engine.checkpoints.store import CheckpointStore, data_directory
 from planish.errors import UnsupportedError, UserError
 from planish.model.weight_sizes import SCHEMES
 
-_SHOWN = 20
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d{1,9})([smhd]?)")
 
@@ -33,13 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     listing = action("list", "list checkpoints, newest first")
     listing.add_argument("--run", metavar="RUN", help="list only checkpoints of this training run")
-    listing.add_argument(
-        "--limit",
-        type=int,
-        default=_SHOWN,
-        metavar="N",
-        help="maximum number of checkpoints to list; 0 = all (default: %(default)s)",
-    )
+    add_limit_argument(listing, "checkpoints")
     action("show", "show the details of a checkpoint").add_argument(
         "path", metavar="PATH", help="path of the checkpoint: tinker://RUN/KIND/NAME"
     )

@@ -12,8 +12,6 @@ from planish.model.weight_sizes import SCHEMES
 from planish.runlog.run_directory import CHECKPOINTS, weights_of
 from planish.types import CheckpointPath
 
-_SHOWN = 20
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `planish runs`."""
@@ -24,13 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="id of a training run whose details are shown (default: list all runs)",
     )
-    parser.add_argument(
-        "--limit",
-        type=int,
-        default=_SHOWN,
-        metavar="N",
-        help="maximum number of runs to list; 0 = all (default: %(default)s)",
-    )
+    add_limit_argument(parser, "runs")
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +57,17 @@ def add_quantize_argument(parser: argparse.ArgumentParser) -> None:
         "--quantize",
         choices=SCHEMES,
         help="quantize the base weights; a checkpoint needs the scheme that it was trained on",
+    )
+
+
+def add_limit_argument(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the argument of `limit_of`."""
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=20,
+        metavar="N",
+        help=f"maximum number of {what} to list; 0 = all (default: %(default)s)",
     )
 
 

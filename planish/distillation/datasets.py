@@ -15,7 +15,7 @@ import chz
 from planish.distillation.teachers import TeacherConfig
 from planish.errors import UserError
 from planish.rl.environments.datasets import ConcatenatedRLDataset, RebatchedRLDataset
-from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, Trajectory
+from planish.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder, WrappedGroup
 
 
 @chz.chz
@@ -35,29 +35,14 @@ def teacher_name(index: int) -> str:
 
 
 @dataclass(frozen=True)
-class TaughtGroup(EnvGroupBuilder):
+class TaughtGroup(WrappedGroup):
     """A group with the name of its teacher. All else is passed on to `inner`."""
 
-    inner: EnvGroupBuilder
     name: str
     """The name of the teacher."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plays_together", self.inner.plays_together)
-
-    async def make_envs(self) -> Sequence[Env]:
-        return await self.inner.make_envs()
-
-    async def compute_group_rewards(
-        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
-    ) -> list[tuple[float, Metrics]]:
-        return await self.inner.compute_group_rewards(trajectory_group, env_group)
-
-    async def cleanup(self) -> None:
-        await self.inner.cleanup()
-
-    def logging_tags(self) -> list[str]:
-        return self.inner.logging_tags()
 
     def teacher(self) -> str:
         """Return the name of the teacher."""

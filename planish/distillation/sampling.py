@@ -22,7 +22,7 @@ from typing import Any
 
 from planish.completers import SamplesTokens, TinkerTokenCompleter, derived_seed
 from planish.errors import DamagedFileError, UserError
-from planish.files import RowFile, read_rows, write_whole
+from planish.files import RowFile, differences, read_rows, write_whole
 from planish.processes.interruption import gather_or_cancel
 from planish.renderers import Renderer
 from planish.runlog.console import Stage, StepDisplay
@@ -93,14 +93,9 @@ class SampledFile:
                 f"{self._record} lacks {error}; remove it and {self.path}"
             ) from error
         given = json.loads(json.dumps(self.origin))
-        changed = [name for name in sorted({*found, *given}) if found.get(name) != given.get(name)]
-        if changed:
-            listed = ", ".join(
-                f"{name} was {found.get(name)!r:.80}, is {given.get(name)!r:.80}"
-                for name in changed
-            )
+        if changed := differences(found, given):
             raise UserError(
-                f"{self.path} was sampled with other options: {listed}; give the same options to "
+                f"{self.path} was sampled with other options: {changed}; give the same options to "
                 "continue it, or another path"
             )
         rows = read_rows(self.path)

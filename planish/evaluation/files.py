@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from planish.errors import DamagedFileError, UserError
 from planish.evaluation.types import ChoiceTask, ChosenAnswer, SampledAnswer, ScoredChoice, Task
-from planish.files import RowFile, hold_directory, read_rows, write_whole
+from planish.files import RowFile, differences, hold_directory, read_rows, write_whole
 
 CONFIG = "config.json"
 SAMPLES = "samples.jsonl"
@@ -108,15 +108,10 @@ class EvaluationDirectory:
                     f"out={self.path} has a file {SAMPLES}, but its {CONFIG} cannot be read "
                     f"({error}); give another directory"
                 ) from error
-            changed = [
-                f"{name} was {found.get(name)!r}, is {config.get(name)!r}"
-                for name in sorted(found.keys() | config.keys())
-                if found.get(name) != config.get(name)
-            ]
-            if changed:
+            if changed := differences(found, dict(config)):
                 raise UserError(
-                    f"out={self.path} has an evaluation with other options: {', '.join(changed)}; "
-                    "give its options to continue it, or another directory"
+                    f"out={self.path} has an evaluation with other options: {changed}; give its "
+                    "options to continue it, or another directory"
                 )
         write_whole(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 

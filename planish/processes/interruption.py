@@ -329,6 +329,17 @@ _main_thread: ContextVar[_ControlC | None] = ContextVar("main thread", default=N
 """The Ctrl-C handler of the main thread while it waits in `run_in_thread`; None elsewhere."""
 
 
+def finished(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine and return its result. If an event loop is running already, as in a notebook,
+    the coroutine runs in a thread with its own loop.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    return run_in_thread(work)
+
+
 def run_in_thread(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` in an event loop in another thread, wait, and return its result. For notebooks,
     where this thread already runs a loop.

@@ -2,7 +2,6 @@
 errors.
 """
 
-import asyncio
 import logging
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from chz.blueprint import (
 
 from planish import ServiceClient
 from planish.errors import PlanishError, UserError
-from planish.processes.interruption import Terminated, run_in_thread, sigterm_as_interrupt
+from planish.processes.interruption import Terminated, finished, sigterm_as_interrupt
 from planish.runlog.model_renderer import learn_renderer
 from planish.training.run_loop import open_client
 from planish.training.run_options import require, run_in_place_of_training
@@ -119,17 +118,6 @@ def with_client(
     """
     with open_client(options, service_client, others) as client:
         return work(client)
-
-
-def finished(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine and return its result. If an event loop is running already, as in a notebook,
-    the coroutine runs in a thread with its own loop.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    return run_in_thread(work)
 
 
 def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) -> C:

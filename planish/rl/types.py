@@ -185,6 +185,31 @@ class EnvGroupBuilder(ABC):
         return None
 
 
+@dataclass(frozen=True)
+class WrappedGroup(EnvGroupBuilder):
+    """A group that passes all calls on to another group, as the base of groups that change one."""
+
+    inner: EnvGroupBuilder
+
+    async def make_envs(self) -> Sequence[Env]:
+        """Return the other group's new environments."""
+        return await self.inner.make_envs()
+
+    async def compute_group_rewards(
+        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
+    ) -> list[tuple[float, Metrics]]:
+        """Return the rewards and metrics of the other group."""
+        return await self.inner.compute_group_rewards(trajectory_group, env_group)
+
+    async def cleanup(self) -> None:
+        """Clean up the other group."""
+        await self.inner.cleanup()
+
+    def logging_tags(self) -> list[str]:
+        """Return the tags of the other group."""
+        return self.inner.logging_tags()
+
+
 class RLDataset(ABC):
     """Batches of groups. The same index gives the same batch, so that a run can be resumed. The
     builders are made anew each time, since two batches may be rolled out at the same time.

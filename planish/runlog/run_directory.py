@@ -31,6 +31,7 @@ from planish.errors import CheckpointError, UserError
 from planish.files import (
     Row,
     RowFile,
+    differences,
     hold_directory,
     plain_values,
     read_object,
@@ -178,17 +179,9 @@ class RunDirectory:
                 _options(values, {"log_path", *may_change})
                 for values in (read_object(path), config)
             )
-            changed = [
-                name
-                for name in sorted(found.keys() | given.keys())
-                if found.get(name) != given.get(name)
-            ]
-            if changed:
-                listed = ", ".join(
-                    f"{name} was {found.get(name)!r}, is {given.get(name)!r}" for name in changed
-                )
+            if changed := differences(found, given):
                 raise UserError(
-                    f"log_path={self.path} has a run with other options: {listed}; give that run's "
+                    f"log_path={self.path} has a run with other options: {changed}; give that run's "
                     "options to continue it, or another log_path"
                 )
         write_whole(path, json.dumps(config, indent=2) + "\n")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from planish.client.futures import in_thread
 from planish.cookbook.adapters.models import get_recommended_renderer_name
 from planish.errors import PlanishError, UnsupportedError
 from planish.files import RowFile, read_rows
@@ -130,13 +131,7 @@ def get_renderer_name_from_checkpoint(service_client: Any, checkpoint_path: str)
     return (run.user_metadata or {}).get(RENDERER_NAME_METADATA_KEY)
 
 
-async def get_renderer_name_from_checkpoint_async(
-    service_client: Any, checkpoint_path: str
-) -> str | None:
-    """Same as `get_renderer_name_from_checkpoint`."""
-    return await asyncio.to_thread(
-        get_renderer_name_from_checkpoint, service_client, checkpoint_path
-    )
+get_renderer_name_from_checkpoint_async = in_thread(get_renderer_name_from_checkpoint)
 
 
 def resolve_renderer_name_from_checkpoint_or_default(
@@ -157,21 +152,9 @@ def resolve_renderer_name_from_checkpoint_or_default(
     return get_recommended_renderer_name(model_name)
 
 
-async def resolve_renderer_name_from_checkpoint_or_default_async(
-    *,
-    model_name: str,
-    explicit_renderer_name: str | None,
-    load_checkpoint_path: str | None,
-    base_url: str | None = None,
-) -> str:
-    """Same as `resolve_renderer_name_from_checkpoint_or_default`."""
-    return await asyncio.to_thread(
-        resolve_renderer_name_from_checkpoint_or_default,
-        model_name=model_name,
-        explicit_renderer_name=explicit_renderer_name,
-        load_checkpoint_path=load_checkpoint_path,
-        base_url=base_url,
-    )
+resolve_renderer_name_from_checkpoint_or_default_async = in_thread(
+    resolve_renderer_name_from_checkpoint_or_default
+)
 
 
 def check_renderer_name_for_checkpoint(
@@ -190,10 +173,4 @@ def check_renderer_name_for_checkpoint(
         )
 
 
-async def check_renderer_name_for_checkpoint_async(
-    service_client: Any, checkpoint_path: str, expected_renderer_name: str | None
-) -> None:
-    """Same as `check_renderer_name_for_checkpoint`."""
-    await asyncio.to_thread(
-        check_renderer_name_for_checkpoint, service_client, checkpoint_path, expected_renderer_name
-    )
+check_renderer_name_for_checkpoint_async = in_thread(check_renderer_name_for_checkpoint)

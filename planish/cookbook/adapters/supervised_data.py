@@ -67,6 +67,15 @@ class ChatDatasetBuilderCommonConfig(types.ChatDatasetBuilderCommonConfig):
     )
 
 
+def _data_of(
+    map_fn: Callable[[Row], Datum] | None, flatmap_fn: Callable[[Row], list[Datum]] | None
+) -> Callable[[Row], list[Datum]]:
+    """Return the function that makes datums of a row; UserError unless one of both is given."""
+    if (map_fn is None) == (flatmap_fn is None):
+        raise UserError("give map_fn or flatmap_fn, not both")
+    return flatmap_fn or (lambda row: [map_fn(row)])  # type: ignore[misc]
+
+
 class SupervisedDatasetFromHFDataset(SupervisedDataset):
     """Batches of `batch_size` rows of a `datasets.Dataset`. `map_fn` makes a row into a datum,
     `flatmap_fn` into several.
@@ -79,11 +88,9 @@ class SupervisedDatasetFromHFDataset(SupervisedDataset):
         map_fn: Callable[[Row], Datum] | None = None,
         flatmap_fn: Callable[[Row], list[Datum]] | None = None,
     ) -> None:
-        if (map_fn is None) == (flatmap_fn is None):
-            raise UserError("give map_fn or flatmap_fn, not both")
         self.hf_dataset = self._epoch = hf_dataset
         self.batch_size = batch_size
-        self._data_of = flatmap_fn or (lambda row: [map_fn(row)])  # type: ignore[misc]
+        self._data_of = _data_of(map_fn, flatmap_fn)
 
     def get_batch(self, index: int) -> list[Datum]:
         """Return the datums of the rows of batch `index`."""
@@ -115,13 +122,11 @@ class StreamingSupervisedDatasetFromHFDataset(SupervisedDataset):
         flatmap_fn: Callable[[Row], list[Datum]] | None = None,
         buffer_size: int = 10_000,
     ) -> None:
-        if (map_fn is None) == (flatmap_fn is None):
-            raise UserError("give map_fn or flatmap_fn, not both")
         self.hf_dataset = hf_dataset
         self.batch_size = batch_size
         self.length = length
         self.buffer_size = buffer_size
-        self._data_of = flatmap_fn or (lambda row: [map_fn(row)])  # type: ignore[misc]
+        self._data_of = _data_of(map_fn, flatmap_fn)
         self.set_epoch(0)
 
     def get_batch(self, index: int) -> list[Datum]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from planish.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from planish.errors import UserError
 from planish.rl.rollout.rollouts import do_group_rollout
-from planish.rl.types import Env, EnvGroupBuilder, Metrics, Trajectory, TrajectoryGroup
+from planish.rl.types import Env, EnvGroupBuilder, TrajectoryGroup, WrappedGroup
 from planish.tokenizer import ModelTokenizer
 from planish.types import ModelInput
 
@@ -82,28 +82,12 @@ class ScriptedPolicy(AnswersAsTokens):
 
 
 @dataclass(frozen=True)
-class FirstEnv(EnvGroupBuilder):
+class FirstEnv(WrappedGroup):
     """A group with only the first environment of another group."""
-
-    builder: EnvGroupBuilder
 
     async def make_envs(self) -> Sequence[Env]:
         """Return the first of the other group's new environments."""
-        return list(await self.builder.make_envs())[:1]
-
-    async def compute_group_rewards(
-        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
-    ) -> list[tuple[float, Metrics]]:
-        """Return the rewards and metrics of the other group."""
-        return await self.builder.compute_group_rewards(trajectory_group, env_group)
-
-    async def cleanup(self) -> None:
-        """Clean up the other group."""
-        await self.builder.cleanup()
-
-    def logging_tags(self) -> list[str]:
-        """Return the tags of the other group."""
-        return self.builder.logging_tags()
+        return list(await self.inner.make_envs())[:1]
 
 
 def play(
