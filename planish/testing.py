@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -277,6 +277,31 @@ def _hub_tensors(
         names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
         for linear, weight in zip(names, own.chunk(len(names)), strict=True):
             yield f"{layer}.experts.{expert}.{linear}.weight", weight
+
+
+def use_mxfp4(directory: Path) -> Path:
+    """Replace the experts' matrices of a gpt_oss model by random ones in mxfp4. Return `directory`.
+
+    The model must be a single file.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if ".experts." not in name or name.endswith("_bias"):
+            tensors[name] = tensor
+            continue
+        experts, fan_in, fan_out = tensor.shape
+        shape = (experts, fan_out, fan_in // 32)
+        # The numbers are as large as the other weights.
+        scales = torch.randint(121, 124, shape, generator=generator)
+        blocks = torch.randint(256, (*shape, 16), generator=generator)
+        tensors[f"{name}_scales"] = scales.to(torch.uint8)
+        tensors[f"{name}_blocks"] = blocks.to(torch.uint8)
+    save_weights(directory, tensors)
+    path = directory / "config.json"
+    fields = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    path.write_text(json.dumps(fields, indent=2))
+    return directory
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:

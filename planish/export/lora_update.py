@@ -9,7 +9,7 @@ biases, whole modules) are rejected by name.
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,9 @@ class LoraUpdate:
         """Raise CheckpointError unless the model has every linear layer of the adapter, in the same
         shape.
         """
-        shapes = {**expected_shapes(model), f"{HEAD}.weight": (model.vocab_size, model.hidden_size)}
+        # A linear in mxfp4 has the shape of its dequantized weight.
+        wide = expected_shapes(replace(model, mxfp4_experts=False))
+        shapes = {**wide, f"{HEAD}.weight": (model.vocab_size, model.hidden_size)}
         for linear, matrices in self.by_weight(model).items():
             found = (matrices.b.shape[0], matrices.a.shape[1])
             if shapes.get(f"{linear}.weight") != found:

@@ -80,7 +80,12 @@ def _sizes(entry: ModelEntry) -> list[str]:
     if entry.problem or entry.path is None or not entry.path.is_dir():
         return []
     config = ModelConfig.from_directory(entry.path)
-    return [f"{weight_bytes(config, 2, scheme) / 1e9:.2f}" for scheme in _SIZES.values()]
+    return [
+        "-"
+        if scheme is not None and config.mxfp4_experts
+        else f"{weight_bytes(config, 2, scheme) / 1e9:.2f}"
+        for scheme in _SIZES.values()
+    ]
 
 
 def _mapped(mapping: Mapping[str, str], source: str) -> Iterator[ModelEntry]:

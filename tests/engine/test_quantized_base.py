@@ -35,7 +35,7 @@ from planish.service import (
     SaveWeights,
     SaveWeightsForSampler,
 )
-from planish.testing import CONFIGS, tiny_model
+from planish.testing import CONFIGS, tiny_model, use_mxfp4
 from planish.types import (
     AdamParams,
     CheckpointPath,
@@ -115,6 +115,21 @@ def test_sampled_and_trained_logprobs_agree(tmp_path, family, scheme, dtype):
     """
     tiny_model(tmp_path, family, intermediate=128, expert_size=64)
     decoder = Decoder.load(tmp_path, dtype, CPU, quantize=scheme)
+    found = np.abs(gap(decoder, 1.0))
+    if decoder.backend.is_compiled:
+        assert found.max() == 0
+    elif dtype == torch.float32:
+        assert found.max() < 3e-5
+    else:
+        assert np.mean(found**2) / 2 < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sampled_and_trained_logprobs_agree_with_mxfp4_experts(tmp_path, dtype):
+    use_mxfp4(tiny_model(tmp_path, "gpt_oss", expert_size=64, dtype="bfloat16"))
+    decoder = Decoder.load(tmp_path, dtype, CPU)
     found = np.abs(gap(decoder, 1.0))
     if decoder.backend.is_compiled:
         assert found.max() == 0

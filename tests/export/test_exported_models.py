@@ -28,7 +28,7 @@ from planish import ModelInput, ServiceClient
 from planish.export import weights
 from planish.export.lora_update import Matrices, read_update
 from planish.export.merging import Rounding, Source, merged
-from planish.testing import save_byte_tokenizer, tiny_model
+from planish.testing import save_byte_tokenizer, tiny_model, use_mxfp4
 
 FAMILIES = [
     "llama",
@@ -88,6 +88,16 @@ def test_merged_equals_planish(family, tied, parts, trained, tmp_path):
     np.testing.assert_allclose(logprobs(model.eval()), made.logprobs, atol=TOLERANCE, rtol=0)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["tie_word_embeddings"] is (tied and not parts["unembed"])
+
+
+def test_experts_in_mxfp4_are_merged_in_bf16(tmp_path):
+    base = use_mxfp4(tiny_model(tmp_path / "base", "gpt_oss", dtype="bfloat16"))
+    made = train_adapter(tmp_path / "data", base, True, True, True, "sampler_weights")
+    out = weights.build_hf_model(
+        base_model=str(base), adapter_path=made.files, output_path=tmp_path / "out", dtype="float32"
+    )
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    np.testing.assert_allclose(logprobs(loaded(out)), made.logprobs, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.slow

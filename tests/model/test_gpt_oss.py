@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_decoder import CPU, logits_of, random_tokens
+from test_decoder import CPU, YARN_SCALING, logits_of, random_tokens
 from test_experts import trained
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -17,10 +17,11 @@ from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.cpp import ops
+from planish.model.prefix_tree import pack
 from planish.model.quantization import Mxfp4Weight, check_quantizable
 from planish.model.weight_sizes import mxfp4_bytes, weight_bytes
 from planish.model.weights import load_weights
-from planish.testing import save_weights, tiny_model
+from planish.testing import save_weights, tiny_model, use_mxfp4
 
 OF_20B: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
@@ -72,24 +73,15 @@ def change_config(directory: Path, **fields: Any) -> None:
 
 def mxfp4_and_dequantized(tmp_path: Path, **options: Any) -> tuple[Path, Path]:
     """Write a random model twice: with experts in mxfp4, and with the same experts in bf16."""
-    packed = tiny_model(tmp_path / "packed", "gpt_oss", dtype="bfloat16", tied=False, **options)
-    wide = tiny_model(tmp_path / "wide", "gpt_oss", dtype="bfloat16", tied=False, **options)
+    options |= {"dtype": "bfloat16", "tied": False}
+    packed = use_mxfp4(tiny_model(tmp_path / "packed", "gpt_oss", **options))
+    wide = tiny_model(tmp_path / "wide", "gpt_oss", **options)
     tensors = load_file(packed / "model.safetensors")
-    both = {"packed": dict(tensors), "wide": dict(tensors)}
-    generator = torch.Generator().manual_seed(0)
-    for name, tensor in tensors.items():
-        if ".experts." not in name or name.endswith("_bias"):
-            continue
-        experts, fan_in, fan_out = tensor.shape
-        blocks = torch.randint(0, 256, (experts, fan_out, fan_in // 32, 16), generator=generator)
-        scales = torch.randint(121, 124, (experts, fan_out, fan_in // 32), generator=generator)
-        blocks, scales = blocks.to(torch.uint8), scales.to(torch.uint8)
-        del both["packed"][name]
-        both["packed"] |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        both["wide"][name] = convert_moe_packed_tensors(blocks, scales).contiguous()
-    save_weights(packed, both["packed"])
-    save_weights(wide, both["wide"])
-    change_config(packed, quantization_config={"quant_method": "mxfp4"})
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        weight = name.removesuffix("_blocks")
+        blocks, scales = tensors.pop(name), tensors.pop(f"{weight}_scales")
+        tensors[weight] = convert_moe_packed_tensors(blocks, scales).contiguous()
+    save_weights(wide, tensors)
     return packed, wide
 
 
@@ -134,6 +126,31 @@ def test_logits_of_an_mxfp4_checkpoint_equal_transformers(tmp_path):
     tokens = random_tokens(decoder, 100)
     theirs = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32)(tokens[None])
     assert (logits_of(decoder, tokens) - theirs.logits[0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_equal_transformers_on_long_inputs_with_sinks_of_any_size(tmp_path, dtype):
+    """Windows of 24 positions, YaRN without rounding, and sinks that take all or nothing."""
+    scaling = YARN_SCALING | {"truncate": False}
+    path = tiny_model(tmp_path, "gpt_oss", layers=2, rope_scaling=scaling)
+    tensors = load_file(path / "model.safetensors")
+    for layer in range(2):
+        sinks = torch.tensor([30.0, 2.0, -2.0, -30.0])
+        tensors[f"model.layers.{layer}.self_attn.sinks"] = sinks
+    save_weights(path, tensors)
+    decoder = Decoder.load(path, dtype, CPU)
+    tokens = random_tokens(decoder, 300)
+    (packed,) = pack([tokens.numpy()], len(tokens))
+    hidden = decoder.forward(
+        tokens, torch.arange(300), decoder.backend.tree_attention(packed), None
+    )
+    ours = hidden.float() @ decoder.head.weight.float().t()
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens[None])
+    difference = (ours - theirs.logits[0]).abs()
+    if dtype == torch.float32:
+        assert difference.max() < 1e-4
+    else:
+        assert difference.median() < 0.05
 
 
 def test_config_of_gpt_oss_20b(tmp_path):
