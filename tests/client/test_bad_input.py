@@ -298,11 +298,15 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
     ("params of another kind", lambda c: sample(c, params={"max_tokens": 3}), "sampling_params"),
     ("no room", lambda c: sample(c, params=SamplingParams(max_tokens=2047)), "3 tokens.*2047"),
     ("long prompt", lambda c: sample(c, ModelInput.from_ints([1] * 2049)), "2049 tokens.*2048"),
-    ("full prompt", lambda c: sample(c, ModelInput.from_ints([1] * 2048)), "2048 tokens are all"),
+    (
+        "full prompt",
+        lambda c: sample(c, ModelInput.from_ints([1] * 2048)),
+        "2048 tokens fill the model's context",
+    ),
     (
         "full prompt, any length",
         lambda c: sample(c, ModelInput.from_ints([1] * 2048), params=SamplingParams()),
-        "2048 tokens are all",
+        "2048 tokens fill the model's context",
     ),
     (
         "stop token",

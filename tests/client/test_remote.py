@@ -434,7 +434,7 @@ def test_the_environment_names_a_server(server, monkeypatch):
         assert [
             model.model_name for model in client.get_server_capabilities().supported_models
         ] == ["tiny"]
-    with pytest.raises(UserError, match=r"PLANISH_BASE_URL=.* but models is for an engine"):
+    with pytest.raises(UserError, match=r"PLANISH_BASE_URL=.* but models configures an engine"):
         ServiceClient(models={"tiny": "/nowhere"})
 
 

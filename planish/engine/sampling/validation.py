@@ -65,7 +65,8 @@ def _check_vocabulary(name: str, tokens: Sequence[int], vocab_size: int) -> None
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         bad = next(token for token in tokens if not 0 <= token < vocab_size)
         raise UserError(
-            f"{name} contains token id {bad}; give token ids from 0 to {vocab_size - 1}"
+            f"{name} contains token id {bad}, which is outside the vocabulary; give token ids from "
+            f"0 to {vocab_size - 1}"
         )
 
 
