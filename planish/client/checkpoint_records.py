@@ -211,18 +211,18 @@ class LocalRecords:
 
     def checkpoint(self, path: str) -> Row:
         """Return the row of a checkpoint, with its base model and adapter shape."""
-        parsed = _parsed(path)
+        parsed = _parse_path(path)
         manifest = self._store.manifest(parsed)
         info = CheckpointInfo(manifest.base_model, manifest.lora, record_of(parsed, manifest))
         return _as_one(weights_info_to_json(info))
 
     def delete(self, path: str) -> None:
         """Delete a checkpoint from the directory."""
-        self._store.delete(_parsed(path))
+        self._store.delete(_parse_path(path))
 
     def set_ttl(self, path: str, seconds: int | None) -> None:
         """Let a checkpoint expire `seconds` from now; None keeps it for ever."""
-        self._store.set_ttl(_parsed(path), seconds)
+        self._store.set_ttl(_parse_path(path), seconds)
 
     def set_public(self, path: str, public: bool) -> None:
         """Raise UnsupportedError: only checkpoints of a server can be published."""
@@ -232,7 +232,7 @@ class LocalRecords:
         """Copy the files of a checkpoint into an existing directory, and return their paths. Raise
         StorageError if a file cannot be written.
         """
-        files = self._store.files(_parsed(path))
+        files = self._store.files(_parse_path(path))
         try:
             return [
                 Path(shutil.copyfile(source, directory / name))
@@ -249,7 +249,7 @@ class LocalRecords:
             kind: next((c for c in newest if c.checkpoint_type == kind), None)
             for kind in ("training", "sampler")
         }
-        manifest = self._store.manifest(_parsed(newest[0].tinker_path))
+        manifest = self._store.manifest(_parse_path(newest[0].tinker_path))
         return {
             "training_run_id": run_id,
             "base_model": manifest.base_model,
@@ -295,7 +295,7 @@ def as_json(rows: object) -> str:
     return orjson.dumps(rows, option=orjson.OPT_INDENT_2).decode()
 
 
-def _parsed(path: str) -> CheckpointPath:
+def _parse_path(path: str) -> CheckpointPath:
     try:
         return CheckpointPath.parse(path)
     except ValueError as error:

@@ -143,7 +143,7 @@ def async_returning_pending(
     async def async_method(*args: P.args, **kwargs: P.kwargs) -> Pending[T]:
         return method(*args, **kwargs)
 
-    return _renamed(async_method, method)
+    return _rename_method(async_method, method)
 
 
 def async_returning_result(method: Callable[P, Pending[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -153,7 +153,7 @@ def async_returning_result(method: Callable[P, Pending[T]]) -> Callable[P, Corou
     async def async_method(*args: P.args, **kwargs: P.kwargs) -> T:
         return await method(*args, **kwargs)
 
-    return _renamed(async_method, method)
+    return _rename_method(async_method, method)
 
 
 def in_thread(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -163,7 +163,7 @@ def in_thread(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
     async def async_method(*args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.to_thread(method, *args, **kwargs)
 
-    return _renamed(async_method, method)
+    return _rename_method(async_method, method)
 
 
 def reading(method: Callable[P, Pending[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -175,10 +175,10 @@ def reading(method: Callable[P, Pending[T]]) -> Callable[P, Coroutine[Any, Any, 
     async def async_method(*args: P.args, **kwargs: P.kwargs) -> T:
         return (await asyncio.to_thread(method, *args, **kwargs)).result()
 
-    return _renamed(async_method, method)
+    return _rename_method(async_method, method)
 
 
-def _renamed(async_method: Callable[P, S], method: Callable[P, object]) -> Callable[P, S]:
+def _rename_method(async_method: Callable[P, S], method: Callable[P, object]) -> Callable[P, S]:
     async_method.__name__ = f"{method.__name__}_async"
     async_method.__qualname__ = f"{method.__qualname__.rpartition('.')[0]}.{async_method.__name__}"
     return async_method

@@ -41,7 +41,7 @@ class RemoteSession:
         server is not a planish server, speaks another version, or rejects the key.
         """
         sdk = {"sdk_version": f"planish {version('planish')}"}
-        settings = await _first(link, Posted.json("/client/config", sdk))
+        settings = await _first_contact(link, Posted.json("/client/config", sdk))
         spoken = settings.get(WIRE, WIRE_VERSION)
         if spoken != WIRE_VERSION:
             raise UserError(
@@ -54,7 +54,7 @@ class RemoteSession:
             "user_metadata": dict(user_metadata),
             **sdk,
         }
-        created = await _first(link, Posted.json("/create_session", fields))
+        created = await _first_contact(link, Posted.json("/create_session", fields))
         if not isinstance(created.get("session_id"), str):
             raise _not_planish(link, "its answer to create_session has no session_id")
         return cls(created["session_id"], link)
@@ -94,7 +94,7 @@ class RemoteSession:
             await asyncio.wait_for(self.link.post(posted, patience=0), _GOODBYE_SECONDS)
 
 
-async def _first(link: Link, posted: Posted) -> Mapping[str, Any]:
+async def _first_contact(link: Link, posted: Posted) -> Mapping[str, Any]:
     seconds = _FIRST_CONTACT_SECONDS
     response = await link.post(posted, returned=(404, 405), patience=seconds, silence=seconds)
     body = body_of(response)

@@ -123,16 +123,16 @@ class LoopThread:
             return await function(*args, **kwargs)
 
         if not self._thread.is_alive():
-            raise _ended()
+            raise _closed_error()
         with self._calls_lock:
             if not self._accepts_calls:
-                raise _ended()
+                raise _closed_error()
             future = asyncio.run_coroutine_threadsafe(work(), self._loop)
             self._calls.add(future)
         try:
             return future.result()
         except CancelledError:
-            raise _ended() from None
+            raise _closed_error() from None
         finally:
             with self._calls_lock:
                 self._calls.discard(future)
@@ -184,5 +184,5 @@ async def in_pool(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
     return await done
 
 
-def _ended() -> EngineClosedError:
+def _closed_error() -> EngineClosedError:
     return EngineClosedError("the connection to the server was closed; make a new ServiceClient")

@@ -94,7 +94,7 @@ class ServiceClient(RefusesMethods):
             raise UserError(
                 f"user_metadata={user_metadata!r}: give a dictionary, or base_url=... for the URL of a server"
             )
-        metadata = _checked(user_metadata)
+        metadata = _check_metadata(user_metadata)
         if service is not None:
             if base_url is not None or api_key is not None:
                 raise UserError(
@@ -270,10 +270,10 @@ class ServiceClient(RefusesMethods):
             raise
 
     def _metadata(self, user_metadata: Mapping[str, str] | None) -> dict[str, str]:
-        return {**self._session.user_metadata, **_checked(user_metadata)}
+        return {**self._session.user_metadata, **_check_metadata(user_metadata)}
 
 
-def _checked(user_metadata: Mapping[str, str] | None) -> Mapping[str, str]:
+def _check_metadata(user_metadata: Mapping[str, str] | None) -> Mapping[str, str]:
     if user_metadata is not None and not isinstance(user_metadata, Mapping):
         raise UserError(f"user_metadata={user_metadata!r}: give a dictionary of strings to strings")
     return user_metadata or {}

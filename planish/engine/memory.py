@@ -186,7 +186,7 @@ class DeviceMemory:
         return model.budget_for(left)
 
     def _needs(self, directory: Path) -> _ModelNeeds:
-        return _ModelNeeds.of(
+        return _ModelNeeds.from_directory(
             directory, self._settings, self.device, reserves_adapters=self._adapter_bytes is None
         )
 
@@ -245,7 +245,7 @@ class _ModelNeeds:
     """Memory reserved for adapters."""
 
     @classmethod
-    def of(
+    def from_directory(
         cls,
         directory: Path,
         settings: EngineSettings,
@@ -301,22 +301,22 @@ class _ModelNeeds:
         its minimum. Limits that the user has set are used unchanged.
         """
         given = {name: value for name, value in self.settings.bounds.items() if value is not None}
-        sampler = self._sampler(ample, given.get("max_batch"))
+        sampler = self._sampler_settings(ample, given.get("max_batch"))
         sampling = sampler.workspace_bytes(self.backend)
         prefixes = given.get(
-            "prefix_cache_bytes", self._limited(sampler.prefix_cache_bytes, ample / 8)
+            "prefix_cache_bytes", self._limit_on_cpu(sampler.prefix_cache_bytes, ample / 8)
         )
         running = given.get("kv_cache_bytes")
         kept = prefixes + (max_pool_bytes(running) if running is not None else 0)
         if "micro_batch_tokens" in given:
             trainer = TrainerSettings(given["micro_batch_tokens"])
         else:
-            trainer = self._trainer(
+            trainer = self._trainer_settings(
                 (ample - sampling) / 2 if running is None else ample - sampling - kept
             )
-        training = self._training(trainer)
+        training = self._training_bytes(trainer)
         if running is None:
-            wanted = self._limited(
+            wanted = self._limit_on_cpu(
                 sampler.kv_cache_bytes, max_reservable_bytes(left - sampling - kept - training)
             )
             states = _MIN_STATES * state_bytes(self.backend.config, self.backend.dtype)
@@ -331,7 +331,7 @@ class _ModelNeeds:
             training=training,
         )
 
-    def _sampler(self, ample: float, max_batch: int | None) -> SamplerSettings:
+    def _sampler_settings(self, ample: float, max_batch: int | None) -> SamplerSettings:
         """Return the largest settings whose workspace fits into a quarter of `ample` bytes."""
         default = SamplerSettings()
         steps = (
@@ -346,20 +346,20 @@ class _ModelNeeds:
         fitting = (size for size in sizes if size.workspace_bytes(self.backend) <= ample / 4)
         return next(fitting, sizes[-1])
 
-    def _trainer(self, available: float) -> TrainerSettings:
+    def _trainer_settings(self, available: float) -> TrainerSettings:
         """Return the largest micro-batches that fit into `available` bytes, else the smallest ones."""
         max_tokens = (
             inf if not self.backend.uses_main_memory else TrainerSettings().micro_batch_tokens
         )
         sizes = [TrainerSettings(tokens) for tokens in _MICRO_BATCHES if tokens <= max_tokens]
         sizes += [TrainerSettings(tokens, recompute=True) for tokens in _RECOMPUTED_MICRO_BATCHES]
-        return next((size for size in sizes if self._training(size) <= available), sizes[-1])
+        return next((size for size in sizes if self._training_bytes(size) <= available), sizes[-1])
 
-    def _training(self, trainer: TrainerSettings) -> int:
+    def _training_bytes(self, trainer: TrainerSettings) -> int:
         """Return the estimated bytes of one training micro-batch."""
         return trainer.reserved_bytes(self.backend)
 
-    def _limited(self, default: int, available: float) -> int:
+    def _limit_on_cpu(self, default: int, available: float) -> int:
         """Return the default size of a budget in bytes, at least 0.
 
         It is `available` on a GPU, and the smaller of `available` and `default` on a CPU.

@@ -98,7 +98,7 @@ async def evaluate(
         "weights": weights,
     }
     settings = {} if params is None else asdict(params)
-    rendered = [_rendered(task, renderer, question) for question in task.questions]
+    rendered = [_render(task, renderer, question) for question in task.questions]
     config = {
         "task": task.name,
         "digest": task.digest,
@@ -108,10 +108,10 @@ async def evaluate(
     }
     answerer = Answerer(sampling_client, renderer, context_window)
 
-    async def answer(one: RenderedQuestion) -> Answers:
+    async def answer(question: RenderedQuestion) -> Answers:
         if params is None or isinstance(task, ChoiceTask):
-            return [await answerer.choose(one)]
-        return await answerer.sample(one, task, params)
+            return [await answerer.choose(question)]
+        return await answerer.sample(question, task, params)
 
     with nullcontext() if out is None else EvaluationDirectory(out, config) as directory:
         samples = 1 if params is None else params.samples
@@ -180,11 +180,11 @@ async def _answer_all(
     semaphore = asyncio.Semaphore(concurrency)
     progress.begin(len(rendered))
 
-    async def one(question: RenderedQuestion) -> None:
+    async def answer_one(question: RenderedQuestion) -> None:
         async with semaphore:
             progress.save(await answer(question))
 
-    await gather_or_cancel(one(question) for question in rendered)
+    await gather_or_cancel(answer_one(question) for question in rendered)
 
 
 def checked_sampling(
@@ -212,7 +212,7 @@ def checked_sampling(
     return params, k_values
 
 
-def _rendered(task: Task, renderer: Renderer, question: Any) -> RenderedQuestion:
+def _render(task: Task, renderer: Renderer, question: Any) -> RenderedQuestion:
     return (
         render_choices(question, renderer)
         if isinstance(task, ChoiceTask)

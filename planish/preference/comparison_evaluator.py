@@ -144,7 +144,7 @@ class WinRate:
     @property
     def mean(self) -> Mean:
         """The mean over prompts, with its standard error."""
-        return Mean.of(self.wins)
+        return Mean.from_values(self.wins)
 
 
 async def win_rate(

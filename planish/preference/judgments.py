@@ -101,7 +101,7 @@ def measures(judgments: Sequence[Judgment]) -> dict[str, float]:
     chosen = [p for judgment in judgments for p in judgment.probabilities]
     by_pair = [_mean([_rightness(p) for p in judgment.probabilities]) for judgment in judgments]
     found = {
-        **Mean.of(by_pair).named("accuracy"),
+        **Mean.from_values(by_pair).as_metrics("accuracy"),
         "log_loss": _mean([-math.log(max(p, SMALLEST)) for p in chosen]),
         "brier": _mean([(1 - p) ** 2 for p in chosen]),
         "ece": expected_calibration_error(chosen),

@@ -103,7 +103,7 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
         return run
     description = await calibrate(config, service_client, model_path)
     description.write(run)
-    print(described(description))
+    print(summary_line(description))
     return run
 
 
@@ -156,7 +156,7 @@ def fitting(
     return [labeled for labeled in comparisons if form.data_of(labeled, max_length)]
 
 
-def described(description: Description) -> str:
+def summary_line(description: Description) -> str:
     """Return a one-line summary of temperature and metrics."""
     calibrated = f"temperature {description.temperature:.3g}, fitted on {description.calibration_pairs} pairs"
     test = description.test

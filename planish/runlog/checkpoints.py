@@ -93,7 +93,7 @@ def start_training(
                 "them again. Give the data set of that run, or start a new run from its weights: "
                 f"load_checkpoint_path={run.path} with another log_path"
             )
-        return _resumed(service_client, run, records, data_size, metadata)
+        return _resume(service_client, run, records, data_size, metadata)
     if load_checkpoint_path is None:
         client = service_client.create_lora_training_client(
             base_model=model_name, rank=lora_rank, seed=seed, **(lora_switches or {}), **metadata
@@ -129,7 +129,7 @@ def _check_switches(
             )
 
 
-def _resumed(
+def _resume(
     service_client: ServiceClient,
     run: RunDirectory,
     records: Sequence[CheckpointRecord],

@@ -20,7 +20,7 @@ class Mean:
     """None with fewer than two values, because they have no spread."""
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Mean":
+    def from_values(cls, values: Sequence[float]) -> "Mean":
         """Return the mean of at least one value."""
         count = len(values)
         mean = math.fsum(values) / count
@@ -31,6 +31,6 @@ class Mean:
             math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count * (count - 1))),
         )
 
-    def named(self, name: str) -> dict[str, float]:
+    def as_metrics(self, name: str) -> dict[str, float]:
         """Return the metrics NAME and, if the standard error is known, NAME_stderr."""
         return {name: self.value} | ({} if self.stderr is None else {f"{name}_stderr": self.stderr})

@@ -41,7 +41,7 @@ class Batch(list[Datum]):
         )
 
     @classmethod
-    def of(cls, data: Sequence[Datum]) -> "Batch":
+    def from_data(cls, data: Sequence[Datum]) -> "Batch":
         """Return a Batch unchanged. Convert a plain list, as some data sets return, to a Batch."""
         return data if isinstance(data, Batch) else cls(data)
 

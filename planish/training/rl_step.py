@@ -105,7 +105,7 @@ class TrainingStep:
             minibatch_done()
         updates = [await pending for pending in self._updates]
         metrics: Metrics = {"optim/lr": self.learning_rate, **self._shaping_metrics}
-        metrics |= {f"optim/{name}": value for name, value in summed(outputs).items()}
+        metrics |= {f"optim/{name}": value for name, value in combine_metrics(outputs).items()}
         if updates:
             metrics |= {f"optim/{name}": value for name, value in updates[-1].metrics.items()}
         return metrics | kl.kl_metrics("optim/kl_sample_train", self.data_D, outputs)
@@ -138,7 +138,7 @@ class TrainingStep:
         self, shaping: kl.AdvantageShaping, data_P_D: list[list[TrainingSequence]]
     ) -> list[list[TrainingSequence]]:
         """Return the data of each group with the advantages that `shaping` gives them."""
-        shaped_D, self._shaping_metrics = await shaping(flat(data_P_D))
+        shaped_D, self._shaping_metrics = await shaping(flatten(data_P_D))
         remaining = iter(shaped_D)
         return [[next(remaining) for _ in group_D] for group_D in data_P_D]
 
@@ -177,11 +177,13 @@ async def train_on(
 
     if config.stream_minibatch_config is not None:
         with spans.measure("sampling"):
-            for substep in split(range(len(groups_P)), config.num_substeps):
-                for minibatch in split(substep, config.stream_minibatch_config.num_minibatches):
+            for substep in split_evenly(range(len(groups_P)), config.num_substeps):
+                for minibatch in split_evenly(
+                    substep, config.stream_minibatch_config.num_minibatches
+                ):
                     await wait_for(minibatch[-1] + 1)
                     await step.forward_backward(
-                        flat(training_data(rollouts_P[i], config) for i in minibatch)
+                        flatten(training_data(rollouts_P[i], config) for i in minibatch)
                     )
                 await step.update()
     else:
@@ -192,25 +194,25 @@ async def train_on(
         if step.shaping is not None:
             with spans.measure(step.shaping.span):
                 data_P_D = await step.shaped(step.shaping, data_P_D)
-        for substep_P_D in split(data_P_D, config.num_substeps):
-            await step.forward_backward(flat(substep_P_D))
+        for substep_P_D in split_evenly(data_P_D, config.num_substeps):
+            await step.forward_backward(flatten(substep_P_D))
             await step.update()
     return [rollout for rollout in rollouts_P if rollout is not None]
 
 
-def flat(data_P_D: Iterable[Sequence[TrainingSequence]]) -> list[TrainingSequence]:
+def flatten(data_P_D: Iterable[Sequence[TrainingSequence]]) -> list[TrainingSequence]:
     """Return the sequences of all groups as one list."""
     return [sequence for group_D in data_P_D for sequence in group_D]
 
 
-def split(items: Sequence[T], parts: int) -> Iterator[Sequence[T]]:
+def split_evenly(items: Sequence[T], parts: int) -> Iterator[Sequence[T]]:
     """Yield `items` in at most `parts` contiguous, non-empty pieces of nearly equal size."""
     parts = min(parts, len(items))
     for index in range(parts):
         yield items[index * len(items) // parts : (index + 1) * len(items) // parts]
 
 
-def summed(outputs: Sequence[ForwardBackwardOutput]) -> Metrics:
+def combine_metrics(outputs: Sequence[ForwardBackwardOutput]) -> Metrics:
     """Combine the metrics of several calls. The suffix of a name says how: ":sum", ":min", ":max".
     All others are averaged, weighted by the number of sequences.
     """
@@ -218,10 +220,10 @@ def summed(outputs: Sequence[ForwardBackwardOutput]) -> Metrics:
     for output in outputs:
         for name, value in output.metrics.items():
             by_name.setdefault(name, []).append((value, len(output.loss_fn_outputs)))
-    return {name: _reduced(name, values) for name, values in by_name.items()}
+    return {name: _reduce_metric(name, values) for name, values in by_name.items()}
 
 
-def _reduced(name: str, values: Sequence[tuple[float, int]]) -> float:
+def _reduce_metric(name: str, values: Sequence[tuple[float, int]]) -> float:
     match name.rpartition(":")[2]:
         case "sum":
             return sum(value for value, _ in values)

@@ -172,7 +172,7 @@ RESUMABLE_OPTIONS = (
 """Options that may differ when a run is resumed."""
 
 
-def may_change(options: RunOptions, *others: str) -> tuple[str, ...]:
+def resumable_options(options: RunOptions, *others: str) -> tuple[str, ...]:
     """Return the options that may differ when a run is resumed; `others` are added.
 
     The number of steps may change only with a constant learning rate. Other schedules depend on it,

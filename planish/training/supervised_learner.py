@@ -148,7 +148,7 @@ class SupervisedLearner:
         if epoch != self.epoch:
             self.dataset.set_epoch(epoch)
             self.epoch = epoch
-        return Batch.of(self.dataset.get_batch(index))
+        return Batch.from_data(self.dataset.get_batch(index))
 
     async def drain(self, max_pending: int = 0) -> None:
         """Wait for the oldest steps and log each, until at most `max_pending` are pending."""

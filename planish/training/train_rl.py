@@ -22,7 +22,7 @@ from planish.runlog.run_directory import checkpoint_of
 from planish.training.rl_config import Config, KLReferenceConfig, check
 from planish.training.rl_learner import RLLearner
 from planish.training.run_loop import RunLoop, run_training, with_service_client
-from planish.training.run_options import may_change, run_in_place_of_training
+from planish.training.run_options import resumable_options, run_in_place_of_training
 
 
 async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
@@ -81,7 +81,7 @@ async def train(
         )
 
     ends_at_max_steps = config.max_steps is not None and config.max_steps < len(dataset)
-    resumable = may_change(config, "num_groups_to_log")
+    resumable = resumable_options(config, "num_groups_to_log")
     option = "max_steps" if ends_at_max_steps else "num_epochs"
     return await run_training(
         config,

@@ -12,7 +12,7 @@ from planish.runlog.checkpoints import RunStart
 from planish.supervised.objective import CrossEntropy, Objective
 from planish.supervised.types import SupervisedDataset
 from planish.training.run_loop import RunLoop, run_training, with_service_client
-from planish.training.run_options import may_change
+from planish.training.run_options import resumable_options
 from planish.training.supervised_config import Config, check
 from planish.training.supervised_context import within_context
 from planish.training.supervised_learner import EvalSchedule, SupervisedLearner
@@ -70,7 +70,7 @@ async def train(
         config,
         service_client,
         config=chz.asdict(config),
-        may_change=may_change(config, "submit_ahead"),
+        may_change=resumable_options(config, "submit_ahead"),
         steps=planned_steps(train_set, config),
         data_size=train_set.data_size(),
         make_learner=make_learner,

@@ -137,7 +137,7 @@ def write_tensors(
     names = (*tensors, ADAPTER_CONFIG)
     for name in names:
         sync(directory / name)
-    return {name: _stored(directory / name) for name in names}
+    return {name: _stored_file(directory / name) for name in names}
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -175,9 +175,9 @@ def read_state(
 
     names = [ADAPTER, ADAPTER_CONFIG, *([OPTIMIZER] if with_optimizer else [])]
     for name in names:
-        _verify(directory / name, manifest.files.get(name))
+        _check_file(directory / name, manifest.files.get(name))
     try:
-        state = {"master": _flat(load_file(directory / ADAPTER), layout)}
+        state = {"master": _flatten(load_file(directory / ADAPTER), layout)}
         if with_optimizer:
             state |= load_file(directory / OPTIMIZER)
     except (SafetensorError, OSError) as error:
@@ -227,7 +227,7 @@ def _targets(layout: LoraLayout) -> dict[str, list[str]]:
     }
 
 
-def _flat(tensors: Mapping[str, Tensor], layout: LoraLayout) -> Tensor:
+def _flatten(tensors: Mapping[str, Tensor], layout: LoraLayout) -> Tensor:
     expected = {f"{_PEFT_PREFIX}{entry.file_name}.weight": entry for entry in layout.entries}
     if expected.keys() != tensors.keys() or any(
         tensors[name].shape != e.file_shape for name, e in expected.items()
@@ -245,17 +245,17 @@ def _flat(tensors: Mapping[str, Tensor], layout: LoraLayout) -> Tensor:
     return flat
 
 
-def _stored(path: Path) -> StoredFile:
+def _stored_file(path: Path) -> StoredFile:
     with open(path, "rb") as file:
         return StoredFile(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def _verify(path: Path, stored: StoredFile | None) -> None:
+def _check_file(path: Path, stored: StoredFile | None) -> None:
     if stored is None or not path.is_file():
         raise DamagedFileError(
             f"{path} is missing, so the checkpoint is damaged; use another checkpoint"
         )
-    if path.stat().st_size != stored.size or _stored(path) != stored:
+    if path.stat().st_size != stored.size or _stored_file(path) != stored:
         raise DamagedFileError(
             f"{path} is not the file that was saved (its size or SHA-256 differs from {MANIFEST}); use another checkpoint"
         )

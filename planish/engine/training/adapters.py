@@ -101,7 +101,7 @@ class Adapter:
         if params.grad_clip_norm > 0:
             # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
             grad = grad * min(1.0, params.grad_clip_norm / (norm + 1e-6))
-        master, moments = self._stepped(grad, params)
+        master, moments = self._adam_step(grad, params)
         if not all(is_finite(tensor) for tensor in (master, *moments)):
             raise NonFiniteError(
                 "optim_step refused: the new weights would not be finite; lower learning_rate"
@@ -109,7 +109,7 @@ class Adapter:
         self._replace(master, moments, self.step + 1)
         return OptimStepResponse(metrics={"grad_norm": norm, "adam_step": float(self.step)})
 
-    def _stepped(self, grad: Tensor, params: AdamParams) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def _adam_step(self, grad: Tensor, params: AdamParams) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return the master weights and moments after one AdamW step, without changing the old."""
         master, mean, square = self.master.clone(), self.exp_avg.clone(), self.exp_avg_sq.clone()
         step = torch.tensor(float(self.step), device=master.device)

@@ -88,7 +88,7 @@ def ppo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
 
     `low` and `high` bound the ratio itself, not its distance from 1.
     """
-    return -_clipped(logprobs - inputs["logprobs"], inputs["advantages"], config).sum()
+    return -_clipped_objective(logprobs - inputs["logprobs"], inputs["advantages"], config).sum()
 
 
 def cispo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
@@ -114,7 +114,7 @@ def gspo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
     mask = inputs.get("sequence_ratio_mask", advantages) != 0
     gap = (logprobs.detach() - inputs["logprobs"])[mask]
     sequence = gap.sum() / max(1, gap.numel())
-    return -_clipped(sequence + logprobs - logprobs.detach(), advantages, config).sum()
+    return -_clipped_objective(sequence + logprobs - logprobs.detach(), advantages, config).sum()
 
 
 def dro(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
@@ -149,7 +149,7 @@ def _ratio_times(gap: Tensor, advantages: Tensor) -> Tensor:
     return torch.where(overflows, torch.exp(log_size) * advantages.sign(), product)
 
 
-def _clipped(gap: Tensor, advantages: Tensor, config: Config) -> Tensor:
+def _clipped_objective(gap: Tensor, advantages: Tensor, config: Config) -> Tensor:
     """Return min(r A, clip(r, low, high) A) for each position, with r = exp(gap)."""
     low, high = config["clip_low_threshold"], config["clip_high_threshold"]
     # With A > 0, the min uses the clipped ratio once r exceeds `high`. So limit the log-ratio a

@@ -147,7 +147,7 @@ class TrainingBatch:
     config: Mapping[str, float]
     """The options of the loss, including the defaults."""
 
-    def scored(self, datum: int) -> np.ndarray:
+    def scored_mask(self, datum: int) -> np.ndarray:
         """Return which targets of a datum are scored: bool [N] or [N, K]."""
         example = self.examples[datum]
         if not self.config["skip_unweighted"]:
@@ -270,11 +270,11 @@ class Trainer:
                 trim_heap(self._kept_bytes)
         if grad is not None:
             adapter.add_grad(grad)
-        return _output(examples, packed, parts)
+        return _combine_results(examples, packed, parts)
 
     def _run(self, call: _Call, packed: Packed) -> tuple[_MicroBatchResult, Tensor | None]:
         """Run one micro-batch; return its results, and its gradient unless `forward_only`."""
-        pairs = _Pairs.of(packed, call.batch, self._decoder.config.vocab_size)
+        pairs = _Pairs.from_micro_batch(packed, call.batch, self._decoder.config.vocab_size)
         try:
             with torch.set_grad_enabled(call.backward):
                 unique = self._score(call, packed, pairs)
@@ -376,7 +376,7 @@ class _Pairs:
     """
 
     @classmethod
-    def of(cls, packed: Packed, batch: TrainingBatch, vocab_size: int) -> _Pairs:
+    def from_micro_batch(cls, packed: Packed, batch: TrainingBatch, vocab_size: int) -> _Pairs:
         """Collect the pairs of all datums of a micro-batch and remove duplicates."""
         keys, scored = [], []
         for datum, rows in zip(packed.datums, packed.rows, strict=True):
@@ -384,7 +384,7 @@ class _Pairs:
             keys.append(
                 (rows.reshape(-1, *[1] * (targets.ndim - 1)) * vocab_size + targets).reshape(-1)
             )
-            scored.append(batch.scored(datum).reshape(-1))
+            scored.append(batch.scored_mask(datum).reshape(-1))
         is_scored = np.concatenate(scored)
         distinct, pairs = np.unique(np.concatenate(keys)[is_scored], return_inverse=True)
         pair_index = np.full(is_scored.shape, len(distinct))
@@ -443,7 +443,7 @@ def _exp(value: float) -> float:
     return math.exp(min(700.0, float(value)))
 
 
-def _output(
+def _combine_results(
     examples: list[Example], packed: list[Packed], parts: list[_MicroBatchResult]
 ) -> ForwardBackwardOutput:
     losses = {datum: value for part in parts for datum, value in part.losses.items()}

@@ -96,17 +96,21 @@ def staleness(groups_P: Sequence[GroupRollout], step: int) -> Metrics:
     lags = [step - sampler_step for sampler_step in steps]
     return {
         "training_client/step": step,
-        **_spread("sampling_client/step", steps),
-        **_spread("async/staleness", lags),
+        **_max_min_mean("sampling_client/step", steps),
+        **_max_min_mean("async/staleness", lags),
     }
 
 
 def sampling_times(groups_P: Sequence[GroupRollout]) -> Metrics:
     """Return time/sampling_time_..., the seconds of each group's rollout; {} without groups."""
-    return _spread("time/sampling_time", [group.seconds for group in groups_P]) if groups_P else {}
+    return (
+        _max_min_mean("time/sampling_time", [group.seconds for group in groups_P])
+        if groups_P
+        else {}
+    )
 
 
-def _spread(name: str, values: Sequence[float]) -> Metrics:
+def _max_min_mean(name: str, values: Sequence[float]) -> Metrics:
     return {f"{name}_max": max(values), f"{name}_min": min(values), f"{name}_mean": mean(values)}
 
 

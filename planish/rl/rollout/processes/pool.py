@@ -56,7 +56,7 @@ class RolloutPool:
 
     @staticmethod
     @asynccontextmanager
-    async def opened(max_workers: int) -> "AsyncIterator[RolloutPool | None]":
+    async def open(max_workers: int) -> "AsyncIterator[RolloutPool | None]":
         """Yield a pool, or None for 0 workers: groups are then rolled out in this process."""
         if max_workers == 0:
             yield None

@@ -140,17 +140,17 @@ class RolloutProcess:
     def _reason(self, exit_code: int | None) -> Exception:
         if not self._peer.is_other_ready:
             return UserError(
-                f"a rollout process ended before it was ready ({described(exit_code)}); its output "
-                "says why. Each rollout process imports the script that uses it, so its work must "
-                "begin under `if __name__ == '__main__':`"
+                f"a rollout process ended before it was ready ({describe_exit(exit_code)}); its "
+                "output says why. Each rollout process imports the script that uses it, so its "
+                "work must begin under `if __name__ == '__main__':`"
             )
         return ProcessDiedError(
             f"the rollout process {self.pid} ended during its rollouts "
-            f"({described(exit_code)}), and its groups with it"
+            f"({describe_exit(exit_code)}), and its groups with it"
         )
 
 
-def described(exit_code: int | None) -> str:
+def describe_exit(exit_code: int | None) -> str:
     """Return an exit code in words, with the name of the signal if one ended the process."""
     if exit_code is None or exit_code >= 0:
         return f"exit code {exit_code}"
