@@ -162,28 +162,32 @@ class DeviceMemory:
         model = self._needs(directory)
         if self._usable is None:
             return model.budget_for(inf)
-        others = [
+        other_models = [
             self._needs(path) for path in self._expected.difference(self._claims, [directory])
         ]
-        left = (
+        available = (
             self._usable
             - model.fixed
-            - sum(other.fixed for other in others)
+            - sum(other.fixed for other in other_models)
             - (self._adapter_bytes or 0)
         )
         if not Device(self.device).is_gpu:
             self._check_weights_fit(directory, model, self._usable)
             return model.budget_for(
-                left - RUNTIME_BYTES - sum(claim.weights for claim in self._claims.values())
+                available - RUNTIME_BYTES - sum(claim.weights for claim in self._claims.values())
             )
-        left -= sum(claim.total for claim in self._claims.values())
-        if others:  # divide in proportion to the minimum needs of the expected base models
-            left = left * model.minimum // (model.minimum + sum(other.minimum for other in others))
+        available -= sum(claim.total for claim in self._claims.values())
+        if other_models:  # divide in proportion to the minimum needs of the expected base models
+            available = (
+                available
+                * model.minimum
+                // (model.minimum + sum(other.minimum for other in other_models))
+            )
         elif self._reserves_for_next and not self._expected:
-            another = model.fixed + 2 * model.minimum
-            left -= left // 3 if another <= left // 3 else 0
-        self._check_minimum(directory, model, left, self._usable)
-        return model.budget_for(left)
+            next_model_bytes = model.fixed + 2 * model.minimum
+            available -= available // 3 if next_model_bytes <= available // 3 else 0
+        self._check_minimum(directory, model, available, self._usable)
+        return model.budget_for(available)
 
     def _needs(self, directory: Path) -> _ModelNeeds:
         return _ModelNeeds.from_directory(
@@ -199,13 +203,15 @@ class DeviceMemory:
                 "usable; use a smaller base model, or give quantize='int8' or 'nf4'"
             )
 
-    def _check_minimum(self, directory: Path, model: _ModelNeeds, left: int, usable: int) -> None:
+    def _check_minimum(
+        self, directory: Path, model: _ModelNeeds, available: int, usable: int
+    ) -> None:
         """Raise UserError if less than the minimum is left, unless all four limits are given."""
         bounds = self._settings.bounds
-        if left >= model.minimum or None not in bounds.values():
+        if available >= model.minimum or None not in bounds.values():
             return
-        given = [f"{name}={value:,}" for name, value in bounds.items() if value is not None]
-        limits = f" (with {', '.join(given)})" if given else ""
+        given_limits = [f"{name}={value:,}" for name, value in bounds.items() if value is not None]
+        limits = f" (with {', '.join(given_limits)})" if given_limits else ""
         weights = f"its weights and adapters take {gib(model.fixed)}"
         if self._adapter_bytes:
             weights = (
@@ -214,7 +220,7 @@ class DeviceMemory:
             )
         raise UserError(
             f"{directory} does not fit on {self.device}: {gib(usable)} of the device are usable, "
-            f"{weights}, and other base models leave {gib(max(0, left))} for sampling and "
+            f"{weights}, and other base models leave {gib(max(0, available))} for sampling and "
             f"training, which need at least {gib(model.minimum)}{limits}. {self._remedy}Use a "
             f"smaller base model or fewer base models, lower {', '.join(bounds)}, or end other "
             "programs on the device. If all four of these limits are given, planish uses them "
@@ -284,67 +290,80 @@ class _ModelNeeds:
         """The minimum memory in addition to weights and adapters, in bytes."""
         return self._divide(0, 0).divided_bytes
 
-    def budget_for(self, left: float) -> ModelMemory:
-        """Return the budgets for `left` bytes of memory.
+    def budget_for(self, available: float) -> ModelMemory:
+        """Return the budgets for `available` bytes of memory.
 
-        The sizes of sampler steps and micro-batches are chosen for `left` bytes. If the KV cache
-        does not fit in addition, the smallest sizes are used instead.
+        The sizes of sampler steps and micro-batches are chosen for `available` bytes. If the KV
+        cache does not fit in addition, the smallest sizes are used instead.
         """
-        found = self._divide(left, ample=left)
-        return found if found.divided_bytes <= left else self._divide(left, ample=0)
-
-    def _divide(self, left: float, ample: float) -> ModelMemory:
-        """Divide `left` bytes among the budgets.
-
-        The sizes of sampler steps and micro-batches are chosen as if `ample` bytes were available,
-        so `ample` = 0 gives the smallest sizes. The KV cache gets the remainder of `left` bytes, or
-        its minimum. Limits that the user has set are used unchanged.
-        """
-        given = {name: value for name, value in self.settings.bounds.items() if value is not None}
-        sampler = self._sampler_settings(ample, given.get("max_batch"))
-        sampling = sampler.workspace_bytes(self.backend)
-        prefixes = given.get(
-            "prefix_cache_bytes", self._limit_on_cpu(sampler.prefix_cache_bytes, ample / 8)
+        budget = self._divide(available, sizing_bytes=available)
+        return (
+            budget if budget.divided_bytes <= available else self._divide(available, sizing_bytes=0)
         )
-        running = given.get("kv_cache_bytes")
-        kept = prefixes + (max_pool_bytes(running) if running is not None else 0)
-        if "micro_batch_tokens" in given:
-            trainer = TrainerSettings(given["micro_batch_tokens"])
+
+    def _divide(self, available: float, sizing_bytes: float) -> ModelMemory:
+        """Divide `available` bytes among the budgets.
+
+        The sizes of sampler steps and micro-batches are chosen as if `sizing_bytes` were available,
+        so `sizing_bytes` = 0 gives the smallest sizes. The KV cache gets the remainder of
+        `available` bytes, or its minimum. Limits that the user has set are used unchanged.
+        """
+        user_limits = {
+            name: value for name, value in self.settings.bounds.items() if value is not None
+        }
+        sampler = self._sampler_settings(sizing_bytes, user_limits.get("max_batch"))
+        sampling = sampler.workspace_bytes(self.backend)
+        prefix_cache_bytes = user_limits.get(
+            "prefix_cache_bytes", self._limit_on_cpu(sampler.prefix_cache_bytes, sizing_bytes / 8)
+        )
+        kv_cache_bytes = user_limits.get("kv_cache_bytes")
+        cache_bytes = prefix_cache_bytes + (
+            max_pool_bytes(kv_cache_bytes) if kv_cache_bytes is not None else 0
+        )
+        if "micro_batch_tokens" in user_limits:
+            trainer = TrainerSettings(user_limits["micro_batch_tokens"])
         else:
             trainer = self._trainer_settings(
-                (ample - sampling) / 2 if running is None else ample - sampling - kept
+                (sizing_bytes - sampling) / 2
+                if kv_cache_bytes is None
+                else sizing_bytes - sampling - cache_bytes
             )
         training = self._training_bytes(trainer)
-        if running is None:
-            wanted = self._limit_on_cpu(
-                sampler.kv_cache_bytes, max_reservable_bytes(left - sampling - kept - training)
+        if kv_cache_bytes is None:
+            default_bytes = self._limit_on_cpu(
+                sampler.kv_cache_bytes,
+                max_reservable_bytes(available - sampling - cache_bytes - training),
             )
             states = _MIN_STATES * state_bytes(self.backend.config, self.backend.dtype)
-            running = max(wanted, _MIN_POSITIONS * self._per_position + states)
+            kv_cache_bytes = max(default_bytes, _MIN_POSITIONS * self._per_position + states)
         return ModelMemory(
             weights=self.all_weights,
             adapters=self.adapters,
-            sampler=replace(sampler, kv_cache_bytes=running, prefix_cache_bytes=prefixes),
-            keys_values=max_pool_bytes(running) + prefixes,
+            sampler=replace(
+                sampler, kv_cache_bytes=kv_cache_bytes, prefix_cache_bytes=prefix_cache_bytes
+            ),
+            keys_values=max_pool_bytes(kv_cache_bytes) + prefix_cache_bytes,
             sampling=sampling,
             trainer=trainer,
             training=training,
         )
 
-    def _sampler_settings(self, ample: float, max_batch: int | None) -> SamplerSettings:
-        """Return the largest settings whose workspace fits into a quarter of `ample` bytes."""
+    def _sampler_settings(self, sizing_bytes: float, max_batch: int | None) -> SamplerSettings:
+        """Return the largest settings whose workspace fits into a quarter of `sizing_bytes`."""
         default = SamplerSettings()
-        steps = (
+        step_sizes = (
             ((default.max_batch, default.max_prefill_tokens_per_step),)
             if self.backend.uses_main_memory
             else _GPU_STEPS
         )
         sizes = [
             replace(default, max_batch=max_batch or rows, max_prefill_tokens_per_step=tokens)
-            for rows, tokens in steps
+            for rows, tokens in step_sizes
         ]
-        fitting = (size for size in sizes if size.workspace_bytes(self.backend) <= ample / 4)
-        return next(fitting, sizes[-1])
+        fitting_sizes = (
+            size for size in sizes if size.workspace_bytes(self.backend) <= sizing_bytes / 4
+        )
+        return next(fitting_sizes, sizes[-1])
 
     def _trainer_settings(self, available: float) -> TrainerSettings:
         """Return the largest micro-batches that fit into `available` bytes, else the smallest ones."""
@@ -388,12 +407,12 @@ def usable_bytes(device: torch.device) -> int | None:
     driver and for fragmentation. On a CPU it is 80% of the main memory.
     """
     if not Device(device).is_gpu:
-        whole = main_memory_bytes()
-        return None if whole is None else whole * 4 // 5
-    free, whole = torch.cuda.mem_get_info(device)
+        total = main_memory_bytes()
+        return None if total is None else total * 4 // 5
+    free, total = torch.cuda.mem_get_info(device)
     # Also count the blocks that torch's caching allocator has reserved but does not use.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(whole * 19 // 20, free - whole // 40)
+    return min(total * 19 // 20, free - total // 40)
 
 
 def main_memory_bytes() -> int | None:
@@ -401,14 +420,14 @@ def main_memory_bytes() -> int | None:
 
     Return None if the system does not report it.
     """
-    found = []
+    limits = []
     with suppress(ValueError, OSError, AttributeError):  # not every system supports sysconf
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     with suppress(OSError):
-        found += _control_group_limits(
+        limits += _control_group_limits(
             Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text()
         )
-    return min(found, default=None)
+    return min(limits, default=None)
 
 
 def _control_group_limits(root: Path, membership: str) -> list[int]:
@@ -422,14 +441,14 @@ def _control_group_limits(root: Path, membership: str) -> list[int]:
         _, controllers, group = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        top, name = (
+        root_group, name = (
             (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
         )
-        own = top / group.lstrip("/")
-        for directory in (own, *own.parents):
+        own_group = root_group / group.lstrip("/")
+        for directory in (own_group, *own_group.parents):
             with suppress(OSError, ValueError):
                 limits.append(int((directory / name).read_text()))
-            if directory == top:
+            if directory == root_group:
                 break
     return limits
 
