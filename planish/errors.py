@@ -95,7 +95,7 @@ def lacks_memory(error: BaseException) -> bool:
     return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
 
 
-def refused_step(error: BaseException) -> UserError:
+def rejected_step(error: BaseException) -> UserError:
     """Return the error for an optim_step that follows a forward_backward which failed with `error`.
 
     It is a NonFiniteError if `error` is one, otherwise a UserError.
@@ -103,7 +103,7 @@ def refused_step(error: BaseException) -> UserError:
     kind = NonFiniteError if isinstance(error, NonFiniteError) else UserError
     reason = str(error) or type(error).__name__
     return kind(
-        f"optim_step refused, nothing was applied: the forward_backward before it failed ({reason})"
+        f"optim_step rejected, nothing was applied: the forward_backward before it failed ({reason})"
     )
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from planish.client.remote_errors import refusal
 from planish.client.remote_link import Link
 from planish.client.remote_thread import LoopThread, in_pool
-from planish.errors import EngineClosedError, PlanishError, UserError, refused_step
+from planish.errors import EngineClosedError, PlanishError, UserError, rejected_step
 from planish.service import (
     CreateModel,
     DeferredForwardBackward,
@@ -208,7 +208,7 @@ class ModelQueue:
             result = training_result(operation, content)
         except Exception as error:
             queued.fail(
-                refused_step(gradient_error)
+                rejected_step(gradient_error)
                 if gradient_error is not None and isinstance(error, UserError)
                 else error
             )

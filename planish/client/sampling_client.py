@@ -9,7 +9,7 @@ from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from planish.client.futures import Pending, async_returning_result, in_thread, map_future
-from planish.client.session import RefusesMethods, Session, refuse_to_pickle, release_resource
+from planish.client.session import RefusesMethods, Session, reject_pickling, release_resource
 from planish.service import CreateSampler, ReleaseSampler, Sample
 from planish.types import ModelInput, SampleResponse, SamplingParams, TensorData
 
@@ -47,7 +47,7 @@ class SamplingClient(RefusesMethods):
             self, release_resource, session.service, ReleaseSampler(sampler_id)
         ).atexit = False
 
-    __reduce__ = refuse_to_pickle
+    __reduce__ = reject_pickling
 
     def sample(
         self,

@@ -16,8 +16,8 @@ from planish.client.sampling_client import SamplingClient, create_sampling_clien
 from planish.client.session import (
     RefusesMethods,
     Session,
-    refuse_options,
-    refuse_to_pickle,
+    reject_options,
+    reject_pickling,
     release_resource,
 )
 from planish.client.training_client import TrainingClient
@@ -111,7 +111,7 @@ class ServiceClient(RefusesMethods):
         self._owns_service = service is None
         self._session = Session(made, metadata)
 
-    __reduce__ = refuse_to_pickle
+    __reduce__ = reject_pickling
 
     def __enter__(self) -> Self:
         return self
@@ -183,7 +183,7 @@ class ServiceClient(RefusesMethods):
         Give `base_model` only to use another base model, of the same architecture, than the
         checkpoint's.
         """
-        refuse_options(weights_access_token=weights_access_token)
+        reject_options(weights_access_token=weights_access_token)
         _check_optimizer(optimizer)
         return self._create_from_state(path, base_model, user_metadata, with_optimizer=False)
 
@@ -197,7 +197,7 @@ class ServiceClient(RefusesMethods):
         weights_access_token: str | None = None,
     ) -> TrainingClient:
         """Create an adapter that resumes bit for bit from a checkpoint of `save_state`."""
-        refuse_options(weights_access_token=weights_access_token)
+        reject_options(weights_access_token=weights_access_token)
         return self._create_from_state(path, base_model, user_metadata, with_optimizer=True)
 
     create_training_client_from_state_with_optimizer_async = in_thread(
@@ -280,4 +280,4 @@ def _check_metadata(user_metadata: Mapping[str, str] | None) -> Mapping[str, str
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    refuse_options(optimizer=None if getattr(optimizer, "type", None) == "adamw" else optimizer)
+    reject_options(optimizer=None if getattr(optimizer, "type", None) == "adamw" else optimizer)

@@ -77,7 +77,7 @@ class Session:
             return self._tokenizers[base_model]
 
 
-def refuse_options(**given: object) -> None:
+def reject_options(**given: object) -> None:
     """Raise UnsupportedError for an option of the tinker SDK that planish does not have, unless it
     is None or False.
     """
@@ -86,7 +86,7 @@ def refuse_options(**given: object) -> None:
             raise UnsupportedError(f"{name}: {_NO_OPTION[name]}")
 
 
-def refuse_to_pickle(self: object) -> NoReturn:
+def reject_pickling(self: object) -> NoReturn:
     """Raise TypeError. Clients use this as `__reduce__`, because the finalizer of a copy would free
     the original's model, and another process does not have the model.
     """

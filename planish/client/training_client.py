@@ -18,8 +18,8 @@ from planish.client.sampling_client import SamplingClient, create_sampling_clien
 from planish.client.session import (
     RefusesMethods,
     Session,
-    refuse_options,
-    refuse_to_pickle,
+    reject_options,
+    reject_pickling,
     release_resource,
 )
 from planish.errors import UserError
@@ -81,7 +81,7 @@ class TrainingClient(RefusesMethods):
             self, release_resource, session.service, UnloadModel(info.model_id)
         ).atexit = False
 
-    __reduce__ = refuse_to_pickle
+    __reduce__ = reject_pickling
 
     @property
     def model_id(self) -> str:
@@ -131,7 +131,7 @@ class TrainingClient(RefusesMethods):
         it, so `loss_fn` must not call this client. If it raises, or the data are invalid, the next
         `optim_step` fails.
         """
-        refuse_options(loss_type_input=loss_type_input != "logprobs" and loss_type_input)
+        reject_options(loss_type_input=loss_type_input != "logprobs" and loss_type_input)
         data = list(data) if isinstance(data, Sequence) else data
         try:
             first_pass = ForwardBackward(
@@ -199,7 +199,7 @@ class TrainingClient(RefusesMethods):
         self, path: str, weights_access_token: str | None = None
     ) -> Pending[LoadWeightsResponse]:
         """Load the weights of a checkpoint with the same adapter shape, and reset the optimizer."""
-        refuse_options(weights_access_token=weights_access_token)
+        reject_options(weights_access_token=weights_access_token)
         return Pending(self._submit(LoadWeights(self.model_id, path)))
 
     load_state_async = in_thread(load_state)
@@ -208,7 +208,7 @@ class TrainingClient(RefusesMethods):
         self, path: str, weights_access_token: str | None = None
     ) -> Pending[LoadWeightsResponse]:
         """Load weights, optimizer state and step of a checkpoint of `save_state`."""
-        refuse_options(weights_access_token=weights_access_token)
+        reject_options(weights_access_token=weights_access_token)
         return Pending(self._submit(LoadWeights(self.model_id, path, with_optimizer=True)))
 
     load_state_with_optimizer_async = in_thread(load_state_with_optimizer)

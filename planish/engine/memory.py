@@ -330,12 +330,12 @@ class _ModelNeeds:
             )
         training = self._training_bytes(trainer)
         if kv_cache_bytes is None:
-            default_bytes = self._limit_on_cpu(
+            fitting_bytes = self._limit_on_cpu(
                 sampler.kv_cache_bytes,
                 max_reservable_bytes(available - sampling - cache_bytes - training),
             )
             states = _MIN_STATES * state_bytes(self.backend.config, self.backend.dtype)
-            kv_cache_bytes = max(default_bytes, _MIN_POSITIONS * self._per_position + states)
+            kv_cache_bytes = max(fitting_bytes, _MIN_POSITIONS * self._per_position + states)
         return ModelMemory(
             weights=self.all_weights,
             adapters=self.adapters,

@@ -272,7 +272,7 @@ def _config(source: GGUFFile) -> dict[str, Any]:
         raise UnsupportedError(
             f"{source.path} holds the architecture {source.architecture!r}; planish converts {', '.join(ARCHITECTURES)}"
         )
-    _refuse_unsupported(source)
+    _reject_unsupported(source)
     architecture = ARCHITECTURES[source.architecture]
     if source.architecture == "mistral3" and not source.field("attention.temperature_scale", 0.0):
         architecture = "MistralForCausalLM"
@@ -356,7 +356,7 @@ def _gemma3_config(source: GGUFFile) -> dict[str, Any]:
     }
 
 
-def _refuse_unsupported(source: GGUFFile) -> None:
+def _reject_unsupported(source: GGUFFile) -> None:
     unsupported = None
     if "token_embd.weight" not in source.tensors:
         unsupported = "it has no token_embd.weight (is it only a vocabulary or an adapter?)"

@@ -108,7 +108,7 @@ def load_weights_from_json(fields: Fields) -> LoadWeights | CreateModel:
     """
     with fields:
         fields.skip("type")
-        refuse_access_token(fields)
+        reject_access_token(fields)
         _check_optimizer(fields)
         path, with_optimizer = (
             fields.text("path"),
@@ -125,7 +125,7 @@ def load_weights_from_json(fields: Fields) -> LoadWeights | CreateModel:
         )
 
 
-def refuse_access_token(fields: Fields, header: str | None = None) -> None:
+def reject_access_token(fields: Fields, header: str | None = None) -> None:
     """Raise UnsupportedError if the body or the header has a token for reading another key's
     checkpoint.
     """

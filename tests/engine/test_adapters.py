@@ -117,7 +117,7 @@ def test_a_non_finite_gradient_changes_nothing(poison: float):
     assert_same(adapter.state(), before)
     assert adapter.weights is weights
     assert adapter.version == 1
-    with pytest.raises(ValueError, match="nothing to apply"):
+    with pytest.raises(ValueError, match="no gradient to apply"):
         adapter.optim_step(AdamParams())
 
 

@@ -362,7 +362,7 @@ def test_an_error_fails_only_its_own_operation(engine):
     nothing = engine.submit(OptimStep("a", STEP))
     other = step(engine, "b", datum())
     mine = step(engine, "a", datum())
-    with pytest.raises(ValueError, match="nothing to apply"):
+    with pytest.raises(ValueError, match="no gradient to apply"):
         nothing.result(WAIT)
     for future in (*other, *mine):
         future.result(WAIT)

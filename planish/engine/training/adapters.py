@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from planish.errors import CheckpointError, NonFiniteError, UserError, refused_step
+from planish.errors import CheckpointError, NonFiniteError, UserError, rejected_step
 from planish.model.kernels.backend import Backend
 from planish.model.lora import LoraLayout, LoraWeights
 from planish.types import AdamParams, OptimStepResponse
@@ -72,9 +72,9 @@ class Adapter:
     def reject_next_step(self, error: BaseException) -> None:
         """Make the next optimizer step fail, because a forward_backward failed with `error`.
 
-        That step raises `refused_step(error)` and drops the accumulated gradient.
+        That step raises `rejected_step(error)` and drops the accumulated gradient.
         """
-        self._rejection = self._rejection or refused_step(error)
+        self._rejection = self._rejection or rejected_step(error)
 
     def optim_step(self, params: AdamParams) -> OptimStepResponse:
         """Apply one step of torch.optim.AdamW to the accumulated gradient, then drop the gradient.
@@ -91,12 +91,14 @@ class Adapter:
             raise rejection
         if grad is None:
             raise UserError(
-                "optim_step has nothing to apply: call forward_backward first; each step uses up the gradient"
+                "optim_step has no gradient to apply; call forward_backward first, because each step "
+                "clears the gradient"
             )
         norm = _norm(grad)
         if not math.isfinite(norm):
             raise NonFiniteError(
-                "optim_step refused: the gradient is not finite; lower the learning rate or check the advantages"
+                "optim_step rejected: the gradient is not finite; lower learning_rate, or check the "
+                "advantages"
             )
         if params.grad_clip_norm > 0:
             # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
@@ -104,7 +106,7 @@ class Adapter:
         master, moments = self._adam_step(grad, params)
         if not all(is_finite(tensor) for tensor in (master, *moments)):
             raise NonFiniteError(
-                "optim_step refused: the new weights would not be finite; lower learning_rate"
+                "optim_step rejected: the new weights would not be finite; lower learning_rate"
             )
         self._replace(master, moments, self.step + 1)
         return OptimStepResponse(metrics={"grad_norm": norm, "adam_step": float(self.step)})

@@ -365,7 +365,7 @@ def context_of(request: Request, key: str | None, is_metrics_page: bool = False)
     state: HttpState = request.app.state.http
     has_keys = state.settings.keys is not None
     if not has_keys:
-        _refuse_web_pages(request)
+        _reject_web_pages(request)
     tenant = state.keyring.tenant(key)
     request.scope[TENANT] = tenant
     connection: Connection | None = request.scope.get(CONNECTION)
@@ -412,7 +412,7 @@ def paged(name: str, page: Page[T], to_json: Callable[[T], Any]) -> dict[str, An
     return {name: [to_json(item) for item in page.items], "cursor": cursor}
 
 
-def _refuse_web_pages(request: Request) -> None:
+def _reject_web_pages(request: Request) -> None:
     """Raise Unauthorized if a web page in a browser on this machine may have sent the request. Such
     a request has an Origin and no key, or a Host that is not a loopback name (DNS rebinding).
     """

@@ -43,7 +43,7 @@ from planish.server.results import (
     TrainingRun,
 )
 from planish.types import LONGEST_TTL_SECONDS, Checkpoint
-from planish.wire.models import refuse_access_token
+from planish.wire.models import reject_access_token
 from planish.wire.records import checkpoint_to_json, weights_info_to_json
 
 
@@ -136,7 +136,7 @@ async def copy_weights(context: RequestContext) -> Response:
         )
         session_id = fields.optional(fields.identifier, "session_id")
         number = fields.optional(lambda name: fields.integer(name, low=0), "model_seq_id", 0)
-        refuse_access_token(fields, context.request.headers.get("x-tinker-weights-access-token"))
+        reject_access_token(fields, context.request.headers.get("x-tinker-weights-access-token"))
         if session_id is None:
             fields.text("destination_project_id")
     if session_id is None:
