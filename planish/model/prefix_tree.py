@@ -10,8 +10,8 @@ dropped.
 The layout does not build trees. It sorts the sequences; each sequence then adds only the tokens
 after its common prefix with the previous sequence. That costs one sort and one pass over the
 tokens, for any prefix length. A micro-batch is a run of consecutive sorted sequences, so it depends
-on the datums alone and not on their order. `_cut` prefers borders where neighbouring sequences
-share short prefixes, because both micro-batches compute the prefix.
+on the datums alone and not on their order. `_micro_batch_borders` prefers borders where
+neighbouring sequences share short prefixes, because both micro-batches compute the prefix.
 """
 
 from __future__ import annotations

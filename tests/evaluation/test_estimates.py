@@ -49,10 +49,10 @@ def test_invalid_values_are_rejected(samples, correct, k):
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=30))
 def test_the_standard_error_is_that_of_a_mean(values):
-    mean = Mean.of(values)
+    mean = Mean.from_values(values)
     assert mean.value == pytest.approx(statistics.mean(values))
     assert mean.stderr == pytest.approx(statistics.stdev(values) / len(values) ** 0.5, abs=1e-9)
 
 
 def test_one_value_says_nothing_of_its_spread():
-    assert Mean.of([0.5]) == Mean(0.5, None)
+    assert Mean.from_values([0.5]) == Mean(0.5, None)

@@ -418,7 +418,7 @@ def test_an_invalid_pool_size_is_rejected():
         asyncio.run(RolloutPool(1).do_group_rollout(Group(), Draws()))
 
     async def run():
-        async with RolloutPool.opened(0) as pool:
+        async with RolloutPool.open(0) as pool:
             return pool
 
     assert asyncio.run(run()) is None
