@@ -9,7 +9,7 @@ import llguidance
 import llguidance.hf
 import pytest
 from family_tokenizers import family_tokenizer
-from test_renderer_templates import TOOLS, assert_equal, by_template
+from test_renderer_templates import DATE, TOOLS, assert_equal, by_template
 
 from planish.renderers import Renderer, get_renderer
 from planish.renderers.grammars import ANY_TEXT, CallableTool, calls_rules, message_grammar
@@ -17,7 +17,10 @@ from planish.renderers.registry import with_effort, with_thinking
 from planish.renderers.stream_parser import Growing, marks_of, read_message
 
 TOKENIZER = family_tokenizer("smollm3", "smollm3")
-MADE = {name: get_renderer(name, TOKENIZER) for name in ("smollm3", "smollm3_disable_thinking")}
+MADE = {
+    name: get_renderer(name, TOKENIZER, current_date=DATE)
+    for name in ("smollm3", "smollm3_disable_thinking")
+}
 CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "zwölf"}}\n</tool_call>'
 NOW_TEXT = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": "zwölf"}'}}
