@@ -9,10 +9,11 @@ head counts less than in a real model. Both libraries run in this process, one a
 each round. `decode`: `samples` samples of `new_tokens` tokens each from one prompt, by
 `SamplingClient.sample` and by `generate` with a KV cache. `training`: the gradient of one batch of
 different sequences for an adapter on the linears of attention and MLP, by `forward_backward` and by
-PEFT. Adapters of experts are left out of both. The script prints one JSON object with medians, the
-ratio of the rates (above 1: planish is faster), and `others`, the largest share of the cores that
-other programs used in a round. Beside other programs the ratio says more about the scheduler than
-about the two libraries.
+PEFT, which keeps the adapters of a bf16 model in float32. Adapters of experts are left out of both.
+
+The script prints one JSON object with medians, the ratio of the rates (above 1: planish is faster),
+and `others`, the largest share of the cores that other programs used in a round. Beside other
+programs the ratio says more about the scheduler than about the two libraries.
 """
 
 from __future__ import annotations
