@@ -22,9 +22,24 @@ from planish.model.decoder import Decoder
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kv_cache import max_pool_bytes
-from planish.model.weight_sizes import kept_bytes, linear_bytes
+from planish.model.weight_sizes import kept_bytes, linear_bytes, mxfp4_bytes
 from planish.service import CreateSampler
-from planish.testing import tiny_model
+from planish.testing import tiny_model, use_mxfp4
+
+OF_20B = {
+    "vocab_size": 201_088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "tie_word_embeddings": False,
+}
+"""The sizes of gpt-oss-20b."""
 
 GB = 10**9
 GIB = 1 << 30
@@ -407,6 +422,22 @@ def test_the_memory_plan_of_a_cpu_has_all_copies_of_the_weights(tmp_path, machin
         expected = 3 * kept_bytes(config, 2, scheme)
         expected += linear_bytes(config, scheme) if scheme else 0
         assert DeviceMemory(settings).claim(tmp_path).weights == expected
+
+
+def test_the_memory_plan_counts_the_codes_of_an_mxfp4_checkpoint_once(tmp_path, machine):
+    machine(64 * GIB)
+    use_mxfp4(tiny_model(tmp_path, "gpt_oss", dtype="bfloat16"))
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text()) | OF_20B
+    path.write_text(json.dumps(fields))
+    config = ModelConfig.from_directory(tmp_path)
+    backend = choose_backend(config, torch.bfloat16, torch.device("cpu"), deterministic=False)
+    if not backend.is_compiled:
+        pytest.skip("the formula is that of the C++ kernels")
+    plan = DeviceMemory(EngineSettings(dtype="bfloat16", device="cpu")).claim(tmp_path)
+    # docs/models.md: 10.2 GB of codes once, and three copies of the other 3.6 GB.
+    assert plan.weights == 3 * 13_761_264_768 - 2 * mxfp4_bytes(config)
+    assert plan.weights == pytest.approx(20.98e9, rel=1e-3)
 
 
 def documented_config(
