@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from planish.client.futures import in_thread
@@ -116,12 +115,7 @@ class ServiceClient(RefusesMethods):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close(finish=kind is None)
 
     def close(self, status: str = "success", detail: str | None = None) -> None:

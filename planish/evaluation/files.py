@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from planish.errors import DamagedFileError, UserError
@@ -53,12 +52,7 @@ class EvaluationDirectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._rows.close()
         self._lock.release()
 

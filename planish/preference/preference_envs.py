@@ -187,7 +187,19 @@ def _log_matchups(results: Sequence[Result]) -> None:
 
 
 @chz.chz
-class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
+class TournamentOptions:
+    """Which prompts are used, and how the answers to a prompt are compared."""
+
+    matchup_group_size: int = chz.field(
+        default=4, doc="number of answers in a chunk; all answers of a chunk are compared"
+    )
+    max_prompt_tokens: int | None = chz.field(
+        default=None, doc="maximum tokens in a prompt; longer prompts are skipped; none = no limit"
+    )
+
+
+@chz.chz
+class PairwisePreferenceRLDatasetBuilder(TournamentOptions, RLDatasetBuilder):
     """The options of a dataset of prompts, each with a group of answers that are compared.
 
     It has no test set. To evaluate, use planish/preference/comparison_evaluator.py.
@@ -202,12 +214,6 @@ class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
     batch_size: int = chz.field(default=16, doc="prompts per step")
     group_size: int = chz.field(default=4, doc="answers per prompt")
     tournament_pattern: TournamentPattern = TournamentPattern.ALL_PAIRS_BOTH_WAYS
-    matchup_group_size: int = chz.field(
-        default=4, doc="number of answers in a chunk; all answers of a chunk are compared"
-    )
-    max_prompt_tokens: int | None = chz.field(
-        default=None, doc="maximum tokens in a prompt; longer prompts are skipped; none = no limit"
-    )
     seed: int = chz.field(default=0, doc="seed of the order of the prompts")
     service_client: ServiceClient | None = chz.field(
         default=None, doc="service client of the preference model; none = it opens its own"

@@ -22,6 +22,7 @@ from planish.preference.forms import Kind
 from planish.preference.matchups import TournamentPattern
 from planish.preference.preference_envs import (
     PairwisePreferenceRLDatasetBuilder,
+    TournamentOptions,
     require_tournament,
 )
 from planish.preference.preference_models import PreferenceModelBuilder
@@ -102,7 +103,7 @@ class PreferenceStage(ScheduleOptions):
 
 
 @chz.chz
-class PromptOptions:
+class PromptOptions(TournamentOptions):
     """The prompts of the RL stage, and how answers to a prompt are compared."""
 
     dataset: str | None = chz.field(
@@ -112,14 +113,8 @@ class PromptOptions:
     test_size: int | None = chz.field(
         default=64, doc="number of test prompts in dataset; none = the whole test split"
     )
-    max_prompt_tokens: int | None = chz.field(
-        default=None, doc="maximum tokens in a prompt; longer prompts are skipped; none = no limit"
-    )
     batch_size: int = chz.field(default=8, doc="prompts per step")
     group_size: int = chz.field(default=4, doc="answers per prompt")
-    matchup_group_size: int = chz.field(
-        default=4, doc="number of answers in a chunk; all answers of a chunk are compared"
-    )
     tournament_pattern: TournamentPattern | None = chz.field(
         default=None,
         doc="pairs that are compared; none = all_pairs_both_ways for kind=chat, "

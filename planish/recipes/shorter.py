@@ -24,6 +24,7 @@ from planish.preference.comparison_evaluator import ComparisonEvaluatorBuilder
 from planish.preference.matchups import TournamentPattern
 from planish.preference.preference_envs import (
     PairwisePreferenceRLDatasetBuilder,
+    TournamentOptions,
     require_tournament,
 )
 from planish.preference.preference_models import PreferenceModelBuilder
@@ -105,7 +106,7 @@ def _questions_on(topics: Sequence[str]) -> list[Messages]:
 
 
 @chz.chz
-class Options(RLOptions):
+class Options(TournamentOptions, RLOptions):
     """Options of the recipe."""
 
     log_path: str = chz.field(
@@ -121,12 +122,6 @@ class Options(RLOptions):
     batch_size: int = chz.field(default=8, doc="prompts per step")
     group_size: int = chz.field(default=4, doc="answers per prompt")
     tournament_pattern: TournamentPattern = TournamentPattern.ALL_PAIRS_BOTH_WAYS
-    matchup_group_size: int = chz.field(
-        default=4, doc="number of answers in a chunk; all answers of a chunk are compared"
-    )
-    max_prompt_tokens: int | None = chz.field(
-        default=None, doc="maximum tokens in a prompt; longer prompts are skipped; none = no limit"
-    )
     learning_rate: float = 2e-4
     max_tokens: int = chz.field(default=64, doc="maximum number of tokens in an answer")
     max_steps: int | None = 20

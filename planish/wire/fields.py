@@ -12,7 +12,6 @@ import codecs
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, TypeVar, overload
 
 import orjson
@@ -84,13 +83,8 @@ class Fields:
     def __enter__(self) -> Fields:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.refuse_others()
 
     def refuse_others(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from planish.errors import UnsupportedError
 from planish.renderers import Message, Renderer, ToolSpec
+from planish.renderers.chatml import with_thought
 
 
 def read_message(given: Any) -> Message:
@@ -18,10 +19,7 @@ def read_message(given: Any) -> Message:
     role = "user" if given.role == "text" else given.role
     message: dict[str, Any] = {"role": role, "content": _text(given.content)}
     if role == "assistant":
-        thought = getattr(given, "reasoning_content", None)
-        if thought:
-            text = [{"type": "text", "text": message["content"]}] if message["content"] else []
-            message["content"] = [{"type": "thinking", "thinking": thought}, *text]
+        message = with_thought(message, getattr(given, "reasoning_content", None))
         calls = getattr(given, "tool_calls", None)
         if calls:
             message["tool_calls"] = [
