@@ -134,34 +134,21 @@ class PolicyReference(Reference):
         )
 
 
-@dataclass(frozen=True)
-class WinRate:
-    """The wins of an evaluation, one number for each prompt."""
-
-    wins: Sequence[float]
-    """One number from 0 to 1 for each comparison; not empty."""
-
-    @property
-    def mean(self) -> Mean:
-        """The mean over prompts, with its standard error."""
-        return Mean.from_values(self.wins)
-
-
-async def win_rate(
+async def wins_of(
     judge: PreferenceModel, comparisons: Sequence[Comparison], *, both_ways: bool = True
-) -> WinRate:
-    """Return how often answer B wins; with `both_ways`, each comparison is also judged swapped."""
+) -> list[float]:
+    """Return how much of each comparison answer B wins, from 0 to 1. With `both_ways`, each
+    comparison is also judged swapped.
+    """
     if not both_ways:
-        return WinRate([(r + 1) / 2 for r in await judge_comparisons(judge, comparisons)])
+        return [(r + 1) / 2 for r in await judge_comparisons(judge, comparisons)]
     asked = [*comparisons, *(comparison.swap() for comparison in comparisons)]
     preferences = await judge_comparisons(judge, asked)
     count = len(comparisons)
-    return WinRate(
-        [
-            (r - swapped + 2) / 4
-            for r, swapped in zip(preferences[:count], preferences[count:], strict=True)
-        ]
-    )
+    return [
+        (r - swapped + 2) / 4
+        for r, swapped in zip(preferences[:count], preferences[count:], strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -172,8 +159,8 @@ class Contest:
     """In each comparison, A is the reference's answer and B is the policy's."""
     answers: Sequence[SampledAnswer]
     """The policy's answers, one for each prompt."""
-    win_rates: Mapping[str, WinRate]
-    """The win rate by the name of the judge."""
+    wins: Mapping[str, Sequence[float]]
+    """The result of `wins_of` by the name of the judge."""
 
     def metrics(self, name: str) -> dict[str, float]:
         """Return the metrics of `ComparisonEvaluator`, with `name` as their prefix."""
@@ -182,10 +169,11 @@ class Contest:
             f"{name}/format": sum(answer.is_whole for answer in self.answers) / count,
             f"{name}/ac_tokens_per_turn": sum(answer.num_tokens for answer in self.answers) / count,
         }
-        for judge, rate in self.win_rates.items():
-            found[f"{name}/win_rate/{judge}"] = rate.mean.value
-            if rate.mean.stderr is not None:
-                found[f"{name}/win_rate_stderr/{judge}"] = rate.mean.stderr
+        for judge, wins in self.wins.items():
+            rate = Mean.from_values(wins)
+            found[f"{name}/win_rate/{judge}"] = rate.value
+            if rate.stderr is not None:
+                found[f"{name}/win_rate_stderr/{judge}"] = rate.stderr
         return found
 
 
@@ -225,11 +213,11 @@ class ComparisonEvaluator(SamplingClientEvaluator):
             Comparison(prompt, completion, answer.completion)
             for prompt, completion, answer in zip(self.prompts, completions, answers, strict=True)
         ]
-        win_rates = {
-            name: await win_rate(judge, comparisons, both_ways=self.both_ways)
+        wins = {
+            name: await wins_of(judge, comparisons, both_ways=self.both_ways)
             for name, judge in self.judges.items()
         }
-        return Contest(comparisons, answers, win_rates)
+        return Contest(comparisons, answers, wins)
 
 
 @chz.chz

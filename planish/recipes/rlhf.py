@@ -118,14 +118,13 @@ def evaluate(
 
 def comparison_rows(found: Contest) -> str:
     """Return JSON lines with the prompt, both answers, and each judge's result."""
-    judges = list(found.win_rates)
-    wins = zip(*(found.win_rates[judge].wins for judge in judges), strict=True)
+    wins = zip(*found.wins.values(), strict=True)
     rows = [
         {
             "prompt": comparison.prompt_conversation,
             "reference": comparison.completion_A,
             "policy": comparison.completion_B,
-            "wins": dict(zip(judges, won, strict=True)),
+            "wins": dict(zip(found.wins, won, strict=True)),
         }
         for comparison, won in zip(found.comparisons, wins, strict=True)
     ]

@@ -19,13 +19,13 @@ from planish.preference.comparison_evaluator import (
     ComparisonEvaluatorBuilder,
     FixedReference,
     PolicyReference,
-    WinRate,
-    win_rate,
+    wins_of,
 )
 from planish.preference.preference_models import PreferenceModelBuilder
 from planish.preference.prompts import PromptBuilder, Prompts
 from planish.preference.types import Comparison
 from planish.runlog.evaluators import checked_metrics
+from planish.runlog.statistics import Mean
 from planish.types import SampledSequence, SampleResponse
 
 PROMPTS = [[{"role": "user", "content": f"Say {n}."}] for n in range(4)]
@@ -87,7 +87,7 @@ def evaluator(renderer, reference, judges=None, **options):
 def test_win_rates_equal_a_hand_computation(judge, both_ways, wins):
     texts = [("a", "ab"), ("ab", "a"), ("a", "b")]
     comparisons = [Comparison(PROMPTS[0], said(a), said(b)) for a, b in texts]
-    assert asyncio.run(win_rate(judge, comparisons, both_ways=both_ways)).wins == wins
+    assert asyncio.run(wins_of(judge, comparisons, both_ways=both_ways)) == wins
 
 
 def test_both_orders_have_equal_weight():
@@ -96,8 +96,8 @@ def test_both_orders_have_equal_weight():
     async def partial(comparison):
         return 0.6 if text_of(comparison.completion_A) == "a" else 0.2
 
-    rate = asyncio.run(win_rate(partial, [Comparison(PROMPTS[0], said("a"), said("b"))]))
-    assert rate.wins == pytest.approx([0.6])
+    wins = asyncio.run(wins_of(partial, [Comparison(PROMPTS[0], said("a"), said("b"))]))
+    assert wins == pytest.approx([0.6])
 
 
 def test_each_order_is_judged_once():
@@ -108,19 +108,17 @@ def test_each_order_is_judged_once():
         return 0
 
     comparisons = [Comparison(PROMPTS[0], said("a"), said("b"))]
-    asyncio.run(win_rate(counting, comparisons, both_ways=False))
+    asyncio.run(wins_of(counting, comparisons, both_ways=False))
     assert asked == ["a"]
-    asyncio.run(win_rate(counting, comparisons))
+    asyncio.run(wins_of(counting, comparisons))
     assert sorted(asked) == ["a", "a", "b"]
 
 
 def test_the_standard_error_is_that_of_a_mean():
-    rate = WinRate([1, 0, 0.5, 1])
-    assert rate.mean.value == 0.625
-    assert rate.mean.stderr == pytest.approx(
-        math.sqrt(((0.375**2) * 2 + 0.625**2 + 0.125**2) / 3 / 4)
-    )
-    assert WinRate([1.0]).mean.stderr is None
+    rate = Mean.from_values([1, 0, 0.5, 1])
+    assert rate.value == 0.625
+    assert rate.stderr == pytest.approx(math.sqrt(((0.375**2) * 2 + 0.625**2 + 0.125**2) / 3 / 4))
+    assert Mean.from_values([1.0]).stderr is None
 
 
 def test_answers_are_compared_with_fixed_texts(renderer):
@@ -151,10 +149,7 @@ def test_several_judges_see_the_same_answers(renderer):
             name="held_out",
         ).play(Policy(renderer, 2))  # pyright: ignore[reportArgumentType]
     )
-    assert {name: rate.mean.value for name, rate in contest.win_rates.items()} == {
-        "longer": 1,
-        "b": 1,
-    }
+    assert contest.wins == {"longer": [1] * 4, "b": [1] * 4}
     assert [text_of(comparison.completion_B) for comparison in contest.comparisons] == [
         "00",
         "11",
