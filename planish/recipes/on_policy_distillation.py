@@ -23,10 +23,10 @@ from planish import ServiceClient
 from planish.distillation import on_policy
 from planish.distillation.datasets import DistillationDatasetBuilder, DistillationDatasetConfig
 from planish.distillation.prompts import PromptOnlyDatasetBuilder
-from planish.distillation.teachers import TeacherConfig
 from planish.errors import UserError
 from planish.recipes import math_rl, training_run
 from planish.recipes.rl_options import shared_settings
+from planish.recipes.teacher_answers import TeacherModelOptions, teacher_config
 from planish.recipes.training_run import run_main
 from planish.rl.types import RLDatasetBuilder
 
@@ -51,7 +51,7 @@ class Source:
 
 
 @chz.chz
-class Options(math_rl.Options):
+class Options(TeacherModelOptions, math_rl.Options):
     """Options of the recipe. `options_for` makes them with the default sizes of an env."""
 
     env: str = chz.field(
@@ -65,12 +65,6 @@ class Options(math_rl.Options):
     max_prompt_tokens: int | None = chz.field(
         default=None,
         doc="prompts: maximum tokens in a prompt; longer ones are skipped; none = 1024",
-    )
-    teacher_model: str | None = chz.field(
-        default=None, doc="base model of the teacher; none = model_name"
-    )
-    teacher_checkpoint: str | None = chz.field(
-        default=None, doc="checkpoint or run directory of the teacher; none = the base model"
     )
     more: tuple[Source, ...] = chz.field(
         default=(),
@@ -135,14 +129,6 @@ def distillation_config(options: Options) -> on_policy.Config:
         **shared_settings(options),
         dataset_builder=DistillationDatasetBuilder(parts=parts),
         recipe_name="on_policy_distillation",
-    )
-
-
-def teacher_config(options: Options) -> TeacherConfig:
-    """Return the config of the teacher."""
-    return TeacherConfig(
-        base_model=options.teacher_model or options.model_name,
-        load_checkpoint_path=options.teacher_checkpoint,
     )
 
 

@@ -31,7 +31,19 @@ SAMPLED = "sampled.jsonl"
 
 
 @chz.chz
-class TeacherOptions(SLOptions):
+class TeacherModelOptions:
+    """The weights of the teacher."""
+
+    teacher_model: str | None = chz.field(
+        default=None, doc="base model of the teacher; none = model_name"
+    )
+    teacher_checkpoint: str | None = chz.field(
+        default=None, doc="checkpoint or run directory of the teacher; none = the base model"
+    )
+
+
+@chz.chz
+class TeacherOptions(TeacherModelOptions, SLOptions):
     """Options of recipes that train on a teacher's answers."""
 
     dataset: str = chz.field(
@@ -40,12 +52,6 @@ class TeacherOptions(SLOptions):
     test_size: int | None = chz.field(
         default=64,
         doc="number of test conversations; none = the whole test split, 0 = no evaluation",
-    )
-    teacher_model: str | None = chz.field(
-        default=None, doc="base model of the teacher; none = model_name"
-    )
-    teacher_checkpoint: str | None = chz.field(
-        default=None, doc="checkpoint or run directory of the teacher; none = the base model"
     )
     batch_size: int = chz.field(default=16, doc="conversations per step")
     max_length: int = chz.field(
@@ -68,8 +74,8 @@ class TeacherOptions(SLOptions):
         return MAX_OPERAND if self.max_operand is None else self.max_operand
 
 
-def teacher_config(options: TeacherOptions) -> TeacherConfig:
-    """Return the config of the teacher."""
+def teacher_config(options: Any) -> TeacherConfig:
+    """Return the config of the teacher of options that derive from `TeacherModelOptions`."""
     return TeacherConfig(
         base_model=options.teacher_model or options.model_name,
         load_checkpoint_path=options.teacher_checkpoint,
