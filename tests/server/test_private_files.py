@@ -69,8 +69,9 @@ def test_the_first_save_of_a_run_syncs_its_new_directory_entries(model_dir, data
             segment = checkpoints / model.model_id / "weights"
             for directory in (segment, *segment.parents[:3]):
                 assert directory in synced, directory
-            # Each of them is synced again after the rename: a killed process may have made it.
-            assert synced[-4:] == [segment, segment.parent, checkpoints, data_dir]
+            # Each of them is synced again, because a killed process may have made it: the parents
+            # before the checkpoint is renamed into place, and its own directory after that.
+            assert synced[-4:] == [segment.parent, checkpoints, data_dir, segment]
             synced.clear()
             await server.checkpoints.delete(
                 model.client.tenant, f"tinker://{model.model_id}/weights/a"
