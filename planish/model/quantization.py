@@ -210,8 +210,8 @@ def check_quantizable(config: ModelConfig, scheme: str | None) -> None:
     """Raise UserError if the linears of this model cannot be quantized with `scheme`."""
     if scheme is not None and config.mxfp4_experts:
         raise UserError(
-            f"quantize={scheme!r}: the experts of this checkpoint are quantized with mxfp4 already; "
-            "omit quantize"
+            f"quantize={scheme!r}: the experts of this checkpoint are quantized with mxfp4 "
+            "already; omit quantize"
         )
     if scheme != "nf4":
         return
