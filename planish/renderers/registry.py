@@ -212,7 +212,8 @@ _EFFORT_VARIANTS: tuple[dict[str, str], ...] = (
 def with_effort(name: str, effort: str) -> str:
     """Return the renderer of the same models as `name` with a reasoning effort.
 
-    "none" stands for no thinking. Models with a single way of thinking have the effort "high".
+    "none" stands for no thinking. Models with a single way of thinking have it at "low", "medium"
+    and "high", because clients send one of these to turn thinking on.
     UnsupportedError, with the list of efforts, if the models do not have this one.
     """
     efforts = _efforts(name)
@@ -233,6 +234,6 @@ def _efforts(name: str) -> dict[str, str]:
         if name in family or (name.startswith("gpt_oss") and "gpt_oss_low_reasoning" in family):
             return found | variants
     try:
-        return found | {"high": with_thinking(name, True)}
+        return found | dict.fromkeys(("low", "medium", "high"), with_thinking(name, True))
     except UnsupportedError:  # a model that does not think
         return found

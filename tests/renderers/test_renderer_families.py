@@ -367,6 +367,11 @@ def test_the_date_of_gpt_oss_is_an_option():
         get_renderer("gpt_oss_no_sysprompt", tokenizer, current_date=DATE)
 
 
+def thinking(name: str) -> dict[str, str]:
+    """Return the efforts of models that think in one way, with renderer `name`."""
+    return dict.fromkeys(("low", "medium", "high"), name)
+
+
 @pytest.mark.parametrize(
     ("name", "efforts"),
     [
@@ -405,11 +410,11 @@ def test_the_date_of_gpt_oss_is_an_option():
         ),
         (
             "nemotron3_preserve_thinking",
-            {"none": "nemotron3_disable_thinking", "high": "nemotron3_preserve_thinking"},
+            {"none": "nemotron3_disable_thinking", **thinking("nemotron3_preserve_thinking")},
         ),
-        ("qwen3_disable_thinking", {"none": "qwen3_disable_thinking", "high": "qwen3"}),
-        ("deepseekv3", {"none": "deepseekv3", "high": "deepseekv3_thinking"}),
-        ("kimi_k2", {"high": "kimi_k2"}),
+        ("qwen3_disable_thinking", {"none": "qwen3_disable_thinking", **thinking("qwen3")}),
+        ("deepseekv3", {"none": "deepseekv3", **thinking("deepseekv3_thinking")}),
+        ("kimi_k2", thinking("kimi_k2")),
         ("llama3", {"none": "llama3"}),
     ],
 )

@@ -605,7 +605,7 @@ def test_a_reasoning_effort_chooses_the_renderer(served, client, effort, rendere
     ("model", "options", "message"),
     [
         (EFFORTS, {"reasoning_effort": "high"}, "'high'; give none or low or medium or xhigh"),
-        (THINKER, {"reasoning_effort": "low"}, "'low'; give none or high"),
+        (THINKER, {"reasoning_effort": "xhigh"}, "'xhigh'; give none or low or medium or high"),
         (CHAT, {"reasoning_effort": "high"}, "'high'; give none"),
         (
             THINKER,
