@@ -56,7 +56,8 @@ FAMILIES: dict[str, Family] = {
     "Olmo3ForCausalLM": "olmo3",
     "Phi3ForCausalLM": "phi3",
 }
-"""The family of each supported architecture, as config.json names the architecture."""
+"""The family of each supported architecture. The keys are values of `architectures` in config.json.
+"""
 
 MULTIMODAL = {
     "Gemma3ForConditionalGeneration": ("gemma3", ("Gemma3ForCausalLM",)),
@@ -230,8 +231,8 @@ class ModelConfig:
     names one.
     """
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
-    """The activation function of the MLP's gate, or the clamped SwiGLU of gpt-oss, in which the
-    columns of gate and up alternate (see `Backend.clamped_swiglu`).
+    """The activation function of the MLP's gate. "clamped_swiglu" is the SwiGLU of gpt-oss: gate
+    and up are clamped, and their columns alternate (see `Backend.clamped_swiglu`).
     """
     output_norms: bool = False
     """Whether the outputs of attention and MLP pass an RMSNorm before the residual addition (Gemma
@@ -292,8 +293,8 @@ class ModelConfig:
     output_bias: bool = False
     """Whether the output projection of the attention has a bias (gpt-oss)."""
     expert_biases: bool = False
-    """Whether router and experts have biases, and the experts a joint matrix for gate and up
-    (gpt-oss).
+    """Whether the router and the experts have biases (gpt-oss). Each expert then also has one joint
+    matrix for gate and up.
     """
     swiglu_alpha: float = 1.0
     """The factor of the gate in the sigmoid of a clamped SwiGLU."""
@@ -398,11 +399,13 @@ class ModelConfig:
         logits: all except `eos_token_ids`, `max_context` and `mxfp4_experts`.
         """
         values = asdict(self)
-        # The dequantized mxfp4 checkpoint of the same model has the same weights.
+        # An mxfp4 checkpoint and its dequantized copy have the same weights, so both get the same
+        # fingerprint.
         values["mxfp4_experts"] = False
         del values["eos_token_ids"], values["max_context"]
-        # Checkpoints contain fingerprints, so a new field of ModelConfig must not change those of
-        # existing models. Existing models have the field's default, so leave out defaults.
+        # Checkpoints contain fingerprints, so a new field of ModelConfig must not change the
+        # fingerprints of existing models. These models have the default of the new field, so
+        # fields with their default are left out.
         for field in fields(self):
             if field.default is not MISSING and values[field.name] == field.default:
                 del values[field.name]
@@ -426,7 +429,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _architecture(fields: Mapping[str, Any], directory: Path) -> str:
-    """Return the supported architecture that config.json names. UnsupportedError for any other."""
+    """Return the supported architecture that config.json names, or raise UnsupportedError."""
     model_type = fields.get("model_type")
     model_types = {name: MODEL_TYPES.get(name, family) for name, family in FAMILIES.items()}
     model_types |= {name: own_type for name, (own_type, _) in MULTIMODAL.items()}

@@ -76,7 +76,7 @@ class Layer:
     projection, and `rope` is not used.
     """
     sinks: Tensor | None = None
-    """The attention sinks of the query heads, float32 [Hq] (see `Attend`); None: it has none."""
+    """The attention sinks of the query heads, float32 [Hq] (see `Attend`). None: no sinks."""
 
 
 class Decoder:
@@ -401,7 +401,7 @@ class _Loader:
         return parts
 
     def norm(self, name: str, factor: float = 1.0) -> Tensor:
-        """Return the float32 weight of an RMSNorm, with the config's offset, times `factor`."""
+        """Return the float32 weight of an RMSNorm: (stored weight + norm_offset) * `factor`."""
         weight = self.weight(f"{name}.weight").float()
         offset = self.backend.config.norm_offset
         # Do not copy a weight that is used as it is.

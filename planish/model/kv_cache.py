@@ -357,7 +357,7 @@ class KVPools:
         pool_factory: Callable[[KVSpec, int], KVPool] = KVPool,
         budget: KVBudget | None = None,
     ) -> None:
-        """`pool_factory`: creates a pool of a capacity. `budget`: may cover other pools too."""
+        """`pool_factory` creates a pool of a capacity. `budget` may also cover other `KVPools`."""
         self.spec = spec
         self._pool_factory = pool_factory
         self._budget = budget or KVBudget()

@@ -200,7 +200,7 @@ def split_thought(pieces: Sequence[Piece], calls: Control = CALL) -> tuple[str |
 
 
 def begun_in_thought(pieces: Sequence[Piece]) -> Sequence[Piece]:
-    """Return a message sampled after an open think block, with the tag that opened the block."""
+    """Return a message that was sampled inside a think block, with the opening tag put first."""
     return pieces if pieces and pieces[0] == THINK else [THINK, *pieces]
 
 
@@ -232,8 +232,8 @@ def read_call_section(
 ) -> dict[str, Any]:
     """Parse a sampled message of a format that writes all calls of a message in one section.
 
-    `begins_in_thought` says whether the prompt opened the think block. `tags` begin and end the
-    section, then a call.
+    `begins_in_thought` says whether the prompt opened the think block. `tags` are the tags
+    that begin and end the section, and the tags that begin and end a call.
     """
     section, section_end, begin, end = tags
     pieces = begun_in_thought(pieces) if begins_in_thought else pieces

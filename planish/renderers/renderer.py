@@ -72,8 +72,8 @@ class Renderer:
         """Whether each prompt of a conversation begins with the earlier prompts and their answers.
 
         If so, a rollout of several turns can be one training sequence. Two conditions must hold.
-        The history contains the answers as `parse_response` returned them. And the tokenizer gives
-        the sampled tokens for their text.
+        The history contains the answers as `parse_response` returned them. And tokenising the text
+        of an answer gives the sampled tokens again.
         """
         return self.format.abilities.extends
 

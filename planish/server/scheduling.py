@@ -94,8 +94,8 @@ class FairQueue:
         0. Otherwise a tenant that was absent would come before all others for a long time.
         """
         self._now = 0
-        """The value in `_clocks` of the tenant that got the last turn, before the cost of this turn
-        was added. Every tenant's value is at least this high.
+        """The lowest value that a tenant can have. When a tenant gets a turn, `_now` becomes the
+        value of this tenant before the cost of the turn is added.
         """
 
     @property
@@ -211,7 +211,7 @@ class CachedAdapter(Protocol):
 
     @property
     def is_evictable(self) -> bool:
-        """Whether the adapter can be loaded again. Only read while it is not pinned."""
+        """Whether the adapter can be loaded again. The cache asks only about unpinned adapters."""
         ...
 
     async def load(self) -> None:
@@ -251,7 +251,7 @@ class AdapterCache:
         self._changed = asyncio.Event()
         self._room_lock = asyncio.Lock()
         """Held by the one caller that waits for memory to be freed. Later callers wait for the
-        lock, so callers get memory in their order.
+        lock, so callers get memory in the order in which they asked.
         """
 
     @property
@@ -350,8 +350,8 @@ class AdapterCache:
         self._counters.loads += 1
 
     async def _reserve(self, entry: _CacheEntry) -> None:
-        """Evict adapters until there is memory for the entry, and reserve it. Callers are served in
-        their order. The wait ends early if the entry is no longer pinned.
+        """Evict adapters until there is memory for the entry, and reserve it. Callers get memory
+        in the order in which they asked. The wait ends early if the entry is no longer pinned.
         """
         needed = entry.adapter.memory_bytes
         async with self._room_lock:

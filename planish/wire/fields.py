@@ -1,5 +1,5 @@
-"""Reading a JSON object field by field: every field has a type, and an error names it by its path
-in the body.
+"""Reading a JSON object field by field: every field has a type, and an error names the path of the
+field in the body.
 
 `with Fields.of(body) as fields` ends with a check that every field was read. An unread field is
 rejected, unless it is empty (null, false, 0, "", [] or {}): a client may send the defaults of
@@ -208,7 +208,7 @@ class Fields:
         return value
 
     def raw(self, name: str) -> Any:
-        """Return the value of any type; None if it is absent."""
+        """Return the value, which may have any type, or None if the field is absent."""
         self._read.add(name)
         return self._values.get(name)
 

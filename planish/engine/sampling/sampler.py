@@ -200,12 +200,12 @@ class Sampler:
         of prompts are never changed in place.
         """
         self._chunk_states: dict[Prompt, list[RecurrentState]] = {}
-        """The recurrent states after the whole chunks computed so far. An entry is removed when its
-        prompt is ready.
+        """For each prompt in prefill, the recurrent state after each complete chunk. The entry is
+        removed when the prompt is ready.
         """
         self._hidden: dict[Prompt, list[Tensor]] = {}
-        """The hidden states of the whole chunks computed so far. An entry is removed when its
-        prompt is ready.
+        """For each prompt in prefill, the final hidden states of each complete chunk. The entry is
+        removed when the prompt is ready.
         """
         self._last_hidden: dict[Prompt, Tensor] = {}
         """The hidden state [1, D] of each ready prompt's last token."""
@@ -403,14 +403,14 @@ class Sampler:
         return RecurrentState(config, self._decoder.dtype, self._decoder.device)
 
     def _state_runs(self, prompt: Prompt, row: int, count: int) -> list[StateRun]:
-        """Split the next `count` positions of a prompt into runs of a recurrent model (`StateRun`).
+        """Split the next `count` positions of a prompt into `StateRun`s for the recurrent layers.
 
         The first of these positions is at batch row `row`, and the others follow. Return an empty
         list if the model has no recurrent state.
 
         Each run ends at the end of a chunk, or at the last of these positions. `_states` receives
-        the state after the last run. `_chunk_states` receives the states after whole chunks, as far
-        as these chunks fit into the prefix cache.
+        the state after the last run. `_chunk_states` receives the state after each complete chunk,
+        up to as many chunks as the prefix cache can hold.
         """
         if not self._state_bytes:
             return []
@@ -600,7 +600,7 @@ class Sampler:
     def _count_rows(self, samples: Sequence[RunningSample]) -> None:
         """Set the number of rows of each sample in the next decoding step.
 
-        A step has at most `max_batch` rows, like a step without forced tokens.
+        Forced tokens add rows only while the whole step has at most `max_batch` rows.
         """
         constrained = [sample for sample in samples if sample.grammar is not None]
         pending = [s.grammar for s in constrained if s.grammar and not s.grammar.is_ready]
@@ -676,10 +676,11 @@ class Sampler:
     def _needed_capacity(self, sample: RunningSample) -> int:
         """Return the capacity of the slot that the sample needs for its next rows.
 
-        On a CPU a slot grows with its sample. The operating system provides memory at the first
-        write, and a pool that moves or clears a slot writes all of it. So a full-size slot could
-        take memory for positions that the sample never reaches. On a GPU the sample gets its final
-        slot at once, because a move would take more kernel launches than a decoding step.
+        On a CPU a slot grows with its sample, because a full-size slot could take memory for
+        positions that the sample never reaches. The operating system provides memory at the first
+        write, and a pool writes a whole slot when it moves or clears the slot. On a GPU the sample
+        gets its final slot at once, because a move would take more kernel launches than a decoding
+        step.
         """
         limit = sample_capacity(sample.prompt.length, sample.request.max_tokens)
         if self._backend.uses_main_memory:
@@ -802,10 +803,10 @@ class Sampler:
     ]:
         """Prepare the tokens to sample.
 
-        Return (samples, rows, token_indices, adjustments, exhausted). Item i of the first three
-        lists is the sample and the row of token i, and the token's index within that sample. The
-        keys of `adjustments` are indices i. A sample with forced tokens is in the lists once per
-        token. Samples whose mask is missing, and samples whose grammar failed, are left out.
+        Return (samples, rows, token_indices, adjustments, exhausted). Token i is sampled from row
+        rows[i] for samples[i], and its index within that sample is token_indices[i]. The keys of
+        `adjustments` are indices i. A sample with forced tokens is in the lists once per token.
+        Samples whose mask is missing, and samples whose grammar failed, are left out.
         `exhausted` has the samples whose text is complete and cannot be continued.
         """
         missing = [s.grammar for s in samples if s.grammar is not None and not s.grammar.is_ready]

@@ -49,10 +49,10 @@ class Request:
     """The maximum tokens per sample. 0: the request samples nothing and scores its prompt only."""
     weights: LoraWeights | None
     version: Hashable
-    """The request's version in the prefix cache: the version of the weights, and the owner of the
-    cached prefixes that the request may use. Requests with different versions do not share an
-    active prompt either. Otherwise a fast response or its count of cached tokens would reveal
-    another owner's prompt.
+    """The pair (version of the weights, owner) under which the request's prefixes are cached. The
+    owner is "" if all owners share prefixes. Requests with different pairs do not share an active
+    prompt either. Otherwise a fast response or its count of cached tokens would reveal another
+    owner's prompt.
     """
     stop: StopCondition
     seed: int
@@ -226,9 +226,9 @@ class Scheduler:
 
         `max_batch` limits the running samples, `max_positions` the reserved KV cache positions, and
         `max_prefill_tokens_per_step` the prompt tokens of one step. `chunk`: the positions of one
-        prefix cache entry. `state_positions`: the size of one recurrent state, expressed as the
-        number of positions whose keys and values take as much memory. Each prompt and each sample
-        reserves this many additional positions.
+        prefix cache entry. `state_positions`: the number of KV cache positions that take as much
+        memory as one recurrent state. Each prompt and each sample reserves this many additional
+        positions.
         """
         self.chunk, self.state_positions = chunk, state_positions
         self.max_batch = max_batch

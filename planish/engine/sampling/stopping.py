@@ -19,8 +19,9 @@ from planish.types import SamplingParams
 _MAX_CACHED = 4096
 """The maximum number of entries in a condition's cache. A full cache is cleared.
 
-The stop strings of a request have at most 4,096 bytes together. Even a text that contains all of
-these strings adds only about one entry per byte.
+The stop strings of a request have at most 4,096 bytes together. While a text spells out a stop
+string, each token adds at most one entry. So a text that contains all stop strings adds at most
+about one entry per byte of these strings.
 """
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _REPLACEMENT = "\ufffd"
@@ -204,8 +205,8 @@ class StopMatcher:
         self._condition = condition
         self._matched = b""
         self._unknown_until = 0
-        """The number of tokens up to which the text is decoded after every token. A token with
-        unknown bytes sets this number, because a stop string may include that token.
+        """Until the sample has this many tokens, the end of its text is decoded after every token.
+        A token with unknown bytes sets this number, because a stop string may include that token.
         """
 
     def is_met(self, tokens: Sequence[int]) -> bool:

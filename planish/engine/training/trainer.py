@@ -123,7 +123,8 @@ class TrainerSettings:
         router = 4 * (config.hidden_size + 3 * config.num_experts)
         shared = 0
         if config.has_shared_expert:
-            # A dense MLP, and its output, which the gate multiplies.
+            # The shared expert is a dense MLP. Its output is stored too, because the gate
+            # multiplies that output.
             shared = 3 * config.intermediate_size + config.hidden_size + sum(lora_columns[4:])
         experts = config.experts_per_token * numbers_per_pair
         return itemsize * (sum(lora_columns[:2]) + experts + shared) + router

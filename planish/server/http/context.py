@@ -6,8 +6,9 @@ limit applies to each body, and another limit to all bodies together, so that no
 the memory. Work on large bodies runs in a thread, so that the event loop stays free.
 
 A key file has one key per line, `KEY` or `NAME KEY`; a comment begins with #. Keys with the same
-name belong to one tenant, so a key can be replaced without losing what was made with it. Without a
-name, the tenant is named by the key's digest. A key with the name `metrics` reads /metrics only.
+name belong to one tenant. So a new key with this name can use the models and checkpoints that were
+made with the old key. Without a name, the tenant is named by the key's digest. A key with the name
+`metrics` reads /metrics only.
 
 OpenAI's clients expect errors as {"error": {"message", "type", "param", "code"}}.
 """
@@ -62,8 +63,8 @@ MIB = 1 << 20
 SMALL_BODY, TELEMETRY_BODY, SAMPLE_BODY, TRAINING_BODY = 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB
 ALL_BODIES = 1024 * MIB
 """Limit for the bodies of all requests together, in bytes. One tenant may use half of the limit.
-Two bodies of the largest size (TRAINING_BODY) fit into this half, because a compressed body is in
-memory together with its decompressed copy.
+This half is twice TRAINING_BODY, because a compressed body and its decompressed copy are in memory
+at the same time, and each may have that size.
 """
 _INLINE_BODY = 64 * 1024
 _READ_TOGETHER = 64 * MIB
@@ -74,8 +75,8 @@ decoding takes many times the memory of the body.
 _STALL_SECONDS = 30.0
 """A request fails if no bytes of its body arrive for this long."""
 _MIN_BODY_RATE = 4096
-"""The minimum rate of a body, in bytes per second. A request fails if its body is not complete
-`_STALL_SECONDS` after the time that it would take at this rate.
+"""The minimum rate of a body, in bytes per second. A request fails if the first n bytes of its body
+take longer than n / _MIN_BODY_RATE + _STALL_SECONDS seconds.
 """
 MAX_DOWNLOADS, MAX_TENANT_DOWNLOADS = 32, 8
 """The maximum numbers of simultaneous checkpoint downloads, of all tenants and of one tenant. Each

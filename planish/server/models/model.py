@@ -51,7 +51,7 @@ R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 _DEPTH = 3
-"""Requests of one model in the engine at once."""
+"""The maximum number of requests of one model that are in the engine at once."""
 _PINNED_SECONDS = 10.0
 """After this time a model leaves memory if another adapter waits for memory."""
 
@@ -343,8 +343,8 @@ class Model:
         self.in_flight.notify()
 
     async def _fail_everything(self, error: Exception) -> None:
-        """Answer all running and ready requests with an error. The next load starts again from what
-        is on disk.
+        """Answer all running and ready requests with an error. The next load restores the model
+        from its snapshot and the journal.
         """
         await self._free()
         self._services.adapter_cache.discard(self)
@@ -374,7 +374,7 @@ class Model:
                 f"model_id={self.id!r} is closed, and its unnamed samplers were lost with it"
             )
         await self._restore()
-        if self.row.closed is not None:  # while it was loaded
+        if self.row.closed is not None:  # the model was closed during the load
             await self._free()
             raise UserError(f"model_id={self.id!r} is closed: {self.row.closed}")
 

@@ -3,7 +3,7 @@
 self_test.py runs this program once per machine, in a separate process, because a faulty kernel may
 crash its process.
 
-Shapes: T rows, D hidden, H heads, E head_dim, R rows and V vocabulary of the head.
+Shapes: T rows, H heads, E head_dim.
 """
 
 from __future__ import annotations
