@@ -207,7 +207,7 @@ class TrainingClient(RefusesMethods):
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
     ) -> Pending[LoadWeightsResponse]:
-        """Load weights, optimizer state and step of a checkpoint of `save_state`."""
+        """Load the weights, the optimizer state and the step count of a `save_state` checkpoint."""
         reject_options(weights_access_token=weights_access_token)
         return Pending(self._submit(LoadWeights(self.model_id, path, with_optimizer=True)))
 
@@ -254,7 +254,7 @@ class TrainingClient(RefusesMethods):
         record_stability_info: bool = False,
         kind: str = "snapshot",
     ) -> SamplingClient:
-        """Do the same as `save_weights_and_get_sampling_client`, without blocking the event loop."""
+        """Do what `save_weights_and_get_sampling_client` does, without blocking the event loop."""
         if name is not None:
             path = (await self.save_weights_for_sampler(name)).path
             return await self.create_sampling_client_async(
@@ -311,8 +311,8 @@ class TrainingClient(RefusesMethods):
         return self._session.service.submit(operation)
 
     def result(self, timeout: float | None = None) -> TrainingClient:
-        """Return this client. `create_lora_training_client` and similar methods return a client.
-        With this method, callers can treat that client as a future.
+        """Return this client at once. This method exists for callers that expect a future from
+        `create_lora_training_client` and similar methods. `timeout` has no effect.
         """
         return self
 

@@ -4,13 +4,13 @@ Invariants:
 
 All questions are read, checked and rendered before the first token is sampled.
 
-Answers depend only on (seed, question, sample). So neither `concurrency` nor an interruption
-changes them, where sampling is deterministic (docs/architecture.md).
+If sampling is deterministic (docs/architecture.md), answers depend only on (seed, question,
+sample). So neither `concurrency` nor an interruption changes the answers.
 
-Questions start in order, `concurrency` at a time, so that batches are full. The answers to one
-question share its prompt.
+Questions start in order, and `concurrency` of them are in flight at a time, so that batches are
+full. One request samples all answers to a question, so the prompt is computed once.
 
-An error that does not belong to one question, such as a lost server, ends the evaluation. The
+An error that does not concern a single question, such as a lost server, ends the evaluation. The
 answers so far are kept.
 """
 
@@ -73,9 +73,9 @@ async def evaluate(
 
     `renderer` is the chat format; None selects the one known for the base model.
 
-    `context_window` limits the tokens of a prompt and its answer together. A prompt that leaves no
-    room for an answer is then an error of that question only. Without `context_window`, such a
-    prompt ends the evaluation.
+    `context_window` is the maximum number of tokens of a prompt and its answer together. If a
+    prompt leaves no tokens for an answer, its answers have an error, and the evaluation continues.
+    Without `context_window`, such a prompt ends the evaluation.
 
     `out` is a directory in which answers are saved. If `out` already contains this evaluation, the
     evaluation is resumed.

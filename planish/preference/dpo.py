@@ -9,8 +9,9 @@ function than -log sigmoid to the difference of the rewards. SimPO defines the r
 reference, and subtracts a margin from the difference.
 
 The reference is a base model or a checkpoint, chosen when the run begins and recorded in
-reference.json. A resumed run uses the recorded reference, not the weights that it resumes from. The
-training loop, its files and its resume are those of planish/supervised.
+reference.json. A resumed run uses the recorded reference, not the weights that it resumes from. DPO
+uses the loop of supervised training (planish/training/train_supervised.py). Apart from
+reference.json, a DPO run writes the files of a supervised run, and it resumes in the same way.
 """
 
 import json
@@ -114,8 +115,8 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
         )
         base_model = await reference_base_model(config, service_client)
         await require_one_vocabulary(config.model_name, base_model, service_client, option)
-        # The reference scores the datum's tokens and its last target, so its context is one token
-        # longer.
+        # The last target is not part of the datum's input, but the reference reads it as input. So
+        # the reference needs a context of one more token than the policy.
         config = await within_context(config, service_client, [(base_model, 1)])
     else:
         config = await within_context(config, service_client)
@@ -200,8 +201,8 @@ def reference_client(config: Config, service_client: ServiceClient, start: RunSt
     """Return a sampling client of the run's reference, and record the reference when the run
     begins.
 
-    A run without a checkpoint starts over and records the reference again, because its options may
-    have been corrected since.
+    A run that stopped before its first checkpoint starts over. It records the reference again,
+    because the user may have changed the options in the meantime.
     """
     path = Path(config.log_path).expanduser() / REFERENCE
     if start.record is None or not path.exists():
@@ -262,9 +263,10 @@ class PairObjective:
 
 
 class PairEvaluator(TrainingClientEvaluator):
-    """An evaluator on held-out pairs: every metric of a training batch as NAME/..., and NAME/nll.
+    """Evaluates held-out pairs. The names of its metrics begin with NAME/, where NAME is `name`.
 
-    NAME/nll is the mean NLL per token of the chosen answers, in nats.
+    The metrics are those of a training batch, and NAME/nll. NAME/nll is the mean NLL per token of
+    the chosen answers, in nats.
     """
 
     def __init__(self, data: Sequence[Datum], objective: PairObjective, name: str = "test") -> None:

@@ -1,9 +1,9 @@
 """Start or resume a run's training client, and save the run's checkpoints.
 
-Kinds of checkpoints, all recorded in checkpoints.jsonl by the number of batches that were trained
-before them:
+Each checkpoint has a row in checkpoints.jsonl, with the number of batches that were trained before
+it. There are three kinds of checkpoints:
     periodic   state and weights for sampling, with a time to live
-    rolling    state alone, short-lived; deleted when the next state of any kind is safe
+    rolling    state alone, short-lived; deleted after the next state of any kind is saved
     final      state and weights for sampling, which do not expire
 A run resumes at the last row that has a state. This includes runs that reached `max_steps`, so the
 same command with more steps extends the run. If the newest state has expired or its files are

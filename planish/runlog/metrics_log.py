@@ -44,8 +44,10 @@ class MetricLog(ABC):
         """Write the metrics of one step."""
         ...
 
-    def close(self, *, failed: bool = False) -> None:  # noqa: B027  (nothing to do is the usual case)
-        """Finish writing; call `log` no more. `failed`: the run ended with an error."""
+    def close(self, *, failed: bool = False) -> None:  # noqa: B027  (most logs need no closing)
+        """Finish writing. Callers must not call `log` afterwards. `failed` is true if the run ended
+        with an error.
+        """
 
 
 class JsonlLog(MetricLog):
@@ -155,13 +157,13 @@ class ServiceRecords:
         return self._entries.get(name, {}).get("next_step", 0)
 
     def keep(self, name: str, run_id: str, next_step: int) -> None:
-        """Store the id and the first step that the service `name` lacks."""
+        """Store the run's id at the service `name`, and the first step that the service lacks."""
         self._entries[name] = {"id": run_id, "next_step": next_step}
         write_whole(self._path, json.dumps(self._entries, indent=2) + "\n")
 
 
 class ServiceCopy(MetricLog):
-    """A service's copy of a run's metrics. Each step is sent once, also if the run is resumed."""
+    """A service's copy of a run's metrics. Each step is sent once, even if the run is resumed."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
 """Supervises one bubblewrap process: writes its input, reads its output up to a limit, and kills it
 at its time limit.
 
-The process exits on its own, or `end` kills it: when its time is up, when it prints too much, or
-when the caller is cancelled. `end` kills the init process of the program's PID namespace. The
+The process exits on its own, or `kill` kills it: when its time is up, when it prints too much, or
+when the caller is cancelled. `kill` kills the init process of the program's PID namespace. The
 kernel then kills every other process of that namespace, and bubblewrap, which runs outside, exits.
-`end` never kills bubblewrap itself, because a namespace that bubblewrap has just made could then
-survive. Before bubblewrap has reported the pid of the init process, `end` only records the request,
+`kill` never kills bubblewrap itself, because a namespace that bubblewrap has just made could then
+survive. Before bubblewrap has reported the pid of the init process, `kill` only records the request,
 and the kill follows the report. Output is read until the pipes close. Then `finish` waits for the
 init process, which exits after all other processes of the program.
 """
@@ -53,7 +53,7 @@ class Capture:
 
 
 class SandboxProcess:
-    """A running bubblewrap process. `end` may be called before the process has started."""
+    """A running bubblewrap process. `kill` may be called before the process has started."""
 
     def __init__(self, output_bytes: int) -> None:
         self.ending = Ending.EXITED

@@ -6,9 +6,10 @@ capabilities; a seccomp filter (planish/sandbox/system_calls.py). planish/sandbo
 resource limits inside. If planish runs as root, bubblewrap runs as nobody, because the kernel does
 not apply RLIMIT_NPROC to root.
 
-Invariants: no program ever runs without all of this, and a machine that cannot provide it is
-rejected. When `run` returns, fails or is cancelled, every process of the program is dead. A program
-can pass information out only through its standard output, standard error and exit code.
+Invariants: no program ever runs without all of these restrictions, and a machine that cannot
+enforce them is rejected. When `run` returns, fails or is cancelled, every process of the program is
+dead. A program can pass information out only through its standard output, standard error and exit
+code.
 """
 
 import asyncio
@@ -162,7 +163,8 @@ class Sandbox:
             return await asyncio.shield(work)
         finally:
             if not work.done():
-                # This method was cancelled, so kill the program. No caller reads the ending.
+                # This method was cancelled, so kill the program. The argument does not matter,
+                # because no caller is left to read the result.
                 process.kill(Ending.EXITED)
                 await asyncio.wait([work])
                 # asyncio logs a traceback for an exception that is never retrieved. After a
@@ -258,8 +260,8 @@ def memory_file(content: bytes) -> Iterator[int]:
 
 @contextlib.contextmanager
 def status_pipe() -> Iterator[tuple[int, int]]:
-    """Create a pipe whose read end is non-blocking, and yield the descriptors (read end, write end).
-    Both are closed at exit.
+    """Create a pipe whose read end is non-blocking. Yield the descriptors (read end, write end),
+    which are closed at exit.
     """
     read, write = os.pipe()
     try:

@@ -162,7 +162,7 @@ class WorkerProcess:
 
     def _receive(self, process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
         assert process.stdout is not None
-        waiting = select.poll()  # unlike select.select, it allows file numbers above 1023
+        waiting = select.poll()  # select.select rejects file descriptors above 1023
         waiting.register(process.stdout, select.POLLIN)
         if not waiting.poll(seconds * 1000):
             raise WorkerError(f"the program gave no answer within {seconds:g} s")
@@ -195,7 +195,8 @@ def _command(
     packages = [path for path in sys.path if Path(path).name in PACKAGES and Path(path).is_dir()]
     options += ["--setenv", "PYTHONPATH", os.pathsep.join(packages)]
     for name, value in ENVIRONMENT.items():
-        # The system's libraries are mounted at their usual paths, where the linker finds them.
+        # Leave LD_LIBRARY_PATH unset, because the system's libraries are mounted at their usual
+        # paths, where the dynamic linker finds them.
         if name != "LD_LIBRARY_PATH":
             options += ["--setenv", name, value]
     for path in sorted({*_directories(), *packages, str(WORKER_PROGRAM), str(program.resolve())}):

@@ -51,13 +51,15 @@ class CrossEntropy:
     async def submit(
         self, training_client: TrainingClient, data: Sequence[Datum]
     ) -> "CrossEntropyGradient":
-        # Only the logprobs of weighted tokens are read below.
+        """Submit the gradient computation of a batch, and return without waiting for its result."""
+        # `Tally` reads only the logprobs of targets with a weight, so do not compute the others.
         pending = await training_client.forward_backward_async(
             data, "cross_entropy", {"skip_unweighted": 1}
         )
         return CrossEntropyGradient(self.tokenizer, data, pending)
 
     def evaluator(self, test_set: SupervisedDataset) -> NLLEvaluator:
+        """Return the evaluator of the mean NLL on `test_set`."""
         return NLLEvaluator.from_dataset(test_set)
 
 
@@ -70,6 +72,9 @@ class CrossEntropyGradient:
     pending: Any
 
     async def metrics(self) -> Metrics:
+        """Wait for the gradient. Return the mean NLL in nats per token, the mean bits per byte, and
+        the trainer's metrics.
+        """
         output = await self.pending
         tally = Tally(self.tokenizer).add(self.data, output)
         return {

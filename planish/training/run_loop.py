@@ -1,4 +1,5 @@
-"""The loop of a training run: from its start to its last step, or to a point where it can resume.
+"""The loop of a training run. The loop ends after the last step, or earlier if a signal or an error
+stops the run.
 
 A learner runs the training steps. `planish.training.rl_learner` does reinforcement learning, and
 `planish.training.supervised_learner` does supervised training. The loop does what every run needs:
@@ -160,7 +161,7 @@ class RunLoop:
     def log_step(
         self, step: int, metrics: Metrics, spans: Spans, times: Mapping[str, float] | None = None
     ) -> None:
-        """Write the row of a step. `times` replace those of `spans` with the same name."""
+        """Write the row of a step. `times` replaces the times of `spans` with the same names."""
         self.log.log(step, metrics | spans.metrics() | dict(times or {}))
         self.run.log_spans(step, spans.rows())
         if self.trace is not None:

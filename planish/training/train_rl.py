@@ -1,4 +1,4 @@
-"""Start an RL run. Its steps are taken by planish/training/rl_learner.py."""
+"""Start or resume an RL run. planish/training/rl_learner.py runs the training steps."""
 
 import asyncio
 from pathlib import Path
@@ -29,7 +29,7 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
     """Train in this process, on a server (`base_url`), or with the given service client. Return the
     run directory.
 
-    After Ctrl-C or SIGTERM the run is saved where it can be resumed, and KeyboardInterrupt or
+    After Ctrl-C or SIGTERM the run is saved, so that it can be resumed. Then KeyboardInterrupt or
     planish.processes.interruption.Terminated (exit status 143) is raised.
     """
     check(config)
@@ -42,8 +42,8 @@ async def train(
     config: Config, service_client: ServiceClient, shaping: AdvantageShaping | None = None
 ) -> Path:
     """Train a run, and return its directory. `shaping` changes the advantages. If `shaping` is
-    None, the KL penalty of `config` changes them, or nothing does if `config` has no KL penalty.
-    UnsupportedError for `shaping` together with `stream_minibatch_config`.
+    None, the KL penalty of `config` changes the advantages. Without a KL penalty, the advantages
+    stay as they are. UnsupportedError for `shaping` together with `stream_minibatch_config`.
     """
     if shaping is not None and config.stream_minibatch_config is not None:
         raise UnsupportedError(
@@ -174,8 +174,8 @@ async def kl_penalty(config: Config, service_client: ServiceClient) -> KLPenalty
 async def policy_client(
     policy: KLReferenceConfig, service_client: ServiceClient, option: str
 ) -> Any:
-    """Return a sampling client of `policy`. UserError, which names `option`, if its checkpoint is
-    not found or belongs to another base model.
+    """Return a sampling client of `policy`. UserError if the policy's checkpoint is not found or
+    belongs to another base model. `option` is the option that the error names.
     """
     if policy.load_checkpoint_path is None:
         return await service_client.create_sampling_client_async(base_model=policy.base_model)

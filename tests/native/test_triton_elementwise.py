@@ -414,7 +414,8 @@ def test_a_whole_decoder_equals_torch(grad, tmp_path, device):
     layout = LoraLayout(config, LoraConfig(rank=2, train_unembed=False))
     tokens, positions = torch.arange(6, device=device) * 40, torch.arange(6, device=device)
 
-    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(_: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        assert sinks is None
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(
             0, 1
