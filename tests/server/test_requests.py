@@ -419,7 +419,7 @@ def test_an_unreadable_request_uses_up_its_number(model_dir, data_dir):
             # The part that is missing fails its step, and nothing waits.
             answer = await client.answer(await model.submit(adam(model.model_id)))
             assert isinstance(answer, Failed)
-            assert "refused" in answer.message
+            assert "rejected" in answer.message
             assert (await model.step())["adam_step"] == 1
 
     run(scenario())
