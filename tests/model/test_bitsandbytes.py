@@ -5,7 +5,7 @@ import torch
 
 from planish.model.quantization import NF4_VALUES, Nf4Weight, dynamic_values
 
-functional = pytest.importorskip("bitsandbytes.functional")
+functional = pytest.importorskip("bitsandbytes.functional", reason="make test-extras runs it")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

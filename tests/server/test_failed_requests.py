@@ -98,6 +98,7 @@ def test_rows_that_a_replay_needs_are_kept_and_more_are_rejected(model_dir, data
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_restart_computes_the_same_without_the_deleted_rows(model_dir, data_dir, tmp_path):
     """The server is copied while it runs, as a crash would leave it."""
     random.seed(3)
