@@ -195,7 +195,7 @@ def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[Marks]:
     patch.setattr(base_models, "check_kernels", lambda *_: passed)
     patch.setattr(GraphRecorder, "recorded", lambda _, step: recorded(marks, step))
     # Interpreted, the graphs of all sizes take minutes.
-    patch.setattr(Sampler, "record", lambda _: None)
+    patch.setattr(Sampler, "record_cuda_graphs", lambda _: None)
     interpret, apply = InterpretedFunction.run, BackwardCFunction.apply
 
     def run(kernel: Any, *args: Any, grid: Any, **kwargs: Any) -> Any:

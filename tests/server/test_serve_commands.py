@@ -219,7 +219,7 @@ def test_publishing_is_rejected_without_a_server(local: Place, capsys):
         (["runs", "--base-url", "http://127.0.0.1:9"], "no server answers"),
         (
             ["runs", "--base-url", "http://127.0.0.1:9", "--data-dir", "here"],
-            "but --data-dir is for",
+            "but --data-dir configures",
         ),
         (
             ["runs", "--base-url", "http://127.0.0.1:9", "--api-key", "ключ"],
