@@ -24,7 +24,8 @@ EXTRAS := 'planish[inspect,trackio,verifiers]' trl bitsandbytes \
 # The tests that are skipped, in whole or in part, where these packages are not installed, and those
 # of `planish serve`, which uses uvloop and httptools where Trackio or verifiers installs them.
 EXTRAS_TESTS ?= tests/cookbook tests/evaluation/test_inspect.py tests/export/test_trl.py \
-	tests/model/test_bitsandbytes.py tests/recipes/test_fresh_runs.py tests/renderers/test_renderer_oracles.py \
+	tests/model/test_bitsandbytes.py tests/recipes/test_fresh_runs.py \
+	tests/renderers/test_renderer_oracles.py \
 	tests/rl/test_verifiers_env.py tests/runlog/test_metrics_log.py tests/server/openai_clients \
 	tests/server/test_serve.py tests/test_moved_modules.py
 # All tests of a file run in one process, which starts their servers and loads their models once.
@@ -81,14 +82,15 @@ $(VENV)/.dev: $(VENV)/.run
 	touch $@
 
 # The .pth file puts the packages of $(VENV), pip among them, behind those of $(EXTRAS_VENV).
-# tinker-cookbook comes without its requirements, because pip finds no tml-renderers 0.4.
+# tinker-cookbook comes without its requirements, because pip finds no tml-renderers 0.4, and
+# instructor because it excludes the jiter that openai needs. It works with that jiter.
 $(EXTRAS_VENV)/.made: $(VENV)/.dev constraints-extras.txt
 	$(BIN)/python -m venv --clear --without-pip $(EXTRAS_VENV)
 	base=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	own=$$($(EXTRAS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	echo "import site; site.addsitedir('$$base')" > "$$own/base.pth"
 	@$(call PIP_INSTALL,$(EXTRAS_VENV),-c constraints-extras.txt --no-compile $(EXTRAS))
-	@$(call PIP_INSTALL,$(EXTRAS_VENV),-c constraints-extras.txt --no-deps tinker-cookbook)
+	@$(call PIP_INSTALL,$(EXTRAS_VENV),-c constraints-extras.txt --no-deps tinker-cookbook instructor)
 	touch $@
 
 $(VENV)/.model: $(VENV)/.run

@@ -1,5 +1,5 @@
-"""pydantic-ai, LangChain, LiteLLM, Inspect, verifiers and lm-eval, each unmodified, on the embedded
-model. They are installed by make test-extras.
+"""pydantic-ai, instructor, LangChain, LiteLLM, Inspect, verifiers and lm-eval, each unmodified, on the
+embedded model. They are installed by make test-extras.
 """
 # pyright: reportMissingImports=false
 
@@ -80,6 +80,30 @@ def test_a_pydantic_ai_agent_calls_a_tool(base_url):
         if any(isinstance(part, ToolReturnPart) and part.tool_name == "mix" for part in parts):
             return
     raise AssertionError(f"none of {ATTEMPTS} runs called the tool first")
+
+
+@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "JSON"])
+def test_instructor_gets_its_response_model(base_url, mode):
+    """In the mode JSON, instructor sends no schema, so the length of the answer is not bounded."""
+    instructor = pytest.importorskip("instructor")
+    openai = pytest.importorskip("openai")
+    client = instructor.from_openai(openai.OpenAI(), mode=instructor.Mode[mode])
+    model, tokens = (Anything, 600) if mode == "JSON" else (Colour, TOKENS)
+    for seed in range(ATTEMPTS if mode == "JSON" else 1):
+        try:
+            answer = client.create(
+                model=MODEL,
+                messages=QUESTION,
+                response_model=model,
+                max_tokens=tokens,
+                max_retries=0,
+                seed=seed,
+            )
+        except instructor.exceptions.IncompleteOutputException:
+            continue
+        assert isinstance(answer, model)
+        return
+    raise AssertionError(f"no answer was complete in mode {mode}")
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
