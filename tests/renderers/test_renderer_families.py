@@ -27,6 +27,7 @@ from oracle_cases import (
     user,
     with_tools,
 )
+from streamed import streamed
 
 from planish.errors import UnsupportedError
 from planish.renderers import FORMATS, Renderer, get_renderer
@@ -39,7 +40,6 @@ from planish.renderers.grammars import (
 )
 from planish.renderers.messages import RENDERERS_WITH_TOOLS
 from planish.renderers.registry import with_effort, with_thinking
-from planish.renderers.stream_parser import Growing, marks_of, read_message
 
 RECORDED = json.loads(Path(__file__).with_name("recorded_texts.json").read_text(encoding="utf-8"))
 NAMES = [name for name in FORMATS if is_of_a_family(name)]
@@ -199,16 +199,9 @@ def test_streamed_answers_equal_the_parsed_answers(name):
     renderer = MADE[name]
     answers = [answer_for(renderer, "It is 42.\n\nYes: 東京 🙂")]
     answers += [with_one_call(renderer)] if name in WITH_TOOLS else []
-    stop_ids = frozenset(stop for stop in renderer.get_stop_sequences() if isinstance(stop, int))
     for answer in answers:
         tokens = sample_of(renderer, answer)
-        growing = Growing(read_message(renderer), (), marks_of(renderer), stop_ids)
-        deltas = []
-        for token in tokens:
-            growing.add(token)
-            deltas.append(growing.delta())
-        deltas.append(growing.rest())
-        whole = growing.whole()
+        deltas, whole = streamed(renderer, tokens)
         assert "".join(delta.content for delta in deltas) == whole.content
         assert "".join(delta.reasoning for delta in deltas) == whole.reasoning
         assert [call for delta in deltas for call in delta.calls] == list(whole.calls)

@@ -9,12 +9,12 @@ import llguidance
 import llguidance.hf
 import pytest
 from family_tokenizers import family_tokenizer
+from streamed import streamed
 from test_renderer_templates import DATE, TOOLS, assert_equal, by_template
 
 from planish.renderers import Renderer, get_renderer
 from planish.renderers.grammars import ANY_TEXT, CallableTool, calls_rules, message_grammar
 from planish.renderers.registry import with_effort, with_thinking
-from planish.renderers.stream_parser import Growing, marks_of, read_message
 
 TOKENIZER = family_tokenizer("smollm3", "smollm3")
 MADE = {
@@ -145,19 +145,12 @@ def sample_of(renderer: Renderer, answer: dict[str, Any]) -> list[int]:
 @BOTH
 def test_answers_are_parsed_back_and_streamed(name):
     renderer = MADE[name]
-    stop_ids = frozenset(stop for stop in renderer.get_stop_sequences() if isinstance(stop, int))
     for answer in answers(renderer):
         tokens = sample_of(renderer, answer)
         parsed = renderer.parse_response(tokens)
         assert parsed.termination.is_stop_sequence
         assert parsed.message == answer
-        growing = Growing(read_message(renderer), (), marks_of(renderer), stop_ids)
-        deltas = []
-        for token in tokens:
-            growing.add(token)
-            deltas.append(growing.delta())
-        deltas.append(growing.rest())
-        whole = growing.whole()
+        deltas, whole = streamed(renderer, tokens)
         assert "".join(delta.content for delta in deltas) == whole.content
         assert "".join(delta.reasoning for delta in deltas) == whole.reasoning
         assert whole.reasoning == ("I\nthink." if name == "smollm3" else "")

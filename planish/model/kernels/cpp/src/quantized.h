@@ -30,6 +30,15 @@ struct Codes {
     const uint8_t* scale_codes;
     const float *scale_values, *scale_scales, *offsets;
     const int64_t* first_blocks;
+
+    // The scale codes of the outputs from `output` on, in the block of `block_size` columns that
+    // `column` is in.
+    const uint8_t* scale_codes_at(int64_t output, int64_t column, int64_t block_size) const {
+        const int64_t panel = output / CODES_PANEL * CODES_PANEL,
+                      width = std::min(CODES_PANEL, n - panel);
+        return scale_codes + panel * (k / block_size) + column / block_size * width +
+               (output - panel);
+    }
 };
 constexpr int64_t INT8 = 1, NF4 = 2;
 
@@ -69,11 +78,8 @@ class Nf4Pairs {
     static constexpr int64_t BYTES = 1, BLOCK = 64;
     explicit Nf4Pairs(const Codes& weight) : weight(weight), table(weight.values) {}
     void move_to(int64_t output, int64_t column) {
-        const int64_t panel = output / CODES_PANEL * CODES_PANEL,
-                      width = std::min(CODES_PANEL, weight.n - panel),
-                      blocks = weight.k / BLOCK, block = column / BLOCK;
-        const uint8_t* codes =
-            weight.scale_codes + panel * blocks + block * width + (output - panel);
+        const int64_t block = column / BLOCK;
+        const uint8_t* codes = weight.scale_codes_at(output, column, BLOCK);
         for (int c = 0; c < W; c++) {
             float products[LANES];
             for (int i = 0; i < LANES; i++) {
@@ -108,10 +114,7 @@ class Mxfp4Pairs {
     static constexpr int64_t BYTES = 1, BLOCK = 32;
     explicit Mxfp4Pairs(const Codes& weight) : weight(weight), table(weight.values) {}
     void move_to(int64_t output, int64_t column) {
-        const int64_t panel = output / CODES_PANEL * CODES_PANEL,
-                      width = std::min(CODES_PANEL, weight.n - panel);
-        const uint8_t* codes = weight.scale_codes + panel * (weight.k / BLOCK) +
-                               column / BLOCK * width + (output - panel);
+        const uint8_t* codes = weight.scale_codes_at(output, column, BLOCK);
         for (int c = 0; c < W; c++) {
             float scales[LANES];
             for (int i = 0; i < LANES; i++) scales[i] = weight.scale_values[codes[c * LANES + i]];
