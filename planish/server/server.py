@@ -27,6 +27,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from planish.errors import EngineClosedError, UnknownModelError, UserError
 from planish.server.durable import base_weights
@@ -122,6 +123,7 @@ class Server:
             self.crash_guard,
             FailedRequests(store, settings),
         )
+        self._run_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.adapter_cache = AdapterCache(settings.adapter_memory_bytes, counters)
         self.checkpoints = CheckpointCatalog(engine, store, settings)
         self.training_queue = FairQueue(
@@ -272,22 +274,28 @@ class Server:
         self.check_open()
         model_id = operation.model_id
         await self.sessions.touch(tenant, session_of(model_id))
-        accepted = Accepted(f"{model_id}:0", model_id)
         entry = await self.request_log.encode(operation, 0)
-        # Read the table of models before the table of requests. The same request may be journaled
-        # between the two reads. `repeats` then finds its row, and it counts as a repetition. In the
-        # opposite order, it would be rejected because the id is used.
-        is_used = bool(await self.store.read(select, ModelRow, "id = ?", [model_id]))
-        if await self.request_log.repeats(accepted.request_id, entry.digest):
-            return accepted
-        if is_used:
-            raise BadRequest(
-                f"model_seq_id: {model_id!r} has already been used; continue with the next "
-                "sequence number"
-            )
-        row = await self._new_row(tenant, operation)
-        await run_uncancelled(self._journal_creation(row, entry))
+        return await run_uncancelled(self._create_model(tenant, operation, entry))
+
+    async def _create_model(
+        self, tenant: Tenant, operation: CreateModel, entry: JournalEntry
+    ) -> Accepted:
+        model_id = operation.model_id
+        accepted = Accepted(f"{model_id}:0", model_id)
+        async with self._run_lock(model_id):
+            if await self.request_log.repeats(accepted.request_id, entry.digest):
+                return accepted
+            if await self.store.read(select, ModelRow, "id = ?", [model_id]):
+                raise BadRequest(
+                    f"model_seq_id: {model_id!r} has already been used; continue with the next "
+                    "sequence number"
+                )
+            await self._journal_creation(await self._new_row(tenant, operation), entry)
         return accepted
+
+    def _run_lock(self, run_id: str) -> asyncio.Lock:
+        """Return the lock for using an id of a run, which is a model or a copied checkpoint."""
+        return self._run_locks.setdefault(run_id, asyncio.Lock())
 
     async def open_model(self, tenant: Tenant, model_id: str) -> Model:
         """Return the tenant's model. Raise NotFound if the tenant has no such model, and Gone if
@@ -469,39 +477,49 @@ class Server:
         """
         self.check_open()
         await self.sessions.touch(tenant, session_id)
-        place = SessionPlace(session_id, model_seq_id)
+        run_id = SessionPlace(session_id, model_seq_id).model_id
         row = await self.checkpoints.readable(tenant, source)
-        named = CheckpointPath.parse(row.path)
-        path = str(CheckpointPath(place.model_id, named.checkpoint_type, named.name))
-        why_closed = f"it holds a copy of {row.path}"
-        if await self._is_copied(place.model_id, why_closed):
-            return path
-        await self.checkpoints.check_quota(tenant)
-        self.request_log.check_room(tenant.name, 0)
-        info = await self.engine.checkpoint_info(row.path)
-        await self.engine.copy_checkpoint(row.path, path, ttl_seconds)
-        copied = await self.checkpoints.saved(tenant, path)
-        metadata = text_of(info.checkpoint.user_metadata or {})
-        run = ModelRow(
-            id=place.model_id,
-            tenant=tenant.name,
-            session=place.session_id,
-            base_model=info.base_model,
-            lora=text_of(info.lora),
-            user_metadata=metadata,
-            training_bytes=0,
-            sampling_bytes=0,
-            created=copied.made,
-            used=copied.made,
-            closed=why_closed,
-            bytes=text_bytes(metadata),
-        )
+        return await run_uncancelled(self._copy_into_run(tenant, row.path, run_id, ttl_seconds))
 
-        def record(transaction: Transaction) -> None:
-            put(transaction, run)
-            put_checkpoint(transaction, copied)
+    async def _copy_into_run(
+        self, tenant: Tenant, source: str, run_id: str, ttl_seconds: int | None
+    ) -> str:
+        """Copy a checkpoint into the run `run_id`, unless the run already contains this copy."""
+        named = CheckpointPath.parse(source)
+        path = str(CheckpointPath(run_id, named.checkpoint_type, named.name))
+        why_closed = f"it holds a copy of {source}"
+        # Without this lock, two sources with one name could both be copied to `path`. The files
+        # could then be from one source, and the rows from the other.
+        async with self._run_lock(run_id):
+            if await self._is_copied(run_id, why_closed):
+                return path
+            await self.checkpoints.check_quota(tenant)
+            self.request_log.check_room(tenant.name, 0)
+            await self.engine.copy_checkpoint(source, path, ttl_seconds)
+            # Describe the copy and not `source`, which its owner may overwrite at any time.
+            info = await self.engine.checkpoint_info(path)
+            copied = await self.checkpoints.saved(tenant, path)
+            metadata = text_of(info.checkpoint.user_metadata or {})
+            run = ModelRow(
+                id=run_id,
+                tenant=tenant.name,
+                session=session_of(run_id),
+                base_model=info.base_model,
+                lora=text_of(info.lora),
+                user_metadata=metadata,
+                training_bytes=0,
+                sampling_bytes=0,
+                created=copied.made,
+                used=copied.made,
+                closed=why_closed,
+                bytes=text_bytes(metadata),
+            )
 
-        await self.store.write(record)
+            def record(transaction: Transaction) -> None:
+                put(transaction, run)
+                put_checkpoint(transaction, copied)
+
+            await self.store.write(record)
         return path
 
     async def _is_copied(self, run_id: str, why_closed: str) -> bool:

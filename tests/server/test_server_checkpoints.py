@@ -4,6 +4,8 @@ and sessions.
 
 import asyncio
 import time
+from contextlib import suppress
+from functools import partial
 
 import pytest
 from server_client import BASE, RANK, TENANT, Client, adam, gradient, run, running, state
@@ -11,7 +13,7 @@ from server_client import BASE, RANK, TENANT, Client, adam, gradient, run, runni
 from planish.errors import DamagedFileError
 from planish.server.results import BadRequest, Gone, NotFound
 from planish.server.settings import ServerSettings
-from planish.service import SaveWeights, SaveWeightsForSampler
+from planish.service import CreateModel, LoraConfig, SaveWeights, SaveWeightsForSampler
 
 AT_ONCE = ServerSettings(expiry_delay=1e-3)
 """What has expired is deleted soon after a start."""
@@ -232,6 +234,82 @@ def test_a_copy_belongs_to_a_new_run(model_dir, data_dir):
                 await server.copy_checkpoint(TENANT, other, client.session_id, 8, None)
             with pytest.raises(ValueError, match="already used by another"):
                 await server.copy_checkpoint(TENANT, other, client.session_id, 0, None)
+
+    run(scenario())
+
+
+def test_concurrent_copies_into_one_run_do_not_mix(model_dir, data_dir, monkeypatch):
+    """One copy wins, and its files, row and run agree. The other copies get an error."""
+
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
+            paths = []
+            for number in range(2):
+                model = await client.model(user_metadata={"number": str(number)})
+                for _ in range(number):
+                    await model.step()
+                paths.append(await model.save("a"))
+            copy_files, both = server.engine.copy_checkpoint, asyncio.Event()
+            begun, creations = 0, []
+            run_id = f"{client.session_id}:train:8"
+            creation = CreateModel(run_id, BASE, LoraConfig(RANK, 1))
+
+            async def copy_together(*arguments) -> None:
+                """Copy when both copies have begun, or after 0.5 s if the other one cannot."""
+                nonlocal begun
+                begun += 1
+                creations.append(asyncio.create_task(server.create_model(TENANT, creation)))
+                if begun == 2:
+                    both.set()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(both.wait(), 0.5)
+                await copy_files(*arguments)
+
+            monkeypatch.setattr(server.engine, "copy_checkpoint", copy_together)
+            copy = partial(server.copy_checkpoint, TENANT, ttl_seconds=None)
+            answers = await asyncio.gather(
+                *(copy(path, client.session_id, 8) for path in paths),
+                return_exceptions=True,
+            )
+            with pytest.raises(ValueError, match="already been used"):
+                await creations[0]
+            [number] = [index for index in (0, 1) if isinstance(answers[index], str)]
+            copied = str(answers[number])
+            assert state(data_dir, copied) == state(data_dir, paths[number])
+            assert (await server.training_run(TENANT, run_id)).user_metadata == {
+                "number": str(number)
+            }
+            with pytest.raises(ValueError, match="already used by another"):
+                await server.copy_checkpoint(TENANT, paths[1 - number], client.session_id, 8, None)
+
+    run(scenario())
+
+
+def test_a_copy_that_nobody_waits_for_is_finished_before_the_next(model_dir, data_dir, monkeypatch):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
+            first, second = await client.model(), await client.model()
+            await second.step()
+            paths = [await model.save("a") for model in (first, second)]
+            copy_files, begun = server.engine.copy_checkpoint, asyncio.Event()
+
+            async def copy_slowly(*arguments) -> None:
+                begun.set()
+                await asyncio.sleep(0.2)
+                await copy_files(*arguments)
+
+            monkeypatch.setattr(server.engine, "copy_checkpoint", copy_slowly)
+            left = asyncio.create_task(
+                server.copy_checkpoint(TENANT, paths[0], client.session_id, 8, None)
+            )
+            await begun.wait()
+            left.cancel()
+            with pytest.raises(ValueError, match="already used by another"):
+                await server.copy_checkpoint(TENANT, paths[1], client.session_id, 8, None)
+            copied = f"tinker://{client.session_id}:train:8/weights/a"
+            assert state(data_dir, copied) == state(data_dir, paths[0])
 
     run(scenario())
 
