@@ -15,7 +15,6 @@ test files, or one file. If there is no test split, `eval_problems` problems are
 training.
 """
 
-import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Any
 
 from planish.datasets.grading import extract_boxed
 from planish.datasets.gsm8k import QUESTION_SUFFIX, Problem, read_problem
-from planish.datasets.rows import has_split, load_rows
+from planish.datasets.rows import has_split, hold_out, load_rows
 from planish.errors import UserError
 
 BOX_SUFFIX = r" Write the final answer inside \boxed{}."
@@ -92,14 +91,9 @@ def load_splits(
     if eval_problems is None:
         note = f"dataset={place} has no test split: nothing is tested; eval_problems=N holds N problems out of training"
         return ProblemSplits(train, [], [*notes, note])
-    if eval_problems >= len(train):
-        raise UserError(
-            f"eval_problems={eval_problems}: dataset={place} has no test split, and of its {len(train)} problems at least one "
-            "must be left to train on; give fewer"
-        )
-    held_out = set(random.Random(seed).sample(range(len(train)), eval_problems))
-    kept = [problem for index, problem in enumerate(train) if index not in held_out]
-    return ProblemSplits(kept, [train[index] for index in sorted(held_out)], notes)
+    source = f"dataset={place} has no test split"
+    kept, held_out = hold_out(len(train), eval_problems, seed, source)
+    return ProblemSplits([train[i] for i in kept], [train[i] for i in held_out], notes)
 
 
 def has_test_split(collection: Collection, dataset: str | None) -> bool:

@@ -13,6 +13,7 @@ rows of files are held in memory.
 
 import json
 import logging
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,23 @@ def _no_answer(dataset: str, asked: str, error: Exception) -> UserError:
         "give a local "
         "directory with train.jsonl and test.jsonl"
     )
+
+
+def hold_out(
+    total: int, eval_problems: int, seed: int, source: str, unit: str = "problems"
+) -> tuple[list[int], list[int]]:
+    """Return the positions of the problems for training and of those for evaluation, in order.
+
+    `eval_problems` random ones of `total` problems are held out of training. UserError if none
+    would be left; `source` says in the message why there are no test data.
+    """
+    if eval_problems >= total:
+        raise UserError(
+            f"eval_problems={eval_problems}: {source}, and of its {total} {unit} at least one must "
+            "be left to train on; give fewer"
+        )
+    held_out = set(random.Random(seed).sample(range(total), eval_problems))
+    return [position for position in range(total) if position not in held_out], sorted(held_out)
 
 
 def check_shuffle_seed(shuffle_seed: int | None) -> None:

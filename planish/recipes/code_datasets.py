@@ -9,7 +9,7 @@ from pathlib import Path
 
 import chz
 
-from planish.datasets.rows import has_split, load_rows
+from planish.datasets.rows import has_split, hold_out, load_rows
 from planish.errors import UserError
 from planish.recipes.code_env import (
     CodeEnv,
@@ -163,20 +163,13 @@ class CodeDatasetBuilder(AttemptsBuilder):
     def _splits(self) -> tuple[Sequence[CodeProblem], Sequence[CodeProblem]]:
         train = self._problems(self.train_split)
         test_split = self.test_split or ("test" if has_test_file(self.dataset) else None)
-        if self.eval_problems == 0 or (test_split is None and self.eval_problems is None):
-            return train, []
-        if test_split is not None:
+        if self.eval_problems != 0 and test_split is not None:
             return train, self._problems(test_split)[: self.eval_problems]
-        count = self.eval_problems or 0
-        if count >= len(train):
-            raise UserError(
-                f"eval_problems={count}: dataset={self.dataset} has no test split, and of its "
-                f"{len(train)} problems at least "
-                "one must be left to train on; give fewer"
-            )
-        held_out = set(random.Random(self.seed).sample(range(len(train)), count))
-        kept = [problem for index, problem in enumerate(train) if index not in held_out]
-        return kept, [train[index] for index in sorted(held_out)]
+        if not self.eval_problems:
+            return train, []
+        source = f"dataset={self.dataset} has no test split"
+        kept, held_out = hold_out(len(train), self.eval_problems, self.seed, source)
+        return [train[i] for i in kept], [train[i] for i in held_out]
 
     def _problems(self, split: str) -> list[CodeProblem]:
         where = f"dataset={self.dataset}, {split}"

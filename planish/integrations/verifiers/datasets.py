@@ -1,17 +1,17 @@
 """Data sets of groups from the data of a verifiers environment."""
 
 import json
-import random
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import chz
 
+from planish.datasets.rows import hold_out
 from planish.errors import UserError
 from planish.integrations.verifiers.environments import VerifiersGroup
 from planish.integrations.verifiers.library import load_environment
-from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.datasets import ProblemDataset, evaluation_dataset
 from planish.rl.types import RLDataset, RLDatasetBuilder
 from planish.runlog.model_renderer import model_renderer
 
@@ -43,8 +43,9 @@ class VerifiersDatasetBuilder(RLDatasetBuilder):
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         train, tests = self._splits(load_environment(self.env_id, read_env_args(self.env_args)))
-        data = ProblemDataset(train, self._group, self.batch_size, shuffle_seed=self.seed)
-        return data, ProblemDataset(tests, self._attempt, len(tests)) if tests else None
+        group = partial(self._group, size=self.group_size)
+        data = ProblemDataset(train, group, self.batch_size, shuffle_seed=self.seed)
+        return data, evaluation_dataset(tests, partial(self._group, size=1))
 
     def _splits(self, environment: Any) -> tuple[Rows, Rows]:
         train, tests = environment.build_dataset(), environment.build_eval_dataset()
@@ -53,31 +54,15 @@ class VerifiersDatasetBuilder(RLDatasetBuilder):
                 f"env_id={self.env_id}: the environment has only evaluation data; give an "
                 "environment with training data"
             )
-        if self.eval_problems == 0 or (tests is None and self.eval_problems is None):
+        if self.eval_problems != 0 and tests is not None:
+            return train, tests.select(range(len(tests))[: self.eval_problems])
+        if not self.eval_problems:
             return train, []
-        if tests is not None:
-            count = (
-                len(tests) if self.eval_problems is None else min(self.eval_problems, len(tests))
-            )
-            return train, tests.select(range(count))
-        count = self.eval_problems or 0
-        if count >= len(train):
-            raise UserError(
-                f"eval_problems={count}: env_id={self.env_id} has no eval data, and of its "
-                f"{len(train)} rows at least one must be "
-                "left to train on; give fewer"
-            )
-        held_out = sorted(random.Random(self.seed).sample(range(len(train)), count))
-        kept = sorted(set(range(len(train))).difference(held_out))
+        source = f"env_id={self.env_id} has no eval data"
+        kept, held_out = hold_out(len(train), self.eval_problems, self.seed, source, "rows")
         return train.select(kept), train.select(held_out)
 
-    def _group(self, row: Mapping[str, Any]) -> VerifiersGroup:
-        return self._group_of(row, self.group_size)
-
-    def _attempt(self, row: Mapping[str, Any]) -> VerifiersGroup:
-        return self._group_of(row, 1)
-
-    def _group_of(self, row: Mapping[str, Any], size: int) -> VerifiersGroup:
+    def _group(self, row: Mapping[str, Any], size: int) -> VerifiersGroup:
         return VerifiersGroup(
             load=partial(load_environment, self.env_id, read_env_args(self.env_args)),
             make_renderer=partial(model_renderer, self.model_name, self.renderer_name),
