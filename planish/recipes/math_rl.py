@@ -17,7 +17,7 @@ Each `env` has its own default sizes (`SIZES`), which options override. The envs
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,19 +170,15 @@ def check_task(env: str) -> None:
         ) from error
 
 
-def with_sizes(arguments: Sequence[str]) -> tuple[Mapping[str, Mapping[str, Any]], list[str]]:
+def with_sizes(
+    arguments: Sequence[str], sizes: Callable[[str], dict[str, Any]] = sizes_for
+) -> tuple[training_run.Presets, list[str]]:
     """Treat `env=NAME` on the command line as a preset of the same name, which other arguments
-    override. Returns (presets, arguments).
+    override. Return (presets, arguments). `sizes` returns the defaults of an env.
     """
-    env = next(
-        (
-            argument.partition("=")[2]
-            for argument in reversed(arguments)
-            if argument.startswith("env=")
-        ),
-        ARITHMETIC,
-    )
-    return {env: sizes_for(env)}, [f"preset={env}", *arguments]
+    named = [argument.partition("=")[2] for argument in arguments if argument.startswith("env=")]
+    env = named[-1] if named else ARITHMETIC
+    return {env: sizes(env)}, [f"preset={env}", *arguments]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ dataset with its own teacher.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,11 +184,9 @@ def check_source(options: Options) -> None:
     training_run.require_at_least(options, batch_size=1, group_size=1, max_prompt_tokens=1)
 
 
-def with_sizes(arguments: Sequence[str]) -> tuple[Mapping[str, Mapping[str, Any]], list[str]]:
+def with_sizes(arguments: Sequence[str]) -> tuple[training_run.Presets, list[str]]:
     """Treat `env=NAME` as a preset of the same name, as `math_rl.with_sizes` does."""
-    named = [argument.partition("=")[2] for argument in arguments if argument.startswith("env=")]
-    env = named[-1] if named else math_rl.ARITHMETIC
-    return {env: sizes_for(env)}, [f"preset={env}", *arguments]
+    return math_rl.with_sizes(arguments, sizes_for)
 
 
 if __name__ == "__main__":

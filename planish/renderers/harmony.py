@@ -25,7 +25,13 @@ from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.codec import Control, Piece, split_text
 from planish.renderers.forms import CallForm, ThoughtForm
 from planish.renderers.messages import Abilities, Checked
-from planish.renderers.tool_calls import answered_call, as_text, has_calls, read_named_call
+from planish.renderers.tool_calls import (
+    answered_call,
+    as_text,
+    has_calls,
+    last_answer_index,
+    read_named_call,
+)
 from planish.renderers.typescript import harmony_namespace
 
 START, MESSAGE, END = Control("<|start|>"), Control("<|message|>"), Control("<|end|>")
@@ -74,12 +80,7 @@ class Harmony(StopTokenFormat):
         system = self._system(bool(first.tools))
         if system:
             turns.append(Turn((START, "system"), (MESSAGE, system, END), None))
-        answers = (
-            index
-            for index in range(len(messages) - 1, -1, -1)
-            if messages[index].role == "assistant" and not has_calls(messages[index])
-        )
-        last_answer = next(answers, -1)
+        last_answer = last_answer_index(messages)
         for index, message in enumerate(messages):
             if message.role == "assistant":
                 is_last = index == len(messages) - 1

@@ -24,7 +24,7 @@ from planish.renderers.forms import THINK, THINK_END, CallForm, Pattern, Thought
 from planish.renderers.messages import Abilities, Call, Checked
 from planish.renderers.tool_calls import (
     answered_call,
-    has_calls,
+    last_answer_index,
     raw_call_pieces,
     read_named_call,
 )
@@ -89,12 +89,7 @@ class Kimi(StopTokenFormat):
             turns.append(Turn(header, (self._tools(tools), END), None))
         if messages[0].role != "system":
             turns.append(Turn(self._header("system"), (DEFAULT_SYSTEM, END), None))
-        answers = (
-            index
-            for index in range(len(messages) - 2, -1, -1)
-            if messages[index].role == "assistant" and not has_calls(messages[index])
-        )
-        last_answer = next(answers, -1)
+        last_answer = last_answer_index(messages[:-1])
         for index, message in enumerate(messages):
             if message.role == "assistant":
                 is_kept = self.preserves or index > last_answer

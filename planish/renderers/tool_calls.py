@@ -163,6 +163,14 @@ def has_calls(message: Checked) -> bool:
     return bool(message.calls or message.unparsed_calls)
 
 
+def last_answer_index(messages: Sequence[Checked]) -> int:
+    """Return the index of the last assistant message without tool calls; -1 if there is none."""
+    for index in range(len(messages) - 1, -1, -1):
+        if messages[index].role == "assistant" and not has_calls(messages[index]):
+            return index
+    return -1
+
+
 def answered_call(messages: Sequence[Checked], index: int) -> Call | None:
     """Return the call that the tool result messages[index] answers, or None if there is none.
 

@@ -9,7 +9,6 @@ have the fields of `Criterion`. Any other field is rejected, because a misspelt 
 otherwise be ignored silently.
 """
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -17,6 +16,7 @@ from typing import Any
 
 from planish.errors import UserError
 from planish.renderers import Message
+from planish.rl.field_checks import is_finite
 
 SCORE_TAG = r"<score>\s*(.*?)\s*</score>"
 QUOTE = "> "
@@ -191,7 +191,7 @@ def _check(criterion: Criterion, where: str) -> None:
     has_own_form = criterion.extraction_regex != SCORE_TAG
     rules = {
         "name": ("/" not in criterion.name and bool(criterion.name.strip()), "a text without /"),
-        "weight": (_is_number(criterion.weight) and criterion.weight > 0, "a number above 0"),
+        "weight": (is_finite(criterion.weight) and criterion.weight > 0, "a number above 0"),
         "score_range": (
             _is_range(criterion.score_range),
             "two different numbers, the worst score and the best",
@@ -236,15 +236,11 @@ def _shares(criterion: Criterion, scores: Any) -> list[float]:
     return [(score - worst) / (best - worst) for score in scores]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _is_range(value: Any) -> bool:
     return (
         isinstance(value, tuple)
         and len(value) == 2
-        and all(map(_is_number, value))
+        and all(map(is_finite, value))
         and value[0] != value[1]
     )
 
@@ -252,7 +248,7 @@ def _is_range(value: Any) -> bool:
 def _are_word_scores(words: Any) -> bool:
     if not isinstance(words, Mapping) or len({str(word).casefold() for word in words}) < 2:
         return False
-    return all(isinstance(word, str) and _is_number(score) for word, score in words.items())
+    return all(isinstance(word, str) and is_finite(score) for word, score in words.items())
 
 
 def _is_pattern(text: Any) -> bool:
