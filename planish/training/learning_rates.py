@@ -3,28 +3,39 @@
     rate = 5e-5 * m * (2000 / hidden_size) ** p         m = 10 for LoRA, 1 for full fine-tuning
                                                         p = 0.781 for Llama, 0.0775 for Qwen
 
+Qwen covers Qwen2.5, Qwen3 and Qwen3.5 to 3.8, dense and with experts.
+
 Sources: m is from "LoRA Without Regret" (Schulman et al., Thinking Machines Lab 2025): the best
 rate of LoRA is about ten times that of full fine-tuning, whatever the rank. 5e-5 and the exponents
 are from the public Tinker cookbook's hyperparameter helper, a fit over sweeps of supervised
-training on Llama and Qwen models. The tests contain its values for eight models. Those sweeps
-summed the loss over examples. Adam is nearly invariant to the scale of the loss, so the rate also
-suits averaged losses.
+training on Llama and Qwen models. The helper (cookbook 0.6.1) applies Qwen's exponent to Qwen3.5
+and later models too. The tests contain its values for twelve models. Those sweeps summed the loss
+over examples. Adam is nearly invariant to the scale of the loss, so the rate also suits averaged
+losses.
 
 SmolLM2 has Llama's architecture, so it uses Llama's exponent. SmolLM2 was not part of the fit, and
-only one recorded run supports that choice (docs/results.md). Other families raise an error.
+only one recorded run supports that choice (docs/results.md). Other families raise an error. One of
+them is gpt-oss, which the helper rejects as not yet calibrated.
 """
 
 import re
 from pathlib import Path
 
 from planish.errors import UserError
-from planish.model.config import read_json
+from planish.model.config import read_json, text_fields
 
 BASE_RATE = 5e-5
 WIDTH = 2000
 EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
-MODEL_TYPES = {"llama": "llama", "qwen2": "qwen", "qwen3": "qwen", "qwen3_moe": "qwen"}
-"""Maps "model_type" in config.json to the family."""
+MODEL_TYPES = {
+    "llama": "llama",
+    "qwen2": "qwen",
+    "qwen3": "qwen",
+    "qwen3_moe": "qwen",
+    "qwen3_5_text": "qwen",
+    "qwen3_5_moe_text": "qwen",
+}
+"""Maps "model_type" in the config of the text model to the family."""
 
 HIDDEN_SIZES = {
     "llama": {
@@ -54,6 +65,15 @@ HIDDEN_SIZES = {
         "qwen3-32b": 5120,
         "qwen3-30b-a3b": 2048,
         "qwen3-235b-a22b": 4096,
+        "qwen3.5-0.8b": 1024,
+        "qwen3.5-4b": 2560,
+        "qwen3.5-9b": 4096,
+        "qwen3.5-27b": 5120,
+        "qwen3.5-35b-a3b": 2048,
+        "qwen3.5-397b-a17b": 4096,
+        "qwen3.6-27b": 5120,
+        "qwen3.6-35b-a3b": 2048,
+        "qwen3.8-27b": 5120,
     },
 }
 """Maps each family to its models (names without organisation and variant) and their hidden sizes.
@@ -83,6 +103,11 @@ def _family(model_name: str) -> tuple[str, int]:
     config = Path(model_name).expanduser() / "config.json"
     if config.is_file():
         fields = read_json(config)
+        try:
+            fields = text_fields(fields)
+        except TypeError as error:
+            reason = f"config.json says model_type {fields['model_type']!r}, and {error}"
+            raise _unknown(model_name, reason) from None
         if fields.get("model_type") in MODEL_TYPES and isinstance(fields.get("hidden_size"), int):
             return MODEL_TYPES[fields["model_type"]], fields["hidden_size"]
         raise _unknown(model_name, f"config.json says model_type {fields.get('model_type')!r}")
