@@ -332,16 +332,12 @@ def _keep_metadata(operation: Any) -> None:
     object.__setattr__(operation, "user_metadata", metadata)
 
 
-def _keep_whole(operation: Any, *names: str, remedy: str = "a whole number", **bounds: int) -> None:
-    """Convert the named fields to Python ints. Raise UserError if a field is not a whole number or
-    is out of bounds.
+def _keep_whole(operation: Any, name: str, remedy: str = "a whole number", **bounds: int) -> None:
+    """Convert the field to a Python int. Raise UserError if it is not a whole number, or is out of
+    bounds.
     """
-    for name in names:
-        try:
-            value = whole_number(name, getattr(operation, name), remedy, **bounds)
-        except ValueError as error:
-            raise UserError(str(error)) from None
-        object.__setattr__(operation, name, value)
+    value = whole_number(name, getattr(operation, name), remedy, **bounds)
+    object.__setattr__(operation, name, value)
 
 
 def _keep_flag(operation: Any, name: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 import orjson
@@ -22,6 +22,7 @@ from planish.client.local import chosen_url
 from planish.client.remote_errors import ServerUnreachableError, body_of, refusal
 from planish.client.remote_http import Http, NoAnswerError
 from planish.client.remote_link import API, checked_key, checked_url
+from planish.client.rest_client import run_of, training_run
 from planish.engine.checkpoints.store import CheckpointStore, data_directory, record_of
 from planish.errors import (
     CheckpointError,
@@ -37,42 +38,6 @@ from planish.wire.records import checkpoint_to_json, weights_info_to_json
 
 Row = Mapping[str, Any]
 _PAGE = 1000
-
-
-class Records(Protocol):
-    """Training runs and checkpoints. Lists are newest first; a path is tinker://RUN/KIND/NAME."""
-
-    def runs(self, limit: int | None) -> list[Row]:
-        """Return at most `limit` training runs (None: all)."""
-        ...
-
-    def run(self, run_id: str) -> Row:
-        """Return one training run. Raise CheckpointError if it does not exist."""
-        ...
-
-    def checkpoints(self, run_id: str | None, limit: int | None) -> list[Row]:
-        """Return at most `limit` checkpoints of a run, or of all runs."""
-        ...
-
-    def checkpoint(self, path: str) -> Row:
-        """Return the row of a checkpoint, with its base model and adapter shape."""
-        ...
-
-    def delete(self, path: str) -> None:
-        """Delete a checkpoint."""
-        ...
-
-    def set_ttl(self, path: str, seconds: int | None) -> None:
-        """Let a checkpoint expire `seconds` from now; None keeps it for ever."""
-        ...
-
-    def set_public(self, path: str, public: bool) -> None:
-        """Publish a checkpoint of a server, or make it private again."""
-        ...
-
-    def download(self, path: str, directory: Path) -> list[Path]:
-        """Copy the files of a checkpoint into an existing directory, and return their paths."""
-        ...
 
 
 class ServerRecords:
@@ -190,8 +155,8 @@ class LocalRecords:
 
     def runs(self, limit: int | None) -> list[Row]:
         """Return at most `limit` training runs that have checkpoints (None: all)."""
-        found = sorted(self._store.records(), key=_run_of)
-        runs = [self._run(run_id, list(mine)) for run_id, mine in groupby(found, key=_run_of)]
+        found = sorted(self._store.records(), key=run_of)
+        runs = [self._run(run_id, list(mine)) for run_id, mine in groupby(found, key=run_of)]
         return sorted(runs, key=lambda run: run["last_request_time"], reverse=True)[:limit]
 
     def run(self, run_id: str) -> Row:
@@ -211,10 +176,7 @@ class LocalRecords:
 
     def checkpoint(self, path: str) -> Row:
         """Return the row of a checkpoint, with its base model and adapter shape."""
-        parsed = _parse_path(path)
-        manifest = self._store.manifest(parsed)
-        info = CheckpointInfo(manifest.base_model, manifest.lora, record_of(parsed, manifest))
-        return _as_one(weights_info_to_json(info))
+        return _as_one(weights_info_to_json(self._info(path)))
 
     def delete(self, path: str) -> None:
         """Delete a checkpoint from the directory."""
@@ -244,21 +206,26 @@ class LocalRecords:
             ) from error
 
     def _run(self, run_id: str, checkpoints: Sequence[Checkpoint]) -> Row:
-        newest = sorted(checkpoints, key=lambda checkpoint: checkpoint.time, reverse=True)
-        last = {
-            kind: next((c for c in newest if c.checkpoint_type == kind), None)
-            for kind in ("training", "sampler")
-        }
-        manifest = self._store.manifest(_parse_path(newest[0].tinker_path))
+        run = training_run(run_id, checkpoints, self._info)
+        last, sampler = run.last_checkpoint, run.last_sampler_checkpoint
         return {
             "training_run_id": run_id,
-            "base_model": manifest.base_model,
-            "lora_rank": manifest.lora.rank,
-            "last_request_time": newest[0].time.isoformat(),
-            "last_checkpoint": last["training"] and checkpoint_to_json(last["training"]),
-            "last_sampler_checkpoint": last["sampler"] and checkpoint_to_json(last["sampler"]),
-            "user_metadata": newest[0].user_metadata,
+            "base_model": run.base_model,
+            "lora_rank": run.lora_rank,
+            "last_request_time": run.last_request_time.isoformat(),
+            "last_checkpoint": last and checkpoint_to_json(last),
+            "last_sampler_checkpoint": sampler and checkpoint_to_json(sampler),
+            "user_metadata": run.user_metadata,
         }
+
+    def _info(self, path: str) -> CheckpointInfo:
+        parsed = _parse_path(path)
+        manifest = self._store.manifest(parsed)
+        return CheckpointInfo(manifest.base_model, manifest.lora, record_of(parsed, manifest))
+
+
+Records = ServerRecords | LocalRecords
+"""Training runs and checkpoints. Lists are newest first. A path is tinker://RUN/KIND/NAME."""
 
 
 def records_of(base_url: str | None, api_key: str | None, data_dir: Path | None) -> Records:
@@ -307,10 +274,6 @@ def _as_one(info: Mapping[str, Any]) -> Row:
         **info["checkpoint"],
         **{key: value for key, value in info.items() if key != "checkpoint"},
     }
-
-
-def _run_of(checkpoint: Checkpoint) -> str:
-    return CheckpointPath.parse(checkpoint.tinker_path).run_id
 
 
 def _endpoint(path: str) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import ClassVar
 
 from planish.client.futures import Pending, completed, reading
 from planish.client.session import RefusesMethods
 from planish.errors import CheckpointError, UserError
-from planish.service import Service
+from planish.service import CheckpointInfo, Service
 from planish.types import (
     Checkpoint,
     CheckpointPath,
@@ -94,7 +94,7 @@ class RestClient(RefusesMethods):
             raise CheckpointError(
                 f"training_run_id={training_run_id!r} has no checkpoints; save one first"
             )
-        return completed(self._training_run(training_run_id, found))
+        return completed(training_run(training_run_id, found, self._service.checkpoint_info))
 
     get_training_run_async = reading(get_training_run)
 
@@ -111,8 +111,8 @@ class RestClient(RefusesMethods):
     ) -> Pending[TrainingRunsResponse]:
         """Return a page of the training runs that have checkpoints, the most recent first."""
         _check_page(limit, offset)
-        found = sorted(self._service.checkpoints(), key=_run_of)
-        runs = [self._training_run(run, list(mine)) for run, mine in groupby(found, key=_run_of)]
+        found, info = sorted(self._service.checkpoints(), key=run_of), self._service.checkpoint_info
+        runs = [training_run(run, list(mine), info) for run, mine in groupby(found, key=run_of)]
         runs.sort(key=lambda run: run.last_request_time, reverse=True)
         cursor = Cursor(offset, limit, len(runs))
         return completed(TrainingRunsResponse(runs[offset : offset + limit], cursor))
@@ -121,24 +121,6 @@ class RestClient(RefusesMethods):
 
     def get_telemetry(self) -> None:
         """Return None: planish sends no telemetry."""
-
-    def _training_run(self, run_id: str, checkpoints: list[Checkpoint]) -> TrainingRun:
-        newest = sorted(checkpoints, key=lambda checkpoint: checkpoint.time, reverse=True)
-        info = self._service.checkpoint_info(newest[0].tinker_path)
-        last = {
-            kind: next((c for c in newest if c.checkpoint_type == kind), None)
-            for kind in ("training", "sampler")
-        }
-        return TrainingRun(
-            run_id,
-            info.base_model,
-            True,
-            newest[0].time,
-            info.lora.rank,
-            last["training"],
-            last["sampler"],
-            newest[0].user_metadata,
-        )
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> Pending[WeightsInfoResponse]:
         """Return base model and adapter shape of the checkpoint at `tinker_path`."""
@@ -180,5 +162,30 @@ def _check_page(limit: int, offset: int) -> None:
         )
 
 
-def _run_of(checkpoint: Checkpoint) -> str:
+def training_run(
+    run_id: str, checkpoints: Sequence[Checkpoint], info_of: Callable[[str], CheckpointInfo]
+) -> TrainingRun:
+    """Return the training run that has these checkpoints, at least one. `info_of` returns the
+    CheckpointInfo for the path of a checkpoint.
+    """
+    newest = sorted(checkpoints, key=lambda checkpoint: checkpoint.time, reverse=True)
+    info = info_of(newest[0].tinker_path)
+    last = {
+        kind: next((c for c in newest if c.checkpoint_type == kind), None)
+        for kind in ("training", "sampler")
+    }
+    return TrainingRun(
+        run_id,
+        info.base_model,
+        True,
+        newest[0].time,
+        info.lora.rank,
+        last["training"],
+        last["sampler"],
+        newest[0].user_metadata,
+    )
+
+
+def run_of(checkpoint: Checkpoint) -> str:
+    """Return the id of the training run that a checkpoint belongs to."""
     return CheckpointPath.parse(checkpoint.tinker_path).run_id

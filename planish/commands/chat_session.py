@@ -75,8 +75,7 @@ class ChatSession:
     @property
     def messages(self) -> list[Mapping[str, Any]]:
         """The conversation, with its system message if it has one."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, *self.turns]
+        return self._with_system(self.turns)
 
     def take(self, line: str, show: Show) -> LineResult | Ended:
         """Send a line as a message, or run its command. On UserError the conversation is
@@ -106,32 +105,25 @@ class ChatSession:
             raise UserError(f"/{name} takes nothing after it")
         return commands[name](argument.strip())
 
+    def _with_system(self, turns: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *turns]
+
     def _send(self, text: str, show: Show) -> LineResult:
-        turns = self.turns
-        self.turns = [*turns, {"role": "user", "content": text}]
-        try:
-            return self._answer(show)
-        except BaseException:
-            self.turns = turns
-            raise
+        return self._answer([*self.turns, {"role": "user", "content": text}], show)
 
     def _retry(self, show: Show) -> LineResult:
         if not self.turns:
             raise UserError("/retry: nothing was said yet")
-        turns = self.turns
-        self.turns = turns[:-1]
-        try:
-            return self._answer(show)
-        except BaseException:
-            self.turns = turns
-            raise
+        return self._answer(self.turns[:-1], show)
 
-    def _answer(self, show: Show) -> LineResult:
-        sampling = self._sampling
+    def _answer(self, turns: list[Mapping[str, Any]], show: Show) -> LineResult:
+        """Answer the last message of `turns`. If sampling fails, the conversation is unchanged."""
+        sampling, messages = self._sampling, self._with_system(turns)
         answer = self._sampler.answer(
-            self.messages, sampling.temperature, sampling.max_tokens, sampling.next_seed(), show
+            messages, sampling.temperature, sampling.max_tokens, sampling.next_seed(), show
         )
-        self.turns = [*self.turns, answer.message]
+        self.turns = [*turns, answer.message]
         return LineResult(_note(answer), is_answer=True)
 
     def _reset(self, _: str) -> LineResult:
