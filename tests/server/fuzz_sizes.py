@@ -44,6 +44,9 @@ from planish.testing import tiny_model
 _OPTIONS = (
     *("--poll-seconds", "0.2", "--kv-cache-gib", "0.2", "--prefix-cache-gib", "0.1"),
     *("--set", "adapter_memory_bytes=256MiB", "--set", "max_queued_requests=2000"),
+    # Requests with a blown-up sequence number wait for a missing request, by default for ten minutes.
+    # They count as queued requests for that long, and a full queue stops the fuzzer.
+    *("--set", "missing_request_timeout=20"),
 )
 _SIZES = (100, 1_000, 10_000, 100_000, 1_000_000, MAX_BODY)
 _WEIGHTS = (20, 30, 30, 14, 5, 1)
