@@ -155,43 +155,31 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 _UNSUPPORTED = {
-    ("POST", "/auth/token"): "use the key itself instead of a token (pjwt_auth_enabled is false)",
-    (
-        "GET",
-        "/auth/apikey/me",
-    ): "this server has no accounts; set TINKER_API_KEY to a key of this server",
-    (
-        "DELETE",
-        "/auth/apikey/me",
-    ): "clients cannot delete keys; remove the key from the server's key file",
-    (
-        "POST",
-        "/create_custom_loss",
-    ): "the server cannot run custom losses; forward_backward_custom runs them in the client",
-    ("POST", "/join_sampling_session"): "copies of a sampling client number their requests "
-    "themselves (sample_join_sampling_session is false)",
-    (
-        "POST",
-        "/retrieve_futures",
-    ): "request each result with /retrieve_future (sample_use_retrieve_futures is false)",
-    ("PUT", "/sessions/{session_id}/project"): "this server has no projects",
-    ("GET", "/sessions/{session_id}/trace_export"): "this server keeps no traces of sessions",
-    ("GET", "/audit"): "this server keeps no audit log",
-    ("GET", "/billing/usage/events"): "this server bills nothing",
-    (
-        "GET",
-        "/billing/usage/checkpoints/current",
-    ): "this server bills nothing; `GET /api/v1/checkpoints` has the sizes of checkpoints",
+    "POST /auth/token": "use the key itself instead of a token (pjwt_auth_enabled is false)",
+    "GET /auth/apikey/me": "this server has no accounts; set TINKER_API_KEY to a key of this server",
+    "DELETE /auth/apikey/me": "clients cannot delete keys; remove the key from the server's key file",
+    "POST /create_custom_loss": "the server cannot run custom losses; forward_backward_custom runs "
+    "them in the client",
+    "POST /join_sampling_session": "copies of a sampling client number their requests themselves "
+    "(sample_join_sampling_session is false)",
+    "POST /retrieve_futures": "request each result with /retrieve_future "
+    "(sample_use_retrieve_futures is false)",
+    "PUT /sessions/{session_id}/project": "this server has no projects",
+    "GET /sessions/{session_id}/trace_export": "this server keeps no traces of sessions",
+    "GET /audit": "this server keeps no audit log",
+    "GET /billing/usage/events": "this server bills nothing",
+    "GET /billing/usage/checkpoints/current": "this server bills nothing; `GET /api/v1/checkpoints` "
+    "has the sizes of checkpoints",
 }
+"""The endpoints of the protocol that this server does not offer, each with the reason or remedy."""
 
 
-def _unsupported_route(method: str, path: str, reason: str) -> Route:
+def _unsupported_route(method_and_path: str, reason: str) -> Route:
     async def handler(context: RequestContext) -> Response:
         return json_response({"detail": f"not offered: {reason}"}, 404)
 
+    method, path = method_and_path.split(" ")
     return endpoint(path, handler, method)
 
 
-_UNSUPPORTED_ROUTES = [
-    _unsupported_route(method, path, reason) for (method, path), reason in _UNSUPPORTED.items()
-]
+_UNSUPPORTED_ROUTES = [_unsupported_route(*entry) for entry in _UNSUPPORTED.items()]
