@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from planish.engine.checkpoints.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, read_manifest
 from planish.engine.checkpoints.store import CheckpointStore, Label, SavedAdapter
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
+from planish.export.lora_update import check_scaling, read_tensors
 from planish.export.writing import MARKER
 from planish.model.config import ModelConfig, read_json
 from planish.model.lora import EXPERT_FILE_NAMES, LoraLayout, expert_matrices
@@ -194,23 +193,14 @@ def _config(directory: Path) -> dict[str, Any]:
             f"{where}: init_lora_weights is {init!r}, which changes the base weights; convert it with "
             "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
-    for field in ("r", "lora_alpha"):
-        value = config.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise DamagedFileError(f"{where}: {field} is {value!r}, not a positive number")
+    check_scaling(config, where)
     return config
 
 
 def _matrices(directory: Path, base: Path, model: ModelConfig) -> dict[str, tuple[Tensor, Tensor]]:
     """Return A and B in float32 by the name of the linear layer."""
-    try:
-        tensors = load_file(directory / ADAPTER)
-    except (SafetensorError, OSError) as error:
-        raise DamagedFileError(
-            f"{directory / ADAPTER} cannot be read ({error}); get the adapter again"
-        ) from error
     found: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in read_tensors(directory).items():
         linear, part = _named(name)
         if part is None:
             if _is_copy_of_base(name, tensor, base, model):

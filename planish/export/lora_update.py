@@ -6,7 +6,6 @@ the files are verified against the SHA-256 in it. Features beyond a plain LoRA u
 biases, whole modules) are rejected by name.
 """
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from planish.engine.checkpoints.files import (
     ADAPTER_CONFIG,
     MANIFEST,
     Manifest,
+    check_file,
     read_manifest,
 )
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError
@@ -152,27 +152,22 @@ def read_update(directory: Path) -> LoraUpdate:
             )
     manifest = read_manifest(directory) if (directory / MANIFEST).is_file() else None
     if manifest is not None:
-        _verify(directory, manifest)
+        for name in (ADAPTER, ADAPTER_CONFIG):
+            check_file(directory / name, manifest.files.get(name))
     config = read_json(directory / ADAPTER_CONFIG)
     _check_plain(config, directory)
+    tensors = read_tensors(directory)
+    return LoraUpdate(config, _linears(tensors, config["r"], directory), manifest)
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """Return the tensors of an adapter. Raise DamagedFileError if they cannot be read."""
     try:
-        tensors = load_file(directory / ADAPTER)
+        return load_file(directory / ADAPTER)
     except (SafetensorError, OSError) as error:
         raise DamagedFileError(
             f"{directory / ADAPTER} cannot be read ({error}); get the adapter again"
         ) from error
-    return LoraUpdate(config, _linears(tensors, config["r"], directory), manifest)
-
-
-def _verify(directory: Path, manifest: Manifest) -> None:
-    for name in (ADAPTER, ADAPTER_CONFIG):
-        stored = manifest.files.get(name)
-        with open(directory / name, "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if stored is None or stored.sha256 != found:
-            raise DamagedFileError(
-                f"{directory / name} is not the file that was saved (its SHA-256 differs from {MANIFEST}); get it again"
-            )
 
 
 def _check_plain(config: Mapping[str, Any], directory: Path) -> None:
@@ -182,6 +177,14 @@ def _check_plain(config: Mapping[str, Any], directory: Path) -> None:
             raise UnsupportedError(
                 f"{where}: {name} is {config[name]!r}; planish reads plain LoRA adapters"
             )
+    check_scaling(config, where)
+
+
+def check_scaling(config: Mapping[str, Any], where: Path) -> None:
+    """Raise DamagedFileError if the rank or alpha is not a positive number.
+
+    `where`: the path of the adapter_config.json with the content `config`.
+    """
     for name in ("r", "lora_alpha"):
         value = config.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:

@@ -152,12 +152,12 @@ def write_merged(
     shards = _shards(sources, shard_bytes)
     files = dict(zip(_file_names(len(shards)), shards, strict=True))
     for file, shard in files.items():
-        _save(
+        save_tensors(
             {source.name: _merged(source, update.scaling, rounding) for source in shard}, out / file
         )
     if len(files) > 1:
-        _write_json(out / INDEX_FILE, _index(files))
-    _write_json(out / "config.json", _config(base, config, update, sources))
+        write_json(out / INDEX_FILE, _index(files))
+    write_json(out / "config.json", _config(base, config, update, sources))
     return rounding
 
 
@@ -237,7 +237,8 @@ def _config(
     return fields
 
 
-def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. Raise StorageError if it cannot be written."""
     try:
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()},
@@ -249,5 +250,6 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
         raise StorageError(f"{path.name} could not be written ({error}); free space") from error
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write `content` as an indented JSON file."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

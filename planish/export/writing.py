@@ -1,6 +1,5 @@
 """Write a checkpoint into a directory that other programs can load."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -8,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from planish.engine.checkpoints.files import ADAPTER, ADAPTER_CONFIG
-from planish.errors import CheckpointError, StorageError, UserError
+from planish.errors import CheckpointError, UserError
 from planish.export.lora_update import LoraUpdate, read_update
-from planish.export.merging import SHARD_BYTES, Rounding, write_merged
+from planish.export.merging import SHARD_BYTES, Rounding, save_tensors, write_json, write_merged
 from planish.export.model_card import README, Base, Format, model_card
 from planish.export.origin import Origin
 from planish.export.whole_directory import check_free, whole_directory
-from planish.files import give_usual_mode
 from planish.model.config import ModelConfig, is_multimodal, read_json
 from planish.model.listing import list_models
 from planish.model.sources import HUB_FILES, resolve_model
@@ -97,7 +93,7 @@ def write_export(
         (out / README).write_text(
             model_card(options.format, base, update, origin, dtype, rounding), encoding="utf-8"
         )
-        _write_json(out / MARKER, _marker(origin, update, base, options, rounding))
+        write_json(out / MARKER, _marker(origin, update, base, options, rounding))
     return Exported(target, base, rounding)
 
 
@@ -155,14 +151,10 @@ def _write_adapter(update: LoraUpdate, base: Base, out: Path, dtype: torch.dtype
     tensors = {}
     for linear, matrices in update.linears.items():
         name = inner + linear.removeprefix("model.") if linear.startswith("model.") else linear
-        tensors[f"base_model.model.{name}.lora_A.weight"] = matrices.a.to(dtype).contiguous()
-        tensors[f"base_model.model.{name}.lora_B.weight"] = matrices.b.to(dtype).contiguous()
-    try:
-        save_file(tensors, out / ADAPTER, metadata={"format": "pt"})
-        give_usual_mode(out / ADAPTER)
-    except SafetensorError as error:
-        raise StorageError(f"{ADAPTER} could not be written ({error}); free space") from error
-    _write_json(out / ADAPTER_CONFIG, config)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = matrices.a.to(dtype)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = matrices.b.to(dtype)
+    save_tensors(tensors, out / ADAPTER)
+    write_json(out / ADAPTER_CONFIG, config)
 
 
 def _write_model(update: LoraUpdate, base: Base, out: Path, options: ExportOptions) -> Rounding:
@@ -195,7 +187,3 @@ def _marker(
         "rounding": rounding.share if options.format == "merged" else None,
         "exported": datetime.now(UTC).isoformat(),
     }
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

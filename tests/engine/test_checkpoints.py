@@ -157,8 +157,8 @@ def test_reading_restarts_if_the_checkpoint_is_replaced_meanwhile(
     first, second = trained(model_dir, steps=1), trained(model_dir, steps=3)
     store.save(Label(TRAINING), saved(first))
     module, what, file = {
-        "the adapter's check": (checkpoint_files, "_check_file", ADAPTER),
-        "the moments' check": (checkpoint_files, "_check_file", OPTIMIZER),
+        "the adapter's check": (checkpoint_files, "check_file", ADAPTER),
+        "the moments' check": (checkpoint_files, "check_file", OPTIMIZER),
         "the adapter": (safetensors.torch, "load_file", ADAPTER),
         "the moments": (safetensors.torch, "load_file", OPTIMIZER),
     }[swapped_at]

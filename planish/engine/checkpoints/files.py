@@ -175,7 +175,7 @@ def read_state(
 
     names = [ADAPTER, ADAPTER_CONFIG, *([OPTIMIZER] if with_optimizer else [])]
     for name in names:
-        _check_file(directory / name, manifest.files.get(name))
+        check_file(directory / name, manifest.files.get(name))
     try:
         state = {"master": _flatten(load_file(directory / ADAPTER), layout)}
         if with_optimizer:
@@ -250,7 +250,8 @@ def _stored_file(path: Path) -> StoredFile:
         return StoredFile(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def _check_file(path: Path, stored: StoredFile | None) -> None:
+def check_file(path: Path, stored: StoredFile | None) -> None:
+    """Raise DamagedFileError unless `path` is the file that the manifest describes by `stored`."""
     if stored is None or not path.is_file():
         raise DamagedFileError(
             f"{path} is missing, so the checkpoint is damaged; use another checkpoint"
