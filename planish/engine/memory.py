@@ -328,14 +328,15 @@ class _ModelNeeds:
                 if kv_cache_bytes is None
                 else sizing_bytes - sampling - cache_bytes
             )
-        training = self._training_bytes(trainer)
+        training = trainer.reserved_bytes(self.backend)
         if kv_cache_bytes is None:
             fitting_bytes = self._limit_on_cpu(
                 sampler.kv_cache_bytes,
                 max_reservable_bytes(available - sampling - cache_bytes - training),
             )
             states = _MIN_STATES * state_bytes(self.backend.config, self.backend.dtype)
-            kv_cache_bytes = max(fitting_bytes, _MIN_POSITIONS * self._per_position + states)
+            positions = _MIN_POSITIONS * KVSpec.from_backend(self.backend).bytes_per_position
+            kv_cache_bytes = max(fitting_bytes, positions + states)
         return ModelMemory(
             weights=self.all_weights,
             adapters=self.adapters,
@@ -367,16 +368,11 @@ class _ModelNeeds:
 
     def _trainer_settings(self, available: float) -> TrainerSettings:
         """Return the largest micro-batches that fit into `available` bytes, else the smallest ones."""
-        max_tokens = (
-            inf if not self.backend.uses_main_memory else TrainerSettings().micro_batch_tokens
-        )
+        max_tokens = TrainerSettings().micro_batch_tokens if self.backend.uses_main_memory else inf
         sizes = [TrainerSettings(tokens) for tokens in _MICRO_BATCHES if tokens <= max_tokens]
         sizes += [TrainerSettings(tokens, recompute=True) for tokens in _RECOMPUTED_MICRO_BATCHES]
-        return next((size for size in sizes if self._training_bytes(size) <= available), sizes[-1])
-
-    def _training_bytes(self, trainer: TrainerSettings) -> int:
-        """Return the estimated bytes of one training micro-batch."""
-        return trainer.reserved_bytes(self.backend)
+        fitting_sizes = (size for size in sizes if size.reserved_bytes(self.backend) <= available)
+        return next(fitting_sizes, sizes[-1])
 
     def _limit_on_cpu(self, default: int, available: float) -> int:
         """Return the default size of a budget in bytes, at least 0.
@@ -384,10 +380,6 @@ class _ModelNeeds:
         It is `available` on a GPU, and the smaller of `available` and `default` on a CPU.
         """
         return int(max(0, min(available, default) if self.backend.uses_main_memory else available))
-
-    @property
-    def _per_position(self) -> int:
-        return KVSpec.from_backend(self.backend).bytes_per_position
 
 
 def _planned_rank(config: ModelConfig) -> int:

@@ -42,7 +42,7 @@ from tokenizers import (
 )
 
 from planish.errors import DamagedFileError, StorageError, UnknownModelError, UnsupportedError
-from planish.files import give_usual_mode
+from planish.files import give_usual_mode, sync
 from planish.model.config import FAMILIES, MODEL_TYPES, ModelConfig
 from planish.model.weights import SINGLE_FILE, load_weights
 from planish.tokenizer import save_tokenizer
@@ -249,11 +249,7 @@ def _readme(source: GGUFFile) -> str:
 
 def _publish(staging: Path, directory: Path) -> None:
     for file in staging.iterdir():
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(file)
     try:
         staging.rename(directory)
     except OSError:
@@ -429,7 +425,8 @@ def _yarn(source: GGUFFile) -> dict[str, Any]:
 def _longrope(source: GGUFFile) -> dict[str, Any]:
     factors = {
         name: [
-            _shortest_decimal(value) for value in _table(source, f"rope_factors_{stored}.weight")
+            _shortest_decimal(value)
+            for value in _dequantized(source, f"rope_factors_{stored}.weight")
         ]
         for name, stored in (("short_factor", "short"), ("long_factor", "long"))
     }
@@ -448,7 +445,7 @@ def _llama3_scaling(source: GGUFFile) -> dict[str, Any] | None:
     In all of these models, the frequency bands have the same bounds. The models differ only in
     `factor`, which is the largest divisor of the table.
     """
-    table = _table(source, "rope_freqs.weight")
+    table = _dequantized(source, "rope_freqs.weight")
     if (table == 1).all():
         return None
     factor, low, high, original = _shortest_decimal(table.max()), 1.0, 4.0, 8192
@@ -470,7 +467,8 @@ def _llama3_scaling(source: GGUFFile) -> dict[str, Any] | None:
     }
 
 
-def _table(source: GGUFFile, name: str) -> np.ndarray:
+def _dequantized(source: GGUFFile, name: str) -> np.ndarray:
+    """Return a dequantized copy of a tensor of the file, float32."""
     stored = source.tensors[name]
     return np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32)
 
@@ -483,9 +481,7 @@ def _tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
         if name in ROPE_TABLES:
             continue
         try:
-            values = torch.from_numpy(
-                np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32)
-            )
+            values = torch.from_numpy(_dequantized(source, name))
         except NotImplementedError:
             raise UnsupportedError(
                 f"{source.path} has {name} quantized as {stored.tensor_type.name}, which planish cannot read; get a file in another "

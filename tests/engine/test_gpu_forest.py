@@ -21,7 +21,6 @@ from planish.model.kernels.triton.tree_attention import (
     GpuForest,
     key_plan,
     query_plan,
-    visible_pairs,
 )
 from planish.model.lora import LoraLayout
 from planish.model.prefix_tree import Packed, mask, pack
@@ -230,11 +229,6 @@ def tiles_of(whole: Packed, rows: int, keys: int) -> dict[tuple[int, int], bool]
             if part.any():
                 found[query // rows, key // keys] = bool(part.all()) and part.shape == (rows, keys)
     return found
-
-
-def test_visible_pairs_count_the_entries_of_the_mask():
-    for whole in FORESTS.values():
-        assert visible_pairs(whole) == mask(whole).sum()
 
 
 @pytest.mark.slow

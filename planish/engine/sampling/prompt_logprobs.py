@@ -65,13 +65,15 @@ class PromptLogprobs:
         self._first = (
             1 if op.prompt_logprobs_last_n is None else max(1, n - op.prompt_logprobs_last_n)
         )
-        self._logprobs = np.full(n, np.nan, np.float32) if op.prompt_logprobs else None
+        self.logprobs = np.full(n, np.nan, np.float32) if op.prompt_logprobs else None
+        """The logprobs of the prompt tokens, float32 [n], NaN where none was requested."""
         k = op.topk_prompt_logprobs
-        self._top = (
+        self.top = (
             TopkLogprobs(np.zeros((n, k), np.int32), np.full((n, k), np.nan, np.float32))
             if k
             else None
         )
+        """The k likeliest tokens at each prompt token and their logprobs: [n, k]."""
         self._targets = (
             op.target_prompt_logprobs.to_numpy() if op.target_prompt_logprobs is not None else None
         )
@@ -91,7 +93,7 @@ class PromptLogprobs:
         """
         if self._alt is not None:
             return 0
-        least = [self._first - 1] if self._logprobs is not None or self._top is not None else []
+        least = [self._first - 1] if self.logprobs is not None or self.top is not None else []
         if self._targets is not None:
             asked_for = np.any(self._targets >= 0, axis=tuple(range(1, self._targets.ndim)))
             least.append(int(asked_for.argmax()) if asked_for.any() else len(self.tokens) - 1)
@@ -118,22 +120,22 @@ class PromptLogprobs:
         normalizer = self.backend.log_sum_exp(scratch, ones, weights=scratch)
         device = logits.device
         rows = torch.arange(len(span), device=device)
-        if self._logprobs is not None:
+        if self.logprobs is not None:
             ids = torch.tensor([self.tokens[i] for i in span], device=device)
             values = (exact(hidden, rows, ids) - normalizer).cpu().numpy()
             asked_for = np.array([i >= self._first for i in span])
-            self._logprobs[span.start : span.stop][asked_for] = values[asked_for]
-        if self._top is not None:
+            self.logprobs[span.start : span.stop][asked_for] = values[asked_for]
+        if self.top is not None:
             ids, values = top_logprobs(
                 logits,
                 normalizer,
                 torch.ones(len(span), device=device),
-                self._top.token_ids.shape[1],
+                self.top.token_ids.shape[1],
             )
             keep = slice(max(span.start, self._first), span.stop)
             skip = keep.start - span.start
-            self._top.token_ids[keep] = ids[skip:].cpu().numpy()
-            self._top.logprobs[keep] = values[skip:].cpu().numpy()
+            self.top.token_ids[keep] = ids[skip:].cpu().numpy()
+            self.top.logprobs[keep] = values[skip:].cpu().numpy()
         if self._targets is not None and self._target_logprobs is not None:
             wanted = torch.from_numpy(self._targets[span.start - 1 : span.stop - 1]).to(device)
             place = (wanted >= 0).nonzero(as_tuple=True)
@@ -162,16 +164,6 @@ class PromptLogprobs:
         at = slice(span.start - 1, span.stop - 1)
         self._alt[0][at] = sampled.tokens.cpu().numpy()
         self._alt[1][at] = logprobs.view(-1, k).cpu().numpy()
-
-    @property
-    def logprobs(self) -> np.ndarray | None:
-        """The logprobs of the prompt tokens, float32 [n], NaN where none was requested."""
-        return self._logprobs
-
-    @property
-    def top(self) -> TopkLogprobs | None:
-        """The k likeliest tokens at each prompt token and their logprobs: [n, k]."""
-        return self._top
 
     @property
     def targets(self) -> TensorData | None:

@@ -106,14 +106,6 @@ class _Forest(torch.autograd.Function):
         return *ctx.forest.attend_backward(grad, *ctx.saved_tensors), None
 
 
-def visible_pairs(packed: Packed) -> int:
-    """Return the number of visible (query, key) pairs of the forest per head.
-
-    This is the minimum work of the attention.
-    """
-    return int((packed.subtree_end - np.arange(len(packed))).sum())
-
-
 @dataclass(frozen=True, eq=False)
 class QueryPlan:
     """The query tiles and their key tiles: the fields `query_items` and `lists` of a `Table`."""
