@@ -16,18 +16,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from planish.engine.base_models import checked_backend
 from planish.engine.numerics import Numerics, describe
-from planish.engine.settings import (
-    choose_device,
-    choose_dtype,
-    head_shape,
-    kernel_shapes,
-)
+from planish.engine.settings import EngineSettings
 from planish.model.config import ModelConfig
-from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.cpp import ops
-from planish.model.kernels.device import Device
-from planish.model.kernels.triton.self_test import check_kernels
 from planish.model.kernels.verdicts import Verdict
 
 
@@ -91,14 +84,9 @@ def prepare(device_name: str, directory: Path | None) -> Prepared:
     ops.load_library()
     if directory is None:
         return Prepared()
-    config, device = ModelConfig.from_directory(directory), choose_device(device_name)
-    dtype = choose_dtype("auto", device)
-    verdicts: Sequence[Verdict] = ()
-    if Device(device).is_gpu:
-        shapes, heads = kernel_shapes(config), head_shape(config, dtype)
-        verdicts = check_kernels(directory, shapes, heads, device)
-    families = [verdict.family for verdict in verdicts if verdict.passed]
-    return Prepared(verdicts, describe(choose_backend(config, dtype, device, None, families)))
+    config, settings = ModelConfig.from_directory(directory), EngineSettings(device=device_name)
+    backend, verdicts = checked_backend(directory, config, settings)
+    return Prepared(verdicts, describe(backend))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from planish.engine.training.trainer import Trainer
 from planish.errors import UnknownModelError, UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
+from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.device import Device, accumulate_in_float32
 from planish.model.kernels.triton.self_test import check_kernels
@@ -61,23 +62,18 @@ class BaseModel:
         Device(device).make_current()
         config = ModelConfig.from_directory(directory)
         check_quantizable(config, settings.quantize)
-        dtype = choose_dtype(settings.dtype, device)
-        verdicts: Sequence[Verdict] = ()
         if Device(device).is_gpu:
             accumulate_in_float32()
             _join_freed_memory()
-            # Check the kernels before the weights are loaded, because the check itself needs
-            # temporary memory.
-            shapes = kernel_shapes(config)
-            verdicts = check_kernels(directory, shapes, head_shape(config, dtype), device)
+        # Check the kernels before the weights are loaded, because the check itself needs temporary
+        # memory.
+        self.backend, _ = checked_backend(directory, config, settings)
         self.directory = directory
         self.config = config
         self.fingerprint = weights_fingerprint(directory)
         """Fingerprint of the weights; `config.fingerprint()` is that of the architecture."""
         self.quantize = settings.quantize
         """The quantization scheme of the weights, or None."""
-        families = [verdict.family for verdict in verdicts if verdict.passed]
-        self.backend = choose_backend(config, dtype, device, settings.deterministic, families)
         self.decoder = Decoder(load_weights(directory, config), self.backend, self.quantize)
         self._must_be_invariant = settings.deterministic is True
         self.trainer = Trainer(self.decoder, memory.trainer)
@@ -140,6 +136,23 @@ class BaseModel:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, loaded at its first use."""
         return self._texts.tokenizer
+
+
+def checked_backend(
+    directory: Path, config: ModelConfig, settings: EngineSettings
+) -> tuple[Backend, Sequence[Verdict]]:
+    """Return the backend of the model in `directory`, and the verdicts on its GPU kernels.
+
+    On a GPU, the kernels are checked if this GPU has no stored verdicts on them.
+    """
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, device)
+    verdicts: Sequence[Verdict] = ()
+    if Device(device).is_gpu:
+        shapes, heads = kernel_shapes(config), head_shape(config, dtype)
+        verdicts = check_kernels(directory, shapes, heads, device)
+    families = [verdict.family for verdict in verdicts if verdict.passed]
+    return choose_backend(config, dtype, device, settings.deterministic, families), verdicts
 
 
 class _Texts:

@@ -373,21 +373,15 @@ class Engine:
         check_name("model_id", op.model_id)
         if op.model_id in self._training_models:
             raise UserError(f"model_id={op.model_id!r} is already in use; choose another id")
-        name, lora, loaded = op.base_model, op.lora, None
         if op.from_path is not None:
-            path = CheckpointPath.parse(op.from_path)
-            manifest = self._store.manifest(path)
-            name, lora = name or manifest.base_model, manifest.lora
-            base = self._models.get(name)
-            layout = LoraLayout(base.config, lora)
-            loaded = self._read(
-                path, base, layout, name, op.with_optimizer, any_weights=op.base_model is not None
-            )
+            base, name, loaded = self._open(op.from_path, op.base_model, op.with_optimizer)
+            layout = loaded.layout
         else:
-            assert name is not None
+            assert op.base_model is not None
+            name, loaded = op.base_model, None
             base = self._models.get(name)
-            layout = LoraLayout(base.config, lora)
-        base.check_rank(lora.rank)
+            base.check_rank(op.lora.rank)
+            layout = LoraLayout(base.config, op.lora)
         model = TrainingModel(op.model_id, base, name, layout, dict(op.user_metadata))
         if self._training_models.setdefault(op.model_id, model) is not model:
             raise UserError(f"model_id={op.model_id!r} is already in use; choose another id")
@@ -395,20 +389,11 @@ class Engine:
         return QueuedCreation(op, future, model, loaded)
 
     def _create_sampler(self, op: CreateSampler, future: Future[Any]) -> QueuedSamplerCreation:
-        loaded = None
         if op.model_path is not None:
-            path = CheckpointPath.parse(op.model_path)
-            manifest = self._store.manifest(path)
-            name = op.base_model or manifest.base_model
-            base = self._models.get(name)
-            layout = LoraLayout(base.config, manifest.lora)
-            base.check_rank(manifest.lora.rank)
-            loaded = self._read(
-                path, base, layout, name, False, any_weights=op.base_model is not None
-            )
+            base, name, loaded = self._open(op.model_path, op.base_model, with_optimizer=False)
         else:
             assert op.base_model is not None
-            name = op.base_model
+            name, loaded = op.base_model, None
             base = self._models.get(name)
         session = self._new_session(op.sampler_id, base, name, op.model_path)
         return QueuedSamplerCreation(op, future, session, loaded)
@@ -441,6 +426,22 @@ class Engine:
         if isinstance(op, SaveWeights) and not op.overwrite and self._store.exists(path):
             raise name_taken(path)
         return QueuedSave(op, future, model, path)
+
+    def _open(
+        self, checkpoint: str, base_model: str | None, with_optimizer: bool
+    ) -> tuple[BaseModel, str, LoadedAdapter]:
+        """Read the checkpoint at a tinker:// path; return the base model, its name and the adapter.
+
+        `base_model`: the base model that the caller named, or None for that of the checkpoint.
+        """
+        path = CheckpointPath.parse(checkpoint)
+        manifest = self._store.manifest(path)
+        name = base_model or manifest.base_model
+        base = self._models.get(name)
+        base.check_rank(manifest.lora.rank)
+        layout = LoraLayout(base.config, manifest.lora)
+        any_weights = base_model is not None
+        return base, name, self._read(path, base, layout, name, with_optimizer, any_weights)
 
     def _read(
         self,
