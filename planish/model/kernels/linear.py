@@ -48,8 +48,8 @@ class PackedLinear:
         """`weights`: [out_i, in] each. `biases`: one bias per weight, or None for every weight.
 
         `packer`: the backend's function that packs weights. `joined`: the weights are adjacent
-        views of one tensor. `keeps`: whether to keep the unpacked weights even if they could be
-        restored from the packed weights.
+        views of one tensor. `keep_unpacked`: whether to keep the unpacked weights even if they
+        could be restored from the packed weights.
         """
         self.sizes = [len(weight) for weight in weights]
         present = [bias for bias in biases if bias is not None]
@@ -215,18 +215,11 @@ def joint(weights: Sequence[Tensor]) -> Tensor:
 
 
 @cache
-def onednn_multiplies_bfloat16() -> bool:
-    """Return whether oneDNN supports bf16 matmuls on this CPU.
-
-    If it does not, torch's bf16 matmul takes five to ten times as long as a float32 one.
-    """
-    return torch.backends.mkldnn.is_available() and bool(
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-
-
-@cache
 def onednn_packs_bfloat16() -> bool:
     """Return whether this CPU and this torch run bf16 matmuls with oneDNN's packed weights."""
     names = ("_linear_pointwise", "_reorder_linear_weight")
-    return onednn_multiplies_bfloat16() and all(hasattr(torch.ops.mkldnn, name) for name in names)
+    return (
+        torch.backends.mkldnn.is_available()
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        and all(hasattr(torch.ops.mkldnn, name) for name in names)
+    )

@@ -205,14 +205,18 @@ class ForestAttention:
         kernel: Kernel | None = None,
         windows: Sequence[int | None] = (),
     ) -> None:
-        """`windows`: the attention window of each layer (see `ModelConfig.windows`)."""
+        """`kernel`: computes the backward pass; by default the fastest kernel for the device.
+
+        `windows`: the attention window of each layer (see `ModelConfig.windows`).
+        """
+        fastest = FusedCpuKernel() if device.type == "cpu" else BlockKernel()
         batches = [(group.length, *group.rows(device)) for group in triangles(packed)]
         self._plan = _Plan(
             _paths(packed, device),
             batches,
             rectangles(packed),
             torch.from_numpy(packed.positions).to(device),
-            kernel or default_kernel(device),
+            kernel or fastest,
         )
         self._windows = windows
 
@@ -222,11 +226,6 @@ class ForestAttention:
         """Return the attention output [T, Hq, E], with gradients (see `Attend`)."""
         window = self._windows[layer] if self._windows else None
         return _Forest.apply(q, k, v, self._plan, window, sinks)  # type: ignore[no-any-return]
-
-
-def default_kernel(device: torch.device) -> Kernel:
-    """Return the fastest backward kernel for the device."""
-    return FusedCpuKernel() if device.type == "cpu" else BlockKernel()
 
 
 def dense_mask_attention(
@@ -327,7 +326,8 @@ class _Forest(torch.autograd.Function):
             window = None if ctx.window is None else Window(ctx.window, number, number)
             parts = plan.kernel.backward(*tensors, batch_lse, True, window)
             for total, part in zip(grads, parts, strict=True):
-                total[rows[real]] = _unbatch(part)[real].to(total.dtype)
+                by_row = part.transpose(1, 2).flatten(0, 1)  # [B, H, n, E] to [B * n, H, E]
+                total[rows[real]] = by_row[real].to(total.dtype)
         for piece in plan.rectangles:
             rows, keys = slice(piece.q_start, piece.q_end), slice(piece.k_start, piece.k_end)
             tensors = (_heads(x) for x in (grad[rows], q[rows], k[keys], v[keys], out[rows]))
@@ -350,11 +350,6 @@ def _heads(x: Tensor) -> Tensor:
 def _batch(x: Tensor, length: int) -> Tensor:
     """View [B * length, H, E] as [B, H, length, E]."""
     return x.unflatten(0, (-1, length)).transpose(1, 2)
-
-
-def _unbatch(x: Tensor) -> Tensor:
-    """Reshape [B, H, n, E] to [B * n, H, E]."""
-    return x.transpose(1, 2).flatten(0, 1)
 
 
 def _attend_path(

@@ -197,7 +197,9 @@ class DecodeAttention:
         for part, rows, score in zip(self._parts, where, found, strict=True):
             # A row's sums begin in the part with its prompt's slot. So only the parts with samples'
             # own slots continue earlier sums.
-            before = self._so_far(part, sums) if part in self._own else None
+            before = None
+            if part in self._own:
+                before = Sums(self._placed(part, sums.values), self._placed(part, sums.weights))
             after = add_spans(score, self._placed(part, peak), part.values(layer), before)
             sums.values[rows] = part.taken(after.values, grouped.shape[2])
             sums.weights[rows] = part.taken(after.weights, grouped.shape[2])
@@ -209,9 +211,6 @@ class DecodeAttention:
             .flatten(1, 2)
             .to(q.dtype)
         )
-
-    def _so_far(self, part: _Part, sums: Sums) -> Sums:
-        return Sums(self._placed(part, sums.values), self._placed(part, sums.weights))
 
     def _placed(self, part: _Part, x: Tensor) -> Tensor:
         return part.placed(x, self._query_rows)

@@ -36,6 +36,11 @@ def shared_memory(device: torch.device) -> int:
     return int(active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
+def power_of_two(least: int) -> int:
+    """Return the smallest power of two that is at least `least`."""
+    return 1 << (least - 1).bit_length()
+
+
 @triton.jit
 def dot(a, b):
     """Return the matmul of two tiles, accumulated in float32, without TF32."""

@@ -35,7 +35,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from planish.model.kernels.triton.common import HOPPER_SHARED, SHARED_MARGIN, bound, dot, rounded
+from planish.model.kernels.triton.common import (
+    HOPPER_SHARED,
+    SHARED_MARGIN,
+    bound,
+    dot,
+    power_of_two,
+    rounded,
+)
 
 
 def _record(*names: str) -> np.dtype:
@@ -364,7 +371,7 @@ class Heads:
     @property
     def block_e(self) -> int:
         """The head_dim, rounded up to a power of two."""
-        return _power_of_two(self.size)
+        return power_of_two(self.size)
 
     @property
     def _prefill_rows(self) -> int:
@@ -436,13 +443,9 @@ class Heads:
         }
 
 
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
-
-
 def _tile(rows: int) -> int:
     """Return the number of rows of a matmul that has `rows` useful rows: a power of two, >= 16."""
-    return max(16, _power_of_two(rows))
+    return max(16, power_of_two(rows))
 
 
 def keep(heads: Heads, rows: Tensor, bases: Tensor, k: Tensor, v: Tensor) -> None:
@@ -453,7 +456,7 @@ def keep(heads: Heads, rows: Tensor, bases: Tensor, k: Tensor, v: Tensor) -> Non
     assert k.dtype == v.dtype == heads.dtype
     assert k.stride()[1:] == v.stride()[1:] == (heads.size, 1)
     options = {"H": heads.keys, "E": heads.size, "BLOCK_E": heads.block_e}
-    block_h = _power_of_two(heads.keys)
+    block_h = power_of_two(heads.keys)
     grid = (min(len(rows), len(k)),)
     _keep_kernel[grid](k, v, rows, bases, k.stride(0), v.stride(0), **options, BLOCK_H=block_h)
 

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from planish.model.kernels.cpp.ops import Exact
-from planish.model.kernels.triton.common import rounded
+from planish.model.kernels.triton.common import power_of_two, rounded
 
 _TILE = 1024
 """The entries per tile of elementwise kernels: 8 (16 bytes of bf16) for each of 128 threads."""
@@ -113,7 +113,7 @@ def _norm_tile(width: int) -> tuple[int, int, int]:
 
     A thread has 8 entries of short rows and 16 entries of long rows.
     """
-    block = _power_of_2(width)
+    block = power_of_two(width)
     return max(1, _TILE // block), block, min(32, max(4, block // 512))
 
 
@@ -171,7 +171,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tenso
     assert heads == 1 or x.stride(1) == e
     assert _are_contiguous(cos, sin)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block = _power_of_2(e // 2)
+    block = power_of_two(e // 2)
     group = max(1, _TILE // block)
     sign = -1.0 if inverse else 1.0
     grid = (_quotient(rows * heads, group),)
@@ -214,7 +214,7 @@ def qk_norm_rope(
     rows, width = qkv.shape
     e = width // (heads[0] + 2 * heads[1])
     q, k = (torch.empty(rows, count, e, dtype=qkv.dtype, device=qkv.device) for count in heads)
-    block = _power_of_2(e // 2)
+    block = power_of_two(e // 2)
     group = max(1, _TILE // block)
     q_norm, k_norm = norms or (None, None)
     grid = (rows, _quotient(sum(heads), group))
@@ -364,7 +364,7 @@ def log_sum_exp(
         out,
         vocab,
         SPLITS=splits,
-        SPLIT_BLOCK=_power_of_2(splits),
+        SPLIT_BLOCK=power_of_two(splits),
         BLOCK=block,
         num_warps=warps if weights is not None else 1,
     )
@@ -400,7 +400,7 @@ def log_sum_exp_backward_(
 
 def _split(logits: Tensor) -> int:
     """Return the number of entries of a row per program."""
-    return min(_SPLIT, max(_TILE, _power_of_2(logits.shape[1])))
+    return min(_SPLIT, max(_TILE, power_of_two(logits.shape[1])))
 
 
 @triton.jit
@@ -538,11 +538,6 @@ def _normalizers_backward(
     tl.store(
         logits + row * vocab + column, rounded(found, logits.dtype.element_ty), mask=column < vocab
     )
-
-
-def _power_of_2(n: int) -> int:
-    """Return the smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
 
 
 def _quotient(n: int, size: int) -> int:

@@ -93,7 +93,8 @@ def check_kernels(
             _logger.info(
                 "compiling and checking GPU kernels for %s; this takes about a minute, once", name
             )
-            request = Request(str(directory), _dtype_name(heads.dtype), str(device), missing)
+            dtype = str(heads.dtype).removeprefix("torch.")
+            request = Request(str(directory), dtype, str(device), missing)
             verdicts += run_checks(request)
             write_verdicts(path, filter(is_lasting, verdicts))
     warning = warning_of(verdicts)
@@ -286,10 +287,6 @@ def driver_version() -> str:
         module = ""
     found: Callable[[], int] | None = getattr(torch._C, "_cuda_getDriverVersion", None)
     return f"{module}{found() if found is not None else ''}"
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _names(text: str, words: Sequence[str]) -> bool:

@@ -30,7 +30,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from planish.model.kernels.triton.common import HOPPER_SHARED, SHARED_MARGIN, bound, dot
+from planish.model.kernels.triton.common import (
+    HOPPER_SHARED,
+    SHARED_MARGIN,
+    bound,
+    dot,
+    power_of_two,
+)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _SUM_ROWS = 16
@@ -108,7 +114,7 @@ def tiles_for(dtype: torch.dtype, head_dim: int, group: int, shared: int = HOPPE
     spills.
     """
     width = _width(head_dim)
-    least = _power_of_two(group)  # A tile has at least one row.
+    least = power_of_two(group)  # A tile has at least one row.
     if dtype == torch.float32:
         # Matmuls without tensor cores keep whole rows of their operands in registers.
         forward, queries, keys = (
@@ -253,12 +259,7 @@ class _Shape:
 
 
 def _width(head_dim: int) -> int:
-    return max(16, _power_of_two(head_dim))
-
-
-def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least `number`."""
-    return 1 << (number - 1).bit_length()
+    return max(16, power_of_two(head_dim))
 
 
 def _by_rows(x: Tensor) -> Tensor:
