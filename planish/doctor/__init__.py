@@ -1,3 +1,5 @@
-"""What `planish doctor` finds out: facts about this machine, each with a remedy where one is
-needed. The modules here ask the parts of planish that know; they hold no rules of their own.
+"""The findings of `planish doctor`: facts about this machine, and a remedy for each problem.
+
+The modules here call the code that planish itself uses, such as the choice of device and kernels.
+So the findings describe what an engine on this machine would do.
 """

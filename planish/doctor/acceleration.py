@@ -1,4 +1,4 @@
-"""Which device computes and which kernels serve it."""
+"""Findings of `planish doctor` about the device and the kernels that an engine would use."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def device(settings: EngineSettings) -> Iterator[Finding]:
 
 
 def kernel_findings(settings: EngineSettings, prepared: Prepared | None) -> Iterator[Finding]:
-    """Yield the compiler, and the kernels that serve the device, or the reason why torch does.
+    """Yield the compiler, and the kernels in use or the reason why torch is used instead.
+
     `prepared` is None if the kernels were not ready in time.
     """
     chosen = choose_device(settings.device)
@@ -91,7 +92,10 @@ def _compiler() -> Finding:
 
 
 def _python_headers(is_needed: bool) -> Finding:
-    """Triton compiles its launcher against Python.h; the CPU's kernels do not need it."""
+    """Return whether Python.h is installed.
+
+    Triton needs it to compile its launcher. The C++ kernels do not need it.
+    """
     directory = short_path(Path(sysconfig.get_path("include")))
     if has_headers():
         return Finding("python_headers", f"in {directory}", True)
@@ -108,8 +112,8 @@ def _cache(directory: Path) -> Finding:
     if problem is None:
         return Finding("kernel_cache", short_path(directory), value)
     remedy = (
-        "set PLANISH_HOME to a directory that can be written, else kernels that are not in the "
-        "cache yet cannot be compiled, nor the verdicts of their self-test kept"
+        "set PLANISH_HOME to a writable directory; without one, planish can neither compile "
+        "kernels that are not in the cache nor store the verdicts of their self-test"
     )
     return Finding("kernel_cache", problem, value, remedy)
 
@@ -138,8 +142,8 @@ def _cpu_kernels() -> Iterator[Finding]:
     elif ops.kernels_setting() == "torch":
         yield Finding("cpu_kernels", "not in use, because PLANISH_KERNELS=torch", value)
     else:
-        text = ": ".join(["not in use; torch's are, several times slower", *warnings])
-        # A CPU without AVX2 has no remedy, and a missing compiler is a finding of its own.
+        text = ": ".join(["not in use; torch's kernels are several times slower", *warnings])
+        # There is no remedy for a CPU without AVX2, and a missing compiler is a separate finding.
         is_mendable = bool(warnings) and _has_avx2() and find_compiler() is not None
         yield Finding("cpu_kernels", text, value, _REMEDY * is_mendable)
 
@@ -152,7 +156,7 @@ def _self_test(verdicts: Sequence[Verdict]) -> Finding:
 def gpu_self_test(verdicts: Sequence[Verdict]) -> Finding:
     """Return the self-test results of the GPU kernels, by family."""
     if not verdicts:
-        text = "not run: PLANISH_KERNELS turns the kernels off, or there is no base model here"
+        text = "not run: PLANISH_KERNELS turns the kernels off, or no base model is on this machine"
         return Finding("gpu_self_test", text, [])
     reasons = dict.fromkeys(remedy_of(v.reason) for v in verdicts if not v.passed)
     return _judged("gpu_self_test", verdicts, " ".join(reasons).rstrip("."))

@@ -1,4 +1,4 @@
-"""How much of this machine's processors other programs use."""
+"""The processor time that other programs on this machine use."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ class Load:
 
 
 def measure_load(seconds: float = 0.5, proc: Path = Path("/proc")) -> Load | None:
-    """Return the load that others put on the processors this process may use, over `seconds` of
-    sleep; None where the system has no /proc/stat.
+    """Return the load of other programs on the processors that this process may use.
+
+    The load is measured while this call sleeps for `seconds`. The result is None if the system has
+    no /proc/stat.
     """
     ticks = os.sysconf("SC_CLK_TCK")
     started, before, own, programs = time.monotonic(), _busy(proc), _own(), _programs(proc)
@@ -70,7 +72,7 @@ def _programs(proc: Path) -> dict[int, tuple[str, int]]:
     """Return (name, clock ticks) of every process, by id."""
     found = {}
     for directory in proc.glob("[0-9]*"):
-        with suppress(OSError, ValueError, IndexError):  # a process that has just ended
+        with suppress(OSError, ValueError, IndexError):  # the process has just ended
             # The name is in parentheses and may hold spaces and parentheses itself.
             head, _, rest = (directory / "stat").read_text().rpartition(")")
             fields = rest.split()

@@ -19,7 +19,7 @@ from planish.doctor.storage import HubProbe, directories
 from planish.engine.settings import EngineSettings
 
 SECONDS = 15.0
-"""Kernels that are not compiled or tested by then are reported as pending."""
+"""The time limit of the preparation. Kernels that need longer are reported as pending."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ def examine(questions: Questions, seconds: float = SECONDS) -> Report:
     settings = questions.settings
     directory = directory_of(questions.model)
     preparation, hub = Preparation(settings.device, directory), HubProbe()
-    # The slow probes run in the background and are asked last, but are shown in their place.
+    # The preparation is slow and runs in the background. So the two sections that need its result
+    # are filled last, and inserted at their place in the report.
     sections = [
         Section.gather("versions", versions),
         Section.gather("device", lambda: device(settings)),

@@ -22,13 +22,13 @@ class Finding:
     """One fact about this machine."""
 
     name: str
-    """Unique within its section."""
+    """The name of the finding, unique within its section."""
     text: str
-    """For people, without a full stop."""
+    """The fact in words, without a full stop."""
     value: Any = None
-    """For programs: any JSON value; None stands for `text`."""
+    """The fact for programs: any JSON value. None stands for `text`."""
     remedy: str = ""
-    """What to do about it, as a sentence without its full stop; "" if nothing needs attention."""
+    """What the user should do, as a sentence without its full stop; "" if there is no problem."""
 
     @property
     def needs_attention(self) -> bool:
@@ -52,7 +52,7 @@ class Section:
 
     @classmethod
     def gather(cls, name: str, probe: Callable[[], Iterable[Finding]]) -> Section:
-        """Run a probe. A probe that fails becomes a finding, so that the others are still seen."""
+        """Return the section with the findings of `probe`; an error of `probe` becomes a finding."""
         found: list[Finding] = []
         try:
             found.extend(probe())
@@ -67,7 +67,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """All sections."""
+    """The result of `planish doctor`: all sections, and the seconds that it took."""
 
     sections: tuple[Section, ...]
     seconds: float
@@ -100,8 +100,9 @@ def first_line(text: str) -> str:
 
 
 def write_problem(directory: Path) -> str | None:
-    """Return why no file can be made in this directory, or in its nearest existing parent. None if
-    one can.
+    """Return why no file can be created in this directory, or None if a file can be created.
+
+    If the directory does not exist, its nearest existing parent is tested instead.
     """
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
@@ -123,7 +124,7 @@ class _Collector(logging.Handler):
 
 @contextmanager
 def collected_warnings() -> Iterator[list[str]]:
-    """Collect what planish logs as warnings, in place of printing it."""
+    """Collect the warnings that planish logs within this block, instead of printing them."""
     logger, collector = logging.getLogger("planish"), _Collector()
     propagate, logger.propagate = logger.propagate, False
     logger.addHandler(collector)

@@ -19,9 +19,7 @@ from planish.model.sources import DEFAULT_MODEL, resolve_model
 
 
 def models() -> Iterator[Finding]:
-    """Yield a finding for each known base model, and for each entry of PLANISH_MODELS whose path
-    cannot be used.
-    """
+    """Yield a finding for each known base model and each unusable entry of PLANISH_MODELS."""
     for entry in list_models():
         value = {"source": entry.source, "path": str(entry.path) if entry.path else None}
         if entry.problem is not None:
@@ -37,8 +35,9 @@ def models() -> Iterator[Finding]:
 
 
 def directory_of(name: str | None) -> Path | None:
-    """Return the directory of the base model `name`, or None if it cannot be loaded. Without a
-    name, use the default model, SmolLM2-135M-Instruct.
+    """Return the directory of the base model `name`, or None if it cannot be loaded.
+
+    `name` None stands for the default model, SmolLM2-135M-Instruct.
     """
     try:
         return resolve_model(name or DEFAULT_MODEL, fetch=False)
@@ -47,8 +46,9 @@ def directory_of(name: str | None) -> Path | None:
 
 
 def memory(name: str | None, settings: EngineSettings) -> Iterator[Finding]:
-    """Yield findings about the memory of this machine, and how the engine would divide it for the
-    base model `name`. Without a name, use the default model, if it is on this machine.
+    """Yield the memory of this machine, and how an engine would divide it for a base model.
+
+    `name`: the base model. None stands for the default model, if it is on this machine.
     """
     whole = main_memory_bytes()
     if whole is not None:

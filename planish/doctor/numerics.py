@@ -9,12 +9,13 @@ from planish.doctor.preparation import Prepared
 
 
 def numerics(prepared: Prepared | None) -> Iterator[Finding]:
-    """None of these needs attention: each path is right, and they differ in what they promise.
-    `prepared`: None if it was not done in time.
+    """Yield the numerics of the base model. These findings have no remedies: no choice is wrong.
+
+    `prepared` is None if the preparation was not done in time.
     """
     found = prepared.numerics if prepared is not None else None
     if found is None:
-        missing = "without a base model on this machine, or where kernels are in error"
+        missing = "without a base model on this machine, or because a kernel failed"
         reason = "in this time" if prepared is None else missing
         yield Finding("batch_invariant", f"not found out {reason}", {})
         return

@@ -1,9 +1,10 @@
-"""What takes long is done in a process of its own: compiling and self-testing the kernels that this
-machine has not tried yet, and looking at its matmuls.
+"""The slow part of `planish doctor`, which runs in a separate process.
 
     python -m planish.doctor.preparation DEVICE [DIRECTORY]
 
-The process does it for the base model in DIRECTORY, and prints a `Prepared` as JSON.
+The process compiles and tests the kernels that this machine has not tested yet. For the base model
+in DIRECTORY it also determines the numerics, which includes a probe of this machine's matmuls. It
+prints a `Prepared` as JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from planish.model.kernels.verdicts import Verdict
 
 @dataclass(frozen=True)
 class Prepared:
-    """The result of the process."""
+    """The result of a preparation."""
 
     gpu_verdicts: Sequence[Verdict] = ()
     """Self-test results of the GPU's kernels; empty without a GPU or a base model."""
@@ -35,7 +36,7 @@ class Prepared:
 
     @classmethod
     def read(cls, text: bytes) -> Prepared:
-        """Read the output of the process. A failed process gives an empty result."""
+        """Return the result in the output of the process; an empty result if the process failed."""
         try:
             row = json.loads(text.strip().splitlines()[-1])
             found = row["numerics"]
@@ -48,10 +49,14 @@ class Prepared:
 
 
 class Preparation:
-    """The process. After the time limit it continues by itself, since its results are cached."""
+    """A preparation that runs in a separate process.
+
+    The process continues after the time limit. Its results are cached, so the next preparation
+    starts from them.
+    """
 
     def __init__(self, device: str, directory: Path | None) -> None:
-        """`directory` is that of a base model, or None if this machine has none."""
+        """Start the process. `directory`: the base model, or None if this machine has none."""
         self._process = subprocess.Popen(
             command(device, directory),
             stdin=subprocess.DEVNULL,
@@ -61,15 +66,16 @@ class Preparation:
         )
 
     def result(self, deadline: float) -> Prepared | None:
-        """Wait until the process is done, or until `deadline` by time.monotonic(); None if it is not
-        done by then. To be called once.
+        """Return the result, or None if the process is not done at `deadline`.
+
+        `deadline` is a time of time.monotonic(). Call this method only once.
         """
         try:
             output, _ = self._process.communicate(timeout=max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             assert self._process.stdout is not None
             self._process.stdout.close()
-            self._process.returncode = 0  # else Python warns of a process that nobody waited for
+            self._process.returncode = 0  # prevents Python's ResourceWarning
             return None
         return Prepared.read(output)
 

@@ -12,12 +12,12 @@ from planish.doctor.findings import Finding
 from planish.model.kernels.cpp.threads import cpu_quota, limit_threads, usable_cpus
 
 _SHARE = 0.25
-"""If other programs use a larger share of the processors, this needs attention."""
+"""The share of the processors that other programs may use before the report has a remedy."""
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def processors(load: Load | None) -> Iterator[Finding]:
-    """Yield findings. `load` is that of other programs, measured before all other probes."""
+    """Yield the processors and threads. `load`: the load of other programs, or None if unknown."""
     whole, usable, quota = os.cpu_count() or 1, usable_cpus(), cpu_quota()
     yield Finding("cores", f"{usable} of {whole} may be used", {"usable": usable, "all": whole})
     yield _quota(quota)
@@ -25,7 +25,10 @@ def processors(load: Load | None) -> Iterator[Finding]:
     threads = torch.get_num_threads()
     remedy = ""
     if threads > usable:
-        remedy = f"set OMP_NUM_THREADS={usable}: more threads than cores wait for each other"
+        remedy = (
+            f"set OMP_NUM_THREADS={usable}: with more threads than cores, the threads wait for "
+            "each other"
+        )
     yield Finding("threads", str(threads), threads, remedy)
     given = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     text = ", ".join(f"{name}={value}" for name, value in given.items())

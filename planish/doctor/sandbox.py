@@ -1,4 +1,4 @@
-"""Whether programs written by a model can be run on this machine."""
+"""Finding of `planish doctor` about the sandbox, in which programs written by a model run."""
 
 from __future__ import annotations
 

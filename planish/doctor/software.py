@@ -1,4 +1,4 @@
-"""Versions of what planish runs on, and which extras are installed."""
+"""Findings of `planish doctor` about the versions of libraries and the installed extras."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def versions() -> Iterator[Finding]:
 
 
 def extras() -> Iterator[Finding]:
-    """Extras are optional, so a missing one needs no attention."""
+    """Yield which extras are installed. Extras are optional, so a missing one has no remedy."""
     wanted: dict[str, list[str]] = {name: [] for name in EXTRAS}
     for requirement in metadata.requires("planish") or ():
         text, _, marker = requirement.partition(";")

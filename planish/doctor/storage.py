@@ -1,6 +1,4 @@
-"""Where planish keeps files on this machine, whether it may write there, and how much room is left;
-and whether the Hugging Face hub can be reached.
-"""
+"""Findings of `planish doctor` about planish's directories, their free space, and the hub."""
 
 from __future__ import annotations
 
@@ -19,14 +17,16 @@ from planish.model.sources import HUB_TIMEOUT_SECONDS, hub_problem
 from planish.server.settings import ServerSettings
 
 LEAST_FREE_BYTES = 4 * ServerSettings.min_free_disk_bytes
-"""Less free space than this needs attention: one more checkpoint of an 8B model's adapter would
-bring a server to the limit below which it accepts no work.
+"""The free space below which a directory gets a remedy.
+
+One more checkpoint of an 8B model's adapter could then use up so much space that a server accepts
+no more work (`ServerSettings.min_free_disk_bytes`).
 """
 _HUB_SECONDS = HUB_TIMEOUT_SECONDS + 2
 
 
 def directories(server_data: Path) -> Iterator[Finding]:
-    """`server_data`: the data directory of `planish serve`."""
+    """Yield planish's directories. `server_data`: the data directory of `planish serve`."""
     cache, checkpoints = cache_home(), data_directory(None)
     hub = Path(constants.HF_HUB_CACHE).expanduser().absolute()
     kept = {
@@ -51,11 +51,11 @@ def _directory(name: str, directory: Path, content: str, remedy: str) -> Finding
     value = {"path": str(directory), "exists": place == directory, "free_bytes": free}
     text = f"{short_path(directory)} ({content}), {gib(free)} free"
     if place != directory:
-        text += ", not made yet"
+        text += ", not created yet"
     problem = write_problem(place)
     value["writable"] = problem is None
     if problem is not None:
-        return Finding(name, f"{text}; {problem}", value, f"{remedy} that can be written")
+        return Finding(name, f"{text}; {problem}", value, f"{remedy} that is writable")
     if free < LEAST_FREE_BYTES:
         found = f"{text}; the disk is nearly full"
         return Finding(name, found, value, f"free space on it, or {remedy} on another disk")
@@ -63,7 +63,7 @@ def _directory(name: str, directory: Path, content: str, remedy: str) -> Finding
 
 
 class HubProbe:
-    """Asks the hub in a thread of its own, so that a slow network delays nothing else."""
+    """A request to the hub in a separate thread, so that a slow network delays no other probe."""
 
     def __init__(self) -> None:
         self._answer: list[str | None] = []
