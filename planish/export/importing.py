@@ -24,7 +24,7 @@ from torch import Tensor
 from planish.engine.checkpoints.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, read_manifest
 from planish.engine.checkpoints.store import CheckpointStore, Label, SavedAdapter
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
-from planish.export.lora_update import check_scaling, read_tensors
+from planish.export.lora_update import check_plain, read_tensors
 from planish.export.writing import MARKER
 from planish.model.config import ModelConfig, read_json
 from planish.model.lora import EXPERT_FILE_NAMES, LoraLayout, expert_matrices
@@ -42,21 +42,6 @@ _HEADS = ("model.unembed_tokens", "unembed_tokens", "model.lm_head")
 """Names of lm_head in the adapters of hosted services."""
 _PARTS = {".lora_A.weight": 0, ".lora_B.weight": 1, ".lora_A.default.weight": 0}
 _PARTS |= {".lora_B.default.weight": 1}
-_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "use_dora": ((False, None), "DoRA scales the columns of the weight, which is no sum"),
-    "use_qalora": ((False, None), "QALoRA pools the inputs"),
-    "bias": (("none", None), "biases are not trained here"),
-    "modules_to_save": (([], None), "whole modules are not part of an adapter here"),
-    "fan_in_fan_out": ((False, None), "the weights of planish's models are not transposed"),
-    "trainable_token_indices": (([], {}, None), "embeddings are not trained here"),
-    "layer_replication": (([], None), "the base model would have other layers"),
-    "alora_invocation_tokens": (([], None), "the adapter would act on a part of the tokens only"),
-    "arrow_config": ((None,), "several adapters would be mixed"),
-    "megatron_config": ((None,), "its layers are split"),
-}
-"""Fields of adapter_config.json: the values of a plain LoRA adapter, and why any other is
-rejected.
-"""
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "eva_residual", "lora_ga")
 """Values of init_lora_weights that also change the base weights."""
 
@@ -180,20 +165,13 @@ def _config(directory: Path) -> dict[str, Any]:
             )
         raise CheckpointError(f"{directory} has no {ADAPTER}; get the adapter again")
     config = read_json(where)
-    if config.get("peft_type") != "LORA":
-        raise UnsupportedError(
-            f"{where}: peft_type is {config.get('peft_type')!r}; planish takes LORA"
-        )
-    for field, (plain, reason) in _REFUSED.items():
-        if field in config and config[field] not in plain:
-            raise UnsupportedError(f"{where}: {field} is {config[field]!r}, and {reason}")
+    check_plain(config, where)
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_CHANGED_BASE):
         raise UnsupportedError(
             f"{where}: init_lora_weights is {init!r}, which changes the base weights; convert it with "
             "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
-    check_scaling(config, where)
     return config
 
 

@@ -34,18 +34,19 @@ HEAD = "lm_head"
 """The name of the output head."""
 _PREFIX = "base_model.model."
 _PARTS = (".lora_A.weight", ".lora_B.weight")
-_PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none", None),
-    "use_dora": (False, None),
-    "use_qalora": (False, None),
-    "fan_in_fan_out": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": ([], None),
-    "trainable_token_indices": ([], {}, None),
+_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "use_dora": ((False, None), "DoRA scales the columns of the weight, which is no sum"),
+    "use_qalora": ((False, None), "QALoRA pools the inputs"),
+    "bias": (("none", None), "biases are not trained here"),
+    "modules_to_save": (([], None), "whole modules are not part of an adapter here"),
+    "fan_in_fan_out": ((False, None), "the weights of planish's models are not transposed"),
+    "trainable_token_indices": (([], {}, None), "embeddings are not trained here"),
+    "layer_replication": (([], None), "the base model would have other layers"),
+    "alora_invocation_tokens": (([], None), "the adapter would act on a part of the tokens only"),
+    "arrow_config": ((None,), "several adapters would be mixed"),
+    "megatron_config": ((None,), "its layers are split"),
 }
-"""Fields of adapter_config.json with their values for a plain LoRA adapter; any other is
+"""Fields of adapter_config.json: the values of a plain LoRA adapter, and why any other is
 rejected.
 """
 
@@ -154,8 +155,15 @@ def read_update(directory: Path) -> LoraUpdate:
     if manifest is not None:
         for name in (ADAPTER, ADAPTER_CONFIG):
             check_file(directory / name, manifest.files.get(name))
-    config = read_json(directory / ADAPTER_CONFIG)
-    _check_plain(config, directory)
+    where = directory / ADAPTER_CONFIG
+    config = read_json(where)
+    check_plain(config, where)
+    for name in ("rank_pattern", "alpha_pattern"):
+        if config.get(name):
+            raise UnsupportedError(
+                f"{where}: {name} is {config[name]!r}; planish exports adapters with one rank and "
+                "one alpha"
+            )
     tensors = read_tensors(directory)
     return LoraUpdate(config, _linears(tensors, config["r"], directory), manifest)
 
@@ -170,21 +178,19 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def _check_plain(config: Mapping[str, Any], directory: Path) -> None:
-    where = directory / ADAPTER_CONFIG
-    for name, plain in _PLAIN.items():
-        if name in config and config[name] not in plain:
-            raise UnsupportedError(
-                f"{where}: {name} is {config[name]!r}; planish reads plain LoRA adapters"
-            )
-    check_scaling(config, where)
+def check_plain(config: Mapping[str, Any], where: Path) -> None:
+    """Raise an error unless an adapter is plain LoRA, possibly with a rank or alpha per linear.
 
-
-def check_scaling(config: Mapping[str, Any], where: Path) -> None:
-    """Raise DamagedFileError if the rank or alpha is not a positive number.
-
-    `where`: the path of the adapter_config.json with the content `config`.
+    `where`: the path of the adapter_config.json with the content `config`. Raises UnsupportedError
+    for another kind of adapter, and DamagedFileError if the rank or alpha is not a positive number.
     """
+    if config.get("peft_type") != "LORA":
+        raise UnsupportedError(
+            f"{where}: peft_type is {config.get('peft_type')!r}; planish takes LORA"
+        )
+    for name, (plain, reason) in _REFUSED.items():
+        if name in config and config[name] not in plain:
+            raise UnsupportedError(f"{where}: {name} is {config[name]!r}, and {reason}")
     for name in ("r", "lora_alpha"):
         value = config.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:

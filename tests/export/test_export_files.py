@@ -193,6 +193,8 @@ def test_altered_files_are_rejected(trained, tmp_path):
         ({"bias": "all"}, UnsupportedError, "bias"),
         ({"modules_to_save": ["lm_head"]}, UnsupportedError, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 2}}, UnsupportedError, "rank_pattern"),
+        ({"layer_replication": [[0, 1]]}, UnsupportedError, "layer_replication"),
+        ({"peft_type": "LOHA"}, UnsupportedError, "peft_type"),
         ({"r": 0}, DamagedFileError, "r is 0"),
         ({"r": 3}, DamagedFileError, "rank 3"),
     ],
