@@ -519,7 +519,7 @@ def launched(width: int, head_dim: int, vocab: int) -> list[Case]:
     half = head_dim // 2
     split = own._split(torch.empty(0, vocab))
     splits = -(-vocab // split)
-    rows = {"SPLITS": splits, "SPLIT_BLOCK": own._power_of_2(splits), "BLOCK": split}
+    rows = {"SPLITS": splits, "SPLIT_BLOCK": own.power_of_two(splits), "BLOCK": split}
     return [
         Case("_rms_norm", forth, tile, warps),
         Case("_rms_norm_backward", back, tile, warps),
