@@ -147,7 +147,9 @@ def _evaluate(
 
 
 def summary(results: Results) -> list[str]:
-    """Return one line for each metric, with its standard error if it has one."""
+    """Return a headline with the task and the model, then one line for each metric. A metric's line
+    includes its standard error, if it has one.
+    """
     model = f"{results.model['name']} ({results.model['renderer']})"
     lines = [
         f"{results.task['name']}, {results.task['num_questions']} questions of "
@@ -163,9 +165,8 @@ def summary(results: Results) -> list[str]:
 
 
 def _sampling(arguments: argparse.Namespace) -> Sampling | None:
-    """Return the sampling options that were given.
-
-    None if none was given, because tasks that do not sample reject them.
+    """Return the sampling options that were given. If no option was given, return None, because
+    tasks that do not sample reject sampling options.
     """
     given = {name: value for name in DRAWS if (value := getattr(arguments, name)) is not None}
     return Sampling(**given) if given else None
@@ -176,18 +177,18 @@ def _numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: give whole numbers with commas between, such as 1,4,8"
+            f"{text!r}: give whole numbers separated by commas, such as 1,4,8"
         ) from None
 
 
 def _file_name(model: str) -> str:
-    """Return a file name for a model: the last part of its name, and for a checkpoint its
-    run too.
+    """Return a file name for a model: the last part of the model's name or path, or all parts of
+    a checkpoint's `tinker://` path.
     """
     parts = model.rstrip("/").split("/")
     name = "-".join(parts[2:]) if "://" in model else parts[-1]
     if not name:
         raise UserError(
-            f"--model {model!r} is no name of a model; give a base model or a checkpoint"
+            f"--model {model!r} is not the name of a model; give a base model or a checkpoint"
         )
     return re.sub(r"[^\w.-]", "_", name)

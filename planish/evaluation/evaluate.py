@@ -68,8 +68,8 @@ async def evaluate(
 ) -> Results:
     """Evaluate a model on a task and return the results.
 
-    `sampling` and `k`, the values of k in pass@k, apply to tasks with sampled answers. Their
-    defaults are Sampling() and 1.
+    `sampling` gives the sampling options; the default is Sampling(). `k` gives the values of k in
+    pass@k; the default is 1. Only tasks with sampled answers accept these two arguments.
 
     `renderer` is the chat format; None selects the one known for the base model.
 
@@ -192,7 +192,7 @@ def checked_sampling(
 ) -> tuple[Sampling | None, tuple[int, ...]]:
     """Return the sampling options and the values of k; UserError if the task cannot use them.
 
-    Both are empty for a task that scores choices.
+    For a task that scores choices, return None and ().
     """
     if concurrency < 1:
         raise UserError(f"concurrency={concurrency}: give a whole number of at least 1")

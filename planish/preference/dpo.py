@@ -4,9 +4,9 @@ reward model.
     reward(answer) = beta * (log p(answer) - log p_reference(answer))
     loss           = mean over pairs of -log sigmoid(reward(chosen) - reward(rejected))
 
-Two related losses differ from these formulas (planish/preference/losses.py). IPO applies another
-function than -log sigmoid to the difference of the rewards. SimPO defines the reward without a
-reference, and subtracts a margin from the difference.
+Two related losses differ from these formulas (planish/preference/losses.py). IPO replaces
+-log sigmoid by another function of the difference of the rewards. SimPO defines the reward without
+a reference, and subtracts a margin from the difference.
 
 The reference is a base model or a checkpoint, chosen when the run begins and recorded in
 reference.json. A resumed run uses the recorded reference, not the weights that it resumes from. DPO
@@ -164,11 +164,11 @@ def check(config: Config) -> None:
 
 
 def _check_unused(config: Config) -> None:
-    """Raise UserError for options that the chosen loss does not use."""
+    """Raise UserError for an option that the chosen loss does not use, or for two references."""
     if config.label_smoothing and config.loss != "dpo":
         raise UserError(
-            f"label_smoothing={config.label_smoothing}: loss={config.loss} has no such term; leave "
-            "it out"
+            f"label_smoothing={config.label_smoothing}: loss={config.loss} has no label smoothing; "
+            "leave label_smoothing out"
         )
     if config.simpo_gamma is not None and config.loss != "simpo":
         raise UserError(
@@ -232,7 +232,7 @@ class PairObjective:
     async def submit(
         self, training_client: TrainingClient, data: Sequence[Datum]
     ) -> "PairGradient":
-        """Score the batch with the reference, then submit a gradient."""
+        """Score the batch with the reference, then submit the gradient computation."""
         reference_D = await self.reference_logprobs(data)
 
         def custom_loss(
@@ -265,8 +265,8 @@ class PairObjective:
 class PairEvaluator(TrainingClientEvaluator):
     """Evaluates held-out pairs. The names of its metrics begin with NAME/, where NAME is `name`.
 
-    The metrics are those of a training batch, and NAME/nll. NAME/nll is the mean NLL per token of
-    the chosen answers, in nats.
+    The evaluator returns the metrics of a training batch, and one more: NAME/nll, the mean NLL of
+    the chosen answers in nats per token.
     """
 
     def __init__(self, data: Sequence[Datum], objective: PairObjective, name: str = "test") -> None:

@@ -123,8 +123,8 @@ def comparisons(options: Options) -> ComparisonBuilder:
     test_size = options.test_size if options.test_size is not None else 64
     if test_size >= count:
         raise UserError(
-            f"test_size={test_size}: there are {count} generated sums; give fewer, or a larger "
-            "largest"
+            f"test_size={test_size}: there are only {count} generated sums; lower test_size or "
+            "raise largest"
         )
     return DrawnComparisonBuilder(
         largest=largest, test_size=test_size, seed=options.seed, kind=kind

@@ -1,8 +1,8 @@
 r"""ChatML, `<|im_start|>role\n...<|im_end|>`, with the `<think>` blocks of the Qwen3 models.
 
-One class implements four renderers. Their models differ only in three facts: a default system
-message, whether answers begin with a `<think>` block, and whether a prompt ends with an empty one.
-The rules follow the models' chat templates:
+One class implements four renderers. Their models differ in only three ways: the default system
+message, whether answers begin with a `<think>` block, and whether a prompt ends with an empty
+`<think>` block. The rules follow the models' chat templates:
 
 * A default system message is put first when the conversation begins with another role (Qwen2.5,
   SmolLM2).
@@ -44,7 +44,7 @@ NEVER_SAMPLED = (
     "it has reasoning, which this renderer never samples; use the renderer that thinks, or remove "
     "the thinking part"
 )
-"""Why a message with reasoning is no training target of a renderer that disables thinking."""
+"""Error text: a renderer that disables thinking cannot train on a message with reasoning."""
 
 
 class Thinking(StrEnum):
@@ -155,7 +155,10 @@ class ChatML(StopTokenFormat):
             # The prompt already contains the empty think block, so the block is not a target.
             header, frame = (*header, *frame), ()
             if thought:
-                reason = "it has reasoning, which qwen3_disable_thinking never samples; use qwen3, or remove the thinking part"
+                reason = (
+                    "it has reasoning, which qwen3_disable_thinking never samples; use qwen3, or "
+                    "remove the thinking part"
+                )
         return Turn(
             header,
             (*frame, text, *call_pieces(message), END),

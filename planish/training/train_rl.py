@@ -145,8 +145,8 @@ def build_evaluators(config: Config, test_set: RLDataset | None) -> list[Evaluat
     ]
     if len(set(labels)) < len(labels):
         raise UserError(
-            f"evaluator_builders: the names of the evaluators' files are {labels}, and several are "
-            "equal; give each evaluator another name"
+            "evaluator_builders: two or more evaluators have the same file name; the file names "
+            f"are {labels}; give each evaluator another name"
         )
     return evaluators
 
