@@ -216,7 +216,9 @@ def test_attention_tables_are_reused_step_after_step():
     assert where == [tensor.data_ptr() for tensor in tables._tables.on_device.values()]
 
 
-@pytest.mark.parametrize("kernel", ["native", "reference", "triton"])
+@pytest.mark.parametrize(
+    "kernel", ["native", "reference", pytest.param("triton", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("window", [None, 20])
 def test_several_rows_of_a_sample_equal_one_row_per_step(kernel, window):
     if kernel == "native" and ops.load_library() is None:

@@ -79,7 +79,10 @@ def test_matmul_rows_are_batch_invariant(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("vocab_size", "sizes"), [(4128, []), (32001, [(4097,)])])
+@pytest.mark.parametrize(
+    ("vocab_size", "sizes"),
+    [(4128, []), pytest.param(32001, [(4097,)], marks=pytest.mark.slow)],
+)
 def test_matmuls_of_planish_kernels_are_not_probed(tmp_path, dtype, vocab_size, sizes):
     """A head without kernels for its adapters is probed with a smaller vocabulary, for which there
     are no kernels either.

@@ -68,7 +68,10 @@ def name_of(parts) -> str:
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=name_of)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "tied",
+    [pytest.param(True, id="tied"), pytest.param(False, id="untied", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_merged_equals_planish(family, tied, parts, trained, tmp_path):
     made = trained(family, tied=tied, **parts)
@@ -137,7 +140,7 @@ def multimodal_model(path: Path, family: str) -> Path:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("family", MULTIMODAL)
-@pytest.mark.parametrize("attn", [True, False])
+@pytest.mark.parametrize("attn", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_exports_for_a_multimodal_base_equal_planish(family, attn, tmp_path):
     """The adapter is for the multimodal model, and the merged model is its text model."""
     base = multimodal_model(tmp_path, family)
