@@ -212,6 +212,7 @@ def test_deterministic_rejects_a_rank_that_no_padding_serves(tmp_path, monkeypat
         engine = Engine({"m": str(model)}, tmp_path / "data", settings)
         base = engine._models.get("m")
         tiling = RowTiling(lora=lambda rank: LoraNeeds(None if rank == 1 else 4))
+        assert isinstance(base.backend, TorchBackend)
         base.backend.make_batch_invariant(tiling)
         engine.submit(CreateModel("a", "m", LoraConfig(rank=2))).result()
         if deterministic:
