@@ -58,8 +58,10 @@ _LOSS_SECONDS = 10.0
 
 
 class TrainingClient(RefusesMethods):
-    """Trains one adapter. Made by ServiceClient. When it is garbage-collected, the adapter's memory
-    is freed; checkpoints and sampling clients are kept.
+    """A client that trains one adapter. `ServiceClient` creates it.
+
+    When the client is garbage-collected, the adapter's memory is freed. Its checkpoints and
+    sampling clients are kept.
     """
 
     refused: ClassVar[Mapping[str, str]] = {
@@ -111,7 +113,8 @@ class TrainingClient(RefusesMethods):
         planish/engine/training/losses.py, their options in planish.service.LOSS_OPTIONS.
         """
         # Callers may queue `optim_step` before they read this result, and expect that both succeed
-        # or both fail. Raising here would skip the `optim_step` that must fail.
+        # or both fail. If this method raised, a caller would never submit the `optim_step` that
+        # must fail.
         try:
             operation = ForwardBackward(self.model_id, data, loss_fn, loss_fn_config or {})
             return Pending(self._submit(operation))
@@ -274,7 +277,10 @@ class TrainingClient(RefusesMethods):
     def create_sampling_client(
         self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
     ) -> SamplingClient:
-        """Create a client that samples from a checkpoint; options as in `ServiceClient`."""
+        """Create a client that samples from a checkpoint.
+
+        The options are those of `ServiceClient.create_sampling_client`.
+        """
         return create_sampling_client(self._session, None, model_path, record_stability_info)
 
     create_sampling_client_async = in_thread(create_sampling_client)

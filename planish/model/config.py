@@ -149,7 +149,7 @@ _MINISTRAL3_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-"""The `rope_parameters` of a Ministral 3 config without this field."""
+"""The default of `rope_parameters` for Ministral 3, used if the config lacks this field."""
 
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
@@ -159,7 +159,7 @@ _GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""The `rope_parameters` of a gpt-oss config without this field."""
+"""The default of `rope_parameters` for gpt-oss, used if the config lacks this field."""
 
 _LAYER_ROPES: dict[Family, tuple[LayerRope, LayerRope]] = {
     "gemma3": (
@@ -287,8 +287,8 @@ class ModelConfig:
     `intermediate_size` that computes every token (Qwen3.5). A sigmoid gate multiplies its output.
     """
     attention_sinks: bool = False
-    """Whether each head has a sink: a learned score in the softmax of every row, without a value
-    (gpt-oss).
+    """Whether each head has a sink (gpt-oss). A sink is a learned score that takes part in the
+    softmax of every row and has no value.
     """
     output_bias: bool = False
     """Whether the output projection of the attention has a bias (gpt-oss)."""
@@ -297,7 +297,7 @@ class ModelConfig:
     matrix for gate and up.
     """
     swiglu_alpha: float = 1.0
-    """The factor of the gate in the sigmoid of a clamped SwiGLU."""
+    """The factor by which a clamped SwiGLU multiplies the gate inside the sigmoid."""
     swiglu_limit: float = 0.0
     """The limit of gate and up in a clamped SwiGLU."""
     mxfp4_experts: bool = False

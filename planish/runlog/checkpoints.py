@@ -72,13 +72,14 @@ def start_training(
 ) -> RunStart:
     """Start or resume a run.
 
-    If the run's directory records states, the client resumes from the newest that can be loaded.
-    CheckpointError or DamagedFileError if none can. In a new run, `load_checkpoint_path` gives the
-    initial weights, with a new optimizer. Without that path, a new adapter is created.
+    If the run's directory records states, the client resumes from the newest state that can be
+    loaded. Raises CheckpointError or DamagedFileError if no state can be loaded. In a new run,
+    `load_checkpoint_path` gives the initial weights, with a new optimizer. Without that path, a new
+    adapter is created.
 
     `lora_switches` holds the explicitly given values of `train_mlp`, `train_attn` and
-    `train_unembed`. UserError if the weights at `load_checkpoint_path` have other values, or if the
-    run in the directory was trained on a data set of another size.
+    `train_unembed`. Raises UserError if the weights at `load_checkpoint_path` have other values.
+    Also raises UserError if the directory's run was trained on a data set of another size.
 
     The metadata of every checkpoint contains `user_metadata` and the run's directory (`log_path`).
     """

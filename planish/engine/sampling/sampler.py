@@ -9,9 +9,9 @@ prefix compute that prefix only once.
 
 Deterministic mode is batch-invariant: the bits of a sample's tokens and logprobs do not depend on
 the rest of the batch or on the prefix cache. For this, torch's matmuls are padded to row counts at
-which they are batch-invariant on this machine (see row_tiling.py). Attention sums in the order of
-positions (see ordered_attention.py). The trainer follows the same two rules, so it reproduces the
-sampler's logprobs.
+which they are batch-invariant on this machine (see row_tiling.py). Attention adds its terms in the
+order of positions (see ordered_attention.py). The trainer follows the same two rules, so it
+reproduces the sampler's logprobs.
 """
 
 from __future__ import annotations
@@ -804,10 +804,11 @@ class Sampler:
         """Prepare the tokens to sample.
 
         Return (samples, rows, token_indices, adjustments, exhausted). Token i is sampled from row
-        rows[i] for samples[i], and its index within that sample is token_indices[i]. The keys of
-        `adjustments` are indices i. A sample with forced tokens is in the lists once per token.
-        Samples whose mask is missing, and samples whose grammar failed, are left out.
-        `exhausted` has the samples whose text is complete and cannot be continued.
+        rows[i] for samples[i], and its index within that sample is token_indices[i]. `adjustments`
+        maps i to the adjustment of token i, if that token has one. A sample with forced tokens
+        appears in the lists once per token. Samples whose mask is missing, and samples whose
+        grammar failed, are left out. `exhausted` has the samples whose text is complete and cannot
+        be continued.
         """
         missing = [s.grammar for s in samples if s.grammar is not None and not s.grammar.is_ready]
         if missing:
@@ -878,7 +879,7 @@ class Sampler:
             wait_for_masks(states, _MASK_SECONDS)
 
     def _finish(self, sample: RunningSample) -> None:
-        """Build the sample's sequence, and deliver the response if it was the last one."""
+        """Build the sample's sequence. Deliver the response after the last one."""
         assert sample.stop_reason is not None
         request = sample.request
         k = request.op.topk_sample_logprobs

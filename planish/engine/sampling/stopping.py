@@ -20,8 +20,8 @@ _MAX_CACHED = 4096
 """The maximum number of entries in a condition's cache. A full cache is cleared.
 
 The stop strings of a request have at most 4,096 bytes together. While a text spells out a stop
-string, each token adds at most one entry. So a text that contains all stop strings adds at most
-about one entry per byte of these strings.
+string, each token adds at most one entry. So spelling out all stop strings adds at most about one
+entry per byte of these strings.
 """
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _REPLACEMENT = "\ufffd"
@@ -205,7 +205,7 @@ class StopMatcher:
         self._condition = condition
         self._matched = b""
         self._unknown_until = 0
-        """Until the sample has this many tokens, the end of its text is decoded after every token.
+        """A number of tokens. Up to this length, the end of the text is decoded after every token.
         A token with unknown bytes sets this number, because a stop string may include that token.
         """
 

@@ -1,4 +1,4 @@
-"""The self-test of the C++ kernels: a program that compares each family with torch.
+"""The self-test of the C++ kernels: a program that compares each kernel family with torch.
 
 self_test.py runs this program once per machine, in a separate process, because a faulty kernel may
 crash its process.
@@ -142,7 +142,10 @@ def _matmul(dtype: torch.dtype, tolerance: float) -> None:
 
 
 def _quantized_matmul(dtype: torch.dtype) -> None:
-    """Compare quantized matmuls with matmuls of the dequantized weights, which `_matmul` tests."""
+    """Check that quantized matmuls equal matmuls of the dequantized weights.
+
+    `_matmul` compares matmuls of ordinary weights with torch.
+    """
     for rows, sizes, fan_in in ((1, (16,), 64), (5, (144, 32), 128), (37, (320,), 192)):
         given = [torch.randn(size, fan_in).to(dtype) for size in sizes]
         x, grad = torch.randn(rows, fan_in).to(dtype), torch.randn(rows, sum(sizes)).to(dtype)
@@ -402,7 +405,7 @@ def _tree_attention(
         windows=(window,),
     )
     lse = torch.empty(rows, heads)
-    # Attention sinks, which are independent of the window, are checked together with it.
+    # Sinks and windows are independent features, so the cases with a window also check sinks.
     sinks = None if window is None else torch.randn(heads)
     found = ops.attend(plan, 0, q, of_keys, lse, sinks)
     mask = torch.arange(rows)[:, None] >= torch.arange(rows)
