@@ -132,6 +132,11 @@ def _cpu_kernels() -> Iterator[Finding]:
     with collected_warnings() as warnings:
         try:
             library = ops.load_library()
+            if library is None:
+                # Only the first call logs the reason, and `choose_dtype` may have made it.
+                ops.load_library.cache_clear()
+                warnings.clear()
+                library = ops.load_library()
         except UserError as error:
             warnings.append(str(error))
     value = {"in_use": library is not None, "switch": ops.kernels_setting(), "warnings": warnings}

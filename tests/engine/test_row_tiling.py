@@ -18,6 +18,7 @@ from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.cpp import ops
+from planish.model.kernels.linear import onednn_packs_bfloat16
 from planish.model.kernels.reference import row_tiling
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.reference.lora import add_outputs_
@@ -166,7 +167,9 @@ def test_padding_makes_adapters_of_every_rank_batch_invariant(tmp_path, ranks, d
                     if not torch.equal(product(given[:rows])[:count], whole[:count]):
                         wrong.append((rank, sizes, count, rows))
     assert not wrong
-    assert padded == {True, False}
+    # Without oneDNN, torch's bf16 matmuls are batch-invariant at every number of rows.
+    pads = dtype == torch.float32 or onednn_packs_bfloat16()
+    assert padded == ({True, False} if pads else {False})
 
 
 @pytest.mark.slow

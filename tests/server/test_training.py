@@ -399,14 +399,18 @@ def test_a_creation_repeated_while_being_written_is_the_same(model_dir, data_dir
             create = CreateModel(f"{client.session_id}:train:0", BASE, LoraConfig(RANK))
             repeats = server.request_log.repeats
 
-            async def then_the_first_is_written(request_id: str, digest: bytes) -> bool:
+            pauses = iter((0.3, 0.0, 0.0))  # a request without a pause overtakes the first one
+
+            async def slowly(request_id: str, digest: bytes) -> bool:
                 found = await repeats(request_id, digest)
-                monkeypatch.undo()
-                await server.create_model(TENANT, create)
+                await asyncio.sleep(next(pauses))
                 return found
 
-            monkeypatch.setattr(server.request_log, "repeats", then_the_first_is_written)
-            accepted = await server.create_model(TENANT, create)
+            monkeypatch.setattr(server.request_log, "repeats", slowly)
+            accepted, again = await asyncio.gather(
+                server.create_model(TENANT, create), server.create_model(TENANT, create)
+            )
+            assert accepted == again
             assert isinstance(await client.answer(accepted.request_id), Done)
 
     run(scenario())
