@@ -72,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     imported.add_argument(
         "--quantize",
         choices=SCHEMES,
-        help="scheme with which the weights of that base model were quantized (default: the one "
-        "named in the files of planish, else none)",
+        help="quantization scheme of that base model's weights (default: the scheme named in DIR "
+        "if planish wrote its files, otherwise none)",
     )
     imported.add_argument(
         "--run", metavar="RUN", help="RUN in the checkpoint's path (default: imported-DIR)"

@@ -1,11 +1,10 @@
 """Scheduling: which tenant's request runs next, and which adapters are in memory.
 
 Turns. `FairQueue` gives the next turn to the tenant that has used the fewest tokens. Requests of
-one tenant wait in the order in which they were sent. The number of slots limits the requests in the
-engine. There are enough slots to keep the engine busy, and all other requests wait in the queue. So
-a new tenant need not wait for all earlier requests of the others. While other tenants are active,
-one tenant cannot take all slots, so some are free for a new tenant. Some slots are kept for short
-requests of any tenant.
+one tenant wait in the order in which they were sent. Only requests with a slot are in the engine,
+and there are enough slots to keep the engine busy. All other requests wait in the queue, where
+a new tenant's request can overtake them. While other tenants are active, one tenant cannot take all
+slots, so some are free for a new tenant. Some slots are kept for short requests of any tenant.
 
 Memory. `AdapterCache` is an LRU cache. An adapter is loaded before its first use, stays in memory
 while it is pinned, and may be evicted afterwards. A caller that needs memory waits until enough
@@ -90,12 +89,13 @@ class FairQueue:
         """When each tenant sent its last request."""
         self._queues: dict[str, deque[_Waiting]] = {}
         self._clocks: dict[str, int] = {}
-        """Tokens that each tenant has used. For a tenant without an entry, the value is `_now`, not
-        0. Otherwise a tenant that was absent would come before all others for a long time.
+        """The virtual time of each tenant: its tokens, counted from the `_now` at which it became
+        active. A tenant without an entry starts at `_now`. If it started at 0, a tenant that was
+        absent would come before all others for a long time.
         """
         self._now = 0
-        """The lowest value that a tenant can have. When a tenant gets a turn, `_now` becomes the
-        value of this tenant before the cost of the turn is added.
+        """The lowest virtual time that a tenant can have: that of the tenant with the latest turn,
+        before the tokens of this turn were added.
         """
 
     @property
@@ -211,7 +211,9 @@ class CachedAdapter(Protocol):
 
     @property
     def is_evictable(self) -> bool:
-        """Whether the adapter can be loaded again. The cache asks only about unpinned adapters."""
+        """Whether the adapter can be loaded again after it was unloaded. The cache asks only about
+        unpinned adapters.
+        """
         ...
 
     async def load(self) -> None:
@@ -219,7 +221,7 @@ class CachedAdapter(Protocol):
         ...
 
     async def unload(self) -> None:
-        """Remove the adapter from memory. Must change nothing if it raises."""
+        """Remove the adapter from memory. If this raises, the adapter must still be loaded."""
         ...
 
 

@@ -2,10 +2,10 @@
 
     import planish.tinker as tinker
 
-Every public name of the SDK is here: as the class of planish that does the same, or, where planish
-has nothing of the kind, as a class that raises UnsupportedError with the reason when it is made.
-`planish run SCRIPT` executes an unmodified script with this package as its `tinker`. All
-ServiceClients of a process share one engine, as sessions of the SDK share a server.
+This package has every public name of the SDK. A name that planish supports is planish's own class.
+Any other name is a class that raises UnsupportedError, with the reason, when it is instantiated.
+`planish run SCRIPT` executes an unmodified script with this package as its `tinker`. The
+ServiceClients of a process share one engine if their options are equal.
 """
 
 from planish.tinker import auth, types
@@ -73,7 +73,7 @@ from planish.tinker.types import (
 
 __title__ = "tinker"
 __version__ = "0.38.0+planish"
-"""The release of the SDK whose names these are."""
+"""The version of the SDK that this package follows."""
 
 RequestOptions = refused_type("RequestOptions", NO_HTTP)
 Timeout = refused_type("Timeout", NO_HTTP)
@@ -82,7 +82,7 @@ AsyncAPIResponse = refused_type("AsyncAPIResponse", NO_HTTP)
 
 
 class ExperimentalWarning(FutureWarning):
-    """The SDK's warning about names that may change; planish gives none."""
+    """The SDK's warning for experimental features. planish never issues it."""
 
 
 __all__ = [

@@ -1,15 +1,15 @@
-"""The SDK's questions about credentials. An engine in this process needs none."""
+"""The SDK's functions for credentials. An engine in this process needs no credentials."""
 
 
 def get_tinker_token() -> str | None:
-    """Return None: there is no token."""
+    """Return None, because no token is needed."""
     return None
 
 
 def tinker_has_credentials() -> bool:
-    """Return True: nothing more is needed."""
+    """Return True, because no credentials are needed."""
     return True
 
 
 def raise_if_tinker_not_accessible() -> None:
-    """Do nothing: the engine is in this process."""
+    """Do nothing, because an engine in this process is always accessible."""

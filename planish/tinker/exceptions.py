@@ -1,8 +1,7 @@
-"""The exceptions of the SDK. What planish raises is caught under the SDK's names; the other names
-exist, so that they can be caught, and are never raised.
+"""The SDK's exceptions. Some names are planish's own exceptions, so `except` clauses of a script
+catch what planish raises. The other exceptions are never raised, but a script can name them.
 
-The errors have a sentence and no `status_code`, `response`, `request_id` or `category`, since there
-is no response.
+An exception has a message, but no `status_code`, `response`, `request_id` or `category`.
 """
 
 from planish.client.remote_errors import ServerFaultError, ServerUnreachableError
@@ -20,7 +19,7 @@ InternalServerError = ServerFaultError
 
 
 class APITimeoutError(APIConnectionError):
-    """Never raised; `result(timeout=...)` raises TimeoutError, as the SDK does."""
+    """Never raised. `result(timeout=...)` raises TimeoutError, as in the SDK."""
 
 
 class APIResponseValidationError(APIError):
@@ -28,7 +27,7 @@ class APIResponseValidationError(APIError):
 
 
 class AuthenticationError(APIStatusError):
-    """Never raised: no key is needed."""
+    """Never raised. A server that rejects an API key causes a UserError."""
 
 
 class BillingError(APIStatusError):
@@ -40,7 +39,7 @@ class PermissionDeniedError(APIStatusError):
 
 
 class ConflictError(APIStatusError):
-    """Never raised; a name that is taken is a CheckpointError."""
+    """Never raised. Saving under a name that exists raises CheckpointError."""
 
 
 class RateLimitError(APIStatusError):

@@ -1,4 +1,4 @@
-"""Names of the SDK that planish has nothing for."""
+"""Placeholders for names of the SDK that planish does not support."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ NO_HTTP = "no HTTP request is made; ServiceClient(base_url=...) reaches a server
 
 
 class Refused:
-    """A type that cannot be made. It can be imported, named in annotations and asked about with
-    isinstance, so that code which never makes one works.
+    """A type that cannot be instantiated. A script can import it, use it in annotations and pass it
+    to isinstance. So a script that never instantiates it works.
     """
 
     reason = ""
@@ -23,12 +23,12 @@ class Refused:
 
 
 def refused_type(name: str, reason: str) -> type[Refused]:
-    """Return a type of this name that raises UnsupportedError with `reason` when it is made."""
+    """Return a type that raises UnsupportedError with `reason` when it is instantiated."""
     return type(name, (Refused,), {"reason": reason, "__doc__": f"Not offered: {reason}."})
 
 
 class Alias(ModuleType):
-    """A module whose names are those of another one."""
+    """A module that looks up its names in the module `target`."""
 
     def __init__(self, name: str, target: ModuleType) -> None:
         super().__init__(name, f"The names of {target.__name__}.")

@@ -1,4 +1,4 @@
-"""The SDK's ServiceClient, on one engine for the whole process."""
+"""The SDK's ServiceClient. All clients with equal options share one engine of the process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from planish.errors import UnsupportedError
 from planish.service import Service
 
 OPTIONS_VARIABLE = "PLANISH_RUN_OPTIONS"
-"""Options of `planish run` as a JSON object: arguments of every ServiceClient of the script, and of
-the processes that it starts.
+"""Environment variable with the options of `planish run`, as a JSON object. They are arguments of
+every ServiceClient in the script and in processes that the script starts.
 """
 
 _ENGINE_OPTIONS = set(inspect.signature(PlanishServiceClient).parameters) - {
@@ -39,8 +39,8 @@ def run_options() -> dict[str, Any]:
 class ServiceClient(PlanishServiceClient):
     """A session on the engine of this process, or on a server of planish (`base_url`).
 
-    The engine is made by the first ServiceClient, is shared by all that have equal options, and
-    ends with the process. `close` leaves it to the others.
+    The first ServiceClient starts the engine. Later clients with equal options share it. The engine
+    runs until the process ends, so `close` does not stop it.
     """
 
     def __init__(
@@ -58,7 +58,9 @@ class ServiceClient(PlanishServiceClient):
         `planish.ServiceClient`, such as models={NAME: PATH} or dtype="float32".
         """
         if default_headers_overrides:
-            raise UnsupportedError("default_headers_overrides: no HTTP request is made here")
+            raise UnsupportedError(
+                "default_headers_overrides: planish sends no custom headers; leave it out"
+            )
         metadata = user_metadata
         if display_name is not None and not isinstance(user_metadata, str):
             metadata = {**(user_metadata or {}), "display_name": display_name}
@@ -68,7 +70,7 @@ class ServiceClient(PlanishServiceClient):
             raise TypeError(f"ServiceClient got an unexpected keyword argument {unknown[0]!r}")
         base_url = base_url or chosen.pop("base_url", None)
         api_key = api_key or chosen.pop("api_key", None)
-        # A key is for a server; scripts that pass one run on an engine all the same.
+        # An API key alone does not select a server: a script that gives one still gets an engine.
         url = chosen_url(base_url, None, chosen)
         if url:
             super().__init__(metadata, project_id, base_url=url, api_key=api_key)

@@ -25,8 +25,8 @@ class BodyTooLargeError(UserError):
 def too_large(limit: int) -> BodyTooLargeError:
     """Return the error for a body above `limit` bytes."""
     return BodyTooLargeError(
-        f"the body is larger than {limit // (1 << 20)} MiB; send fewer data in one call "
-        "(fwdbwd_max_chunk_bytes_count)"
+        f"the body is larger than {limit // (1 << 20)} MiB; send less data in one call "
+        "(the SDK's limit is fwdbwd_max_chunk_bytes_count)"
     )
 
 

@@ -2,8 +2,8 @@
 field in the body.
 
 `with Fields.of(body) as fields` ends with a check that every field was read. An unread field is
-rejected, unless it is empty (null, false, 0, "", [] or {}): a client may send the defaults of
-options that we do not know, but an option that is set must not be ignored.
+rejected, unless it is empty (null, false, 0, "", [] or {}). A client may send the empty defaults of
+options that planish does not know. But planish must not ignore an option that the client has set.
 """
 
 from __future__ import annotations

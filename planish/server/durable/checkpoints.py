@@ -182,13 +182,13 @@ class CheckpointCatalog:
             await self._store.write(change, CheckpointRow, row.path, expires=expires)
 
     async def saved(self, tenant: Tenant, path: str) -> CheckpointRow:
-        """Return the row of a checkpoint that was just saved."""
+        """Make the row of a checkpoint from its files. The row is not written to the database."""
         return CheckpointRow.made_of(
             (await self._engine.checkpoint_info(path)).checkpoint, tenant.name
         )
 
     async def check_quota(self, tenant: Tenant) -> None:
-        """Raise BadRequest if the tenant stores `storage_bytes` or more."""
+        """Raise BadRequest if the tenant has used up its storage quota, `storage_bytes`."""
         await self._store.read(check_storage, tenant.name, self._settings)
 
     async def bytes_by_tenant(self) -> dict[str, int]:

@@ -59,7 +59,7 @@ _PINNED_SECONDS = 10.0
 class Model:
     """One training model, in memory or not. Only this class writes the model's state.
 
-    It is also the adapter cache's entry for the model's adapter: the cache calls `load` and
+    A model implements `CachedAdapter` (scheduling.py): the adapter cache calls its `load` and
     `unload`.
     """
 
@@ -106,8 +106,8 @@ class Model:
             self.queue.add(request.seq, request)
             self.wake()
         else:
-            reason = self.row.closed or "the server no longer waits for its number"
-            late = Failed(f"{request.id} came too late: {reason}", "user")
+            reason = self.row.closed or "the server no longer waits for this request's number"
+            late = Failed(f"{request.id} came too late for model_id={self.id!r}: {reason}", "user")
             self._settle(request, late, state="refused")
 
     def skip_below(self, seq: int) -> None:
@@ -169,7 +169,9 @@ class Model:
             await self._restore()
 
     async def _run(self, item: QueueItem) -> None:
-        """Run one item. A request taken from the queue is answered, whatever happens."""
+        """Run one item of the queue. If a request raises an error, answer it with this error, then
+        raise. A request that EngineClosedError interrupts stays unanswered.
+        """
         try:
             match item:
                 case RequestRow():
@@ -412,7 +414,8 @@ class Model:
 
     async def _restore(self) -> None:
         """Restore the adapter to its state after the last dequeued request. If a file is damaged or
-        missing, nothing changes, and the model can come back once the file is restored.
+        missing, raise DamagedFileError and leave the adapter unloaded. The snapshot and the journal
+        do not change, so a later load succeeds once the file is restored.
         """
         # The replay reads the answered requests from the database, so all answers must be there.
         await asyncio.gather(*self.in_flight.unwritten.values())
@@ -445,8 +448,9 @@ class Model:
         return self.row.closed is None and self.adapter.can_be_saved
 
     async def save_snapshot(self) -> bool:
-        """Take a snapshot if there is something new to save and it can be saved. Return whether the
-        last snapshot is up to date.
+        """Take a snapshot if the adapter has changed since the last one. Take none if the model is
+        closed, a gradient is pending or work was lost. Return whether the last snapshot is up to
+        date.
         """
         while self.is_snapshotting:
             await self.in_flight.change()

@@ -1,11 +1,11 @@
-"""The SDK's options of retries."""
+"""The SDK's retry options, which have no effect here."""
 
 from typing import Any
 
 
 class RetryConfig:
-    """How the SDK would repeat requests. An engine in this process needs no retries, and a session
-    with a server has its own, so the options change nothing.
+    """Accepts the SDK's retry options and ignores them. An engine in this process needs no retries.
+    A client of a server retries by its own rules.
     """
 
     def __init__(self, **options: Any) -> None:

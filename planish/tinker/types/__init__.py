@@ -1,6 +1,7 @@
-"""The types of the SDK: those of planish under the SDK's names, and refused ones.
+"""The SDK's types: planish's own types under the SDK's names, and types that planish does not
+support.
 
-Every submodule of the SDK's `types` is here too, as another name of this package.
+Each submodule of the SDK's `types` can be imported too. It has all names of this package.
 """
 
 import re
@@ -66,7 +67,7 @@ OptimParams = AdamParams
 
 @dataclass(frozen=True)
 class AdamOptimizerConfig:
-    """AdamW, the one optimizer."""
+    """Selects AdamW, the only optimizer of planish."""
 
     type: Literal["adamw"] = "adamw"
 
@@ -85,7 +86,9 @@ class ParsedCheckpointTinkerPath:
 
     @classmethod
     def from_tinker_path(cls, tinker_path: str) -> "ParsedCheckpointTinkerPath":
-        """UserError unless it is tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME."""
+        """Split a path tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME. Raise
+        UserError for any other text.
+        """
         path = CheckpointPath.parse(tinker_path)
         return cls(tinker_path, path.run_id, path.checkpoint_type, path.checkpoint_id)
 
@@ -98,7 +101,7 @@ class RequestErrorCategory(StrEnum):
 
 _TEXT_ONLY = "planish reads text only"
 _NO_DIMUON = "the update rule of Dimuon is not public; AdamW is the one optimizer here"
-_MESSAGE = "it is a message between the SDK and its server, and nothing is sent in this process"
+_MESSAGE = "it is a message of the SDK's HTTP protocol, which planish does not expose"
 _NO_ACCOUNTS = "there are no accounts, sessions, audits or bills here"
 
 REFUSED = {
@@ -223,7 +226,7 @@ REFUSED = {
         _MESSAGE,
     ),
 }
-"""Types of the SDK that cannot be made here, each with the reason."""
+"""The SDK's types that planish does not support, with the reason for each."""
 
 DmelChunk = refused_type("DmelChunk", _TEXT_ONLY)
 ImageAssetPointerChunk = refused_type("ImageAssetPointerChunk", _TEXT_ONLY)

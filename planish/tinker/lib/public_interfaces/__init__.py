@@ -1,4 +1,4 @@
-"""The client classes under the path that the SDK defines them at."""
+"""The client classes, importable by the same path as in the SDK."""
 
 import sys
 from collections.abc import Callable
@@ -15,9 +15,7 @@ AwaitableConcurrentFuture = APIFuture
 BackcompatSamplingClientFuture = SamplingClient
 BackcompatTrainingClientFuture = TrainingClient
 AdminClient = refused_type("AdminClient", "there are no accounts, audits or bills here")
-LossHandle = refused_type(
-    "LossHandle", "give the loss itself, a function, to forward_backward_custom"
-)
+LossHandle = refused_type("LossHandle", "pass the loss function to forward_backward_custom")
 PerDatumLossFn = Callable[..., Any]
 
 __all__ = [
