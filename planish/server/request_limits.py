@@ -419,7 +419,7 @@ BODIES: Sequence[tuple[str, str, str]] = (
     (
         "size of a training request",
         f"{TRAINING_BODY // MIB} MiB",
-        "413: send fewer data in one call",
+        "413: send less data in one call",
     ),
     ("size of a sampling or OpenAI request", f"{SAMPLE_BODY // MIB} MiB", "413"),
     ("size of telemetry", f"{TELEMETRY_BODY // MIB} MiB", "413"),
