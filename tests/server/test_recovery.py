@@ -500,6 +500,48 @@ def test_a_sampler_that_could_not_be_saved_is_saved_when_there_is_space(
     run(scenario())
 
 
+def test_samples_are_answered_while_the_save_of_their_sampler_is_repeated(
+    model_dir, data_dir, monkeypatch
+):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, SMALL) as server:
+            client = await Client.start(server)
+            model = await client.model()
+            calls, steps_are_done = server.engine, asyncio.Event()
+            real_info, real_perform, refused = calls.checkpoint_info, calls.perform, []
+
+            async def refuse_once(path: str):
+                if "_planish.sampler" in path and not refused:
+                    await steps_are_done.wait()
+                    refused.append(path)
+                    raise OSError(28, "No space left on device")
+                return await real_info(path)
+
+            async def perform_slowly(operation):
+                if refused:
+                    await asyncio.sleep(0.05)
+                return await real_perform(operation)
+
+            monkeypatch.setattr(calls, "checkpoint_info", refuse_once)
+            monkeypatch.setattr(calls, "perform", perform_slowly)
+            sampler = f"{client.session_id}:sample:0"
+            await client.done(await model.submit(PublishSampler(model.model_id, sampler)))
+            first = drawn(await client.sample(sampler, 0, seed=1))
+            await model.step(1)
+            steps_are_done.set()
+            opened, seq = server.samplers.get(sampler), 0
+            assert opened is not None
+            while opened.row.source is None:
+                seq += 1
+                assert (
+                    drawn(await asyncio.wait_for(client.sample(sampler, seq, seed=1), 30)) == first
+                )
+            assert refused
+            assert seq > 1
+
+    run(scenario())
+
+
 def test_an_older_store_may_hold_two_requests_of_one_number(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:

@@ -44,7 +44,7 @@ from planish.service import (
     SaveWeightsForSampler,
     UnloadModel,
 )
-from planish.types import SaveWeightsResponse
+from planish.types import SaveWeightsForSamplerResponse, SaveWeightsResponse
 
 R = TypeVar("R")
 
@@ -281,8 +281,18 @@ class Model:
         self._expect(steps.Step(request, operation, future, submitted, make_ready))
 
     async def _begin_publishing(self, seq: int, operation: PublishSampler) -> asyncio.Future[str]:
+        published, saved = await steps.publish(self._services.engine, seq, operation)
+        self._keep(seq, operation, saved)
+        return published
+
+    def _keep(
+        self,
+        seq: int,
+        operation: PublishSampler,
+        saved: asyncio.Future[SaveWeightsForSamplerResponse],
+    ) -> None:
+        """Record in the background where the weights of a published sampler were saved."""
         engine, samplers = self._services.engine, self._registry.samplers
-        published, saved = await steps.publish(engine, seq, operation)
         sampler = samplers.get(operation.sampler_id)
 
         async def keep() -> None:
@@ -294,7 +304,6 @@ class Model:
                 self.in_flight.notify()
 
         self.in_flight.unsaved[seq] = self._spawn(keep())
-        return published
 
     # Answers.
 
@@ -433,11 +442,18 @@ class Model:
         await replay.repeat(self._services, row, self.adapter, self._publish_again)
 
     async def _publish_again(self, seq: int, operation: PublishSampler) -> None:
-        """Publish a sampler again, unless its weights are on disk or it was closed."""
+        """Publish a sampler again, unless its weights are on disk or it was closed. A sampler that
+        is in memory has these weights and may have running samples, so only its save is repeated.
+        """
         samplers = self._registry.samplers
         sampler = samplers.get(operation.sampler_id)
-        if sampler is not None and sampler.row.source is None:
-            await samplers.release(sampler)
+        if sampler is None or sampler.row.source is not None:
+            return
+        if self._services.adapter_cache.is_loaded(sampler):
+            self._keep(
+                seq, operation, await steps.save_published(self._services.engine, seq, operation)
+            )
+        else:
             await (await self._begin_publishing(seq, operation))
             await samplers.published(sampler)
 

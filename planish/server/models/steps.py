@@ -164,10 +164,16 @@ async def publish(
     futures of both.
     """
     published = await engine.submit(operation)
-    saved = await engine.submit(
+    return published, await save_published(engine, seq, operation)
+
+
+async def save_published(
+    engine: EngineClient, seq: int, operation: PublishSampler
+) -> asyncio.Future[SaveWeightsForSamplerResponse]:
+    """Queue a save of the model's present weights as those of a published sampler."""
+    return await engine.submit(
         SaveWeightsForSampler(operation.model_id, sampler_name(seq), overwrite=True)
     )
-    return published, saved
 
 
 async def keep_published(
