@@ -1,8 +1,9 @@
-"""The names of tinker_cookbook that planish has, and what each of them is here.
+"""The table that maps the names of tinker_cookbook to names of planish.
 
-A module of the cookbook is a line of `MODULES`. Its names are looked up in `names`, then in
-`passes_on`, a module of planish whose names and meanings are the cookbook's. What is in neither is
-refused, with the reason in `REFUSED` where there is one.
+Each entry of `MODULES` describes one module of the cookbook. Its names are looked up first in
+`names`, then in `fallback`, a module of planish whose names have the same meaning as the
+cookbook's. A name in neither raises an error. `REFUSED` has the reasons for modules that planish
+lacks.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class CookbookModule:
-    """One module of the cookbook. Targets are written MODULE:NAME."""
+    """One module of the cookbook."""
 
-    passes_on: str | None = None
+    fallback: str | None = None
+    """The module of planish that has the names which are not in `names`."""
     names: Mapping[str, str] = field(default_factory=dict)
+    """For a name of the cookbook, its target, written MODULE:NAME."""
     difference: str = ""
-    """What a reader who knows the cookbook has to know."""
+    """How the module differs from the cookbook's, for docs/porting.md."""
 
 
 _A = "planish.cookbook.adapters"
@@ -50,7 +53,7 @@ MODULES: dict[str, CookbookModule] = {
             "PromptOnlyEnv": "planish.distillation.prompts:PromptOnlyEnv",
             "TeacherConfig": "planish.distillation.teachers:TeacherConfig",
         },
-        "PromptOnlyDatasetBuilder takes `dataset`, any data set of prompts, for `dataset_name`",
+        "PromptOnlyDatasetBuilder has `dataset`, any data set of prompts, instead of `dataset_name`",
     ),
     "distillation.train_off_policy": CookbookModule("planish.distillation.off_policy"),
     "distillation.train_on_policy": CookbookModule(
@@ -70,15 +73,16 @@ MODULES: dict[str, CookbookModule] = {
     "eval.inspect_evaluators": CookbookModule(
         "planish.integrations.inspect.evaluator",
         {"InspectEvaluatorBuilder": "planish.integrations.inspect.evaluator:InspectEvaluator"},
-        "needs planish[inspect]; InspectEvaluatorBuilder is the evaluator itself",
+        "needs planish[inspect]; InspectEvaluatorBuilder is another name of InspectEvaluator",
     ),
     "exceptions": CookbookModule(f"{_A}.names"),
     "hyperparam_utils": CookbookModule("planish.training.learning_rates"),
     "image_processing_utils": CookbookModule(
-        f"{_A}.images", difference="get_image_processor is refused: planish reads text only"
+        f"{_A}.images", difference="get_image_processor raises an error: planish reads text only"
     ),
     "model_info": CookbookModule(
-        f"{_A}.models", difference="a model is known by its files, not by a table of names"
+        f"{_A}.models",
+        difference="facts about a model come from its files, not from a table of names",
     ),
     "preference.comparison_policy_evaluator": CookbookModule(
         "planish.preference.comparison_evaluator"
@@ -124,12 +128,12 @@ MODULES: dict[str, CookbookModule] = {
     "rl.problem_env": CookbookModule(
         "planish.rl.environments.problem_env",
         {"logger": f"{_A}.names:logger"},
-        "check_answer gives True or False",
+        "check_answer returns True or False",
     ),
     "rl.rollout_limits": CookbookModule("planish.rl.limits"),
     "rl.rollout_logging": CookbookModule(
         names={"RolloutSummaryExportConfig": f"{_A}.names:RolloutSummaryExportConfig"},
-        difference="planish's loop writes rollouts itself and passes no such object",
+        difference="planish's loop writes rollouts itself and does not use RolloutSummaryExportConfig",
     ),
     "rl.rollout_strategy": CookbookModule("planish.rl.rollout.strategy"),
     "rl.rollouts": CookbookModule(
@@ -154,7 +158,7 @@ MODULES: dict[str, CookbookModule] = {
         "planish.sandbox runs programs on this machine",
     ),
     "sandbox.modal_sandbox": CookbookModule(
-        f"{_A}.sandboxes", difference="its classes are refused: planish has no client of Modal"
+        f"{_A}.sandboxes", difference="its classes raise an error: planish has no client for Modal"
     ),
     "sandbox.sandbox_interface": CookbookModule(f"{_A}.sandboxes"),
     "sandbox.sandboxfusion": CookbookModule(f"{_A}.sandbox_fusion"),
@@ -196,11 +200,11 @@ MODULES: dict[str, CookbookModule] = {
 
 REFUSED = {
     "audio_processing_utils": "planish reads text only",
-    "capture": "there is no traffic to capture",
+    "capture": "planish makes no HTTP requests that could be captured",
     "chat_app": "use `planish chat`",
     "distillation.sdft": "self-distillation is not supported; docs/distillation.md describes what is",
     "inference": "`planish export` writes models for other inference engines",
     "third_party": "`planish serve` has OpenAI-compatible endpoints",
     "xmux": "start runs from a shell",
 }
-"""Modules that planish has nothing for."""
+"""The modules of the cookbook that planish lacks, with the reason or a replacement."""

@@ -26,4 +26,6 @@ def sandbox() -> Iterator[Finding]:
         text = f"not available, so code_rl cannot run: {problem}"
         yield Finding("self_test", text, False, remedy or "see docs/sandbox.md")
         return
-    yield Finding("self_test", "bubblewrap holds a program that tries to escape", True)
+    yield Finding(
+        "self_test", "passed: a program that tries to escape from the sandbox cannot", True
+    )

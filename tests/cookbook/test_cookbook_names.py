@@ -71,8 +71,8 @@ def test_every_target_of_the_table_is_there():
             continue
         for name in module.names:
             assert getattr(made, name) is not None
-        if module.passes_on is not None:
-            importlib.import_module(module.passes_on)
+        if module.fallback is not None:
+            importlib.import_module(module.fallback)
 
 
 @pytest.mark.parametrize("path", sorted(REFUSED))
@@ -124,8 +124,8 @@ def rows_of_the_page() -> list[str]:
     """Return the table that docs/porting.md must contain."""
     rows = []
     for path, module in MODULES.items():
-        ours = module.passes_on or "planish.cookbook"
-        place = "an adapter" if ours.startswith("planish.cookbook") else f"`{ours}`"
+        ours = module.fallback or "planish.cookbook"
+        place = "compatibility code" if ours.startswith("planish.cookbook") else f"`{ours}`"
         rows.append(f"| `{path}` | {place} | {module.difference} |")
     return rows
 

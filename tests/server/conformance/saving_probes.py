@@ -81,7 +81,7 @@ def _(bench: Bench) -> None:
     assert awaited(bench.training.save_weights_external_async(bench.name())).path
 
 
-@probe("TrainingClient.save_weights_external", "encrypted for what is no key", refused=True)
+@probe("TrainingClient.save_weights_external", "encrypted for an invalid key", refused=True)
 def _(bench: Bench) -> None:
     value(
         bench.new_training().save_weights_external(

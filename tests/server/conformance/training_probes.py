@@ -53,7 +53,7 @@ def _(bench: Bench) -> None:
     assert math.isclose(negative, -2 * plain, rel_tol=1e-4)
 
 
-@probe("TrainingClient.forward_backward", "cross_entropy with K targets a position")
+@probe("TrainingClient.forward_backward", "cross_entropy with K targets per position")
 def _(bench: Bench) -> None:
     targets = [[2, 3], [3, 4], [4, 5], [5, 6]]
     data = [bench.datum(target_tokens=targets, weights=[[0.5, 0.5]] * 4)]
@@ -111,7 +111,7 @@ def _(bench: Bench) -> None:
     value(bench.new_training().forward_backward([datum], "cross_entropy"))
 
 
-@probe("TrainingClient.forward_backward", "a token that the vocabulary has not", refused=True)
+@probe("TrainingClient.forward_backward", "a token outside the vocabulary", refused=True)
 def _(bench: Bench) -> None:
     value(
         bench.new_training().forward_backward(
