@@ -1,6 +1,6 @@
 """Directories for PYTHONPATH, in which `tinker` and `tinker_cookbook` are packages of planish.
 
-`planish run` puts `sdk` there, and `cookbook` where the official cookbook is not installed.
+`planish run` puts `sdk` on PYTHONPATH, and `cookbook` too if the official cookbook is missing.
 """
 
 import importlib
@@ -16,7 +16,7 @@ COOKBOOK_DIRECTORY = Path(__file__).parent / "cookbook"
 
 
 class _Redirect(MetaPathFinder, Loader):
-    """Imports of NAME and everything below it are imports of TARGET: one module object for both."""
+    """An import hook: NAME and its submodules are the same module objects as those of TARGET."""
 
     def __init__(self, name: str, target: str) -> None:
         self._name = name
@@ -45,6 +45,6 @@ class _Redirect(MetaPathFinder, Loader):
 
 
 def redirect(name: str, target: str) -> None:
-    """Let the package `name` be the package `target` in this process."""
+    """Make imports of the package `name` return the package `target` in this process."""
     sys.modules[name] = importlib.import_module(target)
     sys.meta_path.insert(0, _Redirect(name, target))

@@ -22,7 +22,7 @@ _KNOWN = ("name", "batch", "epoch", "final", "state_path", "sampler_path")
 
 @dataclass
 class CheckpointRecord:
-    """A row of checkpoints.jsonl. Keys that it has no field for are in `extra`."""
+    """A row of checkpoints.jsonl. `extra` has the keys that are not fields of this class."""
 
     name: str
     batch: int | None = None
@@ -75,11 +75,11 @@ async def save_checkpoint_async(
     ttl_seconds: int | None = None,
     store: Any = None,
 ) -> dict[str, str]:
-    """Save the model and append a row to checkpoints.jsonl; returns the paths by name of their
-    field.
+    """Save the model and append a row to checkpoints.jsonl. Return the paths by field name, such as
+    "state_path".
     """
     if store is not None:
-        raise UnsupportedError("store: rows go to checkpoints.jsonl alone; leave it out")
+        raise UnsupportedError("store: rows are written to checkpoints.jsonl only; leave it out")
     saved = {}
     if kind in ("state", "both"):
         saved["state_path"] = training_client.save_state(name, ttl_seconds=ttl_seconds)
@@ -121,7 +121,7 @@ def add_renderer_name_to_user_metadata(
 
 
 def get_renderer_name_from_checkpoint(service_client: Any, checkpoint_path: str) -> str | None:
-    """Return the renderer that the metadata of a checkpoint name; None if they name none."""
+    """Return the renderer name in the metadata of a checkpoint; None if there is none."""
     try:
         rest = service_client.create_rest_client()
         run = rest.get_training_run_by_tinker_path(checkpoint_path).result()

@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 
 def get_image_processor(model_name: str, **options: Any) -> NoReturn:
-    """Refused: planish reads text only."""
+    """Raise UnsupportedError: planish reads text only."""
     raise UnsupportedError("get_image_processor is not offered: planish reads text only")
 
 
 def resize_image(image: "Image", max_size: int) -> "Image":
-    """Return the image with at most `max_size` pixels on its longer side, its proportions kept."""
+    """Return the image, shrunk to at most `max_size` pixels on its longer side."""
     from PIL.Image import Resampling
 
     if max_size < 1:

@@ -4,7 +4,7 @@ import asyncio
 import sys
 
 from planish.completers import StopCondition, TokenCompleter, TokensWithLogprobs
-from planish.rl.rollout.single_rollout import do_single_rollout as play
+from planish.rl.rollout.single_rollout import do_single_rollout
 from planish.rl.types import Env, Trajectory
 from planish.tokenizer import ModelTokenizer
 from planish.types import ModelInput
@@ -56,7 +56,7 @@ def print_trajectory_summary(trajectory: Trajectory) -> None:
 async def play_env(
     env: Env, tokenizer: ModelTokenizer, multiline: bool = True, show_observation: bool = True
 ) -> Trajectory:
-    """Play one episode by hand."""
-    trajectory = await play(ManualPolicy(tokenizer, multiline, show_observation), env)
+    """Run one episode in which a person is the policy, and print its rewards."""
+    trajectory = await do_single_rollout(ManualPolicy(tokenizer, multiline, show_observation), env)
     print_trajectory_summary(trajectory)
     return trajectory

@@ -17,7 +17,7 @@ MathEnv = BoxedProblemEnv
 
 
 def extract_boxed(text: str) -> str:
-    """The content of the last \\boxed{...}. ValueError if there is none."""
+    """Return the content of the last \\boxed{...}. ValueError if there is none."""
     found = boxed_in(text)
     if found is None:
         raise ValueError("no boxed answer in the text")
@@ -35,7 +35,7 @@ def _grader() -> Grader:
 
 
 def grade_answer(given_answer: str, ground_truth: str) -> bool:
-    """Return whether two answers are equal for planish's grader."""
+    """Return whether planish's grader treats two answers as equal."""
     return _grader().equal(given_answer, ground_truth)
 
 
@@ -46,7 +46,7 @@ def grade_answer_math_verify(given_answer: str, ground_truth: str) -> bool:
 
 @chz.chz
 class _CollectionBuilder(RLDatasetBuilder):
-    """A published data set; planish's builder does the work."""
+    """A published data set, which planish's own builder reads."""
 
     batch_size: int
     model_name_for_tokenizer: str
@@ -78,7 +78,7 @@ class Gsm8kDatasetBuilder(_CollectionBuilder):
 
 @chz.chz
 class MathDatasetBuilder(_CollectionBuilder):
-    """MATH, tested on MATH-500."""
+    """MATH, evaluated on MATH-500."""
 
     collection: str = "math"
 

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def dump_config(config: Any) -> Any:
-    """Return the options as JSON can hold them."""
+    """Return the options as JSON values."""
     if chz.is_chz(config):
         return {name: dump_config(getattr(config, name)) for name in chz.chz_fields(config)}
     if isinstance(config, Mapping):
@@ -29,7 +29,7 @@ def dump_config(config: Any) -> Any:
 
 
 class Logger:
-    """Takes the metrics of each step."""
+    """Writes the metrics of each step."""
 
     def __init__(self, log_dir: Path, wandb_run: Any = None) -> None:
         self.log_dir = log_dir
@@ -59,14 +59,14 @@ class Logger:
         _log.info("%s: %s", key, text)
 
     def get_logger_url(self) -> str | None:
-        """Return the page of the run at W&B, if it has one."""
+        """Return the URL of the run at W&B; None without W&B."""
         return None if self._wandb is None else self._wandb.url
 
     def sync(self) -> None:
         """Do nothing: each row is written at once."""
 
     def close(self) -> None:
-        """End the run at W&B, if it has one."""
+        """End the run at W&B, if there is one."""
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -78,8 +78,8 @@ def setup_logging(
     config: Any = None,
     do_configure_logging_module: bool = True,
 ) -> Logger:
-    """Return a logger of the run in `log_dir`, which is made. With `wandb_project`, W&B gets a
-    copy.
+    """Create `log_dir` and return a logger for it. With `wandb_project`, the logger also sends the
+    metrics to W&B.
     """
     directory = Path(log_dir).expanduser()
     directory.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def _wandb_run(project: str | None, name: str | None, directory: Path) -> Any:
     if project is None:
         return None
     try:
-        # Loaded here: wandb is an extra.
+        # Imported here, because wandb is an extra.
         import wandb
     except ImportError as error:
         raise UserError(

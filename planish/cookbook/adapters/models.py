@@ -1,4 +1,4 @@
-"""Tokenizers and facts of base models, by name. The models are those that planish finds."""
+"""Tokenizers and attributes of base models, by the names that planish can resolve."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -23,16 +23,16 @@ def register_tokenizer(name: str, factory: Callable[[], Any]) -> None:
 
 def get_tokenizer(model_name: str) -> Any:
     """Return the tokenizer of a base model, from --model, a path, the hub's cache or the hub."""
-    return _REGISTERED[model_name]() if model_name in _REGISTERED else _loaded(model_name)
+    return _REGISTERED[model_name]() if model_name in _REGISTERED else _load_cached(model_name)
 
 
 def encode_without_special_tokens(tokenizer: ModelTokenizer, text: str) -> list[int]:
-    """Return the tokens of `text`, without any at its beginning or end."""
+    """Return the tokens of `text`, without special tokens before or after it."""
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 @cache
-def _loaded(model_name: str) -> Any:
+def _load_cached(model_name: str) -> Any:
     return load_tokenizer(resolve_model(model_name))
 
 
@@ -50,7 +50,7 @@ class ModelAttributes:
 
 
 def get_model_attributes(model_name: str) -> ModelAttributes:
-    """Return the facts in the files of a base model."""
+    """Read the attributes of a base model from its files."""
     renderer = get_recommended_renderer_name(model_name)
     config = ModelConfig.from_directory(resolve_model(model_name))
     organization = model_name.rpartition("/")[0] or "local"
@@ -59,15 +59,15 @@ def get_model_attributes(model_name: str) -> ModelAttributes:
 
 @cache
 def get_recommended_renderer_name(model_name: str) -> str:
-    """Return the chat format that the model was made for."""
+    """Return the renderer for the chat format that the model was trained on."""
     try:
         return recommended_renderer_name(model_name)
-    except ValueError:  # the name says nothing; the files may
+    except ValueError:  # the name is not known, so look at the files
         return recommended_renderer_name(resolve_model(model_name))
 
 
 def get_recommended_renderer_names(model_name: str) -> list[str]:
-    """Return a list of that one name."""
+    """Return a list with the recommended renderer name as its only element."""
     return [get_recommended_renderer_name(model_name)]
 
 
@@ -75,4 +75,6 @@ def warn_if_renderer_not_recommended(model_name: str, renderer_name: str | None)
     """Log a warning if `renderer_name` is not the recommended one."""
     recommended = get_recommended_renderer_name(model_name)
     if renderer_name not in (None, recommended):
-        _log.warning("%s was made for renderer %s, not %s", model_name, recommended, renderer_name)
+        _log.warning(
+            "%s was trained for renderer %s, not %s", model_name, recommended, renderer_name
+        )

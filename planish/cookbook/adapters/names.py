@@ -28,9 +28,9 @@ LRSchedule = Literal["linear", "cosine", "constant"]
 
 @dataclass(frozen=True)
 class RolloutSummaryExportConfig:
-    """The file of rollouts that the cookbook's evaluators get.
+    """The name of the rollout file that the cookbook passes to its evaluators.
 
-    planish's loop writes these files itself and gives its evaluators no such argument.
+    planish's loop writes these files itself, and does not pass this object to evaluators.
     """
 
     split: str

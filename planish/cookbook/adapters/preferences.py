@@ -1,4 +1,4 @@
-"""Comparisons with the cookbook's builders: a subclass says how its rows are read."""
+"""The cookbook's builders of comparisons. Subclasses define how rows are read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,12 +25,14 @@ Comparisons = list[LabeledComparison]
 
 @chz.chz
 class ComparisonDatasetBuilder(ComparisonBuilder):
-    """Subclasses give `get_train_and_test_datasets` and `example_to_labeled_comparison`."""
+    """Builds comparisons from rows. Subclasses implement `get_train_and_test_datasets` and
+    `example_to_labeled_comparison`.
+    """
 
     swap: bool = False
 
     def get_train_and_test_datasets(self) -> tuple[Any, Any]:
-        """Return the rows for training, and those for tests or None."""
+        """Return the training rows, and the test rows or None."""
         raise NotImplementedError
 
     def example_to_labeled_comparison(self, example: dict[str, Any]) -> LabeledComparison | None:
@@ -38,7 +40,7 @@ class ComparisonDatasetBuilder(ComparisonBuilder):
         raise NotImplementedError
 
     def get_labeled_comparisons(self) -> tuple[Comparisons, Comparisons | None]:
-        """Return all comparisons, for training and for tests."""
+        """Return the comparisons for training, and those for tests or None."""
         train, test = self.get_train_and_test_datasets()
         return self._read(train), None if test is None else self._read(test)
 
@@ -54,7 +56,7 @@ class ComparisonDatasetBuilder(ComparisonBuilder):
 
 @chz.chz
 class ChatDatasetBuilderFromComparisons(PreferenceDatasetBuilder):
-    """Batches that a chat preference model learns from."""
+    """Training batches for a chat preference model."""
 
     kind: Any = "chat"
     swap: bool = False
@@ -62,7 +64,7 @@ class ChatDatasetBuilderFromComparisons(PreferenceDatasetBuilder):
 
 @chz.chz
 class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
-    """Prompts of comparisons, each a group of answers that a preference model compares."""
+    """RL on the prompts of comparisons: a preference model compares the answers to each prompt."""
 
     comparison_builder: ComparisonBuilder
     batch_size: int
@@ -78,7 +80,7 @@ class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
             raise UnsupportedError("content_preprocessor: change the text in the preference model")
         return await preference_envs.PairwisePreferenceRLDatasetBuilder(
             prompt_builder=PromptsOfComparisons(comparison_builder=self.comparison_builder),
-            preference_model_builder=_WithoutClient(self.preference_model_builder),
+            preference_model_builder=_ClientIgnoringBuilder(self.preference_model_builder),
             policy_model_name=self.policy_model_name,
             policy_renderer_name=self.policy_renderer_name,
             batch_size=self.batch_size,
@@ -89,8 +91,8 @@ class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
 
 
 @dataclass(frozen=True)
-class _WithoutClient(PreferenceModelBuilder):
-    """A builder that takes no arguments."""
+class _ClientIgnoringBuilder(PreferenceModelBuilder):
+    """Calls a builder that takes no service client."""
 
     builder: Callable[[], PreferenceModel]
 
@@ -116,7 +118,7 @@ class PreferenceModelBuilderFromChatRenderer(PreferenceModelBuilder):
         return ChatPreferenceModel(sampler, label_choice(renderer))
 
 
-def _of_transcript(text: str) -> list[dict[str, str]]:
+def _parse_transcript(text: str) -> list[dict[str, str]]:
     """Return the messages of a transcript with "Human:" and "Assistant:" turns."""
     messages: list[dict[str, str]] = []
     for part in text.split("\n\nHuman: ")[1:]:
@@ -138,7 +140,7 @@ class HHHComparisonBuilder(ComparisonDatasetBuilder):
         return found["train"].shuffle(seed=0), test.select(range(min(self.test_size, len(test))))
 
     def example_to_labeled_comparison(self, example: dict[str, Any]) -> LabeledComparison | None:
-        chosen, rejected = (_of_transcript(example[name]) for name in ("chosen", "rejected"))
+        chosen, rejected = (_parse_transcript(example[name]) for name in ("chosen", "rejected"))
         if len(chosen) != len(rejected) or len(chosen) < 2 or chosen[:-1] != rejected[:-1]:
             return None
         if chosen[-1]["role"] != "assistant" or chosen[-1] == rejected[-1]:
@@ -162,7 +164,7 @@ class HelpSteer3ComparisonBuilder(ComparisonDatasetBuilder):
         answers = [
             [{"role": "assistant", "content": example[name]}] for name in ("response1", "response2")
         ]
-        comparison = Comparison(_plain(example["context"]), *answers)
+        comparison = Comparison(_role_and_content(example["context"]), *answers)
         return LabeledComparison(comparison, "A" if overall < 0 else "B")
 
 
@@ -189,5 +191,5 @@ class UltraFeedbackComparisonBuilder(ComparisonDatasetBuilder):
         return LabeledComparison(Comparison(prompt, *answers), "A")
 
 
-def _plain(messages: Any) -> list[Mapping[str, Any]]:
+def _role_and_content(messages: Any) -> list[Mapping[str, Any]]:
     return [{"role": each["role"], "content": each["content"]} for each in messages]

@@ -11,29 +11,33 @@ from planish.tokenizer import ModelTokenizer
 
 _TEXT_ONLY = "planish reads text only"
 AudioPart = refused_type("AudioPart", _TEXT_ONLY)
-TmlV0Renderer = refused_type("TmlV0Renderer", "the format of the models that it is for is not here")
+TmlV0Renderer = refused_type("TmlV0Renderer", "planish does not support the models of this format")
 
 
 class ImagePart(TypedDict):
-    """An image in the content of a message. Renderers refuse it, because planish reads text only."""
+    """An image in the content of a message. Renderers reject it, because planish reads text only."""
 
     type: Literal["image"]
     image: Any
 
 
-class _AnyRole(Renderer):
-    """A renderer that takes the role `player` for the policy's own, as environments of the cookbook
-    call it.
+class _PlayerRoleRenderer(Renderer):
+    """A renderer that treats the role `player` as `assistant`, because environments of the cookbook
+    give the policy this role.
     """
 
     def build_generation_prompt(self, messages: Any, *arguments: Any, **options: Any) -> Any:
-        return super().build_generation_prompt(_assistant(messages), *arguments, **options)
+        return super().build_generation_prompt(
+            _with_assistant_role(messages), *arguments, **options
+        )
 
     def build_supervised_example(self, messages: Any, *arguments: Any, **options: Any) -> Any:
-        return super().build_supervised_example(_assistant(messages), *arguments, **options)
+        return super().build_supervised_example(
+            _with_assistant_role(messages), *arguments, **options
+        )
 
 
-def _assistant(messages: Any) -> Any:
+def _with_assistant_role(messages: Any) -> Any:
     if not isinstance(messages, Sequence):
         return messages
     return [
@@ -52,13 +56,13 @@ def get_renderer(
     model_name: str | None = None,
     strip_thinking_from_history: bool | None = None,
 ) -> Renderer:
-    """The renderer `name`; names are those of `planish.renderers.FORMATS`."""
+    """Return the renderer `name`. The names are the keys of `planish.renderers.FORMATS`."""
     if image_processor is not None:
         raise UnsupportedError(f"image_processor: {_TEXT_ONLY}; leave it out")
     made = planish_renderer(
         name, tokenizer, strip_thinking_from_history=strip_thinking_from_history
     )
-    return _AnyRole(made.name, tokenizer, made.format)
+    return _PlayerRoleRenderer(made.name, tokenizer, made.format)
 
 
 def ensure_text(content: Any) -> str:

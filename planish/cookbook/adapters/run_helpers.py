@@ -49,22 +49,22 @@ def check_log_dir(log_dir: str, behavior_if_exists: LogdirBehavior) -> None:
 
 
 def recipe_user_metadata(recipe_name: str) -> dict[str, str]:
-    """Metadata of the checkpoints of a recipe."""
+    """Return the metadata of a recipe's checkpoints."""
     return {"recipe_name": recipe_name}
 
 
 def slugify(text: str) -> str:
-    """Lower-case letters and digits, joined by hyphens."""
+    """Return `text` in lower case, with a hyphen for each run of other characters than a-z, 0-9."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def default_cookbook_session_name(*parts: str | None, wandb_name: str | None = None) -> str:
-    """`wandb_name`, or "cookbook-" and the parts as a slug."""
+    """Return `wandb_name`, else "cookbook-" and the slugs of the parts."""
     if wandb_name:
         return wandb_name
     return "-".join(slugify(part) for part in ("cookbook", *parts) if part and slugify(part))
 
 
 def resolve_session_display_name(*, session_name: str | None, wandb_name: str | None) -> str | None:
-    """`session_name`, else `wandb_name`, else None."""
+    """Return `session_name`, else `wandb_name`, else None."""
     return session_name or wandb_name or None

@@ -1,7 +1,7 @@
 """The client of a SandboxFusion server, which runs programs in its own container.
 
 planish's own sandbox is `planish.sandbox`. This client is for environments of the cookbook that
-talk with SandboxFusion.
+use SandboxFusion.
 """
 
 import base64
@@ -15,7 +15,7 @@ URL_VARIABLE = "SANDBOX_URL"
 CONCURRENCY_VARIABLE = "SANDBOX_MAX_CONCURRENCY"
 DEFAULT_URL = "http://localhost:8080/run_code"
 RESPONSE_SECONDS = 6000.0
-"""A program may wait at the server for its turn."""
+"""The time limit of a response. It is long, because a program may wait in the server's queue."""
 
 
 class SandboxFusionClient:

@@ -21,7 +21,7 @@ class SandboxBackend(StrEnum):
 
 
 class SandboxTerminatedError(PlanishError):
-    """A sandbox ended by itself."""
+    """A sandbox ended although nothing had stopped it."""
 
 
 @chz.chz
@@ -36,7 +36,7 @@ class SandboxResult:
 
 @runtime_checkable
 class SandboxInterface(Protocol):
-    """The methods that the cookbook's environments need in a sandbox of their user."""
+    """The methods of a sandbox that the cookbook's environments call."""
 
     @property
     def sandbox_id(self) -> str: ...

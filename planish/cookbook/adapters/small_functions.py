@@ -19,7 +19,7 @@ def timed(key: str, metrics: dict[str, Any]) -> Iterator[None]:
 
 
 def safezip(*iterables: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-    """`zip` that raises ValueError for unequal lengths."""
+    """Do what `zip` does, but raise ValueError for unequal lengths."""
     return zip(*iterables, strict=True)
 
 
@@ -34,7 +34,7 @@ def lookup_func(path_to_func: str, default_module: str | None = None) -> Any:
 
 
 def dict_mean(list_of_dicts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the mean of each key over the dictionaries that have it with a number."""
+    """Return the mean of each key over the dictionaries in which its value is not None."""
     values: dict[str, list[float]] = {}
     for each in list_of_dicts:
         for key, value in each.items():
@@ -49,18 +49,18 @@ def all_same(xs: Sequence[Any]) -> bool:
 
 
 def split_list(lst: Sequence[Any], num_splits: int) -> list[list[Any]]:
-    """`num_splits` runs of the list, of sizes that differ by one at most."""
+    """Split the list into `num_splits` contiguous parts whose sizes differ by at most one."""
     bounds = [len(lst) * part // num_splits for part in range(num_splits + 1)]
     return [list(lst[low:high]) for low, high in itertools.pairwise(bounds)]
 
 
 def concat_lists(list_of_lists: Sequence[Sequence[Any]]) -> list[Any]:
-    """One list of all elements."""
+    """Return one list with the elements of all lists."""
     return [element for each in list_of_lists for element in each]
 
 
 def not_none(x: Any) -> Any:
-    """`x`; UserError if it is None."""
+    """Return `x`. UserError if it is None."""
     if x is None:
-        raise UserError("a value is None that must not be")
+        raise UserError("not_none: the value is None; give another value")
     return x

@@ -1,4 +1,4 @@
-"""Run directories by the names of the cookbook's stores."""
+"""The cookbook's store classes, which read and write run directories."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,13 +21,13 @@ class LocalStorage:
         return (self.root / path).read_bytes()
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file; its directory is made."""
+        """Write a file, and create its directory if it is missing."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
 
     def append(self, path: str, data: bytes) -> None:
-        """Append to a file."""
+        """Append to a file, and create its directory if it is missing."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target, "ab") as file:
@@ -38,7 +38,7 @@ class LocalStorage:
         return (self.root / path).exists()
 
     def url(self, path: str = "") -> str:
-        """Where a file is."""
+        """Return the path of a file."""
         return str(self.root / path)
 
 

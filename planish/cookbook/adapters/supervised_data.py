@@ -1,4 +1,4 @@
-"""Data sets of the hub's library as batches, and measures of a batch."""
+"""Batches from data sets of Hugging Face's `datasets`, and metrics of a batch."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +26,14 @@ def datum_from_model_input_weights(
     max_length: int | None = None,
     reduction: Reduction = "none",
 ) -> Datum:
-    """`planish.renderers.datum_from_weights`, with reduction "none" by default."""
+    """Same as `planish.renderers.datum_from_weights`, with reduction "none" by default."""
     return datum_from_weights(model_input, weights, max_length, reduction)
 
 
 def compute_mean_nll(
     logprobs_list: Sequence[TensorData], weights_list: Sequence[TensorData]
 ) -> float:
-    """-sum(logprobs * weights) / sum(weights); NaN without weights."""
+    """Return -sum(logprobs * weights) / sum(weights), or NaN if the weights sum to 0."""
     pairs = [(p.to_numpy(), w.to_numpy()) for p, w in zip(logprobs_list, weights_list, strict=True)]
     total = sum(float(weights.sum()) for _, weights in pairs)
     nats = -sum(float((logprobs * weights).sum()) for logprobs, weights in pairs)
@@ -46,7 +46,9 @@ def compute_bpb(
     target_tokens_list: Sequence[TensorData],
     tokenizer: ModelTokenizer,
 ) -> float:
-    """Bits for each byte of the learned text, special tokens apart; NaN without any text."""
+    """Return the bits per byte of the trained text, without special tokens. NaN if there is no
+    trained text.
+    """
     data = [
         Datum(ModelInput.empty(), {"weights": weights, "target_tokens": targets})
         for weights, targets in zip(weights_list, target_tokens_list, strict=True)
@@ -57,8 +59,8 @@ def compute_bpb(
 
 @chz.chz
 class ChatDatasetBuilderCommonConfig(types.ChatDatasetBuilderCommonConfig):
-    """planish.supervised.types.ChatDatasetBuilderCommonConfig, where None trains on all messages of
-    the assistant.
+    """planish's class of this name, in which `train_on_what=None` trains on all messages of the
+    assistant.
     """
 
     train_on_what: TrainOnWhat = chz.field(
@@ -70,15 +72,15 @@ class ChatDatasetBuilderCommonConfig(types.ChatDatasetBuilderCommonConfig):
 def _data_of(
     map_fn: Callable[[Row], Datum] | None, flatmap_fn: Callable[[Row], list[Datum]] | None
 ) -> Callable[[Row], list[Datum]]:
-    """Return the function that makes datums of a row; UserError unless one of both is given."""
+    """Return a function from a row to its datums. UserError unless exactly one argument is given."""
     if (map_fn is None) == (flatmap_fn is None):
-        raise UserError("give map_fn or flatmap_fn, not both")
+        raise UserError("give either map_fn or flatmap_fn")
     return flatmap_fn or (lambda row: [map_fn(row)])  # type: ignore[misc]
 
 
 class SupervisedDatasetFromHFDataset(SupervisedDataset):
-    """Batches of `batch_size` rows of a `datasets.Dataset`. `map_fn` makes a row into a datum,
-    `flatmap_fn` into several.
+    """Batches of `batch_size` rows of a `datasets.Dataset`. `map_fn` converts a row to a datum,
+    `flatmap_fn` to a list of datums.
     """
 
     def __init__(
@@ -100,17 +102,17 @@ class SupervisedDatasetFromHFDataset(SupervisedDataset):
         return [datum for row in rows for datum in self._data_of(row)]
 
     def set_epoch(self, seed: int = 0) -> None:
-        """Take the order of epoch `seed`."""
+        """Shuffle the rows for epoch `seed`."""
         self._epoch = self.hf_dataset.shuffle(seed=seed)
 
     def __len__(self) -> int:
-        """Whole batches, or one smaller one if that is all there is."""
+        """Return the number of full batches, but 1 if all rows together fill no batch."""
         return len(self.hf_dataset) // self.batch_size or min(1, len(self.hf_dataset))
 
 
 class StreamingSupervisedDatasetFromHFDataset(SupervisedDataset):
-    """The same for a `datasets.IterableDataset` of `length` rows. Batches are asked for in their
-    order; a resumed run reads up to its place.
+    """Batches of `batch_size` rows of a `datasets.IterableDataset` with `length` rows. Batches must
+    be read in order. A resumed run skips the rows of earlier batches.
     """
 
     def __init__(
@@ -130,9 +132,9 @@ class StreamingSupervisedDatasetFromHFDataset(SupervisedDataset):
         self.set_epoch(0)
 
     def get_batch(self, index: int) -> list[Datum]:
-        """Return the datums of batch `index`, which must not be before the last one asked for."""
+        """Return the datums of batch `index`. UserError if this batch was already passed."""
         if index < self._next:
-            raise UserError(f"batch {index} of a stream is past; batches are read in their order")
+            raise UserError(f"batch {index} of the stream was already read; read batches in order")
         for _ in range((index - self._next) * self.batch_size):
             next(self._rows, None)
         self._next = index + 1
@@ -140,10 +142,10 @@ class StreamingSupervisedDatasetFromHFDataset(SupervisedDataset):
         return [datum for row in rows for datum in self._data_of(row)]
 
     def set_epoch(self, seed: int = 0) -> None:
-        """Begin the stream anew, in the order of epoch `seed`."""
+        """Restart the stream, shuffled for epoch `seed`."""
         self._rows = iter(self.hf_dataset.shuffle(seed=seed, buffer_size=self.buffer_size))
         self._next = 0
 
     def __len__(self) -> int:
-        """Whole batches."""
+        """Return the number of full batches."""
         return self.length // self.batch_size

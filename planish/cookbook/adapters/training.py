@@ -1,7 +1,7 @@
-"""The options and entry points of training with the cookbook's fields. The loops are planish's.
+"""Configs with the cookbook's fields, and functions that train with planish's loops.
 
-A field that planish has no use for keeps its default or is refused; `session_name` goes into the
-metadata of the checkpoints.
+UnsupportedError for a field that planish does not support, unless it has its default.
+`session_name` is stored in the metadata of the checkpoints.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from planish.training import train_supervised as supervised_train
 
 @chz.chz
 class AsyncConfig(rl.AsyncConfig):
-    """Sampling runs ahead of training, which uses this `loss_fn` instead of that of Config."""
+    """Sampling runs ahead of training. The run then uses this `loss_fn` instead of Config's."""
 
     loss_fn: str = "stable_reinforce"
 
@@ -69,7 +69,7 @@ class OnPolicyConfig(on_policy.Config):
     span_chart_every: int = 0
 
 
-_NOT_SERVED: Mapping[str, Any] = {
+_UNSUPPORTED_FIELDS: Mapping[str, Any] = {
     "span_chart_every": "enable_trace and `planish trace` show when each part ran",
     "save_every_tokens": "give save_every, in steps",
     "save_every_seconds": "give save_every, in steps",
@@ -82,12 +82,12 @@ def _client(config: Any) -> ServiceClient:
     )
 
 
-def _placed(config: Any, **changes: Any) -> Any:
-    """Return the options of planish's loops. UnsupportedError for options that they lack."""
-    for name, remedy in _NOT_SERVED.items():
+def _planish_config(config: Any, **changes: Any) -> Any:
+    """Return the config as planish's loops need it. UnsupportedError for an unsupported field."""
+    for name, remedy in _UNSUPPORTED_FIELDS.items():
         if getattr(config, name, 0):
             raise UnsupportedError(f"{name}={getattr(config, name)}: {remedy}")
-    # Recipes name the run at W&B also where none of it is wanted.
+    # Recipes set wandb_name even if W&B is not used, and planish's loop would reject that.
     loggers = ("wandb",) if config.wandb_project and not config.loggers else config.loggers
     return chz.replace(
         config,
@@ -99,31 +99,31 @@ def _placed(config: Any, **changes: Any) -> Any:
 
 
 async def train_rl(config: RLConfig) -> Path:
-    """Train; returns the run directory."""
-    asked = config.training_loss_fn()
-    computed = run_options().get("substitute_losses", {}).get(asked, asked)
-    return await rl_train.main(_placed(config, loss_fn=computed), _client(config))
+    """Train, and return the run directory."""
+    requested = config.training_loss_fn()
+    loss_fn = run_options().get("substitute_losses", {}).get(requested, requested)
+    return await rl_train.main(_planish_config(config, loss_fn=loss_fn), _client(config))
 
 
 async def train_sl(config: SLConfig) -> Path:
-    """Train; returns the run directory."""
-    return await supervised_train.main(_placed(config), _client(config))
+    """Train, and return the run directory."""
+    return await supervised_train.main(_planish_config(config), _client(config))
 
 
 def train_dpo(config: DPOConfig) -> Path:
-    """Train; returns the run directory."""
-    return asyncio.run(dpo.main(_placed(config), _client(config)))
+    """Train, and return the run directory."""
+    return asyncio.run(dpo.main(_planish_config(config), _client(config)))
 
 
 async def train_on_policy(config: OnPolicyConfig) -> Path:
-    """Train; returns the run directory."""
-    return await on_policy.main(_placed(config), _client(config))
+    """Train, and return the run directory."""
+    return await on_policy.main(_planish_config(config), _client(config))
 
 
 async def run_evaluations_parallel(
     evaluators: Sequence[Any], sampling_client: Any, config: Any, i_batch: int, store: Any = None
 ) -> dict[str, Any]:
-    """Return the metrics of all evaluators, asked at once."""
+    """Run all evaluators concurrently, and return their metrics."""
     if store is not None:
         raise UnsupportedError("store: metrics go to the run's own log alone; leave it out")
     found = await asyncio.gather(*(evaluator(sampling_client) for evaluator in evaluators))
