@@ -1,6 +1,6 @@
 """`planish chat`: a conversation with a base model or a checkpoint.
 
-    planish chat                                          the embedded model
+    planish chat                                          the default model
     planish chat --model tinker://.../sampler_weights/x   a checkpoint
     planish chat --model RUN                              the last checkpoint of a run directory
     planish chat < questions.txt                          each line is one turn; only the answers
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
                 "Ctrl-D ends."
             )
             if not sampler.streams:
-                screen.note("Of a server's model an answer is shown when it is whole.")
+                screen.note("The server returns complete answers, so they appear all at once.")
         converse(session, _typed(screen) if at_terminal else _piped(), screen)
 
 
@@ -103,12 +103,16 @@ class Screen:
     def show(self, piece: Piece) -> None:
         """Print a part of an answer. Reasoning is shown at a terminal only."""
         if piece.reasoning and self.at_terminal:
-            self._answers.print(Text(harmless(piece.reasoning), style="dim"), end="")
+            self._answers.print(
+                Text(without_control_characters(piece.reasoning), style="dim"), end=""
+            )
         if piece.begins and piece.had_reasoning and self.at_terminal:
             self._answers.print()
         if piece.text:
             # Write the text directly, because rich would interpret brackets in it as markup.
-            self._answers.file.write(harmless(piece.text) if self.at_terminal else piece.text)
+            self._answers.file.write(
+                without_control_characters(piece.text) if self.at_terminal else piece.text
+            )
         self._answers.file.flush()
 
     def end_answer(self) -> None:
@@ -122,8 +126,8 @@ class Screen:
             self._notes.print(Text(text, style="dim"))
 
 
-def harmless(text: str) -> str:
-    """Return the text without terminal control characters, because a model may write escape
+def without_control_characters(text: str) -> str:
+    """Return the text with terminal control characters replaced, because a model may write escape
     sequences.
     """
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
@@ -169,4 +173,4 @@ def _piped() -> Iterator[str]:
         for line in sys.stdin:
             yield line.rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"stdin is no text ({error}); give lines in {error.encoding}") from error
+        raise UserError(f"stdin is not text ({error}); give lines in {error.encoding}") from error

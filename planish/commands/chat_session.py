@@ -40,7 +40,7 @@ class SamplingOptions:
         self._num_answers = 0
 
     def next_seed(self) -> int | None:
-        """Return a new seed for each answer, also for another answer to the same message."""
+        """Return the seed of the next answer. No two answers have the same seed."""
         self._num_answers += 1
         return None if self.seed is None else derived_seed(self.seed, self._num_answers)
 
@@ -102,7 +102,7 @@ class ChatSession:
                 "/TEXT"
             )
         if argument.strip() and name not in ("system", "save", "temperature"):
-            raise UserError(f"/{name} takes nothing after it")
+            raise UserError(f"/{name} has no argument; write /{name} alone")
         return commands[name](argument.strip())
 
     def _with_system(self, turns: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -170,7 +170,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def _note(answer: Answer) -> str:
-    """Return what the user should know about an answer besides its text."""
+    """Return a note about an answer: its tool calls, and why it ended early."""
     calls = [
         f"calls {call['function']['name']}({call['function']['arguments']})"
         for call in answer.reading.calls

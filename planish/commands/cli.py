@@ -1,7 +1,7 @@
 """The command `planish`: base models, the results of runs, and the server.
 
     planish models               list the base models that can be loaded, and from where
-    planish models --fetch       download and prepare the embedded model before its first use
+    planish models --fetch       download and prepare the default model before its first use
     planish doctor               show what planish uses on this machine and why
     planish plot RUN [RUN ...]   draw the curves of runs, as a picture and as a page
     planish play RECIPE          be the policy yourself, in an environment of a recipe

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from planish.doctor.examination import Questions, examine
+from planish.doctor.examination import ExaminationOptions, examine
 from planish.doctor.findings import Report, Section, collected_warnings
 from planish.engine.settings import EngineSettings
 from planish.model.sources import DEFAULT_MODEL
@@ -48,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report and return 0 if nothing needs attention, else 1."""
-    with collected_warnings():  # the findings say the same
+    with collected_warnings():  # the findings contain the same facts
         settings = EngineSettings(device=arguments.device, quantize=arguments.quantize)
-        report = examine(Questions(arguments.data_dir, arguments.model, settings))
+        report = examine(ExaminationOptions(arguments.data_dir, arguments.model, settings))
     if arguments.json:
         print(json.dumps(report.as_json(), indent=2))
     else:
@@ -79,8 +79,8 @@ def _table(section: Section) -> Table:
         table.add_column(overflow="fold")
     for finding in section.findings:
         mark = Text("!", style="bold yellow") if finding.needs_attention else Text(" ")
-        told = Text(finding.text)
+        shown = Text(finding.text)
         if finding.needs_attention:
-            told.append(f"\nRemedy: {finding.remedy}", style="yellow")
-        table.add_row(mark, Text(finding.name), told)
+            shown.append(f"\nRemedy: {finding.remedy}", style="yellow")
+        table.add_row(mark, Text(finding.name), shown)
     return table

@@ -20,8 +20,8 @@ from planish.runlog.console import StepDisplay
 
 INTERRUPTED, TERMINATED = 130, 143
 """The exit statuses after Ctrl-C and SIGTERM."""
-DRAWS = ("samples", "max_tokens", "temperature", "seed")
-"""The sampling options."""
+SAMPLING_OPTIONS = ("samples", "max_tokens", "temperature", "seed")
+"""The names of the sampling options."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -168,7 +168,9 @@ def _sampling(arguments: argparse.Namespace) -> Sampling | None:
     """Return the sampling options that were given. If no option was given, return None, because
     tasks that do not sample reject sampling options.
     """
-    given = {name: value for name in DRAWS if (value := getattr(arguments, name)) is not None}
+    given = {
+        name: value for name in SAMPLING_OPTIONS if (value := getattr(arguments, name)) is not None
+    }
     return Sampling(**given) if given else None
 
 

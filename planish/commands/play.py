@@ -138,7 +138,7 @@ async def _play(config: Config, arguments: argparse.Namespace, console: Console)
     train, test = await config.dataset_builder()
     data = test if arguments.test else train
     if data is None:
-        raise UserError("--test: this recipe has no test set; leave it out")
+        raise UserError("--test: this recipe has no test set; leave --test out")
     builder = _builder(data, arguments.number)
     if not arguments.group and not builder.plays_together:
         builder = FirstEnv(builder)
@@ -146,7 +146,7 @@ async def _play(config: Config, arguments: argparse.Namespace, console: Console)
     console.print(Text(HELP, style="dim"))
     policy = PersonAtTerminal(tokenizer, config.max_tokens, console)
     group = await do_group_rollout(builder, policy, termination=config.termination, seed=0)
-    assert group is not None, "without a strategy that drops groups there is one"
+    assert group is not None, "only a strategy that drops failed groups returns None"
     _print(console, group)
 
 

@@ -27,7 +27,7 @@ from planish.service import checked_substitutes
 from planish.tinker.service_client import OPTIONS_VARIABLE
 
 MODELS_VARIABLE = "PLANISH_MODELS"
-_FLAGS = ("kv_cache_bytes", "prefix_cache_bytes", "max_batch", "micro_batch_tokens")
+_SIZE_OPTIONS = ("kv_cache_bytes", "prefix_cache_bytes", "max_batch", "micro_batch_tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="make samples batch-invariant: bitwise the same, whatever else runs",
     )
-    for name in _FLAGS:
+    for name in _SIZE_OPTIONS:
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=int,
@@ -93,10 +93,10 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         directory = resolve_model(name, models)
         if "," in path:
             raise UserError(
-                f"--model {name}={path}: a path with a comma cannot be mapped; rename it"
+                f"--model {name}={path}: the path must not contain a comma; rename the directory"
             )
         if arguments.hub_tokenizers:
-            _keep_tokenizer(name, directory)
+            _cache_tokenizer(name, directory)
     environment = environment_of(options, _directory(program, arguments.is_module))
     if models:
         known = {**environment_models(), **models}
@@ -118,7 +118,7 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
             _pairs("--substitute-loss", "LOSS=LOSS", arguments.substitute_loss)
         ),
     }
-    names = ("data_dir", "device", "dtype", "quantize", "deterministic", *_FLAGS)
+    names = ("data_dir", "device", "dtype", "quantize", "deterministic", *_SIZE_OPTIONS)
     given |= {name: getattr(arguments, name) for name in (*names, "base_url", "api_key")}
     return {name: value for name, value in given.items() if value not in (None, {})}
 
@@ -147,13 +147,13 @@ def environment_of(options: Mapping[str, Any], directory: Path) -> dict[str, str
     }
 
 
-def _keep_tokenizer(name: str, directory: Path) -> None:
+def _cache_tokenizer(name: str, directory: Path) -> None:
     """Put a tokenizer where `transformers` looks for it on a machine without a network."""
     # Import this here, because the server loads torch, which this process does not need.
     from planish.server.serve import cache_tokenizer, hub_names
 
-    for asked in hub_names(name):
-        cache_tokenizer(asked, directory)
+    for hub_name in hub_names(name):
+        cache_tokenizer(hub_name, directory)
 
 
 def _directory(program: str, is_module: bool) -> Path:

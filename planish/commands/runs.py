@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
     records = records_of(arguments.base_url, arguments.api_key, arguments.data_dir)
     if arguments.run is not None:
         check_run_id(arguments.run)
-        _tell(records, arguments.run, arguments.json)
+        _show_run(records, arguments.run, arguments.json)
         return
     rows = records.runs(limit_of(arguments))
     if arguments.json:
@@ -113,13 +113,13 @@ def check_run_id(run: str) -> None:
     if (Path(run) / CHECKPOINTS).is_file():
         run_id = CheckpointPath.parse(weights_of(run)).run_id
         raise UserError(
-            f"RUN {run} is the directory of a run: give an id, that of its newest checkpoint is {run_id}"
+            f"RUN {run} is the directory of a run; give an id, such as {run_id}, which is that of its newest checkpoint"
         )
 
 
-def _tell(records: Records, run_id: str, as_object: bool) -> None:
+def _show_run(records: Records, run_id: str, json: bool) -> None:
     row = records.run(run_id)
-    print(as_json(row)) if as_object else print_fields(row)
+    print(as_json(row)) if json else print_fields(row)
 
 
 def _origin(row: Row, name: str) -> str:

@@ -40,7 +40,7 @@ def device(settings: EngineSettings) -> Iterator[Finding]:
         yield Finding("unused_gpu", problem, remedy=remedy)
     chosen = choose_device(settings.device)
     if settings.device != "auto":
-        reason = "as asked for"
+        reason = "as requested"
     elif chosen.type == "cuda":
         reason = "the first GPU"
     else:
@@ -155,7 +155,7 @@ def _cpu_kernels() -> Iterator[Finding]:
 
 def _self_test(verdicts: Sequence[Verdict]) -> Finding:
     """Return the self-test results of the CPU kernels, by family."""
-    return _judged("cpu_self_test", verdicts, f"{_REMEDY}; please report it")
+    return _verdict_finding("cpu_self_test", verdicts, f"{_REMEDY}; please report it")
 
 
 def gpu_self_test(verdicts: Sequence[Verdict]) -> Finding:
@@ -164,15 +164,15 @@ def gpu_self_test(verdicts: Sequence[Verdict]) -> Finding:
         text = "not run: PLANISH_KERNELS turns the kernels off, or no base model is on this machine"
         return Finding("gpu_self_test", text, [])
     reasons = dict.fromkeys(remedy_of(v.reason) for v in verdicts if not v.passed)
-    return _judged("gpu_self_test", verdicts, " ".join(reasons).rstrip("."))
+    return _verdict_finding("gpu_self_test", verdicts, " ".join(reasons).rstrip("."))
 
 
-def _judged(name: str, verdicts: Sequence[Verdict], remedy: str) -> Finding:
+def _verdict_finding(name: str, verdicts: Sequence[Verdict], remedy: str) -> Finding:
     value = [asdict(verdict) for verdict in verdicts]
     failed = [f"{v.family} ({v.reason})" for v in verdicts if not v.passed]
     if not failed:
         return Finding(name, f"passed: {', '.join(v.family for v in verdicts)}", value)
-    return Finding(name, f"torch replaces what failed: {', '.join(failed)}", value, remedy)
+    return Finding(name, f"failed, so torch is used instead: {', '.join(failed)}", value, remedy)
 
 
 def _has_avx2() -> bool:

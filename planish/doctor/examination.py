@@ -23,22 +23,22 @@ SECONDS = 15.0
 
 
 @dataclass(frozen=True)
-class Questions:
-    """The subjects of the examination."""
+class ExaminationOptions:
+    """What `planish doctor` examines besides the machine itself."""
 
     server_data: Path
     """Data directory of `planish serve`."""
     model: str | None = None
-    """Base model of the memory plan; None: the embedded one."""
+    """Base model of the memory plan; None: the default model."""
     settings: EngineSettings = field(default_factory=EngineSettings)
 
 
-def examine(questions: Questions, seconds: float = SECONDS) -> Report:
+def examine(options: ExaminationOptions, seconds: float = SECONDS) -> Report:
     """Run every probe. `seconds` bounds the wait for kernels that are still being compiled."""
     began = time.monotonic()
-    load = measure_load()  # before this process does anything itself
-    settings = questions.settings
-    directory = directory_of(questions.model)
+    load = measure_load()  # first, because the other probes keep the processors busy too
+    settings = options.settings
+    directory = directory_of(options.model)
     preparation, hub = Preparation(settings.device, directory), HubProbe()
     # The preparation is slow and runs in the background. So the two sections that need its result
     # are filled last, and inserted at their place in the report.
@@ -47,10 +47,10 @@ def examine(questions: Questions, seconds: float = SECONDS) -> Report:
         Section.gather("device", lambda: device(settings)),
         Section.gather("processors", lambda: processors(load)),
         Section.gather("models", models),
-        Section.gather("memory", lambda: memory(questions.model, settings)),
+        Section.gather("memory", lambda: memory(options.model, settings)),
         Section.gather("sandbox", sandbox),
         Section.gather("extras", extras),
-        Section.gather("directories", lambda: directories(questions.server_data)),
+        Section.gather("directories", lambda: directories(options.server_data)),
         Section.gather("network", hub.findings),
     ]
     prepared = preparation.result(began + seconds)

@@ -14,7 +14,8 @@ from planish.errors import PlanishError
 from planish.files import short_path
 
 SCHEMA = 1
-"""Version of the JSON form. It grows when a field is renamed or removed, not when one is added."""
+"""Version of the JSON form. It increases when a field is renamed or removed, not when one is added.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class Section:
         try:
             found.extend(probe())
         except PlanishError as error:
-            found.append(Finding("error", str(error), remedy="change what this message names"))
+            found.append(
+                Finding("error", str(error), remedy="correct the setting that this message names")
+            )
         except Exception as error:
             text = f"not known: {type(error).__name__}: {first_line(str(error))}"
             remedy = "please report it with the output of `planish doctor --json`"

@@ -9,15 +9,16 @@ from planish.doctor.preparation import Prepared
 
 
 def numerics(prepared: Prepared | None) -> Iterator[Finding]:
-    """Yield the numerics of the base model. These findings have no remedies: no choice is wrong.
+    """Yield the numerics of the base model. The findings have no remedies, because the results are
+    correct on every path.
 
     `prepared` is None if the preparation was not done in time.
     """
     found = prepared.numerics if prepared is not None else None
     if found is None:
-        missing = "without a base model on this machine, or because a kernel failed"
-        reason = "in this time" if prepared is None else missing
-        yield Finding("batch_invariant", f"not found out {reason}", {})
+        missing = "no base model is on this machine, or a kernel failed"
+        reason = "the check did not finish in time" if prepared is None else missing
+        yield Finding("batch_invariant", f"not known: {reason}", {})
         return
     replaced = f"; torch for {', '.join(found.replaced)}" if found.replaced else ""
     yield Finding("kernels", f"{found.kernels}{replaced}", {"replaced": list(found.replaced)})
@@ -25,14 +26,14 @@ def numerics(prepared: Prepared | None) -> Iterator[Finding]:
         text = "yes: a sample with a seed does not depend on what else runs"
     else:
         text = (
-            "no: a seed may give other tokens beside other requests; deterministic=True "
-            "(--deterministic) prevents that, slower"
+            "no: the tokens of a seed may depend on other requests in the batch; "
+            "deterministic=True (--deterministic) prevents this, but is slower"
         )
     yield Finding("batch_invariant", text, found.is_batch_invariant)
     expected = f"up to about {found.expected_kl:g}" if found.expected_kl else "exactly 0"
     text = (
-        f"{expected} between sampler and trainer on-policy; above {found.alarm_kl:g} something "
-        "is wrong"
+        f"{expected} between sampler and trainer on-policy; a value above {found.alarm_kl:g} "
+        "means a fault"
     )
     value = {"expected": found.expected_kl, "alarm": found.alarm_kl}
     yield Finding("kl_sample_train_v2", text, value)

@@ -81,6 +81,7 @@ class Preparation:
 
 
 def command(device: str, directory: Path | None) -> list[str]:
+    """Return the command line of the preparation's process."""
     named = [] if directory is None else [str(directory)]
     return [sys.executable, "-m", "planish.doctor.preparation", device, *named]
 

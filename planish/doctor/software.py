@@ -26,6 +26,7 @@ EXTRAS = {
 
 
 def versions() -> Iterator[Finding]:
+    """Yield the versions of planish, its main libraries, Python and the system."""
     for name in _LIBRARIES:
         yield Finding(name, metadata.version(name))
     yield Finding("triton", _version("triton") or "not installed")

@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 
 from planish import SamplingClient
 from planish.evaluation.evaluate import CONCURRENCY, evaluate
-from planish.evaluation.metrics import named
+from planish.evaluation.metrics import with_log_names
 from planish.evaluation.types import Sampling, Task
 from planish.renderers import Renderer
 from planish.runlog.evaluators import SamplingClientEvaluator
@@ -13,11 +13,11 @@ from planish.runlog.evaluators import SamplingClientEvaluator
 
 @dataclass(eq=False)
 class TaskEvaluator(SamplingClientEvaluator):
-    """An evaluator whose metrics are those of the task, as eval/TASK/NAME.
+    """An evaluator that runs a task and returns its metrics as eval/TASK/NAME.
 
-    Among them are score, num_correct, num_examples and num_errors. The fields are the arguments of
-    `evaluate`. The sampling seeds are the same for every policy, so policies are compared with
-    equal luck.
+    Among the metrics are score, num_correct, num_examples and num_errors. The fields are the
+    arguments of `evaluate`. All policies are sampled with the same seeds, so the comparison of two
+    policies has less noise.
     """
 
     task: Task
@@ -43,4 +43,4 @@ class TaskEvaluator(SamplingClientEvaluator):
             context_window=self.context_window,
             concurrency=self.concurrency,
         )
-        return named(self.task.name, results.metrics)
+        return with_log_names(self.task.name, results.metrics)

@@ -1,7 +1,7 @@
 """The directory of an evaluation, which can be resumed after a crash.
 
-    config.json     what was asked of which model, and how; written first
-    samples.jsonl   one row for each answer, appended as questions are answered
+    config.json     the task, the model and the sampling options; written first
+    samples.jsonl   one row for each answer, appended when a question is answered
     results.json    settings, versions and metrics; written when all questions are answered
 
 Invariants: all answers to a question are appended at once. If a crash left only some of them, the

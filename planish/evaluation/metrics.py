@@ -71,6 +71,6 @@ def check_k(k: Sequence[int], samples: int) -> None:
         )
 
 
-def named(task: str, metrics: Mapping[str, float]) -> Metrics:
+def with_log_names(task: str, metrics: Mapping[str, float]) -> Metrics:
     """Return the metrics under their names in a training log: eval/TASK/score, ..."""
     return {f"eval/{task}/{name}": value for name, value in metrics.items()}

@@ -26,9 +26,9 @@ class OpenedModel:
     context_window: int | None
     """The maximum number of tokens; None if the service does not report it."""
     weights: str | None = None
-    """Identifies the weights among all that ever have this name.
+    """Distinguishes the weights from other weights under the same name.
 
-    None if they cannot be identified, as for the base model of a server.
+    None if that is not possible, as for the base model of a server.
     """
 
 

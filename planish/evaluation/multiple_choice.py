@@ -24,8 +24,8 @@ from planish.evaluation.types import Question, Verdict
 
 ASK_FOR_LETTER = 'Answer with the letter of the right choice. End with "Answer: " and that letter.'
 NO_WORD = r"(?![A-Za-z0-9'])(?!(?<=[AI]) [a-z])"
-"""Must follow a letter, so that the letter is not an article, a pronoun or the beginning of
-a word.
+"""Lookaheads after a letter. They reject letters that are an article (A), a pronoun (I) or the
+beginning of a word.
 """
 STATED = re.compile(r"(?i:\banswer)\W{0,3}?(?:(?i:is\b)|[:=])\W{0,4}(?:boxed\{)?([A-Z])" + NO_WORD)
 LISTED = re.compile(r"^[^\S\n]*\(?([A-Z])[).:]", re.MULTILINE)
@@ -43,21 +43,21 @@ def lettered_question(row: Mapping[str, Any], where: str, number: int) -> Questi
     return Question(number, (asked,), reference, choices)
 
 
-def open_question(row: Mapping[str, Any], where: str, number: int) -> Question:
-    """Return a question that does not show its choices; UserError for an invalid row."""
+def unlisted_question(row: Mapping[str, Any], where: str, number: int) -> Question:
+    """Return a question that does not list its choices; UserError for an invalid row."""
     question, choices, reference = _read(row, where)
     asked: Any = {"role": "user", "content": question}
     return Question(number, (asked,), reference, choices)
 
 
 async def grade_letter(question: Question, text: str) -> Verdict:
-    """Grade the letter that `text` gives."""
+    """Grade the letter in `text`."""
     letter = letter_of(text, len(question.choices))
     return Verdict(letter == question.reference, letter)
 
 
 def letter_of(text: str, choices: int) -> str | None:
-    """Return the letter that a text gives; None if it does not clearly give one.
+    """Return the letter of the choice that a text names; None if the text does not clearly name one.
 
     The letter may be boxed, stated as the answer (the last statement counts), at the start, or
     alone.

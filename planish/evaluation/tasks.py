@@ -12,7 +12,7 @@ from typing import Any
 from planish.datasets.rows import located_rows
 from planish.errors import UserError
 from planish.evaluation.boxed import grade_boxed, gsm8k_question, math_question
-from planish.evaluation.multiple_choice import grade_letter, lettered_question, open_question
+from planish.evaluation.multiple_choice import grade_letter, lettered_question, unlisted_question
 from planish.evaluation.types import ChoiceTask, Question, SampledTask, Task, Verdict
 
 
@@ -25,7 +25,9 @@ class TaskKind:
     published: str | None
     """The hub name of the data; None if the user has to name the data."""
     read: Callable[[Mapping[str, Any], str, int], Question]
-    """Makes a question of a row, its place for error messages, and its number."""
+    """Converts a row to a question. The other arguments are the row's location, for error messages,
+    and the question's number.
+    """
     grade: Callable[[Question, str], Awaitable[Verdict]] | None
     """Grades an answer; None for tasks that compare the logprobs of choices."""
 
@@ -41,7 +43,7 @@ TASKS: dict[str, TaskKind] = {
         '"question", "choices", "answer"', None, lettered_question, grade_letter
     ),
     "multiple_choice_logprobs": TaskKind(
-        '"question", "choices", "answer"', None, open_question, None
+        '"question", "choices", "answer"', None, unlisted_question, None
     ),
 }
 """Add a task of your own here: `TASKS["mine"] = TaskKind(...)`."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 LATER = (408, 409, 425, 429)
 NEVER = (501, 505)
-FIRST_DELAY, LONGEST_DELAY, LONGEST_WISH = 0.5, 30.0, 120.0
+FIRST_DELAY, LONGEST_DELAY, LONGEST_RETRY_AFTER = 0.5, 30.0, 120.0
 """Seconds between attempts: the first delay, the longest delay, and the longest delay accepted from
 the endpoint's Retry-After header.
 """
@@ -50,13 +50,13 @@ class EndpointError(PlanishError, ConnectionError):
 
 
 class _NoAnswerError(Exception):
-    """One attempt failed for a temporary reason. `wish` is the delay in seconds that the endpoint
-    asks for.
+    """One attempt failed for a temporary reason. `retry_after` is the delay in seconds that the
+    endpoint requests.
     """
 
-    def __init__(self, reason: str, wish: float = 0.0) -> None:
+    def __init__(self, reason: str, retry_after: float = 0.0) -> None:
         super().__init__(reason)
-        self.wish = wish
+        self.retry_after = retry_after
 
 
 @dataclass
@@ -64,7 +64,7 @@ class _Connections:
     """The connections of one event loop, and the number of calls that use them."""
 
     client: AsyncClient
-    places: asyncio.Semaphore
+    slots: asyncio.Semaphore
     users: int = 0
 
 
@@ -131,7 +131,7 @@ class ChatEndpoint(MessageCompleter):
         options = {"max_tokens": self.max_tokens, "temperature": self.temperature, **self.extra}
         sent = {name: value for name, value in options.items() if value is not None}
         body = {"model": self.model, "messages": list(messages), **sent}
-        async with self._connections() as connections, connections.places:
+        async with self._connections() as connections, connections.slots:
             return await self._ask_until_answered(connections.client, body)
 
     async def _ask_until_answered(self, client: AsyncClient, body: Mapping[str, Any]) -> Message:
@@ -146,12 +146,12 @@ class ChatEndpoint(MessageCompleter):
                         f"error: {error}"
                     ) from error
                 # Random jitter: otherwise many waiting calls would retry at the same moment.
-                await asyncio.sleep(max(error.wish, delay) * random.uniform(1.0, 1.5))
+                await asyncio.sleep(max(error.retry_after, delay) * random.uniform(1.0, 1.5))
                 delay = min(2 * delay, LONGEST_DELAY)
         raise AssertionError("the last attempt answers or raises")
 
     async def _ask(self, client: AsyncClient, body: Mapping[str, Any]) -> Message:
-        import httpx2  # imported late: it takes a tenth of a second, and few runs use an endpoint
+        import httpx2  # imported here, because the import takes 0.1 s and few runs use an endpoint
 
         try:
             async with asyncio.timeout(self.timeout_seconds):
@@ -170,7 +170,7 @@ class ChatEndpoint(MessageCompleter):
         if status in LATER or (status >= 500 and status not in NEVER):
             return _NoAnswerError(text, _retry_after(response))
         return UserError(
-            f"{self._url} refused the request, {text}; check base_url, model and the key"
+            f"{self._url} rejected the request, {text}; check base_url, model and the key"
         )
 
     @asynccontextmanager
@@ -241,6 +241,6 @@ def _message(response: Response) -> Message:
 def _retry_after(response: Response) -> float:
     """Return the delay in seconds that the endpoint asks for; 0 if it asks for none."""
     try:
-        return min(LONGEST_WISH, max(0.0, float(response.headers.get("retry-after", "0"))))
+        return min(LONGEST_RETRY_AFTER, max(0.0, float(response.headers.get("retry-after", "0"))))
     except ValueError:
         return 0.0

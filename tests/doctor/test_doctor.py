@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from planish.commands.cli import main
 from planish.doctor import acceleration, examination, preparation, software, storage
 from planish.doctor.busy import Load, measure_load
-from planish.doctor.examination import Questions, examine
+from planish.doctor.examination import ExaminationOptions, examine
 from planish.doctor.findings import Finding, Report, Section, collected_warnings
 from planish.doctor.models import memory, models
 from planish.doctor.numerics import numerics
@@ -158,7 +158,7 @@ def test_an_unknown_switch_of_the_kernels_names_the_allowed_ones(monkeypatch):
         "kernels", lambda: acceleration.kernel_findings(EngineSettings(device="cpu"), Prepared())
     )
     assert section.findings[-1].text == "PLANISH_KERNELS='fast': give 'auto', 'native' or 'torch'"
-    assert section.findings[-1].remedy == "change what this message names"
+    assert section.findings[-1].remedy == "correct the setting that this message names"
 
 
 def test_an_invalid_device_is_rejected_before_any_examination(capsys):
@@ -230,9 +230,9 @@ def test_numbers_are_reported_for_people_and_programs():
     assert found["batch_invariant"].value is True
     assert found["kl_sample_train_v2"].text.startswith("exactly 0")
     [pending] = numerics(None)
-    assert "not found out in this time" in pending.text
+    assert "not known: the check did not finish in time" in pending.text
     [without] = numerics(Prepared())
-    assert "without a base model" in without.text
+    assert "no base model is on this machine" in without.text
 
 
 @pytest.mark.parametrize(
@@ -529,7 +529,7 @@ def test_a_probe_that_fails_leaves_the_others(here, monkeypatch):
     assert "RuntimeError: unexpected" in section.findings[1].text
     assert Report((section,), 1.0).attention == [("part", section.findings[1])]
     monkeypatch.setattr(examination, "versions", broken)
-    report = examine(Questions(here / "server", settings=EngineSettings(device="cpu")))
+    report = examine(ExaminationOptions(here / "server", settings=EngineSettings(device="cpu")))
     assert len(report.sections) == len(SCHEMA)
 
 

@@ -15,7 +15,7 @@ from metric_tables import definition_of
 from planish.datasets.process_grader import SharedGrader
 from planish.errors import UserError
 from planish.evaluation import Sampling, TaskEvaluator, boxed, evaluate, load_task
-from planish.evaluation.metrics import named
+from planish.evaluation.metrics import with_log_names
 
 DRAWN = Sampling(samples=4, max_tokens=200, temperature=0.8, seed=5)
 
@@ -289,7 +289,7 @@ def test_the_evaluator_of_a_training_loop(tokenizer, sums, capitals):
         "eval/sums/num_examples",
         "eval/sums/num_errors",
     } <= set(metrics)
-    assert metrics == named(
+    assert metrics == with_log_names(
         "sums", measured(FakeSampler(tokenizer, lucky_sum), drawn.task, DRAWN, k=[1, 4]).metrics
     )
     for key in [*metrics, *asyncio.run(scored(cast(Any, FakeSampler(tokenizer))))]:

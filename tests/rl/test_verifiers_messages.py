@@ -12,9 +12,9 @@ from planish.integrations.verifiers.environments import _as_received
 from planish.integrations.verifiers.messages import (
     answer_fields,
     check_sampling,
-    offered,
     read_message,
     read_tool,
+    with_tools,
 )
 from planish.renderers import Message, get_renderer
 
@@ -83,12 +83,12 @@ def test_tools_are_added_to_the_system_message(tokenizer):
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "hi"},
     ]
-    messages = offered(renderer, asked, [tool])
+    messages = with_tools(renderer, asked, [tool])
     assert [message["role"] for message in messages] == ["system", "user"]
     text = tokenizer.decode(renderer.build_generation_prompt(messages).to_ints())
     assert "Be brief." in text
     assert '"name": "add"' in text
-    assert offered(renderer, asked, []) == asked
+    assert with_tools(renderer, asked, []) == asked
 
 
 def test_sampling_options_of_verifiers_are_rejected():

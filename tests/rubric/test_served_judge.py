@@ -81,7 +81,7 @@ def test_it_says_what_the_same_weights_say_without_an_endpoint(url, judge, servi
 
 
 def test_a_model_missing_on_the_server_is_rejected(url):
-    with pytest.raises(UserError, match="/v1/chat/completions refused the request, status 404"):
+    with pytest.raises(UserError, match="/v1/chat/completions rejected the request, status 404"):
         asyncio.run(ChatEndpoint(f"{url}/v1", "nobody")([{"role": "user", "content": "Hello"}]))
 
 

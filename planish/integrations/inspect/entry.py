@@ -16,4 +16,4 @@ def planish_api() -> Any:
 
 
 provider: Any = modelapi(name="planish")(planish_api)
-"""Creates a PlanishAPI that has a name in Inspect's registry, which its logs need."""
+"""Creates a PlanishAPI and registers its name with Inspect, which writes the name into its logs."""

@@ -30,7 +30,7 @@ def renderer_messages(messages: Sequence[ChatMessage]) -> list[Message]:
 def _message(message: ChatMessage) -> Message:
     if message.role == "tool" or getattr(message, "tool_calls", None):
         raise UnsupportedError(
-            "a message calls a tool or answers for one; planish's provider of Inspect has no tools"
+            "a message is a tool call or a tool result; planish's Inspect provider supports no tools"
         )
     if isinstance(message.content, str):
         return {"role": message.role, "content": message.content}

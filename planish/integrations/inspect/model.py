@@ -67,7 +67,7 @@ class PlanishAPI(ModelAPI):
         check_options(config)
         if tools and tool_choice != "none":
             raise UnsupportedError(
-                "the task gives the model tools; planish's provider of Inspect has none"
+                "the task gives the model tools; planish's Inspect provider supports no tools"
             )
         renderer = self.model.renderer
         prompt = renderer.build_generation_prompt(renderer_messages(input))

@@ -17,7 +17,7 @@ from planish.types import SamplingParams
 
 logger = getLogger(__name__)
 
-HINTS = (
+IGNORED_HINTS = (
     "parallel_tool_calls",
     "cache_prompt",
     "verbosity",
@@ -27,7 +27,7 @@ HINTS = (
     "reasoning_tokens",
     "reasoning_summary",
 )
-TAKEN = (
+SUPPORTED = (
     "max_tokens",
     "temperature",
     "top_p",
@@ -38,7 +38,7 @@ TAKEN = (
     "logprobs",
     "top_logprobs",
 )
-INSPECTS_OWN = (
+HANDLED_BY_INSPECT = (
     "max_retries",
     "timeout",
     "attempt_timeout",
@@ -65,14 +65,14 @@ def check_options(config: GenerateConfig) -> None:
         for name, value in config.model_dump(exclude_none=True).items()
         if value not in (False, {}, [])
     }
-    for name in sorted(given.intersection(HINTS) - _warned):
+    for name in sorted(given.intersection(IGNORED_HINTS) - _warned):
         _warned.add(name)
-        logger.warning("planish has no %s=%r; it is ignored", name, getattr(config, name))
-    refused = sorted(given - {*TAKEN, *HINTS, *INSPECTS_OWN})
+        logger.warning("planish ignores the option %s=%r", name, getattr(config, name))
+    refused = sorted(given - {*SUPPORTED, *IGNORED_HINTS, *HANDLED_BY_INSPECT})
     if refused:
         named = ", ".join(f"{name}={getattr(config, name)!r}" for name in refused)
         raise UnsupportedError(
-            f"{named}: planish does not offer this; leave it out of the task's generate config"
+            f"{named}: planish does not support this; leave it out of the task's generate config"
         )
 
 

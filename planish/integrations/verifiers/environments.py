@@ -28,7 +28,12 @@ from planish.integrations.verifiers.library import (
     PromptTooLong,
     policy_client,
 )
-from planish.integrations.verifiers.messages import answer_fields, offered, read_message, read_tool
+from planish.integrations.verifiers.messages import (
+    answer_fields,
+    read_message,
+    read_tool,
+    with_tools,
+)
 from planish.renderers import Message, Renderer
 from planish.rl.environments.conversation import Conversation
 from planish.rl.types import (
@@ -131,7 +136,7 @@ class ProxyModel:
                     [*conversation.messages, latest.answer, *received[size:]],
                 )
                 return conversation
-        return Conversation(self._renderer, offered(self._renderer, received, tools))
+        return Conversation(self._renderer, with_tools(self._renderer, received, tools))
 
 
 def _as_received(fields: Mapping[str, Any]) -> Message:
@@ -185,9 +190,9 @@ class VerifiersEnv(Env):
         with logtree.scope_header("Prompt"):
             logtree.conversation(self._proxy.messages)
         if prompt is None:
-            why = self.state.get("stop_condition") or "the end"
+            why = self.state.get("stop_condition") or "no stop condition"
             return InitialObservationOverflow(
-                logs={"rollout": f"it came to {why} without asking the policy"}
+                logs={"rollout": f"it ended without a request to the policy ({why})"}
             )
         return ModelInput.from_ints(prompt), self._renderer.get_stop_sequences()
 

@@ -84,7 +84,7 @@ def load_environment(env_id: str, env_args: str) -> Any:
         raise UserError(
             "an environment of verifiers installs signal handlers; load it in the main thread"
         )
-    with _own_signals():
+    with _restore_signal_handlers():
         try:
             environment = verifiers.load_environment(env_id, **json.loads(env_args))
         except Exception as error:  # the environment's module may raise anything
@@ -111,7 +111,7 @@ def check_environment(environment: Any, name: str) -> None:
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
+def _restore_signal_handlers() -> Iterator[None]:
     """Restore the handlers of Ctrl-C and SIGTERM after the block. Environments replace them when
     they are loaded, and the run's own handlers would be lost.
     """

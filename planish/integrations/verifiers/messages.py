@@ -47,7 +47,7 @@ def read_tool(given: Any) -> ToolSpec:
     )
 
 
-def offered(
+def with_tools(
     renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSpec]
 ) -> list[Message]:
     """Return the conversation, preceded by the tools in the form that the renderer defines."""
@@ -67,7 +67,7 @@ def answer_fields(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message["content"]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     text = "".join(part["text"] for part in parts if part["type"] == "text")
-    spoiled = [call["raw_text"] for call in message.get("unparsed_tool_calls", ())]
+    unparsed = [call["raw_text"] for call in message.get("unparsed_tool_calls", ())]
     calls = [
         {
             "id": call["id"],
@@ -77,7 +77,7 @@ def answer_fields(message: Mapping[str, Any]) -> dict[str, Any]:
         for call in message.get("tool_calls", ())
     ]
     return {
-        "content": "\n".join(filter(None, [text, *spoiled])),
+        "content": "\n".join(filter(None, [text, *unparsed])),
         "reasoning_content": "".join(
             part["thinking"] for part in parts if part["type"] == "thinking"
         )
