@@ -26,7 +26,7 @@ from planish.server.durable import retries
 from planish.server.durable.store import Store, StoredBody
 from planish.server.results import Done, Failed, Gone, NotFound, TryAgain, Unavailable
 from planish.server.settings import ServerSettings
-from planish.service import ForwardBackward, LoadWeights, PublishSampler
+from planish.service import CreateModel, ForwardBackward, LoadWeights, PublishSampler, SaveWeights
 from planish.types import Checkpoint, Datum, ModelInput
 
 SMALL = ServerSettings(adapter_memory_bytes=1, replay_seconds=0.01, replay_bytes=1000)
@@ -538,6 +538,70 @@ def test_samples_are_answered_while_the_save_of_their_sampler_is_repeated(
                 )
             assert refused
             assert seq > 1
+
+    run(scenario())
+
+
+def test_a_snapshot_is_not_recorded_if_a_sampler_before_it_could_not_be_saved(
+    model_dir, data_dir, monkeypatch
+):
+    async def scenario() -> None:
+        async with running(model_dir, data_dir, SMALL) as server:
+            client = await Client.start(server)
+            model = await client.model()
+            await model.step(0)
+            calls, may_fail, may_end = server.engine, asyncio.Event(), asyncio.Event()
+            real_info, real_submit, real_perform = (
+                calls.checkpoint_info,
+                calls.submit,
+                calls.perform,
+            )
+            held = []
+
+            async def refuse(path: str):
+                if "_planish.sampler" in path:
+                    await may_fail.wait()
+                    raise OSError(28, "No space left on device")
+                return await real_info(path)
+
+            async def hold_snapshots(operation):
+                future = await real_submit(operation)
+                if not isinstance(operation, SaveWeights) or may_end.is_set():
+                    return future
+
+                async def later():
+                    result = await future
+                    await may_end.wait()
+                    return result
+
+                held.append(operation.name)
+                return asyncio.ensure_future(later())
+
+            async def end_snapshots_before_a_restore(operation):
+                if isinstance(operation, CreateModel):
+                    may_end.set()
+                    await asyncio.sleep(0.2)
+                return await real_perform(operation)
+
+            monkeypatch.setattr(calls, "checkpoint_info", refuse)
+            sampler = f"{client.session_id}:sample:0"
+            await client.done(await model.submit(PublishSampler(model.model_id, sampler)))
+            first = drawn(await client.sample(sampler, 0, seed=1))
+            opened = server.models.open[model.model_id]
+            while opened.is_snapshotting:
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr(calls, "submit", hold_snapshots)
+            monkeypatch.setattr(calls, "perform", end_snapshots_before_a_restore)
+            last = await model.step(1)
+            assert held
+            may_fail.set()
+            while not opened.adapter.lost_work:
+                await asyncio.sleep(0.01)
+            asyncio.get_running_loop().call_later(0.5, may_end.set)
+        async with running(model_dir, data_dir) as server:
+            client.server = server
+            assert drawn(await client.sample(sampler, 1, seed=1)) == first
+            assert (await model.step(2))["adam_step"] == last["adam_step"] + 1
 
     run(scenario())
 

@@ -300,10 +300,11 @@ class Model:
                 is_kept = await steps.keep_published(engine, samplers, sampler, saved)
                 self.adapter.lost_work = self.adapter.lost_work or not is_kept
             finally:
-                del self.in_flight.unsaved[seq]
+                if self.in_flight.unsaved[seq] is keeping:  # a restore may have repeated the save
+                    del self.in_flight.unsaved[seq]
                 self.in_flight.notify()
 
-        self.in_flight.unsaved[seq] = self._spawn(keep())
+        self.in_flight.unsaved[seq] = keeping = self._spawn(keep())
 
     # Answers.
 
@@ -426,6 +427,9 @@ class Model:
         missing, raise DamagedFileError and leave the adapter unloaded. The snapshot and the journal
         do not change, so a later load succeeds once the file is restored.
         """
+        # A snapshot that is recorded during the replay deletes the one from which the replay began.
+        while self.is_snapshotting:
+            await self.in_flight.change()
         # The replay reads the answered requests from the database, so all answers must be there.
         await asyncio.gather(*self.in_flight.unwritten.values())
         self.adapter = self.adapter.fresh()
@@ -482,16 +486,21 @@ class Model:
         """
         crash_point("before snapshot")
         self.is_snapshotting, self.adapter.cost = True, ReplayCost()
-        seq = self.adapter.applied
+        adapter, seq = self.adapter, self.adapter.applied
         saved = await replay.submit_snapshot(self._services.engine, self.id, seq)
-        return self._spawn(self._finish_snapshot(seq, saved))
+        return self._spawn(self._finish_snapshot(adapter, seq, saved))
 
-    async def _finish_snapshot(self, seq: int, saved: asyncio.Future[SaveWeightsResponse]) -> bool:
+    async def _finish_snapshot(
+        self, adapter: AdapterState, seq: int, saved: asyncio.Future[SaveWeightsResponse]
+    ) -> bool:
+        """Record a snapshot that was submitted after request `seq`, when the model's state was
+        `adapter`. The model may have another state by now, because it was freed meanwhile.
+        """
         try:
             path = (await saved).path
             self.private_paths.add(path)
             await self.in_flight.durable(seq)
-            if self.adapter.lost_work:
+            if adapter.lost_work or self.adapter.lost_work:
                 return False
             await replay.record_snapshot(self._services, self.row, seq, path)
             self.row = replace(self.row, snapshot=path, snapshot_seq=seq)
