@@ -304,6 +304,43 @@ def use_mxfp4(directory: Path) -> Path:
     return directory
 
 
+def use_fp8(
+    directory: Path, config: Mapping[str, Any], block: tuple[int, int] | None, scale: str
+) -> Path:
+    """Store the linears of a model's layers in fp8, with their scales. Return `directory`.
+
+    The model must be a single file. `config`: the `quantization_config`. `block`: the numbers of
+    outputs and inputs that share a scale; None: all of a weight. `scale`: the name of the scales,
+    "weight_scale_inv" or "weight_scale".
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        height, width = block or tensor.shape
+        # Channels have one scale for all inputs.
+        width = min(width, tensor.shape[1])
+        rows, columns = (
+            -(-size // part) for size, part in zip(tensor.shape, (height, width), strict=True)
+        )
+        wide = torch.zeros(rows * height, columns * width)
+        wide[: tensor.shape[0], : tensor.shape[1]] = tensor.float()
+        blocks = wide.view(rows, height, columns, width)
+        scales = (blocks.abs().amax((1, 3)) / 448).bfloat16()
+        codes = (blocks / scales.float()[:, None, :, None]).to(torch.float8_e4m3fn)
+        codes = codes.view(wide.shape)[: tensor.shape[0], : tensor.shape[1]]
+        tensors[name] = codes.contiguous()
+        module = name.removesuffix("weight")
+        tensors[module + scale] = scales if block is not None else scales.view(())
+        tensors[f"{module}input_scale"] = torch.ones(())
+    save_weights(directory, tensors)
+    path = directory / "config.json"
+    fields = json.loads(path.read_text()) | {"quantization_config": dict(config)}
+    path.write_text(json.dumps(fields, indent=2))
+    return directory
+
+
 def randomize(model: torch.nn.Module, seed: int) -> None:
     """Fill every parameter with seeded normal noise: around 1 for norm scales, around 0 for all
     others.

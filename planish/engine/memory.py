@@ -38,6 +38,7 @@ from planish.model.weight_sizes import (
     linear_bytes,
     mxfp4_bytes,
     quantized_shapes,
+    stored_scheme,
     weight_bytes,
 )
 from planish.service import AdapterBytes
@@ -262,7 +263,7 @@ class _ModelNeeds:
         backend = choose_backend(config, dtype, device, deterministic=False)
         adapter = adapter_bytes(backend, LoraConfig(rank=_planned_rank(config)))
         adapters = adapter.training + adapter.sampling if reserves_adapters else 0
-        scheme = settings.quantize
+        scheme = settings.quantize or stored_scheme(config)
         one_copy = weight_bytes(config, dtype.itemsize, scheme)
         # The codes that the checkpoint stores have a single copy too: the packed one.
         stored_codes = mxfp4_bytes(config)
@@ -271,7 +272,11 @@ class _ModelNeeds:
         )
         all_copies += stored_codes + (linear_bytes(config, scheme) if scheme is not None else 0)
         is_quantized = scheme is not None or config.mxfp4_experts
-        if is_quantized and not backend.packs(config.hidden_size, config.hidden_size):
+        if scheme == "fp8" and backend.uses_main_memory:
+            # The codes are the memory-mapped file. The packed weights have the model's dtype.
+            linears = sum(map(prod, quantized_shapes(config).values()))
+            all_copies += max(1, backend.weight_copies - 1) * linears * dtype.itemsize
+        elif is_quantized and not backend.packs(config.hidden_size, config.hidden_size):
             # torch dequantizes two linears at a time, gate and up, for one matmul.
             largest = max(
                 config.hidden_size * config.expert_size,

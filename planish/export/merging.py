@@ -24,14 +24,16 @@ from planish.errors import NonFiniteError, StorageError
 from planish.export.lora_update import HEAD, LoraUpdate, Matrices
 from planish.files import give_usual_mode
 from planish.model.config import ModelConfig, read_json, text_fields
-from planish.model.quantization import Mxfp4Weight
-from planish.model.weights import INDEX_FILE, SINGLE_FILE, load_weights
+from planish.model.quantization import Fp8Weight, Mxfp4Weight
+from planish.model.weights import INDEX_FILE, SINGLE_FILE, load_weights, scale_name
 
 SHARD_BYTES = 4 << 30
 """The default maximum size of a file."""
 _BLOCK_NUMBERS = 1 << 24
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD_WEIGHT = f"{HEAD}.weight"
+Stored = Mxfp4Weight | Fp8Weight
+"""A weight that the checkpoint stores with codes and scales."""
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Source:
     """A tensor of the base model with the update to add to it."""
 
     name: str
-    weight: Tensor | Mxfp4Weight
+    weight: Tensor | Stored
     """The tensor of the base model, memory-mapped."""
     matrices: Matrices | None
     dtype: torch.dtype
@@ -84,20 +86,25 @@ class JointSource:
         return sum(part.size for part in self.parts)
 
 
-def _dequantizable(weights: Mapping[str, Tensor]) -> dict[str, Tensor | Mxfp4Weight]:
-    """Return the weights, with one entry for the two tensors of each weight in mxfp4."""
-    found: dict[str, Tensor | Mxfp4Weight] = {}
+def _dequantizable(
+    weights: Mapping[str, Tensor], config: ModelConfig
+) -> dict[str, Tensor | Stored]:
+    """Return the weights, with one entry for the two tensors of each weight in mxfp4 or fp8."""
+    found: dict[str, Tensor | Stored] = {}
+    scales = {scale_name(name) for name in weights}
     for name, weight in weights.items():
         linear, _, part = name.rpartition(".")
         if part == "blocks":
             found[f"{linear}.weight"] = Mxfp4Weight(weight.flatten(1), weights[f"{linear}.scales"])
-        elif part != "scales":
+        elif weight.dtype == torch.float8_e4m3fn and config.fp8 is not None:
+            found[name] = Fp8Weight.from_stored(weight, weights[scale_name(name)], config.fp8.block)
+        elif part != "scales" and name not in scales:
             found[name] = weight
     return found
 
 
-def _dtype(weight: Tensor | Mxfp4Weight) -> torch.dtype:
-    return torch.bfloat16 if isinstance(weight, Mxfp4Weight) else weight.dtype
+def _dtype(weight: Tensor | Stored) -> torch.dtype:
+    return torch.bfloat16 if isinstance(weight, Stored) else weight.dtype
 
 
 def _joint(sources: Sequence[Source]) -> list[Source | JointSource]:
@@ -145,7 +152,7 @@ def write_merged(
     matrices = update.by_weight(config)
     single = [
         Source(name, weight, matrices.get(name.removesuffix(".weight")), dtype or _dtype(weight))
-        for name, weight in _dequantizable(weights).items()
+        for name, weight in _dequantizable(weights, config).items()
     ]
     sources = _joint(single) if config.expert_biases else single
     rounding = Rounding()
@@ -164,8 +171,9 @@ def write_merged(
 def merged(source: Source, scaling: float, rounding: Rounding) -> Tensor:
     """Return one tensor of the merged model; NonFiniteError if it overflows float16."""
     weight = source.weight
-    if isinstance(weight, Mxfp4Weight):
-        weight = weight.dequantize(torch.bfloat16)
+    if isinstance(weight, Stored):
+        # Unless the files are float32, planish trained with the bf16 weights.
+        weight = weight.dequantize(torch.promote_types(source.dtype, torch.bfloat16))
     if source.matrices is None:
         out = weight.to(source.dtype)
     else:
@@ -221,12 +229,12 @@ def _config(
 ) -> dict[str, Any]:
     """Return the base model's config.json with the fields that a merge changes.
 
-    A multimodal base model becomes its text model. A checkpoint in mxfp4 becomes one in bf16.
+    A multimodal base model becomes its text model. A checkpoint in mxfp4 or fp8 becomes one in
+    bf16.
     """
     fields = text_fields(read_json(base / "config.json"))
     fields.pop("_name_or_path", None)
-    if config.mxfp4_experts:
-        del fields["quantization_config"]
+    fields.pop("quantization_config", None)
     dtypes = {source.dtype for source in sources}
     named = str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None
     for key in ("dtype", "torch_dtype"):

@@ -17,6 +17,7 @@ from huggingface_hub.repocard import metadata_load
 from planish.export.lora_update import LoraUpdate
 from planish.export.merging import Rounding
 from planish.export.origin import Origin
+from planish.model.config import ModelConfig
 from planish.model.embedded import EMBEDDED_MODELS
 from planish.model.sources import HUB_NAME, models_home
 
@@ -152,6 +153,12 @@ def _provenance(base: Base, update: LoraUpdate, origin: Origin) -> str:
     if base.was_converted:
         notes.append(
             "The base weights were converted from a GGUF file, so they differ from those that the hub has under this name."
+        )
+    directory = base.directory if base.is_own else None
+    if directory is not None and ModelConfig.from_directory(directory).fp8 is not None:
+        notes.append(
+            "The checkpoint of the base model stores the linears in fp8. The adapter was trained on "
+            "their dequantized weights."
         )
     if not base.is_own:
         notes.append("This is another base model than the adapter was trained on.")

@@ -26,7 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 """The supported dtypes by name."""
 FORMATS: tuple[Format, ...] = ("peft", "merged")
 """The supported formats."""
-_NOT_COPIED = ("config.json", "model*", README)
+_NOT_COPIED = ("config.json", "hf_quant_config.json", "model*", README)
 
 
 @dataclass(frozen=True)

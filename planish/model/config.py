@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
+from planish.model.fp8_config import Fp8Config, read_fp8
 from planish.model.json_fields import number, positive
 from planish.model.rope_config import (
     LayerRope,
@@ -302,7 +303,8 @@ class ModelConfig:
     """The limit of gate and up in a clamped SwiGLU."""
     mxfp4_experts: bool = False
     """Whether the checkpoint stores the experts' matrices in mxfp4. planish keeps their codes."""
-
+    fp8: Fp8Config | None = None
+    """How the checkpoint stores its linears in fp8. None: it does not."""
     output_gate: bool = False
     """Whether q_proj also computes a gate for each attention output (Qwen3.5)."""
     delta_net: DeltaNetConfig | None = None
@@ -378,6 +380,8 @@ class ModelConfig:
         eos_token_ids = _eos_token_ids(directory, fields)
         try:
             fields = text_fields(fields)
+            if not fields.get("quantization_config"):
+                fields |= _modelopt_fields(directory)
             family = FAMILIES[fields["architectures"][0] if is_multimodal(outer) else architecture]
             fields = _DEFAULTS.get(family, {}) | fields
             if family == "ministral3" and not rope_parameters(fields):
@@ -396,12 +400,12 @@ class ModelConfig:
 
     def fingerprint(self) -> str:
         """Return a hash, in 16 hexadecimal digits, of the fields that determine weight shapes or
-        logits: all except `eos_token_ids`, `max_context` and `mxfp4_experts`.
+        logits: all except `eos_token_ids`, `max_context`, `mxfp4_experts` and `fp8`.
         """
         values = asdict(self)
-        # An mxfp4 checkpoint and its dequantized copy have the same weights, so both get the same
-        # fingerprint.
-        values["mxfp4_experts"] = False
+        # A quantized checkpoint and its dequantized copy have the same weights, so both get the
+        # same fingerprint.
+        values["mxfp4_experts"], values["fp8"] = False, None
         del values["eos_token_ids"], values["max_context"]
         # Checkpoints contain fingerprints, so a new field of ModelConfig must not change the
         # fingerprints of existing models. These models have the default of the new field, so
@@ -494,11 +498,10 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reject_unsupported(fields: Mapping[str, Any], family: Family) -> None:
-    if (stored := fields.get("quantization_config")) and not _is_mxfp4(fields, family):
-        method = stored.get("quant_method") if isinstance(stored, Mapping) else None
+    if family == "gpt_oss" and fields.get("quantization_config") and not _is_mxfp4(fields, family):
         raise UnsupportedError(
-            f"quantization_config is set (quant_method {method!r}), and planish does not load such "
-            "weights; use the unquantized checkpoint, with quantize='int8' or 'nf4' to save memory"
+            f"quantization_config has quant_method {_quant_method(fields)!r}; planish loads gpt-oss "
+            "in mxfp4 or bf16. Use such a checkpoint"
         )
     if family == "gemma3":
         _reject_gemma_options(fields)
@@ -545,9 +548,20 @@ def _reject_unsupported(fields: Mapping[str, Any], family: Family) -> None:
 
 def _is_mxfp4(fields: Mapping[str, Any], family: Family) -> bool:
     """Return whether the checkpoint stores the experts of a gpt-oss model in mxfp4."""
+    return family == "gpt_oss" and _quant_method(fields) == "mxfp4"
+
+
+def _quant_method(fields: Mapping[str, Any]) -> str | None:
+    """Return the quant_method of a checkpoint that is quantized, else None."""
+    stored = fields.get("quantization_config") or {}
+    if not isinstance(stored, Mapping):
+        raise TypeError(f"quantization_config is {stored!r}, not an object")
+    return stored.get("quant_method")
+
+
+def _fp8(fields: Mapping[str, Any], family: Family) -> Fp8Config | None:
     stored = fields.get("quantization_config")
-    method = stored.get("quant_method") if isinstance(stored, Mapping) else None
-    return family == "gpt_oss" and method == "mxfp4"
+    return read_fp8(stored) if stored and not _is_mxfp4(fields, family) else None
 
 
 def _reject_gemma_options(fields: Mapping[str, Any]) -> None:
@@ -674,6 +688,7 @@ def _from_fields(
         windows=windows,
         local_rope=read_rope(fields, local_source) if local_source is not None else None,
         rotary_dims=rotary_dims(fields, head_dim) if family in PARTIAL_ROPE else None,
+        fp8=_fp8(fields, family),
         **_family_fields(fields, family),
     )
 
@@ -802,6 +817,15 @@ def _delta_net(fields: Mapping[str, Any]) -> DeltaNetConfig | None:
         value_dim=positive(fields, "linear_value_head_dim"),
         conv_width=conv_width,
     )
+
+
+def _modelopt_fields(directory: Path) -> dict[str, Any]:
+    """Return the `quantization_config` in hf_quant_config.json, where older versions of modelopt
+    write it.
+    """
+    path = directory / "hf_quant_config.json"
+    stored = read_json(path).get("quantization") if path.is_file() else None
+    return {"quantization_config": {"quant_method": "modelopt", **stored}} if stored else {}
 
 
 def _eos_token_ids(directory: Path, fields: Mapping[str, Any]) -> tuple[int, ...]:

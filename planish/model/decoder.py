@@ -18,8 +18,10 @@ Shapes: T rows, D hidden, H heads, E head_dim, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -42,9 +44,12 @@ from planish.model.operations import (
     reorder,
     rope,
 )
-from planish.model.quantization import Mxfp4Weight, check_quantizable
+from planish.model.quantization import Fp8Weight, Mxfp4Weight, check_quantizable
 from planish.model.rope import RotaryEmbedding, Rotation, paired_halves, query_scales
-from planish.model.weights import load_weights
+from planish.model.weight_sizes import quantized_shapes
+from planish.model.weights import load_weights, scale_name
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,14 @@ class Decoder:
         if config.query_scale_beta is not None:
             beta, interval = config.query_scale_beta, config.query_scale_interval
             self.query_scales = query_scales(beta, interval, config.max_context).to(backend.device)
+        if config.fp8 is not None and quantize is None and backend.uses_main_memory:
+            linears = sum(map(prod, quantized_shapes(config).values()))
+            _log.info(
+                "no CPU kernel reads fp8, so the linears are dequantized to %s: %.2f GB, and as "
+                "much again when training begins; quantize='int8' or 'nf4' takes less memory",
+                str(backend.dtype).removeprefix("torch."),
+                linears * backend.dtype.itemsize / 1e9,
+            )
         # The factor is rounded to the model's dtype, as in transformers.
         self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=backend.dtype))
 
@@ -380,13 +393,26 @@ class _Loader:
         """Return one weight."""
         # A CPU weight that already has the right dtype stays memory-mapped, because `to` then
         # returns the same tensor.
-        return self.weights[name].to(device=self.backend.device, dtype=self.backend.dtype)
+        weight = self.unquantized(name, self.backend.dtype)
+        return weight.to(device=self.backend.device, dtype=self.backend.dtype)
+
+    def unquantized(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return one weight as it is stored, or dequantized to `dtype` if it is stored in fp8."""
+        weight = self.weights[name]
+        return self.fp8_weight(name).dequantize(dtype) if _is_fp8(weight) else weight
+
+    def fp8_weight(self, name: str) -> Fp8Weight:
+        """Return a weight that the checkpoint stores in fp8, on the backend's device."""
+        layout = self.backend.config.fp8
+        assert layout is not None
+        codes = self.weights[name].to(self.backend.device)
+        return Fp8Weight.from_stored(codes, self.weights[scale_name(name)], layout.block)
 
     def joint_weights(self, names: Sequence[str]) -> Sequence[Tensor]:
         """Return the weights that one matmul reads; on a GPU they share one contiguous tensor."""
         if not self.backend.joins_weights:
             return [self.weight(name) for name in names]
-        stored = [self.weights[name] for name in names]
+        stored = [self.unquantized(name, self.backend.dtype) for name in names]
         # Copy each weight straight into the joint buffer. torch.cat on the device would need twice
         # the memory, and the freed half would stay fragmented in torch's caching allocator.
         joint = torch.empty(
@@ -422,8 +448,13 @@ class _Loader:
             weight_names = [f"{prefix}{name}.weight" for name in names]
             if self.quantize is not None:
                 # Quantize the stored numbers, so that the codes do not depend on the model's dtype.
-                stored = [self.weights[name].to(self.backend.device) for name in weight_names]
+                stored = [
+                    self.unquantized(name, torch.float32).to(self.backend.device)
+                    for name in weight_names
+                ]
                 return self.backend.pack_quantized(stored, biases, self.quantize)
+            if all(_is_fp8(self.weights[name]) for name in weight_names):
+                return self.backend.pack_codes([self.fp8_weight(n) for n in weight_names], biases)
             return self.backend.pack(self.joint_weights(weight_names), biases, keep_unpacked=False)
 
         def norm(name: str, factor: float = 1.0) -> Tensor:
@@ -485,7 +516,8 @@ class _Loader:
 
     def float32_weight(self, name: str) -> Tensor:
         """Return one weight in float32."""
-        return self.weights[name].to(self.backend.device, torch.float32)
+        weight = self.unquantized(name, torch.float32)
+        return weight.to(self.backend.device, torch.float32)
 
     def float32_linear(self, name: str) -> PackedLinear:
         """Return a linear whose weights are float32 in a model of any dtype, such as a router."""
@@ -514,3 +546,8 @@ class _Loader:
             decay_bias=float32_weight("dt_bias"),
             norm=float32_weight("norm.weight"),
         )
+
+
+def _is_fp8(weight: Tensor) -> bool:
+    """Return whether a weight is stored in fp8."""
+    return weight.dtype == torch.float8_e4m3fn

@@ -22,6 +22,10 @@ scheme, and planish reads their codes from the checkpoint. It quantizes no weigh
 itself. The code of a weight is the index of one of 16 fixed values, and each block of 32 inputs of
 an output channel has a power of 2 as its scale. bf16 represents the dequantized weights exactly.
 
+fp8 (`Fp8Weight`): some checkpoints store their linears in 8-bit floats, float8_e4m3fn, with one
+scale for each weight, output channel or block (model/fp8_config.py). planish quantizes no weights
+with fp8 itself.
+
 Shapes: out, in: outputs and inputs of a linear.
 """
 
@@ -187,6 +191,50 @@ class Mxfp4Weight:
         blocks = values.view(*self.exponents.shape, MXFP4_BLOCK)
         scales = mxfp4_scales().to(codes.device)[self.exponents.int()]
         return blocks.mul_(scales[..., None]).view(self.shape).to(dtype)
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """A weight [out, in] in fp8, with the codes and scales of the checkpoint."""
+
+    codes: Tensor
+    """float8_e4m3fn [out, in]."""
+    scales: Tensor
+    """float32 [out / block[0], in / block[1]], rounded up."""
+    block: tuple[int, int]
+    """The numbers of outputs and inputs that share a scale."""
+
+    @classmethod
+    def from_stored(cls, codes: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Fp8Weight:
+        """Return the weight with these codes [out, in] and scales of a checkpoint.
+
+        `block`: the block of the checkpoint's layout, which applies if there is neither one scale
+        for the weight nor one for each output channel.
+        """
+        fan_out, fan_in = codes.shape
+        if scales.numel() == 1:
+            block = (fan_out, fan_in)
+        elif scales.numel() == fan_out:
+            block = (1, fan_in)
+        assert block is not None, "the weights are checked when they are loaded"
+        grid = (-(-fan_out // block[0]), -(-fan_in // block[1]))
+        return cls(codes, scales.to(codes.device, torch.float32).reshape(grid), block)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the weight: (out, in)."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [out, in] in `dtype`."""
+        (fan_out, fan_in), (rows, columns) = self.shape, self.scales.shape
+        height, width = self.block
+        wide = self.codes.float()
+        padding = (0, columns * width - fan_in, 0, rows * height - fan_out)
+        if any(padding):
+            wide = F.pad(wide, padding)
+        wide.view(rows, height, columns, width).mul_(self.scales[:, None, :, None])
+        return wide[:fan_out, :fan_in].contiguous().to(dtype)
 
 
 _QUANTIZE: dict[str, Callable[[Tensor], QuantizedWeight]] = {

@@ -38,6 +38,7 @@ from planish.model.weights import weight_files
 HUB_FILES = (
     "config.json",
     "generation_config.json",
+    "hf_quant_config.json",
     "model*.safetensors",
     "model.safetensors.index.json",
     "tokenizer*",

@@ -32,15 +32,25 @@ def quantized_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+def stored_scheme(config: ModelConfig) -> str | None:
+    """Return "fp8" if the checkpoint stores its linears in fp8, else None."""
+    return None if config.fp8 is None else "fp8"
+
+
 def linear_bytes(config: ModelConfig, scheme: str) -> int:
     """Return the bytes of the quantized weights: their codes and scales.
 
     int8 takes one byte per weight and four bytes per output. nf4 takes half a byte per weight, one
-    byte per 64 weights, and four bytes per 64 * 256 weights.
+    byte per 64 weights, and four bytes per 64 * 256 weights. fp8 takes one byte per weight, and
+    four bytes per block or output.
     """
     shapes = quantized_shapes(config).values()
-    if scheme == "int8":
-        return sum(fan_out * fan_in + 4 * fan_out for fan_out, fan_in in shapes)
+    if scheme in ("int8", "fp8"):
+        rows, columns = (config.fp8.block if config.fp8 and scheme == "fp8" else None) or (1, 0)
+        return sum(
+            fan_out * fan_in + 4 * -(-fan_out // rows) * -(-fan_in // (columns or fan_in))
+            for fan_out, fan_in in shapes
+        )
     blocks = [fan_out * fan_in // NF4_BLOCK for fan_out, fan_in in shapes]
     return sum(NF4_BLOCK // 2 * count + count + 4 * -(-count // 256) for count in blocks)
 
@@ -48,8 +58,10 @@ def linear_bytes(config: ModelConfig, scheme: str) -> int:
 def weight_bytes(config: ModelConfig, itemsize: int, scheme: str | None = None) -> int:
     """Return the bytes of one copy of all weights.
 
-    `itemsize`: the bytes of an unquantized number. `scheme`: a name in SCHEMES, or None.
+    `itemsize`: the bytes of an unquantized number. `scheme`: a name in SCHEMES, or None for the
+    weights as they are stored.
     """
+    scheme = scheme or stored_scheme(config)
     return kept_bytes(config, itemsize, scheme) + (linear_bytes(config, scheme) if scheme else 0)
 
 

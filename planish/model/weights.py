@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
 from planish.model.config import DeltaNetConfig, ModelConfig, read_json
+from planish.model.fp8_config import SCALE_NAMES, UNUSED_SCALES
 from planish.model.linears import fused_modules, linear_shape, num_experts_of
 
 if TYPE_CHECKING:  # importing torch takes seconds, and commands that list models do not need it
@@ -30,6 +31,8 @@ if TYPE_CHECKING:  # importing torch takes seconds, and commands that list model
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("BF16", "F16", "F32")
+FP8_DTYPE = "F8_E4M3"
+_SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0")
 MXFP4_BLOCK = 32
 """The number of inputs that share a scale in mxfp4."""
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -50,7 +53,9 @@ def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, torch.
     """Return the tensors of `expected_shapes(config)` by Hugging Face name, memory-mapped on CPU.
 
     `lm_head.weight` is absent if the head is tied. The text model's tensors in a multimodal
-    checkpoint get the names of a text model, and all other tensors are skipped.
+    checkpoint get the names of a text model, and all other tensors are skipped. A weight in fp8,
+    such as "model.layers.0.mlp.up_proj.weight", is float8_e4m3fn, and its scales are in the result
+    under `scale_name` of its name.
 
     Raises UnknownModelError (no weights), UnsupportedError (pickled or quantized weights), or
     DamagedFileError (a truncated file, or tensors that are missing, unexpected or of the wrong
@@ -63,8 +68,11 @@ def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, torch.
             for file in weight_files(directory)
         }
         tensors = _stored_tensors(directory, handles, config)
+        scales = _take_scales(directory, config, tensors)
         _check_names_and_shapes(directory, config, tensors)
+        _check_scales(directory, config, tensors, scales)
         weights = {name: tensors[name].tensor() for name in expected_shapes(config)}
+        weights |= {scale_name(name): stored.tensor() for name, stored in scales.items()}
         if config.tied_head and "lm_head.weight" in tensors:
             _check_tied_head(directory, weights, tensors["lm_head.weight"].tensor())
     return weights
@@ -361,6 +369,66 @@ def _stored_tensors(
     return tensors
 
 
+def scale_name(weight: str) -> str:
+    """Return the name of the scales of a weight in fp8 in the result of `load_weights`."""
+    return f"{weight}_scale"
+
+
+def _take_scales(
+    directory: Path, config: ModelConfig, tensors: dict[str, _StoredTensor]
+) -> dict[str, _StoredTensor]:
+    """Remove the scales of an fp8 checkpoint from `tensors`, and return them by their weight's name.
+
+    Scales that planish does not use are only removed.
+    """
+    scales: dict[str, _StoredTensor] = {}
+    if config.fp8 is None:
+        return scales
+    for name in list(tensors):
+        module, _, part = name.rpartition(".")
+        if part in SCALE_NAMES:
+            weight = f"{module}.weight"
+            if weight in scales:
+                raise DamagedFileError(
+                    f"{directory} has two kinds of scales for {weight}; download the model again"
+                )
+            scales[weight] = tensors.pop(name)
+        elif part in UNUSED_SCALES:
+            del tensors[name]
+    return scales
+
+
+def _check_scales(
+    directory: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, _StoredTensor],
+    scales: Mapping[str, _StoredTensor],
+) -> None:
+    """Raise an error unless exactly the weights in fp8 have scales, of a shape that fits."""
+    in_fp8 = {name for name, stored in tensors.items() if stored.dtype == FP8_DTYPE}
+    for name in sorted(in_fp8.symmetric_difference(scales)):
+        problem = "is fp8 but has no scales" if name in in_fp8 else "has scales but is not fp8"
+        raise DamagedFileError(f"{name} in {directory} {problem}; download the model again")
+    for name, scale in scales.items():
+        if scale.dtype not in _SCALE_DTYPES:
+            raise UnsupportedError(
+                f"the scales of {name} in {directory} are {scale.dtype}; planish reads "
+                f"{', '.join(_SCALE_DTYPES)}. Use another fp8 checkpoint or the unquantized one"
+            )
+        fan_out, fan_in = tensors[name].shape
+        allowed = [(), (1,), (1, 1), (fan_out,), (fan_out, 1)]
+        block = config.fp8.block if config.fp8 is not None else None
+        if block is not None:
+            grid = (-(-fan_out // block[0]), -(-fan_in // block[1]))
+            allowed += [grid, (grid[0], 1, grid[1], 1)]
+        if scale.shape not in allowed:
+            raise UnsupportedError(
+                f"the scales of {name} in {directory} have the shape {scale.shape}; planish reads "
+                f"{', '.join(map(str, allowed))} for a weight ({fan_out}, {fan_in}). Use another "
+                "fp8 checkpoint or the unquantized one"
+            )
+
+
 def text_name(stored: str) -> str:
     """Return the name of a tensor or module without the prefix of a multimodal model.
 
@@ -405,7 +473,7 @@ def _check_names_and_shapes(
         if name.endswith((".blocks", ".scales")):
             if stored.dtype != "U8":
                 raise UnsupportedError(f"{name} in {directory} is {stored.dtype}; mxfp4 needs U8")
-        elif stored.dtype not in FLOAT_DTYPES:
+        elif stored.dtype not in (*FLOAT_DTYPES, *((FP8_DTYPE,) if config.fp8 else ())):
             raise UnsupportedError(
                 f"{name} in {directory} is stored as {stored.dtype}; planish loads only "
                 f"{', '.join(FLOAT_DTYPES)}. Use the unquantized checkpoint"

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from planish.engine.training.trainer import TrainerSettings
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
+from planish.model.fp8_config import Fp8Config
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kv_cache import max_pool_bytes
-from planish.model.weight_sizes import kept_bytes, linear_bytes, mxfp4_bytes
+from planish.model.weight_sizes import kept_bytes, linear_bytes, mxfp4_bytes, quantized_shapes
 from planish.service import CreateSampler
 from planish.testing import tiny_model, use_mxfp4
 
@@ -399,10 +401,13 @@ def test_the_documented_sizes_of_the_weights_follow_the_formula(tmp_path):
     assert documented.keys() == DOCUMENTED.keys()
     for name, (shape, head_dim, family) in DOCUMENTED.items():
         config = documented_config(tmp_path / name, shape, head_dim, family)
-        for cells, copies in ((documented[name][:3], 1), (documented[name][3:], 3)):
-            for cell, scheme in zip(cells, (None, "int8", "nf4"), strict=True):
+        config = replace(config, fp8=Fp8Config((128, 128)))
+        for cells, copies in ((documented[name][:4], 1), (documented[name][4:], 3)):
+            for cell, scheme in zip(cells, (None, "int8", "nf4", "fp8"), strict=True):
                 size = copies * kept_bytes(config, 2, scheme)
                 size += linear_bytes(config, scheme) if scheme else 0
+                if scheme == "fp8" and copies == 3:
+                    size += 2 * 2 * sum(map(prod, quantized_shapes(config).values()))
                 digits = len(cell.strip().partition(".")[2])
                 assert size / GB == pytest.approx(float(cell), abs=0.5 * 10**-digits), (
                     name,
@@ -422,6 +427,27 @@ def test_the_memory_plan_of_a_cpu_has_all_copies_of_the_weights(tmp_path, machin
         expected = 3 * kept_bytes(config, 2, scheme)
         expected += linear_bytes(config, scheme) if scheme else 0
         assert DeviceMemory(settings).claim(tmp_path).weights == expected
+
+
+def test_the_memory_plan_of_an_fp8_checkpoint(tmp_path, machine, gpu):
+    """A CPU has the mapped codes and two packed bf16 copies of the linears, a GPU only the codes."""
+    shape, head_dim, family = DOCUMENTED["Qwen3-4B"]
+    documented_config(tmp_path, shape, head_dim, family)
+    path = tmp_path / "config.json"
+    stored = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stored}))
+    config = ModelConfig.from_directory(tmp_path)
+    kept, codes = kept_bytes(config, 2, "fp8"), linear_bytes(config, "fp8")
+    shapes = quantized_shapes(config).values()
+    linears = sum(map(prod, shapes))
+    machine(64 * GIB)
+    backend = choose_backend(config, torch.bfloat16, torch.device("cpu"), deterministic=False)
+    plan = DeviceMemory(EngineSettings(dtype="bfloat16", device="cpu")).claim(tmp_path)
+    copies = backend.weight_copies
+    assert plan.weights == copies * kept + codes + 2 * (copies - 1) * linears
+    gpu(24 * GIB)
+    plan = DeviceMemory(EngineSettings()).claim(tmp_path)
+    assert plan.weights == kept + codes + 2 * 2 * max(map(prod, shapes))
 
 
 def test_the_memory_plan_counts_the_codes_of_an_mxfp4_checkpoint_once(tmp_path, machine):

@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from planish.service import (
     SaveWeights,
     SaveWeightsForSampler,
 )
-from planish.testing import CONFIGS, tiny_model, use_mxfp4
+from planish.testing import CONFIGS, tiny_model, use_fp8, use_mxfp4
 from planish.types import (
     AdamParams,
     CheckpointPath,
@@ -138,6 +139,36 @@ def test_sampled_and_trained_logprobs_agree_with_mxfp4_experts(tmp_path, dtype):
     use_mxfp4(tiny_model(tmp_path, "gpt_oss", expert_size=64, dtype="bfloat16"))
     decoder = Decoder.load(tmp_path, dtype, CPU)
     check_gap(decoder)
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]}
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sampled_and_trained_logprobs_agree_with_an_fp8_checkpoint(tmp_path, dtype):
+    path = tiny_model(tmp_path, "qwen3", dtype="bfloat16")
+    use_fp8(path, FP8, (32, 32), "weight_scale_inv")
+    check_gap(Decoder.load(tmp_path, dtype, CPU))
+
+
+def test_an_adapter_of_fp8_weights_needs_them_or_the_name_of_other_weights(tmp_path):
+    wide = tiny_model(tmp_path / "wide", "qwen3", dtype="bfloat16")
+    packed = tiny_model(tmp_path / "packed", "qwen3", dtype="bfloat16")
+    use_fp8(packed, FP8, (32, 32), "weight_scale_inv")
+    settings = EngineSettings(dtype="float32", device="cpu")
+    models = {"packed": str(packed), "wide": str(wide)}
+    with closing(Engine(models, tmp_path / "data", settings)) as engine:
+        engine.submit(CreateModel("a", "packed", LORA))
+        train(engine, "a")
+        path = engine.submit(SaveWeights("a", "x")).result(WAIT).path
+        engine.submit(CreateModel("b", from_path=path)).result(WAIT)
+        assert loss(engine, "b") == loss(engine, "a")
+        engine.submit(CreateModel("c", "wide", LORA)).result(WAIT)
+        with pytest.raises(CheckpointError, match="weights differ from those .*own base model"):
+            engine.submit(LoadWeights("c", path))
+        engine.submit(CreateModel("d", "wide", from_path=path)).result(WAIT)
+        assert loss(engine, "d") != loss(engine, "a")
 
 
 @pytest.mark.usefixtures("_kernels")

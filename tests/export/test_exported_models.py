@@ -14,6 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
+from safetensors.torch import load_file
 from trained_adapters import TOKENS, train_adapter
 from transformers import (
     AutoModelForCausalLM,
@@ -28,7 +29,7 @@ from planish import ModelInput, ServiceClient
 from planish.export import weights
 from planish.export.lora_update import Matrices, read_update
 from planish.export.merging import Rounding, Source, merged
-from planish.testing import save_byte_tokenizer, tiny_model, use_mxfp4
+from planish.testing import save_byte_tokenizer, tiny_model, use_fp8, use_mxfp4
 
 FAMILIES = [
     "llama",
@@ -101,6 +102,28 @@ def test_experts_in_mxfp4_are_merged_in_bf16(tmp_path):
     )
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     np.testing.assert_allclose(logprobs(loaded(out)), made.logprobs, atol=TOLERANCE, rtol=0)
+
+
+def test_weights_in_fp8_are_merged_in_bf16(tmp_path):
+    stored = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]}
+    base = tiny_model(tmp_path / "base", "qwen3", dtype="bfloat16")
+    use_fp8(base, stored, (32, 32), "weight_scale_inv")
+    made = train_adapter(tmp_path / "data", base, True, True, True, "sampler_weights")
+    for dtype in ("float32", None):
+        out = weights.build_hf_model(
+            base_model=str(base),
+            adapter_path=made.files,
+            output_path=tmp_path / f"out-{dtype}",
+            dtype=dtype,
+        )
+        out = Path(out)
+        assert "quantization_config" not in json.loads((out / "config.json").read_text())
+        assert "stores the linears in fp8" in (out / "README.md").read_text()
+        tensors = load_file(out / "model.safetensors")
+        assert {str(x.dtype) for x in tensors.values()} == {f"torch.{dtype or 'bfloat16'}"}
+        assert not any("scale" in name for name in tensors)
+        tolerance = TOLERANCE if dtype else 0.2  # logprobs are about -10
+        np.testing.assert_allclose(logprobs(loaded(out)), made.logprobs, atol=tolerance, rtol=0)
 
 
 @pytest.mark.slow

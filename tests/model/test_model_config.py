@@ -292,7 +292,7 @@ def test_a_model_without_end_of_sequence_tokens_has_none(tmp_path):
         (LLAMA_32_1B, {"mlp_bias": True}, "mlp_bias"),
         (LLAMA_32_1B, {"pretraining_tp": 2}, "pretraining_tp"),
         (LLAMA_32_1B, {"hidden_act": "gelu"}, "hidden_act"),
-        (LLAMA_32_1B, {"quantization_config": {"quant_method": "fp8"}}, "'fp8'.*quantize='int8'"),
+        (LLAMA_32_1B, {"quantization_config": {"quant_method": "gptq"}}, "'gptq'.*quantize='int8'"),
         (
             LLAMA_32_1B,
             {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},

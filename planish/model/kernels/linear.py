@@ -44,12 +44,14 @@ class PackedLinear:
         packer: Packer,
         joined: bool = False,
         keep_unpacked: bool = True,
+        restore: Callable[[], Sequence[Tensor]] | None = None,
     ) -> None:
         """`weights`: [out_i, in] each. `biases`: one bias per weight, or None for every weight.
 
         `packer`: the backend's function that packs weights. `joined`: the weights are adjacent
         views of one tensor. `keep_unpacked`: whether to keep the unpacked weights even if they
-        could be restored from the packed weights.
+        could be restored from the packed weights. `restore`: a function that returns `weights`
+        again; with it the unpacked weights are never kept.
         """
         self.sizes = [len(weight) for weight in weights]
         present = [bias for bias in biases if bias is not None]
@@ -59,10 +61,15 @@ class PackedLinear:
         self.packed = packer(weights, False)
         """The packed weights, or None if torch multiplies by the unpacked weights."""
         self._packed_backward: PackedWeight | None = None
-        self._weights: tuple[Tensor, ...] = (
-            tuple(weights) if keep_unpacked or self._unpack is None else ()
-        )
+        keeps = keep_unpacked or self._unpack is None
+        self._restore = restore if keeps else None
+        self._kept = tuple(weights) if keeps and restore is None else ()
         self._joined = joined or len(weights) == 1
+
+    @property
+    def _weights(self) -> Sequence[Tensor]:
+        """The unpacked weights; empty if only the packed weights have them."""
+        return self._kept if self._restore is None else self._restore()
 
     @property
     def weight(self) -> Tensor:

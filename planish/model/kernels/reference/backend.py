@@ -60,7 +60,7 @@ from planish.model.kernels.reference.token_sampling import (
 from planish.model.kv_cache import KVPools, SlotOwner
 from planish.model.lora import AdapterRows, LoraLayout, LoraStack, StackRows
 from planish.model.prefix_tree import Packed
-from planish.model.quantization import QuantizedWeight, quantize
+from planish.model.quantization import Fp8Weight, QuantizedWeight, quantize
 from planish.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -184,7 +184,19 @@ class TorchBackend:
     def pack_codes(
         self, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
     ) -> PackedLinear:
-        """Return linears that read the same input, with quantized weights, as one."""
+        """Return linears that read the same input, with quantized weights, as one.
+
+        No kernel of a CPU reads fp8. So fp8 weights are packed in the model's dtype there, and only
+        the memory-mapped codes are kept beside the packed weights.
+        """
+        if isinstance(weights[0], Fp8Weight) and self.uses_main_memory:
+
+            def restore() -> list[Tensor]:
+                return [weight.dequantize(self.dtype) for weight in weights]
+
+            return PackedLinear(
+                restore(), biases, packer=self._packed, keep_unpacked=False, restore=restore
+            )
         return QuantizedLinear(weights, biases, self.dtype, self._packed_codes(weights))
 
     def _packed_codes(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight | None:
