@@ -94,8 +94,8 @@ def give_usual_mode(path: Path) -> None:
 
 
 def write_remedy(error: OSError, otherwise: str) -> str:
-    """Return what to do about a failed write: `otherwise`, unless the error is about the number of
-    open files, which free space does not help against.
+    """Return the remedy for a failed write: `otherwise`, unless too many files are open, because
+    then free space does not help.
     """
     match error.errno:
         case errno.EMFILE:

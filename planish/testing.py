@@ -5,8 +5,8 @@
 
 The same arguments give the same bytes. Token id b < 256 is the byte b, so encoding and decoding
 preserve any text. The special tokens of the supported chat formats are single ids. Weights are
-large enough that logits differ clearly. A test that needs sensible answers uses the embedded
-default model instead.
+large enough that logits differ clearly. A test that needs sensible answers uses the default model
+instead.
 """
 
 import json
@@ -292,7 +292,7 @@ def use_mxfp4(directory: Path) -> Path:
             continue
         experts, fan_in, fan_out = tensor.shape
         shape = (experts, fan_out, fan_in // 32)
-        # The numbers are as large as the other weights.
+        # With these scales, the numbers are as large as the other weights.
         scales = torch.randint(121, 124, shape, generator=generator)
         blocks = torch.randint(256, (*shape, 16), generator=generator)
         tensors[f"{name}_scales"] = scales.to(torch.uint8)

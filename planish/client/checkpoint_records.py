@@ -66,7 +66,7 @@ class ServerRecords:
 
     def checkpoint(self, path: str) -> Row:
         """Return the row of a checkpoint, with its base model and adapter shape."""
-        return _as_one(self._call("POST", "/weights_info", json={"tinker_path": path}))
+        return _flat_row(self._call("POST", "/weights_info", json={"tinker_path": path}))
 
     def delete(self, path: str) -> None:
         """Delete a checkpoint on the server."""
@@ -96,7 +96,7 @@ class ServerRecords:
             wanted = _PAGE if limit is None else min(_PAGE, limit - len(found))
             page = self._call("GET", path, params={"limit": wanted, "offset": len(found)})
             found += page[name]
-            # A server may send less than what was asked for, if the metadata are large.
+            # If the metadata are large, a server may send fewer rows than requested.
             total = page.get("cursor", {}).get("total_count", 0)
             if not page[name] or len(found) >= total:
                 break
@@ -176,7 +176,7 @@ class LocalRecords:
 
     def checkpoint(self, path: str) -> Row:
         """Return the row of a checkpoint, with its base model and adapter shape."""
-        return _as_one(weights_info_to_json(self._info(path)))
+        return _flat_row(weights_info_to_json(self._info(path)))
 
     def delete(self, path: str) -> None:
         """Delete a checkpoint from the directory."""
@@ -234,7 +234,7 @@ def records_of(base_url: str | None, api_key: str | None, data_dir: Path | None)
     return LocalRecords(data_dir) if url is None else ServerRecords(url, checked_key(api_key))
 
 
-def downloaded(records: Records, path: str, out: Path, option: str) -> list[Path]:
+def download_checkpoint(records: Records, path: str, out: Path, option: str) -> list[Path]:
     """Download a checkpoint into `out`, which must be new or empty, and return the file paths.
 
     `option` is the text before the path in error messages.
@@ -269,7 +269,7 @@ def _parse_path(path: str) -> CheckpointPath:
         raise CheckpointError(str(error)) from None
 
 
-def _as_one(info: Mapping[str, Any]) -> Row:
+def _flat_row(info: Mapping[str, Any]) -> Row:
     return {
         **info["checkpoint"],
         **{key: value for key, value in info.items() if key != "checkpoint"},

@@ -9,7 +9,8 @@ Each client method is written once, and a decorator derives its `_async` form:
                              result
     in_thread                the method blocks and returns the result; the async form runs it in a
                              thread
-    reading                  the method blocks and returns a completed Pending; the async form runs
+    in_thread_returning_result
+                             the method blocks and returns a completed Pending; the async form runs
                              it in a thread, and awaiting it returns the result
 """
 
@@ -166,7 +167,9 @@ def in_thread(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
     return _rename_method(async_method, method)
 
 
-def reading(method: Callable[P, Pending[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+def in_thread_returning_result(
+    method: Callable[P, Pending[T]],
+) -> Callable[P, Coroutine[Any, Any, T]]:
     """Return an async form of a blocking `method` that returns a completed Pending. It runs in
     another thread, and the awaited value is the result.
     """

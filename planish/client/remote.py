@@ -4,7 +4,7 @@ planish/wire, so scripts run unchanged on a local engine or on a server.
     remote_model_queue  sends the operations of one model in order
     remote_samplers     samplers and sampling requests
     remote_session      begin, heartbeat and end of the session
-    remote_link         HTTP requests (remote_http) with retries (remote_patience)
+    remote_link         HTTP requests (remote_http) with retries (remote_retries)
     remote_thread       the event loop thread in which all of these run
     remote_tokenizer    a cache of downloaded tokenizers
 
@@ -31,11 +31,11 @@ from urllib.parse import quote
 from planish.client.remote_http import is_this_machine
 from planish.client.remote_link import Link, checked_key, checked_url
 from planish.client.remote_model_queue import ModelQueue, QueuedOperation
-from planish.client.remote_patience import PATIENCE_SECONDS
+from planish.client.remote_retries import PATIENCE_SECONDS
 from planish.client.remote_samplers import RemoteSampler, SampleSender
 from planish.client.remote_session import RemoteSession
 from planish.client.remote_thread import LoopThread
-from planish.client.remote_tokenizer import cache_directory, keep_tokenizer
+from planish.client.remote_tokenizer import cache_directory, cache_tokenizer
 from planish.errors import CheckpointError, EngineClosedError, UnsupportedError, UserError
 from planish.processes.background import wait_for_saves
 from planish.service import (
@@ -154,7 +154,7 @@ class RemoteService:
         """Return a local directory with the tokenizer, downloaded once from the server."""
         if base_model not in self._tokenizers:
             files = self._read("/tokenizer", {"base_model": base_model}).mapping("files")
-            self._tokenizers[base_model] = keep_tokenizer(files, cache_directory())
+            self._tokenizers[base_model] = cache_tokenizer(files, cache_directory())
         return self._tokenizers[base_model]
 
     def checkpoints(self, run_id: str | None = None) -> list[Checkpoint]:
@@ -165,7 +165,7 @@ class RemoteService:
         while True:
             page = self._read(f"{place}/checkpoints", {"limit": _PAGE, "offset": offset})
             found += _checkpoints(page)
-            # A server may send less than what was asked for, if the metadata are large.
+            # If the metadata are large, a server may send fewer checkpoints than requested.
             sent = len(page.array("checkpoints"))
             offset += sent
             cursor = page.optional(page.object, "cursor")

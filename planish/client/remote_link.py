@@ -23,7 +23,7 @@ import zstandard
 
 from planish.client.remote_errors import NoSuchEndpointError, body_of, failure
 from planish.client.remote_http import Http, NoAnswerError
-from planish.client.remote_patience import PATIENCE_SECONDS, Patience
+from planish.client.remote_retries import PATIENCE_SECONDS, RetryState
 from planish.client.remote_thread import in_pool
 from planish.errors import UserError
 from planish.wire.client_frames import Frame, FrameReader
@@ -105,7 +105,7 @@ class Link:
         When the stream ends or breaks, `request` is called again: it returns the next request, or
         None to stop. Raise NoSuchEndpointError if the server does not have the endpoint.
         """
-        patience = Patience(self.patience, self.url)
+        retry_state = RetryState(self.patience, self.url)
         posted = request()
         while posted is not None:
             content, headers = await self._packed(posted)
@@ -118,18 +118,18 @@ class Link:
                         raise NoSuchEndpointError(f"the server has no {posted.path}")
                     if response.status_code != 200:
                         await response.aread()
-                        await patience.after_refusal(response)
+                        await retry_state.wait_after_error(response)
                         continue
                     reader = FrameReader()
                     async for data in response.aiter_raw():
-                        patience.heard()
+                        retry_state.reset()
                         for frame in reader.feed(data):
                             yield frame
             except NoAnswerError as error:
                 broken = error
             posted = request()
             if posted is not None:
-                await patience.after_silence(broken)
+                await retry_state.wait_after_no_answer(broken)
 
     async def result(self, request_id: str, takes_protobuf: bool) -> bytes:
         """Wait without a time limit for the result of an accepted request. Raise PlanishError if
@@ -142,7 +142,7 @@ class Link:
             "Content-Type": JSON,
             "Accept": f"{PROTOBUF}, {JSON}" if takes_protobuf else JSON,
         }
-        patience = Patience(self.patience, self.url)
+        retry_state = RetryState(self.patience, self.url)
         while True:
             began = time.monotonic()
             try:
@@ -150,16 +150,16 @@ class Link:
                     "POST", API + posted.path, content=posted.content, headers=headers
                 )
             except NoAnswerError as error:
-                await patience.after_silence(error)
+                await retry_state.wait_after_no_answer(error)
                 continue
             if response.status_code == 408:
-                patience.heard()
+                retry_state.reset()
                 # A server that shuts down answers polls at once, so limit the rate of polls.
                 await asyncio.sleep(
                     _MIN_POLL_SECONDS if time.monotonic() - began < _MIN_POLL_SECONDS else 0
                 )
             elif response.status_code != 200:
-                await patience.after_refusal(response)
+                await retry_state.wait_after_error(response)
             elif PROTOBUF in response.headers.get("content-type", ""):
                 return response.content
             else:
@@ -185,20 +185,20 @@ class Link:
         returned: Collection[int] = (),
         **options: Any,
     ) -> Response:
-        patience = Patience(self.patience if seconds is None else seconds, self.url)
+        retry_state = RetryState(self.patience if seconds is None else seconds, self.url)
         repeated = False
         while True:
             try:
                 async with self._request_slots:
                     response = await self._calling.request(method, API + path, **options)
             except NoAnswerError as error:
-                await patience.after_silence(error)
+                await retry_state.wait_after_no_answer(error)
             else:
                 if response.is_success or response.status_code in returned:
                     return response
                 if method == "DELETE" and repeated and response.status_code == 404:
                     return response  # an earlier try deleted it, and its response was lost
-                await patience.after_refusal(response)
+                await retry_state.wait_after_error(response)
             repeated = True
 
 

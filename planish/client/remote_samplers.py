@@ -23,7 +23,7 @@ from typing import Any
 from planish.client.remote_errors import NoSuchEndpointError, error_of_frame
 from planish.client.remote_link import Link
 from planish.client.remote_model_queue import QueuedOperation
-from planish.client.remote_patience import LATER
+from planish.client.remote_retries import RETRIED_STATUSES
 from planish.client.remote_thread import LoopThread, in_pool
 from planish.errors import PlanishError
 from planish.service import CreateSampler, Sample, SamplerInfo
@@ -214,7 +214,7 @@ class SampleSender:
             self._accepted(pending, request_id)
         if not header["last"] or pending.content.done():
             return False
-        if header.get("status") in LATER:
+        if header.get("status") in RETRIED_STATUSES:
             self.thread.spawn(
                 self._requeue_after, pending, header.get("retry_after") or _RETRY_SECONDS
             )

@@ -25,7 +25,7 @@ def cache_directory() -> Path:
     return cache_home() / "tokenizers"
 
 
-def keep_tokenizer(files: Mapping[str, str], cache: Path) -> Path:
+def cache_tokenizer(files: Mapping[str, str], cache: Path) -> Path:
     """Return the directory in `cache` with these files (name to text), and write it if it is
     missing.
 

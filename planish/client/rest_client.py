@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import ClassVar
 
-from planish.client.futures import Pending, completed, reading
+from planish.client.futures import Pending, completed, in_thread_returning_result
 from planish.client.session import RefusesMethods
 from planish.errors import CheckpointError, UserError
 from planish.service import CheckpointInfo, Service
@@ -62,7 +62,7 @@ class RestClient(RefusesMethods):
         """Return the base models that are available."""
         return completed(self._service.capabilities())
 
-    get_server_capabilities_async = reading(get_server_capabilities)
+    get_server_capabilities_async = in_thread_returning_result(get_server_capabilities)
 
     def list_checkpoints(self, training_run_id: str) -> Pending[CheckpointsListResponse]:
         """Return the checkpoints of one training run, newest first."""
@@ -72,7 +72,7 @@ class RestClient(RefusesMethods):
             )
         return completed(CheckpointsListResponse(self._service.checkpoints(training_run_id)))
 
-    list_checkpoints_async = reading(list_checkpoints)
+    list_checkpoints_async = in_thread_returning_result(list_checkpoints)
 
     def list_user_checkpoints(
         self, limit: int = 100, offset: int = 0
@@ -83,7 +83,7 @@ class RestClient(RefusesMethods):
         cursor = Cursor(offset, limit, len(found))
         return completed(CheckpointsListResponse(found[offset : offset + limit], cursor))
 
-    list_user_checkpoints_async = reading(list_user_checkpoints)
+    list_user_checkpoints_async = in_thread_returning_result(list_user_checkpoints)
 
     def get_training_run(
         self, training_run_id: str, access_scope: str = "owned"
@@ -96,7 +96,7 @@ class RestClient(RefusesMethods):
             )
         return completed(training_run(training_run_id, found, self._service.checkpoint_info))
 
-    get_training_run_async = reading(get_training_run)
+    get_training_run_async = in_thread_returning_result(get_training_run)
 
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: str = "owned"
@@ -104,7 +104,9 @@ class RestClient(RefusesMethods):
         """Return the training run of the checkpoint at `tinker_path`."""
         return self.get_training_run(CheckpointPath.parse(tinker_path).run_id)
 
-    get_training_run_by_tinker_path_async = reading(get_training_run_by_tinker_path)
+    get_training_run_by_tinker_path_async = in_thread_returning_result(
+        get_training_run_by_tinker_path
+    )
 
     def list_training_runs(
         self, limit: int = 20, offset: int = 0, access_scope: str = "owned"
@@ -117,7 +119,7 @@ class RestClient(RefusesMethods):
         cursor = Cursor(offset, limit, len(runs))
         return completed(TrainingRunsResponse(runs[offset : offset + limit], cursor))
 
-    list_training_runs_async = reading(list_training_runs)
+    list_training_runs_async = in_thread_returning_result(list_training_runs)
 
     def get_telemetry(self) -> None:
         """Return None: planish sends no telemetry."""
@@ -137,7 +139,9 @@ class RestClient(RefusesMethods):
             )
         )
 
-    get_weights_info_by_tinker_path_async = reading(get_weights_info_by_tinker_path)
+    get_weights_info_by_tinker_path_async = in_thread_returning_result(
+        get_weights_info_by_tinker_path
+    )
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> Pending[None]:
         """Delete a checkpoint. `checkpoint_id` is weights/NAME or sampler_weights/NAME."""
@@ -145,14 +149,16 @@ class RestClient(RefusesMethods):
             f"tinker://{training_run_id}/{checkpoint_id}"
         )
 
-    delete_checkpoint_async = reading(delete_checkpoint)
+    delete_checkpoint_async = in_thread_returning_result(delete_checkpoint)
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Pending[None]:
         """Delete the checkpoint at tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME."""
         self._service.delete_checkpoint(str(CheckpointPath.parse(tinker_path)))
         return completed(None)
 
-    delete_checkpoint_from_tinker_path_async = reading(delete_checkpoint_from_tinker_path)
+    delete_checkpoint_from_tinker_path_async = in_thread_returning_result(
+        delete_checkpoint_from_tinker_path
+    )
 
 
 def _check_page(limit: int, offset: int) -> None:

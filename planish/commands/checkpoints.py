@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from planish.client.checkpoint_records import Records, Row, as_json, downloaded, records_of
+from planish.client.checkpoint_records import Records, Row, as_json, download_checkpoint, records_of
 from planish.client.local import chosen_url
 from planish.commands.runs import (
     add_limit_argument,
@@ -214,7 +214,7 @@ def _delete(records: Records, arguments: argparse.Namespace) -> None:
 
 def _download(records: Records, arguments: argparse.Namespace) -> None:
     out: Path = (arguments.out or Path(arguments.path.rpartition("/")[2])).expanduser()
-    files = downloaded(records, arguments.path, out, "--out ")
+    files = download_checkpoint(records, arguments.path, out, "--out ")
     if arguments.json:
         print(as_json({"path": arguments.path, "files": [str(file) for file in files]}))
     else:

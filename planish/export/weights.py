@@ -17,7 +17,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from planish.client.checkpoint_records import downloaded, records_of
+from planish.client.checkpoint_records import download_checkpoint, records_of
 from planish.errors import UserError
 from planish.export.merging import SHARD_BYTES
 from planish.export.origin import Origin
@@ -41,7 +41,7 @@ def download(
     """
     records = records_of(base_url, api_key, None if data_dir is None else Path(data_dir))
     out = Path(output_dir).expanduser()
-    downloaded(records, tinker_path, out, "output_dir=")
+    download_checkpoint(records, tinker_path, out, "output_dir=")
     return str(out)
 
 

@@ -19,8 +19,8 @@ from planish.client.futures import (
     async_returning_result,
     completed,
     in_thread,
+    in_thread_returning_result,
     map_future,
-    reading,
 )
 
 
@@ -54,7 +54,7 @@ def test_async_forms_are_coroutines_for_task_groups():
         async with asyncio.TaskGroup() as tasks:
             first, second = (
                 tasks.create_task(async_returning_result(submit)(1)),
-                tasks.create_task(reading(submit)(2)),
+                tasks.create_task(in_thread_returning_result(submit)(2)),
             )
             third, fourth = (
                 tasks.create_task(async_returning_pending(submit)(3)),
@@ -163,7 +163,7 @@ class Methods:
     submit_async = async_returning_pending(submit)
     sample_async = async_returning_result(submit)
     block_async = in_thread(block)
-    read_async = reading(read)
+    read_async = in_thread_returning_result(read)
 
 
 def test_async_forms_return_awaitables():

@@ -34,9 +34,9 @@ from planish.client import remote_session
 from planish.client.remote import RemoteService
 from planish.client.remote_errors import ServerFaultError, ServerUnreachableError
 from planish.client.remote_link import checked_url
-from planish.client.remote_patience import Patience
+from planish.client.remote_retries import RetryState
 from planish.client.remote_thread import LoopThread
-from planish.client.remote_tokenizer import keep_tokenizer
+from planish.client.remote_tokenizer import cache_tokenizer
 from planish.service import CreateSampler, ReleaseSampler, Sample
 
 WAIT = 60.0
@@ -98,10 +98,10 @@ def later(status: int) -> Response:
 def impatient(monkeypatch) -> None:
     """Let the client retry soon."""
 
-    async def soon(self: Patience, at_least: float = 0.0) -> None:
+    async def soon(self: RetryState, at_least: float = 0.0) -> None:
         await remote_session.asyncio.sleep(0.001)
 
-    monkeypatch.setattr(Patience, "pause", soon)
+    monkeypatch.setattr(RetryState, "pause", soon)
     monkeypatch.setattr("planish.client.remote_samplers._RETRY_SECONDS", 0.001)
 
 
@@ -551,24 +551,24 @@ def test_on_token_is_rejected_on_a_server(server):
 
 
 def test_tokenizers_are_cached_by_content(tmp_path):
-    first = keep_tokenizer({"tokenizer.json": "{}", "config.json": "{}"}, tmp_path)
+    first = cache_tokenizer({"tokenizer.json": "{}", "config.json": "{}"}, tmp_path)
     assert {path.name: path.read_text() for path in first.iterdir()} == {
         "tokenizer.json": "{}",
         "config.json": "{}",
     }
-    assert keep_tokenizer({"config.json": "{}", "tokenizer.json": "{}"}, tmp_path) == first
-    assert keep_tokenizer({"tokenizer.json": "{} "}, tmp_path) != first
+    assert cache_tokenizer({"config.json": "{}", "tokenizer.json": "{}"}, tmp_path) == first
+    assert cache_tokenizer({"tokenizer.json": "{} "}, tmp_path) != first
     assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("name", ["../evil", "/etc/passwd", ".hidden", "", "a/b", "x" * 101])
 def test_an_invalid_tokenizer_file_is_rejected(tmp_path, name):
     with pytest.raises(UserError, match="has an invalid file"):
-        keep_tokenizer({name: "{}"}, tmp_path)
+        cache_tokenizer({name: "{}"}, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unwritable_cache_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(planish.StorageError, match="PLANISH_HOME"):
-        keep_tokenizer({"tokenizer.json": "{}"}, Path(tmp_path / "file"))
+        cache_tokenizer({"tokenizer.json": "{}"}, Path(tmp_path / "file"))

@@ -140,10 +140,10 @@ def test_a_hint_that_is_not_taken_is_said_once(api, caplog):
     config = DRAWN.merge(GenerateConfig(reasoning_effort="low", max_retries=2, cache_prompt=True))
     first = answered(api, config)
     answered(api, config)
-    said = [record.message for record in caplog.records if "ignored" in record.message]
+    said = [record.message for record in caplog.records if "ignores" in record.message]
     assert said == [
-        "planish has no cache_prompt=True; it is ignored",
-        "planish has no reasoning_effort='low'; it is ignored",
+        "planish ignores the option cache_prompt=True",
+        "planish ignores the option reasoning_effort='low'",
     ]
     assert first.completion == answered(api).completion
 

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 PATIENCE_SECONDS = 600.0
 """How long a server may be unreachable before its requests fail."""
-LATER = (408, 425, 429, 503)
+RETRIED_STATUSES = (408, 425, 429, 503)
 """Statuses with which a server asks the client to retry later."""
-_NEVER = (501, 505)
+_NOT_RETRIED = (501, 505)
 _FIRST_DELAY, _MAX_DELAY, _MAX_RETRY_AFTER = 0.2, 5.0, 60.0
 _MAX_FAULTS = 5
 """Number of consecutive 500 responses that are retried. A restarting server sends other statuses.
@@ -25,20 +25,20 @@ _MAX_FAULTS = 5
 
 
 @dataclass
-class Patience:
+class RetryState:
     """The retry state of one request, or of one stream of requests."""
 
     seconds: float
     url: str
     _delay: float = _FIRST_DELAY
-    _silent_since: float | None = None
+    _unavailable_since: float | None = None
     _faults: int = 0
 
-    def heard(self) -> None:
+    def reset(self) -> None:
         """Reset the state, because the server has answered."""
-        self._delay, self._silent_since, self._faults = _FIRST_DELAY, None, 0
+        self._delay, self._unavailable_since, self._faults = _FIRST_DELAY, None, 0
 
-    async def after_silence(self, error: Exception) -> None:
+    async def wait_after_no_answer(self, error: Exception) -> None:
         """Wait before the next try. Raise ServerUnreachableError if there was no answer for
         `seconds`.
         """
@@ -49,16 +49,20 @@ class Patience:
             ) from error
         await self.pause()
 
-    async def after_refusal(self, response: Response) -> None:
+    async def wait_after_error(self, response: Response) -> None:
         """Wait before the next try, or raise the response's error if it cannot be retried or the
         time is over. For a rate limit (429), no time limit applies.
         """
         status = response.status_code
         self._faults = self._faults + 1 if status == 500 else 0
-        if (status < 500 and status not in LATER) or status in _NEVER or self._faults > _MAX_FAULTS:
+        if (
+            (status < 500 and status not in RETRIED_STATUSES)
+            or status in _NOT_RETRIED
+            or self._faults > _MAX_FAULTS
+        ):
             raise refusal(response)
         if status == 429:
-            self._silent_since = None
+            self._unavailable_since = None
         elif self._is_over():
             raise refusal(response)
         await self.pause(_retry_after(response))
@@ -71,8 +75,10 @@ class Patience:
 
     def _is_over(self) -> bool:
         now = time.monotonic()
-        self._silent_since = now if self._silent_since is None else self._silent_since
-        return now - self._silent_since >= self.seconds
+        self._unavailable_since = (
+            now if self._unavailable_since is None else self._unavailable_since
+        )
+        return now - self._unavailable_since >= self.seconds
 
 
 def _retry_after(response: Response) -> float:
