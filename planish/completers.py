@@ -82,7 +82,7 @@ class SamplesTokens(Protocol):
 
 
 class TinkerTokenCompleter(TokenCompleter):
-    """A TokenCompleter that samples from a SamplingClient. The name is that of the tinker cookbook."""
+    """A TokenCompleter that samples from a SamplingClient. The tinker cookbook uses the same name."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """The arguments and results of all operations, as plain data classes.
 
 Field names and meanings are those of the tinker SDK, so its users only change an import. Every
-constructor checks types, shapes and ranges. Checks that need a model (vocabulary, context length)
-are made by the service. Importing this module does not import torch.
+constructor checks types, shapes and ranges. The service makes the checks
+that need a model (vocabulary, context length). Importing this module does not import torch.
 """
 
 from __future__ import annotations

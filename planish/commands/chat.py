@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--renderer",
         metavar="NAME",
-        help="chat format (default: that of the checkpoint, else that of the model)",
+        help="chat format (default: the checkpoint's, else the model's)",
     )
     parser.add_argument("--system", metavar="TEXT", help="system message (default: none)")
     parser.add_argument(

@@ -114,7 +114,7 @@ class ChatSession:
 
     def _retry(self, show: Show) -> LineResult:
         if not self.turns:
-            raise UserError("/retry: nothing was said yet")
+            raise UserError("/retry: the conversation is empty; write a message first")
         return self._answer(self.turns[:-1], show)
 
     def _answer(self, turns: list[Mapping[str, Any]], show: Show) -> LineResult:
@@ -136,7 +136,7 @@ class ChatSession:
 
     def _undo(self, _: str) -> LineResult:
         if not self.turns:
-            raise UserError("/undo: nothing was said yet")
+            raise UserError("/undo: the conversation is empty")
         self.turns = self.turns[:-2]
         return LineResult(f"last exchange removed; {len(self.turns) // 2} left")
 
@@ -144,7 +144,7 @@ class ChatSession:
         if not name:
             raise UserError("/save: give the name of a file")
         if not self.turns:
-            raise UserError("/save: nothing was said yet")
+            raise UserError("/save: the conversation is empty; write a message first")
         path = Path(name).expanduser()
         try:
             with open(path, "a", encoding="utf-8") as file:

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--renderer",
         choices=FORMATS,
-        help="chat format (default: that of the checkpoint, else that of the model)",
+        help="chat format (default: the checkpoint's, else the model's)",
     )
     add_place_arguments(parser)
     add_quantize_argument(parser)

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=list(DTYPES),
-        help="dtype of the exported tensors (default: float32 for peft, that of the base model "
+        help="dtype of the exported tensors (default: float32 for peft, the base model's dtype "
         "for merged)",
     )
     parser.add_argument(

@@ -193,9 +193,9 @@ class PersonAtTerminal(AnswersAsTokens):
     def answer(self, model_input: ModelInput) -> Answer:
         """Print the new part of the prompt and read an answer."""
         new, _ = new_tokens(self._seen, model_input)
-        told = visible(self.tokenizer.decode(new))
+        shown = visible(self.tokenizer.decode(new))
         self._console.rule(Text(f"{self._name}{model_input.length} tokens", style="dim"))
-        self._console.print(Text(told), soft_wrap=True)
+        self._console.print(Text(shown), soft_wrap=True)
         return read_answer(self._console)
 
 

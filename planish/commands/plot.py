@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         metavar="DIR",
-        help="output directory (default: that of the run; with several runs, the current one)",
+        help="output directory (default: the run directory, or with several runs the current one)",
     )
     parser.add_argument(
         "--metrics",

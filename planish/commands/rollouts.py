@@ -184,13 +184,13 @@ def _outcome(row: Row) -> str:
         *(_number(turn["reward"]) for turn in turns),
         f"{_number(row['group_reward'])} (group)",
     ]
-    told = [f"reward {_number(row['total_reward'])} = {' + '.join(parts)}"]
+    shown = [f"reward {_number(row['total_reward'])} = {' + '.join(parts)}"]
     if row["advantage"] is not None:
-        told.append(f"advantage {row['advantage']:+.4g}")
-    told.append(f"ended: {row['stop_reason'] or 'completed'}")
+        shown.append(f"advantage {row['advantage']:+.4g}")
+    shown.append(f"ended: {row['stop_reason'] or 'completed'}")
     last = turns[-1]["metrics"] if turns else {}
     metrics = _numbers({**last, **row["group_metrics"]})
-    return ", ".join(told) + (f" | {metrics}" if metrics else "")
+    return ", ".join(shown) + (f" | {metrics}" if metrics else "")
 
 
 def _numbers(values: Mapping[str, float | None]) -> str:

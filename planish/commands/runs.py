@@ -113,7 +113,7 @@ def check_run_id(run: str) -> None:
     if (Path(run) / CHECKPOINTS).is_file():
         run_id = CheckpointPath.parse(weights_of(run)).run_id
         raise UserError(
-            f"RUN {run} is the directory of a run; give an id, such as {run_id}, which is that of its newest checkpoint"
+            f"RUN {run} is a run directory; give an id instead: its newest checkpoint has the id {run_id}"
         )
 
 

@@ -24,7 +24,7 @@ SECONDS = 15.0
 
 @dataclass(frozen=True)
 class ExaminationOptions:
-    """What `planish doctor` examines besides the machine itself."""
+    """The options of an examination."""
 
     server_data: Path
     """Data directory of `planish serve`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from planish.errors import UnsupportedError
 
-NO_HTTP = "no HTTP request is made; ServiceClient(base_url=...) reaches a server of planish"
+NO_HTTP = "planish makes no HTTP request here; ServiceClient(base_url=...) connects to a server"
 
 
 class Refused:
