@@ -36,6 +36,7 @@ from planish.model.decoder import Decoder
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.device import Device, accumulate_in_float32
+from planish.model.kernels.triton.families import supported_families
 from planish.model.kernels.triton.self_test import check_kernels
 from planish.model.kernels.verdicts import Verdict
 from planish.model.quantization import check_quantizable
@@ -150,7 +151,8 @@ def checked_backend(
     verdicts: Sequence[Verdict] = ()
     if Device(device).is_gpu:
         shapes, heads = kernel_shapes(config), head_shape(config, dtype)
-        verdicts = check_kernels(directory, shapes, heads, device)
+        families = supported_families(config)
+        verdicts = check_kernels(directory, shapes, heads, device, families)
     families = [verdict.family for verdict in verdicts if verdict.passed]
     return choose_backend(config, dtype, device, settings.deterministic, families), verdicts
 

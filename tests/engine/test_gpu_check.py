@@ -5,6 +5,8 @@ and survives checkers that crash, hang or cannot compile. The kernels are interp
 import importlib.util
 import sys
 import textwrap
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,12 @@ from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.triton import sampling_attention, self_test
 from planish.model.kernels.triton.backend import TritonBackend
-from planish.model.kernels.triton.families import FAMILIES, HeadShape, wants_graphs
+from planish.model.kernels.triton.families import (
+    FAMILIES,
+    HeadShape,
+    supported_families,
+    wants_graphs,
+)
 from planish.model.kernels.triton.self_test import Request, is_lasting, run_checks, warning_of
 from planish.model.kernels.verdicts import Verdict, read_verdicts
 from planish.testing import tiny_model
@@ -300,9 +307,14 @@ class Gpu:
             for family in request.families
         ]
 
-    def passed(self, heads: HeadShape = HEADS, shapes: tuple[int, ...] = (4096,)) -> set[str]:
+    def passed(
+        self,
+        heads: HeadShape = HEADS,
+        shapes: tuple[int, ...] = (4096,),
+        families: Sequence[str] = FAMILIES,
+    ) -> set[str]:
         """Return the families that passed their check for a model with these shapes."""
-        verdicts = self_test.check_kernels(Path("/model"), shapes, heads, CUDA)
+        verdicts = self_test.check_kernels(Path("/model"), shapes, heads, CUDA, families)
         return {verdict.family for verdict in verdicts if verdict.passed}
 
 
@@ -312,6 +324,21 @@ CUDA = torch.device("cuda", 0)
 @pytest.fixture
 def gpu(tmp_path, monkeypatch) -> Gpu:
     return Gpu(tmp_path, monkeypatch)
+
+
+def test_only_families_that_support_the_model_are_checked(gpu, caplog):
+    windows = supported_families(replace(CONFIG, windows=(16,) * CONFIG.num_layers))
+    assert windows == ("norms", "rope", "swiglu", "log_sum_exp", "sampling")
+    assert supported_families(replace(CONFIG, attention_sinks=True)) == windows
+    gpu.fails = {"graphs": "wrong result: x"}
+    assert gpu.passed(families=windows) == set(windows)
+    assert gpu.asked[-1].families == list(windows)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    # Another model of the same shapes needs the other families, and the first one's are known.
+    assert gpu.passed() == set(FAMILIES) - {"graphs"}
+    assert set(gpu.asked[-1].families) == set(FAMILIES) - set(windows)
+    assert gpu.passed(families=windows) == set(windows)
+    assert len(gpu.asked) == 2
 
 
 def test_kernels_are_used_only_after_they_passed_the_check(gpu, caplog):

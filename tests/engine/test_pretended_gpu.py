@@ -4,6 +4,7 @@ during a capture. It does not check kernels.
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from planish.engine.training.adapters import Adapter
 from planish.model.kernels.triton.families import FAMILIES
 from planish.model.kernels.verdicts import Verdict
 from planish.model.lora import LoraLayout
-from planish.testing import tiny_model
+from planish.testing import tiny_model, use_fp8, use_mxfp4
 from planish.types import AdamParams, Datum, LoraConfig, ModelInput, SampleResponse
 
 pytestmark = pytest.mark.slow
@@ -120,6 +121,63 @@ def test_the_gpu_allocator_is_unchanged_on_wsl(
     directory, settings = tiny_model(tmp_path, layers=1), EngineSettings()
     BaseModel(directory, settings, DeviceMemory(settings).claim(directory))
     assert not found
+
+
+MODELS: dict[str, tuple[str, dict[str, Any], str | None]] = {
+    "gemma3": ("gemma3", {}, None),
+    "gpt_oss": ("gpt_oss", {}, None),
+    "gpt_oss mxfp4": ("gpt_oss", {"expert_size": 64}, None),
+    "ministral3": ("ministral3", {}, None),
+    "olmo3": ("olmo3", {}, None),
+    "phi3": ("phi3", {}, None),
+    "qwen3 fp8": ("qwen3", {}, None),
+    "qwen3 int8": ("qwen3", {}, "int8"),
+    "qwen3 nf4": ("qwen3", {"intermediate": 64}, "nf4"),
+    "qwen3_5": ("qwen3_5", {}, None),
+    "qwen3_5_moe": ("qwen3_5_moe", {}, None),
+    "qwen3_moe": ("qwen3_moe", {}, None),
+    "smollm3": ("smollm3", {}, None),
+}
+"""The models of the next test: family, options of `tiny_model` and quantization."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_family_and_scheme_has_the_logprobs_of_the_cpu(tmp_path: Path, name: str):
+    """The reference is torch on a CPU in float32."""
+    family, options, quantize = MODELS[name]
+    directory = tiny_model(tmp_path, family, layers=2, dtype="bfloat16", **options)
+    if name.endswith("mxfp4"):
+        use_mxfp4(directory)
+    if name.endswith("fp8"):
+        stored = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]}
+        use_fp8(directory, stored, (32, 32), "weight_scale_inv")
+    found = []
+    for device in ("cpu", "cuda"):
+        with pytest.MonkeyPatch.context() as patch:
+            context = pretended_gpu(patch) if device == "cuda" else nullcontext(Marks())
+            with context as marks:
+                settings = EngineSettings(
+                    device=device,
+                    dtype="float32",
+                    max_batch=3,
+                    kv_cache_bytes=1 << 24,
+                    prefix_cache_bytes=1 << 20,
+                    quantize=quantize,
+                )
+                base = BaseModel(directory, settings, DeviceMemory(settings).claim(directory))
+                assert base.device.type == device
+                adapter = adapted(base, LoraConfig(rank=4, seed=0))
+                responses, _ = sampled(base, [adapter, adapter], marks)
+                output = done(base.trainer.forward_backward(adapter, data(), "importance_sampling"))
+                assert adapter.grad is not None
+                found.append((responses, output, adapter.grad.cpu().clone()))
+    (of_cpu, ours), (output, other), (grad, others) = zip(*found, strict=True)
+    for mine, theirs in zip(ours, of_cpu, strict=True):
+        for sequence, expected in zip(mine.sequences, theirs.sequences, strict=True):
+            assert sequence.tokens == expected.tokens
+            np.testing.assert_allclose(sequence.logprobs, expected.logprobs, atol=1e-4)
+    assert output.metrics["loss:sum"] == pytest.approx(other.metrics["loss:sum"], rel=1e-4)
+    assert (others - grad).norm() < 1e-4 * grad.norm()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -57,7 +57,10 @@ def random_tokens(count: int) -> list[int]:
     return np.random.default_rng(0).integers(0, 256, count).tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen2", "qwen3", "gemma3", "gpt_oss", "olmo3", "phi3", "qwen3_5", "qwen3_moe"],
+)
 def test_float32_equals_transformers(model_of, device, family):
     path, sequence = model_of(family, tied=family == "llama"), random_tokens(300)
     expected = theirs(path, sequence, torch.float32, torch.device("cpu"))

@@ -15,7 +15,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from planish.errors import DamagedFileError, UnsupportedError, UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
-from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.cpp import ops
 from planish.model.prefix_tree import pack
 from planish.model.quantization import Mxfp4Weight, check_quantizable
@@ -181,8 +180,6 @@ def test_what_gpt_oss_does_not_support_is_an_error(tmp_path):
     with pytest.raises(UserError, match="quantized with mxfp4 already; omit quantize"):
         check_quantizable(config, "int8")
     check_quantizable(config, None)
-    with pytest.raises(UnsupportedError, match="gpt_oss models run only on a CPU so far"):
-        choose_backend(config, torch.bfloat16, torch.device("cuda"), None)
 
 
 def test_mxfp4_weights_that_do_not_fit_the_config_are_an_error(tmp_path):

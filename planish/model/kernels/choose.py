@@ -15,7 +15,6 @@ from functools import lru_cache
 
 import torch
 
-from planish.errors import UnsupportedError
 from planish.model.config import ModelConfig
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.backend import CppBackend
@@ -38,19 +37,8 @@ def choose_backend(
     `deterministic`: whether results are batch-invariant. None means no on a GPU. On a CPU it means
     yes if padding of the matmuls is enough, because padding costs almost nothing there.
     `gpu_families`: the families of Triton kernels that passed their self-test for this model on
-    this GPU. Raises UnsupportedError for a model with gated delta-net layers or attention sinks on
-    a GPU.
+    this GPU.
     """
-    if config.delta_net is not None and Device(device).is_gpu:
-        raise UnsupportedError(
-            f"the gated delta-net layers of {config.family} models run only on a CPU so far, not on "
-            f"{device}; give device='cpu'"
-        )
-    if config.attention_sinks and Device(device).is_gpu:
-        raise UnsupportedError(
-            f"{config.family} models run only on a CPU so far, because the attention sinks are not "
-            f"tested on {device}; give device='cpu'"
-        )
     backend = _fastest(config, dtype, device, gpu_families)
     backend.make_batch_invariant(_row_tiling(backend, deterministic))
     return backend
@@ -61,7 +49,7 @@ def _fastest(
 ) -> TorchBackend:
     wanted = ops.kernels_setting()
     if dtype in (torch.float32, torch.bfloat16):
-        if wanted == "triton" and config.delta_net is None and not config.attention_sinks:
+        if wanted == "triton":
             return TritonBackend(config, dtype, device, FAMILIES)
         if Device(device).is_gpu:
             if gpu_families and wanted != "torch":

@@ -1,7 +1,8 @@
 """The Triton backend: kernels for GPUs, which are compiled at first use.
 
 torch computes the matmuls with frozen weights. It also computes what the kernels do not support:
-unusual head sizes, attention windows, GeGLU, experts, and families that failed their self-test. In
+unusual head sizes, attention windows and sinks, gated delta nets, GeGLU, experts, and families that
+failed their self-test. In
 deterministic mode torch computes attention and LoRA too, because the order of additions of these
 kernels depends on the batch.
 """
@@ -18,14 +19,9 @@ from torch import Tensor
 from planish.model.config import ModelConfig
 from planish.model.kernels.backend import Attend
 from planish.model.kernels.reference.backend import TorchBackend
-from planish.model.kernels.triton.families import FAMILIES
+from planish.model.kernels.triton.families import FAMILIES, supported_families
 from planish.model.kernels.triton.tree_attention import GpuForest
 from planish.model.prefix_tree import Packed
-
-_OF_HEADS = ("attention", "tree attention", "lora", "graphs")
-"""The families that need a supported head size: the attention kernels, and the families that are
-used only together with them.
-"""
 
 
 class TritonBackend(TorchBackend):
@@ -41,12 +37,7 @@ class TritonBackend(TorchBackend):
         """`families`: the families of kernels that passed their self-test for this model."""
         # Triton is absent on machines without a GPU.
         kernels: Any = import_module("planish.model.kernels.triton.elementwise_kernels")
-        if config.head_dim % 16 or config.head_dim > 256 or any(config.windows):
-            families = set(families).difference(_OF_HEADS)
-        if config.num_experts:
-            # The number of rows of each expert is known only when the layer runs. So a CUDA graph
-            # cannot contain experts.
-            families = set(families).difference(("lora", "graphs"))
+        families = set(families).intersection(supported_families(config))
         super().__init__(config, dtype, device)
         self.use_kernels(kernels, families)
         self._module = kernels

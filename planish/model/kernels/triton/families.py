@@ -10,6 +10,7 @@ from importlib import import_module
 import torch
 
 from planish.errors import UserError
+from planish.model.config import ModelConfig
 
 FAMILIES = (
     "norms",
@@ -27,6 +28,28 @@ FAMILIES = (
 "attention" is the sampler's attention (prefill and decode). "tree attention" is the trainer's
 attention over prefix trees. "graphs" is the sampler's decoding step captured as a CUDA graph.
 """
+
+_OF_HEADS = ("attention", "tree attention", "lora", "graphs")
+"""The families that need a supported head size: the attention kernels, and the families that are
+used only together with them.
+"""
+
+
+def supported_families(config: ModelConfig) -> tuple[str, ...]:
+    """Return the families that support this model. torch computes the others."""
+    excluded: tuple[str, ...] = ()
+    has_head_size = config.head_dim % 16 == 0 and config.head_dim <= 256
+    if not has_head_size or any(config.windows) or config.attention_sinks:
+        excluded = _OF_HEADS
+    elif config.delta_net is not None:
+        # The runner of these families passes no recurrent states. The trainer's attention does not
+        # need that runner.
+        excluded = ("attention", "lora", "graphs")
+    elif config.num_experts:
+        # The number of rows of each expert is known only when the layer runs. So a CUDA graph
+        # cannot contain experts.
+        excluded = ("lora", "graphs")
+    return tuple(family for family in FAMILIES if family not in excluded)
 
 
 @dataclass(frozen=True)

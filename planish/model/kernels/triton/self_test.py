@@ -70,7 +70,11 @@ class Request:
 
 
 def check_kernels(
-    directory: Path, shapes: Collection[Any], heads: HeadShape, device: torch.device
+    directory: Path,
+    shapes: Collection[Any],
+    heads: HeadShape,
+    device: torch.device,
+    families: Sequence[str] = FAMILIES,
 ) -> list[Verdict]:
     """Return the verdicts on the families of kernels for this model on this GPU.
 
@@ -78,25 +82,28 @@ def check_kernels(
     the families that failed, the reason and the remedy.
 
     `shapes`: the model's other sizes for which kernels are compiled; they are part of the key of
-    the stored verdicts.
+    the stored verdicts. `families`: the families that support the model.
     """
     if ops.kernels_setting() in ("torch", "triton"):
         return []
     if not has_triton():
-        verdicts = [Verdict(family, False, "Triton is not installed") for family in FAMILIES]
+        verdicts = [Verdict(family, False, "Triton is not installed") for family in families]
     else:
         name = torch.cuda.get_device_name(device)
         path = verdict_path(shapes, heads, device)
-        verdicts = known_verdicts(path)
-        missing = [family for family in FAMILIES if family not in {v.family for v in verdicts}]
+        # The file may have verdicts on families that do not support this model, but another model
+        # of the same shapes.
+        known = known_verdicts(path)
+        missing = [family for family in families if family not in {v.family for v in known}]
         if missing:
             _logger.info(
                 "compiling and checking GPU kernels for %s; this takes about a minute, once", name
             )
             dtype = str(heads.dtype).removeprefix("torch.")
             request = Request(str(directory), dtype, str(device), missing)
-            verdicts += run_checks(request)
-            write_verdicts(path, filter(is_lasting, verdicts))
+            known += run_checks(request)
+            write_verdicts(path, filter(is_lasting, known))
+        verdicts = [verdict for verdict in known if verdict.family in families]
     warning = warning_of(verdicts)
     if warning:
         _logger.warning("%s", warning)
@@ -225,7 +232,7 @@ def warning_of(verdicts: Sequence[Verdict]) -> str:
     for verdict in failed:
         reasons.setdefault(" ".join(verdict.reason.split())[:400], []).append(verdict.family)
     told = "; ".join(f"{', '.join(families)}: {reason}" for reason, families in reasons.items())
-    which = "all GPU kernels" if len(failed) == len(FAMILIES) else "some GPU kernels"
+    which = "all GPU kernels" if len(failed) == len(verdicts) else "some GPU kernels"
     remedies = dict.fromkeys(remedy_of(reason) for reason in reasons)
     return f"{which} of planish are off, and torch does their work, slower: {told}. {' '.join(remedies)}"
 
