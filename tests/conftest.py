@@ -6,6 +6,7 @@ tests with a cache of their own. Every test starts from the same random seed, PL
 """
 
 import asyncio
+import gc
 import os
 import random
 import signal
@@ -31,6 +32,17 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell lets background jobs ignore SIGINT, which some tests send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Collection makes more than a million objects, all of which last to the end. The garbage collector
+# would search them again and again, in collection and in the tests.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Turn the garbage collector on and let it ignore the objects that collection made."""
+    gc.freeze()
+    gc.enable()
+
 
 SEED = int(os.environ.get("PLANISH_TEST_SEED", "0"))
 

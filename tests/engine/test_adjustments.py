@@ -32,14 +32,14 @@ def penalized(
     logits: torch.Tensor, params: SamplingParams, prompt: list[int], tokens: list[int]
 ) -> torch.Tensor:
     """Compute the definition of vLLM token by token."""
-    out, counts = logits.clone(), Counter(tokens)
+    out, counts = logits.numpy().copy(), Counter(tokens)
     for token in range(len(out)):
         if token in counts or token in prompt:
             factor = params.repetition_penalty
             out[token] = out[token] / factor if out[token] > 0 else out[token] * factor
         out[token] -= params.frequency_penalty * counts[token]
         out[token] -= params.presence_penalty * (counts[token] > 0)
-    return out
+    return torch.from_numpy(out)
 
 
 @settings(max_examples=40, deadline=None)

@@ -198,6 +198,7 @@ def test_long_key_ranges_are_split():
     assert tables._tables["rows"]["parts"].min() > 8  # more parts than one program adds at a time
 
 
+@pytest.mark.slow
 def test_attention_tables_are_reused_step_after_step():
     running = batch(heads=1, group=2)
     running.begin(70, [0, 3])

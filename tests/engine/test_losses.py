@@ -126,13 +126,12 @@ GAPS = [-700.0, -88.75, -1.0, 0.0, 0.15, 1.0, 60.0, 88.0, 88.5, 88.75, 89.0, 100
 ADVANTAGES = [1.0, -1.0, 1e-3, -1e-3, 1e-30, -1e-30, -0.0, 0.0, 7.5, -7.5]
 
 
-@pytest.mark.parametrize("advantage", ADVANTAGES)
 @pytest.mark.parametrize("gap", GAPS)
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo"])
-def test_an_overflowing_ratio_gives_the_float64_result(name, gap, advantage):
+def test_an_overflowing_ratio_gives_the_float64_result(name, gap):
     """The result is non-finite only if float32 cannot represent the loss or its gradient."""
 
-    def outcome(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def outcome(dtype: torch.dtype, advantage: float) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = torch.tensor([-1.0, -0.5], dtype=dtype, requires_grad=True)
         inputs = {
             "logprobs": torch.tensor([-1.0 - gap, -0.5 - gap], dtype=dtype),
@@ -175,15 +174,16 @@ def test_an_overflowing_ratio_gives_the_float64_result(name, gap, advantage):
         "cispo": cispo,
         "gspo": gspo,
     }
-    expected, expected_grad = outcome(torch.float64)
-    assert expected.isfinite()
-    assert expected_grad.isfinite().all()
-    found, grad = outcome(torch.float32)
-    if max(expected.abs(), expected_grad.abs().max()) < 3.4e38:
-        torch.testing.assert_close(found.double(), expected, rtol=5e-5, atol=1e-37)
-        torch.testing.assert_close(grad.double(), expected_grad, rtol=5e-5, atol=1e-37)
-    else:
-        assert not found.isfinite()
+    for advantage in ADVANTAGES:
+        expected, expected_grad = outcome(torch.float64, advantage)
+        assert expected.isfinite()
+        assert expected_grad.isfinite().all()
+        found, grad = outcome(torch.float32, advantage)
+        if max(expected.abs(), expected_grad.abs().max()) < 3.4e38:
+            torch.testing.assert_close(found.double(), expected, rtol=5e-5, atol=1e-37)
+            torch.testing.assert_close(grad.double(), expected_grad, rtol=5e-5, atol=1e-37)
+        else:
+            assert not found.isfinite(), advantage
 
 
 def test_gspo_with_an_empty_mask_has_ratio_one():

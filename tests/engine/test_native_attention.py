@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from variants import slow_after
 
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.attention import (
@@ -66,7 +67,7 @@ def gradients(
     [(4, 4, 16), *(pytest.param(x, marks=SLOW) for x in ((9, 3, 64), (8, 2, 128), (6, 2, 80)))],
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-5), (torch.bfloat16, 0.03)])
-@pytest.mark.parametrize("window", [None, 2, 20, 70])
+@pytest.mark.parametrize("window", slow_after(2, [None, 20, 2, 70]))
 def test_prefix_tree_attention_equals_dense_masked_attention(shape, dtype, tolerance, window):
     for seed in range(2):
         packed = forest(seed)
@@ -148,13 +149,15 @@ class Sample:
     slot: int = -1
 
 
-@pytest.mark.parametrize("prompt_tokens", [1, 40, 64, 150])
+@pytest.mark.parametrize("prompt_tokens", slow_after(2, [1, 150, 40, 64]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("count", "shape"), [(1, (6, 2, 64)), (2, (3, 1, 80)), (2, (8, 1, 16)), (11, (6, 2, 32))]
+    ("count", "shape"),
+    slow_after(2, [(2, (3, 1, 80)), (11, (6, 2, 32)), (1, (6, 2, 64)), (2, (8, 1, 16))]),
 )
 @pytest.mark.parametrize(
-    ("window", "has_sinks"), [(None, False), (3, False), (65, False), (65, True)]
+    ("window", "has_sinks"),
+    slow_after(2, [(None, False), (65, True), (3, False), (65, False)]),
 )
 def test_prefill_and_decode_equal_training_attention_bitwise(
     prompt_tokens, dtype, count, shape, window, has_sinks

@@ -115,6 +115,7 @@ def test_a_datum_longer_than_the_budget_gets_its_own_micro_batch():
     assert [len(part) for part in packed] == [2, 50]
 
 
+@pytest.mark.slow
 def test_packing_thousands_of_datums_with_a_long_prefix_is_fast():
     prefix = np.arange(16_000)
     sequences = [np.concatenate([prefix, [i, i + 1]]) for i in range(1500)]

@@ -13,6 +13,7 @@ from backends import with_tiling
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
+from variants import slow_after
 
 from planish.engine.checkpoints.files import peft_config
 from planish.engine.training.adapters import Adapter
@@ -229,32 +230,35 @@ def plain_loss(name: str):
 
 @pytest.mark.parametrize(
     ("family", "options", "loss_fn"),
-    [
-        ("llama", {}, "cross_entropy"),
-        ("llama", {}, "importance_sampling"),
-        ("mistral", {}, "cross_entropy"),
-        ("mistral", {"window": 12}, "importance_sampling"),
-        ("ministral3", {"max_context": 64}, "cross_entropy"),
-        ("ministral3", {"rope_scaling": YARN_SCALING}, "importance_sampling"),
-        ("qwen2", {}, "importance_sampling"),
-        ("qwen2", {"rope_scaling": YARN_SCALING}, "cross_entropy"),
-        ("qwen3", {}, "cross_entropy"),
-        ("qwen3_5", {}, "cross_entropy"),
-        ("qwen3_5", {}, "importance_sampling"),
-        ("qwen3_moe", {}, "cross_entropy"),
-        ("qwen3_moe", {}, "importance_sampling"),
-        ("qwen3_5_moe", {}, "cross_entropy"),
-        ("qwen3_5_moe", {"layers": 3, "experts_per_token": 3}, "importance_sampling"),
-        ("gpt_oss", {"layers": 3, "window": 12}, "cross_entropy"),
-        ("gpt_oss", {"rope_scaling": YARN_SCALING, "window": 12}, "importance_sampling"),
-        ("smollm3", {"layers": 4}, "importance_sampling"),
-        ("gemma3", {"layers": 4, "window": 12}, "cross_entropy"),
-        ("gemma3", {"layers": 4, "window": 12}, "importance_sampling"),
-        ("olmo3", {"layers": 4, "window": 12}, "cross_entropy"),
-        ("olmo3", {"rope_scaling": YARN_SCALING, "window": 12}, "importance_sampling"),
-        ("phi3", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "cross_entropy"),
-        ("phi3", {"rope_scaling": LONGROPE_SCALING, "kv_heads": 4}, "importance_sampling"),
-    ],
+    slow_after(
+        14,
+        [
+            ("llama", {}, "cross_entropy"),
+            ("llama", {}, "importance_sampling"),
+            ("mistral", {"window": 12}, "importance_sampling"),
+            ("ministral3", {"rope_scaling": YARN_SCALING}, "importance_sampling"),
+            ("qwen2", {}, "importance_sampling"),
+            ("qwen3", {}, "cross_entropy"),
+            ("qwen3_5", {}, "cross_entropy"),
+            ("qwen3_moe", {}, "importance_sampling"),
+            ("qwen3_5_moe", {}, "cross_entropy"),
+            ("gpt_oss", {"rope_scaling": YARN_SCALING, "window": 12}, "importance_sampling"),
+            ("smollm3", {"layers": 4}, "importance_sampling"),
+            ("gemma3", {"layers": 4, "window": 12}, "cross_entropy"),
+            ("olmo3", {"rope_scaling": YARN_SCALING, "window": 12}, "importance_sampling"),
+            ("phi3", {"rope_scaling": LONGROPE_SCALING, "kv_heads": 4}, "importance_sampling"),
+            ("mistral", {}, "cross_entropy"),
+            ("ministral3", {"max_context": 64}, "cross_entropy"),
+            ("qwen2", {"rope_scaling": YARN_SCALING}, "cross_entropy"),
+            ("qwen3_5", {}, "importance_sampling"),
+            ("qwen3_moe", {}, "cross_entropy"),
+            ("qwen3_5_moe", {"layers": 3, "experts_per_token": 3}, "importance_sampling"),
+            ("gpt_oss", {"layers": 3, "window": 12}, "cross_entropy"),
+            ("gemma3", {"layers": 4, "window": 12}, "importance_sampling"),
+            ("olmo3", {"layers": 4, "window": 12}, "cross_entropy"),
+            ("phi3", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "cross_entropy"),
+        ],
+    ),
 )
 def test_gradients_equal_transformers_and_peft(tmp_path, family: str, options, loss_fn: str):
     path = tiny_model(tmp_path, family=family, tied=False, **options)

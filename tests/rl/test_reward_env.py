@@ -82,6 +82,7 @@ def test_a_reward_that_is_not_a_finite_number_is_named(renderer, given, error, n
         stepped(env_of(renderer, lambda answer, row: given), renderer)
 
 
+@pytest.mark.slow
 def test_a_run_with_held_out_rows_evaluates_them(model, questions, tmp_path):
     builder = RewardDatasetBuilder(
         dataset=questions, reward=length, model_name=model, batch_size=3, group_size=4, test_size=2

@@ -585,6 +585,7 @@ def test_browser_runs_no_script_from_rollout_text(shown):
     assert browser.requests() == []
 
 
+@pytest.mark.slow
 @needs_browser
 def test_browser_fits_a_narrow_window(shown):
     text = "unbroken" * 100 + "\n" + "中" * 300

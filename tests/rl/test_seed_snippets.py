@@ -65,6 +65,7 @@ def run(snippet, **names):
     return names
 
 
+@pytest.mark.slow
 def test_the_published_metrics_snippet_runs(directory, monkeypatch):
     monkeypatch.chdir(directory)
     matplotlib.use("Agg")

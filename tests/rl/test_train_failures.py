@@ -17,6 +17,7 @@ import pytest
 from digest_service import FakeService, FakeTrainingClient
 from digit_env import DigitsBuilder
 from eventful_env import AtGroup, Eventful, EventfulBuilder, nothing
+from variants import slow_after
 
 from planish.errors import CheckpointError, DamagedFileError, NonFiniteError, UserError
 from planish.files import read_rows
@@ -391,20 +392,20 @@ def interrupting_at(service, operation, occurrence):
 
 
 PHASES = {
+    "sampling": ("sample", 6),
+    "training": ("forward_backward", 1),
+    "saving": ("save_state", 0),
+    "final": ("save_state", 1),
     "loading": ("create", 0),
     "publishing": ("publish", 1),
-    "sampling": ("sample", 6),
     "testing": ("sample", 0),
-    "training": ("forward_backward", 1),
     "updating": ("optim_step", 1),
-    "saving": ("save_state", 0),
     "saving weights": ("save_weights_for_sampler", 0),
     "last tests": ("publish", 4),
-    "final": ("save_state", 1),
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", slow_after(4, list(PHASES)))
 def test_control_c_in_every_phase_saves_the_finished_steps(service, tmp_path, phase, monkeypatch):
     builder = EventfulBuilder(happening=nothing, tests=2, at_test=nothing)
     options = {"eval_every": 3, "save_every": 3}

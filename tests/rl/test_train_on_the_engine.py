@@ -105,6 +105,7 @@ def test_trained_logprobs_equal_sampled_logprobs(whole):
         assert row["optim/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_metrics_file(model, whole, tmp_path):
     train(model, tmp_path / "data", tmp_path / "run")
     assert untimed(tmp_path / "run") == untimed(whole / "run")
@@ -154,6 +155,7 @@ def test_a_stopped_or_killed_process_resumes_bitwise_identically(model, whole, t
     assert untimed(log) == untimed(whole / "run")
 
 
+@pytest.mark.slow
 def test_asynchronous_and_streaming_runs_train_on_the_engine(model, tmp_path):
     train(
         model,

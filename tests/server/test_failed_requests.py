@@ -29,6 +29,7 @@ async def failed_rows(server: Server, tenant: str = TENANT.name) -> int:
     return await server.store.read(lambda db: db.execute(query, [tenant]).fetchone()[0])
 
 
+@pytest.mark.slow
 def test_rejected_requests_have_a_bound(model_dir, data_dir):
     """They stayed until a snapshot of their model, which an idle model never takes."""
 

@@ -235,6 +235,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_a_commit_after_one_whose_sync_failed_in_a_killed_process_is_kept(tmp_path):
     root = tmp_path / "data"
     root.mkdir()
@@ -281,6 +282,7 @@ for number in range(1, int(sys.argv[3])):
 """
 
 
+@pytest.mark.slow
 def test_a_save_that_failed_does_not_come_back_after_a_power_loss(tmp_path):
     root, last = tmp_path / "data", 14
     kinds = {"replaced": {"name": "old", "aside": "new"}, "new": {"aside": "new"}}

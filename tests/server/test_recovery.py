@@ -98,6 +98,7 @@ def test_a_restart_resumes_everything(model_dir, tmp_path):
     assert run(play("restarted", True)) == run(play("running", False))
 
 
+@pytest.mark.slow
 def test_more_than_ten_requests_are_replayed_in_order(model_dir, tmp_path):
     """A pending gradient prevents a snapshot, so the start replays all requests of the model."""
 

@@ -2,6 +2,7 @@
 of arrival.
 """
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ def taken(queue: RequestQueue[int]) -> list[int]:
     return list(iter(queue.take, None))
 
 
+@pytest.mark.slow
 @given(st.permutations(range(1, 12)), st.data())
 def test_requests_are_taken_in_the_order_of_their_numbers(arrival, data):
     queue: RequestQueue[int] = RequestQueue(1)
