@@ -18,11 +18,11 @@ from urllib.parse import quote
 
 import orjson
 
-from planish.client.local import chosen_url
-from planish.client.remote_errors import ServerUnreachableError, body_of, refusal
+from planish.client.local import resolve_server_url
+from planish.client.remote_errors import ServerUnreachableError, body_of, error_from_response
 from planish.client.remote_http import Http, NoAnswerError
-from planish.client.remote_link import API, checked_key, checked_url
-from planish.client.rest_client import run_of, training_run
+from planish.client.remote_link import API, normalize_url, resolve_api_key
+from planish.client.rest_client import run_id_of, training_run
 from planish.engine.checkpoints.store import CheckpointStore, data_directory, record_of
 from planish.errors import (
     CheckpointError,
@@ -46,7 +46,7 @@ class ServerRecords:
     def __init__(self, url: str, key: str | None) -> None:
         """`key` is the API key; None for a server without keys. Raise UserError for a wrong URL."""
         with as_user_errors("--base-url"):
-            self._url = checked_url(url)
+            self._url = normalize_url(url)
         self._headers = {"X-API-Key": key} if key else {}
 
     def runs(self, limit: int | None) -> list[Row]:
@@ -114,7 +114,7 @@ class ServerRecords:
         finally:
             await http.close()
         if not response.is_success:
-            raise refusal(response)
+            raise error_from_response(response)
         return body_of(response)
 
     async def _download_file(self, url: str, target: Path) -> Path:
@@ -123,7 +123,7 @@ class ServerRecords:
             async with http.stream("GET", url) as response:
                 if not response.is_success:
                     await response.aread()
-                    raise refusal(response)
+                    raise error_from_response(response)
                 with open(partial_file, "wb") as file:
                     async for block in response.aiter_bytes():
                         file.write(block)
@@ -155,8 +155,8 @@ class LocalRecords:
 
     def runs(self, limit: int | None) -> list[Row]:
         """Return at most `limit` training runs that have checkpoints (None: all)."""
-        found = sorted(self._store.records(), key=run_of)
-        runs = [self._run(run_id, list(mine)) for run_id, mine in groupby(found, key=run_of)]
+        found = sorted(self._store.records(), key=run_id_of)
+        runs = [self._run(run_id, list(mine)) for run_id, mine in groupby(found, key=run_id_of)]
         return sorted(runs, key=lambda run: run["last_request_time"], reverse=True)[:limit]
 
     def run(self, run_id: str) -> Row:
@@ -228,10 +228,10 @@ Records = ServerRecords | LocalRecords
 """Training runs and checkpoints. Lists are newest first. A path is tinker://RUN/KIND/NAME."""
 
 
-def records_of(base_url: str | None, api_key: str | None, data_dir: Path | None) -> Records:
+def open_records(base_url: str | None, api_key: str | None, data_dir: Path | None) -> Records:
     """Return the records of a server if `base_url` or the environment names one, else local ones."""
-    url = chosen_url(base_url, api_key, {"data_dir": data_dir})
-    return LocalRecords(data_dir) if url is None else ServerRecords(url, checked_key(api_key))
+    url = resolve_server_url(base_url, api_key, {"data_dir": data_dir})
+    return LocalRecords(data_dir) if url is None else ServerRecords(url, resolve_api_key(api_key))
 
 
 def download_checkpoint(records: Records, path: str, out: Path, option: str) -> list[Path]:

@@ -47,7 +47,7 @@ def used_together(base_url: str | None, *names: str | None) -> dict[str, str] | 
     return {name: name for name in distinct}
 
 
-def chosen_url(
+def resolve_server_url(
     base_url: str | None, api_key: str | None, engine_options: Mapping[str, Any]
 ) -> str | None:
     """Return the server URL: `base_url`, else that of the environment. None means an engine in this

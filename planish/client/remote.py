@@ -29,7 +29,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from urllib.parse import quote
 
 from planish.client.remote_http import is_this_machine
-from planish.client.remote_link import Link, checked_key, checked_url
+from planish.client.remote_link import Link, normalize_url, resolve_api_key
 from planish.client.remote_model_queue import ModelQueue, QueuedOperation
 from planish.client.remote_retries import PATIENCE_SECONDS
 from planish.client.remote_samplers import RemoteSampler, SampleSender
@@ -83,9 +83,9 @@ class RemoteService:
         `patience_seconds` is how long the server may be unreachable, for instance during a restart,
         before waiting requests fail.
         """
-        url = checked_url(base_url)
+        url = normalize_url(base_url)
         self._link = Link(
-            url, checked_key(api_key), patience_seconds, compress=not is_this_machine(url)
+            url, resolve_api_key(api_key), patience_seconds, compress=not is_this_machine(url)
         )
         self._thread = LoopThread("planish-remote", self._link)
         try:
@@ -116,7 +116,7 @@ class RemoteService:
     def submit(self, operation: Operation[R]) -> Future[R]:
         """Queue `operation` for the server. Checks that need the server come through the future."""
         if self._is_closed:
-            raise _closed()
+            raise _closed_error()
         if not self._thread.is_alive():
             raise EngineClosedError(
                 "the connection to the server is closed, or belongs to the parent process; make a new ServiceClient here"
@@ -128,7 +128,7 @@ class RemoteService:
         answer.add_done_callback(lambda _: keep_alive.clear())
         with self._submit_lock:
             if self._is_closed:
-                raise _closed()
+                raise _closed_error()
             self._open.add(answer)
             answer.add_done_callback(self._open.discard)
             if isinstance(operation, (SaveWeights, SaveWeightsForSampler)):
@@ -303,13 +303,13 @@ class RemoteService:
 
     def _call(self, function: Callable[P, Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R:
         if self._is_closed:
-            raise _closed()
+            raise _closed_error()
         return self._thread.call(function, *args, **kwargs)
 
     def _fail_open(self) -> None:
         for answer in list(self._open):
             with suppress(InvalidStateError):  # finished or cancelled just now
-                answer.set_exception(_closed())
+                answer.set_exception(_closed_error())
 
 
 def _remove_value(known: dict[str, R], removed: R) -> None:
@@ -321,7 +321,7 @@ def _remove_value(known: dict[str, R], removed: R) -> None:
             known.pop(name, None)
 
 
-def _closed() -> EngineClosedError:
+def _closed_error() -> EngineClosedError:
     return EngineClosedError(
         "the connection to the server was closed before this operation finished; make a new ServiceClient"
     )

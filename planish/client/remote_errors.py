@@ -45,17 +45,17 @@ def body_of(response: Response) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def refusal(response: Response) -> PlanishError:
+def error_from_response(response: Response) -> PlanishError:
     """Return the exception for a response with status 4xx or 5xx."""
     body = body_of(response)
     detail = body.get("detail") or response.text[:_MAX_SHOWN] or response.reason_phrase
     is_of_checkpoint = "checkpoints" in response.url.path or "weights" in response.url.path
-    return _refused(
+    return _error_from_status(
         response.status_code, str(detail), body, CheckpointError if is_of_checkpoint else UserError
     )
 
 
-def failure(body: Mapping[str, Any]) -> PlanishError:
+def error_from_result(body: Mapping[str, Any]) -> PlanishError:
     """Return the exception for the result of a failed request: {"error", "category"}."""
     message = str(body.get("error"))
     if body.get("category") == "user":
@@ -63,14 +63,16 @@ def failure(body: Mapping[str, Any]) -> PlanishError:
     return ServerFaultError(message)
 
 
-def error_of_frame(header: Mapping[str, Any]) -> PlanishError:
+def error_from_frame(header: Mapping[str, Any]) -> PlanishError:
     """Return the exception for one request of a batch: rejected (with a status) or failed."""
     if "status" in header:
-        return _refused(int(header["status"]), str(header.get("detail")), header, UserError)
-    return failure(header)
+        return _error_from_status(
+            int(header["status"]), str(header.get("detail")), header, UserError
+        )
+    return error_from_result(header)
 
 
-def _refused(
+def _error_from_status(
     status: int, message: str, body: Mapping[str, Any], default: type[UserError]
 ) -> PlanishError:
     match status:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import zstandard
 
-from planish.client.remote_errors import NoSuchEndpointError, body_of, failure
+from planish.client.remote_errors import NoSuchEndpointError, body_of, error_from_result
 from planish.client.remote_http import Http, NoAnswerError
 from planish.client.remote_retries import PATIENCE_SECONDS, RetryState
 from planish.client.remote_thread import in_pool
@@ -93,7 +93,7 @@ class Link:
 
         `patience` limits all retries together and `silence` the wait for one response, in seconds.
         """
-        content, headers = await self._packed(posted)
+        content, headers = await self._encode_body(posted)
         options: dict[str, Any] = {"content": content, "headers": headers}
         if silence is not None:
             options["timeout"] = silence
@@ -108,7 +108,7 @@ class Link:
         retry_state = RetryState(self.patience, self.url)
         posted = request()
         while posted is not None:
-            content, headers = await self._packed(posted)
+            content, headers = await self._encode_body(posted)
             broken = NoAnswerError("the response ended early")  # e.g. the server shuts down
             try:
                 async with self._polling.stream(
@@ -165,10 +165,10 @@ class Link:
             else:
                 body = body_of(response)
                 if "error" in body:
-                    raise failure(body)
+                    raise error_from_result(body)
                 return response.content
 
-    async def _packed(self, posted: Posted) -> tuple[bytes, dict[str, str]]:
+    async def _encode_body(self, posted: Posted) -> tuple[bytes, dict[str, str]]:
         headers = {"Content-Type": posted.media}
         if not self.compress or len(posted.content) < _MIN_COMPRESSED:
             return posted.content, headers
@@ -202,7 +202,7 @@ class Link:
             repeated = True
 
 
-def checked_url(base_url: str) -> str:
+def normalize_url(base_url: str) -> str:
     """Return the URL without trailing slash and API path. Raise UserError if it is invalid."""
     parts = urlsplit(base_url.strip()) if isinstance(base_url, str) else None
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
@@ -217,7 +217,7 @@ def checked_url(base_url: str) -> str:
     raise UserError(f"base_url={base_url!r}: give a port from 0 to 65535")
 
 
-def checked_key(given: str | None) -> str | None:
+def resolve_api_key(given: str | None) -> str | None:
     """Return the API key: `given`, else the environment's, else None. Raise UserError if the key
     is invalid.
     """

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from planish.client.remote_errors import refusal
+from planish.client.remote_errors import error_from_response
 from planish.client.remote_link import Link
 from planish.client.remote_thread import LoopThread, in_pool
 from planish.errors import EngineClosedError, PlanishError, UserError, rejected_step
@@ -192,7 +192,7 @@ class ModelQueue:
             raise
         self._next_seq += 1
         if not response.is_success:
-            raise refusal(response)
+            raise error_from_response(response)
         return _request_id(response)
 
     async def _await_result(

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from planish.client.remote_errors import ServerUnreachableError, refusal
+from planish.client.remote_errors import ServerUnreachableError, error_from_response
 
 if TYPE_CHECKING:
     from httpx2 import Response
@@ -60,11 +60,11 @@ class RetryState:
             or status in _NOT_RETRIED
             or self._faults > _MAX_FAULTS
         ):
-            raise refusal(response)
+            raise error_from_response(response)
         if status == 429:
             self._unavailable_since = None
         elif self._is_over():
-            raise refusal(response)
+            raise error_from_response(response)
         await self.pause(_retry_after(response))
 
     async def pause(self, at_least: float = 0.0) -> None:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planish.client.remote_errors import NoSuchEndpointError, error_of_frame
+from planish.client.remote_errors import NoSuchEndpointError, error_from_frame
 from planish.client.remote_link import Link
 from planish.client.remote_model_queue import QueuedOperation
 from planish.client.remote_retries import RETRIED_STATUSES
@@ -160,14 +160,14 @@ class SampleSender:
         """
         sent: list[SampleRequest] = []
 
-        def unfinished() -> Posted | None:
+        def unfinished_requests() -> Posted | None:
             sent[:] = [pending for pending in batch if not pending.content.done()]
             bodies = b",".join(pending.body for pending in sent)
             return Posted("/planish/draw", b'{"requests":[' + bodies + b"]}") if sent else None
 
         try:
             if self.has_batches:
-                async for frame in self.link.frames(unfinished):
+                async for frame in self.link.frames(unfinished_requests):
                     pending = sent[frame.header["index"]]
                     if self._handle_frame(pending, frame):
                         batch.remove(pending)
@@ -189,7 +189,7 @@ class SampleSender:
             accepted = Fields.of((await self.link.post(Posted("/asample", pending.body))).content)
             pending.sequence_ids = accepted.optional(accepted.array, "sample_sequence_ids", [])
             request_id = accepted.identifier("request_id")
-            self._accepted(pending, request_id)
+            self._record_request_id(pending, request_id)
             content = await self.link.result(request_id, takes_protobuf=True)
         except Exception as error:
             if not pending.content.done():
@@ -198,7 +198,7 @@ class SampleSender:
             if not pending.content.done():
                 pending.content.set_result(content)
 
-    def _accepted(self, pending: SampleRequest, request_id: str) -> None:
+    def _record_request_id(self, pending: SampleRequest, request_id: str) -> None:
         pending.request_id = request_id
         if pending.is_cancelled:
             self.thread.spawn(self._cancel_on_server, request_id)
@@ -211,7 +211,7 @@ class SampleSender:
         request_id = header.get("request_id")
         if request_id is not None:
             pending.sequence_ids = header["sample_sequence_ids"]
-            self._accepted(pending, request_id)
+            self._record_request_id(pending, request_id)
         if not header["last"] or pending.content.done():
             return False
         if header.get("status") in RETRIED_STATUSES:
@@ -220,7 +220,7 @@ class SampleSender:
             )
             return True
         if "status" in header or "error" in header:
-            pending.content.set_exception(error_of_frame(header))
+            pending.content.set_exception(error_from_frame(header))
         else:
             pending.content.set_result(frame.content)
         return False

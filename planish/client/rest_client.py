@@ -113,8 +113,11 @@ class RestClient(RefusesMethods):
     ) -> Pending[TrainingRunsResponse]:
         """Return a page of the training runs that have checkpoints, the most recent first."""
         _check_page(limit, offset)
-        found, info = sorted(self._service.checkpoints(), key=run_of), self._service.checkpoint_info
-        runs = [training_run(run, list(mine), info) for run, mine in groupby(found, key=run_of)]
+        found, info = (
+            sorted(self._service.checkpoints(), key=run_id_of),
+            self._service.checkpoint_info,
+        )
+        runs = [training_run(run, list(mine), info) for run, mine in groupby(found, key=run_id_of)]
         runs.sort(key=lambda run: run.last_request_time, reverse=True)
         cursor = Cursor(offset, limit, len(runs))
         return completed(TrainingRunsResponse(runs[offset : offset + limit], cursor))
@@ -192,6 +195,6 @@ def training_run(
     )
 
 
-def run_of(checkpoint: Checkpoint) -> str:
+def run_id_of(checkpoint: Checkpoint) -> str:
     """Return the id of the training run that a checkpoint belongs to."""
     return CheckpointPath.parse(checkpoint.tinker_path).run_id

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from planish.client.futures import in_thread
-from planish.client.local import chosen_url, connect, start_engine
+from planish.client.local import connect, resolve_server_url, start_engine
 from planish.client.rest_client import RestClient
 from planish.client.sampling_client import SamplingClient, create_sampling_client
 from planish.client.session import (
@@ -101,7 +101,7 @@ class ServiceClient(RefusesMethods):
                     "either service, or base_url and api_key"
                 )
             made = service
-        elif url := chosen_url(
+        elif url := resolve_server_url(
             base_url, api_key, {"models": models, "data_dir": data_dir, **settings}
         ):
             made = connect(url, api_key, metadata)

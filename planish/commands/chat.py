@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from planish.commands.chat_sampler import Piece, open_chat_sampler
-from planish.commands.chat_session import ChatSession, Ended, SamplingOptions
+from planish.commands.chat_session import ChatEnd, ChatSession, SamplingOptions
 from planish.commands.runs import add_place_arguments, add_quantize_argument
 from planish.errors import PlanishError, UserError
 from planish.model.sources import DEFAULT_MODEL
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
             )
             if not sampler.streams:
                 screen.note("The server returns complete answers, so they appear all at once.")
-        converse(session, _typed(screen) if at_terminal else _piped(), screen)
+        converse(session, _terminal_lines(screen) if at_terminal else _piped_lines(), screen)
 
 
 class Screen:
@@ -148,14 +148,14 @@ def converse(session: ChatSession, lines: Iterator[str], screen: Screen) -> None
                 raise
             screen.note(str(error))
             continue
-        if isinstance(outcome, Ended):
+        if isinstance(outcome, ChatEnd):
             return
         if outcome.is_answer:
             screen.end_answer()
         screen.note(outcome.note)
 
 
-def _typed(screen: Screen) -> Iterator[str]:
+def _terminal_lines(screen: Screen) -> Iterator[str]:
     with suppress(ImportError):  # some systems lack readline
         import readline  # noqa: F401  (its import gives input() a history)
     while True:
@@ -168,7 +168,7 @@ def _typed(screen: Screen) -> Iterator[str]:
             return
 
 
-def _piped() -> Iterator[str]:
+def _piped_lines() -> Iterator[str]:
     try:
         for line in sys.stdin:
             yield line.rstrip("\r\n")

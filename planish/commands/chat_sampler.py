@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from planish.client.local import chosen_url, connect, start_engine
+from planish.client.local import connect, resolve_server_url, start_engine
 from planish.errors import UserError, as_user_errors
 from planish.model.config import ModelConfig
 from planish.renderers import Renderer
@@ -155,7 +155,7 @@ def open_chat_sampler(
     """Yield the sampler of a base model, a checkpoint, or the newest checkpoint of a run
     directory. `quantize`: the scheme of the base weights of an engine in this process.
     """
-    url = chosen_url(base_url, api_key, {"data_dir": data_dir, "quantize": quantize})
+    url = resolve_server_url(base_url, api_key, {"data_dir": data_dir, "quantize": quantize})
     with as_user_errors("--base-url"):
         service = (
             connect(url, api_key, {})

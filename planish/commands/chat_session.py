@@ -56,7 +56,7 @@ class LineResult:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ChatEnd:
     """The result of /quit: the chat ends."""
 
 
@@ -77,7 +77,7 @@ class ChatSession:
         """The conversation, with its system message if it has one."""
         return self._with_system(self.turns)
 
-    def take(self, line: str, show: Show) -> LineResult | Ended:
+    def take(self, line: str, show: Show) -> LineResult | ChatEnd:
         """Send a line as a message, or run its command. On UserError the conversation is
         unchanged.
         """
@@ -86,7 +86,7 @@ class ChatSession:
         if line.startswith("//"):
             return self._send(line[1:], show)
         name, _, argument = line[1:].partition(" ")
-        commands: Mapping[str, Callable[[str], LineResult | Ended]] = {
+        commands: Mapping[str, Callable[[str], LineResult | ChatEnd]] = {
             "help": lambda _: LineResult(HELP),
             "reset": self._reset,
             "system": self._set_system,
@@ -94,7 +94,7 @@ class ChatSession:
             "undo": self._undo,
             "save": self._save,
             "temperature": self._set_temperature,
-            "quit": lambda _: Ended(),
+            "quit": lambda _: ChatEnd(),
         }
         if name not in commands:
             raise UserError(

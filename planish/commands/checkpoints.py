@@ -9,8 +9,14 @@ import re
 import sys
 from pathlib import Path
 
-from planish.client.checkpoint_records import Records, Row, as_json, download_checkpoint, records_of
-from planish.client.local import chosen_url
+from planish.client.checkpoint_records import (
+    Records,
+    Row,
+    as_json,
+    download_checkpoint,
+    open_records,
+)
+from planish.client.local import resolve_server_url
 from planish.commands.runs import (
     add_limit_argument,
     add_source_arguments,
@@ -101,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the chosen action of `planish checkpoints`."""
-    records = records_of(arguments.base_url, arguments.api_key, arguments.data_dir)
+    records = open_records(arguments.base_url, arguments.api_key, arguments.data_dir)
     match arguments.action:
         case "list":
             _list(records, arguments)
@@ -137,7 +143,7 @@ def _import(arguments: argparse.Namespace) -> None:
     # Import this here, because it loads torch, which no other action needs.
     from planish.export.importing import import_adapter
 
-    if chosen_url(arguments.base_url, arguments.api_key, {}):
+    if resolve_server_url(arguments.base_url, arguments.api_key, {}):
         raise UnsupportedError(
             "an adapter can be imported only into a directory of this machine; leave --base-url out"
         )

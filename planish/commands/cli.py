@@ -139,7 +139,7 @@ def _run(words: Sequence[str]) -> int:
         sys.stdout.flush()
         return status
     except PlanishError as error:
-        print(f"planish: {_as_typed(str(error), parser)}", file=sys.stderr)
+        print(f"planish: {_with_option_names(str(error), parser)}", file=sys.stderr)
         return 1
 
 
@@ -180,7 +180,7 @@ def _parser(named: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _as_typed(message: str, parser: argparse.ArgumentParser) -> str:
+def _with_option_names(message: str, parser: argparse.ArgumentParser) -> str:
     """Return an error message with command-line options in place of argument names.
 
     Library errors say `max_tokens=0`; the user typed `--max-tokens 0`.

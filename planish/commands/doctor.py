@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planish.doctor.examination import ExaminationOptions, examine
-from planish.doctor.findings import Report, Section, collected_warnings
+from planish.doctor.findings import Report, Section, collect_warnings
 from planish.engine.settings import EngineSettings
 from planish.model.sources import DEFAULT_MODEL
 from planish.model.weight_sizes import SCHEMES
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report and return 0 if nothing needs attention, else 1."""
-    with collected_warnings():  # the findings contain the same facts
+    with collect_warnings():  # the findings contain the same facts
         settings = EngineSettings(device=arguments.device, quantize=arguments.quantize)
         report = examine(ExaminationOptions(arguments.data_dir, arguments.model, settings))
     if arguments.json:

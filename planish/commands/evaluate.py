@@ -11,7 +11,7 @@ from planish.client.service_client import ServiceClient
 from planish.commands.runs import add_place_arguments, add_quantize_argument
 from planish.errors import UserError, as_user_errors
 from planish.evaluation import TASKS, Results, Sampling, Task, evaluate, load_task, open_model
-from planish.evaluation.evaluate import CONCURRENCY, checked_sampling
+from planish.evaluation.evaluate import CONCURRENCY, resolve_sampling
 from planish.evaluation.files import RESULTS, SAMPLES
 from planish.files import read_rows
 from planish.processes.interruption import Terminated, sigterm_as_interrupt
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     task = load_task(arguments.task, arguments.data, limit=arguments.limit)
     sampling = _sampling(arguments)
     # Check the options before a model is loaded.
-    checked_sampling(task, sampling, arguments.k, arguments.concurrency)
+    resolve_sampling(task, sampling, arguments.k, arguments.concurrency)
     out = arguments.out or Path("evaluations") / f"{task.name}-{_file_name(arguments.model)}"
     try:
         with sigterm_as_interrupt():

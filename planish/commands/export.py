@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from planish.client.checkpoint_records import as_json, records_of
+from planish.client.checkpoint_records import as_json, open_records
 from planish.commands.runs import add_source_arguments
 from planish.commands.tables import size
 from planish.errors import UserError
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
         shard_bytes=arguments.shard_mib << 20,
     )
     check_target(arguments.directory, options)
-    records = records_of(arguments.base_url, arguments.api_key, arguments.data_dir)
+    records = open_records(arguments.base_url, arguments.api_key, arguments.data_dir)
     with found_checkpoint(arguments.checkpoint, records, arguments.run) as origin:
         exported = write_export(origin, arguments.directory, options)
     files = sorted(exported.directory.expanduser().iterdir())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from planish.client.checkpoint_records import Records, Row, as_json, records_of
+from planish.client.checkpoint_records import Records, Row, as_json, open_records
 from planish.commands.tables import print_fields, print_table, time
 from planish.errors import UserError
 from planish.model.weight_sizes import SCHEMES
@@ -32,7 +32,7 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_place_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `chosen_url`: a server and its key, or a directory of this machine."""
+    """Add the arguments of `resolve_server_url`: a server and its key, or a local directory."""
     parser.add_argument(
         "--base-url",
         metavar="URL",
@@ -82,7 +82,7 @@ def limit_of(arguments: argparse.Namespace) -> int | None:
 
 def run(arguments: argparse.Namespace) -> None:
     """List the training runs, or show one of them."""
-    records = records_of(arguments.base_url, arguments.api_key, arguments.data_dir)
+    records = open_records(arguments.base_url, arguments.api_key, arguments.data_dir)
     if arguments.run is not None:
         check_run_id(arguments.run)
         _show_run(records, arguments.run, arguments.json)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from planish.doctor.findings import Finding, collected_warnings, write_problem
-from planish.doctor.preparation import Prepared
+from planish.doctor.findings import Finding, collect_warnings, write_problem
+from planish.doctor.preparation import PreparationResult
 from planish.engine.memory import gib
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype, unused_gpu
 from planish.errors import UserError
@@ -51,7 +51,9 @@ def device(settings: EngineSettings) -> Iterator[Finding]:
     yield Finding("dtype", str(dtype).removeprefix("torch."))
 
 
-def kernel_findings(settings: EngineSettings, prepared: Prepared | None) -> Iterator[Finding]:
+def kernel_findings(
+    settings: EngineSettings, prepared: PreparationResult | None
+) -> Iterator[Finding]:
     """Yield the compiler, and the kernels in use or the reason why torch is used instead.
 
     `prepared` is None if the kernels were not ready in time.
@@ -129,7 +131,7 @@ def _instructions() -> list[str]:
 
 def _cpu_kernels() -> Iterator[Finding]:
     library = None
-    with collected_warnings() as warnings:
+    with collect_warnings() as warnings:
         try:
             library = ops.load_library()
             if library is None:

@@ -126,7 +126,7 @@ class _Collector(logging.Handler):
 
 
 @contextmanager
-def collected_warnings() -> Iterator[list[str]]:
+def collect_warnings() -> Iterator[list[str]]:
     """Collect the warnings that planish logs within this block, instead of printing them."""
     logger, collector = logging.getLogger("planish"), _Collector()
     propagate, logger.propagate = logger.propagate, False

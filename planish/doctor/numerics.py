@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planish.doctor.findings import Finding
-from planish.doctor.preparation import Prepared
+from planish.doctor.preparation import PreparationResult
 
 
-def numerics(prepared: Prepared | None) -> Iterator[Finding]:
+def numerics(prepared: PreparationResult | None) -> Iterator[Finding]:
     """Yield the numerics of the base model. The findings have no remedies, because the results are
     correct on every path.
 

@@ -4,7 +4,7 @@
 
 The process compiles and tests the kernels that this machine has not tested yet. For the base model
 in DIRECTORY it also determines the numerics, which includes a probe of this machine's matmuls. It
-prints a `Prepared` as JSON.
+prints a `PreparationResult` as JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from planish.model.kernels.verdicts import Verdict
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparationResult:
     """The result of a preparation."""
 
     gpu_verdicts: Sequence[Verdict] = ()
@@ -35,7 +35,7 @@ class Prepared:
     """The numerics of the base model; None without a base model."""
 
     @classmethod
-    def read(cls, text: bytes) -> Prepared:
+    def read(cls, text: bytes) -> PreparationResult:
         """Return the result in the output of the process; an empty result if the process failed."""
         try:
             row = json.loads(text.strip().splitlines()[-1])
@@ -65,7 +65,7 @@ class Preparation:
             start_new_session=True,
         )
 
-    def result(self, deadline: float) -> Prepared | None:
+    def result(self, deadline: float) -> PreparationResult | None:
         """Return the result, or None if the process is not done at `deadline`.
 
         `deadline` is a time of time.monotonic(). Call this method only once.
@@ -77,7 +77,7 @@ class Preparation:
             self._process.stdout.close()
             self._process.returncode = 0  # prevents Python's ResourceWarning
             return None
-        return Prepared.read(output)
+        return PreparationResult.read(output)
 
 
 def command(device: str, directory: Path | None) -> list[str]:
@@ -86,14 +86,14 @@ def command(device: str, directory: Path | None) -> list[str]:
     return [sys.executable, "-m", "planish.doctor.preparation", device, *named]
 
 
-def prepare(device_name: str, directory: Path | None) -> Prepared:
+def prepare(device_name: str, directory: Path | None) -> PreparationResult:
     """Compile and test the remaining kernels, and describe the base model's numerics."""
     ops.load_library()
     if directory is None:
-        return Prepared()
+        return PreparationResult()
     config, settings = ModelConfig.from_directory(directory), EngineSettings(device=device_name)
     backend, verdicts = checked_backend(directory, config, settings)
-    return Prepared(verdicts, describe(backend))
+    return PreparationResult(verdicts, describe(backend))
 
 
 if __name__ == "__main__":

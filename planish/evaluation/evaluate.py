@@ -85,7 +85,7 @@ async def evaluate(
     `weights` identifies the weights behind that name, so that an evaluation of other weights is not
     resumed by mistake. `open_model` computes it.
     """
-    params, k_values = checked_sampling(task, sampling, k, concurrency)
+    params, k_values = resolve_sampling(task, sampling, k, concurrency)
     renderer = renderer or choose_renderer(
         None, sampling_client.get_base_model(), sampling_client.get_tokenizer()
     )
@@ -187,7 +187,7 @@ async def _answer_all(
     await gather_or_cancel(answer_one(question) for question in rendered)
 
 
-def checked_sampling(
+def resolve_sampling(
     task: Task, sampling: Sampling | None, k: Sequence[int] | None, concurrency: int
 ) -> tuple[Sampling | None, tuple[int, ...]]:
     """Return the sampling options and the values of k; UserError if the task cannot use them.

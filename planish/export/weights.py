@@ -17,7 +17,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from planish.client.checkpoint_records import download_checkpoint, records_of
+from planish.client.checkpoint_records import download_checkpoint, open_records
 from planish.errors import UserError
 from planish.export.merging import SHARD_BYTES
 from planish.export.origin import Origin
@@ -39,7 +39,7 @@ def download(
     The checkpoint is read from the server at `base_url`. Without a server it is read from
     `data_dir`, the directory of this machine's checkpoints.
     """
-    records = records_of(base_url, api_key, None if data_dir is None else Path(data_dir))
+    records = open_records(base_url, api_key, None if data_dir is None else Path(data_dir))
     out = Path(output_dir).expanduser()
     download_checkpoint(records, tinker_path, out, "output_dir=")
     return str(out)

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from planish.client.local import chosen_url, start_engine
+from planish.client.local import resolve_server_url, start_engine
 from planish.client.service_client import ServiceClient as PlanishServiceClient
 from planish.errors import UnsupportedError
 from planish.service import Service
@@ -71,7 +71,7 @@ class ServiceClient(PlanishServiceClient):
         base_url = base_url or chosen.pop("base_url", None)
         api_key = api_key or chosen.pop("api_key", None)
         # An API key alone does not select a server: a script that gives one still gets an engine.
-        url = chosen_url(base_url, None, chosen)
+        url = resolve_server_url(base_url, None, chosen)
         if url:
             super().__init__(metadata, project_id, base_url=url, api_key=api_key)
         else:

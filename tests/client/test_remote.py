@@ -33,7 +33,7 @@ from planish import (
 from planish.client import remote_session
 from planish.client.remote import RemoteService
 from planish.client.remote_errors import ServerFaultError, ServerUnreachableError
-from planish.client.remote_link import checked_url
+from planish.client.remote_link import normalize_url
 from planish.client.remote_retries import RetryState
 from planish.client.remote_thread import LoopThread
 from planish.client.remote_tokenizer import cache_tokenizer
@@ -339,7 +339,7 @@ def test_an_invalid_url_is_rejected(url, message):
 
 
 def test_a_url_can_have_a_path():
-    assert checked_url("https://host/prefix/api/v1/") == "https://host/prefix"
+    assert normalize_url("https://host/prefix/api/v1/") == "https://host/prefix"
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from planish.commands import chat
 from planish.commands.chat_sampler import Answer, ChatSampler, Piece, open_chat_sampler
-from planish.commands.chat_session import ChatSession, Ended, LineResult, SamplingOptions
+from planish.commands.chat_session import ChatEnd, ChatSession, LineResult, SamplingOptions
 from planish.commands.cli import main
 from planish.errors import UserError
 from planish.recipes.chat_sl import Options
@@ -86,7 +86,7 @@ def test_chat_commands_change_the_conversation(session, sampler):
     said(session, "/reset", "/system")
     assert session.messages == []
     assert "/save FILE" in said(session, "/help")[0]
-    assert isinstance(session.take("/quit", lambda _: None), Ended)
+    assert isinstance(session.take("/quit", lambda _: None), ChatEnd)
 
 
 @pytest.mark.parametrize(
@@ -287,4 +287,4 @@ def test_a_checkpoint_selects_its_chat_format(model, tmp_path):
 def test_piped_input_that_is_not_text_is_rejected(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hi\n\xff\xfe\n"), "utf-8"))
     with pytest.raises(UserError, match="give lines in utf-8"):
-        list(chat._piped())
+        list(chat._piped_lines())

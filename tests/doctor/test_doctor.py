@@ -20,10 +20,10 @@ from planish.commands.cli import main
 from planish.doctor import acceleration, examination, preparation, software, storage
 from planish.doctor.busy import Load, measure_load
 from planish.doctor.examination import ExaminationOptions, examine
-from planish.doctor.findings import Finding, Report, Section, collected_warnings
+from planish.doctor.findings import Finding, Report, Section, collect_warnings
 from planish.doctor.models import memory, models
 from planish.doctor.numerics import numerics
-from planish.doctor.preparation import Preparation, Prepared
+from planish.doctor.preparation import Preparation, PreparationResult
 from planish.doctor.processors import processors
 from planish.doctor.sandbox import sandbox
 from planish.doctor.software import EXTRAS, extras
@@ -155,7 +155,8 @@ def test_several_causes_at_once_without_a_network(here):
 def test_an_unknown_switch_of_the_kernels_names_the_allowed_ones(monkeypatch):
     monkeypatch.setenv("PLANISH_KERNELS", "fast")
     section = Section.gather(
-        "kernels", lambda: acceleration.kernel_findings(EngineSettings(device="cpu"), Prepared())
+        "kernels",
+        lambda: acceleration.kernel_findings(EngineSettings(device="cpu"), PreparationResult()),
     )
     assert section.findings[-1].text == "PLANISH_KERNELS='fast': give 'auto', 'native' or 'torch'"
     assert section.findings[-1].remedy == "correct the setting that this message names"
@@ -197,7 +198,7 @@ NUMERICS = Numerics("cpu", "bfloat16", "torch", ("lora",), False, 1e-3, 1e-2)
 
 
 def test_the_preparation_tells_what_it_found(monkeypatch):
-    told = Prepared([Verdict("lora", False, "wrong result")], NUMERICS)
+    told = PreparationResult([Verdict("lora", False, "wrong result")], NUMERICS)
     text = json.dumps(asdict(told))
     done = preparing(monkeypatch, f"print('noise'); print({text!r})")
     assert done.result(time.monotonic() + 30) == told
@@ -205,7 +206,7 @@ def test_the_preparation_tells_what_it_found(monkeypatch):
 
 @pytest.mark.parametrize("program", ["", "print()", "print('noise')", "print('{}')", "exit(3)"])
 def test_a_preparation_that_fails_found_nothing(monkeypatch, program):
-    assert preparing(monkeypatch, program).result(time.monotonic() + 30) == Prepared()
+    assert preparing(monkeypatch, program).result(time.monotonic() + 30) == PreparationResult()
 
 
 @pytest.mark.slow
@@ -213,25 +214,25 @@ def test_the_preparation_describes_the_numbers_of_a_model(here):
     done = subprocess.run(
         preparation.command("cpu", here / "model"), capture_output=True, check=True
     )
-    found = Prepared.read(done.stdout)
+    found = PreparationResult.read(done.stdout)
     assert found.gpu_verdicts == []
     assert found.numerics is not None
     assert found.numerics.device == "cpu"
 
 
 def test_numbers_are_reported_for_people_and_programs():
-    found = by_name(numerics(Prepared([], NUMERICS)))
+    found = by_name(numerics(PreparationResult([], NUMERICS)))
     assert found["batch_invariant"].value is False
     assert "deterministic=True" in found["batch_invariant"].text
     assert found["kl_sample_train_v2"].value == {"expected": 1e-3, "alarm": 1e-2}
     assert found["kernels"].text == "torch; torch for lora"
     exact = replace(NUMERICS, is_batch_invariant=True, expected_kl=0.0)
-    found = by_name(numerics(Prepared([], exact)))
+    found = by_name(numerics(PreparationResult([], exact)))
     assert found["batch_invariant"].value is True
     assert found["kl_sample_train_v2"].text.startswith("exactly 0")
     [pending] = numerics(None)
     assert "not known: the check did not finish in time" in pending.text
-    [without] = numerics(Prepared())
+    [without] = numerics(PreparationResult())
     assert "no base model is on this machine" in without.text
 
 
@@ -536,7 +537,7 @@ def test_a_probe_that_fails_leaves_the_others(here, monkeypatch):
 def test_warnings_are_collected_and_not_printed(caplog):
     import logging
 
-    with collected_warnings() as warnings:
+    with collect_warnings() as warnings:
         logging.getLogger("planish.model.kernels.cpp.ops").warning("no kernels: %s", "why")
     assert warnings == ["no kernels: why"]
     assert caplog.records == []
