@@ -9,7 +9,7 @@ planish/wire, so scripts run unchanged on a local engine or on a server.
     remote_tokenizer    a cache of downloaded tokenizers
 
 Differences from an engine in this process: `submit` returns before the server has checked the
-operation, so errors that only the server can detect (a prompt that is too long, for example) come
+operation. So an error that only the server can detect, such as a prompt that is too long, comes
 through the future. Callers choose ids of models and samplers that are valid in this object only.
 Results contain the server's ids, which also begin checkpoint paths. If the server restarts, the
 client waits for it, and operations that the server had accepted continue.
