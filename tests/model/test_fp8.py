@@ -116,7 +116,10 @@ def test_dequantized_weights_equal_transformers(dtype, scales):
     assert weight.shape == (96, 160)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(n, marks=pytest.mark.slow) if n.endswith("channel") else n for n in LAYOUTS],
+)
 def test_each_layout_has_the_logits_of_its_dequantized_weights(tmp_path, layout):
     """The reference is transformers in float32."""
     packed, wide = fp8_and_dequantized(tmp_path, layout)

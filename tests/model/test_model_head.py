@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from backends import backend_of
+from variants import slow_after
 
 from planish.model.head import exact_logits, head_logits, scored_logprobs
 from planish.model.kernels.backend import LoraMatrices
@@ -67,8 +68,8 @@ def plain_logprobs(states, weight, lora, rows, targets, temperature):
     return torch.log_softmax(logits / temperature, -1)[rows, targets]
 
 
-@pytest.mark.parametrize("vocab", [2500, 2501, 2560, 5024])
-@pytest.mark.parametrize("rank", [None, 1, 8])
+@pytest.mark.parametrize("vocab", slow_after(2, [2501, 5024, 2500, 2560]))
+@pytest.mark.parametrize("rank", slow_after(2, [None, 8, 1]))
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_logprobs_and_gradients_equal_the_float64_formula(
@@ -100,6 +101,7 @@ def test_logprobs_and_gradients_equal_the_float64_formula(
     assert float(leaves[0].grad[::3].abs().max()) == 0.0
 
 
+@pytest.mark.slow
 def test_large_bfloat16_logits_keep_their_precision():
     states, weight, lora = head(200, 576, 8000, 8, torch.bfloat16, magnitude=4.0)
     # bfloat16 rounds logits of magnitude 30 by up to 0.06
