@@ -49,8 +49,8 @@ class Numerics:
         invariant = (
             "batch-invariant"
             if self.is_batch_invariant
-            else "not batch-invariant: a seed may give other tokens beside other requests "
-            "(deterministic=True prevents that, slower)"
+            else "not batch-invariant: other requests may change the tokens of a seed "
+            "(deterministic=True prevents that, but is slower)"
         )
         expected = f"up to about {self.expected_kl:g}" if self.expected_kl else "0"
         return (

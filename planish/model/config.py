@@ -137,8 +137,8 @@ _DEFAULTS: dict[Family, dict[str, Any]] = {
         "swiglu_limit": 7.0,
     },
 }
-"""The defaults of `transformers` that are specific to a family. They include dimensions, because
-published configs of Gemma 3 omit dimensions that have their default.
+"""The defaults of `transformers` that are specific to a family. Published configs of Gemma 3 omit
+every field that has its default, including the model's dimensions.
 """
 
 _MINISTRAL3_ROPE = {
@@ -172,7 +172,9 @@ _LAYER_ROPES: dict[Family, tuple[LayerRope, LayerRope]] = {
         LayerRope("sliding_attention", theta=500_000.0, is_scaled=False),
     ),
 }
-"""The families whose layer types differ in RoPE: (full-attention layers, sliding-window layers)."""
+"""For each family whose layer types differ in RoPE: the settings of full-attention layers and of
+sliding-window layers.
+"""
 
 
 @dataclass(frozen=True)
@@ -585,7 +587,7 @@ def _windows(fields: Mapping[str, Any], family: Family, context: int) -> tuple[i
     layers = positive(fields, "num_hidden_layers")
     layer_types = fields.get("layer_types")
     if family in ("qwen3_5", "qwen3_5_moe"):
-        return ()  # Its layer types are read in `_delta_net`.
+        return ()  # `_delta_net` reads the layer types of these families.
     if family in ("mistral", "ministral3", "phi3"):
         layer_types = ["sliding_attention"] * layers
     elif family == "gemma3":

@@ -27,7 +27,8 @@ from planish.model.kernels.linear import PackedLinear
 from planish.model.positions import STATE_CHUNK
 
 BLOCK = 32
-"""The number of consecutive positions whose states the backward pass has in memory at a time."""
+"""The number of consecutive positions per block. The backward pass stores the states of one block.
+"""
 BLOCK_ENTRIES = 1 << 26
 """The maximum number of elements of the states of one block. If the states of all heads have more
 elements, the backward pass processes the heads in groups.

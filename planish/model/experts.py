@@ -63,7 +63,7 @@ class ExpertRows:
         self.num_rows, self.per_row = chosen.shape
         flat = chosen.flatten()
         sorted_experts, self.order = flat.sort(stable=True)
-        """`order`: int64 [P], the index in the flattened `chosen` of each sorted pair."""
+        """`order`: int64 [P]. Sorted pair i is entry order[i] of the flattened `chosen`."""
         self.rows = self.order // self.per_row
         """int64 [P]: the row of each sorted pair."""
         self._experts = sorted_experts
@@ -81,10 +81,10 @@ class ExpertRows:
         return self.parts_of(0, self.num_rows)
 
     def bounds(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return where each expert's pairs of rows start .. stop - 1 are: two int64 arrays [N].
+        """Return the sorted pairs of rows start .. stop - 1, as a range per expert: two int64 [N].
 
-        These pairs of an expert are consecutive. The first array has the index of the first sorted
-        pair of each expert, and the second has the number of pairs.
+        The first array has the index of each expert's first pair in these rows. The second array
+        has the number of its pairs, which are consecutive.
         """
         first = np.arange(self._num_experts) * self.num_rows
         begin = np.searchsorted(self._keys, first + start)
@@ -138,7 +138,7 @@ def mixture_of_experts(
     hidden = activated(backend, gate_up)
     out = _matmuls(backend, hidden, experts.down, rows)
     batch.add_expert_(hidden, out, rows, layer, "mlp_out")
-    return _added(out, rows, weights)
+    return _weighted_sum(out, rows, weights)
 
 
 def route(
@@ -184,12 +184,12 @@ class _Experts(torch.autograd.Function):
     """The experts with one adapter or none, and their gradients.
 
     Only the input, the router's weights, the output of gate and up, and the LoRA hidden states are
-    stored. The backward pass recomputes the activations, but not the experts' outputs. By
-    definition, the gradient of a pair's weight is the dot product of the expert's output and the
-    output's gradient. The output without its bias is linear in the activations. So for this part
-    the dot product of the activations and their gradient has the same value. The backward pass
-    computes this second dot product, which does not need the outputs, and adds the dot product of
-    the bias and the output's gradient.
+    stored. The backward pass recomputes the activations, but not the experts' outputs.
+
+    The gradient of a pair's weight is dot(output, gradient of the output). Without its bias, the
+    output is linear in the activations, so dot(activations, gradient of the activations) has the
+    same value and does not need the output. The backward pass computes this product, and adds
+    dot(bias, gradient of the output).
     """
 
     @staticmethod
@@ -197,41 +197,47 @@ class _Experts(torch.autograd.Function):
         backend, rows = run.backend, run.rows
         gathered = x[rows.rows]
         gate_up = _matmuls(backend, gathered, run.experts.gate_up, rows, training=True)
-        low_in = _add_lora_(backend, gathered, gate_up, rows, run.lora_in)
+        lora_hidden_in = _add_lora_(backend, gathered, gate_up, rows, run.lora_in)
         hidden = activated(backend, gate_up)
         out = _matmuls(backend, hidden, run.experts.down, rows, training=True)
-        low_out = _add_lora_(backend, hidden, out, rows, run.lora_out)
+        lora_hidden_out = _add_lora_(backend, hidden, out, rows, run.lora_out)
         ctx.run = run
-        ctx.save_for_backward(x, weights, gate_up, low_in, low_out)
-        return _added(out, rows, weights)
+        ctx.save_for_backward(x, weights, gate_up, lora_hidden_in, lora_hidden_out)
+        return _weighted_sum(out, rows, weights)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weights, gate_up, low_in, low_out = ctx.saved_tensors
+        x, weights, gate_up, lora_hidden_in, lora_hidden_out = ctx.saved_tensors
         run: _Run = ctx.run
         backend, rows = run.backend, run.rows
         hidden = activated(backend, gate_up)
-        of_pair = weights.flatten()[rows.order].unsqueeze(1)
-        # `grad` is not multiplied by the pairs' weights here, because the gradient of a weight
-        # needs `of_hidden` without that weight. The LoRA gradients do need the weights. They are
-        # products of `grad` with `hidden` and `low_out`, so these two are multiplied instead.
-        narrow = of_pair.to(hidden.dtype)
-        given = (hidden * narrow, None if low_out is None else low_out * narrow)
-        of_hidden, grads_out = _backward(
+        pair_weights = weights.flatten()[rows.order].unsqueeze(1)
+        # Do not multiply `grad` by the pairs' weights: the gradient of a weight needs `grad_hidden`
+        # without that weight. The LoRA gradients need the weights. They are products of `grad`
+        # with `hidden` and with `lora_hidden_out`, so multiply these two by the weights instead.
+        narrow = pair_weights.to(hidden.dtype)
+        given = (hidden * narrow, None if lora_hidden_out is None else lora_hidden_out * narrow)
+        grad_hidden, grads_out = _backward(
             run, grad[rows.rows], *given, run.experts.down, run.lora_out
         )
-        of_weights = (of_hidden.to(weights.dtype) * hidden.to(weights.dtype)).sum(1)
+        grad_weights = (grad_hidden.to(weights.dtype) * hidden.to(weights.dtype)).sum(1)
         for expert, part in rows.parts:
             bias = run.experts.down[expert].bias
             if bias is not None:
                 wide = grad[rows.rows[part]].to(weights.dtype)
-                of_weights[part] += wide @ bias.to(weights.dtype)
-        of_hidden = (of_hidden * of_pair).to(hidden.dtype)
-        of_gate_up = activated_backward(backend, of_hidden, gate_up)
-        of_gathered, grads_in = _backward(
-            run, of_gate_up, x[rows.rows], low_in, run.experts.gate_up, run.lora_in
+                grad_weights[part] += wide @ bias.to(weights.dtype)
+        grad_hidden = (grad_hidden * pair_weights).to(hidden.dtype)
+        grad_gate_up = activated_backward(backend, grad_hidden, gate_up)
+        grad_gathered, grads_in = _backward(
+            run, grad_gate_up, x[rows.rows], lora_hidden_in, run.experts.gate_up, run.lora_in
         )
-        return None, _added(of_gathered, rows), rows.by_row(of_weights), *grads_in, *grads_out
+        return (
+            None,
+            _weighted_sum(grad_gathered, rows),
+            rows.by_row(grad_weights),
+            *grads_in,
+            *grads_out,
+        )
 
 
 def _matmuls(
@@ -258,24 +264,24 @@ def _add_lora_(
     """
     if lora is None:
         return None
-    low = x.new_zeros(len(x), padded_lora_columns(lora.rank))
+    lora_hidden = x.new_zeros(len(x), padded_lora_columns(lora.rank))
     for expert, part in rows.parts:
         own = lora.expert(expert)
-        low[part, : lora.rank] = backend.add_lora_(x[part], out[part], [out.shape[1]], own)
-    return low
+        lora_hidden[part, : lora.rank] = backend.add_lora_(x[part], out[part], [out.shape[1]], own)
+    return lora_hidden
 
 
 def _backward(
     run: _Run,
     grad: Tensor,
     x: Tensor,
-    low: Tensor | None,
+    lora_hidden: Tensor | None,
     linears: Sequence[PackedLinear],
     lora: LoraMatrices | None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the gradients of the experts' inputs [P, in] and of the LoRA matrices, if any.
 
-    `grad`: gradient of the outputs [P, out]. `x`, `low`: the inputs [P, in] and the LoRA hidden
+    `grad`: gradient of the outputs [P, out]. `x`, `lora_hidden`: the inputs [P, in] and the LoRA hidden
     states from which the gradients of the LoRA matrices are computed.
     """
     of_x = grad.new_empty(x.shape)
@@ -287,15 +293,15 @@ def _backward(
         ]
     for expert, part in run.rows.parts:
         of_x[part] = run.backend.matmul_backward(grad[part], linears[expert])
-        if lora is not None and low is not None:
-            given = (grad[part], x[part], low[part, : lora.rank], of_x[part])
+        if lora is not None and lora_hidden is not None:
+            given = (grad[part], x[part], lora_hidden[part, : lora.rank], of_x[part])
             of_a, of_bs = run.backend.lora_backward_(*given, [grad.shape[1]], lora.expert(expert))
             for whole, own in zip(grads, (of_a, *of_bs), strict=True):
                 whole[expert] = own
     return of_x, grads
 
 
-def _added(values: Tensor, rows: ExpertRows, weights: Tensor | None = None) -> Tensor:
+def _weighted_sum(values: Tensor, rows: ExpertRows, weights: Tensor | None = None) -> Tensor:
     """Return the weighted sum over each row's experts, [T, D], in the dtype of `values` [P, D].
 
     `weights`: [T, k]; None stands for 1. The terms are added in float32, one column of `weights`

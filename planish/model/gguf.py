@@ -81,7 +81,7 @@ EXPERT_NAMES = TENSOR_NAMES | {
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
-"""The tensors of the experts have the index of the expert as their first dimension."""
+"""In GGUF, one tensor has the weights of all experts. Its first dimension is the expert's index."""
 NAMES = {
     "gemma3": OUTPUT_NORM_NAMES,
     "olmo2": OUTPUT_NORM_NAMES,
@@ -142,8 +142,8 @@ SPLITS = {
 """
 
 IGNORES_MERGES = ("llama-bpe", "tekken")
-"""The pre-tokenizers whose tokenizers apply no merges to a word that is itself a token. By default,
-these tokenizers also add the BOS token.
+"""The pre-tokenizers of tokenizers with `ignore_merges`: a word that is itself a token is not built
+by merges. By default, these tokenizers also add the BOS token.
 """
 
 

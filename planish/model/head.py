@@ -1,8 +1,8 @@
 """The output head: logits, and logprobs of chosen tokens with their gradients, in bounded memory.
 
 On a CPU a bfloat16 matmul returns bfloat16, which rounds a logit of magnitude 30 by up to 0.06.
-Logprobs would have the same error. So two kinds of logits are recomputed as float32 dot products of
-single weight rows: the scored targets, and the most likely tokens of each row, which dominate the
+Logprobs would have the same error. So two kinds of logits are recomputed as float32 dot products:
+those of the scored targets, and those of the most likely tokens of each row, which dominate the
 log-sum-exp. The other logits stay rounded, because their errors average out in the sum. The
 sampler and the trainer both use this module, so their logits agree.
 
@@ -106,8 +106,8 @@ class _Scoring:
     ) -> HeadAdapters | None:
         """Return the adapter for all rows of `hidden`, or None without an adapter.
 
-        `whole`: the adapter for a larger batch, whose LoRA hidden states are reused. `part`: the
-        rows of that batch that `hidden` contains.
+        `hidden` may be a part of a larger batch. `whole`: the adapter for that batch, whose LoRA
+        hidden states are reused. `part`: the rows of `hidden` in that batch.
         """
         if self.lora is None:
             return None

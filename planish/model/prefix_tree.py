@@ -112,10 +112,10 @@ def _micro_batch_borders(lengths: list[int], shared: list[int], budget: int) -> 
 
     A cut costs `_CUT_COST` plus the length of the shared prefix, which must be computed again.
 
-    This is a dynamic program over the border `stop`. It chooses the start of the micro-batch that
-    ends there, and the cost of a start does not depend on `stop`. The starts whose rows fit into
-    the budget form a sliding window: the first of them never decreases as `stop` grows. A monotonic
-    queue has the cheapest start of the window at its head. So one pass over the sequences is
+    This is a dynamic program over `stop`, the end of a micro-batch. It chooses the cheapest start
+    of that micro-batch. The cost of a start does not depend on `stop`. The starts whose rows fit
+    into the budget form a sliding window, which only moves forward as `stop` grows. A monotonic
+    queue has the cheapest start of the window at its head, so one pass over the sequences is
     enough.
     """
     n = len(lengths)

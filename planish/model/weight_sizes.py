@@ -14,13 +14,13 @@ SCHEMES = ("int8", "nf4")
 """The names of the quantization schemes (model/quantization.py)."""
 NF4_BLOCK = 64
 """The number of inputs that share a scale in nf4."""
-_QUANTIZED = ("_proj.weight", ".in_proj_qkv.weight", ".in_proj_z.weight")
-"""The suffixes in the names of quantized weights. Quantization changes those linears of decoder
-layers that adapters train.
+_QUANTIZED_SUFFIXES = ("_proj.weight", ".in_proj_qkv.weight", ".in_proj_z.weight")
+"""The suffixes of the names of weights that planish quantizes: the linears of the decoder layers
+that adapters can train.
 """
 
-_MXFP4 = (".blocks", ".scales")
-"""How the names of tensors in mxfp4 end, whose numbers have one byte."""
+_MXFP4_SUFFIXES = (".blocks", ".scales")
+"""The suffixes of the names of mxfp4 tensors. Each element of these tensors has one byte."""
 
 
 def quantized_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -28,7 +28,7 @@ def quantized_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return {
         name: (shape[0], shape[1])
         for name, shape in expected_shapes(config).items()
-        if name.startswith("model.layers.") and name.endswith(_QUANTIZED)
+        if name.startswith("model.layers.") and name.endswith(_QUANTIZED_SUFFIXES)
     }
 
 
@@ -68,14 +68,14 @@ def weight_bytes(config: ModelConfig, itemsize: int, scheme: str | None = None) 
 def mxfp4_bytes(config: ModelConfig) -> int:
     """Return the bytes of the codes and scales of weights that the checkpoint stores in mxfp4."""
     shapes = expected_shapes(config)
-    return sum(prod(shape) for name, shape in shapes.items() if name.endswith(_MXFP4))
+    return sum(prod(shape) for name, shape in shapes.items() if name.endswith(_MXFP4_SUFFIXES))
 
 
 def kept_bytes(config: ModelConfig, itemsize: int, scheme: str | None) -> int:
     """Return the bytes of one copy of the weights that `scheme` does not quantize."""
     quantized = quantized_shapes(config) if scheme else {}
     return sum(
-        prod(shape) * (1 if name.endswith(_MXFP4) else itemsize)
+        prod(shape) * (1 if name.endswith(_MXFP4_SUFFIXES) else itemsize)
         for name, shape in expected_shapes(config).items()
         if name not in quantized
     )

@@ -427,7 +427,7 @@ BODIES: Sequence[tuple[str, str, str]] = (
     ("size of all bodies at once", f"{ALL_BODIES // MIB} MiB; half of it for one key", "503"),
     ("objects and lists in a JSON body", f"{MAX_CONTAINERS:,}", "400"),
     ("values in a JSON body, token ids in a training request", f"{MAX_VALUES:,}", "400"),
-    ("objects and lists within each other", f"{MAX_DEPTH}", "400"),
+    ("nesting depth of objects and lists", f"{MAX_DEPTH}", "400"),
     ("fields of a protobuf body, its datums and tensors", f"{MAX_FIELDS:,}", "400"),
     ("datums, chunks and tensors in a training request", f"{MAX_PARTS:,}", "400"),
     ("elements of all CSR tensors of a body, dense", f"{MAX_DENSE_ELEMENTS:,}", "400"),

@@ -32,16 +32,15 @@ MAX_MAP = 64
 """Maximum number of entries of an object whose keys are chosen by the client."""
 _MAX_SHOWN = 80
 MAX_CONTAINERS = 1 << 20
-"""Limit of objects and lists in a body. Parsed into Python objects, they take up to 40 times the
+"""Limit for the number of objects and lists in a body. Parsed into Python objects, they take up to 40 times the
 memory of their JSON text.
 """
 MAX_VALUES = 1 << 24
-"""Limit of values in a body, and of token ids in one request. Each takes up to 40 bytes of memory
+"""Limit for the number of values in a body, and of token ids in one request. Each takes up to 40 bytes of memory
 while the body is read.
 """
 MAX_DEPTH = 64
-"""Limit of the nesting depth of objects and lists. Recursive code can process a body of this depth.
-"""
+"""Limit for the nesting depth of objects and lists. Recursive code can process this depth."""
 
 
 class Fields:
@@ -73,8 +72,8 @@ class Fields:
             raise UserError(f"the body is not JSON: {error}") from None
         if containers > MAX_DEPTH and _depth_exceeds(value, MAX_DEPTH):
             raise UserError(
-                f"the body has more than {MAX_DEPTH} objects and lists within each other; send a "
-                "flatter one"
+                f"the body nests objects and lists more than {MAX_DEPTH} levels deep; send a body "
+                "with less nesting"
             )
         if not isinstance(value, dict):
             raise UserError(f"the body is {_kind(value)}; give an object with the request's fields")
@@ -167,9 +166,7 @@ class Fields:
         return value
 
     def alone(self) -> Fields:
-        """Return the same object as a separate body. Errors then name its fields without the path
-        of the object.
-        """
+        """Return the same object as if it were a body: errors name its fields without its path."""
         return Fields(self._values)
 
     def array(self, name: str, most: int = MAX_LIST) -> list[Any]:

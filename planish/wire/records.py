@@ -59,7 +59,7 @@ def checkpoint_from_json(fields: Fields) -> Checkpoint:
 
 
 def weights_info_to_json(info: CheckpointInfo) -> dict[str, Any]:
-    """Write what a checkpoint holds."""
+    """Write the base model, the LoRA configuration and the description of a checkpoint."""
     return {
         "base_model": info.base_model,
         "is_lora": True,

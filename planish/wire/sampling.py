@@ -1,4 +1,4 @@
-"""asample: its request, and its answer in both encodings.
+"""The request and the response of asample. The response has two encodings: protobuf and JSON.
 
 Undefined logprobs are NaN in planish's arrays. On the wire, an undefined prompt logprob is NaN in
 protobuf and null in JSON. An undefined entry of the top tokens has token 0 and logprob -99999.

@@ -18,13 +18,13 @@ from planish.wire.training import (
 
 
 def body_of_depth(depth: int) -> bytes:
-    """Return an object with `depth` objects and lists within each other, itself included."""
+    """Return an object with `depth` nested objects and lists, itself included."""
     return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
 
 def test_depth():
     Fields.of(body_of_depth(MAX_DEPTH))
-    with pytest.raises(UserError, match=f"more than {MAX_DEPTH} objects and lists within"):
+    with pytest.raises(UserError, match=f"more than {MAX_DEPTH} levels deep"):
         Fields.of(body_of_depth(MAX_DEPTH + 1))
     flat = orjson.dumps({"a": [[1]] * 1000, "b": {"c": [{}] * 1000}})
     Fields.of(flat)
@@ -33,7 +33,7 @@ def test_depth():
 def test_deep_values_are_errors_of_the_client():
     """They once exhausted the stack while an error was written, and the response was a 500."""
     body = b'{"data": [' + b"[" * 900 + b"]" * 900 + b'], "dtype": "int64"}'
-    with pytest.raises(UserError, match="within each other"):
+    with pytest.raises(UserError, match="levels deep"):
         tensor_from_json(Fields.of(body))
 
 

@@ -225,7 +225,7 @@ class Backend(Protocol):
     has_attention: bool
     """Whether sampler and trainer use the C++ attention kernel.
 
-    False for torch and also for Triton, whose attention kernels are not covered by this flag.
+    The flag is False for the backends of torch and Triton.
     """
     logits_dtype: torch.dtype
     """The dtype in which logits are computed, and stored for the backward pass."""

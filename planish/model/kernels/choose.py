@@ -34,8 +34,9 @@ def choose_backend(
 ) -> TorchBackend:
     """Return the backend of a base model.
 
-    `deterministic`: whether results are batch-invariant. None means no on a GPU. On a CPU it means
-    yes if padding of the matmuls is enough, because padding costs almost nothing there.
+    `deterministic`: whether results are batch-invariant. The default (None) depends on the device.
+    On a GPU, results are not batch-invariant. On a CPU, results are batch-invariant if padding the
+    matmuls is enough, because padding costs almost nothing.
     `gpu_families`: the families of Triton kernels that passed their self-test for this model on
     this GPU.
     """

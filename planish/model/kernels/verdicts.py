@@ -30,9 +30,10 @@ class Verdict:
 
 
 def verdict_file(directory: Path, kind: str, *key: str) -> Path:
-    """Return the path of the verdicts for these facts about the machine and the kernels.
+    """Return the path of the file with the verdicts for `key`.
 
-    `kind` is "cpu" or "gpu". A change of any part of `key` gives another file.
+    `kind` is "cpu" or "gpu". `key` contains the facts about machine and kernels on which verdicts
+    depend. The file name contains a hash of `key`.
     """
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:16]
     return directory / f"verdicts-{kind}-{digest}.json"

@@ -192,8 +192,8 @@ class CppDecodeAttention(StoringAttention):
 
         `windows`: the attention window of each layer (see `ModelConfig.windows`).
         """
-        # The kernel stores the keys and values of all rows before a row attends. So each row of a
-        # sample is an entry of its own, which attends to one position more than the row before it.
+        # The kernel stores the keys and values of all rows first. So each row of a sample is an
+        # entry of its own, which attends to one position more than the previous row.
         found = [
             (sample, pool, number)
             for pool in samples.in_use()

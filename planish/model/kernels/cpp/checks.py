@@ -106,7 +106,7 @@ def _for_dtypes(test: Callable[[torch.dtype, float], None]) -> Callable[[], None
     return run
 
 
-def _for_products(test: Callable[[torch.dtype, float], None]) -> Callable[[], None]:
+def _for_matmul_dtypes(test: Callable[[torch.dtype, float], None]) -> Callable[[], None]:
     """Return a check that runs `test` for each dtype that this CPU's matmul kernels support."""
 
     def run() -> None:
@@ -605,7 +605,7 @@ def _decode_model(dtype: torch.dtype, tolerance: float, *, is_gemma: bool) -> No
     # Two layers round to bf16 about twenty times, so the tolerance is larger.
     _close("the hidden states", found, norm(x, final_norm.double()), 3 * tolerance)
     fresh = whole.forward(tokens, positions, step.plan, table)
-    _same("the decode pass, made again", fresh, found)
+    _same("the repeated decode pass", fresh, found)
 
 
 def _delta_net() -> None:
@@ -650,15 +650,15 @@ def _recurrence(
 
 CHECKS: dict[str, Callable[[], None]] = {
     "amx": _amx,  # Must be first: it decides whether the other families use AMX.
-    "matmul": _for_products(_matmul),
-    "lora": _for_products(_lora),
+    "matmul": _for_matmul_dtypes(_matmul),
+    "lora": _for_matmul_dtypes(_lora),
     "attention": _for_dtypes(_attention),
     "norms": _for_dtypes(_norms),
     "rope": _for_dtypes(_rope),
     "swiglu": _for_dtypes(_swiglu),
     "log_sum_exp": _for_dtypes(_log_sum_exp),
     "sampling": _sampling,
-    "decode": _for_products(_decode),
+    "decode": _for_matmul_dtypes(_decode),
     "delta_net": _delta_net,
 }
 

@@ -230,7 +230,8 @@ def load_library() -> Library | None:
         return None
     found.refused = frozenset(failed)
     if failed.keys() - {"amx", "log_sum_exp", "sampling", "delta_net"}:
-        found.refused |= {"decode"}  # The decoding pass calls the kernels of other families.
+        # The decoding pass calls the kernels of the failed families too.
+        found.refused |= {"decode"}
     found.uses_amx = has_tiles and "amx" not in failed
     found.use_tiles(int(found.uses_amx))
     return found

@@ -19,8 +19,8 @@ from pathlib import Path, PurePosixPath
 from threading import Lock
 
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
-"""Read by GNU's OpenMP when torch is loaded: the number of spin iterations before a waiting thread
-sleeps. Other OpenMP libraries ignore it.
+"""The variable with the number of spin iterations before a waiting OpenMP thread sleeps. GNU's
+OpenMP reads this variable when torch is loaded; other OpenMP libraries ignore it.
 """
 SPINS = "1000"
 """planish's value of SPIN_VARIABLE: about ten microseconds. docs/log.md has measurements with 1000

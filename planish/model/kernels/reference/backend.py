@@ -472,7 +472,8 @@ class TorchBackend:
     def _wide_parts(self, logits: Tensor, exact: Exact | None) -> Iterator[tuple[slice, Tensor]]:
         """Yield the logits in float32 or wider with their exact values, a few rows at a time.
 
-        All parts share one buffer, which fits into a CPU's cache. A part is valid until the next.
+        All parts share one buffer, which fits into a CPU's cache. Each part
+        is valid until the next part is requested.
         """
         rows, vocab = logits.shape
         size = (min(self._wide_rows, rows), vocab)

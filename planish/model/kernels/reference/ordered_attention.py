@@ -80,8 +80,9 @@ def add_spans(found: Tensor, peak: Tensor, values: Tensor, sums: Sums | None) ->
     `found`: scores [G, H, M, L], which are overwritten. `sums` None: start at zero. `sums` may be
     modified in place.
 
-    L must be a multiple of SPAN, and so must the position of key 0 in the sequence. Then each sum
-    is over one whole span, whatever the batch. The order of a sum depends on its length.
+    L and the position of key 0 in the sequence must be multiples of SPAN. The order of additions
+    in a matmul depends on the length of its sums. With whole spans, this length is SPAN in every
+    batch.
     """
     assert values.shape[2] % SPAN == 0
     weights = found.sub_(peak).exp_()

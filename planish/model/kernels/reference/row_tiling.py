@@ -51,8 +51,8 @@ _QUERY_ROWS = (1, 2, 4, 8)
 _LORA_RANKS = (8, 16, 32)
 """The LoRA ranks that are probed when a model is loaded.
 
-The padding that is chosen then must be valid for all of these ranks. The needs of every rank in use
-are probed separately, at its first use.
+`RowTiling.multiple` is chosen so that it suits all of these ranks. Each rank in use is also probed
+separately, at its first use.
 """
 _LORA_LEAST = (*_LEAST, 64, 128, 256)
 """Candidates for the minimum number of rows of LoRA matmuls.
@@ -68,7 +68,7 @@ over a low rank is short, so a different order of additions changes only a few e
 small matmul may contain none of them.
 """
 _LOW_RANK = 16
-_LOW_RANK_DRAWS = 6
+_LOW_RANK_INPUTS = 6
 """Number of random inputs with which the B matmuls of ranks below _LOW_RANK are probed.
 
 Two orders of addition of a short sum can give equal results for one input and different results
@@ -308,7 +308,7 @@ def _agreeing_with_lora(
     for site in sites:
         x, a = prober.cancelling(len(site.sizes) * rank, site.fan_in)
         agreeing &= _agreeing(lambda x, a=a: x @ a.t(), x, _LORA_ROWS)
-        for _ in range(_LOW_RANK_DRAWS if rank < _LOW_RANK else 1):
+        for _ in range(_LOW_RANK_INPUTS if rank < _LOW_RANK else 1):
             pairs = [prober.cancelling(size, rank) for size in site.sizes]
             low = torch.cat([low for low, _ in pairs], 1)
             if site.is_head:  # the head pads its LoRA hidden states to whole SIMD vectors
@@ -331,8 +331,8 @@ def _agreeing(
 ) -> set[int]:
     """Return the row counts of _ROWS at which `product` is bit-identical to the rows of product(x).
 
-    For a row count below `least_rows`, the first `least_rows` rows are divided into groups of that
-    many rows. `product` is then compared for each whole group.
+    A row count below `least_rows` is tested on several groups of rows: the first `least_rows` rows
+    are divided into groups of this size. It agrees if the results of all groups agree.
     """
     whole = product(x)
     return {rows for rows in _ROWS if _agrees(product, x, whole, rows, least_rows)}

@@ -180,7 +180,7 @@ class DecodeAttention:
         window = self._windows[layer] if self._windows else None
         found = []
         for part in self._parts:
-            placed = self._placed(part, grouped)
+            placed = self._arrange(part, grouped)
             first = None if window is None else part.first(window, grouped.shape[2], placed)
             found.append(scores(placed, part.keys(layer), part.visible, first))
         wide = found[0].dtype
@@ -190,19 +190,19 @@ class DecodeAttention:
         sums = Sums(torch.zeros_like(grouped, dtype=wide), torch.zeros_like(peak))
         where = [part.rows if part.span is None else part.span for part in self._parts]
         for part, rows, score in zip(self._parts, where, found, strict=True):
-            peak[rows] = torch.maximum(peak[rows], part.taken(peaks(score), grouped.shape[2]))
+            peak[rows] = torch.maximum(peak[rows], part.gather_rows(peaks(score), grouped.shape[2]))
         if sinks is not None:
             sinks = sinks.view(1, *grouped.shape[1:3], 1)
             peak = torch.maximum(peak, sinks)
         for part, rows, score in zip(self._parts, where, found, strict=True):
-            # A row's sums begin in the part with its prompt's slot. So only the parts with samples'
-            # own slots continue earlier sums.
+            # A row attends to its prompt's slot first, in one part, and to its sample's own slot
+            # afterwards. So only the parts with samples' own slots continue earlier sums.
             before = None
             if part in self._own:
-                before = Sums(self._placed(part, sums.values), self._placed(part, sums.weights))
-            after = add_spans(score, self._placed(part, peak), part.values(layer), before)
-            sums.values[rows] = part.taken(after.values, grouped.shape[2])
-            sums.weights[rows] = part.taken(after.weights, grouped.shape[2])
+                before = Sums(self._arrange(part, sums.values), self._arrange(part, sums.weights))
+            after = add_spans(score, self._arrange(part, peak), part.values(layer), before)
+            sums.values[rows] = part.gather_rows(after.values, grouped.shape[2])
+            sums.weights[rows] = part.gather_rows(after.weights, grouped.shape[2])
         if sinks is not None:
             sums.weights.add_((sinks - peak).exp_())
         # Padding rows have no keys, so their weights sum to 0 and the clamp avoids 0 / 0.
@@ -212,8 +212,8 @@ class DecodeAttention:
             .to(q.dtype)
         )
 
-    def _placed(self, part: _Part, x: Tensor) -> Tensor:
-        return part.placed(x, self._query_rows)
+    def _arrange(self, part: _Part, x: Tensor) -> Tensor:
+        return part.arrange(x, self._query_rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,15 +228,15 @@ class _Part:
     """The n slots. None: the slots 0 .. n - 1, which need no gathering."""
     table: Tensor
     """The batch row at each place of each slot: [n, lane]. Unused places refer to row 0."""
-    taken_places: Tensor | None
+    used_places: Tensor | None
     """The indices of the used places within the flattened table. None: all places are used."""
     rows: Tensor
     """The batch rows at the used places, in the order of the places."""
     visible: Tensor
     """The number of positions that the rows of each slot attend to: [n, 1, 1]."""
     ends: Tensor
-    """The end of each row's window: [n, lane]. It is the position after the row's own, relative to
-    position 0 of the slot that the part reads.
+    """The end of each row's window: [n, lane]. The end is the position after the row's own position.
+    Position 0 is the first position of the slot.
     """
     width: int
     """The number of positions to read from every slot, at least the maximum of `visible`."""
@@ -257,7 +257,7 @@ class _Part:
         chosen = kept[: len(self.table)] if self.slots is None else kept[self.slots]
         return chosen[:, :, : self.width]
 
-    def placed(self, x: Tensor, query_rows: int) -> Tensor:
+    def arrange(self, x: Tensor, query_rows: int) -> Tensor:
         """Arrange x [T, H, group, E] by slot and return it as [n, H, M, E].
 
         M is lane * group, padded with zeros to at least `query_rows`.
@@ -268,18 +268,18 @@ class _Part:
     def first(self, window: int, group: int, placed: Tensor) -> Tensor:
         """Return the first position of each row's window in its slot: [n, 1, M].
 
-        `placed`: the queries, as `placed` returned them; `group`: the query heads per key head.
+        `placed`: the queries, as `arrange` returned them; `group`: the query heads per key head.
         """
         first = (self.ends - window).repeat_interleave(group, 1)
         return F.pad(first, (0, placed.shape[2] - first.shape[1])).unsqueeze(1)
 
-    def taken(self, x: Tensor, group: int) -> Tensor:
-        """Undo `placed` for the used places: turn [n, H, M, E] into [len(rows), H, group, E]."""
+    def gather_rows(self, x: Tensor, group: int) -> Tensor:
+        """Undo `arrange` for the used places: turn [n, H, M, E] into [len(rows), H, group, E]."""
         if self.span is not None:
             return x[:, :, :group]
         lane = self.table.shape[1]
         places = x[:, :, : lane * group].unflatten(2, (lane, group)).transpose(1, 2).flatten(0, 1)
-        return places if self.taken_places is None else places[self.taken_places]
+        return places if self.used_places is None else places[self.used_places]
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the rows' new keys and values at the last visible position of their slots."""
@@ -310,7 +310,7 @@ def _own_parts(pool: KVPool, rows: dict[SlotOwner, range], device: torch.device)
                 pool=pool,
                 slots=torch.tensor(slots, device=device) if len(slots) < len(samples) else None,
                 table=batch_rows.unsqueeze(1),
-                taken_places=None,
+                used_places=None,
                 rows=batch_rows,
                 visible=torch.tensor(visible, device=device)[:, None, None],
                 ends=torch.tensor(visible, device=device)[:, None],
@@ -354,7 +354,7 @@ def _prompt_parts(
                 if slots == list(range(len(slots)))
                 else torch.tensor(slots, device=device),
                 table=torch.tensor([row + [0] * (lane - len(row)) for row in table], device=device),
-                taken_places=torch.tensor(
+                used_places=torch.tensor(
                     [i * lane + j for i, row in enumerate(table) for j in range(len(row))],
                     device=device,
                 ),

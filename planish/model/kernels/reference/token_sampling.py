@@ -1,4 +1,4 @@
-"""Sampling in torch: filters of weights, and tokens at uniform numbers."""
+"""Sampling in torch: top_k, top_p and min_p filters, and tokens from uniform random numbers."""
 
 from __future__ import annotations
 

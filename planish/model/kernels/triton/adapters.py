@@ -38,7 +38,7 @@ _ALIGNMENT = 16
 class AdapterTables:
     """The adapters of the rows of a batch, for LoRA matmuls that a CUDA graph can capture.
 
-    Run each call once before its capture, because the first call compiles the kernels.
+    Call each method once before capturing a graph, because the first call compiles its kernels.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class AdapterTables:
         starts, stops, slots, ranks = spans.T
         counts = -(-(stops - starts) // size)
         total = int(counts.sum())
-        assert 1 + total <= len(self._tiles.host), "more rows than the tables are for"
+        assert 1 + total <= len(self._tiles.host), "more row tiles than the tables have entries"
         assert max(stops, default=0) <= self._max_rows
         number = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
         first = np.repeat(starts, counts) + size * number

@@ -55,7 +55,7 @@ class TritonBackend(TorchBackend):
 
     @property
     def supports_graph_runner(self) -> bool:
-        """Whether the sampler can run with these kernels instead of torch (cuda_graph_runner.py).
+        """Whether the sampler can use the runner of cuda_graph_runner.py with these kernels.
 
         This requires the families "attention" and "lora", and no batch invariance.
         """

@@ -244,7 +244,8 @@ def _pieces_kernel(
             BLOCK_N,
             BLOCK_E,
         )
-    # Some programs computed one prompt piece less than the others. They start with the next pieces.
+    # The pieces of prompts may not divide evenly among the programs. The programs that computed one
+    # piece less get the first of the remaining pieces.
     program += turns * step
     for turn in range(bound(tl.cdiv(tl.maximum(every - program, 0), step))):
         work = program + turn * step

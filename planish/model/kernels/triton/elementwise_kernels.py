@@ -4,8 +4,8 @@ They correspond to the C++ functions in cpp/ops.py; `Backend` documents the oper
 
 The kernels can be captured in CUDA graphs: no call waits for the device, and the launches depend
 only on shapes and dtypes. The kernels are batch-invariant: how a row is divided and summed depends
-only on its length. If the row length is a multiple of 16, every row begins at an aligned address.
-Triton compiles a separate kernel with wide loads for such lengths. Numbers of rows are not
+only on its length. Triton compiles a separate kernel with wide loads for row lengths that are a
+multiple of 16, because every row then begins at an aligned address. Numbers of rows are not
 specialized, so every batch size runs the same compiled kernel.
 
 Some kernels overwrite their input. So a tile has at least as many entries as its program has
@@ -346,7 +346,7 @@ def log_sum_exp(
     A first kernel computes the max and the sum of each split of a row, and a second kernel combines
     them. One program per row would leave most of a GPU idle if there are few rows.
     """
-    assert exact is None, "logits are float32 products here: there is nothing to correct"
+    assert exact is None, "exact must be None: logits are already computed in float32 on a GPU"
     assert _are_contiguous(logits, temperature, weights)
     assert weights is None or weights.dtype == torch.float32
     (rows, vocab), block = logits.shape, _split(logits)
@@ -381,7 +381,7 @@ def log_sum_exp_backward_(
     exact: Exact | None = None,
 ) -> None:
     """Do the same as `Backend.log_sum_exp_backward_`, without a correction by `exact`."""
-    assert exact is None, "logits are float32 products here: there is nothing to correct"
+    assert exact is None, "exact must be None: logits are already computed in float32 on a GPU"
     assert _are_contiguous(logits, log_total, first, targets, grads)
     (rows, vocab), block = logits.shape, _split(logits)
     grid = (rows, _quotient(vocab, block))

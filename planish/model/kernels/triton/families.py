@@ -42,8 +42,8 @@ def supported_families(config: ModelConfig) -> tuple[str, ...]:
     if not has_head_size or any(config.windows) or config.attention_sinks:
         excluded = _OF_HEADS
     elif config.delta_net is not None:
-        # The runner of these families passes no recurrent states. The trainer's attention does not
-        # need that runner.
+        # The sampler's runner for these families does not support recurrent states. The trainer
+        # does not use that runner, so "tree attention" is not excluded.
         excluded = ("attention", "lora", "graphs")
     elif config.num_experts:
         # The number of rows of each expert is known only when the layer runs. So a CUDA graph

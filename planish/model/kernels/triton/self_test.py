@@ -91,8 +91,8 @@ def check_kernels(
     else:
         name = torch.cuda.get_device_name(device)
         path = verdict_path(shapes, heads, device)
-        # The file may have verdicts on families that do not support this model, but another model
-        # of the same shapes.
+        # Another model with the same shapes may share the file. So the file may have verdicts on
+        # families that do not support this model.
         known = known_verdicts(path)
         missing = [family for family in families if family not in {v.family for v in known}]
         if missing:

@@ -295,8 +295,8 @@ def _queries(tile, rows, G: tl.constexpr, M: tl.constexpr):
     A query is real unless it is padding. Padding repeats a real row, so that sums stay finite.
     """
     place = tl.arange(0, M)
-    # The division includes the tile's offset on purpose. A quotient of `place` alone would be
-    # constant in a loop over tiles, and the compiler would keep it in registers.
+    # Add the tile's offset before the division, not after it. The quotient of `place` alone would
+    # be constant in a loop over tiles, so the compiler would keep it in registers.
     number = tile * (M // G * G) + tl.minimum(place, M // G * G - 1)
     row = number // G
     there = (place < M // G * G) & (row < rows)
