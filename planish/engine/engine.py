@@ -271,6 +271,14 @@ class Engine:
         """Return the paths of all checkpoints on disk, without reading them."""
         return [str(path) for path in self._store.paths()]
 
+    def progress(self) -> int | None:
+        """Return a number that stays the same while the engine thread hangs; None without work."""
+        return self._thread.progress()
+
+    def thread_stack(self) -> str:
+        """Return what the engine thread is doing."""
+        return self._thread.stack()
+
     def clear_leftovers(self) -> None:
         """Remove the temporary checkpoint files of crashed processes."""
         self._store.clear_leftovers()

@@ -13,7 +13,9 @@ EngineClosedError when the thread ends.
 
 from __future__ import annotations
 
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -80,6 +82,9 @@ class EngineThread:
         """The futures of checkpoints that are not written yet."""
         self._fault: BaseException | None = None
         """The exception that ended the thread; None while it runs or after a normal stop."""
+        self._progress = 0
+        self._is_idle = True
+        """Whether the thread waits for an operation."""
         self._is_aborted = False
         """Whether the work in progress must stop at its next matmul."""
         self._stop_request: _Stop | None = None
@@ -124,6 +129,18 @@ class EngineThread:
         self._is_aborted = self._is_aborted or not finish
         self._inbox.put(_Stop(finish))
 
+    def progress(self) -> int | None:
+        """Return a number that grows with each turn and each matmul; None while there is no work.
+
+        If it stays the same for long, the thread hangs.
+        """
+        return None if self._is_idle or not self._thread.is_alive() else self._progress
+
+    def stack(self) -> str:
+        """Return the stack of the thread, for the log of a thread that hangs."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "it has ended"
+
     def close(self, finish: bool) -> None:
         """Call `stop` and wait until the thread has ended."""
         self.stop(finish)
@@ -163,7 +180,8 @@ class EngineThread:
             self._shut_down()
 
     def _check_abort(self) -> None:
-        """Raise the error of a closed engine if the work in progress must stop."""
+        """Count the progress. Raise the error of a closed engine if the work must stop."""
+        self._progress += 1
         if self._is_aborted:
             raise self._closed_error()
 
@@ -174,10 +192,14 @@ class EngineThread:
             # No model has work, so the time that each model used so far does not matter.
             self._reset_shares()
         while True:
+            self._progress += 1
+            self._is_idle = block
             try:
                 item = self._inbox.get(block)
             except Empty:
                 return
+            finally:
+                self._is_idle = False
             block = False
             if isinstance(item, QueuedOperation):
                 self._accept(item)

@@ -38,6 +38,7 @@ NOBODYS_SAMPLE = Sample(
 )
 """Checking this sample loads a base model and its tokenizer."""
 
+_LONGEST_CHECK = 5.0
 _QUICK_THREADS = 4
 _SLOW_THREADS = 8
 
@@ -161,6 +162,14 @@ class EngineClient:
         self._quick.shutdown(wait=False)
         self._slow.shutdown(wait=False)
 
+    def fail(self, fault: str) -> None:
+        """Note that the engine cannot be used any more, and log it. Only the first fault counts."""
+        if self.fault is None:
+            self.fault = fault
+            _log.critical(
+                "the engine failed, and nothing runs until the server is restarted: %s", fault
+            )
+
     def _note_outcome(self, future: Future[Any]) -> None:
         error = None if future.cancelled() else future.exception()
         if error is not None:
@@ -168,11 +177,8 @@ class EngineClient:
 
     def _note_error(self, error: BaseException) -> None:
         self._hide_directory(error)
-        if isinstance(error, EngineClosedError) and not self._is_closed and self.fault is None:
-            self.fault = str(error)
-            _log.critical(
-                "the engine failed, and nothing runs until the server is restarted: %s", error
-            )
+        if isinstance(error, EngineClosedError) and not self._is_closed:
+            self.fail(str(error))
 
     async def _in_thread(self, work: Callable[[], R]) -> R:
         return await self._call(self._slow, work)
@@ -197,6 +203,30 @@ class EngineClient:
         error.args = tuple(map(hidden, error.args))
         if isinstance(error, OSError) and error.filename is not None:
             error.filename, error.filename2 = hidden(error.filename), hidden(error.filename2)
+
+
+class StallWatch:
+    """Notices that the engine has work and makes no progress."""
+
+    def __init__(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`timeout` is the longest time without progress that is normal, in seconds."""
+        self._timeout = timeout
+        self._clock = clock
+        self._checked = clock()
+        self._progress: int | None = None
+        self._seconds = 0.0
+        """How long the engine has been seen without progress."""
+
+    def is_stalled(self, progress: int | None) -> bool:
+        """Return whether the engine hangs. Call this every second with `Engine.progress()`."""
+        now = self._clock()
+        # If the whole process was stopped for a while, the engine had no chance to make progress.
+        passed, self._checked = min(now - self._checked, _LONGEST_CHECK), now
+        if progress is None or progress != self._progress:
+            self._progress, self._seconds = progress, 0.0
+            return False
+        self._seconds += passed
+        return self._seconds >= self._timeout
 
 
 class DeviceClock:

@@ -8,7 +8,7 @@ requests then get an error that makes clients retry, running requests are finish
 journal, and the exit status is 0. A second signal kills the process at once. Acknowledged requests
 are in the journal even then.
 
-If the engine fails, the server stops too, and the exit status is `ENGINE_FAULT`. A supervisor such
+If the engine fails or hangs, the server stops too, and the exit status is `ENGINE_FAULT`. A supervisor such
 as systemd or a container runtime then starts it again, and it repeats the acknowledged requests.
 
 The module also estimates the memory of the server, and copies tokenizers into the Hugging Face hub
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import hashlib
 import logging
 import os
@@ -47,7 +48,7 @@ from planish.model.config import ModelConfig
 from planish.model.listing import list_models
 from planish.model.sources import DEFAULT_MODEL, HUB_NAME, resolve_model
 from planish.model.weights import weight_files
-from planish.server.engine_client import NOBODYS_SAMPLE
+from planish.server.engine_client import NOBODYS_SAMPLE, StallWatch
 from planish.server.http import routes_sampling
 from planish.server.http.access import Access, RequestMetrics, set_up_logging
 from planish.server.http.app import STOP_SECONDS, create_app
@@ -79,11 +80,17 @@ ENGINE_FAULT = 70
 """The exit status after a fault of the engine (EX_SOFTWARE)."""
 _FAULT_SECONDS = 3 * STOP_SECONDS
 """After a fault of the engine, the process exits within this time, even if its shutdown hangs."""
-
+_STALL_STOP_SECONDS = 10.0
+"""A process whose engine hangs exits within this time."""
 _ASSUMED_FILES, _MANY_FILES = 512, 1 << 20
 """The assumed limit of open files if the system cannot report it, and if there is no limit."""
 _TICKS_PER_SECOND = 10
 """How often uvicorn calls `on_tick`."""
+
+_GC_THRESHOLDS = (1000, 10, 100)
+"""The thresholds of garbage collection: by default a full one is due after 70,000 new objects, here
+after a million.
+"""
 
 _log = logging.getLogger("planish.server")
 
@@ -199,6 +206,7 @@ class _Server(uvicorn.Server):
         self._prepared = prepared
         self._http: HttpState = app.state.http
         self._connections = connections
+        self._stall_watch = StallWatch(prepared.options.settings.engine_stall_timeout)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, log that it is ready, and begin to load the base models."""
@@ -211,15 +219,20 @@ class _Server(uvicorn.Server):
         elif self.started and sockets:
             for listener in sockets:
                 listener.listen(_BACKLOG)  # asyncio has lowered the backlog to _ACCEPTED_AT_ONCE
+            _freeze_objects()
             _log_ready(_url(sockets[0]), self._prepared)
             notify("READY=1")
             self._http.is_loading = True
             Thread(target=self._load, name="planish-load").start()
 
     async def on_tick(self, counter: int) -> bool:
-        """Stop the server if the engine has failed. Every second, notify the watchdog of systemd
-        and close overdue connections.
+        """Stop the server if the engine has failed. Every second, notify the watchdog of systemd,
+        close overdue connections, and check whether the engine hangs.
         """
+        if counter % _TICKS_PER_SECOND == 0 and self._stall_watch.is_stalled(
+            self._engine.progress()
+        ):
+            self._report_stall()
         fault = self._http.server.engine.fault
         if fault is not None and not self.should_exit:
             self.fault = fault
@@ -228,15 +241,25 @@ class _Server(uvicorn.Server):
                 "stay in the journal, and the next start repeats them",
                 ENGINE_FAULT,
             )
-            end = Timer(_FAULT_SECONDS, os._exit, (ENGINE_FAULT,))
-            end.daemon = True
-            end.start()
+            _end_process_after(_FAULT_SECONDS)
             self.should_exit = True
             self._http.stopping.set()
         if counter % _TICKS_PER_SECOND == 0:
             notify("WATCHDOG=1")
             self._connections.close_overdue()
         return await super().on_tick(counter)
+
+    def _report_stall(self) -> None:
+        client = self._http.server.engine
+        if client.fault is not None:
+            return
+        timeout = self._prepared.options.settings.engine_stall_timeout
+        client.fail(
+            f"it has made no progress for {timeout:g} s (engine_stall_timeout). The engine thread "
+            f"is at:\n{self._engine.thread_stack()}"
+        )
+        # A graceful stop would wait for the engine. Everything acknowledged is in the journal.
+        _end_process_after(_STALL_STOP_SECONDS)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Tell systemd that the server stops, and shut down."""
@@ -257,6 +280,7 @@ class _Server(uvicorn.Server):
                 _log.error("%s cannot be served: %s", name, error)
             else:
                 _log.info("%s loaded in %.1f s", name, time.monotonic() - begun)
+        _freeze_objects()
         self._http.is_loading = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -274,6 +298,23 @@ class _Server(uvicorn.Server):
         self.should_exit = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._http.stopping.set)
+
+
+def _end_process_after(seconds: float) -> None:
+    """End the process with status ENGINE_FAULT after some time, whatever it does then."""
+    end = Timer(seconds, os._exit, (ENGINE_FAULT,))
+    end.daemon = True
+    end.start()
+
+
+def _freeze_objects() -> None:
+    """Exclude all present objects from garbage collection. Modules and base models are about
+    250,000 objects and stay for the life of the process. A full collection of them holds the
+    interpreter lock for 120 ms, and a request that creates many objects causes one.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
 
 
 def _served(mapping: Mapping[str, str]) -> dict[str, Path]:

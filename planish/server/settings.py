@@ -111,6 +111,11 @@ class TimeSettings(_Positive):
     """A session ends when its client has sent nothing for this long, in seconds."""
     result_retention: float = 6 * 3600
     """How long a result can be read, in seconds."""
+    engine_stall_timeout: float = 900
+    """The server ends with status 70 if its engine has work and makes no progress for this long, in
+    seconds. Each matmul, each step of a sampler and each micro-batch is progress. The loading of
+    base models and the compilation of CPU kernels are not watched.
+    """
     expiry_delay: float = 3600
     """Expired checkpoints, results and sessions are deleted only when the system's clock has run
     for this long without a jump, in seconds. The time before the server's start does not count.

@@ -17,6 +17,15 @@ from typing import Any, TypeVar, overload
 import orjson
 
 from planish.errors import UserError
+from planish.wire.json_pieces import (
+    PIECE_BYTES,
+    InvalidJsonError,
+    JsonLimits,
+    TooDeepError,
+    TooManyContainersError,
+    TooManyItemsError,
+    parse_pieces,
+)
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -31,16 +40,22 @@ MAX_LIST = 1024
 MAX_MAP = 64
 """Maximum number of entries of an object whose keys are chosen by the client."""
 _MAX_SHOWN = 80
-MAX_CONTAINERS = 1 << 20
+MAX_CONTAINERS = 1 << 17
 """Limit for the number of objects and lists in a body. Parsed into Python objects, they take up to 40 times the
-memory of their JSON text.
+memory of their JSON text, and a garbage collection of many of them stops all threads.
 """
 MAX_VALUES = 1 << 24
-"""Limit for the number of values in a body, and of token ids in one request. Each takes up to 40 bytes of memory
-while the body is read.
+"""Limit for the number of values in a body, and of token ids in one request. Each takes up to 40
+bytes of memory while the body is read.
 """
 MAX_DEPTH = 64
 """Limit for the nesting depth of objects and lists. Recursive code can process this depth."""
+MAX_ITEMS = 1 << 17
+"""Limit of the entries of an object, and of the items of a list that are not numbers."""
+_LIMITS = JsonLimits(depth=MAX_DEPTH, containers=MAX_CONTAINERS, items=MAX_ITEMS)
+_COUNTED_BYTES = 1 << 20
+_WHOLE_BYTES = 2 * PIECE_BYTES
+"""Larger bodies are parsed in pieces, so that other threads run in between."""
 
 
 class Fields:
@@ -57,24 +72,9 @@ class Fields:
         """Parse the body of a request, which must be one JSON object. Raise MemoryError if there is
         too little memory for it.
         """
-        containers = body.count(b"{") + body.count(b"[")
-        for most, count, kind in (
-            (MAX_CONTAINERS, containers, "objects and lists"),
-            (MAX_VALUES, body.count(b","), "values"),
-        ):
-            if count > most:
-                raise UserError(f"the body has more than {most:,} {kind}; send fewer in one call")
-        try:
-            value = orjson.loads(body.removeprefix(codecs.BOM_UTF8))
-        except orjson.JSONDecodeError as error:
-            if "Not enough memory" in str(error):  # orjson reports a lack of memory as invalid JSON
-                raise MemoryError from None
-            raise UserError(f"the body is not JSON: {error}") from None
-        if containers > MAX_DEPTH and _depth_exceeds(value, MAX_DEPTH):
-            raise UserError(
-                f"the body nests objects and lists more than {MAX_DEPTH} levels deep; send a body "
-                "with less nesting"
-            )
+        if _values(body) > MAX_VALUES:
+            raise UserError(f"the body has more than {MAX_VALUES:,} values; send fewer in one call")
+        value = _parsed(body.removeprefix(codecs.BOM_UTF8))
         if not isinstance(value, dict):
             raise UserError(f"the body is {_kind(value)}; give an object with the request's fields")
         return cls(value)
@@ -228,9 +228,47 @@ class Fields:
         return UserError(f"{self.path(name)}={shown(self._values[name])}: give {wanted}")
 
 
+def _values(body: bytes) -> int:
+    """Return an upper bound of the number of values, less one. Other threads run in between."""
+    return sum(
+        body.count(b",", begin, begin + _COUNTED_BYTES)
+        for begin in range(0, len(body), _COUNTED_BYTES)
+    )
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        if len(body) > _WHOLE_BYTES:
+            return parse_pieces(body, _LIMITS)
+        value = orjson.loads(body)
+        if _depth_exceeds(value, MAX_DEPTH):
+            raise TooDeepError
+        return value
+    except TooDeepError:
+        raise UserError(
+            f"the body nests objects and lists more than {MAX_DEPTH} levels deep; send a body "
+            "with less nesting"
+        ) from None
+    except TooManyContainersError:
+        raise UserError(
+            f"the body has more than {MAX_CONTAINERS:,} objects and lists; send fewer in one call"
+        ) from None
+    except TooManyItemsError:
+        raise UserError(
+            f"the body has an object or a list with more than {MAX_ITEMS:,} items that are not "
+            "numbers; send fewer in one call"
+        ) from None
+    except InvalidJsonError as error:
+        raise UserError(f"the body is not JSON: {error}") from None
+    except orjson.JSONDecodeError as error:
+        if "Not enough memory" in str(error):  # orjson reports a lack of memory as invalid JSON
+            raise MemoryError from None
+        raise UserError(f"the body is not JSON: {error}") from None
+
+
 def _depth_exceeds(value: Any, most: int) -> bool:
     """Return whether objects and lists are nested more than `most` deep."""
-    level = [value]
+    level = [value] if type(value) is dict or type(value) is list else []
     for _ in range(most):
         level = [
             item

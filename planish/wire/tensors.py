@@ -31,6 +31,7 @@ MAX_TOKENS = 1 << 20
 MAX_DIMENSIONS = 8
 """Limit of a tensor's dimensions."""
 
+_READ_AT_ONCE = 1 << 14
 _NUMPY: dict[TensorDtype, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
 PROTO_DTYPES: dict[TensorDtype, int] = {"float32": FLOAT32, "int64": INT64}
 _STORED: dict[int, tuple[np.dtype[Any], TensorDtype]] = {
@@ -279,11 +280,22 @@ def _from_list(values: list[Any], dtype: TensorDtype, where: str) -> np.ndarray:
     if dtype == "float32":
         with np.errstate(over="ignore"):
             # An overflow becomes infinite. Code that needs finite values reports it later.
-            return np.asarray(values, dtype=np.float64).astype(np.float32)
+            return _array(values, np.float64).astype(np.float32)
     for value in values:
         if not (math.isfinite(value) and value == math.trunc(value) and -(2**63) <= value < 2**63):
             raise UserError(f"{where} holds {value!r}, which is not an int64; give whole numbers")
-    return np.asarray([int(value) for value in values], dtype=np.int64)
+    return _array([int(value) for value in values], np.int64)
+
+
+def _array(values: list[Any], dtype: type[np.generic]) -> np.ndarray:
+    """Return a list of numbers as an array. numpy holds the interpreter lock while it reads a list.
+    So the list is read in pieces, and other threads run in between.
+    """
+    array = np.empty(len(values), dtype)
+    for begin in range(0, len(values), _READ_AT_ONCE):
+        piece = slice(begin, begin + _READ_AT_ONCE)
+        array[piece] = np.asarray(values[piece], dtype)
+    return array
 
 
 def _unsupported_chunk(where: str, kind: str | None) -> UserError:

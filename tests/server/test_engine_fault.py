@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,14 @@ import httpx
 import pytest
 from server_process import BASE_MODEL, running_server, start_server
 
+from planish.engine.engine import Engine
+from planish.engine.engine_thread import EngineThread
 from planish.errors import EngineClosedError
-from planish.server.engine_client import EngineClient
+from planish.server.engine_client import EngineClient, StallWatch
 from planish.server.serve import ENGINE_FAULT, notify
-from planish.service import UnloadModel
+from planish.service import CreateModel, ForwardBackward, UnloadModel
+from planish.tensors import TensorData
+from planish.types import Datum, ModelInput
 
 FAULTY = """
 import os
@@ -35,16 +41,29 @@ def post(http: httpx.Client, path: str, body: object) -> dict[str, str]:
     return answer.json()
 
 
+HANGING = FAULTY.replace(
+    'raise AssertionError("an injected fault")', "import time; time.sleep(3600)"
+)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "options", "logged"),
+    [
+        (FAULTY, (), "an injected fault"),
+        (HANGING, ("--set", "engine_stall_timeout=3"), "time.sleep(3600)"),
+    ],
+    ids=["exception", "hang"],
+)
 def test_an_engine_fault_ends_the_process_and_a_restart_answers_its_requests(
-    tmp_path: Path, model_dir: Path
+    tmp_path: Path, model_dir: Path, code: str, options: tuple[str, ...], logged: str
 ):
     (tmp_path / "preload").mkdir()
-    (tmp_path / "preload" / "faulty.py").write_text(FAULTY)
+    (tmp_path / "preload" / "faulty.py").write_text(code)
     fault, data = tmp_path / "fault", tmp_path / "data"
     environment = {"FAULT": str(fault), "PLANISH_HOME": "/proc/nowhere"}
     prelude = f"import sys; sys.path.insert(0, {str(tmp_path / 'preload')!r}); import faulty; "
-    server = start_server(data, model_dir, environment=environment, prelude=prelude)
+    server = start_server(data, model_dir, *options, environment=environment, prelude=prelude)
     try:
         with httpx.Client(base_url=server.url, timeout=30) as http:
             session = post(http, "/create_session", {"tags": [], "sdk_version": "0.38.0"})
@@ -72,6 +91,7 @@ def test_an_engine_fault_ends_the_process_and_a_restart_answers_its_requests(
             assert server.process.wait(60) == ENGINE_FAULT
     finally:
         server.process.kill()
+    assert any("engine failed" in line and logged in line for line in server.output)
     levels = [json.loads(line)["level"] for line in server.output if "engine failed" in line]
     assert levels == ["critical", "critical"]
     with running_server(data, model_dir) as again, httpx.Client(base_url=again.url) as http:
@@ -81,6 +101,66 @@ def test_an_engine_fault_ends_the_process_and_a_restart_answers_its_requests(
             pass
         assert answer.status_code == 200, answer.text
         assert answer.json()["sequences"]
+
+
+def test_an_engine_without_progress_is_stalled_after_the_timeout():
+    now = 0.0
+    watch = StallWatch(60.0, lambda: now)
+
+    def seconds_until_stalled(progress: Callable[[], int | None], most: int) -> int | None:
+        nonlocal now
+        for second in range(most):
+            now += 1.0
+            if watch.is_stalled(progress()):
+                return second
+        return None
+
+    assert seconds_until_stalled(lambda: None, 1000) is None  # no work
+    assert seconds_until_stalled(lambda: int(now) // 50, 1000) is None  # slow
+    assert seconds_until_stalled(lambda: 7, 1000) == 60
+    watch.is_stalled(8)
+    now += 3600.0  # the process was stopped
+    assert not watch.is_stalled(8)
+    assert seconds_until_stalled(lambda: 8, 100) == 54
+
+
+def test_each_matmul_of_a_long_operation_is_progress(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """An operation that takes longer than the timeout, with progress, is left alone."""
+    pause = [0.0]
+    check = EngineThread._check_abort
+
+    def slow(self: EngineThread) -> None:
+        time.sleep(pause[0])
+        check(self)
+
+    monkeypatch.setattr(EngineThread, "_check_abort", slow)
+    engine = Engine({BASE_MODEL: str(model_dir)}, tmp_path)
+    try:
+        engine.submit(CreateModel("m", BASE_MODEL)).result()
+        pause[0] = 0.05
+        datum = Datum(
+            ModelInput.from_ints([1, 2]),
+            {
+                "target_tokens": TensorData([2, 3], "int64"),
+                "weights": TensorData([1, 1], "float32"),
+            },
+        )
+        watch, checks, began = StallWatch(0.5), 0, time.monotonic()
+        future = engine.submit(ForwardBackward("m", [datum], "cross_entropy"))
+        while not future.done():
+            assert not watch.is_stalled(engine.progress())
+            checks += 1
+            time.sleep(0.02)
+        future.result()
+        assert checks > 10
+        assert time.monotonic() - began > 0.5
+        time.sleep(0.1)
+        assert engine.progress() is None
+        assert "inbox" in engine.thread_stack()
+    finally:
+        engine.close()
 
 
 def test_systemd_is_told_the_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -1,8 +1,10 @@
+import tracemalloc
+
 import orjson
 import pytest
 
 from planish.errors import UserError
-from planish.wire.fields import Fields
+from planish.wire.fields import MAX_CONTAINERS, MAX_ITEMS, Fields
 
 
 def of(**values) -> Fields:
@@ -18,11 +20,18 @@ def test_a_body_is_one_json_object(body):
 
 
 @pytest.mark.parametrize("part", [b"[],", b'{"":0},'])
-def test_a_body_of_many_small_containers_is_rejected_before_parsing(monkeypatch, part):
-    body = b'{"data":[' + (part * 1_100_000)[:-1] + b"]}"
-    monkeypatch.setattr("planish.wire.fields.orjson.loads", None)
-    with pytest.raises(UserError, match="more than 1,048,576 objects and lists"):
-        Fields.of(body)
+def test_a_body_of_many_small_containers_is_rejected(part):
+    def body(count: int) -> bytes:
+        return b'{"data":[' + (part * count)[:-1] + b"]}"
+
+    assert len(Fields.of(body(MAX_CONTAINERS - 2)).array("data", MAX_ITEMS)) == MAX_CONTAINERS - 2
+    with pytest.raises(UserError, match="more than 131,072 objects and lists"):
+        Fields.of(body(MAX_CONTAINERS - 1))
+    tracemalloc.start()
+    with pytest.raises(UserError, match="more than 131,072 objects and lists"):
+        Fields.of(body(2_000_000))
+    assert tracemalloc.get_traced_memory()[1] < 60 << 20
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

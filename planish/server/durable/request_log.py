@@ -161,9 +161,11 @@ class RequestLog:
 
     async def encode(self, operation: Operation[Any], seq: int) -> JournalEntry:
         """Encode an operation for the journal. Raise ValueError if it is invalid."""
-        scored = targets_of(operation) if isinstance(operation, Sample) else 0
-        if token_count(operation) + scored <= _INLINE_TOKENS:
-            return encode_request(operation, seq)
+        # Datums without tokens take time too, so every ForwardBackward is encoded in a thread.
+        if not isinstance(operation, ForwardBackward):
+            scored = targets_of(operation) if isinstance(operation, Sample) else 0
+            if token_count(operation) + scored <= _INLINE_TOKENS:
+                return encode_request(operation, seq)
         return await asyncio.to_thread(encode_request, operation, seq)
 
     async def repeats(self, request_id: str, digest: bytes) -> bool:
