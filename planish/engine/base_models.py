@@ -151,7 +151,8 @@ def checked_backend(
     verdicts: Sequence[Verdict] = ()
     if Device(device).is_gpu:
         shapes, heads = kernel_shapes(config), head_shape(config, dtype)
-        families = supported_families(config)
+        is_quantized = bool(settings.quantize or config.fp8 or config.mxfp4_experts)
+        families = supported_families(config, is_quantized=is_quantized)
         verdicts = check_kernels(directory, shapes, heads, device, families)
     families = [verdict.family for verdict in verdicts if verdict.passed]
     return choose_backend(config, dtype, device, settings.deterministic, families), verdicts

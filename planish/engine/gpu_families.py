@@ -58,6 +58,14 @@ from planish.model.lora import (
 )
 from planish.model.positions import SPAN, capacity_for
 from planish.model.prefix_tree import pack
+from planish.model.quantization import (
+    Fp8Weight,
+    Mxfp4Weight,
+    QuantizedWeight,
+    dequantized,
+    quantize,
+)
+from planish.model.weight_sizes import SCHEMES
 from planish.model.weights import expected_shapes
 from planish.types import LoraConfig
 
@@ -485,6 +493,46 @@ def _adapter(case: Case, rank: int) -> LoraWeights:
     return LoraWeights(layout, flat, case.backend)
 
 
+def check_quantized(case: Case) -> None:
+    """Check the matmuls of decoding steps with weights of each quantization scheme."""
+    kernels: Any = import_module("planish.model.kernels.triton.quantized_kernels")
+    config = case.config
+    # nf4 has blocks of 64 inputs.
+    fan_in = -(-config.hidden_size // 64) * 64
+    sizes = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
+    given = [case.random(size, fan_in, scale=fan_in**-0.5) for size in sizes]
+    bias = case.random(sum(sizes))
+    for scheme, weights in _quantized(case, given).items():
+        dense = dequantized(weights, case.dtype)
+        linear = kernels.QuantizedCodes(weights, case.dtype)
+        for rows in (1, 5, case.sizes.rows):
+            x = case.random(rows, fan_in)
+            for own in (None, bias):
+                expected = x.double() @ dense.double().t() + (0 if own is None else own.double())
+                compare(f"{scheme} matmul of {rows} rows", linear.matmul(x, own), expected)
+
+
+def _quantized(case: Case, given: list[Tensor]) -> dict[str, list[QuantizedWeight]]:
+    """Return the weights [out_i, in] in each scheme, by the name of the scheme."""
+    fan_in = given[0].shape[1]
+    found = {scheme: [quantize(weight, scheme) for weight in given] for scheme in SCHEMES}
+    found["fp8"] = []
+    found["mxfp4"] = []
+    for weight in given:
+        fan_out = len(weight)
+        codes = (weight * fan_in**0.5 * 30).to(torch.float8_e4m3fn)
+        grid = (-(-fan_out // 128), -(-fan_in // 128))
+        scales = 0.01 + 0.1 * torch.rand(grid, generator=case.generator)
+        found["fp8"].append(Fp8Weight.from_stored(codes, scales.to(case.device), (128, 128)))
+        found["mxfp4"].append(
+            Mxfp4Weight(
+                case.choices(256, fan_out, fan_in // 2).to(case.device, torch.uint8),
+                (118 + case.choices(6, fan_out, fan_in // 32)).to(case.device, torch.uint8),
+            )
+        )
+    return found
+
+
 def check_graphs(case: Case) -> None:
     """Compare steps of recorded CUDA graphs with the same steps run eagerly.
 
@@ -542,6 +590,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     "attention": check_attention,
     "tree attention": check_tree_attention,
     "lora": check_lora,
+    "quantized": check_quantized,
     "graphs": check_graphs,
 }
 assert tuple(CHECKS) == FAMILIES

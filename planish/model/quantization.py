@@ -133,7 +133,7 @@ class Nf4Weight:
         """Quantize a weight [out, in] of any float dtype. `in` must be a multiple of 64."""
         blocks = weight.float().view(len(weight), -1, NF4_BLOCK)
         maxima = blocks.abs().amax(2)
-        codes = _nearest(_scaled(blocks, maxima), _nf4_values(weight.device)).view(
+        codes = _nearest(_scaled(blocks, maxima), four_bit_values(cls, weight.device)).view(
             len(weight), -1, 2
         )
         # In float64, the mean does not depend on the number of threads. bitsandbytes computes it in
@@ -165,7 +165,7 @@ class Nf4Weight:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] in `dtype`."""
         codes = torch.stack((self.codes >> 4, self.codes & 15), 2).int()
-        values = _nf4_values(codes.device)[codes.view(-1)]
+        values = four_bit_values(Nf4Weight, codes.device)[codes.view(-1)]
         blocks = values.view(*self.scale_codes.shape, NF4_BLOCK)
         return blocks.mul_(self.scales[..., None]).view(self.shape).to(dtype)
 
@@ -187,9 +187,9 @@ class Mxfp4Weight:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] in `dtype`."""
         codes = torch.stack((self.codes & 15, self.codes >> 4), 2).int()
-        values = torch.tensor(MXFP4_VALUES, device=codes.device)[codes.view(-1)]
+        values = four_bit_values(Mxfp4Weight, codes.device)[codes.view(-1)]
         blocks = values.view(*self.exponents.shape, MXFP4_BLOCK)
-        scales = mxfp4_scales().to(codes.device)[self.exponents.int()]
+        scales = mxfp4_scales(codes.device)[self.exponents.int()]
         return blocks.mul_(scales[..., None]).view(self.shape).to(dtype)
 
 
@@ -271,11 +271,12 @@ def check_quantizable(config: ModelConfig, scheme: str | None) -> None:
             )
 
 
-# Both tables are cached for each device, because a CUDA graph cannot record a copy to the GPU.
+# The tables are cached for each device, because a CUDA graph cannot record a copy to the GPU.
 @cache
-def _nf4_values(device: torch.device) -> Tensor:
-    """Return NF4_VALUES as a float32 tensor."""
-    return torch.tensor(NF4_VALUES, device=device)
+def four_bit_values(scheme: type[QuantizedWeight], device: torch.device) -> Tensor:
+    """Return the values of the 16 codes of `Nf4Weight` or `Mxfp4Weight`: float32."""
+    values = NF4_VALUES if scheme is Nf4Weight else MXFP4_VALUES
+    return torch.tensor(values, device=device)
 
 
 @cache
@@ -295,14 +296,14 @@ def dynamic_values(device: torch.device = _CPU) -> Tensor:
 
 
 @cache
-def mxfp4_scales() -> Tensor:
+def mxfp4_scales(device: torch.device = _CPU) -> Tensor:
     """Return the 256 scales of mxfp4 blocks: float32, 2 ** (code - 127).
 
     Scales below 2 ** -125 are 0, because the weights of such a block may be denormal numbers, which
     kernels do not support.
     """
     scales = 2.0 ** (torch.arange(256, dtype=torch.float64) - 127)
-    return scales.where(scales >= 2.0**-125, 0.0).float()
+    return scales.where(scales >= 2.0**-125, 0.0).float().to(device)
 
 
 def _scaled(rows: Tensor, maxima: Tensor) -> Tensor:

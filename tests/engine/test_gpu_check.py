@@ -327,9 +327,11 @@ def gpu(tmp_path, monkeypatch) -> Gpu:
 
 
 def test_only_families_that_support_the_model_are_checked(gpu, caplog):
-    windows = supported_families(replace(CONFIG, windows=(16,) * CONFIG.num_layers))
+    config = replace(CONFIG, windows=(16,) * CONFIG.num_layers)
+    windows = supported_families(config, is_quantized=False)
     assert windows == ("norms", "rope", "swiglu", "log_sum_exp", "sampling")
-    assert supported_families(replace(CONFIG, attention_sinks=True)) == windows
+    assert supported_families(config) == (*windows, "quantized")
+    assert supported_families(replace(CONFIG, attention_sinks=True)) == (*windows, "quantized")
     gpu.fails = {"graphs": "wrong result: x"}
     assert gpu.passed(families=windows) == set(windows)
     assert gpu.asked[-1].families == list(windows)

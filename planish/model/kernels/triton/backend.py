@@ -1,6 +1,7 @@
 """The Triton backend: kernels for GPUs, which are compiled at first use.
 
-torch computes the matmuls with frozen weights. It also computes what the kernels do not support:
+torch computes the matmuls with frozen weights, except those of decoding steps with quantized
+weights. It also computes what the kernels do not support:
 unusual head sizes, attention windows and sinks, gated delta nets, GeGLU, experts, and families that
 failed their self-test. In
 deterministic mode torch computes attention and LoRA too, because the order of additions of these
@@ -9,7 +10,7 @@ kernels depends on the batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch import Tensor
 
 from planish.model.config import ModelConfig
 from planish.model.kernels.backend import Attend
+from planish.model.kernels.linear import PackedQuantizedWeight
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.triton.families import FAMILIES, supported_families
 from planish.model.kernels.triton.tree_attention import GpuForest
 from planish.model.prefix_tree import Packed
+from planish.model.quantization import QuantizedWeight
 
 
 class TritonBackend(TorchBackend):
@@ -60,6 +63,18 @@ class TritonBackend(TorchBackend):
         This requires the families "attention" and "lora", and no batch invariance.
         """
         return self.tiling is None and {"attention", "lora"} <= self.families
+
+    def _packed_codes(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight | None:
+        """Return the weights for the kernels of decoding steps. In deterministic mode, torch
+        computes all rows.
+        """
+        if self.tiling is not None or "quantized" not in self.families:
+            return None
+        kernels: Any = import_module("planish.model.kernels.triton.quantized_kernels")
+        if not kernels.supports(weights):
+            return None
+        found: PackedQuantizedWeight = kernels.QuantizedCodes(weights, self.dtype)
+        return found
 
     def qk_norm_rope(
         self,

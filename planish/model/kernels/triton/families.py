@@ -21,12 +21,14 @@ FAMILIES = (
     "attention",
     "tree attention",
     "lora",
+    "quantized",
     "graphs",
 )
 """The families of kernels. The kernels of a family are tested, and replaced by torch, together.
 
 "attention" is the sampler's attention (prefill and decode). "tree attention" is the trainer's
-attention over prefix trees. "graphs" is the sampler's decoding step captured as a CUDA graph.
+attention over prefix trees. "quantized" is the matmuls of decoding steps with quantized weights.
+"graphs" is the sampler's decoding step captured as a CUDA graph.
 """
 
 _OF_HEADS = ("attention", "tree attention", "lora", "graphs")
@@ -35,8 +37,11 @@ used only together with them.
 """
 
 
-def supported_families(config: ModelConfig) -> tuple[str, ...]:
-    """Return the families that support this model. torch computes the others."""
+def supported_families(config: ModelConfig, *, is_quantized: bool = True) -> tuple[str, ...]:
+    """Return the families that this model uses. torch computes the others.
+
+    `is_quantized`: whether base weights are quantized.
+    """
     excluded: tuple[str, ...] = ()
     has_head_size = config.head_dim % 16 == 0 and config.head_dim <= 256
     if not has_head_size or any(config.windows) or config.attention_sinks:
@@ -49,6 +54,8 @@ def supported_families(config: ModelConfig) -> tuple[str, ...]:
         # The number of rows of each expert is known only when the layer runs. So a CUDA graph
         # cannot contain experts.
         excluded = ("lora", "graphs")
+    if not is_quantized:
+        excluded += ("quantized",)
     return tuple(family for family in FAMILIES if family not in excluded)
 
 
