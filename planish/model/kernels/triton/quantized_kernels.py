@@ -8,7 +8,7 @@ Shapes: T rows, `in` and `out` columns.
 """
 
 # Launches take additional options, which the static types do not know:
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
