@@ -73,8 +73,8 @@ class EngineClient:
         return await (await self.submit(operation))
 
     def check_sample_now(self, base_model: str, operation: Sample) -> None:
-        """Raise ValueError if no sampler of the base model could serve `operation`. Runs in the
-        calling thread.
+        """Raise ValueError if the sample request is invalid for every sampler of the base model. The
+        check runs in the calling thread.
         """
         self._service.check_sample(base_model, operation)
 
@@ -99,7 +99,7 @@ class EngineClient:
         return self._service.capabilities()
 
     async def checkpoint_info(self, path: str) -> CheckpointInfo:
-        """Return what a checkpoint holds."""
+        """Return a checkpoint's base model, LoRA configuration and description."""
         return await self._in_thread(lambda: self._service.checkpoint_info(path))
 
     async def checkpoint_paths(self) -> list[str]:
@@ -230,9 +230,8 @@ class StallWatch:
 
 
 class DeviceClock:
-    """Divides the time of one device among requests. The charge of a request ends when the request
-    ends. It begins when the previous request ended or when the request was submitted, whichever was
-    later.
+    """Divides the time of one device among requests. A request is charged for the time until its end,
+    beginning at its submission or at the end of the previous request, whichever was later.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

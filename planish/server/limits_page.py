@@ -30,17 +30,17 @@ its sequence number.
 large.
 """
 _TENANT = (
-    ("requests accepted and not answered", "max_queued_requests", "429"),
+    ("accepted requests without an answer", "max_queued_requests", "429"),
     ("bytes of their bodies", "max_queued_bytes", "429"),
     ("tokens per minute", "tokens_per_minute", "429"),
     ("sessions", "max_sessions", "400, or the oldest ended ones are removed"),
     ("open training models", "max_models", "400"),
-    ("open samplers", "max_samplers", "400; of unnamed samplers, the oldest are closed"),
+    ("open samplers", "max_samplers", "400; for unnamed samplers instead, the oldest are closed"),
     ("bytes on disk: checkpoints, snapshots, records", "storage_bytes", "400"),
     (
         "rejected and failed requests in the journal: 512 bytes each and their messages",
         "rejected_request_bytes",
-        "the oldest are deleted; 429 for a rejected request while restarts need all of them",
+        "the oldest are deleted; 429 for another invalid request while a replay needs all of them",
     ),
     ("bytes of one gradient in the journal", "journal_bytes", "400 until the next optim_step"),
     ("sequences in the engine while others wait", "max_sampling_slots_per_tenant", "they wait"),
@@ -48,7 +48,11 @@ _TENANT = (
      "they wait"),
 )  # fmt: skip
 _SHARED = (
-    ("adapters in memory", "adapter_memory_bytes", "they wait; the least recently used leaves"),
+    (
+        "adapters in memory",
+        "adapter_memory_bytes",
+        "new ones wait until the least recently used is unloaded",
+    ),
     (
         "decoded requests in memory",
         "request_memory_bytes",
@@ -69,14 +73,14 @@ def page() -> str:
         _table(("what", "limit", "beyond it"), BODIES),
         "",
         "## One tenant\n",
-        "A tenant is all keys with one name in the key file. `planish serve --set NAME=VALUE`",
+        "All keys with the same name in the key file belong to one tenant. `planish serve --set NAME=VALUE`",
         "changes a setting.\n",
         _table(("what", "setting", "default", "beyond it"), _settings(_TENANT)),
         "",
         "A tenant may use half of the memory for bodies, and half of the server's connections, whose",
         "number follows from the limit of open files. Beyond either, the answer is 503. Tenants take",
         "turns in the engine and in the decoding of large bodies.\n",
-        "These are bounds of all tenants together:\n",
+        "These limits apply to all tenants together:\n",
         _table(("what", "setting", "default", "beyond it"), _settings(_SHARED)),
         "",
         "## JSON requests\n",
@@ -92,11 +96,11 @@ def page() -> str:
         "## Requests of OpenAI clients\n",
         "The JSON of one parameter has at most "
         f"{MAX_OPTION_BYTES >> 10} KiB. The text of `messages`, `tools` and a prompt has at most as many",
-        "characters as the model's context can hold. Each token is counted as the longest token of",
-        f"the vocabulary, and as at most {CHARACTERS_PER_TOKEN} characters. All prompts of a request",
+        "characters as the model's context can hold. A token counts as the number of characters of the",
+        f"longest token of the vocabulary, but at most {CHARACTERS_PER_TOKEN}. All prompts of a request",
         "together have the same limit, or 8,388,608 characters if that is more. The server tokenizes",
-        f"bodies of up to {TEXT_AT_ONCE >> 20} MiB in total at once; further bodies wait for their",
-        "tenant's turn.\n",
+        f"several bodies at once, but at most {TEXT_AT_ONCE >> 20} MiB together. All other bodies wait for",
+        "their tenant's turn.\n",
     ]
     for path, fields in openai_fields().items():
         rows = [(f"`{name}`", limit) for name, limit in fields.items()]
@@ -149,7 +153,7 @@ def _fields(path: str, limits: Mapping[str, Limit]) -> list[str]:
         for name, limit in limits.items()
         if limit.limit
     ]
-    return [_table(("field", "limit", "a part of the answer"), rows)]
+    return [_table(("field", "limit", "part of the error message"), rows)]
 
 
 def _answer(limit: Limit) -> str:
@@ -234,7 +238,9 @@ def _part_limit(part: Mapping[str, Any], name: str) -> str:
     if "enum" in part or "const" in part:
         values = part.get("enum", [part.get("const")])
         return " or ".join(f"`{_shown(value)}`" for value in values) or "absent"
-    size = "the text that the context holds" if name in _TEXTS else "the parameter's size"
+    size = (
+        "text that fits the context" if name in _TEXTS else f"{MAX_OPTION_BYTES >> 10} KiB of JSON"
+    )
     match part.get("type"):
         case "boolean":
             return "true or false"
@@ -242,7 +248,7 @@ def _part_limit(part: Mapping[str, Any], name: str) -> str:
             return _span(part)
         case "array":
             count = part.get("maxItems")
-            return size if count is None else f"{count:,} items, and {size}"
+            return size if count is None else f"{count:,} items (together {size})"
         case "string" | "object":
             return size
     return "not read" if not part else ""

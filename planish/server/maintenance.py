@@ -264,8 +264,8 @@ class Cleanup:
                 await self.clean()
 
     async def clean(self) -> None:
-        """Run the parts of the cleanup that are due only every 30 seconds. Files are deleted first,
-        because on a full disk every write to the database waits for space.
+        """Run the parts of the cleanup that run every 30 seconds. Delete files first, because on a
+        full disk every write to the database waits for space.
         """
         if self._may_expire:
             await self._guarded(self._services.checkpoints.remove_expired)
@@ -290,12 +290,12 @@ class Cleanup:
     async def _end_stale_sessions(self) -> None:
         sessions = self._services.sessions
         for session_id in sessions.stale(self._services.settings.session_timeout):
-            await sessions.end(session_id, "its client was not heard of for too long")
+            await sessions.end(session_id, "its client has sent nothing for too long")
 
     async def _close_samplers(self) -> None:
         """Close the least recently used unnamed samplers of a tenant that has more than
-        `max_samplers`. Then close samplers until the rest take at most `unnamed_sampler_bytes`
-        together: each time, the least recently used one of the tenant that stores the most.
+        `max_samplers`. Then reduce the size of all unnamed samplers to `unnamed_sampler_bytes`: of
+        the tenant that stores the most, repeatedly close the least recently used sampler.
         """
         settings, saved = self._services.settings, defaultdict[str, list[Sampler]](list)
         for sampler in sorted(self._samplers.all(), key=lambda sampler: sampler.used):

@@ -32,7 +32,7 @@ class ServeOptions:
     port: int = 8000
     data_dir: Path = Path("~/.local/share/planish/server")
     models: Mapping[str, str] = field(default_factory=dict)
-    """Maps the names of base models to their directories or .gguf files. The embedded model is also
+    """Maps the names of base models to their directories or .gguf files. The default model is also
     served if it is on this machine, or if this mapping is empty.
     """
     api_key_file: Path | None = None
@@ -148,9 +148,9 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--share-prefix-cache",
         action="store_true",
-        help="let tenants use each other's cached prefixes, which saves time where they share a "
-        "system prompt; reveals whether another tenant has sent a prompt with the same beginning, "
-        "so that tenants can guess each other's prompts word by word",
+        help="let tenants use each other's cached prefixes. This saves time if they share a system "
+        "prompt. It also reveals whether another tenant has sent a prompt with the same beginning, "
+        "so a tenant can guess another tenant's prompts word by word",
     )
     parser.add_argument(
         "--max-batch",
@@ -175,7 +175,8 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="stable_reinforce=LOSS",
         dest="substitute_losses",
-        help="compute LOSS where a script asks for stable_reinforce, whose formula is not public; responses and /metrics say so",
+        help="compute LOSS if a script requests stable_reinforce, whose formula is not public; responses "
+        "and /metrics report the substitution",
     )
 
 
@@ -241,7 +242,9 @@ def _renamed(given: Mapping[str, str]) -> dict[str, str]:
     for old, value in given.items():
         name = RENAMED_SETTINGS.get(old, old)
         if name != old:
-            _log.warning("--set %s: this setting is called %s now; the old name will go", old, name)
+            _log.warning(
+                "--set %s: this setting is now called %s; the old name will stop working", old, name
+            )
         if name in settings:
             raise UserError(f"--set names {name!r} twice, once by its old name; keep one")
         settings[name] = value

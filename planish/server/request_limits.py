@@ -147,7 +147,7 @@ _LARGE_LIST = Limit(f"{MAX_VALUES:,} values in the body")
 _PARTS = Limit(f"{MAX_PARTS:,} datums, chunks and tensors in the body")
 
 _TYPE = {"type": NOT_READ}
-_SEQ = {"seq_id": Limit("1 to 2^62, the next one of its model", "seq_id", [], [0, 2**63])}
+_SEQ = {"seq_id": Limit("the next number of the model, from 1 to 2^62", "seq_id", [], [0, 2**63])}
 _PLACE = {"model_id": IDENTIFIER, **_SEQ}
 _NUMBER = whole(0, MAX_INT64)
 _MODEL_NUMBER = {"session_id": IDENTIFIER, "model_seq_id": _NUMBER}
@@ -161,7 +161,7 @@ _CHUNKS = {
     "": OBJECT,
     ".chunks": _PARTS,
     ".chunks[].type": one_of("encoded_text", answer="is not a chunk of tokens"),
-    ".chunks[].tokens": Limit(f"{MAX_TOKENS:,} token ids in all chunks, and the context"),
+    ".chunks[].tokens": Limit(f"{MAX_TOKENS:,} token ids in all chunks, and at most the context"),
     ".chunks[].tokens[]": Limit("the vocabulary"),
 }
 _DIMENSIONS = Limit(
@@ -177,7 +177,9 @@ _TENSOR = {
     ".data[]": Limit("float32 or int64"),
     ".dtype": one_of("float32", "int64", answer="give 'float32' or 'int64'"),
     ".shape": _DIMENSIONS,
-    ".shape[]": Limit("product: the number of values, or 2^26 for all CSR tensors of a body"),
+    ".shape[]": Limit(
+        "their product is the number of values; for CSR tensors, at most 2^26 in the body"
+    ),
     ".sparse_crow_indices": _LARGE_LIST,
     ".sparse_crow_indices[]": _INT64,
     ".sparse_col_indices": _LARGE_LIST,

@@ -330,7 +330,7 @@ class Samplers:
 
     @asynccontextmanager
     async def pinned(self, sampler: Sampler) -> AsyncIterator[None]:
-        """Load a sampler, and keep it in memory for the block. Raise UserError if the sampler is
+        """Load a sampler, and keep it in memory during the `async with` block. Raise UserError if the sampler is
         closed or could not be created. If `Sampler.load` fails, raise its error.
         """
         await sampler.ready.wait()

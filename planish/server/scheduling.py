@@ -94,8 +94,8 @@ class FairQueue:
         absent would come before all others for a long time.
         """
         self._now = 0
-        """The lowest virtual time that a tenant can have: that of the tenant with the latest turn,
-        before the tokens of this turn were added.
+        """The lowest virtual time that a tenant can have. It is the virtual time that the tenant of
+        the latest turn had before this turn.
         """
 
     @property
@@ -114,8 +114,8 @@ class FairQueue:
         """Wait for the tenant's turn.
 
         `tokens` is the known cost of the request. `ahead` is the cost of earlier requests of the
-        same model that are still running. The request holds its slots until these requests and the
-        request itself have run. So it counts as long if `tokens + ahead` exceeds `long_tokens`.
+        same model that are still running. The request counts as long if `tokens + ahead` exceeds
+        `long_tokens`, because it holds its slots until the earlier requests have run, too.
         """
         size, is_long = min(size, self._capacity), tokens + ahead > self._long_tokens
         request = _Waiting(size, tokens, is_long, asyncio.get_running_loop().create_future())

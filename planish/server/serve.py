@@ -218,7 +218,8 @@ class _Server(uvicorn.Server):
             await self.shutdown(sockets)
         elif self.started and sockets:
             for listener in sockets:
-                listener.listen(_BACKLOG)  # asyncio has lowered the backlog to _ACCEPTED_AT_ONCE
+                # uvicorn passed _ACCEPTED_AT_ONCE to asyncio, which also used it as the backlog.
+                listener.listen(_BACKLOG)
             _freeze_objects()
             _log_ready(_url(sockets[0]), self._prepared)
             notify("READY=1")
@@ -318,7 +319,7 @@ def _freeze_objects() -> None:
 
 
 def _served(mapping: Mapping[str, str]) -> dict[str, Path]:
-    """Return the directories of all base models, by name. The embedded model is added if it is
+    """Return the directories of all base models, by name. The default model is added if it is
     cached. It is also added, and downloaded if necessary, if there is no other base model.
     """
     models = {name: resolve_model(name, mapping) for name in mapping}

@@ -294,7 +294,7 @@ class Server:
         return accepted
 
     def _run_lock(self, run_id: str) -> asyncio.Lock:
-        """Return the lock for using an id of a run, which is a model or a copied checkpoint."""
+        """Return the lock of a run's id. Hold it while a model or a copied checkpoint takes the id."""
         return self._run_locks.setdefault(run_id, asyncio.Lock())
 
     async def open_model(self, tenant: Tenant, model_id: str) -> Model:

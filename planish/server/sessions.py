@@ -83,7 +83,7 @@ class Sessions:
 
     def add(self, row: SessionRow) -> None:
         """Add an open session."""
-        self._open[row.id] = replace(row, spec="")  # only the database needs it
+        self._open[row.id] = replace(row, spec="")  # `spec` is only read from the database
 
     async def create(
         self, tenant: Tenant, spec: SessionSpec, idempotency_key: str | None = None

@@ -165,7 +165,7 @@ def test_limits_are_given_by_name():
 def test_old_names_of_settings_work_with_a_warning(caplog):
     settings = options_of(parsed("--set", "gap_seconds=5", "--set", "reserve_bytes=1GiB")).settings
     assert settings == ServerSettings(missing_request_timeout=5, min_free_disk_bytes=1 << 30)
-    assert "gap_seconds: this setting is called missing_request_timeout now" in caplog.text
+    assert "gap_seconds: this setting is now called missing_request_timeout" in caplog.text
     with pytest.raises(UserError, match="twice"):
         options_of(parsed("--set", "gap_seconds=5", "--set", "missing_request_timeout=6"))
 

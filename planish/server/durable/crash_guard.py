@@ -90,7 +90,7 @@ class CrashGuard:
         self._watched_until = 0.0
         self._suspects: dict[str, int] = {}
         self._widths: dict[int, int] = {}
-        """Maps a number of crashes to how many suspects of this group may run at once."""
+        """The number of suspects that may run at once, for each group (number of crashes)."""
         self._abandoned: set[str] = set()
         self._active: Counter[str] = Counter()
         self._marked: set[str] = set()
@@ -149,8 +149,8 @@ class CrashGuard:
         """
         if key in self._abandoned:
             raise Abandoned(
-                f"{_ended(key)}, so it does not run it again: the server lacks memory or another "
-                "resource for it. Continue with a new client from a checkpoint, or ask the "
+                f"{_ended(key)}, so the server does not run it again: the server lacks memory or "
+                "another resource for it. Continue with a new client from a checkpoint, or ask the "
                 "server's operator for more memory"
             )
         if key in self._suspects:

@@ -160,8 +160,8 @@ def _removable(source: Source, tenant: str) -> list[tuple[str, AnsweredRow]]:
 
 
 def redundant(rows: Sequence[AnsweredRow], next_seq: int, passed: int) -> Iterator[AnsweredRow]:
-    """Yield the failed rows of one model that a replay does not need. If the server deletes the
-    rows in this order, a replay restores the same model after every single deletion.
+    """Yield the failed rows of one model that a replay does not need. The server may stop deleting
+    rows at any point in this order: a replay still restores the same model.
 
     `rows` are the model's requests from number `next_seq` on, in the order of their numbers. The
     search ends at the first request that may still run: one without an answer, or a missing number

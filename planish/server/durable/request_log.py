@@ -82,7 +82,7 @@ class QueuedRequest:
     acknowledged: asyncio.Future[None]
     """Done when the request is in the journal. It has an exception if that failed."""
     tokens: int = 0
-    """What `token_count` returns for the operation."""
+    """The number of input tokens of the operation (see `token_count`)."""
     sequences: int = 0
     """The number of sequences that a sample request generates. It is 0 for other requests, and for
     a request of an earlier process until its operation is read.

@@ -211,7 +211,7 @@ class Store:
         self, change: Callable[Concatenate[Transaction, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> None:
         """Do the same as `keep`, but return at once, even if the disk is full. A crash can lose the
-        change, so the next start must be able to make up for it.
+        change, so use this only for changes that the next start can make again.
         """
         written = self.keep(change, *args, **kwargs)
         # asyncio would log an exception that is never read. So read it here.

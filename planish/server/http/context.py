@@ -124,9 +124,10 @@ class DownloadSlots:
 
     @contextmanager
     def slot(self, tenant: Tenant) -> Iterator[ExitStack]:
-        """Take a slot, and yield an ExitStack that releases the slot at the end of the block. To
-        keep the slot longer, call `pop_all` on the stack, and close the returned stack later. Raise
-        Unavailable if no slot is free.
+        """Take a slot until the end of the `with` block. Raise Unavailable if no slot is free.
+
+        The context is an ExitStack that releases the slot. To keep the slot longer, call `pop_all`
+        on this stack, and close the returned stack later.
         """
         if (
             self.running.total() >= MAX_DOWNLOADS

@@ -367,7 +367,7 @@ def tokenizer_files(directory: Path) -> dict[str, str]:
 
 
 _TOKENIZER_FILES = (
-    "config.json",  # tells transformers the kind of tokenizer
+    "config.json",  # transformers reads the kind of tokenizer from this file
     "tokenizer*.json",
     "special_tokens_map.json",
     "added_tokens.json",

@@ -1,7 +1,7 @@
-"""Requests that create, train, save and load models: each is decoded, submitted and acknowledged.
+"""Endpoints that create, train, save and load models. They decode, submit and acknowledge requests.
 
-If only the model id and the sequence number of a body are valid, the request is rejected with
-status 400. Its sequence number is used up, because the client continues with the next number.
+An invalid request is rejected with status 400. If its model id and sequence number are valid, it
+uses up the sequence number, because the client continues with the next number.
 """
 
 from __future__ import annotations

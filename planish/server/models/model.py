@@ -427,7 +427,8 @@ class Model:
         missing, raise DamagedFileError and leave the adapter unloaded. The snapshot and the journal
         do not change, so a later load succeeds once the file is restored.
         """
-        # A snapshot that is recorded during the replay deletes the one from which the replay began.
+        # Wait for running snapshots. A snapshot that is recorded during the replay would delete the
+        # snapshot from which the replay began.
         while self.is_snapshotting:
             await self.in_flight.change()
         # The replay reads the answered requests from the database, so all answers must be there.

@@ -53,8 +53,8 @@ class Step:
     submitted: float
     """The time of the submission, as `DeviceClock.now` returns it."""
     also_write: Callable[[], Awaitable[AlsoWrite | None]] | None = None
-    """Called once the future has its result. May return a function that adds its own rows to the
-    transaction that writes the answer.
+    """A function to call once the future has its result. Its result may be another function, which
+    adds rows to the transaction that writes the answer.
     """
 
 
