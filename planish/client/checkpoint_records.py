@@ -31,7 +31,7 @@ from planish.errors import (
     UserError,
     as_user_errors,
 )
-from planish.processes.interruption import finished
+from planish.processes.interruption import run_coroutine
 from planish.service import CheckpointInfo
 from planish.types import Checkpoint, CheckpointPath
 from planish.wire.records import checkpoint_to_json, weights_info_to_json
@@ -86,7 +86,7 @@ class ServerRecords:
         """
         urls = self._call("GET", f"{_endpoint(path)}/external_weights_urls")["urls"]
         return [
-            finished(self._download_file(url, directory / _file_name(name)))
+            run_coroutine(self._download_file(url, directory / _file_name(name)))
             for name, url in sorted(urls.items())
         ]
 
@@ -103,7 +103,7 @@ class ServerRecords:
         return found
 
     def _call(self, method: str, path: str, **options: Any) -> Mapping[str, Any]:
-        return finished(self._request(method, API + path, **options))
+        return run_coroutine(self._request(method, API + path, **options))
 
     async def _request(self, method: str, path: str, **options: Any) -> Mapping[str, Any]:
         http = Http(self._url, self._headers)

@@ -20,7 +20,7 @@ from planish.client.local import connect, resolve_server_url, start_engine
 from planish.errors import UserError, as_user_errors
 from planish.model.config import ModelConfig
 from planish.renderers import Renderer
-from planish.renderers.stream_parser import Growing, Reading, marks_of, read_message
+from planish.renderers.stream_parser import Reading, StreamedSample, marks_of, read_message
 from planish.runlog.checkpoints import choose_renderer
 from planish.runlog.run_directory import weights_of
 from planish.service import CreateSampler, Sample, Service
@@ -90,7 +90,7 @@ class ChatSampler:
         future = self.service.submit(Sample(self.sampler_id, prompt, 1, params, on_token=on_token))
         future.add_done_callback(lambda _: tokens.put(None))
         written = _StreamedAnswer(
-            Growing(read_message(self.renderer), (), marks_of(self.renderer)), show
+            StreamedSample(read_message(self.renderer), (), marks_of(self.renderer)), show
         )
         try:
             while (token := tokens.get()) is not None:
@@ -121,7 +121,7 @@ class ChatSampler:
 class _StreamedAnswer:
     """Parses the tokens of an answer and shows its text."""
 
-    def __init__(self, growing: Growing, show: Show) -> None:
+    def __init__(self, growing: StreamedSample, show: Show) -> None:
         self.growing = growing
         self._show = show
         self._has_text = False

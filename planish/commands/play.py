@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise UserError(
                 f"{arguments.options[0]}: {arguments.recipe} has no class `Options`; change its config"
             )
-        training_run.finished(_play(config, arguments, console))
+        training_run.run_coroutine(_play(config, arguments, console))
         raise _EpisodeEnd
 
     with suppress(_EpisodeEnd), rl_options.instead_of_training(play):

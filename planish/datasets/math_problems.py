@@ -77,7 +77,7 @@ def load_splits(
     """Load the problems for training, and the first `eval_problems` of the test split (None: all).
 
     If there is no test split, `eval_problems` random problems, chosen by `seed`, are held out of
-    training (None: none).
+    training. With None, no problem is held out then.
     """
     place = dataset or collection.hub_name
     rows = hendrycks_rows() if place == HENDRYCKS else load_rows(place, "train")
@@ -159,15 +159,15 @@ def math_answer(row: Row, where: str) -> str | None:
 
 def read_polaris(row: Row, where: str) -> Problem | None:
     """Read a row of Polaris."""
-    return answered(text_of(row, "problem", where), text_of(row, "answer", where))
+    return problem_with_answer(text_of(row, "problem", where), text_of(row, "answer", where))
 
 
 def read_deepmath(row: Row, where: str) -> Problem | None:
     """Read a row of DeepMath."""
-    return answered(text_of(row, "question", where), text_of(row, "final_answer", where))
+    return problem_with_answer(text_of(row, "question", where), text_of(row, "final_answer", where))
 
 
-def answered(question: str, answer: str) -> Problem | None:
+def problem_with_answer(question: str, answer: str) -> Problem | None:
     """Return a problem whose solution states only the answer; None if question or answer is
     empty.
     """

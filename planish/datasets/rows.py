@@ -131,11 +131,9 @@ def _split_files(
         )
         listed = ", ".join(there[:8]) + (", ..." if len(there) > 8 else "") or "no data files"
         raise UserError(
-            f"the data set {directory}: there is no {split}.jsonl (or {split}*.parquet) in it, nor "
-            "in "
-            f"{'its folder ' + config if config else 'a folder of one configuration'}; found "
-            f"{listed}. Add that file, "
-            "or name a configuration: DIRECTORY:CONFIG"
+            f"the data set {directory} has no {split}.jsonl (or {split}*.parquet), neither in the "
+            f"directory itself nor in {'its folder ' + config if config else 'a folder of it'}; "
+            f"found {listed}. Add that file, or name a configuration: DIRECTORY:CONFIG"
             + ("; rename the directory to read the hub's data set of its name" if hides_hub else "")
         )
     return found

@@ -36,7 +36,7 @@ def teacher_name(index: int) -> str:
 
 @dataclass(frozen=True)
 class TaughtGroup(WrappedGroup):
-    """A group with the name of its teacher. All else is passed on to `inner`."""
+    """A group with the name of its teacher. All calls are forwarded to `inner`."""
 
     name: str
     """The name of the teacher."""

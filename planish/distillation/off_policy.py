@@ -38,11 +38,14 @@ from planish.training.supervised_context import within_context
 from planish.training.train_supervised import CONSOLE_METRICS, train
 from planish.types import Datum, ModelInput, SamplingParams
 
-READ_BESIDES = 2
-"""The number of tokens that a request to the teacher has beyond a datum's positions: the last
-target, and one token that the request samples.
+EXTRA_REQUEST_TOKENS = 2
+"""A request to the teacher has this many tokens more than a datum has positions: the last target,
+and one sampled token.
 """
-TEACHER_SHOWN = {"teacher_kl": "teacher kl {:.4f}", "test/teacher_kl": "test teacher kl {:.4f}"}
+TEACHER_CONSOLE_METRICS = {
+    "teacher_kl": "teacher kl {:.4f}",
+    "test/teacher_kl": "test teacher kl {:.4f}",
+}
 
 
 @chz.chz
@@ -72,13 +75,15 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
     )
     await require_topk(teacher, config.topk)
     config = await within_context(
-        config, service_client, [(config.teacher_config.base_model, READ_BESIDES)]
+        config, service_client, [(config.teacher_config.base_model, EXTRA_REQUEST_TOKENS)]
     )
 
     def objective_of(start: RunStart) -> "SoftCrossEntropy":
         return SoftCrossEntropy(start.training_client.get_tokenizer(), teacher, config.topk)
 
-    return await train(config, service_client, objective_of, CONSOLE_METRICS | TEACHER_SHOWN)
+    return await train(
+        config, service_client, objective_of, CONSOLE_METRICS | TEACHER_CONSOLE_METRICS
+    )
 
 
 def check(config: Config) -> None:

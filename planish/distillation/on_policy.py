@@ -25,7 +25,7 @@ from planish.distillation.datasets import DistillationDatasetBuilder, teacher_na
 from planish.distillation.teachers import pinned, teacher_client
 from planish.errors import UnsupportedError, UserError
 from planish.rl.data_processing import TrainingSequence
-from planish.rl.kl import add_kl_term, logprob_gaps, mean_gap
+from planish.rl.kl import add_kl_term, log_ratios, mean_log_ratio
 from planish.rl.types import Metrics
 from planish.training import rl_config as rl
 from planish.training.run_loop import with_service_client
@@ -123,11 +123,11 @@ class TeacherKL:
     async def __call__(
         self, data_D: Sequence[TrainingSequence]
     ) -> tuple[list[TrainingSequence], Metrics]:
-        gaps_D = await logprob_gaps(data_D, self._teacher_of)
-        taught_D = list(zip(data_D, gaps_D, strict=True))
+        log_ratios_D = await log_ratios(data_D, self._teacher_of)
+        taught_D = list(zip(data_D, log_ratios_D, strict=True))
         pulled_D = [
-            add_kl_term(sequence, gap_N, self.coefficient, self.discount)
-            for sequence, gap_N in taught_D
+            add_kl_term(sequence, log_ratio_N, self.coefficient, self.discount)
+            for sequence, log_ratio_N in taught_D
         ]
         parts = {"teacher_kl": taught_D}
         if len(self.teachers) > 1:
@@ -136,7 +136,9 @@ class TeacherKL:
                 for name in self.teachers
             }
         means = {
-            key: mean_gap([sequence for sequence, _ in part], [gap_N for _, gap_N in part])
+            key: mean_log_ratio(
+                [sequence for sequence, _ in part], [log_ratio_N for _, log_ratio_N in part]
+            )
             for key, part in parts.items()
         }
         return pulled_D, {key: mean for key, mean in means.items() if mean is not None}

@@ -8,7 +8,7 @@ worked examples, precedes each prompt. A student that is trained on the rows lea
 the prefix were there (context distillation: Askell et al. 2021; Snell et al. 2022).
 
 Answers that the length limit cut off are left out, because their end cannot be learned. Prompts
-that leave no room for an answer in the context window are left out too. Both are counted. Each
+that leave no space for an answer in the context window are left out too. Both are counted. Each
 answer's random numbers depend only on (seed, index). After a crash, sampling resumes after the last
 prompts recorded as done. A file that was made with other options is rejected.
 """

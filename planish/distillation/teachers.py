@@ -69,5 +69,5 @@ def vocabulary_difference(first: Mapping[str, int], second: Mapping[str, int]) -
     if not differing:
         return None
     token, _ = min(differing, key=lambda item: (item[1], item[0]))
-    ids = [str(vocabulary.get(token, "not there")) for vocabulary in (first, second)]
-    return f"token {token!r} is {ids[0]} in the first and {ids[1]} in the second"
+    ids = [str(vocabulary.get(token, "missing")) for vocabulary in (first, second)]
+    return f"the id of token {token!r} is {ids[0]} in the first and {ids[1]} in the second"

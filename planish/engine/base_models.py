@@ -65,7 +65,7 @@ class BaseModel:
         check_quantizable(config, settings.quantize)
         if Device(device).is_gpu:
             accumulate_in_float32()
-            _join_freed_memory()
+            _use_expandable_segments()
         # Check the kernels before the weights are loaded, because the check itself needs temporary
         # memory.
         self.backend, _ = checked_backend(directory, config, settings)
@@ -78,17 +78,18 @@ class BaseModel:
         self.decoder = Decoder(load_weights(directory, config), self.backend, self.quantize)
         self._must_be_invariant = settings.deterministic is True
         self.trainer = Trainer(self.decoder, memory.trainer)
-        self._texts = _Texts(directory)
-        # Pass a method of `_Texts`, because a method of this object would create a reference cycle.
-        # Without a cycle, the memory is freed with the last reference, not at a later collection.
-        grammars = GrammarCache(self._texts.load, config.vocab_size)
+        self._tokenizer = _LazyTokenizer(directory)
+        # Pass a method of `_LazyTokenizer`, because a method of this object would create a
+        # reference cycle. Without one, the memory is freed with the last reference, not at a later
+        # collection.
+        grammars = GrammarCache(self._tokenizer.load, config.vocab_size)
         self.sampler = Sampler(
             self.decoder,
             memory.sampler,
-            self._texts.decode,
+            self._tokenizer.decode,
             grammars,
             shares_prefixes=settings.share_prefix_cache,
-            vocabulary=self._texts.written,
+            vocabulary=self._tokenizer.vocabulary_entry,
         )
         self.sampler.record_cuda_graphs()
 
@@ -136,7 +137,7 @@ class BaseModel:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, loaded at its first use."""
-        return self._texts.tokenizer
+        return self._tokenizer.tokenizer
 
 
 def checked_backend(
@@ -158,7 +159,7 @@ def checked_backend(
     return choose_backend(config, dtype, device, settings.deterministic, families), verdicts
 
 
-class _Texts:
+class _LazyTokenizer:
     """A model's tokenizer, loaded at its first use."""
 
     def __init__(self, directory: Path) -> None:
@@ -183,20 +184,20 @@ class _Texts:
         assert isinstance(text, str)
         return text
 
-    def written(self, token: int) -> str | None:
+    def vocabulary_entry(self, token: int) -> str | None:
         """Return the raw vocabulary entry of a token id, or None if the id has no entry."""
         text = self.tokenizer.convert_ids_to_tokens(token)
         return text if isinstance(text, str) else None
 
 
-def _join_freed_memory() -> None:
-    """Let torch's caching allocator use expandable segments, which prevents fragmentation.
+def _use_expandable_segments() -> None:
+    """Make torch's caching allocator use expandable segments, which prevents fragmentation.
 
     The setting applies to the whole process, unless environment variables configure the allocator.
     By default the allocator caches each freed block for requests of a similar size. When a KV cache
     pool grows, it replaces the tensors of each layer by larger ones. The freed blocks are too small
     for the next growth. The allocator cannot merge them, because cached prefixes lie between them.
-    The memory plan has no space for such blocks.
+    The memory budgets (memory.py) do not include such blocks.
 
     The function does nothing on WSL, where mapping an expandable segment fails on some GPUs
     (pytorch issue 192330).
@@ -208,7 +209,7 @@ def _join_freed_memory() -> None:
 
 
 def _is_wsl(release: Path = Path("/proc/sys/kernel/osrelease")) -> bool:
-    """Return whether this is the Windows Subsystem for Linux, judged by the kernel's name."""
+    """Return whether this is the Windows Subsystem for Linux, according to the kernel's name."""
     try:
         return "microsoft" in release.read_text().lower()
     except OSError:

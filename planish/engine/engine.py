@@ -134,8 +134,8 @@ class Engine:
         given = checked_mapping(models)
         named = {*given.values(), *environment_models().values()}
         memory = memory or DeviceMemory(self._settings, reserves_for_next=len(named) > 1)
-        # An entry that maps a name to itself gives no directory, so it is dropped here. `named`
-        # still counts the entry, because its base model shares the memory.
+        # An entry that maps a name to itself gives no directory, so it is dropped here. It has been
+        # counted in `named` above, because its base model uses the memory too.
         if not only_these_models:
             given = {name: path for name, path in given.items() if name != path}
         self._models = BaseModels(given, self._settings, memory, only_these_models)

@@ -20,7 +20,7 @@ class FairShare(Generic[K]):
         """Start with no time used."""
         self._used_seconds: dict[K, float] = {}
         self._last_picked = 0.0
-        """The highest used time of any key when it was picked, in seconds.
+        """The highest used time that a picked key has had so far, in seconds.
 
         Absent keys count as having used at least this time.
         """

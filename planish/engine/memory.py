@@ -52,7 +52,7 @@ kernels that oneDNN caches.
 _MIN_POSITIONS = 4096
 """Minimum default size of the KV cache, in tokens."""
 _MIN_STATES = 8
-"""Minimum default number of recurrent states beside the KV cache, for models with such states."""
+"""Minimum number of recurrent states for which the default KV cache has space."""
 _GPU_STEPS = ((512, 8192), (256, 4096), (128, 2048), (64, 1024), (32, 512))
 """Candidates on a GPU for (max samples, max prompt tokens) per sampler step.
 
@@ -265,7 +265,7 @@ class _ModelNeeds:
         adapters = adapter.training + adapter.sampling if reserves_adapters else 0
         scheme = settings.quantize or stored_scheme(config)
         one_copy = weight_bytes(config, dtype.itemsize, scheme)
-        # The codes that the checkpoint stores have a single copy too: the packed one.
+        # Weights that the checkpoint stores as MXFP4 codes have a single copy: the packed codes.
         stored_codes = mxfp4_bytes(config)
         all_copies = backend.weight_copies * (
             kept_bytes(config, dtype.itemsize, scheme) - stored_codes

@@ -64,10 +64,10 @@ def describe(backend: Backend, quantize: str | None = None) -> Numerics:
     replaced, tiling = backend.replaced_families, backend.tiling
     # The trainer never computes in fixed tiles. So if the sampler does, their matmuls may sum in
     # different orders.
-    is_one_order = backend.is_compiled or (tiling is not None and tiling.tile is None)
-    if is_one_order:
-        # Torch's log-sum-exp may differ in its last bit. The largest logits are recomputed in
-        # float32, and if some of them are equal, either one may be chosen for that.
+    has_equal_order = backend.is_compiled or (tiling is not None and tiling.tile is None)
+    if has_equal_order:
+        # Torch's log-sum-exp may differ in its last bit. Of several equal logits, sampler and
+        # trainer may also recompute a different one in float32.
         expected, alarm = (0.0, 1e-6) if backend.is_compiled and not replaced else (1e-8, 1e-4)
     else:
         expected, alarm = (1e-3, 1e-2) if backend.dtype == torch.bfloat16 else (1e-8, 1e-4)

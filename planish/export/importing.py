@@ -214,11 +214,12 @@ def _by_target(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the name of each linear in a `LoraLayout`, with A and B.
 
-    The matrices of a layer's experts get a dimension for the expert in front.
+    The matrices of a layer's experts get a first dimension for the expert.
     """
     for linear, (a, b) in matrices.items():
         for ours, theirs in EXPERT_FILE_NAMES.items():
-            # Without matrices of the other linear, the name does not tell which of both it is.
+            # PEFT adds ".base_layer" to the name of one of the two linears of the experts. The name
+            # tells which of them it is only if both have matrices.
             both = {linear, linear.removesuffix(".base_layer"), f"{linear}.base_layer"}
             if (
                 linear.endswith(f".{theirs}")
@@ -333,12 +334,12 @@ def _notes(
     targets = {entry.target for entry in layout.entries}
     if targets - linears.keys():
         notes.append(
-            f"{len(targets - linears.keys())} linears that the adapter leaves alone stay so in training"
+            f"{len(targets - linears.keys())} linears have no matrices in the adapter; training leaves them unchanged"
         )
     ranks = sorted({linear.a.shape[-2] for linear in linears.values()})
     if len(ranks) > 1:
         notes.append(
-            f"ranks {', '.join(map(str, ranks))} are kept; the matrices are filled up with zeros"
+            f"ranks {', '.join(map(str, ranks))} are kept; the matrices are padded with zeros"
         )
     if config.get("lora_dropout"):
         notes.append(f"lora_dropout={config['lora_dropout']} is not applied in training")

@@ -35,7 +35,7 @@ HEAD = "lm_head"
 _PREFIX = "base_model.model."
 _PARTS = (".lora_A.weight", ".lora_B.weight")
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "use_dora": ((False, None), "DoRA scales the columns of the weight, which is no sum"),
+    "use_dora": ((False, None), "DoRA scales the columns of the weight instead of adding to it"),
     "use_qalora": ((False, None), "QALoRA pools the inputs"),
     "bias": (("none", None), "biases are not trained here"),
     "modules_to_save": (([], None), "whole modules are not part of an adapter here"),
@@ -44,7 +44,7 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "layer_replication": (([], None), "the base model would have other layers"),
     "alora_invocation_tokens": (([], None), "the adapter would act on a part of the tokens only"),
     "arrow_config": ((None,), "several adapters would be mixed"),
-    "megatron_config": ((None,), "its layers are split"),
+    "megatron_config": ((None,), "Megatron's layers are split across devices"),
 }
 """Fields of adapter_config.json: the values of a plain LoRA adapter, and why any other is
 rejected.
@@ -231,7 +231,7 @@ def _linears(tensors: Mapping[str, Tensor], rank: int, directory: Path) -> dict[
     if not linears:
         raise DamagedFileError(f"{directory / ADAPTER} has no matrices; download the adapter again")
     for linear in linears:
-        # PEFT's name of a single adapted parameter does not tell which parameter it is.
+        # If PEFT adapts only one of the two parameters, its name does not tell which of them.
         other = (
             linear.removesuffix(".base_layer")
             if linear.endswith(".base_layer")

@@ -122,7 +122,8 @@ def _what(kind: Format, base: Base, update: LoraUpdate, dtype: str) -> str:
     modules = sorted({name.rpartition(".")[2] for name in update.linears})
     rows = {
         "base model": f"`{_public_name(base)}`",
-        "licence of the base model": licence or "not told by its files; see the page of the model",
+        "licence of the base model": licence
+        or "its files do not state it; see the page of the model",
         "LoRA": f"rank {update.rank}, alpha {update.alpha:g}, factor {update.scaling:g} on B A",
         "modules": ", ".join(f"`{name}`" for name in modules),
         "dtype": dtype,
@@ -168,15 +169,15 @@ def _provenance(base: Base, update: LoraUpdate, origin: Origin) -> str:
             "corrects their rounding errors. On other base weights its results may differ."
         )
     if manifest is None:
-        notes.append("The adapter was not saved by planish, so nothing is known of its training.")
+        notes.append("The adapter was not saved by planish, so its training is unknown.")
     return "## Origin\n\n" + "\n\n".join(filter(None, [_table(rows) if rows else "", *notes]))
 
 
 def _rounded(dtype: str, rounding: Rounding) -> str:
     return (
-        f"The sums were made in float32 and rounded once to {dtype}. The rounding errors have {rounding.share:.2%} of the norm of the "
-        "update that was trained: what is small beside a weight is lost to it. float32 files, or the adapter beside the base "
-        "model, keep all of it."
+        f"The sums were computed in float32 and rounded once to {dtype}. The norm of the rounding errors is {rounding.share:.2%} of the norm of the "
+        "trained update. Rounding removes parts of the update that are small compared with a weight. To keep the whole update, export "
+        "in float32, or use the adapter with the base model."
     )
 
 
@@ -193,12 +194,12 @@ def _use_peft(base: Base, update: LoraUpdate) -> Sequence[str]:
     if not base.is_on_hub:
         parts.append(
             f"`{_public_name(base)}` is a local name of the base model and no name of the hub, so `AutoPeftModelForCausalLM` cannot "
-            "find it: put the base model's directory, or its name at the hub, in its place, also in adapter_config.json "
+            "find it. Replace it by the base model's directory or by its name on the hub, also in adapter_config.json "
             "(`base_model_name_or_path`)."
         )
     if update.trains_head:
         parts.append(
-            "The adapter changes the output head (`train_unembed`). PEFT loads it. TRL 1.16 refuses it, and vLLM serves it only in versions "
+            "The adapter changes the output head (`train_unembed`). PEFT loads it. TRL 1.16 rejects it, and vLLM serves it only in versions "
             "that apply adapters to the head of this architecture: use the merged model there. An adapter that was trained with "
             "`train_unembed=False` works in all three. If head and embedding of the "
             "base model are one matrix, do not call `merge_and_unload`, which would change the embedding too; "

@@ -68,10 +68,10 @@ def check_free(target: Path, *, marker: str, overwrite: bool) -> None:
                 f"{target} has no {marker}, so it is not known as an export; remove it yourself"
             )
         raise UserError(
-            f"{target} is there already; give another directory, or overwrite to replace an export"
+            f"{target} exists already; give another directory, or overwrite to replace an export"
         )
     if os.path.lexists(target):
-        raise UserError(f"{target} is there already and is no directory; give another name")
+        raise UserError(f"{target} exists already and is no directory; give another name")
 
 
 def _clear(aside: Path) -> None:

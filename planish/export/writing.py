@@ -145,7 +145,7 @@ def _write_adapter(update: LoraUpdate, base: Base, out: Path, dtype: torch.dtype
     if base.directory is not None and is_multimodal(read_json(base.directory / "config.json")):
         inner = "model.language_model."
         if config["target_modules"]:
-            # The vision tower has modules of the same names.
+            # The pattern excludes the vision tower, whose modules have the same names.
             names = "|".join(config["target_modules"])
             config["target_modules"] = rf".*language_model.*\.({names})"
     tensors = {}

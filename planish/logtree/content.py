@@ -98,7 +98,9 @@ def details(text: str, *, summary: str = "Details", pre: bool = True) -> None:
 
 
 def header(text: str, *, level: int | None = None) -> None:
-    """Log a heading without a section. `level` is 1 to 6, by default that of a section here."""
+    """Log a heading without a section. `level` is 1 to 6; by default, the level that a section at
+    this position would have.
+    """
 
     def make(here: int) -> Node:
         rank = here if level is None else max(1, min(6, level))

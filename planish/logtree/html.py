@@ -40,7 +40,8 @@ def _write(node: Node, pieces: list[str]) -> None:
     attrs = "".join(f' {name}="{escape(visible(value))}"' for name, value in node.attrs.items())
     pieces.append(f"<{node.tag}{attrs}>")
     if node.tag == "pre":
-        # Browsers drop a line end right after <pre>. Without this one they would drop the text's.
+        # Browsers drop a line break right after <pre>. So write an extra one, because the text may
+        # begin with a line break.
         pieces.append("\n")
     for child in node.children or _conversation_elements(node):
         if isinstance(child, Node):

@@ -6,7 +6,8 @@ language models).
     loss            = mean over pairs of -log sigmoid(score(chosen) - score(rejected))
 
 The difference of two logprobs at one position equals the difference of their logits. So a score is
-an unbounded linear function of the last hidden state, and stays exact where the model is confident.
+an unbounded linear function of the last hidden state. It does not saturate, however confident the
+model is.
 The model needs no extra head, and its checkpoint is an ordinary one. A fresh adapter starts from
 what the base model knows about the words Yes and No. Ties carry no order, so training leaves them
 out.

@@ -20,8 +20,8 @@ COLDEST = 1e-3
 def fit_temperature(chosen_log_odds: Sequence[float], pairs: int | None = None) -> float:
     """Return the temperature that minimises the log loss; 1.0 if there are no comparisons.
 
-    `chosen_log_odds` are the log-odds of the preferred answer over the other one. `pairs` is the
-    number of distinct comparisons, if `chosen_log_odds` holds both orders of some.
+    `chosen_log_odds` are the log-odds of the preferred answer over the other one. If they contain
+    both orders of some comparisons, `pairs` is the number of distinct comparisons.
     """
     count = len(chosen_log_odds) if pairs is None else pairs
     if not count:

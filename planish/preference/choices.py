@@ -31,7 +31,7 @@ class Choice:
     tokens: tuple[int, ...]
     """The deciding token of each answer."""
     lead: int
-    """The number of tokens that the model writes before the deciding one, whichever the answer."""
+    """The number of leading tokens that all answers share."""
 
     @classmethod
     def between(cls, answers: Sequence[str], renderer: Renderer) -> Self:

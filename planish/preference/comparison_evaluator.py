@@ -49,8 +49,8 @@ class SampledAnswer(Answer):
 
 
 @dataclass(frozen=True)
-class Answering:
-    """How policies sample their answers in an evaluation."""
+class AnswerSampler:
+    """Samples the answers of policies in an evaluation."""
 
     renderer: Renderer
     max_tokens: int
@@ -82,7 +82,7 @@ class Reference(ABC):
 
     @abstractmethod
     async def completions(
-        self, prompts: Sequence[Messages], answering: Answering
+        self, prompts: Sequence[Messages], answer_sampler: AnswerSampler
     ) -> Sequence[Messages]:
         """Return one answer for each prompt, and the same answers on every call."""
 
@@ -94,7 +94,7 @@ class FixedReference(Reference):
     given: Sequence[Messages]
 
     async def completions(
-        self, prompts: Sequence[Messages], answering: Answering
+        self, prompts: Sequence[Messages], answer_sampler: AnswerSampler
     ) -> Sequence[Messages]:
         """Return the given answers; UserError if their number is not that of the prompts."""
         if len(self.given) != len(prompts):
@@ -116,11 +116,11 @@ class PolicyReference(Reference):
     _sampled: Sequence[Messages] | None = field(default=None, init=False, repr=False)
 
     async def completions(
-        self, prompts: Sequence[Messages], answering: Answering
+        self, prompts: Sequence[Messages], answer_sampler: AnswerSampler
     ) -> Sequence[Messages]:
         """Return the policy's answers, which are sampled at the first call."""
         if self._sampled is None:
-            answers = await answering(await self._client(), prompts, REFERENCE)
+            answers = await answer_sampler(await self._client(), prompts, REFERENCE)
             self._sampled = [answer.completion for answer in answers]
         return self._sampled
 
@@ -137,8 +137,8 @@ class PolicyReference(Reference):
 async def wins_of(
     judge: PreferenceModel, comparisons: Sequence[Comparison], *, both_ways: bool = True
 ) -> list[float]:
-    """Return how much of each comparison answer B wins, from 0 to 1. With `both_ways`, each
-    comparison is also judged swapped.
+    """Return the win of answer B in each comparison: 1 for a win, 0 for a loss, or a fraction. With
+    `both_ways`, each comparison is judged in both orders.
     """
     if not both_ways:
         return [(r + 1) / 2 for r in await judge_comparisons(judge, comparisons)]
@@ -188,7 +188,7 @@ class ComparisonEvaluator(SamplingClientEvaluator):
     prompts: Sequence[Messages]
     reference: Reference
     judges: Mapping[str, PreferenceModel]
-    answering: Answering
+    answer_sampler: AnswerSampler
     _: KW_ONLY
     both_ways: bool = True
     name: str = "test"
@@ -203,12 +203,12 @@ class ComparisonEvaluator(SamplingClientEvaluator):
             raise UserError("there is no judge; give at least one preference model by name")
 
     async def __call__(self, sampling_client: SamplingClient) -> Mapping[str, float]:
-        return (await self.play(sampling_client)).metrics(self.name)
+        return (await self.compare(sampling_client)).metrics(self.name)
 
-    async def play(self, sampling_client: SamplingClient) -> Contest:
+    async def compare(self, sampling_client: SamplingClient) -> Contest:
         """Sample the policy's answers and let every judge compare them with the reference."""
-        completions = await self.reference.completions(self.prompts, self.answering)
-        answers = await self.answering(sampling_client, self.prompts, POLICY)
+        completions = await self.reference.completions(self.prompts, self.answer_sampler)
+        answers = await self.answer_sampler(sampling_client, self.prompts, POLICY)
         comparisons = [
             Comparison(prompt, completion, answer.completion)
             for prompt, completion, answer in zip(self.prompts, completions, answers, strict=True)
@@ -262,7 +262,7 @@ class ComparisonEvaluatorBuilder:
                 self.service_client, self.policy_model_name, self.reference_checkpoint_path
             ),
             {name: build(self.service_client) for name, build in self.judge_builders.items()},
-            Answering(renderer, self.max_tokens, self.temperature, self.seed),
+            AnswerSampler(renderer, self.max_tokens, self.temperature, self.seed),
             both_ways=self.both_ways,
             name=self.name,
         )

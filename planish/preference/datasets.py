@@ -17,7 +17,7 @@ import chz
 from planish.errors import UserError
 from planish.preference.types import LabeledComparison, Messages, read_comparison
 from planish.renderers import Renderer, TrainOnWhat
-from planish.supervised.datasets import RowDataset, placed, row_splits
+from planish.supervised.datasets import RowDataset, row_splits, with_locations
 from planish.supervised.objective import Metrics
 from planish.supervised.rendering import conversation_to_data
 from planish.supervised.types import (
@@ -198,4 +198,4 @@ def require_answers_alone(config: ChatDatasetBuilderCommonConfig) -> None:
 
 
 def _read(rows: Sequence[Mapping[str, Any]], where: str) -> list[LabeledComparison]:
-    return [read_comparison(row, place) for place, row in placed(rows, where)]
+    return [read_comparison(row, place) for place, row in with_locations(rows, where)]

@@ -47,7 +47,7 @@ class Form(Protocol):
         ...
 
     @property
-    def learned(self) -> LabelCrossEntropy | BradleyTerry:
+    def training_loss(self) -> LabelCrossEntropy | BradleyTerry:
         """The loss to minimise."""
         ...
 
@@ -75,7 +75,7 @@ class ChatForm:
 
     choice: Choice
     depends_on_order = True
-    learned = LabelCrossEntropy()
+    training_loss = LabelCrossEntropy()
 
     def check(self, labeled: LabeledComparison) -> None:
         self.choice.check(comparison_conversation(labeled.comparison))
@@ -96,7 +96,7 @@ class BradleyTerryForm:
     choice: Choice
     question: str = QUESTION
     depends_on_order = False
-    learned = BradleyTerry()
+    training_loss = BradleyTerry()
 
     def check(self, labeled: LabeledComparison) -> None:
         comparison = labeled.comparison

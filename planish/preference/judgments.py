@@ -4,7 +4,7 @@ right answer.
 P is the probability that the model assigns to the answer that people prefer: (1 + preference) / 2
 if B is preferred, (1 - preference) / 2 if A is.
 
-    accuracy          mean of P > 1/2; 1/2 for P = 1/2
+    accuracy          fraction of comparisons with P > 1/2; P = 1/2 counts half
     log_loss          mean of -log P, with P clamped to at least 1e-6, because a model that samples
                       its label may assign 0
     brier             mean of (1 - P)^2

@@ -115,7 +115,7 @@ class SimPOLoss:
 def implicit_rewards(answers: Answers, beta: float) -> Tensor:
     """Return beta times the log ratio of policy and reference, shape (A,).
 
-    Under this reward the policy is optimal for a KL penalty of beta per nat from the reference.
+    The policy maximises this reward minus beta times the KL divergence from the reference.
     """
     assert answers.reference_A is not None
     return beta * (answers.logprobs_A - answers.reference_A)

@@ -43,8 +43,8 @@ CONSOLE_METRICS = {
 }
 
 
-READ_BESIDES = 2
-"""How many tokens a judge's request has beyond the datum: an answer token and a sampled token."""
+EXTRA_REQUEST_TOKENS = 2
+"""A judge's request has this many tokens more than a datum: an answer token and a sampled one."""
 
 
 @chz.chz
@@ -65,7 +65,7 @@ class PreferenceObjective:
         self, training_client: TrainingClient, data: Sequence[Datum]
     ) -> PendingGradient:
         """Submit a gradient on one batch."""
-        return await self.form.learned.submit(training_client, data)
+        return await self.form.training_loss.submit(training_client, data)
 
     def evaluator(self, test_set: SupervisedDataset) -> HeldOutPreferences:
         """Return the evaluator of held-out comparisons."""
@@ -83,7 +83,7 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
 
 
 def check(config: Config) -> None:
-    """Raise UserError for an option that cannot be right, before anything is loaded."""
+    """Raise UserError for an invalid option, before anything is loaded."""
     supervised.check(config)
     size = config.dataset_builder.calibration_size
     if size < 0:
@@ -91,7 +91,9 @@ def check(config: Config) -> None:
 
 
 async def _run(config: Config, service_client: ServiceClient) -> Path:
-    config = await within_context(config, service_client, [(config.model_name, READ_BESIDES)])
+    config = await within_context(
+        config, service_client, [(config.model_name, EXTRA_REQUEST_TOKENS)]
+    )
     builder = config.dataset_builder
 
     def objective_of(start: RunStart) -> PreferenceObjective:
@@ -113,7 +115,7 @@ async def calibrate(config: Config, service_client: ServiceClient, model_path: s
     form, splits = builder.form, builder.splits()
     sampling_client = await service_client.create_sampling_client_async(model_path=model_path)
     max_length = builder.common_config.max_length
-    calibration = fitting(form, splits.calibration, max_length)
+    calibration = comparisons_that_fit(form, splits.calibration, max_length)
     chosen = await log_odds_of_chosen(
         form.model(sampling_client), calibration, both_orders=form.depends_on_order
     )
@@ -139,7 +141,7 @@ def held_out(
     temperature: float = 1.0,
 ) -> HeldOutPreferences:
     """Return an evaluator on the comparisons that fit into `max_length` tokens."""
-    kept = fitting(form, comparisons, max_length)
+    kept = comparisons_that_fit(form, comparisons, max_length)
 
     def model_of(sampling_client: SamplingClient) -> LogOddsModel:
         return form.model(sampling_client, temperature)
@@ -149,7 +151,7 @@ def held_out(
     )
 
 
-def fitting(
+def comparisons_that_fit(
     form: Form, comparisons: Sequence[LabeledComparison], max_length: int | None
 ) -> list[LabeledComparison]:
     """Return the comparisons that fit into `max_length` tokens."""

@@ -3,10 +3,10 @@ group.
 
     reward = (wins - losses) / matchups + (format - 1)
 
-`format` is 1 for an answer that ended properly and 0 otherwise, so a truncated answer loses as much
-as by a lost tournament. planish/preference/matchups.py decides which answers are compared. A
-preference model decides which one wins. It sees the text of an answer as a reader would, without
-reasoning and tool calls.
+`format` is 1 for an answer that ended properly and 0 otherwise. So truncation costs 1, as much as
+losing every matchup instead of drawing it. planish/preference/matchups.py decides which answers
+are compared. A preference model decides which one wins. It sees the text of an answer as a reader
+would, without reasoning and tool calls.
 
 The wins and losses of a group sum to 0, whatever the policy learns. So the mean reward shows only
 the format. To measure progress, compare with another policy
@@ -147,7 +147,7 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
         standings_G = standings(len(answers_G), results)
         _log_matchups(results)
         return [
-            graded(answer, standing)
+            reward_and_metrics(answer, standing)
             for answer, standing in zip(answers_G, standings_G, strict=True)
         ]
 
@@ -159,7 +159,7 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
         return model_renderer(self.policy_model_name, self.policy_renderer_name)
 
 
-def graded(answer: Answer, standing: Standing) -> tuple[float, Metrics]:
+def reward_and_metrics(answer: Answer, standing: Standing) -> tuple[float, Metrics]:
     """Return the reward of an answer and its components."""
     form = float(answer.is_whole)
     reward = standing.win_minus_loss + FORMAT_COEF * (form - 1.0)

@@ -14,7 +14,7 @@ from planish.preference.datasets import ComparisonBuilder
 from planish.preference.types import Messages, read_comparison
 from planish.renderers import Renderer
 from planish.supervised.conversations import conversation_of, messages_of
-from planish.supervised.datasets import placed, row_splits
+from planish.supervised.datasets import row_splits, with_locations
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class PromptsFromRows(PromptBuilder):
         train, test = (
             [
                 read_prompt(row, place)
-                for place, row in placed(rows, f"dataset={self.dataset}, {name}")
+                for place, row in with_locations(rows, f"dataset={self.dataset}, {name}")
             ]
             for name, rows in (("train", splits.train), ("test", splits.test))
         )

@@ -329,7 +329,7 @@ _main_thread: ContextVar[_ControlC | None] = ContextVar("main thread", default=N
 """The Ctrl-C handler of the main thread while it waits in `run_in_thread`; None elsewhere."""
 
 
-def finished(work: Coroutine[Any, Any, T]) -> T:
+def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine and return its result. If an event loop is running already, as in a notebook,
     the coroutine runs in a thread with its own loop.
     """

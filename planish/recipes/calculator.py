@@ -54,9 +54,9 @@ class Kind:
     """The sizes of problems."""
 
     operands: int = chz.field(default=2, doc="numbers per problem")
-    digits: int = chz.field(default=3, doc="number of digits in each number, or one less")
+    digits: int = chz.field(default=3, doc="maximum digits of a number; the minimum is one less")
 
-    def draw(self, rng: random.Random) -> str:
+    def sample(self, rng: random.Random) -> str:
         """Return a random expression such as (318 + 45) * 27."""
         expression = str(self._number(rng))
         for count in range(2, self.operands + 1):
@@ -67,7 +67,7 @@ class Kind:
         return expression
 
     def _number(self, rng: random.Random) -> int:
-        """Return a random number of `digits` digits, or one digit less."""
+        """Return a random number with `digits` or `digits` - 1 digits."""
         return rng.randrange(10 ** max(0, self.digits - 2), 10**self.digits)
 
 
@@ -78,7 +78,7 @@ def shown_problems(kind: Kind) -> list[str]:
     rng = random.Random("shown")
     shown: list[str] = []
     for operation in "*+-"[:SHOWN_PROBLEMS]:
-        while f" {operation} " not in (expression := kind.draw(rng)):
+        while f" {operation} " not in (expression := kind.sample(rng)):
             pass
         shown.append(expression)
     return shown
@@ -146,13 +146,13 @@ class CalculatorDatasetBuilder(ProblemDatasetBuilder):
         """Return (training dataset, test dataset). Without test problems, the latter is None."""
         held_out = self._held_out()
 
-        def draw_expression(rng: random.Random) -> str:
-            expression = self.kind.draw(rng)
+        def sample_expression(rng: random.Random) -> str:
+            expression = self.kind.sample(rng)
             while expression in held_out:
-                expression = self.kind.draw(rng)
+                expression = self.kind.sample(rng)
             return expression
 
-        return self.generated(draw_expression), self.evaluation(sorted(held_out))
+        return self.generated(sample_expression), self.evaluation(sorted(held_out))
 
     def make_env(self, problem: str) -> EnvFromMessageEnv:
         """Return the environment of one attempt at an expression."""
@@ -180,7 +180,7 @@ class CalculatorDatasetBuilder(ProblemDatasetBuilder):
         shown = set(shown_problems(self.kind))
         held_out: set[str] = set()
         while len(held_out) < self.test_problems:
-            held_out |= {self.kind.draw(rng)} - shown
+            held_out |= {self.kind.sample(rng)} - shown
         return held_out
 
 

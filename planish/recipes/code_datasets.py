@@ -19,7 +19,7 @@ from planish.recipes.code_env import (
     instruction,
     process_sandbox,
 )
-from planish.recipes.code_functions import FunctionProblem, draw_function
+from planish.recipes.code_functions import FunctionProblem, sample_function
 from planish.recipes.code_problems import CodeProblem, read_problem
 from planish.renderers import Message
 from planish.rl.environments.message_env import EnvFromMessageEnv
@@ -63,7 +63,7 @@ class AttemptsBuilder(ProblemDatasetBuilder):
 
 @chz.chz
 class FunctionDatasetBuilder(AttemptsBuilder):
-    """Generated functions without end. Test functions are never trained on."""
+    """An unlimited number of generated functions. Test functions are never trained on."""
 
     steps: int = chz.field(default=1, doc="operations per function")
     eval_problems: int | None = chz.field(
@@ -76,17 +76,19 @@ class FunctionDatasetBuilder(AttemptsBuilder):
         tests = self._held_out(shown)
         excluded = shown | {problem.question for problem in tests}
 
-        def draw_problem(rng: random.Random) -> CodeProblem:
-            problem = draw_function(rng, self.steps).problem
+        def sample_problem(rng: random.Random) -> CodeProblem:
+            problem = sample_function(rng, self.steps).problem
             while problem.question in excluded:
-                problem = draw_function(rng, self.steps).problem
+                problem = sample_function(rng, self.steps).problem
             return problem
 
-        return self.generated(draw_problem), self.evaluation(tests)
+        return self.generated(sample_problem), self.evaluation(tests)
 
     def prefix(self) -> Sequence[Message]:
         """Return worked examples, the same for every problem."""
-        return [message for shown in shown_functions(self.steps) for message in exchange(shown)]
+        return [
+            message for shown in shown_functions(self.steps) for message in worked_example(shown)
+        ]
 
     def tag(self) -> str:
         """Return "functions"."""
@@ -101,7 +103,7 @@ class FunctionDatasetBuilder(AttemptsBuilder):
         found: dict[str, CodeProblem] = {}
         since_last = 0
         while len(found) < count + count // 3 and since_last < FRUITLESS_DRAWS:
-            problem = draw_function(rng, self.steps).problem
+            problem = sample_function(rng, self.steps).problem
             is_new = problem.question not in shown and problem.question not in found
             since_last = 0 if is_new else since_last + 1
             if is_new:
@@ -121,12 +123,12 @@ def shown_functions(steps: int) -> list[FunctionProblem]:
     rng = random.Random("shown")
     shown: dict[str, FunctionProblem] = {}
     while len(shown) < SHOWN_EXAMPLES:
-        function = draw_function(rng, steps)
+        function = sample_function(rng, steps)
         shown.setdefault(function.solution.split(":")[0], function)
     return list(shown.values())
 
 
-def exchange(function: FunctionProblem) -> list[Message]:
+def worked_example(function: FunctionProblem) -> list[Message]:
     """Return a worked example as a question and its answer."""
     return [
         {"role": "user", "content": instruction(function.problem)},

@@ -28,7 +28,7 @@ from planish.rl.types import Env, Metrics, StopReason
 from planish.sandbox import FunctionTest, Limits, Outcome, ProgramTest, Sandbox, TestResult
 
 BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
-CLIPPED = 400
+MAX_SHOWN_CHARS = 400
 """Maximum characters of an input, an output or an error that the policy sees."""
 NO_PROGRAM = "There is no program in the answer. Write it between ```python and ```."
 
@@ -68,10 +68,12 @@ class CodeEnv(MessageEnv):
         self.history = [*self.history, message]
         program = read_program(get_text_content(message))
         is_last = self.turns == self.rules.max_turns
-        complaint = None if is_last else await self._complaint(program)
-        if complaint is not None:
-            self.history = [*self.history, {"role": "user", "content": complaint}]
-            return MessageStepResult(0.0, False, self.history, logs={"complaint": complaint})
+        failure_report = None if is_last else await self._failure_report(program)
+        if failure_report is not None:
+            self.history = [*self.history, {"role": "user", "content": failure_report}]
+            return MessageStepResult(
+                0.0, False, self.history, logs={"failure_report": failure_report}
+            )
         await self._grade(program)
         stop = StopReason.MAX_TURNS if is_last and self.turns > 1 else None
         return MessageStepResult(
@@ -87,7 +89,7 @@ class CodeEnv(MessageEnv):
             await self._grade(read_program(get_text_content(answer)))
         return self._reward(), {}
 
-    async def _complaint(self, program: str | None) -> str | None:
+    async def _failure_report(self, program: str | None) -> str | None:
         """Return the report on a program that fails a public test; None if it passes them all."""
         if program is None:
             return NO_PROGRAM
@@ -193,6 +195,10 @@ def report(test: ProgramTest, result: TestResult) -> str:
 
 
 def clipped(text: str) -> str:
-    """Return the text, cut after CLIPPED characters with a note of its length."""
+    """Return the text, cut after MAX_SHOWN_CHARS characters with a note of its length."""
     text = text.rstrip()
-    return text if len(text) <= CLIPPED else f"{text[:CLIPPED]} ... ({len(text)} characters)"
+    return (
+        text
+        if len(text) <= MAX_SHOWN_CHARS
+        else f"{text[:MAX_SHOWN_CHARS]} ... ({len(text)} characters)"
+    )

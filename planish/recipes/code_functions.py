@@ -29,7 +29,7 @@ class Operation:
     words: str
     """Its description, such as "adds 7"."""
     code: str
-    """Python expression in the argument's name."""
+    """A Python expression of the argument, such as "x + 7"."""
     apply: Callable[[Any], Any]
 
 
@@ -39,8 +39,8 @@ class ValueKind:
 
     name: str
     argument: str
-    draw_value: Callable[[random.Random], Any]
-    draw_operation: Callable[[random.Random], Operation]
+    sample_value: Callable[[random.Random], Any]
+    sample_operation: Callable[[random.Random], Operation]
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class FunctionProblem:
     """Source of the function."""
 
 
-def draw_function(rng: random.Random, steps: int) -> FunctionProblem:
+def sample_function(rng: random.Random, steps: int) -> FunctionProblem:
     """Return a random problem with `steps` operations, its tests and its solution."""
     kind = rng.choice(KINDS)
-    operations = [kind.draw_operation(rng) for _ in range(steps)]
+    operations = [kind.sample_operation(rng) for _ in range(steps)]
     inputs = distinct_inputs(kind, rng)
     tests = tuple(FunctionTest("f", (value,), apply_all(operations, value)) for value in inputs)
     listed = ", then ".join(operation.words for operation in operations)
@@ -69,7 +69,7 @@ def distinct_inputs(kind: ValueKind, rng: random.Random) -> list[Any]:
     """Return random arguments for the tests, all different."""
     inputs: list[Any] = []
     while len(inputs) < TESTS:
-        value = kind.draw_value(rng)
+        value = kind.sample_value(rng)
         if value not in inputs:
             inputs.append(value)
     return inputs

@@ -119,7 +119,7 @@ class Options(ProgramLimits, ProblemOptions, RLOptions):
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train and return the run directory."""
     check(options)
-    training_run.finished(process_sandbox(rules(options).limits).check())
+    training_run.run_coroutine(process_sandbox(rules(options).limits).check())
     return run(
         options, dataset_builder(options), recipe_name="code_rl", service_client=service_client
     )
@@ -134,7 +134,7 @@ def check(options: Options) -> None:
         (("steps",), not has_data, "generated functions, without dataset"),
     ):
         if not is_used:
-            training_run.refuse(options, names, f"is an option for {when}; leave it out")
+            training_run.reject_unused(options, names, f"is an option for {when}; leave it out")
     training_run.require_groups(options)
     training_run.require(
         options,
@@ -145,11 +145,11 @@ def check(options: Options) -> None:
         steps=(options.steps is None or 1 <= options.steps <= 8, "a whole number from 1 to 8"),
         max_steps=(
             has_data or options.max_steps is not None,
-            "a number: generated functions have no end",
+            "a number, because generated functions are unlimited",
         ),
         num_epochs=(
             has_data or options.num_epochs == 1,
-            "1: generated functions have no end; give max_steps",
+            "1 and max_steps, because generated functions are unlimited",
         ),
     )
 

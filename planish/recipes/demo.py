@@ -52,7 +52,7 @@ class Config(LoraOptions):
     group_size: int = 16
     learning_rate: float = chz.field(
         default=2.5e-4,
-        doc=f"highest learning rate, reached after {WARM_UP} steps, then falls to a fifth",
+        doc=f"peak learning rate, reached after {WARM_UP} steps; the rate then falls to a fifth",
     )
     largest: int = chz.field(default=10, doc="largest operand")
     max_seconds: float = chz.field(

@@ -107,7 +107,7 @@ def dpo_config(options: Options) -> dpo.Config:
 def comparisons(options: Options) -> ComparisonBuilder:
     """Return the builder of the pairs; UserError for an option that would be ignored."""
     if options.dataset is not None:
-        training_run.refuse(
+        training_run.reject_unused(
             options,
             ("drawn", "largest"),
             "is for generated pairs, and dataset is given; leave it out",

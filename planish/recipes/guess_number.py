@@ -150,8 +150,8 @@ def binary_search(rules: Rules, secret: int) -> list[tuple[str, int]]:
 
 
 def shown_secrets(rules: Rules) -> list[int]:
-    """Return the secret numbers of the example games, spread over the range. They are numbers that
-    binary search finds late: with its last guess, or with guess `max_guesses` if that is earlier.
+    """Return the secret numbers of the example games, spread over the range. Binary search finds
+    each of them with guess n: n is its largest number of guesses, but at most `max_guesses`.
     """
     length = {number: len(binary_search(rules, number)) for number in range(rules.largest + 1)}
     most = min(rules.max_guesses, max(length.values()))

@@ -134,7 +134,9 @@ def check(options: Options) -> None:
         "shown_examples": [REASONING_GYM],
     }.items():
         if kind not in kinds:
-            training_run.refuse(options, [name], f"is no option of env={options.env}; leave it out")
+            training_run.reject_unused(
+                options, [name], f"is no option of env={options.env}; leave it out"
+            )
     training_run.require(
         options,
         eval_problems=(
@@ -147,11 +149,11 @@ def check(options: Options) -> None:
         ),
         max_steps=(
             kind in COLLECTIONS or options.max_steps is not None,
-            f"a number: env={options.env} has no end",
+            f"a number, because the problems of env={options.env} are unlimited",
         ),
         num_epochs=(
             kind in COLLECTIONS or options.num_epochs == 1,
-            f"1: env={options.env} has no end; give max_steps",
+            f"1 and max_steps, because the problems of env={options.env} are unlimited",
         ),
     )
     training_run.require_at_least(options, batch_size=1, group_size=1, max_operand=1)

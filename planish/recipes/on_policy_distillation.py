@@ -78,7 +78,7 @@ class Options(TeacherModelOptions, math_rl.Options):
         default=1.0, doc="coefficient of the teachers' KL term in the advantages"
     )
     remove_constant_reward_groups: bool = chz.field(
-        default=False, doc="always False, because a teacher teaches every group"
+        default=False, doc="always False: groups with equal rewards have the teacher's KL term too"
     )
 
 
@@ -142,7 +142,7 @@ def dataset_builder(options: Options) -> RLDatasetBuilder:
 
 def check(options: Options) -> None:
     """Raise UserError for an option that is invalid or would be ignored."""
-    training_run.refuse(
+    training_run.reject_unused(
         options,
         ("kl_reference_model", "kl_reference_checkpoint"),
         "is given, but the teachers are the reference; leave it out",
@@ -152,10 +152,12 @@ def check(options: Options) -> None:
         check_source(source)
     envs = {source.env for source in sources}
     if PROMPTS not in envs:
-        training_run.refuse(options, ("max_prompt_tokens",), "is for env=prompts; leave it out")
+        training_run.reject_unused(
+            options, ("max_prompt_tokens",), "is for env=prompts; leave it out"
+        )
     if envs == {PROMPTS}:
         reason = "is not used, because prompts have no tests; leave it out"
-        training_run.refuse(options, ("eval_problems",), reason)
+        training_run.reject_unused(options, ("eval_problems",), reason)
     if options.advantage != "none" and envs == {PROMPTS}:
         raise UserError(f"advantage={options.advantage}: prompts have no rewards; leave it out")
 
@@ -169,7 +171,7 @@ def check_source(options: Options) -> None:
     if options.env != PROMPTS:
         math_rl.check(options)
         return
-    training_run.refuse(
+    training_run.reject_unused(
         options,
         ("max_operand", "task", "shown_examples"),
         "is no option of env=prompts; leave it out",

@@ -114,7 +114,9 @@ def model_config(options: Options) -> model_training.Config:
         options, batch_size=1, max_length=2, test_size=0, calibration_size=0, largest=1
     )
     if options.kind != "bradley_terry":
-        training_run.refuse(options, ("question",), "is for kind=bradley_terry; leave it out")
+        training_run.reject_unused(
+            options, ("question",), "is for kind=bradley_terry; leave it out"
+        )
     builder = PreferenceDatasetBuilder(
         common_config=training_run.build(
             ChatDatasetBuilderCommonConfig, options, model_name_for_tokenizer=options.model_name
@@ -134,7 +136,7 @@ def comparisons(options: Options) -> ComparisonBuilder:
     """Return the builder of the pairs; UserError for an option that would be ignored."""
     if options.dataset is not None:
         made = ("pairs", "largest", "questions")
-        training_run.refuse(
+        training_run.reject_unused(
             options, made, "is for generated pairs, and dataset is given; leave it out"
         )
         return ComparisonBuilderFromRows(
@@ -144,11 +146,11 @@ def comparisons(options: Options) -> ComparisonBuilder:
         raise UserError("test_size=none: only a dataset has a test split of its own; give a number")
     split = {"test_size": options.test_size, "seed": options.seed}
     if options.pairs == "solutions":
-        training_run.refuse(
+        training_run.reject_unused(
             options, ("largest",), "is for pairs=courtesy and pairs=sums; leave it out"
         )
         return ExchangedSolutionsBuilder(questions=options.questions or QUESTIONS, **split)
-    training_run.refuse(options, ("questions",), "is for pairs=solutions; leave it out")
+    training_run.reject_unused(options, ("questions",), "is for pairs=solutions; leave it out")
     builder = ExchangedSumsBuilder if options.pairs == "sums" else CourteousAnswersBuilder
     return builder(largest=LARGEST if options.largest is None else options.largest, **split)
 

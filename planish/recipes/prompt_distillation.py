@@ -22,7 +22,7 @@ from planish import ServiceClient
 from planish.errors import UserError
 from planish.recipes import teacher_answers, training_run
 from planish.recipes.sl_options import shared_settings
-from planish.recipes.sums import shown_exchanges
+from planish.recipes.sums import worked_examples
 from planish.recipes.teacher_answers import SUMS, TeacherOptions
 from planish.recipes.training_run import run_main
 from planish.supervised.conversations import Conversation
@@ -71,7 +71,7 @@ def long_prompt(options: Options) -> Conversation:
     if options.prompt is None:
         if options.dataset != SUMS:
             raise UserError("prompt is missing: give the file of the long prompt")
-        return [dict(message) for message in shown_exchanges()]
+        return [dict(message) for message in worked_examples()]
     path = Path(options.prompt).expanduser()
     try:
         text = path.read_text(encoding="utf-8")

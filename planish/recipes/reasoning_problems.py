@@ -62,7 +62,7 @@ class TaskEnv(ProblemEnv):
     def __init__(self, renderer: Renderer, problem: TaskProblem) -> None:
         super().__init__(
             renderer,
-            convo_prefix=[message for shown in problem.shown for message in exchange(shown)],
+            convo_prefix=[message for shown in problem.shown for message in worked_example(shown)],
         )
         self.entry = problem.entry
         self.score = 0.0
@@ -105,7 +105,7 @@ def question_of(entry: Entry) -> str:
     return entry.question.rstrip() + SUFFIX
 
 
-def exchange(entry: Entry) -> list[Message]:
+def worked_example(entry: Entry) -> list[Message]:
     """Return a worked example as a question and its answer."""
     return [
         {"role": "user", "content": question_of(entry)},
@@ -133,16 +133,16 @@ class TaskDatasetBuilder(ProblemDatasetBuilder):
         task = Task.of(self.task_name, self.task, self.seed)
         rng = random.Random(f"{self.seed}:test")
         held_out: set[str] = set()
-        examples = draw_entries(task, rng, self.shown_examples, held_out)
+        examples = sample_entries(task, rng, self.shown_examples, held_out)
         shown = tuple(entry for entry in examples if entry.answer is not None)
         count = TEST_ENTRIES if self.eval_problems is None else self.eval_problems
-        tests = draw_entries(task, rng, count, held_out)
+        tests = sample_entries(task, rng, count, held_out)
 
-        def draw_problem(rng: random.Random) -> TaskProblem:
-            return TaskProblem(draw_entry(task, rng, held_out), shown)
+        def sample_problem(rng: random.Random) -> TaskProblem:
+            return TaskProblem(sample_entry(task, rng, held_out), shown)
 
         test_problems = [TaskProblem(entry, shown) for entry in tests]
-        return self.generated(draw_problem, ENDLESS), self.evaluation(test_problems)
+        return self.generated(sample_problem, ENDLESS), self.evaluation(test_problems)
 
     def make_env(self, problem: TaskProblem) -> TaskEnv:
         """Return the environment of one answer."""
@@ -153,18 +153,20 @@ class TaskDatasetBuilder(ProblemDatasetBuilder):
         return self.task_name
 
 
-def draw_entries(task: Task, rng: random.Random, count: int, held_out: set[str]) -> Sequence[Entry]:
+def sample_entries(
+    task: Task, rng: random.Random, count: int, held_out: set[str]
+) -> Sequence[Entry]:
     """Return `count` entries with different questions that are not in `held_out`, and add their
     questions to it.
     """
     entries = []
     for _ in range(count):
-        entries.append(draw_entry(task, rng, held_out))
+        entries.append(sample_entry(task, rng, held_out))
         held_out.add(entries[-1].question)
     return entries
 
 
-def draw_entry(task: Task, rng: random.Random, held_out: Set[str]) -> Entry:
+def sample_entry(task: Task, rng: random.Random, held_out: Set[str]) -> Entry:
     """Return a random entry whose question is not in `held_out`; UserError if none is found."""
     for _ in range(1000):
         entry = task_process(task).entry(rng.randrange(task.num_entries))

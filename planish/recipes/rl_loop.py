@@ -34,7 +34,7 @@ from planish.model.sources import DEFAULT_MODEL
 from planish.processes.interruption import StopRequest
 from planish.recipes import training_run
 from planish.renderers import Renderer, get_text_content
-from planish.rl.answers import Answer, AnswerGroup, answer_datum, answer_metrics, policy_gap
+from planish.rl.answers import Answer, AnswerGroup, answer_datum, answer_metrics, sampler_trainer_kl
 from planish.runlog.checkpoints import RunCheckpoints, choose_renderer, save_when_stopped
 from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
@@ -326,7 +326,7 @@ def train_step(
     trained_D = [tensors["logprobs"].tolist() for tensors in output.loss_fn_outputs]
     return {
         **{f"optim/{name}": value for name, value in metrics.items()},
-        **policy_gap([answer.logprobs_T for answer, _ in examples_D], trained_D),
+        **sampler_trainer_kl([answer.logprobs_T for answer, _ in examples_D], trained_D),
     }
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.recipes.training_run import refuse, run_main
+from planish.recipes.training_run import reject_unused, run_main
 from planish.rl.types import RLDatasetBuilder
 from planish.runlog.evaluators import Evaluator
 from planish.training import train_rl
@@ -152,7 +152,7 @@ def kl_reference(options: RLOptions) -> KLReferenceConfig | None:
     without a penalty. UserError if a reference is given without a penalty.
     """
     if options.kl_penalty_coef == 0:
-        refuse(
+        reject_unused(
             options,
             ("kl_reference_model", "kl_reference_checkpoint"),
             "is given, but kl_penalty_coef is 0; give a coefficient such as 0.01",

@@ -15,8 +15,8 @@ interrupted at any time and resumes.
 
 Each stage is a run with a directory of its own. The same command resumes the interrupted stage at
 its last checkpoint and skips finished stages. With generated sums (planish/recipes/wordy_sums.py),
-the rule that labelled the comparisons is known, and compares the policies as well. A gain that only
-the preference model reports is then an error of that model.
+the rule that labelled the comparisons is known, so the rule compares the policies too. A gain that
+only the preference model reports is then an error of that model.
 """
 
 import json
@@ -77,17 +77,19 @@ def run_stages(options: Options, service_client: ServiceClient) -> Path:
     options = chz.replace(options, renderer_name=renderer.name)
     check_data(options, renderer)
     say("1 of 4: supervised training of the policy")
-    sft = training_run.finished(train_supervised.main(sft_config(options), service_client))
+    sft = training_run.run_coroutine(train_supervised.main(sft_config(options), service_client))
     say("2 of 4: training of the preference model")
-    judge = training_run.finished(model_training.main(preference_config(options), service_client))
+    judge = training_run.run_coroutine(
+        model_training.main(preference_config(options), service_client)
+    )
     # Keep the path of the checkpoint, not of the run directory. If the first stage is extended
     # later, its directory gets newer checkpoints, but the next stages must start from the same one.
     trained = Trained(checkpoint_of(str(sft)), Description.read(judge).builder())
     say("3 of 4: reinforcement learning against the preference model")
-    policy = training_run.finished(
+    policy = training_run.run_coroutine(
         train_rl.main(rl_config(options, trained, service_client), service_client)
     )
-    say("4 of 4: the policy against that of the first stage")
+    say("4 of 4: comparison of the policy with that of the first stage")
     evaluate(options, trained, policy, service_client)
     return Path(options.log_path).expanduser()
 
@@ -110,7 +112,7 @@ def evaluate(
         if all(row["step"] != newest.batch for row in run.metrics()):
             build = contest(options, trained, service_client, options.seed + 1)
             client = service_client.create_sampling_client(model_path=newest.state_path)
-            found = training_run.finished(build().play(client))
+            found = training_run.run_coroutine(build().compare(client))
             write_whole(run.path / COMPARISONS, comparison_rows(found))
             run.log(newest.batch, found.metrics("test"))
         print(summary(run.metrics()[-1], run.path))

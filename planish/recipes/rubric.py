@@ -27,13 +27,13 @@ from planish.errors import UserError
 from planish.integrations.openai_endpoint import ChatEndpoint
 from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
-from planish.recipes.rubric_sums import SHOWN_VERDICTS, drawn_rubrics
+from planish.recipes.rubric_sums import SHOWN_VERDICTS, generated_rubrics
 from planish.rubric.env import UNFINISHED_REWARD, RubricDatasetBuilder, RubricRows
 from planish.rubric.grading import Grader
 from planish.rubric.rubrics import RubricRow, read_rubric_row
 from planish.runlog.model_renderer import learn_renderer
 from planish.runlog.run_directory import checkpoint_of
-from planish.supervised.datasets import placed, row_splits
+from planish.supervised.datasets import row_splits, with_locations
 
 LARGEST = 20
 ENDPOINT_OPTIONS = {
@@ -201,7 +201,7 @@ def rows_of(options: Options) -> Callable[[], RubricRows]:
         test_size = 64 if options.test_size is None else options.test_size
         shown = SHOWN_VERDICTS if options.shown_verdicts is None else options.shown_verdicts
         rows = partial(
-            drawn_rubrics,
+            generated_rubrics,
             largest=largest,
             test_size=test_size,
             seed=options.seed,
@@ -225,7 +225,7 @@ def rows_of_dataset(dataset: str, *, test_size: int | None, seed: int) -> Rubric
 
 
 def _read(rows: Any, where: str) -> list[RubricRow]:
-    return [read_rubric_row(row, place) for place, row in placed(rows, where)]
+    return [read_rubric_row(row, place) for place, row in with_locations(rows, where)]
 
 
 def check(options: Options) -> None:
@@ -244,13 +244,13 @@ def check(options: Options) -> None:
         ),
     )
     if options.dataset is not None:
-        training_run.refuse(
+        training_run.reject_unused(
             options,
             ("largest", "shown_verdicts"),
             "is for generated sums, and dataset is given; leave it out",
         )
     if options.judge_url is None:
-        training_run.refuse(
+        training_run.reject_unused(
             options,
             ENDPOINT_OPTIONS,
             "is for a judge behind judge_url; give judge_url, or leave it out",
@@ -262,7 +262,7 @@ def check(options: Options) -> None:
             )
     else:
         mine = ("judge_checkpoint", "judge_renderer_name")
-        training_run.refuse(
+        training_run.reject_unused(
             options, mine, "is for a judge on the engine of the run; leave it out with judge_url"
         )
         endpoint_of(options)

@@ -7,7 +7,7 @@ is.
 import random
 
 from planish.errors import UserError
-from planish.recipes.sums import SHOWN, Sum, exchange
+from planish.recipes.sums import SHOWN, Sum, worked_example
 from planish.renderers import Message
 from planish.rubric.env import RubricRows
 from planish.rubric.rubrics import Criterion, Example, RubricRow
@@ -17,7 +17,7 @@ SHOWN_VERDICTS = 5
 """Maximum number of example verdicts in a judge's prompt."""
 
 
-def drawn_rubrics(
+def generated_rubrics(
     largest: int, test_size: int, seed: int, shown_verdicts: int = SHOWN_VERDICTS
 ) -> RubricRows:
     """Return rubrics for all sums of two numbers from 0 to `largest`. A test sum occurs in one
@@ -49,7 +49,10 @@ def swapped(problem: Sum) -> Sum:
 
 def rubric_of(problem: Sum, shown_verdicts: int) -> RubricRow:
     """Return the rubric of a sum, with `shown_verdicts` example verdicts."""
-    messages: list[Message] = [*exchange(SHOWN[0]), {"role": "user", "content": problem.question}]
+    messages: list[Message] = [
+        *worked_example(SHOWN[0]),
+        {"role": "user", "content": problem.question},
+    ]
     criterion = Criterion(
         f"Does the answer say that the result is {problem.answer}?",
         name="result",

@@ -6,7 +6,7 @@
     python -m planish.recipes.sl_basic preset=seed                         sizes and model of the
                                                                            published recipe
 
-All messages of the assistant are trained on. planish/training/supervised_learner.py makes the
+All messages of the assistant are trained on. planish/training/supervised_learner.py runs the
 steps. The recipe chat_sl reads more datasets.
 """
 

@@ -6,7 +6,7 @@ The test sums are those of planish/recipes/sums.py; no prompt asks for them.
 import random
 from functools import partial
 
-from planish.recipes.sums import SHOWN, Sum, SumEnv, held_out_sums, random_sum, shown_exchanges
+from planish.recipes.sums import SHOWN, Sum, SumEnv, held_out_sums, random_sum, worked_examples
 from planish.rl.environments.datasets import ProblemDataset
 from planish.rl.environments.problem_env import ProblemGroupBuilder
 from planish.rl.rollout.evaluation import RLTestSetEvaluator
@@ -25,7 +25,7 @@ def generated_sum_prompts(
         shown.pair for shown in SHOWN
     }
     rng = random.Random(f"prompts:{seed}")
-    prefix = [dict(message) for message in shown_exchanges()] if shows_examples else []
+    prefix = [dict(message) for message in worked_examples()] if shows_examples else []
     problems = (random_sum(rng, max_operand, held_out) for _ in range(count))
     return [[*prefix, {"role": "user", "content": problem.question}] for problem in problems]
 

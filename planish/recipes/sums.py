@@ -58,7 +58,7 @@ class SumEnv(ProblemEnv):
     """One sum, after worked examples if `shows_examples`."""
 
     def __init__(self, renderer: Renderer, problem: Sum, *, shows_examples: bool = True) -> None:
-        super().__init__(renderer, convo_prefix=shown_exchanges() if shows_examples else None)
+        super().__init__(renderer, convo_prefix=worked_examples() if shows_examples else None)
         self.problem = problem
 
     def get_question(self) -> str:
@@ -78,12 +78,12 @@ class SumEnv(ProblemEnv):
         return str(self.problem.answer)
 
 
-def shown_exchanges() -> list[Message]:
+def worked_examples() -> list[Message]:
     """Return the worked examples that come before a question."""
-    return [message for shown in SHOWN for message in exchange(shown)]
+    return [message for shown in SHOWN for message in worked_example(shown)]
 
 
-def exchange(shown: Sum) -> list[Message]:
+def worked_example(shown: Sum) -> list[Message]:
     """Return a worked example as a question and its answer."""
     equation = f"{shown.left} + {shown.right} = {shown.answer}"
     return [{"role": "user", "content": shown.question}, {"role": "assistant", "content": equation}]
@@ -103,10 +103,10 @@ class SumDatasetBuilder(ProblemDatasetBuilder):
         tests = held_out_sums(self.max_operand, self.eval_problems)
         held_out = {test.pair for test in tests} | {shown.pair for shown in SHOWN}
 
-        def draw_problem(rng: random.Random) -> Sum:
+        def sample_problem(rng: random.Random) -> Sum:
             return random_sum(rng, self.max_operand, held_out)
 
-        return self.generated(draw_problem, ENDLESS), self.evaluation(tests)
+        return self.generated(sample_problem, ENDLESS), self.evaluation(tests)
 
     def make_env(self, problem: Sum) -> SumEnv:
         """Return the environment of one answer."""

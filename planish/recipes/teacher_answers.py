@@ -99,7 +99,7 @@ def check(options: TeacherOptions) -> None:
 def check_sums(options: TeacherOptions) -> None:
     """Raise UserError if an option for generated sums is set, but the dataset is not `sums`."""
     if options.dataset != SUMS:
-        training_run.refuse(
+        training_run.reject_unused(
             options, ("max_operand",), f"is for sums, and dataset={options.dataset}; leave it out"
         )
 
@@ -118,8 +118,8 @@ def answers_builder(options: TeacherOptions) -> FromRowsBuilder:
 
 
 def evaluators(options: TeacherOptions, *, shows_examples: bool) -> Sequence[Any]:
-    """Return the evaluators besides the loss on held-out answers. For generated sums, one evaluator
-    grades the student's results; for other datasets, there is none.
+    """Return the evaluators in addition to the loss on held-out answers. For generated sums, one
+    evaluator grades the student's results; for other datasets, there is none.
     """
     if options.dataset != SUMS:
         return ()

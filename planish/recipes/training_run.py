@@ -20,7 +20,7 @@ from chz.blueprint import (
 
 from planish import ServiceClient
 from planish.errors import PlanishError, UserError
-from planish.processes.interruption import Terminated, finished, sigterm_as_interrupt
+from planish.processes.interruption import Terminated, run_coroutine, sigterm_as_interrupt
 from planish.runlog.model_renderer import learn_renderer
 from planish.training.run_loop import open_client
 from planish.training.run_options import require, run_in_place_of_training
@@ -102,7 +102,7 @@ def run_main(
 
     def work(client: ServiceClient) -> Path:
         renderer = learn_renderer(client, given.model_name, given.renderer_name)
-        return finished(main(chz.replace(given, renderer_name=renderer.name), client))
+        return run_coroutine(main(chz.replace(given, renderer_name=renderer.name), client))
 
     return with_client(work, given, service_client, others)
 
@@ -156,7 +156,7 @@ def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) ->
         raise UserError(str(error)) from error
 
 
-def refuse(config: Any, names: Iterable[str], reason: str) -> None:
+def reject_unused(config: Any, names: Iterable[str], reason: str) -> None:
     """Raise UserError for the first option of `names` that is set although it would be ignored.
     `reason` ends the message.
     """

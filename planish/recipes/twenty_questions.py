@@ -182,11 +182,11 @@ class TwentyQuestionsDatasetBuilder(ProblemDatasetBuilder):
         """Return (training dataset, test dataset)."""
         words, held_out = training_words(), held_out_words()
 
-        def draw_riddle(rng: random.Random) -> Riddle:
+        def sample_riddle(rng: random.Random) -> Riddle:
             return riddle_of(rng.choice(words), words, self.choices, rng)
 
         tests = [riddle_of(word, held_out, self.choices, random.Random(word)) for word in held_out]
-        return self.generated(draw_riddle), self.evaluation(tests)
+        return self.generated(sample_riddle), self.evaluation(tests)
 
     def make_env(self, problem: Riddle) -> EnvFromMessageEnv:
         """Return the environment of one game."""

@@ -129,7 +129,7 @@ def question_of(problem: Sum) -> Messages:
     return [{"role": "user", "content": problem.question}]
 
 
-def answered(problem: Sum, result: int, rng: random.Random) -> Messages:
+def random_answer(problem: Sum, result: int, rng: random.Random) -> Messages:
     """Return an answer with the given result. An opening and a closing are added at random."""
     said = f"{problem.left} + {problem.right} = {result}."
     opening = [rng.choice(OPENINGS)] if rng.random() < WORDY else []
@@ -149,11 +149,11 @@ def result_of(problem: Sum, rng: random.Random) -> int:
     return problem.answer + rng.choice(slips)
 
 
-def compared(problem: Sum, rng: random.Random) -> LabeledComparison:
+def random_comparison(problem: Sum, rng: random.Random) -> LabeledComparison:
     """Return a comparison of two random answers that are not equally good."""
     prompt = question_of(problem)
     while True:
-        a, b = (answered(problem, result_of(problem, rng), rng) for _ in "AB")
+        a, b = (random_answer(problem, result_of(problem, rng), rng) for _ in "AB")
         rank_a, rank_b = quality(prompt, a).rank, quality(prompt, b).rank
         if rank_a != rank_b:
             label: Label = "A" if rank_a > rank_b else "B"
@@ -173,15 +173,17 @@ class WordySumChats(ChatDatasetBuilder):
         rng = random.Random(f"demonstrations:{self.sums.seed}")
         train, test = self.sums.split()
         shown = [
-            conversation for _ in range(self.each) for conversation in demonstrated(train, rng)
+            conversation for _ in range(self.each) for conversation in demonstrations(train, rng)
         ]
-        held_out = demonstrated(test, rng)
+        held_out = demonstrations(test, rng)
         return RowDataset.of_splits(shown, held_out, config.batch_size, render, self.sums.seed)
 
 
-def demonstrated(sums: Sequence[Sum], rng: random.Random) -> list[Messages]:
+def demonstrations(sums: Sequence[Sum], rng: random.Random) -> list[Messages]:
     """Return a conversation with a right answer to each sum."""
-    return [[*question_of(problem), *answered(problem, problem.answer, rng)] for problem in sums]
+    return [
+        [*question_of(problem), *random_answer(problem, problem.answer, rng)] for problem in sums
+    ]
 
 
 @chz.chz
@@ -195,8 +197,8 @@ class WordySumComparisons(ComparisonBuilder):
         """Return (training comparisons, test comparisons)."""
         rng = random.Random(f"comparisons:{self.sums.seed}")
         train, test = self.sums.split()
-        return [compared(problem, rng) for _ in range(self.each) for problem in train], [
-            compared(problem, rng) for problem in test
+        return [random_comparison(problem, rng) for _ in range(self.each) for problem in train], [
+            random_comparison(problem, rng) for problem in test
         ]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from planish.renderers.codec import Codec, Control, Piece, split_text
-from planish.renderers.messages import Abilities, Checked
+from planish.renderers.messages import Abilities, CheckedMessage
 from planish.renderers.termination import Parsed, cut_at_stop
 from planish.renderers.tool_calls import as_text
 
@@ -46,11 +46,11 @@ class ChatFormat(Protocol):
         """Return the pieces before the first message."""
         ...
 
-    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+    def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
         """Return the turns of the messages, and of the default system message if it is added."""
         ...
 
-    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+    def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
         """Return the header of the next message, which `role` will write."""
         ...
 
@@ -58,7 +58,7 @@ class ChatFormat(Protocol):
         """Return the pieces of `text`, the given start of the message to be sampled."""
         ...
 
-    def overlap(self, last: Checked) -> tuple[Piece, ...]:
+    def overlap(self, last: CheckedMessage) -> tuple[Piece, ...]:
         """Return the pieces of the next message's header that the model writes in order to stop.
 
         `last`: the message before that header. A format with a stop token returns no pieces. In
@@ -97,7 +97,7 @@ class StopTokenFormat:
         """Return the pieces of `text`. Tags of reasoning and tool calls become controls."""
         return tuple(split_text(text, self.tags()))
 
-    def overlap(self, last: Checked) -> tuple[Piece, ...]:
+    def overlap(self, last: CheckedMessage) -> tuple[Piece, ...]:
         """Return no pieces: the model stops at a stop token."""
         return ()
 

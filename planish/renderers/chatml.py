@@ -25,7 +25,7 @@ from typing import Any
 from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.codec import Control, Piece
 from planish.renderers.forms import THINK, THINK_END
-from planish.renderers.messages import Abilities, Checked
+from planish.renderers.messages import Abilities, CheckedMessage
 from planish.renderers.tool_calls import (
     CALL,
     CALL_TAGS,
@@ -78,12 +78,12 @@ class ChatML(StopTokenFormat):
             calls=QWEN_CALLS,
             required=(START.text, END.text),
             extends=self.thinking in (Thinking.NONE, Thinking.KEEP_HISTORY),
-            # With DISABLED, this prompt ends with an empty think block. The template omits that
-            # block from the history, so the next prompt does not extend this prompt.
+            # With DISABLED, a prompt ends with an empty think block, which the template omits from
+            # the history. So the next prompt does not begin with that prompt.
             extends_in_turn=self.thinking is not Thinking.DISABLED,
         )
 
-    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+    def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
         """Return the turns of the messages, with the default system message first if needed."""
         turns: list[Turn] = []
         if self._adds_system(messages):
@@ -107,7 +107,7 @@ class ChatML(StopTokenFormat):
                 turns.append(self._plain_turn(lead, message, index))
         return turns
 
-    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+    def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
         """Return the header of the next message. With thinking disabled, an assistant's header
         includes an empty think block.
         """
@@ -127,17 +127,17 @@ class ChatML(StopTokenFormat):
             return {"role": "assistant", **read_calls(pieces)}
         return read_thought_message(pieces)
 
-    def _adds_system(self, messages: Sequence[Checked]) -> bool:
+    def _adds_system(self, messages: Sequence[CheckedMessage]) -> bool:
         return self.default_system is not None and messages[0].role != "system"
 
-    def _plain_turn(self, lead: tuple[Piece, ...], message: Checked, index: int) -> Turn:
+    def _plain_turn(self, lead: tuple[Piece, ...], message: CheckedMessage, index: int) -> Turn:
         text: tuple[Piece, ...] = (message.text,)
         if message.tools:
             text = tools_pieces(message.text or self.default_system or "", message.tools)
         return Turn(header=(*lead, START, f"{message.role}\n"), output=(*text, END), message=index)
 
     def _assistant_turn(
-        self, lead: tuple[Piece, ...], message: Checked, index: int, live: bool, last: bool
+        self, lead: tuple[Piece, ...], message: CheckedMessage, index: int, live: bool, last: bool
     ) -> Turn:
         header: tuple[Piece, ...] = (*lead, START, "assistant\n")
         thought, text = message.thinking, message.text
@@ -170,7 +170,7 @@ class ChatML(StopTokenFormat):
 
 def tool_turn(
     lead: tuple[Piece, ...],
-    messages: Sequence[Checked],
+    messages: Sequence[CheckedMessage],
     index: int,
     text: str,
     trailing: str = "",

@@ -141,8 +141,8 @@ class Codec:
             ids = plain.encode(text)
             if self._is_plain(ids):
                 return ids
-        # In a word-level vocabulary the guarded token is an ordinary word too. A single character
-        # cannot be a guarded token, so encode the text character by character.
+        # Even the copy can return a guarded id: in a word-level vocabulary the token is an ordinary
+        # word too. So encode each character alone, because no guarded token is a single character.
         ids = [
             id_
             for character in text

@@ -20,7 +20,7 @@ from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.chatml import read_call_section
 from planish.renderers.codec import Control, Piece
 from planish.renderers.forms import THINK, THINK_END, CallForm, ThoughtForm
-from planish.renderers.messages import Abilities, Checked
+from planish.renderers.messages import Abilities, CheckedMessage
 from planish.renderers.tool_calls import raw_call_pieces, read_named_call
 
 BOS, EOS = Control("<｜begin▁of▁sentence｜>"), Control("<｜end▁of▁sentence｜>")
@@ -72,7 +72,7 @@ class DeepSeekV3(StopTokenFormat):
             extends_in_turn=not self.thinks,
         )
 
-    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+    def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
         """Return one turn per message. ValueError for a system message that is not first."""
         turns: list[Turn] = []
         for index, message in enumerate(messages):
@@ -93,7 +93,7 @@ class DeepSeekV3(StopTokenFormat):
                 turns.append(self._assistant_turn(message, index, is_last, follows_tool))
         return turns
 
-    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+    def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
         """Return the header of the next message. An assistant's header ends with `<think>`, or with
         `</think>` if thinking is disabled. After a tool result it is empty.
         """
@@ -112,7 +112,7 @@ class DeepSeekV3(StopTokenFormat):
         return read_call_section(pieces, self.thinks, SECTION_TAGS, _read_call)
 
     def _assistant_turn(
-        self, message: Checked, index: int, is_last: bool, follows_tool: bool
+        self, message: CheckedMessage, index: int, is_last: bool, follows_tool: bool
     ) -> Turn:
         header: tuple[Piece, ...] = () if follows_tool else (ASSISTANT, THINK_END)
         frame: tuple[Piece, ...] = ()
@@ -135,7 +135,7 @@ def _read_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
     return read_named_call(name.strip(), arguments)
 
 
-def _call_pieces(message: Checked) -> list[Piece]:
+def _call_pieces(message: CheckedMessage) -> list[Piece]:
     pieces: list[Piece] = []
     for call in message.calls:
         pieces += [CALL, call.name, SEPARATOR, call.arguments, CALL_END]
@@ -144,7 +144,7 @@ def _call_pieces(message: Checked) -> list[Piece]:
     return [CALLS, *pieces, CALLS_END] if pieces else []
 
 
-def _system(message: Checked) -> tuple[Piece, ...]:
+def _system(message: CheckedMessage) -> tuple[Piece, ...]:
     if not message.tools:
         return (message.text,)
     tools = [json.loads(tool)["function"] for tool in message.tools]

@@ -51,7 +51,7 @@ class CallForm:
     answer: tuple[Piece, ...] = ()
     """The pieces before an answer without calls.
 
-    If there are such pieces, a message is either an answer or calls.
+    If there are such pieces, no message has both an answer and calls.
     """
 
 

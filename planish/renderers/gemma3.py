@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.codec import Control, Piece
-from planish.renderers.messages import Abilities, Checked
+from planish.renderers.messages import Abilities, CheckedMessage
 
 BOS, START, END = "<bos>", "<start_of_turn>", "<end_of_turn>"
 
@@ -27,7 +27,7 @@ class Gemma3(StopTokenFormat):
         """What the format can express, and the tokens that it requires."""
         return Abilities(roles=("system", "user", "assistant"), required=(BOS, START, END))
 
-    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+    def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
         """Return one turn per message.
 
         ValueError for a system message that is not first, or that no user message follows.
@@ -59,7 +59,7 @@ class Gemma3(StopTokenFormat):
             )
         return turns
 
-    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+    def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
         """Return the header of the next message, which `role` will write."""
         # A model stops sampling at `<end_of_turn>`. So the line break after `<end_of_turn>` is
         # part of the next header, not of the sampled output.

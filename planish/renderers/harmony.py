@@ -24,7 +24,7 @@ from typing import Any
 from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.codec import Control, Piece, split_text
 from planish.renderers.forms import CallForm, ThoughtForm
-from planish.renderers.messages import Abilities, Checked
+from planish.renderers.messages import Abilities, CheckedMessage
 from planish.renderers.tool_calls import (
     answered_call,
     as_text,
@@ -54,7 +54,7 @@ class Harmony(StopTokenFormat):
 
     effort: str | None = None
     """The reasoning effort in the system message: low, medium or high. With None, the system
-    message is left out.
+    message states no date and no effort.
     """
     date: str = ""
     """The current date in the system message, such as 2025-06-28."""
@@ -73,7 +73,7 @@ class Harmony(StopTokenFormat):
             extends=False,
         )
 
-    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+    def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
         """Return one turn per message, with Harmony's own system message first if there is one."""
         turns: list[Turn] = []
         first = messages[0]
@@ -101,7 +101,7 @@ class Harmony(StopTokenFormat):
                     turns.append(Turn((), (), index, untrainable=reason))
         return turns
 
-    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+    def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
         """Return the header of the next message, which `role` will write."""
         return (START, "developer" if role == "system" else role)
 
@@ -175,7 +175,7 @@ class Harmony(StopTokenFormat):
         )
 
 
-def _developer_text(message: Checked) -> str:
+def _developer_text(message: CheckedMessage) -> str:
     text = f"# Instructions\n\n{message.text}\n\n" if message.text else ""
     if message.tools:
         tools = [json.loads(tool)["function"] for tool in message.tools]
@@ -183,7 +183,7 @@ def _developer_text(message: Checked) -> str:
     return text
 
 
-def _function_name(messages: Sequence[Checked], index: int) -> str:
+def _function_name(messages: Sequence[CheckedMessage], index: int) -> str:
     call = answered_call(messages, index)
     name = messages[index].name or (call.name if call else "")
     if not name:
@@ -194,7 +194,7 @@ def _function_name(messages: Sequence[Checked], index: int) -> str:
     return name.removeprefix("functions.")
 
 
-def _assistant_turn(message: Checked, index: int, is_kept: bool, is_last: bool) -> Turn:
+def _assistant_turn(message: CheckedMessage, index: int, is_kept: bool, is_last: bool) -> Turn:
     parts: list[tuple[Piece, ...]] = []
     if message.thinking and is_kept:
         parts.append((CHANNEL, "analysis", MESSAGE, message.thinking, END))

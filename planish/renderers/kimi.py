@@ -5,8 +5,8 @@ The rules follow the models' chat templates:
 * A default system message is written if the conversation has none. Tools are declared before it, as
   JSON (K2) or as TypeScript (K2.5, K2.6).
 * Every assistant message has a think block. In history the think blocks are empty, unless the
-  format keeps all reasoning. History ends with the last assistant message that has no tool calls
-  and is not the last message of the conversation.
+  format keeps all reasoning. To find the end of the history, ignore the last message of the
+  conversation: history ends with the last assistant message that has no tool calls.
 * A tool result names the id of its call. Ids have the form `functions.name:0`.
 * Prompts of K2.5 and K2.6 end with `<think>`, or with `<think></think>` if thinking is disabled.
 """
@@ -21,7 +21,7 @@ from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.chatml import NEVER_SAMPLED, read_call_section
 from planish.renderers.codec import Control, Piece
 from planish.renderers.forms import THINK, THINK_END, CallForm, Pattern, ThoughtForm
-from planish.renderers.messages import Abilities, Call, Checked
+from planish.renderers.messages import Abilities, Call, CheckedMessage
 from planish.renderers.tool_calls import (
     answered_call,
     last_answer_index,
@@ -80,7 +80,7 @@ class Kimi(StopTokenFormat):
             extends=self.preserves or not self.thinks,
         )
 
-    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+    def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
         """Return the turns of the messages, after the tools and the default system message."""
         turns: list[Turn] = []
         tools = messages[0].tools
@@ -101,7 +101,7 @@ class Kimi(StopTokenFormat):
                 turns.append(Turn(self._header(message.role), (text, END), index))
         return turns
 
-    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+    def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
         """Return the header of the next message, with the think tags of K2.5 and K2.6."""
         header = self._header(role)
         if role != "assistant" or not self.opens:
@@ -119,7 +119,7 @@ class Kimi(StopTokenFormat):
     def _header(self, role: str) -> tuple[Piece, ...]:
         return (ROLES[role], role, MIDDLE)
 
-    def _assistant_turn(self, message: Checked, index: int, is_kept: bool) -> Turn:
+    def _assistant_turn(self, message: CheckedMessage, index: int, is_kept: bool) -> Turn:
         thought = (message.thinking or "") if is_kept else ""
         frame: tuple[Piece, ...] = (THINK, thought, THINK_END)
         header = self._header("assistant")
@@ -139,15 +139,15 @@ class Kimi(StopTokenFormat):
         output = (*frame, message.text, *section, END)
         return Turn(header, output, index, sampled=True, untrainable=reason)
 
-    def _tool_turn(self, messages: Sequence[Checked], index: int) -> Turn:
+    def _tool_turn(self, messages: Sequence[CheckedMessage], index: int) -> Turn:
         message = messages[index]
         id_ = message.call_id
         if not id_:
             call = answered_call(messages, index)
             if call is None:
                 raise ValueError(
-                    f"messages[{index}] is a tool result without 'tool_call_id', and no call "
-                    "before it is without a result; give the id of the call that it answers"
+                    f"messages[{index}] is a tool result without 'tool_call_id', and every call "
+                    "before it has a result already; give the id of the call that it answers"
                 )
             first = index
             while messages[first - 1].role == "tool":

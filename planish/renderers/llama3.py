@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.codec import Control, Piece
-from planish.renderers.messages import Abilities, Checked
+from planish.renderers.messages import Abilities, CheckedMessage
 
 BOS, START, END, EOT = "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
 
@@ -28,7 +28,7 @@ class Llama3(StopTokenFormat):
         """What the format can express, and the tokens that it requires."""
         return Abilities(roles=("system", "user", "assistant"), required=(BOS, START, END, EOT))
 
-    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+    def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
         """Return one turn per message, with trimmed text."""
         return [
             Turn(
@@ -40,6 +40,6 @@ class Llama3(StopTokenFormat):
             for index, message in enumerate(messages)
         ]
 
-    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+    def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
         """Return the header of the next message, which `role` will write."""
         return (Control(START), role, Control(END), "\n\n")

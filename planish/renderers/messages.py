@@ -1,7 +1,7 @@
 """Messages of a conversation: the dictionaries that users write, and the checked form that formats
 read.
 
-`read_messages` turns a conversation into `Checked` messages once, and later code needs no further
+`read_messages` turns a conversation into `CheckedMessage`s once, and later code needs no further
 checks. A message that a format cannot express raises ValueError, instead of being rendered
 incompletely.
 
@@ -96,8 +96,8 @@ RENDERERS_WITH_TOOLS = (
     "qwen3 (Qwen3), chatml (Qwen2.5, SmolLM2), qwen3_5 (Qwen3.5, 3.6), qwen3_8 (Qwen3.8), gpt_oss, "
     "deepseekv3, kimi_k2, kimi_k25, kimi_k26, nemotron3 or smollm3"
 )
-"""The renderers whose formats have tools, and the models where the name does not tell them, for
-error messages. Variants such as `qwen3_instruct` begin with one of these names.
+"""The renderers whose formats have tools, for error messages. Their models are in parentheses, if
+the name does not tell them. Variants such as `qwen3_instruct` begin with one of these names.
 """
 MESSAGE_KEYS = tuple(Message.__annotations__)
 
@@ -139,7 +139,7 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedMessage:
     """One message that its format can express."""
 
     role: str
@@ -166,7 +166,7 @@ def get_text_content(message: Mapping[str, Any]) -> str:
 
 def read_messages(
     messages: Sequence[Mapping[str, Any]], abilities: Abilities, renderer: str
-) -> list[Checked]:
+) -> list[CheckedMessage]:
     """Return the conversation in checked form. ValueError names the message, its fault and the
     remedy.
     """
@@ -184,7 +184,9 @@ def read_messages(
     ]
 
 
-def _read(message: Any, where: str, index: int, abilities: Abilities, renderer: str) -> Checked:
+def _read(
+    message: Any, where: str, index: int, abilities: Abilities, renderer: str
+) -> CheckedMessage:
     if not isinstance(message, Mapping):
         raise ValueError(
             f"{where} is a {type(message).__name__}; give a dictionary with role and content"
@@ -224,7 +226,7 @@ def _read(message: Any, where: str, index: int, abilities: Abilities, renderer: 
     trainable = message.get("trainable")
     if trainable is not None and not isinstance(trainable, bool):
         raise ValueError(f"{where}['trainable']={trainable!r}; give True or False")
-    return Checked(role, text, thinking, calls, unparsed, tools, trainable, name, call_id)
+    return CheckedMessage(role, text, thinking, calls, unparsed, tools, trainable, name, call_id)
 
 
 def _read_optional_text(message: Mapping[str, Any], key: str, where: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.codec import Control, Piece
-from planish.renderers.messages import Abilities, Checked
+from planish.renderers.messages import Abilities, CheckedMessage
 
 BOS, EOS = Control("<s>"), Control("</s>")
 SYSTEM, SYSTEM_END = Control("[SYSTEM_PROMPT]"), Control("[/SYSTEM_PROMPT]")
@@ -31,7 +31,7 @@ class Mistral(StopTokenFormat):
             roles=("system", "user", "assistant"), required=tuple(tag.text for tag in required)
         )
 
-    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+    def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
         """Return one turn per message."""
         turns = []
         for index, message in enumerate(messages):
@@ -43,6 +43,6 @@ class Mistral(StopTokenFormat):
                 turns.append(Turn((begin,), (message.text, end), index))
         return turns
 
-    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+    def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
         """Return the mark before the next message of `role`; an assistant message has none."""
         return {"system": (SYSTEM,), "user": (USER,)}.get(role, ())

@@ -23,7 +23,7 @@ from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.chatml import END, NEVER_SAMPLED, START, tool_turn
 from planish.renderers.codec import Piece
 from planish.renderers.forms import THINK, THINK_END, ThoughtForm
-from planish.renderers.messages import Abilities, Checked
+from planish.renderers.messages import Abilities, CheckedMessage
 from planish.renderers.qwen3_5 import TAGS, read_thinking_message
 from planish.renderers.xml_calls import (
     TOOLS_CONCLUSION,
@@ -58,7 +58,7 @@ class Nemotron3(StopTokenFormat):
             roles=("system", "user", "assistant", "tool"),
             thinking=True,
             samples_thinking=self.thinks,
-            thought=ThoughtForm((), (THINK_END, *self._gap)),
+            thought=ThoughtForm((), (THINK_END, *self._line_break)),
             calls=replace(
                 XML_CALLS,
                 end=(*XML_CALLS.end, "\n"),
@@ -69,7 +69,7 @@ class Nemotron3(StopTokenFormat):
             extends=is_stable and not self.effort,
         )
 
-    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+    def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
         """Return the turns of the messages, after a system message, which may be empty."""
         has_system = messages[0].role == "system"
         turns = [Turn((START, "system\n"), (*_system(messages[0]), END), 0 if has_system else None)]
@@ -88,7 +88,7 @@ class Nemotron3(StopTokenFormat):
                 turns.append(Turn(("\n", START, f"{message.role}\n"), (text, END), index))
         return turns
 
-    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+    def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
         """Return the header of the next message, with an open or an empty think block."""
         if role != "assistant":
             return ("\n", START, f"{role}\n")
@@ -103,19 +103,19 @@ class Nemotron3(StopTokenFormat):
         return read_thinking_message(pieces, self.thinks)
 
     @property
-    def _gap(self) -> tuple[str, ...]:
+    def _line_break(self) -> tuple[str, ...]:
         return () if self.is_ultra else ("\n",)
 
-    def _assistant_turn(self, message: Checked, index: int, is_kept: bool) -> Turn:
+    def _assistant_turn(self, message: CheckedMessage, index: int, is_kept: bool) -> Turn:
         header: tuple[Piece, ...] = ("\n", START, "assistant\n")
         thought, text = message.thinking or "", message.text
         calls = [piece for call in xml_call_pieces(message, python_text) for piece in (*call, "\n")]
         reason = None
         if is_kept and thought.strip():
             header = (*header, THINK, "\n")
-            frame: tuple[Piece, ...] = (thought, *self._gap, THINK_END)
+            frame: tuple[Piece, ...] = (thought, *self._line_break, THINK_END)
             if self.is_ultra or text.strip() or calls:
-                frame = (*frame, *(self._gap if text.strip() else ()))
+                frame = (*frame, *(self._line_break if text.strip() else ()))
             if not self.thinks:
                 reason = NEVER_SAMPLED
         else:
@@ -123,7 +123,7 @@ class Nemotron3(StopTokenFormat):
             if thought.strip() and not calls and text.strip():
                 # The template removes everything up to `</think>`, but not the line break after
                 # this tag.
-                frame = self._gap
+                frame = self._line_break
             elif thought.strip() and not self.is_ultra:
                 text = text.lstrip()
             if self.thinks:
@@ -137,7 +137,7 @@ class Nemotron3(StopTokenFormat):
         return Turn(header, output, index, sampled=True, untrainable=reason)
 
 
-def _system(message: Checked) -> tuple[Piece, ...]:
+def _system(message: CheckedMessage) -> tuple[Piece, ...]:
     """Return the pieces of the system message, () if `message` is of another role."""
     if message.role != "system":
         return ()

@@ -9,10 +9,10 @@ The rules follow the models' chat templates:
 * Qwen3.8 states a reasoning effort at the start of the system message, and adds a system message
   for it if there is none. It leaves out an empty system message.
 
-With thinking, a prompt may not extend the prompt before it. A sampled answer without reasoning
-begins with a line break, directly after the line break that ends the prompt's `<think>\n`. When a
-later prompt contains this answer as history, the tokenizer merges the two line breaks into one
-token.
+With thinking, some prompts do not begin with the tokens of the prompt before them. A sampled answer
+without reasoning begins with a line break, directly after the line break that ends the prompt's
+`<think>\n`. When a later prompt contains this answer as history, the tokenizer merges the two line
+breaks into one token.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from planish.renderers.chatml import (
 )
 from planish.renderers.codec import Piece
 from planish.renderers.forms import THINK, THINK_END, ThoughtForm
-from planish.renderers.messages import Abilities, Checked
+from planish.renderers.messages import Abilities, CheckedMessage
 from planish.renderers.tool_calls import CALL_TAGS, read_calls
 from planish.renderers.xml_calls import (
     TOOLS_CONCLUSION,
@@ -82,7 +82,7 @@ class Qwen35(StopTokenFormat):
             extends_in_turn=not self.thinks,
         )
 
-    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+    def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
         """Return the turns of the messages, with Qwen3.8's reasoning effort in a system message."""
         turns: list[Turn] = []
         system = self._system(messages)
@@ -109,7 +109,7 @@ class Qwen35(StopTokenFormat):
                 turns.append(Turn(header, (message.text.strip(), END), index))
         return turns
 
-    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+    def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
         """Return the header of the next message, with an open or an empty think block."""
         is_written = self._system(messages) or len(messages) > (messages[0].role == "system")
         lead = ("\n",) if is_written else ()
@@ -125,7 +125,7 @@ class Qwen35(StopTokenFormat):
         """Return the sampled message that `pieces` contain."""
         return read_thinking_message(pieces, self.thinks)
 
-    def _system(self, messages: Sequence[Checked]) -> tuple[Piece, ...]:
+    def _system(self, messages: Sequence[CheckedMessage]) -> tuple[Piece, ...]:
         """Return the pieces of the system message, () if it is left out."""
         first = messages[0]
         effort = EFFORTS[self.effort] if self.effort and self.thinks else ""
@@ -142,7 +142,7 @@ class Qwen35(StopTokenFormat):
         return tuple(pieces)
 
     def _assistant_turn(
-        self, lead: tuple[Piece, ...], message: Checked, index: int, framed: bool, last: bool
+        self, lead: tuple[Piece, ...], message: CheckedMessage, index: int, framed: bool, last: bool
     ) -> Turn:
         header: tuple[Piece, ...] = (*lead, START, "assistant\n")
         frame: tuple[Piece, ...] = ()

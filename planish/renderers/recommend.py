@@ -136,7 +136,7 @@ def _of_directory(path: Path) -> str:
     if names:
         return names[0]
     raise UnknownModelError(
-        f"the chat template in {path} writes none of the forms known here; {_choose()}"
+        f"the chat template in {path} writes the format of no renderer of planish; {_choose()}"
     )
 
 

@@ -169,10 +169,10 @@ _ALWAYS_THINKING = (
 
 
 def with_thinking(name: str, thinks: bool) -> str:
-    """Return the name of the renderer for the same models as `name` that thinks, or does not.
+    """Return the name of a renderer for the same models as `name`.
 
-    `thinks`: whether the returned renderer samples reasoning.
-    UnsupportedError if the models cannot do what `thinks` asks for.
+    `thinks`: whether the returned renderer samples reasoning. UnsupportedError if the models always
+    think or never think, and `thinks` says otherwise.
     """
     if not thinks and name in _ALWAYS_THINKING:
         raise UnsupportedError(
@@ -212,9 +212,9 @@ _EFFORT_VARIANTS: tuple[dict[str, str], ...] = (
 def with_effort(name: str, effort: str) -> str:
     """Return the renderer of the same models as `name` with a reasoning effort.
 
-    "none" stands for no thinking. Models with a single way of thinking have it at "low", "medium"
-    and "high", because clients send one of these to turn thinking on.
-    UnsupportedError, with the list of efforts, if the models do not have this one.
+    "none" stands for no thinking. For models with thinking but without efforts, "low", "medium" and
+    "high" all return the renderer that thinks, because clients send one of them to turn thinking
+    on. UnsupportedError, with the list of efforts, if the models do not have this one.
     """
     efforts = _efforts(name)
     if effort not in efforts:

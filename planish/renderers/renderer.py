@@ -24,7 +24,7 @@ from planish.renderers.chat_format import ChatFormat, Turn
 from planish.renderers.codec import Codec
 from planish.renderers.messages import (
     RENDERERS_WITH_TOOLS,
-    Checked,
+    CheckedMessage,
     Message,
     ToolSpec,
     check_characters,
@@ -125,7 +125,7 @@ class Renderer:
         Returns None in these cases, because no prompt can begin with P + sampled:
 
         * The format rewrites history (see `has_extension_property`).
-        * The answer continues after its end.
+        * The answer has tokens after a stop token or stop string.
         * The answer ends with an end-of-sequence token that is not the format's stop token.
         * In role_colon, the answer ends with `User:`, but another role writes the next message.
         """
@@ -240,7 +240,7 @@ class Renderer:
         return parts
 
     def _targets(
-        self, checked: Sequence[Checked], trained: Sequence[bool], everything: bool
+        self, checked: Sequence[CheckedMessage], trained: Sequence[bool], everything: bool
     ) -> Iterator[tuple[Turn, bool]]:
         """Yield each turn and whether it is a target. ValueError for a target that cannot be
         trained.
@@ -284,7 +284,7 @@ class Renderer:
             tool_json(tool, f"tools[{number}]")
         return [{"role": "system", "content": system_prompt, "tools": list(tools)}]
 
-    def _ending(self, message: Checked, sampled: list[int]) -> Ending | None:
+    def _ending(self, message: CheckedMessage, sampled: list[int]) -> Ending | None:
         """Return how a sampled message ends, or None if a conversation cannot continue after it."""
         [stop] = self.get_stop_sequences()
         ends = eos_ids(self.codec)
@@ -319,13 +319,13 @@ def _last(ids: Sequence[int]) -> int | None:
     return ids[-1] if ids else None
 
 
-def _turn_ends(messages: Sequence[Checked]) -> list[int]:
+def _turn_ends(messages: Sequence[CheckedMessage]) -> list[int]:
     """Return where each user turn ends: before the next user message, and at the end."""
     begins = [index for index, message in enumerate(messages) if message.role == "user"]
     return [*begins[1:], len(messages)]
 
 
-def _answer_ends(messages: Sequence[Checked]) -> list[int]:
+def _answer_ends(messages: Sequence[CheckedMessage]) -> list[int]:
     """Return where each assistant message ends, and the end of the conversation."""
     ends = [index + 1 for index, message in enumerate(messages) if message.role == "assistant"]
     return ends if ends[-1:] == [len(messages)] else [*ends, len(messages)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from planish.renderers.chat_format import Turn
 from planish.renderers.codec import Codec, Control, Piece
-from planish.renderers.messages import Abilities, Checked
+from planish.renderers.messages import Abilities, CheckedMessage
 from planish.renderers.termination import Parsed, Termination, eos_ids
 
 STOP = "\n\nUser:"
@@ -35,11 +35,11 @@ class RoleColon:
         """Return the beginning-of-sequence token, if the tokenizer has one."""
         return (Control(self.bos),) if self.bos else ()
 
-    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+    def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
         """Return one turn per message."""
         return [self._turn(index, message) for index, message in enumerate(messages)]
 
-    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+    def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
         """Return the name of `role` with a colon."""
         return (f"{role.capitalize()}:",)
 
@@ -47,7 +47,7 @@ class RoleColon:
         """Return `text` as one piece of ordinary text."""
         return (text,)
 
-    def overlap(self, last: Checked) -> tuple[Piece, ...]:
+    def overlap(self, last: CheckedMessage) -> tuple[Piece, ...]:
         """Return `User:` after an answer, because the model writes it in order to stop."""
         return ("User:",) if last.role == "assistant" else ()
 
@@ -71,7 +71,7 @@ class RoleColon:
             body = body.removesuffix("\n\n")
         return Parsed({"role": "assistant", "content": body.removeprefix(" ")}, ending)
 
-    def _turn(self, index: int, message: Checked) -> Turn:
+    def _turn(self, index: int, message: CheckedMessage) -> Turn:
         stops_early = message.role == "assistant" and STOP in message.text
         reason = (
             f"its text contains the stop sequence {STOP!r}; remove that from the answer"

@@ -27,7 +27,7 @@ from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.chatml import END, NEVER_SAMPLED, START, read_thought_message
 from planish.renderers.codec import Piece, split_text
 from planish.renderers.forms import THINK, THINK_END, ThoughtForm
-from planish.renderers.messages import Abilities, Checked
+from planish.renderers.messages import Abilities, CheckedMessage
 from planish.renderers.tool_calls import CALL_TAGS, QWEN_CALLS, TOOLS_CONCLUSION, call_pieces
 
 TAGS = (THINK.text, THINK_END.text, *CALL_TAGS)
@@ -82,7 +82,7 @@ class SmolLM3(StopTokenFormat):
             required=(START.text, END.text),
         )
 
-    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+    def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
         """Return the turns of the messages. The first turn is the system message."""
         turns = [self._system_turn(messages)]
         for index, message in enumerate(messages):
@@ -100,7 +100,7 @@ class SmolLM3(StopTokenFormat):
                 turns.append(Turn((*lead, START, "user\n"), (message.text, END), index))
         return turns
 
-    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+    def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
         """Return the header of the next message. Without thinking, an assistant's header includes
         an empty think block.
         """
@@ -116,12 +116,12 @@ class SmolLM3(StopTokenFormat):
         """Return the sampled message that `pieces` contain."""
         return read_thought_message(pieces)
 
-    def _thinks_in(self, messages: Sequence[Checked]) -> bool:
+    def _thinks_in(self, messages: Sequence[CheckedMessage]) -> bool:
         """Return whether the model thinks in this conversation."""
         flags = [flag[0] for flag in THINK_FLAGS.finditer(_system_text(messages))]
         return "/no_think" not in flags and (bool(flags) or self.thinks)
 
-    def _system_turn(self, messages: Sequence[Checked]) -> Turn:
+    def _system_turn(self, messages: Sequence[CheckedMessage]) -> Turn:
         index = 0 if messages[0].role == "system" else None
         tools = messages[0].tools
         text = _system_text(messages)
@@ -152,7 +152,7 @@ class SmolLM3(StopTokenFormat):
         return Turn(header, output, index)
 
     def _assistant_turn(
-        self, lead: tuple[Piece, ...], message: Checked, index: int, thinks: bool
+        self, lead: tuple[Piece, ...], message: CheckedMessage, index: int, thinks: bool
     ) -> Turn:
         header = (*lead, START, "assistant\n", *(() if thinks else EMPTY_THOUGHT))
         thought = (message.thinking or "").strip("\n")
@@ -162,12 +162,12 @@ class SmolLM3(StopTokenFormat):
         return Turn(header, output, index, sampled=True, untrainable=reason)
 
 
-def _system_text(messages: Sequence[Checked]) -> str:
+def _system_text(messages: Sequence[CheckedMessage]) -> str:
     """Return the text of the given system message; "" if there is none."""
     return messages[0].text if messages[0].role == "system" else ""
 
 
-def _lead(messages: Sequence[Checked], index: int) -> tuple[Piece, ...]:
+def _lead(messages: Sequence[CheckedMessage], index: int) -> tuple[Piece, ...]:
     """Return the line break before the turn of messages[index], if the turn before it has an end
     mark. A system message without tools has no end mark.
     """

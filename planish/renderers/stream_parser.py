@@ -35,29 +35,29 @@ _END_OF_JSON = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class Reading:
-    """A sample as text."""
+    """A sample parsed so far: answer, reasoning and tool calls."""
 
     content: str
     reasoning: str = ""
     calls: tuple[dict[str, Any], ...] = ()
     """Tool calls in the form of the renderers: {"function": {"name", "arguments"}}."""
-    spoiled: tuple[str, ...] = ()
+    unparsed: tuple[str, ...] = ()
     """Tool calls that cannot be parsed, as written. An unfinished call is one of them."""
     open_call: dict[str, Any] | None = None
     """The unfinished call after `calls`, with its arguments so far. It is None unless a grammar
     constrains the calls.
     """
 
-    def with_spoiled(self) -> Reading:
+    def with_unparsed(self) -> Reading:
         """Return the reading with the unparsed calls at the end of its text."""
-        content = "\n".join(filter(None, (self.content, *self.spoiled)))
-        return replace(self, content=content, spoiled=())
+        content = "\n".join(filter(None, (self.content, *self.unparsed)))
+        return replace(self, content=content, unparsed=())
 
     def with_open_call(self) -> Reading:
         """Return the reading with the last unparsed call as `open_call`, if it has the form of a
         call and its arguments have begun.
         """
-        found = _OPEN_CALL.match(self.spoiled[-1]) if self.spoiled else None
+        found = _OPEN_CALL.match(self.unparsed[-1]) if self.unparsed else None
         if found is None:
             return self
         name, arguments = found.groups()
@@ -68,7 +68,7 @@ class Reading:
         except (ValueError, RecursionError):
             arguments = arguments.removesuffix(_CALL_END)
         call = {"function": {"name": name, "arguments": arguments}}
-        return replace(self, spoiled=self.spoiled[:-1], open_call=call)
+        return replace(self, unparsed=self.unparsed[:-1], open_call=call)
 
 
 Read = Callable[[Sequence[int]], Reading]
@@ -99,7 +99,7 @@ def read_message(renderer: Renderer) -> Read:
             content="".join(part["text"] for part in parts if part["type"] == "text"),
             reasoning="".join(part["thinking"] for part in parts if part["type"] == "thinking"),
             calls=tuple(message.get("tool_calls", ())),
-            spoiled=tuple(call["raw_text"] for call in message.get("unparsed_tool_calls", ())),
+            unparsed=tuple(call["raw_text"] for call in message.get("unparsed_tool_calls", ())),
         )
 
     return read
@@ -111,7 +111,7 @@ def marks_of(renderer: Renderer) -> tuple[str, ...]:
 
 
 @dataclass
-class Growing:
+class StreamedSample:
     """One sample whose tokens arrive one by one."""
 
     read: Read
@@ -156,7 +156,7 @@ class Growing:
 
     def whole(self) -> Reading:
         """Return the finished sample."""
-        return self._cut(self._read().with_spoiled())
+        return self._cut(self._read().with_unparsed())
 
     def _read(self) -> Reading:
         reading = self.read(self._unstopped)

@@ -13,7 +13,7 @@ from typing import Any
 
 from planish.renderers.codec import Control, Piece, split_text
 from planish.renderers.forms import CallForm
-from planish.renderers.messages import Call, Checked, half_character
+from planish.renderers.messages import Call, CheckedMessage, half_character
 
 CALL, CALL_END = Control("<tool_call>"), Control("</tool_call>")
 RESPONSE, RESPONSE_END = Control("<tool_response>"), Control("</tool_response>")
@@ -50,7 +50,7 @@ def tools_pieces(system: str, tools: Sequence[str]) -> tuple[Piece, ...]:
     return (lead + TOOLS_INTRODUCTION, *(f"\n{tool}" for tool in tools), *TOOLS_CONCLUSION)
 
 
-def call_pieces(message: Checked) -> list[Piece]:
+def call_pieces(message: CheckedMessage) -> list[Piece]:
     """Return the tool calls that follow an assistant message's text. Unparsed calls come last, in
     the model's own wording.
     """
@@ -158,12 +158,12 @@ def read_named_call(
     return named if id_ is None else {**named, "id": id_}, None
 
 
-def has_calls(message: Checked) -> bool:
+def has_calls(message: CheckedMessage) -> bool:
     """Return whether an assistant message calls tools."""
     return bool(message.calls or message.unparsed_calls)
 
 
-def last_answer_index(messages: Sequence[Checked]) -> int:
+def last_answer_index(messages: Sequence[CheckedMessage]) -> int:
     """Return the index of the last assistant message without tool calls; -1 if there is none."""
     for index in range(len(messages) - 1, -1, -1):
         if messages[index].role == "assistant" and not has_calls(messages[index]):
@@ -171,7 +171,7 @@ def last_answer_index(messages: Sequence[Checked]) -> int:
     return -1
 
 
-def answered_call(messages: Sequence[Checked], index: int) -> Call | None:
+def answered_call(messages: Sequence[CheckedMessage], index: int) -> Call | None:
     """Return the call that the tool result messages[index] answers, or None if there is none.
 
     Among the calls of the last assistant message, this is the call with the result's id. If no call

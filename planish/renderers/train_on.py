@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from enum import StrEnum
 
-from planish.renderers.messages import Checked
+from planish.renderers.messages import CheckedMessage
 
 
 class TrainOnWhat(StrEnum):
@@ -30,7 +30,7 @@ def read_train_on_what(value: TrainOnWhat | str) -> TrainOnWhat:
         raise ValueError(f"train_on_what={value!r}: give a TrainOnWhat or one of {names}") from None
 
 
-def trained_messages(messages: Sequence[Checked], what: TrainOnWhat) -> list[bool]:
+def trained_messages(messages: Sequence[CheckedMessage], what: TrainOnWhat) -> list[bool]:
     """Return one flag per message. ValueError if no message would be trained, or if the messages'
     `trainable` keys do not fit `what`.
     """
@@ -65,7 +65,7 @@ def trained_messages(messages: Sequence[Checked], what: TrainOnWhat) -> list[boo
     return [index in chosen for index in range(len(messages))]
 
 
-def _check_trainable(messages: Sequence[Checked], what: TrainOnWhat) -> None:
+def _check_trainable(messages: Sequence[CheckedMessage], what: TrainOnWhat) -> None:
     for index, message in enumerate(messages):
         if what is TrainOnWhat.CUSTOMIZED and message.trainable is None:
             raise ValueError(

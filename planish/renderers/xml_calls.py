@@ -13,7 +13,7 @@ from typing import Any
 
 from planish.renderers.codec import Piece
 from planish.renderers.forms import CallForm
-from planish.renderers.messages import Call, Checked
+from planish.renderers.messages import Call, CheckedMessage
 from planish.renderers.tool_calls import CALL, CALL_END, raw_call_pieces, read_named_call
 
 XML_CALLS = CallForm(
@@ -61,7 +61,9 @@ def json_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def xml_call_pieces(message: Checked, value_text: Callable[[object], str]) -> list[list[Piece]]:
+def xml_call_pieces(
+    message: CheckedMessage, value_text: Callable[[object], str]
+) -> list[list[Piece]]:
     """Return the pieces of each tool call of a message. Unparsed calls come last, in the model's
     own wording.
     """

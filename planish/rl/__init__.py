@@ -1,3 +1,4 @@
-"""Reinforcement learning on top of the primitives: environments, rollouts, advantages, one training
-loop, run files.
+"""Reinforcement learning: environments, rollouts, advantages, training data and KL terms.
+
+The training loop is planish/training/train_rl.py.
 """

@@ -76,16 +76,17 @@ def answer_datum(
     return Datum(prompt.append(EncodedTextChunk(tokens=list(tokens_T[:-1]))), inputs)
 
 
-def policy_gap(
+def sampler_trainer_kl(
     sampled_D: Sequence[Sequence[float]], trained_D: Sequence[Sequence[float]]
 ) -> Metrics:
     """Return optim/kl_sample_train_v1 and _v2, estimates of the KL divergence between sampler and
     trainer from their logprobs of the sampled tokens [D][T].
 
     v1 is the mean difference, v2 half the mean squared difference; both are 0 if sampler and
-    trainer agree. Rows of `trained_D` may begin with the positions of the prompt.
+    trainer agree. Only the last T entries of each row of `trained_D` are used, so the entries of
+    the prompt may come first.
     """
-    gaps = [
+    log_ratios = [
         sampled - trained
         for sampled_T, trained_T in zip(sampled_D, trained_D, strict=True)
         for sampled, trained in zip(
@@ -93,8 +94,10 @@ def policy_gap(
         )
     ]
     return {
-        "optim/kl_sample_train_v1": sum(gaps) / len(gaps),
-        "optim/kl_sample_train_v2": 0.5 * sum(gap * gap for gap in gaps) / len(gaps),
+        "optim/kl_sample_train_v1": sum(log_ratios) / len(log_ratios),
+        "optim/kl_sample_train_v2": 0.5
+        * sum(ratio * ratio for ratio in log_ratios)
+        / len(log_ratios),
     }
 
 

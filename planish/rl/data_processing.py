@@ -55,7 +55,9 @@ class TrainingSequence:
 
 
 LOSS_MASKS = {"gspo": "sequence_ratio_mask", "dro": "mask"}
-"""The name of the mask input, for each loss that is not 0 at tokens whose advantage is 0."""
+"""The name of the mask input of each loss that needs a mask, because a token with advantage 0
+contributes to it.
+"""
 
 
 def trajectory_to_data(trajectory: Trajectory, advantage: float) -> list[TrainingSequence]:

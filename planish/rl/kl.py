@@ -57,13 +57,13 @@ class KLPenalty:
         """Return the sequences with changed advantages, and the metric kl_policy_base, the mean of
         q - l. Without trained tokens, nothing changes and there are no metrics.
         """
-        gaps_D = await logprob_gaps(data_D, lambda sequence: self.reference)
-        mean = mean_gap(data_D, gaps_D)
+        log_ratios_D = await log_ratios(data_D, lambda sequence: self.reference)
+        mean = mean_log_ratio(data_D, log_ratios_D)
         if mean is None:
             return list(data_D), {}
         shaped_D = [
-            add_kl_term(sequence, gap_N, self.coefficient, self.discount, baseline=mean)
-            for sequence, gap_N in zip(data_D, gaps_D, strict=True)
+            add_kl_term(sequence, log_ratio_N, self.coefficient, self.discount, baseline=mean)
+            for sequence, log_ratio_N in zip(data_D, log_ratios_D, strict=True)
         ]
         return shaped_D, {"kl_policy_base": mean}
 
@@ -77,24 +77,27 @@ def kl_metrics(
     trained_D = [
         tensors["logprobs"].to_numpy() for output in outputs_D for tensors in output.loss_fn_outputs
     ]
-    gaps_D = [
+    log_ratios_D = [
         (sequence.logprobs_N[1:] - trained)[sequence.mask_N[1:] > 0]
         for sequence, trained in zip(data_D, trained_D, strict=True)
     ]
-    if not gaps_D:
+    if not log_ratios_D:
         return {}
-    gap = np.concatenate(gaps_D).astype(np.float64)
-    return {f"{name}_v1": float(gap.mean()), f"{name}_v2": float(0.5 * np.square(gap).mean())}
+    log_ratio = np.concatenate(log_ratios_D).astype(np.float64)
+    return {
+        f"{name}_v1": float(log_ratio.mean()),
+        f"{name}_v2": float(0.5 * np.square(log_ratio).mean()),
+    }
 
 
-async def logprob_gaps(
+async def log_ratios(
     data_D: Sequence[TrainingSequence], policy_of: Callable[[TrainingSequence], Any]
 ) -> list[np.ndarray]:
     """Return (q - l) * mask, [D][N]. l is the logprob at temperature 1 under the sampling client
     that `policy_of` returns for a sequence.
     """
 
-    async def gap(sequence: TrainingSequence) -> np.ndarray:
+    async def log_ratio(sequence: TrainingSequence) -> np.ndarray:
         # The mask is 0 before the first trained token, so earlier logprobs are not needed.
         scored = len(sequence.mask_N) - int(np.argmax(sequence.mask_N > 0))
         tokens = ModelInput.from_ints(sequence.tokens_N)
@@ -104,32 +107,37 @@ async def logprob_gaps(
         other_N = np.array([0.0 if score is None else score for score in scores], np.float32)
         return (sequence.logprobs_N - other_N) * sequence.mask_N
 
-    return await gather_or_cancel(gap(sequence) for sequence in data_D)
+    return await gather_or_cancel(log_ratio(sequence) for sequence in data_D)
 
 
-def mean_gap(data_D: Sequence[TrainingSequence], gaps_D: Sequence[np.ndarray]) -> float | None:
-    """Return the mean of `gaps_D`, the result of `logprob_gaps`, over trained tokens; None without
-    trained tokens.
+def mean_log_ratio(
+    data_D: Sequence[TrainingSequence], log_ratios_D: Sequence[np.ndarray]
+) -> float | None:
+    """Return the mean of `log_ratios_D`, the result of `log_ratios`, over trained tokens;
+    None without trained tokens.
     """
     tokens = sum(float(sequence.mask_N.sum()) for sequence in data_D)
-    return sum(float(gap_N.sum()) for gap_N in gaps_D) / tokens if tokens else None
+    return (
+        sum(float(log_ratio_N.sum()) for log_ratio_N in log_ratios_D) / tokens if tokens else None
+    )
 
 
 def add_kl_term(
     sequence: TrainingSequence,
-    gap_N: np.ndarray,
+    log_ratio_N: np.ndarray,
     coefficient: float,
     discount: float,
     *,
     baseline: float = 0.0,
 ) -> TrainingSequence:
-    """Return the sequence with advantage += coefficient * mask * (baseline - gap), where `gap_N` is
-    the sequence's result of `logprob_gaps`.
+    """Return the sequence with advantage += coefficient * mask * (baseline - log_ratio_N).
+
+    `log_ratio_N` is the result of `log_ratios` for the sequence.
 
     With `discount` > 0, the term of a token becomes the discounted sum of its own term and the
     terms of all later tokens.
     """
-    term_N = coefficient * sequence.mask_N * (baseline - gap_N)
+    term_N = coefficient * sequence.mask_N * (baseline - log_ratio_N)
     if discount > 0:
         term_N = discounted_sums(term_N, discount) * sequence.mask_N
     return sequence.with_advantages(sequence.advantages_N + term_N)

@@ -51,7 +51,7 @@ _not_negative = field_check(
     lambda value: is_finite(value) and value >= 0, "a finite number, 0 or more"
 )
 _has_details = field_check(
-    lambda value: "{details}" in value, "a text with {details}, the place of the error"
+    lambda value: "{details}" in value, "a text with {details}, which the error replaces"
 )
 
 

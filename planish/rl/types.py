@@ -187,7 +187,7 @@ class EnvGroupBuilder(ABC):
 
 @dataclass(frozen=True)
 class WrappedGroup(EnvGroupBuilder):
-    """A group that passes all calls on to another group, as the base of groups that change one."""
+    """A group that forwards all calls to another group. Subclasses override some of them."""
 
     inner: EnvGroupBuilder
 

@@ -50,7 +50,7 @@ class RubricEnv(MessageEnv):
                         "weight": criterion.weight,
                         "judge's reply": verdict.reply,
                         "score": verdict.score,
-                        "met, as a program says": criterion.is_met(answer),
+                        "met, according to truth_regex": criterion.is_met(answer),
                     }
                 )
         return MessageStepResult(
@@ -88,7 +88,7 @@ def grade_metrics(grade: Grade, answer: str) -> Metrics:
 
 @dataclass(frozen=True)
 class RubricGroupBuilder(EnvGroupBuilder):
-    """`size` answers to one question. It pickles if the grader's judge does."""
+    """`size` answers to one question. The builder can be pickled if the grader's judge can."""
 
     model_name: str
     renderer_name: str | None

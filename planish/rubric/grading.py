@@ -1,10 +1,11 @@
 """A judge model grades an answer, one criterion at a time.
 
-The policy is rewarded by the judge, so the prompt prevents an answer from imitating the prompt's
-frame. Every line of the conversation is quoted with "> ", whatever line breaks it contains. Lines
-without a quote mark come from this module and do not depend on the answer. The criterion and the
-required form of the score come after the answer. The score is read only from lines that the judge
-itself wrote, never from a line that it quotes; if there are several scores, the last one counts.
+The policy is rewarded by the judge, so an answer must not be able to imitate the judge's
+instructions. Every line of the conversation is quoted with "> ", whatever line breaks it contains.
+Lines without a quote mark come from this module and do not depend on the answer. The criterion and
+the required form of the score come after the answer. The score is read only from lines that the
+judge itself wrote, never from a line that it quotes. If there are several scores, the last one
+counts.
 This does not keep an answer from persuading a weak judge. To notice that, measure the judge
 (`Criterion.truth_regex`), and read the answers with the highest reward.
 
@@ -83,7 +84,7 @@ class Grader:
         score = criterion.read_score(reply)
         if score is not None:
             return Verdict(criterion, score, reply, was_asked_again=False)
-        reply = get_text_content(await self.judge(asking_again(prompt, reply, criterion)))
+        reply = get_text_content(await self.judge(prompt_again(prompt, reply, criterion)))
         score = criterion.read_score(reply)
         if score is None:
             shown = reply[:SHOWN_CHARACTERS]
@@ -120,7 +121,7 @@ def _question(messages: Sequence[Message], answer: str, criterion: Criterion) ->
     return {"role": "user", "content": "\n\n".join(parts)}
 
 
-def asking_again(prompt: Sequence[Message], reply: str, criterion: Criterion) -> list[Message]:
+def prompt_again(prompt: Sequence[Message], reply: str, criterion: Criterion) -> list[Message]:
     """Return the prompt that asks the judge again, after a reply without a score."""
     reminder = f"There is no score in your reply that can be read. {criterion.instruction} Write nothing else."
     # Some endpoints reject a message without text.

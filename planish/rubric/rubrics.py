@@ -157,7 +157,9 @@ def _criterion(item: Any, number: int, where: str) -> Criterion:
     given = {name: value for name, value in item.items() if value is not None}
     unknown = sorted(given.keys() - known)
     if unknown:
-        raise UserError(f"{where} has {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+        raise UserError(
+            f"{where} has unknown fields {', '.join(unknown)}; give {', '.join(sorted(known))}"
+        )
     given["name"] = str(given.get("name", number))
     if isinstance(given.get("score_range"), Sequence):
         given["score_range"] = tuple(given["score_range"])
@@ -226,8 +228,8 @@ def _check(criterion: Criterion, where: str) -> None:
         0 <= share <= 1 for share in _shares(criterion, words.values())
     ):
         raise UserError(
-            f"{where}: word_scores={words!r} leave score_range={criterion.score_range}; give a "
-            "range that contains them"
+            f"{where}: word_scores={words!r} are not all in score_range={criterion.score_range}; "
+            "give a range that contains them"
         )
 
 

@@ -42,7 +42,7 @@ class Panel:
     patterns: tuple[str, ...]
     draw_all: bool = False
     """Whether to draw the metrics of all matching patterns instead."""
-    dull: float | None = None
+    uninformative: float | None = None
     """The panel is left out if all of its values equal this one."""
 
     def keys_of(self, run: Run) -> list[str]:
@@ -51,10 +51,12 @@ class Panel:
         chosen = found if self.draw_all else [keys for keys in found if keys][:1]
         return list(dict.fromkeys(key for keys in chosen for key in keys))
 
-    def has_news(self, run: Run) -> bool:
-        """Return whether the run has a value for this panel that differs from `dull`."""
+    def is_informative(self, run: Run) -> bool:
+        """Return whether the run has a value for this panel that differs from `uninformative`."""
         return any(
-            value != self.dull for key in self.keys_of(run) for value in run.points[key].values()
+            value != self.uninformative
+            for key in self.keys_of(run)
+            for value in run.points[key].values()
         )
 
 
@@ -63,14 +65,14 @@ PANELS = (
     Panel("test", ("*/env/all/correct", "*/env/all/reward/total")),
     Panel("groups with different rewards", ("env/all/by_group/frac_mixed",)),
     Panel("correct, well formed", ("env/all/correct", "env/all/format"), draw_all=True),
-    Panel("entropy, nats a token", ("optim/entropy",)),
+    Panel("entropy, nats per token", ("optim/entropy",)),
     Panel("KL between sampler and trainer", ("optim/kl_sample_train_v2",)),
     Panel("KL to the reference policy", ("kl_policy_base",)),
     Panel("KL to the teacher", ("teacher_kl", "test/teacher_kl"), draw_all=True),
-    Panel("sampled tokens a turn", ("env/all/ac_tokens_per_turn",)),
-    Panel("turns an episode", ("env/all/turns_per_episode",), dull=1.0),
-    Panel("nats a learned token", ("train_mean_nll", "test/nll"), draw_all=True),
-    Panel("bits a learned byte", ("train_mean_bpb", "test/bpb"), draw_all=True),
+    Panel("sampled tokens per turn", ("env/all/ac_tokens_per_turn",)),
+    Panel("turns per episode", ("env/all/turns_per_episode",), uninformative=1.0),
+    Panel("nats per learned token", ("train_mean_nll", "test/nll"), draw_all=True),
+    Panel("bits per learned byte", ("train_mean_bpb", "test/bpb"), draw_all=True),
     Panel("pairs told apart", ("accuracy", "test/accuracy"), draw_all=True),
     Panel("margin of rewards", ("margin", "test/margin"), draw_all=True),
 )
@@ -190,7 +192,7 @@ def smoothed(points: Points, window: int) -> list[float]:
 def _chosen(runs: Sequence[Run], metrics: Sequence[str] | None) -> list[Panel]:
     available = sorted({key for run in runs for key in run.points})
     if metrics is None:
-        panels = [panel for panel in PANELS if any(panel.has_news(run) for run in runs)]
+        panels = [panel for panel in PANELS if any(panel.is_informative(run) for run in runs)]
         if not panels:
             raise UserError(
                 f"none of the usual metrics is there; name some of: {', '.join(available)}"

@@ -62,8 +62,7 @@ def add_metrics(
         owner = "the row's own" if twice == "step" else "that of another evaluator"
         raise UserError(
             f"the evaluator {evaluator_name(evaluator)} returned the metric {twice!r}, which is "
-            f"{owner}; give it another name, such as "
-            "one with the evaluator's in front"
+            f"{owner}; give it another name, such as {evaluator_name(evaluator)}/{twice}"
         )
     metrics |= found
 

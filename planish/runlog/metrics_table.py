@@ -18,7 +18,9 @@ VALUE_WIDTH = 9
 SECTION_WIDTH = 12
 FIRST = ("reward", "env", "test", "optim", "kl")
 LAST = ("progress", "tokens", "time")
-"""The families of metrics that come first and last. The others are between, in order of names."""
+"""The families of metrics that come first and last. Other families are between them, sorted by
+name.
+"""
 _ENVIRONMENT = re.compile(r"((?:[^/]+/)?env/[^/]+)/(.+)")
 _DETAIL = re.compile(
     r"time/.+:(count|mean|max)|time/sampling_time_\w+|progress/.+|tokens/(cumulative|prefill).+"
@@ -30,7 +32,7 @@ _RARE_EVENT = re.compile(
     r"(.+/)?env/.+/(stop/\w+|unjudged|tool_errors)|num_(truncated|left_out)|rollout_errors/.+"
 )
 LEAST_SHARE_OF_TIME = 0.05
-"""The share of the step's time from which on a span is shown."""
+"""A span is shown if it takes at least this share of the step's time."""
 
 
 @dataclass(frozen=True, order=True)

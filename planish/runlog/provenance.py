@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 NOT_TRACKED = "not in a git repository"
-NO_GIT = "git is not installed: nothing is known of the code"
-NOT_KNOWN = "git diff HEAD failed: what differed is not known"
+NO_GIT = "git is not installed, so the commit and the changes are unknown"
+NOT_KNOWN = "git diff HEAD failed, so the uncommitted changes are unknown"
 MOST_BYTES = 1 << 20
 """The maximum size of each repository's diff and of its list of untracked files, in bytes."""
 _SECONDS = 30

@@ -99,8 +99,9 @@ class SandboxProcess:
                 self._init_pidfd = None
 
     def kill(self, why: Ending) -> None:
-        """Kill the program, or as soon as it starts if it has not. Of several calls, the first one
-        sets `ending`.
+        """Kill the program. If it has not started yet, it is killed as soon as it starts.
+
+        Of several calls, the first one sets `ending`.
         """
         if self.ending is Ending.EXITED:
             self.ending = why

@@ -172,10 +172,10 @@ def same_value(returned: Any, expected: Any) -> bool:
     return type(returned) is type(expected) and returned == expected
 
 
-def is_close(actual: float, expected_lines: float) -> bool:
+def is_close(actual: float, expected: float) -> bool:
     """Return whether two numbers are equal up to `TOLERANCE`."""
     try:
-        return math.isclose(actual, expected_lines, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        return math.isclose(actual, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     except OverflowError:  # an int larger than any float
         return False
 

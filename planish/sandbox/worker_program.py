@@ -41,7 +41,7 @@ def main() -> None:
         # Normally the parent kills this process at the time limit. If the parent has been killed
         # itself, this alarm ends the process: the default action of SIGALRM is to terminate.
         signal.setitimer(signal.ITIMER_REAL, seconds + SPARE_SECONDS)
-        reply = answered(answer, question)
+        reply = answer_or_failure(answer, question)
         signal.setitimer(signal.ITIMER_REAL, 0)
         send(out, reply)
 
@@ -77,7 +77,7 @@ def load(program: str) -> Any:
     return module
 
 
-def answered(
+def answer_or_failure(
     answer: Callable[[dict[str, Any]], dict[str, Any]], question: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the answer to a request, or an error object if `answer` raises an exception."""

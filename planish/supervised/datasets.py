@@ -1,9 +1,9 @@
 """Data sets of rows, and the builders that open them.
 
 An epoch goes through the rows in an order that depends only on (shuffle_seed, epoch). In training,
-rows that do not fill the last batch are dropped, and each epoch drops other rows. With shuffle_seed
-0, epoch e has the order of `datasets.Dataset.shuffle(0).shuffle(e)`, as in published runs. Rows are
-rendered when their batch is requested, so memory holds only the unrendered rows.
+rows that do not fill the last batch are dropped, and each epoch drops different rows. With
+shuffle_seed 0, epoch e has the order of `datasets.Dataset.shuffle(0).shuffle(e)`, as in published
+runs. Rows are rendered when their batch is requested, so memory holds only the unrendered rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -151,7 +151,7 @@ def row_splits(dataset: str, test_size: int | None, shuffle_seed: int | None) ->
     )
 
 
-def placed(rows: Sequence[Row], where: str) -> Iterator[tuple[str, Row]]:
+def with_locations(rows: Sequence[Row], where: str) -> Iterator[tuple[str, Row]]:
     """Yield each row after its location, such as "dataset=x, train row 3". Rows selected from a
     table have their row numbers in that table.
     """
@@ -169,7 +169,7 @@ def check_rows(
     """Raise UserError for the first row that cannot be trained on. This does not tokenise the rows,
     so it is fast enough to run before training.
     """
-    for place, row in placed(rows, where):
+    for place, row in with_locations(rows, where):
         conversation = read_row(row, place)
         try:
             renderer.check_supervised_examples(conversation, train_on_what)

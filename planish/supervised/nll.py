@@ -89,8 +89,8 @@ def held_out_data(dataset: SupervisedDataset) -> list[Datum]:
     data = [datum for index in range(len(dataset)) for datum in dataset.get_batch(index)]
     if not data:
         raise UserError(
-            "the test set has nothing to measure: what is learned lies behind max_length in each of its rows; give a larger "
-            "max_length, other test data, or no tests"
+            "the test set has no tokens to measure, because max_length cuts them off in each row; "
+            "give a larger max_length, other test data, or no test data"
         )
     return data
 

@@ -140,8 +140,8 @@ class FunctionTool:
         return bound
 
     def __reduce__(self) -> Any:
-        # By name, as functions pickle: the module's attribute of that name is this tool, not the
-        # function in it.
+        # Pickle the tool by its name, as Python pickles functions. The function itself cannot be
+        # pickled, because the module's attribute of that name is this tool.
         if self._instance is not None:
             return getattr, (self._instance, self.name)
         return self.__qualname__

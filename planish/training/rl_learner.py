@@ -282,7 +282,7 @@ class RLLearner:
         return self.update is None or not await self.update.has_moved_weights()
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
-        """Return the counters, to be saved in the checkpoint's row."""
+        """Return the counters, which are saved with the checkpoint."""
         return self.counters.row()
 
 

@@ -24,7 +24,7 @@ run_in_place_of_training: ContextVar[Callable[[Any], Path] | None] = ContextVar(
     "run_in_place_of_training", default=None
 )
 """A function that is called with the config of an RL run in place of training, as `planish play`
-does. None trains.
+does. None: the run is trained.
 """
 
 
@@ -136,7 +136,7 @@ class LogOptions:
 
 @chz.chz
 class RunOptions(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions):
-    """What `planish.training.run_loop` needs to know of any run."""
+    """The options that every training run has."""
 
     learning_rate: float
     recipe_name: str | None = chz.field(default=None, doc="name that the checkpoints record")

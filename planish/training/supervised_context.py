@@ -25,18 +25,20 @@ async def within_context(
     builder = config.dataset_builder
     if not isinstance(builder, ChatDatasetBuilder):
         return config
-    asked = builder.common_config.max_length
-    held = []
-    for name, more in ((config.model_name, 0), *readers):
+    given = builder.common_config.max_length
+    limits = []
+    for name, extra_tokens in ((config.model_name, 0), *readers):
         context = (await service_client.get_server_capabilities_async()).context_of(name)
-        if context is None:  # a model named by its directory; its context is known once loaded
+        if context is None:
+            # The service knows the context of a model that is named by its directory only after it
+            # has loaded the model.
             await service_client.create_sampling_client_async(base_model=name)
             context = (await service_client.get_server_capabilities_async()).context_of(name)
         if context is not None:
-            held.append((context - more, name))
-    if not held or (asked is not None and asked <= min(held)[0]):
+            limits.append((context - extra_tokens, name))
+    if not limits or (given is not None and given <= min(limits)[0]):
         return config
-    most, name = min(held)
-    print(f"max_length={asked} is lowered to {most}: the context of {name} has no more tokens")
-    common = chz.replace(builder.common_config, max_length=most)
+    limit, name = min(limits)
+    print(f"max_length={given} is lowered to {limit}, because of the context window of {name}")
+    common = chz.replace(builder.common_config, max_length=limit)
     return chz.replace(config, dataset_builder=chz.replace(builder, common_config=common))

@@ -7,8 +7,8 @@ results do not depend on `submit_ahead`.
 An optimizer step waits until at most `submit_ahead` - 1 earlier steps are unfinished (by default,
 none). So by default no update is queued behind a step that may fail, and the steps before a failure
 can be saved. Before an evaluation or a checkpoint, all submitted steps are awaited and logged. So
-weights that are evaluated or saved after `done` steps were trained exactly once on each of the
-batches 0 .. done - 1.
+the weights of a checkpoint after `done` steps were trained on each of the batches 0 .. done - 1
+exactly once.
 
 The batch and the learning rate of a step depend only on the step's number.
 """
@@ -130,8 +130,8 @@ class SupervisedLearner:
         if not batch:
             if step == 0:
                 raise UserError(
-                    "the first batch has nothing to learn: what is learned lies behind max_length in each of its "
-                    "conversations; give a larger max_length"
+                    "the first batch has no tokens to train on, because max_length cuts them off "
+                    "in each conversation; give a larger max_length"
                 )
             self.pending.append(PendingStep(step, batch, None, None, evals, spans))
             return

@@ -1,4 +1,4 @@
-"""Start a supervised run. Its steps are taken by planish/training/supervised_learner.py."""
+"""Start or resume a supervised run. planish/training/supervised_learner.py runs its steps."""
 
 import asyncio
 from collections.abc import Callable
@@ -31,7 +31,7 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
     """Train in this process, on a server (`base_url`), or with the given service client. Return the
     run directory.
 
-    After Ctrl-C or SIGTERM the run is saved where it can be resumed, and KeyboardInterrupt or
+    After Ctrl-C or SIGTERM the run is saved, so that it can be resumed. Then KeyboardInterrupt or
     planish.processes.interruption.Terminated (exit status 143) is raised.
     """
     check(config)

@@ -287,7 +287,7 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
     (
         "a large answer",
         lambda c: sample(c, n=4096, params=SamplingParams(), topk_sample_logprobs=10),
-        "answer could have 702 MiB, and the limit is 512; lower num_samples",
+        "response could have 702 MiB, and the limit is 512; lower num_samples",
     ),
     (
         "many alternatives",

@@ -18,10 +18,10 @@ from planish.errors import UserError
 def test_the_first_difference_of_two_vocabularies_is_named():
     assert vocabulary_difference({"a": 0, "b": 1}, {"b": 1, "a": 0}) is None
     assert vocabulary_difference({"a": 0, "b": 1}, {"a": 0, "c": 1}) == (
-        "token 'b' is 1 in the first and not there in the second"
+        "the id of token 'b' is 1 in the first and missing in the second"
     )
     assert vocabulary_difference({"a": 0}, {"a": 0, "x": 7}) == (
-        "token 'x' is not there in the first and 7 in the second"
+        "the id of token 'x' is missing in the first and 7 in the second"
     )
 
 

@@ -180,8 +180,8 @@ def cuda(monkeypatch) -> FakeCuda:
 
 def test_a_step_runs_eagerly_once_before_capture_and_replay(cuda):
     recorder, here = GraphRecorder(torch.device("cuda", 1)), "stream of cuda:1"
-    launch = recorder.recorded(cuda.step)
-    recorder.recorded(cuda.step)
+    launch = recorder.record(cuda.step)
+    recorder.record(cuda.step)
     first = [
         (f"{here} waits", "default"),
         ("computes", here),
@@ -206,10 +206,10 @@ def test_after_a_failed_capture_the_next_one_uses_a_new_memory_pool(cuda):
         return cuda.step()
 
     with pytest.raises(MemoryError):
-        recorder.recorded(too_large)
+        recorder.record(too_large)
     assert cuda.current == "default"
     for _ in range(2):
-        recorder.recorded(cuda.step)
+        recorder.record(cuda.step)
     assert [pool for what, pool in cuda.said if what == "records"] == [1, 2, 2]
 
 
@@ -223,7 +223,7 @@ def test_two_engines_in_one_process_capture_one_at_a_time(cuda):
 
     recorders = [GraphRecorder(torch.device("cuda", number)) for number in range(2)]
     threads = [
-        threading.Thread(target=recorder.recorded, args=(step,))
+        threading.Thread(target=recorder.record, args=(step,))
         for recorder, step in zip(recorders, (slow, cuda.step), strict=True)
     ]
     threads[0].start()
@@ -258,8 +258,8 @@ def test_a_failed_capture_frees_its_memory(cuda):
 
     for _ in range(2):
         with pytest.raises(RuntimeError, match="out of memory"):
-            recorder.recorded(fails_while_recorded)
-        recorder.recorded(cuda.step)
+            recorder.record(fails_while_recorded)
+        recorder.record(cuda.step)
     ended = [said for said in cuda.said if said[0] in ("closes", "gives back")]
     assert ended == [("closes", 1), ("gives back", 1), ("closes", 2)]
 
@@ -272,7 +272,7 @@ def recorded_sizes(decoder, patch, record) -> CudaGraphRunner:
         max_batch=3,
         max_prefill_tokens_per_step=8,
     )
-    passes.recorder = SimpleNamespace(recorded=record)  # type: ignore[assignment]
+    passes.recorder = SimpleNamespace(record=record)  # type: ignore[assignment]
     passes.record()
     return passes
 

@@ -86,7 +86,7 @@ def test_the_card_of_a_head_adapter_names_the_programs_that_refuse_it(trained, t
     made = trained("qwen3", unembed=True, kind="weights")
     out = weights.build_lora_adapter(adapter_path=made.files, output_path=tmp_path / "peft")
     card = Path(out, "README.md").read_text()
-    assert "TRL 1.16 refuses it" in card
+    assert "TRL 1.16 rejects it" in card
     assert "`train_unembed=False` works in all three" in card
     assert "--lora-modules" not in card
 

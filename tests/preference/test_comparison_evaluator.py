@@ -14,7 +14,7 @@ from metric_tables import definition_of
 from planish import ServiceClient
 from planish.errors import UserError
 from planish.preference.comparison_evaluator import (
-    Answering,
+    AnswerSampler,
     ComparisonEvaluator,
     ComparisonEvaluatorBuilder,
     FixedReference,
@@ -69,9 +69,9 @@ class Policy:
 
 
 def evaluator(renderer, reference, judges=None, **options):
-    answering = Answering(renderer, max_tokens=8, temperature=0.5, seed=3)
+    answer_sampler = AnswerSampler(renderer, max_tokens=8, temperature=0.5, seed=3)
     return ComparisonEvaluator(
-        PROMPTS, reference, judges or {"longer": longer}, answering, **options
+        PROMPTS, reference, judges or {"longer": longer}, answer_sampler, **options
     )
 
 
@@ -147,7 +147,7 @@ def test_several_judges_see_the_same_answers(renderer):
             {"longer": longer, "b": always_b},
             both_ways=False,
             name="held_out",
-        ).play(Policy(renderer, 2))  # pyright: ignore[reportArgumentType]
+        ).compare(Policy(renderer, 2))  # pyright: ignore[reportArgumentType]
     )
     assert contest.wins == {"longer": [1] * 4, "b": [1] * 4}
     assert [text_of(comparison.completion_B) for comparison in contest.comparisons] == [
@@ -205,11 +205,11 @@ def test_a_checkpoint_can_be_the_reference(renderer):
 def test_invalid_comparison_options_are_rejected(renderer):
     with pytest.raises(UserError, match="4 prompts and 1 reference"):
         asyncio.run(evaluator(renderer, FixedReference([said("x")]))(Policy(renderer, 1)))  # pyright: ignore[reportArgumentType]
-    answering = Answering(renderer, 8)
+    answer_sampler = AnswerSampler(renderer, 8)
     with pytest.raises(UserError, match="no prompts"):
-        ComparisonEvaluator([], FixedReference([]), {"longer": longer}, answering)
+        ComparisonEvaluator([], FixedReference([]), {"longer": longer}, answer_sampler)
     with pytest.raises(UserError, match="no judge"):
-        ComparisonEvaluator(PROMPTS, FixedReference([]), {}, answering)
+        ComparisonEvaluator(PROMPTS, FixedReference([]), {}, answer_sampler)
 
 
 @chz.chz

@@ -317,7 +317,7 @@ def test_an_empty_test_set_is_rejected(client, models, tmp_path):
     for split, count, length in (("train", 10, 1), ("test", 3, 200)):
         rows = [{"prompt": f"{n}" * length, "chosen": "a", "rejected": "b"} for n in range(count)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(UserError, match="the test set has nothing to measure.*max_length"):
+    with pytest.raises(UserError, match="the test set has no tokens to measure.*max_length"):
         train(client, models[0], tmp_path, tmp_path / "run", max_length=120)
     assert read_rows(tmp_path / "run" / "metrics.jsonl") == []
 

@@ -87,7 +87,7 @@ def test_the_tool_is_a_function_too():
 
 @given(operands=st.integers(2, 10), digits=st.integers(2, 12), seed=st.integers())
 def test_problems_have_their_size_and_a_value(operands, digits, seed):
-    expression = Kind(operands=operands, digits=digits).draw(random.Random(seed))
+    expression = Kind(operands=operands, digits=digits).sample(random.Random(seed))
     numbers = re.findall(r"\d+", expression)
     assert len(numbers) == operands
     assert all(digits - 1 <= len(number) <= digits for number in numbers)

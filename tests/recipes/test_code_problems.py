@@ -4,7 +4,7 @@ import random
 import pytest
 
 from planish.errors import UserError
-from planish.recipes.code_functions import apply_all, draw_function
+from planish.recipes.code_functions import apply_all, sample_function
 from planish.recipes.code_problems import read_problem
 from planish.sandbox import FunctionTest, StdinTest
 
@@ -149,7 +149,7 @@ def test_generated_functions_pass_their_own_tests(steps):
     rng = random.Random(0)
     questions = set()
     for _ in range(200):
-        drawn = draw_function(rng, steps)
+        drawn = sample_function(rng, steps)
         namespace = {}
         exec(drawn.solution, namespace)
         for test in drawn.problem.tests:
@@ -160,7 +160,7 @@ def test_generated_functions_pass_their_own_tests(steps):
         questions.add(drawn.problem.question)
     assert len(questions) > 60
     assert (
-        draw_function(random.Random(5), steps).problem
-        == draw_function(random.Random(5), steps).problem
+        sample_function(random.Random(5), steps).problem
+        == sample_function(random.Random(5), steps).problem
     )
     assert apply_all([], 3) == 3

@@ -133,7 +133,7 @@ def test_the_sizes_of_every_env_are_right(env):
         (
             "arithmetic",
             {"max_steps": None},
-            "max_steps=None: give a number: env=arithmetic has no end",
+            "max_steps=None: give a number, because the problems of env=arithmetic are unlimited",
         ),
         ("arithmetic", {"num_epochs": 2}, "num_epochs=2: give 1"),
         ("arithmetic", {"group_size": 1}, "group_size=1"),

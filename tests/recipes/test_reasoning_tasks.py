@@ -18,7 +18,7 @@ from planish.recipes.reasoning_problems import (
     TaskDatasetBuilder,
     TaskEnv,
     TaskProblem,
-    draw_entries,
+    sample_entries,
 )
 from planish.recipes.reasoning_tasks import Entry, Task, TaskProcess, check_name, task_process
 from planish.renderers import get_renderer
@@ -229,7 +229,7 @@ def test_questions_of_tests_and_examples_are_never_trained_on_and_batches_are_fu
 def test_a_task_with_too_few_questions_is_rejected():
     task = Task.of("chain_sum", {"max_terms": 2, "max_digits": 1, "size": 3}, 0)
     with pytest.raises(UserError, match="hardly any question remains besides the 3"):
-        draw_entries(task, random.Random(0), 4, set())
+        sample_entries(task, random.Random(0), 4, set())
 
 
 def test_one_process_for_all_environments_of_a_task():

@@ -94,7 +94,9 @@ def test_an_invalid_row_is_rejected_with_its_number_before_loading(options, rows
     broken = json.loads(lines[5])
     broken["rubric_items"][0]["wieght"] = 2
     rows.write_text("\n".join([*lines[:5], json.dumps(broken), *lines[6:]]) + "\n")
-    with pytest.raises(UserError, match=r"(train|test) row 6, rubric item 1 has wieght"):
+    with pytest.raises(
+        UserError, match=r"(train|test) row 6, rubric item 1 has unknown fields wieght"
+    ):
         rubric.main(options(f"dataset={rows}", "test_size=3"))
     rows.write_text("\n".join([*lines[:5], "{", *lines[6:]]))
     with pytest.raises(UserError, match="line 6 is not JSON"):
@@ -134,7 +136,7 @@ def test_an_invalid_option_is_rejected(options, tmp_path, arguments, message):
 
 
 def test_generated_rubrics_hold_out_their_sums_in_either_order():
-    rows = rubric_sums.drawn_rubrics(5, 6, seed=0)
+    rows = rubric_sums.generated_rubrics(5, 6, seed=0)
     assert (len(rows.train), len(rows.test)) == (
         36 - 6 - sum(len(set(sum_of(row))) > 1 for row in rows.test),
         6,
@@ -142,7 +144,9 @@ def test_generated_rubrics_hold_out_their_sums_in_either_order():
     held_out = {frozenset(sum_of(row)) for row in rows.test}
     assert held_out.isdisjoint(frozenset(sum_of(row)) for row in rows.train)
     assert (
-        rows == rubric_sums.drawn_rubrics(5, 6, seed=0) != rubric_sums.drawn_rubrics(5, 6, seed=1)
+        rows
+        == rubric_sums.generated_rubrics(5, 6, seed=0)
+        != rubric_sums.generated_rubrics(5, 6, seed=1)
     )
     for row in rows.train:
         left, right = sum_of(row)
@@ -163,7 +167,7 @@ def sum_of(row):
 
 
 def test_a_judge_is_shown_as_many_verdicts_as_are_asked_for():
-    [row, *_] = rubric_sums.drawn_rubrics(5, 6, seed=0, shown_verdicts=3).train
+    [row, *_] = rubric_sums.generated_rubrics(5, 6, seed=0, shown_verdicts=3).train
     [criterion] = row.criteria
     assert len(criterion.examples) == 3
     assert {criterion.read_score(example.reply) for example in criterion.examples} == {0.0, 1.0}

@@ -15,9 +15,9 @@ from planish.recipes import math_rl, rl_basic, shorter
 from planish.recipes.training_run import (
     Presets,
     engine_log_on_console,
-    finished,
     read_options,
     run_command,
+    run_coroutine,
 )
 
 
@@ -40,13 +40,13 @@ async def cell(work: Coroutine[Any, Any, str]) -> str:
     """A notebook's loop runs, and leaves Ctrl-C to Python."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return finished(work)
+        return run_coroutine(work)
     finally:
         assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 def test_a_recipe_runs_in_a_script_and_in_a_notebook():
-    assert finished(work([])) == threading.current_thread().name
+    assert run_coroutine(work([])) == threading.current_thread().name
     assert asyncio.run(cell(work([]))) != threading.current_thread().name
 
 
@@ -129,7 +129,7 @@ def test_errors_come_out_of_a_notebooks_thread():
         raise LookupError("x")
 
     async def in_a_cell() -> None:
-        finished(fails())
+        run_coroutine(fails())
 
     with pytest.raises(LookupError, match="x"):
         asyncio.run(in_a_cell())

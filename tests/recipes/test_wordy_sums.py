@@ -13,10 +13,10 @@ from planish.recipes.wordy_sums import (
     WordySumComparisons,
     WordySumPrompts,
     WordySums,
-    answered,
-    compared,
     quality,
     question_of,
+    random_answer,
+    random_comparison,
     rule,
 )
 from planish.supervised.datasets import RowDataset
@@ -57,14 +57,14 @@ def test_the_rule_knows_its_own_questions_only():
 
 
 def test_demonstrations_are_right_and_differ_in_words():
-    said = [answered(Sum(3, 4), 7, random.Random(seed)) for seed in range(60)]
+    said = [random_answer(Sum(3, 4), 7, random.Random(seed)) for seed in range(60)]
     found = [quality(PROMPT, each) for each in said]
     assert all(each.is_right for each in found)
     assert len({each.words for each in found}) > 5
 
 
 def test_comparisons_are_labelled_by_the_rule():
-    drawn = [compared(Sum(3, 4), random.Random(seed)) for seed in range(400)]
+    drawn = [random_comparison(Sum(3, 4), random.Random(seed)) for seed in range(400)]
     for labeled in drawn:
         assert asyncio.run(rule(labeled.comparison)) == {"A": -1, "B": 1}[labeled.label]
     rights = [

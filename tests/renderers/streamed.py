@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from planish.renderers import Renderer
-from planish.renderers.stream_parser import Growing, Reading, marks_of, read_message
+from planish.renderers.stream_parser import Reading, StreamedSample, marks_of, read_message
 
 
 def streamed(renderer: Renderer, tokens: Sequence[int]) -> tuple[list[Reading], Reading]:
     """Return the pieces of the stream, one per token and the rest, and the whole message."""
     stop_ids = frozenset(stop for stop in renderer.get_stop_sequences() if isinstance(stop, int))
-    growing = Growing(read_message(renderer), (), marks_of(renderer), stop_ids)
+    growing = StreamedSample(read_message(renderer), (), marks_of(renderer), stop_ids)
     deltas = []
     for token in tokens:
         growing.add(token)

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from planish.renderers import Renderer, get_renderer
 from planish.renderers.codec import Codec
-from planish.renderers.stream_parser import Growing, Reading, marks_of, read_message, read_text
+from planish.renderers.stream_parser import (
+    Reading,
+    StreamedSample,
+    marks_of,
+    read_message,
+    read_text,
+)
 from planish.server.openai.models import TokenTexts
 from planish.testing import EOS_TOKEN_ID, NUM_TOKENS, save_byte_tokenizer
 from planish.tokenizer import load_tokenizer
@@ -31,7 +37,7 @@ def renderers(tokenizer) -> dict[str, Renderer]:
     }
 
 
-def stream(growing: Growing, tokens: Sequence[int]) -> list[Reading]:
+def stream(growing: StreamedSample, tokens: Sequence[int]) -> list[Reading]:
     deltas = []
     for token in tokens:
         growing.add(token)
@@ -40,8 +46,8 @@ def stream(growing: Growing, tokens: Sequence[int]) -> list[Reading]:
     return [*deltas, growing.rest()]
 
 
-def message(renderer: Renderer, *stops: str) -> Growing:
-    return Growing(read_message(renderer), stops, marks_of(renderer))
+def message(renderer: Renderer, *stops: str) -> StreamedSample:
+    return StreamedSample(read_message(renderer), stops, marks_of(renderer))
 
 
 def joined(deltas: Sequence[Reading]) -> Reading:
@@ -52,7 +58,7 @@ def joined(deltas: Sequence[Reading]) -> Reading:
     )
 
 
-def whole(growing: Growing, tokens: Sequence[int]) -> Reading:
+def whole(growing: StreamedSample, tokens: Sequence[int]) -> Reading:
     growing.tokens = list(tokens)
     return growing.whole()
 
@@ -150,12 +156,12 @@ def test_streamed_reasoning_equals_the_parsed_reasoning(
 @given(tokens=st.lists(st.integers(0, NUM_TOKENS - 1), max_size=60))
 def test_streamed_text_of_any_tokens_equals_the_parsed_text(tokenizer, tokens):
     read = read_text(Codec(tokenizer), frozenset({EOS_TOKEN_ID}))
-    growing = Growing(read, ("\n",))
+    growing = StreamedSample(read, ("\n",))
     sent = ""
     for token in tokens:
         growing.add(token)
         sent += growing.delta().content
-    assert sent + growing.rest().content == whole(Growing(read, ("\n",)), tokens).content
+    assert sent + growing.rest().content == whole(StreamedSample(read, ("\n",)), tokens).content
 
 
 def test_message_pieces_are_streamed_as_soon_as_possible(tokenizer, renderers):
@@ -213,7 +219,7 @@ def test_long_texts_are_decoded_rarely(tokenizer):
         reads += 1
         return read(tokens)
 
-    deltas = stream(Growing(counting, ()), [97] * 5_000)
+    deltas = stream(StreamedSample(counting, ()), [97] * 5_000)
     assert "".join(delta.content for delta in deltas) == "a" * 5_000
     assert reads < 1500
 

@@ -26,10 +26,10 @@ def output(*logprobs_D):
 def test_kl_v1_and_v2_equal_their_formulas():
     data = [sequence([0, -1.0, -2.0], [0, 1, 1]), sequence([0, 0, -1.0], [0, 0, 1])]
     outputs = [output([-1.5, -2.0]), output([-7.0, -0.5])]
-    gaps = [0.5, 0.0, -0.5]
+    ratios = [0.5, 0.0, -0.5]
     metrics = kl.kl_metrics("optim/kl_sample_train", data, outputs)
-    assert metrics["optim/kl_sample_train_v1"] == pytest.approx(np.mean(gaps))
-    assert metrics["optim/kl_sample_train_v2"] == pytest.approx(0.5 * np.mean(np.square(gaps)))
+    assert metrics["optim/kl_sample_train_v1"] == pytest.approx(np.mean(ratios))
+    assert metrics["optim/kl_sample_train_v2"] == pytest.approx(0.5 * np.mean(np.square(ratios)))
     assert kl.kl_metrics("x", [], []) == {}
 
 
@@ -43,9 +43,9 @@ class Reference:
 
 def test_the_kl_penalty_has_mean_zero_and_favours_the_reference():
     data = [sequence([0, -1.0, -2.0], [0, 1, 1]), sequence([0, 0, -0.3], [0, 0, 1])]
-    gaps = asyncio.run(kl.logprob_gaps(data, lambda sequence: Reference()))
+    ratios = asyncio.run(kl.log_ratios(data, lambda sequence: Reference()))
     expected = [[0, -1.0 + 0.1, -2.0 + 0.2], [0, 0, -0.3 + 0.2]]
-    for gap, want in zip(gaps, expected, strict=True):
+    for gap, want in zip(ratios, expected, strict=True):
         assert gap == pytest.approx(np.array(want), abs=1e-6)
     mean = (-0.9 - 1.8 - 0.1) / 3
     penalised, metrics = asyncio.run(kl.KLPenalty(Reference(), 0.5, 0.0)(data))

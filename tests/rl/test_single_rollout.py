@@ -129,7 +129,7 @@ def test_an_overlong_first_prompt_gives_a_turn_without_tokens():
         ({"reward": float("nan")}, "Answering.step returned reward=nan in turn 1"),
         ({"reward": float("inf")}, "return a finite number"),
         ({"reward": None}, "Answering.step returned reward=None in turn 1; return a number"),
-        ({"stop_reason": "bored"}, "stop_reason='bored'; there are completed, "),
+        ({"stop_reason": "bored"}, "stop_reason='bored'; return completed, "),
         (
             {"metrics": {"answer": "42"}},
             "Answering.step, in turn 1, returned the metric answer='42'; return a number",

@@ -129,7 +129,7 @@ def test_an_invalid_row_is_rejected_with_its_location(row, message):
     [
         ({}, 'no text "rubric_str"'),
         ({"rubric_str": " "}, 'no text "rubric_str"'),
-        ({**ITEM, "wieght": 2}, "has wieght; there are .*weight"),
+        ({**ITEM, "wieght": 2}, "has unknown fields wieght; give .*weight"),
         ({**ITEM, "weight": 0}, "weight=0: give a number above 0"),
         ({**ITEM, "weight": "2"}, "weight='2'"),
         ({**ITEM, "score_range": [1, 1]}, "score_range="),
@@ -142,7 +142,7 @@ def test_an_invalid_row_is_rejected_with_its_location(row, message):
         ),
         ({**ITEM, "extraction_regex": r"\d"}, "grader_output_format_instruction='': give a text"),
         ({**ITEM, "word_scores": {"Yes": 1}}, "word_scores="),
-        ({**ITEM, "word_scores": {"Yes": 1, "No": -1}}, "leave score_range"),
+        ({**ITEM, "word_scores": {"Yes": 1, "No": -1}}, "are not all in score_range"),
         ({**ITEM, "truth_regex": "["}, "truth_regex="),
         ({**ITEM, "name": "a/b"}, "name='a/b'"),
     ],

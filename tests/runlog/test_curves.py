@@ -75,7 +75,7 @@ def test_default_panels_are_those_that_a_run_has_something_for():
     assert panels == {
         "reward": [("a", "env/all/reward/total"), ("b", "reward/total")],
         "test": [("a", "test/env/all/correct")],
-        "nats a learned token": [("b", "train_mean_nll"), ("b", "test/nll")],
+        "nats per learned token": [("b", "train_mean_nll"), ("b", "test/nll")],
     }
 
 
@@ -83,7 +83,7 @@ def test_turns_are_drawn_where_there_are_several():
     assert [
         p.title
         for p in panels_to_draw([run("a", env__all__turns_per_episode={0: 1, 1: 2.5})], None, 1)
-    ] == ["turns an episode"]
+    ] == ["turns per episode"]
 
 
 def test_several_evaluators_share_the_test_panel_and_differ_in_style():

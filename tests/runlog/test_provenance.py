@@ -51,7 +51,7 @@ def test_no_commit_no_repository_and_no_git(tmp_path, monkeypatch):
     assert code_diff([tmp_path]) == "not in a git repository\n"
     git(tmp_path, "init", "-q")
     assert code_diff([tmp_path]).endswith(
-        "@ no commit\ngit diff HEAD failed: what differed is not known\n"
+        "@ no commit\ngit diff HEAD failed, so the uncommitted changes are unknown\n"
     )
     monkeypatch.setenv("PATH", "")
     assert "git is not installed" in code_diff([tmp_path])

@@ -518,7 +518,7 @@ def test_a_max_length_that_nothing_fits_is_rejected(service, chats, tmp_path):
 
 def test_an_empty_test_set_is_rejected(service, chats, tmp_path):
     given = Given(Numbered(data_of(chats)), test=Numbered([None], empty=[0]))
-    with pytest.raises(UserError, match="the test set has nothing to measure.*max_length"):
+    with pytest.raises(UserError, match="the test set has no tokens to measure.*max_length"):
         train(service, chats, tmp_path, dataset_builder=given)
     assert "optim_step" not in service.operations
 

@@ -209,9 +209,9 @@ def peft_config(layout: LoraLayout, base_model: str) -> dict[str, Any]:
 def _targets(layout: LoraLayout) -> dict[str, list[str]]:
     """Return the fields of adapter_config.json that name the adapted linears.
 
-    PEFT adapts the experts of a layer as 3-D parameters. In a model with experts, PEFT applies the
-    names of MLP linears in target_modules to the experts. So the linears of dense layers are listed
-    as parameters too.
+    PEFT adapts the experts of a layer as 3-D parameters, listed in target_parameters. In a model
+    with experts, PEFT would apply an MLP name in target_modules to the experts as well. So the MLP
+    linears of dense layers are listed in target_parameters too.
     """
     targets = {entry.target for entry in layout.entries}
     if not layout.model.num_experts:

@@ -439,12 +439,12 @@ class CheckpointStore:
             manifest, now = read_manifest(target), time.time()
             if manifest.expires_at is None or not _has_expired(manifest):
                 return
-            # The checkpoint was written before it expired. So a modification time after the expiry
-            # is one that a reader has recorded.
-            noted = target.stat().st_mtime
-            if not manifest.expires_at.timestamp() <= noted <= now:
+            # The checkpoint was written before it expired. So only a reader can have set a
+            # modification time after the expiry.
+            found_expired = target.stat().st_mtime
+            if not manifest.expires_at.timestamp() <= found_expired <= now:
                 os.utime(target, (now, now))
-            elif now - noted >= _EXPIRED_SECONDS:
+            elif now - found_expired >= _EXPIRED_SECONDS:
                 _remove(target)
 
     def _restore_previous(self, target: Path) -> None:
@@ -469,8 +469,8 @@ def name_taken(path: CheckpointPath) -> CheckpointError:
 def _is_directory(path: Path) -> bool:
     """Return whether `path` is a directory. Raise OSError if the disk cannot be read.
 
-    Since Python 3.14, `Path.is_dir` returns False in that case. The server would then drop the
-    checkpoint's row.
+    Since Python 3.14, `Path.is_dir` returns False in that case. The server would then delete the
+    checkpoint from its database.
     """
     try:
         return stat.S_ISDIR(path.stat().st_mode)

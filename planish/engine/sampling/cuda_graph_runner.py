@@ -64,7 +64,7 @@ class CudaGraphRunner:
     """
 
     def __init__(
-        self, decoder: Decoder, shape: KVSpec, max_batch: int, max_prefill_tokens_per_step: int
+        self, decoder: Decoder, kv_spec: KVSpec, max_batch: int, max_prefill_tokens_per_step: int
     ) -> None:
         """Allocate the tables.
 
@@ -74,7 +74,7 @@ class CudaGraphRunner:
         config, device = decoder.config, decoder.device
         self._decoder = decoder
         self._sizes = graph_sizes(max_batch)
-        self._bases = PoolBases(shape, config.max_context)
+        self._bases = PoolBases(kv_spec, config.max_context)
         self._attention = DecodeTables(self._bases, self._sizes[-1], config.num_heads)
         self._adapters = AdapterTables(config, decoder.dtype, device, self._sizes[-1], max_batch)
         self._prefill_adapters = AdapterTables(
@@ -97,7 +97,7 @@ class CudaGraphRunner:
         backend = decoder.backend
         return isinstance(backend, TritonBackend) and backend.supports_graph_runner
 
-    def multiple(self, adapters: int) -> int:
+    def row_multiple(self, adapters: int) -> int:
         """Return 1: no padding is needed, because the kernels process several adapters at once."""
         return 1
 
@@ -143,7 +143,7 @@ class CudaGraphRunner:
         # `record` leaves out batches whose adapters do not adapt the LM head. Their graph is
         # recorded at its first use.
         if kind not in self._steps:
-            self._steps[kind] = self._recorded(*kind)
+            self._steps[kind] = self._make_step(*kind)
         hidden, logits = self._steps[kind]()
         return hidden[:count], logits[:count]
 
@@ -163,7 +163,7 @@ class CudaGraphRunner:
         for size in reversed(self._sizes):
             for adapted in (False, True):
                 try:
-                    self._steps[size, adapted, adapted] = self._recorded(size, adapted, adapted)
+                    self._steps[size, adapted, adapted] = self._make_step(size, adapted, adapted)
                 except RuntimeError as error:
                     clear_frames(error)
                     self._steps.clear()
@@ -182,7 +182,7 @@ class CudaGraphRunner:
         self._adapters.fill(())
         self._prefill_adapters.fill(())
 
-    def _recorded(self, size: int, adapted: bool, head_adapted: bool) -> Step:
+    def _make_step(self, size: int, adapted: bool, head_adapted: bool) -> Step:
         """Return a decoding step of `size` rows: a CUDA graph, or an eager function."""
         tokens, positions = self._places[:, :size]
         if self._logits is None:
@@ -198,7 +198,7 @@ class CudaGraphRunner:
                 self._adapters.add_head_(hidden, logits)
             return hidden, logits
 
-        return step if self.recorder is None else self.recorder.recorded(step)
+        return step if self.recorder is None else self.recorder.record(step)
 
 
 def graph_sizes(max_batch: int) -> list[int]:
@@ -227,7 +227,7 @@ class GraphRecorder:
         self._stream = torch.cuda.Stream(device)
         self._memory: Any = None
 
-    def recorded(self, step: Step) -> Step:
+    def record(self, step: Step) -> Step:
         """Record `step` and return a function that launches its graph.
 
         The function returns the same tensors at every launch.
@@ -252,7 +252,7 @@ class GraphRecorder:
                     ):
                         out = step()
                 except BaseException:
-                    self._end_pool(memory)
+                    self._close_pool(memory)
                     raise
                 self._memory = memory
 
@@ -262,7 +262,7 @@ class GraphRecorder:
 
         return launch
 
-    def _end_pool(self, memory: Any) -> None:
+    def _close_pool(self, memory: Any) -> None:
         """Close a memory pool after a failed recording.
 
         Otherwise torch keeps the pool open with all of its allocations (pytorch issue 190308). A

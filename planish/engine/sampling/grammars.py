@@ -3,8 +3,8 @@
 `llguidance` compiles the grammars and computes the masks, on the CPU. Both happen in threads of
 their own, which release the interpreter lock: a mask is computed while the decoder runs the next
 step. llguidance's own limits (`_LIMITS`) end most of these computations after some tenths of a
-second. Some grammars take minutes to compile nevertheless. So each owner has compile threads of its
-own, and the threads that compute masks compile nothing.
+second. Some grammars take minutes to compile nevertheless. So each owner (such as a server's
+tenant) has compile threads of its own, and the threads that compute masks compile nothing.
 
 Where only one text can follow, such as a property name, llguidance returns the tokens of that text.
 These *forced tokens* are not sampled. The sampler feeds them to the decoder together, in one step.

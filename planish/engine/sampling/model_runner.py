@@ -44,7 +44,7 @@ class ModelRunner(Protocol):
     valid only until the next pass, which may overwrite them.
     """
 
-    def multiple(self, adapters: int) -> int:
+    def row_multiple(self, adapters: int) -> int:
         """Return the multiple to which the caller should pad the rows of each adapter.
 
         `adapters` is the number of adapters in the decoding step. The result 1 means no padding.
@@ -88,7 +88,7 @@ class EagerRunner:
         self._stacks = AdapterStacks()
         self._decode_pass = decoder.backend.decode_pass(decoder) or decoder.forward
 
-    def multiple(self, adapters: int) -> int:
+    def row_multiple(self, adapters: int) -> int:
         """Return ROWS if several adapters may share one batched matmul, else 1.
 
         Adapters with the same number of rows can share a batched matmul. Padding makes this
@@ -100,8 +100,10 @@ class EagerRunner:
         """Return the hidden states [T, D] of prompt rows, and store their keys and values."""
         attention = self._backend.prefill_attention(spans)
         adapters = self._backend.adapter_batch(rows.layout.adapters)
-        places = self._places(rows)
-        return self._decoder.forward(*places, attention, adapters, recurrence=rows.recurrence)
+        tokens_and_positions = self._tokens_and_positions(rows)
+        return self._decoder.forward(
+            *tokens_and_positions, attention, adapters, recurrence=rows.recurrence
+        )
 
     def decode(
         self,
@@ -114,24 +116,26 @@ class EagerRunner:
         """Return the hidden states [T, D] and float32 logits [T, V] of a decoding step."""
         adapters = rows.layout.adapters
         given: Sequence[AdapterRows | StackRows] = adapters
-        if self.multiple(len(adapters)) > 1:
+        if self.row_multiple(len(adapters)) > 1:
             given = self._stacks.of(adapters, self._backend.can_stack)
         else:
             self._stacks.forget()
         attention = self._backend.decode_attention(row_of, prompts, samples, row_counts)
         batch = self._backend.adapter_batch(given)
-        places = self._places(rows)
+        tokens_and_positions = self._tokens_and_positions(rows)
         if rows.recurrence is not None:
-            hidden = self._decoder.forward(*places, attention, batch, recurrence=rows.recurrence)
+            hidden = self._decoder.forward(
+                *tokens_and_positions, attention, batch, recurrence=rows.recurrence
+            )
         else:
-            hidden = self._decode_pass(*places, attention, batch)
+            hidden = self._decode_pass(*tokens_and_positions, attention, batch)
         return hidden, self._head.logits(hidden, adapters)
 
     def release_adapters(self) -> None:
         """Free the stacked adapter weights."""
         self._stacks.forget()
 
-    def _places(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def _tokens_and_positions(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return the tokens and positions of the rows, int64 [T] each."""
         device = self._backend.device
         return torch.tensor(rows.tokens, device=device), torch.tensor(rows.positions, device=device)

@@ -28,7 +28,7 @@ SCORED_ROWS = 128
 _ALT_STREAM = 1
 """The `purpose` of `uniforms` for alternative tokens. Samples have purpose 0."""
 
-Exact = Callable[[Tensor, Tensor, Tensor], Tensor]
+ExactLogits = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function (hidden [R, D], rows [P], tokens [P]) -> float32 logits [P].
 
 It computes the logit of tokens[i] at row rows[i] of `hidden` with a float32 dot product.
@@ -100,7 +100,7 @@ class PromptLogprobs:
         return min(least)
 
     def add(
-        self, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor], exact: Exact
+        self, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor], exact: ExactLogits
     ) -> None:
         """Score prompt positions start .. start + R - 1 from their hidden states [R, D].
 
@@ -113,7 +113,7 @@ class PromptLogprobs:
             block = hidden[first - start : last - start]
             self._add_block(first + 1, block, logits(block), exact)
 
-    def _add_block(self, token: int, hidden: Tensor, logits: Tensor, exact: Exact) -> None:
+    def _add_block(self, token: int, hidden: Tensor, logits: Tensor, exact: ExactLogits) -> None:
         """Score one block. Row r of `hidden` and `logits` predicts prompt token `token` + r."""
         span = range(token, token + logits.shape[0])
         scratch, ones = logits.clone(), logits.new_ones(logits.shape[:1])
@@ -147,7 +147,7 @@ class PromptLogprobs:
             self._sample_alternatives(span, hidden, logits, exact)
 
     def _sample_alternatives(
-        self, span: range, hidden: Tensor, logits: Tensor, exact: Exact
+        self, span: range, hidden: Tensor, logits: Tensor, exact: ExactLogits
     ) -> None:
         """Sample alternative tokens for the prompt tokens in `span`."""
         assert self._alt is not None

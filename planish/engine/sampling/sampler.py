@@ -554,7 +554,7 @@ class Sampler:
         rows_of: Counter[LoraWeights | None] = Counter()
         for sample in samples:
             rows_of[sample.prompt.weights] += sample.num_rows
-        multiple = self._runner.multiple(len(rows_of))
+        multiple = self._runner.row_multiple(len(rows_of))
 
         def batch_order(sample: RunningSample) -> tuple[Any, ...]:
             weights = sample.prompt.weights

@@ -261,9 +261,10 @@ class Scheduler:
     def admit(self, cache: PrefixCache[Any]) -> list[Prompt]:
         """Start the requests that fit, in order, and return the prompts that became active.
 
-        A waiting request that already has a prompt comes first, because its prompt occupies memory
-        until its last sample has ended. There is at most one such request. It cannot starve: one
-        of its samples fits at the latest when all other requests have ended.
+        A request whose prompt is active but whose samples have not all started comes first, because
+        its prompt occupies memory until its last sample has ended. There is at most one such
+        request. It cannot starve: one of its samples fits at the latest when all other requests
+        have ended.
         """
         active: list[Prompt] = []
         for request in sorted(self.waiting, key=lambda request: request.prompt is None):

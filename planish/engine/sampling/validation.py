@@ -146,6 +146,6 @@ def _check_response_size(op: Sample, prompt_tokens: int, max_tokens: int) -> Non
     size += 4 * math.prod(targets.shape or ()) if targets is not None else 0
     if size > MAX_RESPONSE_BYTES:
         raise UserError(
-            f"the answer could have {size >> 20:,} MiB, and the limit is {MAX_RESPONSE_BYTES >> 20}; lower num_samples, max_tokens, "
+            f"the response could have {size >> 20:,} MiB, and the limit is {MAX_RESPONSE_BYTES >> 20}; lower num_samples, max_tokens, "
             "topk_sample_logprobs, topk_prompt_logprobs or prompt_alt_tokens_k"
         )

@@ -80,7 +80,7 @@ def _read(
         if np.any((mask == 0) & (inputs.get(factor, np.float32(1)) != 0)):
             raise UserError(
                 f"{where}.loss_fn_inputs['mask'] is 0 where {factor} is not, and loss_fn={loss_name!r} takes no mask; "
-                f"give a 0 in {factor} there"
+                f"give 0 in {factor} there"
             )
     return Example(tokens, targets, inputs)
 

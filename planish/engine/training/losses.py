@@ -50,8 +50,8 @@ class Loss:
     many_targets: bool = False
     """Whether target_tokens may be [N, K]."""
     factors: tuple[str, ...] = ()
-    """Names of inputs. A position contributes to the loss if at least one of them is nonzero there.
-    If the datum lacks the first of them, every position contributes.
+    """Names of the inputs that decide which positions contribute to the loss: those where at least
+    one of these inputs is nonzero. If the first of them is missing, every position contributes.
     """
 
     def contributes(self, inputs: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
@@ -112,9 +112,11 @@ def gspo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
     """
     advantages = inputs["advantages"]
     mask = inputs.get("sequence_ratio_mask", advantages) != 0
-    gap = (logprobs.detach() - inputs["logprobs"])[mask]
-    sequence = gap.sum() / max(1, gap.numel())
-    return -_clipped_objective(sequence + logprobs - logprobs.detach(), advantages, config).sum()
+    log_ratio = (logprobs.detach() - inputs["logprobs"])[mask]
+    mean_log_ratio = log_ratio.sum() / max(1, log_ratio.numel())
+    return -_clipped_objective(
+        mean_log_ratio + logprobs - logprobs.detach(), advantages, config
+    ).sum()
 
 
 def dro(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
@@ -124,41 +126,41 @@ def dro(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
     is necessary if some positions were not sampled, because an advantage of 0 does not remove
     their squared term from the sum.
     """
-    gap = logprobs - inputs["logprobs"]
-    terms = logprobs * inputs["advantages"] - 0.5 * config["beta"] * gap.square()
+    log_ratio = logprobs - inputs["logprobs"]
+    terms = logprobs * inputs["advantages"] - 0.5 * config["beta"] * log_ratio.square()
     return -(terms * inputs["mask"] if "mask" in inputs else terms).sum()
 
 
-_LARGEST_GAP = 88.0
+_MAX_LOG_RATIO = 88.0
 """Largest log-ratio whose exp is computed directly: exp overflows float32 from 88.73 on."""
 
 
-def _ratio_times(gap: Tensor, advantages: Tensor) -> Tensor:
-    """Return exp(gap) A for each position.
+def _ratio_times(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Return exp(log_ratio) A for each position.
 
     The result and its gradient are finite wherever float32 can represent the result.
     """
     # The log-ratio has no effect if A is 0; reset it, because 0 times infinity is NaN.
-    gap = gap.masked_fill(advantages == 0, 0.0)
-    product = torch.exp(gap.clamp(max=_LARGEST_GAP)) * advantages
-    overflows = gap > _LARGEST_GAP
+    log_ratio = log_ratio.masked_fill(advantages == 0, 0.0)
+    product = torch.exp(log_ratio.clamp(max=_MAX_LOG_RATIO)) * advantages
+    overflows = log_ratio > _MAX_LOG_RATIO
     if not bool(overflows.any()):
         return product
-    # exp(gap) alone overflows, but its product with a small advantage may not.
-    log_size = torch.where(overflows, gap + advantages.abs().log(), 0.0)
+    # exp(log_ratio) alone overflows, but its product with a small advantage may not.
+    log_size = torch.where(overflows, log_ratio + advantages.abs().log(), 0.0)
     return torch.where(overflows, torch.exp(log_size) * advantages.sign(), product)
 
 
-def _clipped_objective(gap: Tensor, advantages: Tensor, config: Config) -> Tensor:
-    """Return min(r A, clip(r, low, high) A) for each position, with r = exp(gap)."""
+def _clipped_objective(log_ratio: Tensor, advantages: Tensor, config: Config) -> Tensor:
+    """Return min(r A, clip(r, low, high) A) for each position, with r = exp(log_ratio)."""
     low, high = config["clip_low_threshold"], config["clip_high_threshold"]
     # With A > 0, the min uses the clipped ratio once r exceeds `high`. So limit the log-ratio a
     # little above log(high): otherwise exp could overflow, and a gradient of 0 times infinity is
     # NaN.
-    bound = min(math.log(high) + 1, _LARGEST_GAP)
-    gap = torch.where(advantages > 0, gap.clamp(max=bound), gap)
-    clipped = torch.exp(gap.clamp(max=_LARGEST_GAP)).clamp(low, high)
-    return torch.minimum(_ratio_times(gap, advantages), clipped * advantages)
+    bound = min(math.log(high) + 1, _MAX_LOG_RATIO)
+    log_ratio = torch.where(advantages > 0, log_ratio.clamp(max=bound), log_ratio)
+    clipped = torch.exp(log_ratio.clamp(max=_MAX_LOG_RATIO)).clamp(low, high)
+    return torch.minimum(_ratio_times(log_ratio, advantages), clipped * advantages)
 
 
 _SAMPLED = ("logprobs", "advantages")
@@ -179,7 +181,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 # Losses of the public API that planish does not support, with the alternative to each.
-_REFUSED = {
+_UNSUPPORTED = {
     "stable_reinforce": f"its formula is not public; {SUBSTITUTE_REMEDY}",
     "custom": "losses traced on a server are not offered; use forward_backward_custom(data, fn)",
 }
@@ -193,8 +195,8 @@ def find_loss(name: str) -> Loss:
     """
     if name in LOSSES:
         return LOSSES[name]
-    if name in _REFUSED:
-        raise UnsupportedError(f"loss_fn={name!r} is not supported: {_REFUSED[name]}")
+    if name in _UNSUPPORTED:
+        raise UnsupportedError(f"loss_fn={name!r} is not supported: {_UNSUPPORTED[name]}")
     raise UserError(
         f"loss_fn={name!r} is unknown; planish has {', '.join(LOSSES)}, and forward_backward_custom for any other"
     )

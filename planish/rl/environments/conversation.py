@@ -12,8 +12,8 @@ cases:
 
 * The chat format rewrites history: some formats remove the thinking of earlier turns.
 * The environment changes earlier messages.
-* The end of the answer does not let another message follow (`Renderer.build_continuation` returns
-  None).
+* No message can be appended to the answer, because of its last tokens
+  (`Renderer.build_continuation` returns None).
 """
 
 from collections.abc import Mapping, Sequence

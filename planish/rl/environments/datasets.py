@@ -96,11 +96,11 @@ def evaluation_dataset(
 
 @dataclass(frozen=True)
 class GeneratedDataset(RLDataset):
-    """Randomly generated groups. `draw_group` makes a group from a random generator that is seeded
-    by (seed, batch, position in the batch).
+    """Randomly generated groups. `sample_group` makes a group from a random generator, which is
+    seeded by (seed, batch, position in the batch).
     """
 
-    draw_group: Callable[[random.Random], EnvGroupBuilder]
+    sample_group: Callable[[random.Random], EnvGroupBuilder]
     groups_per_batch: int
     seed: int
     batches: int = BATCHES
@@ -108,7 +108,7 @@ class GeneratedDataset(RLDataset):
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
         """Return the groups of batch `index`, which depend on `seed` and `index` only."""
         return [
-            self.draw_group(random.Random(f"{self.seed}:{index}:{position}"))
+            self.sample_group(random.Random(f"{self.seed}:{index}:{position}"))
             for position in range(self.groups_per_batch)
         ]
 
@@ -223,10 +223,10 @@ class InterleavedRLDataset(RLDataset):
     """Batches that mix the groups of several datasets in proportion to `weights`.
 
     Positions are assigned to sources by the Sainte-Laguë method: each position goes to the source
-    with the largest weight / (2 x its positions so far + 1). So with n sources, after every batch
-    each source is within max(1, n - 1) / 2 positions of its exact share. Within a batch, the groups
-    are shuffled by (seed, index of the batch). A source gives its groups in order, and starts again
-    with its first group when all are used.
+    with the largest weight / (2 x its positions so far + 1). After every batch, the number of
+    positions of each of n sources differs from its exact share by at most max(1, n - 1) / 2. Within
+    a batch, the groups are shuffled by (seed, index of the batch). A source gives its groups in
+    order, and starts again with its first group when all are used.
     """
 
     def __init__(

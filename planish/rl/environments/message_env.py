@@ -90,8 +90,8 @@ class MessageEnv(ABC):
         return None
 
     async def add_messages(self, messages: list[Message]) -> list[Message] | None:
-        """Append `messages` and return the whole conversation. The adapter calls this with an
-        answer whose tool calls are unreadable and its own reply.
+        """Append `messages` and return the whole conversation. The adapter calls this with two
+        messages: an answer whose tool calls are unreadable, and the adapter's reply.
 
         If the result is None (the default), the adapter adds these messages to the prompt, and the
         environment does not see them.
@@ -172,16 +172,16 @@ class EnvFromMessageEnv(Env):
         with logtree.scope_header("Prompt"):
             logtree.conversation(messages)
         length = len(self._conversation.tokens)
-        # ROLLOUT_TIMEOUT means that `initial_observation` of the environment was slow. Such a
-        # prompt is not too long: return it, and the rollout ends the episode with ROLLOUT_TIMEOUT.
+        # If the environment needed all of the time for this prompt, return the prompt. The rollout
+        # then ends the episode with ROLLOUT_TIMEOUT.
         if self._overflows() or self._limit_reached() not in (None, StopReason.ROLLOUT_TIMEOUT):
-            most = self.max_trajectory_tokens or self.rollout_limits.max_trajectory_tokens
+            limit = self.max_trajectory_tokens or self.rollout_limits.max_trajectory_tokens
             return InitialObservationOverflow(
                 reward=self.context_overflow_reward,
-                metrics={**_endings(StopReason.CONTEXT_OVERFLOW), "parse_error": 0.0},
+                metrics={**_ending_metrics(StopReason.CONTEXT_OVERFLOW), "parse_error": 0.0},
                 logs={
                     "initial_observation_overflow": f"the prompt has {length} tokens, and "
-                    f"max_trajectory_tokens={most} with "
+                    f"max_trajectory_tokens={limit} with "
                     f"max_generation_tokens={self.max_generation_tokens} leaves no room for an "
                     "answer"
                 },
@@ -198,15 +198,15 @@ class EnvFromMessageEnv(Env):
         turn = Turn(self._conversation.with_call_ids(parsed), list(action))
         prompt = self._conversation.tokens
         if extra is not None and extra.get("stop_reason") == "length":
-            outcome = await self._cut_off(turn)
+            outcome = await self._handle_cut_off(turn)
         elif not termination.is_clean and self._own_stop is None:
-            outcome = self._malformed()
+            outcome = self._handle_malformed()
         elif self.parse_error_policy is not None and turn.is_unreadable:
-            outcome = await self._unreadable(turn, self.parse_error_policy)
+            outcome = await self._handle_unreadable(turn, self.parse_error_policy)
         else:
             self._unreadable_in_a_row = 0
             outcome = await self._step_env(turn)
-        outcome = await self._within_limits(outcome)
+        outcome = await self._apply_limits(outcome)
         self._own_stop = outcome.next_stop_condition
         log_turn(self._turns, turn, outcome)
         return StepResult(
@@ -218,7 +218,7 @@ class EnvFromMessageEnv(Env):
             next_stop_condition=outcome.next_stop_condition or self.renderer.get_stop_sequences(),
             metrics={
                 **outcome.metrics,
-                **_endings(outcome.stop),
+                **_ending_metrics(outcome.stop),
                 "parse_error": float(outcome.is_parse_error),
             },
             logs=outcome.logs,
@@ -232,7 +232,7 @@ class EnvFromMessageEnv(Env):
         """
         return await self.message_env.stopped_by_limit(reason)
 
-    async def _cut_off(self, turn: Turn) -> Outcome:
+    async def _handle_cut_off(self, turn: Turn) -> Outcome:
         messages = None
         if not self.terminate_on_length:
             messages = await self.message_env.observe_truncated_response(turn.message)
@@ -242,7 +242,7 @@ class EnvFromMessageEnv(Env):
         logs: Logs = {"truncated_turn": "the answer was cut off; the episode continues after it"}
         return Outcome(0.0, logs=logs, next_stop_condition=self._own_stop)
 
-    def _malformed(self) -> Outcome:
+    def _handle_malformed(self) -> Outcome:
         logs: Logs = {"parse_error": "the answer has no stop sequence"}
         policy = self.parse_error_policy
         if policy is not None:
@@ -256,7 +256,7 @@ class EnvFromMessageEnv(Env):
         stop = StopReason.PARSE_ERROR if self.terminate_on_parse_error else None
         return Outcome(self.failed_parse_reward, stop, logs=logs, is_parse_error=True)
 
-    async def _unreadable(self, turn: Turn, policy: ParseErrorPolicy) -> Outcome:
+    async def _handle_unreadable(self, turn: Turn, policy: ParseErrorPolicy) -> Outcome:
         self._unreadable_in_a_row += 1
         details = "\n".join(call["error"] for call in turn.message.get("unparsed_tool_calls", []))
         outcome = Outcome(
@@ -286,7 +286,7 @@ class EnvFromMessageEnv(Env):
             if not clock.expired():
                 raise
             logs: Logs = {"rollout_timeout": "the environment was still processing the answer"}
-            return await self._stopped(Outcome(0.0, logs=logs), StopReason.ROLLOUT_TIMEOUT)
+            return await self._stop_by_limit(Outcome(0.0, logs=logs), StopReason.ROLLOUT_TIMEOUT)
         name = f"{type(self.message_env).__name__}.step"
         if not isinstance(step, MessageStepResult):
             raise UserError(
@@ -306,7 +306,7 @@ class EnvFromMessageEnv(Env):
         self._conversation.update(turn.message, turn.action, step.next_messages)
         return outcome
 
-    async def _within_limits(self, outcome: Outcome) -> Outcome:
+    async def _apply_limits(self, outcome: Outcome) -> Outcome:
         """Return the outcome of a turn, with a stop reason if a limit allows no further turn."""
         if outcome.stop is not None:
             return outcome
@@ -317,9 +317,9 @@ class EnvFromMessageEnv(Env):
                 stop=StopReason.CONTEXT_OVERFLOW,
             )
         reason = self._limit_reached()
-        return outcome if reason is None else await self._stopped(outcome, reason)
+        return outcome if reason is None else await self._stop_by_limit(outcome, reason)
 
-    async def _stopped(self, outcome: Outcome, reason: StopReason) -> Outcome:
+    async def _stop_by_limit(self, outcome: Outcome, reason: StopReason) -> Outcome:
         """Return the outcome of a turn that is the last one because of a limit."""
         reward, metrics = await self.message_env.stopped_by_limit(reason)
         return replace(
@@ -361,7 +361,7 @@ class EnvFromMessageEnv(Env):
             )
 
 
-def _endings(stop: StopReason | None) -> Metrics:
+def _ending_metrics(stop: StopReason | None) -> Metrics:
     """Return the metrics max_tokens_reached and context_overflow of a turn."""
     return {
         "max_tokens_reached": float(stop is StopReason.MAX_TOKENS),

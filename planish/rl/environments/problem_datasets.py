@@ -1,4 +1,4 @@
-"""The builder from which data sets of problems derive. Each group is attempts at one problem."""
+"""The base class of builders of problem datasets. A group consists of attempts at one problem."""
 
 import random
 from abc import abstractmethod
@@ -22,11 +22,11 @@ from planish.runlog.model_renderer import model_renderer
 
 @chz.chz
 class ProblemDatasetBuilder(RLDatasetBuilder):
-    """Options of a data set whose groups are attempts at one problem each.
+    """Options of a dataset whose groups are attempts at one problem each.
 
-    A subclass makes the environment of a problem in `make_env`. Its `__call__` returns a data set
-    that `shuffled` or `generated` makes of its training problems, and one that `evaluation` makes
-    of its test problems. Groups carry the builder and their problem, so both must be picklable if
+    A subclass makes the environment of a problem in `make_env`. Its `__call__` returns two
+    datasets: the training set, made by `shuffled` or `generated`, and the test set, made by
+    `evaluation`. Groups contain the builder and their problem, so both must be picklable if
     rollouts run in worker processes.
     """
 
@@ -50,8 +50,8 @@ class ProblemDatasetBuilder(RLDatasetBuilder):
 
     @property
     def renderer(self) -> Renderer:
-        """The renderer of the options. A builder does not hold it, because a renderer cannot be
-        pickled.
+        """The renderer that the options name. It is not stored in the builder, because a renderer
+        cannot be pickled.
         """
         return model_renderer(self.model_name, self.renderer_name)
 
@@ -71,14 +71,14 @@ class ProblemDatasetBuilder(RLDatasetBuilder):
         )
 
     def generated(
-        self, draw_problem: Callable[[random.Random], Any], batches: int = BATCHES
+        self, sample_problem: Callable[[random.Random], Any], batches: int = BATCHES
     ) -> GeneratedDataset:
-        """Return the training set of problems that `draw_problem` makes from a random generator."""
+        """Return the training set of problems that `sample_problem` makes, given a generator."""
 
-        def draw_group(rng: random.Random) -> ProblemGroupBuilder:
-            return self.group(draw_problem(rng), self.group_size)
+        def sample_group(rng: random.Random) -> ProblemGroupBuilder:
+            return self.group(sample_problem(rng), self.group_size)
 
-        return GeneratedDataset(draw_group, self.batch_size, self.seed, batches)
+        return GeneratedDataset(sample_group, self.batch_size, self.seed, batches)
 
     def evaluation(self, problems: Sequence[Any]) -> ProblemDataset[Any] | None:
         """Return the test set, with one attempt at each problem; None without problems."""

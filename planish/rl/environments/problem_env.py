@@ -101,7 +101,7 @@ class ProblemEnv(Env):
         strict = self.require_stop_sequence_for_format
         ended = termination.is_stop_sequence if strict else termination.is_clean
         form = float(ended and self._is_true("check_format", self.check_format(text)))
-        verdict = await self._judge(text)
+        verdict = await self._grade(text)
         correct = float(bool(verdict))
         reward = self.format_coef * (form - 1.0) + correct
         with logtree.scope_header("Prompt"):
@@ -121,7 +121,7 @@ class ProblemEnv(Env):
         metrics = {"format": form, "correct": correct, "unjudged": float(verdict is None)}
         return only_step(self.renderer, reward, extra, metrics)
 
-    async def _judge(self, text: str) -> bool | None:
+    async def _grade(self, text: str) -> bool | None:
         """Return whether the answer is right; None if the grader cannot judge it."""
         try:
             verdict = self.check_answer(text)

@@ -39,7 +39,7 @@ class Turns:
         await self._may_move[player].wait()
 
     def give(self, player: int) -> None:
-        """Give the turn to `player`."""
+        """Let `player` move next."""
         for number, may_move in enumerate(self._may_move):
             if number == player:
                 may_move.set()

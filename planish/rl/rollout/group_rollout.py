@@ -102,7 +102,7 @@ class GroupRun:
             else:
                 self._successful += 1
                 return finished
-        raise AssertionError("attempts are counted without end")
+        raise AssertionError("unreachable: the count of attempts never ends")
 
     async def _run_together(self, envs: Sequence[Env]) -> list[FinishedRollout]:
         for attempt in count():
@@ -120,7 +120,7 @@ class GroupRun:
                     raise
             else:
                 return [task.result() for task in running]
-        raise AssertionError("attempts are counted without end")
+        raise AssertionError("unreachable: the count of attempts never ends")
 
     async def _attempt(self, index: int, env: Env, attempt: int) -> FinishedRollout:
         title = f"Trajectory {index}" + (f", attempt {attempt + 1}" if attempt else "")

@@ -84,7 +84,7 @@ async def do_group_rollout(
         async with cleanup_after(builder, run.rules):
             finished_G = await run.run()
             grades_G = await run.retry(
-                lambda: graded(builder, finished_G, termination or TerminationRewardPolicy())
+                lambda: grade_group(builder, finished_G, termination or TerminationRewardPolicy())
             )
     except Exception as error:
         if not run.rules.drops_group or not is_retryable(error):
@@ -102,7 +102,7 @@ async def do_group_rollout(
     )
 
 
-async def graded(
+async def grade_group(
     builder: EnvGroupBuilder,
     finished_G: list[FinishedRollout],
     termination: TerminationRewardPolicy,

@@ -61,10 +61,9 @@ async def do_single_rollout(
         return Trajectory([end], ModelInput.empty(), StopReason.CONTEXT_OVERFLOW)
     if not isinstance(first, tuple) or len(first) != 2:
         raise UserError(
-            f"{type(env).__name__}.initial_observation returned a {type(first).__name__}; an Env "
-            "gives "
-            "(ModelInput, stop), and one of "
-            "messages is wrapped: EnvFromMessageEnv(renderer, env)"
+            f"{type(env).__name__}.initial_observation returned a {type(first).__name__}; return "
+            "(ModelInput, stop), or wrap an environment of messages in "
+            "EnvFromMessageEnv(renderer, env)"
         )
     observation, stop = first
     check_observation(
@@ -163,7 +162,7 @@ def validate_step_result(result: Any, env: Env, turn: int) -> StepResult:
         )
     if result.stop_reason is not None and result.stop_reason not in set(StopReason):
         raise UserError(
-            f"{name} returned stop_reason={result.stop_reason!r}; there are {', '.join(StopReason)}"
+            f"{name} returned stop_reason={result.stop_reason!r}; return {', '.join(StopReason)}"
         )
     metrics = checked_metrics(result.metrics, f"{name}, in turn {turn},")
     return replace(result, reward=reward, episode_done=is_done, metrics=metrics)

@@ -20,7 +20,7 @@ from planish.errors import UserError
 from planish.renderers import Renderer
 from planish.renderers.messages import RENDERERS_WITH_TOOLS
 from planish.renderers.registry import with_effort, with_thinking
-from planish.renderers.stream_parser import Growing, Reading, marks_of, read_message
+from planish.renderers.stream_parser import Reading, StreamedSample, marks_of, read_message
 from planish.server.http.context import WrongParameterError, json_response
 from planish.server.openai.constraints import chat_constraint, constrains_calls, named
 from planish.server.openai.models import OpenAIModels, Served, TokenTexts
@@ -56,9 +56,9 @@ class Chat:
     operation: Sample
     constrains_calls: bool
 
-    def growing(self) -> Growing:
+    def growing(self) -> StreamedSample:
         """Return the parser of one sample."""
-        return Growing(
+        return StreamedSample(
             read_message(self.renderer),
             self.options.stop_strings,
             marks_of(self.renderer),
@@ -183,7 +183,7 @@ class _Streamed:
 
     chat: Chat
     index: int
-    growing: Growing
+    growing: StreamedSample
     scored: list[Scored] = field(default_factory=list)
     """The sampled tokens that no chunk contains yet."""
     calls: int = 0

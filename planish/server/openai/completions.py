@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from planish.errors import UserError
-from planish.renderers.stream_parser import Growing, read_text
+from planish.renderers.stream_parser import StreamedSample, read_text
 from planish.server.http.context import (
     UnsupportedParameterError,
     WrongParameterError,
@@ -60,9 +60,9 @@ class Completion:
     prompt_texts: list[str]
     """The text of each prompt."""
 
-    def growing(self) -> Growing:
+    def growing(self) -> StreamedSample:
         """Return the parser of one sample."""
-        return Growing(
+        return StreamedSample(
             read_text(self.model.texts.codec, self.model.texts.end_ids),
             self.options.stop_strings,
             stop_ids=frozenset(self.options.stop_token_ids),

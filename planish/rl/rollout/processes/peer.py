@@ -49,12 +49,12 @@ class PackedError:
     """An exception in a form that can be sent."""
 
     pickled: bytes
-    """Empty if the exception cannot be pickled."""
+    """The pickled exception; empty if the exception cannot be pickled."""
     summary: str
     traceback: str
 
     @classmethod
-    def of(cls, error: BaseException) -> Self:
+    def from_error(cls, error: BaseException) -> Self:
         """Pack `error`; never raises."""
         trail = "".join(traceback.format_exception(error))
         summary = f"{type(error).__module__}.{type(error).__qualname__}: {error}"
@@ -63,7 +63,7 @@ class PackedError:
         except Exception:  # pickling the arguments of an exception may raise any error
             return cls(b"", summary, trail)
 
-    def unpacked(self) -> Exception:
+    def to_exception(self) -> Exception:
         """Return the exception, or a RolloutProcessError in its place."""
         error: Any = None
         with suppress(Exception):
@@ -86,7 +86,9 @@ class Call:
     """Message: the sender asks for an answer to `request`."""
 
     scope: int | None
-    """For a nested call, the number of the receiver's call that is its scope; otherwise None."""
+    """For a nested call, the number of its scope, which is a call that the receiver made. For other
+    calls, None.
+    """
     number: int
     """Number of this call, unique among the calls of the sender."""
     request: Any
@@ -102,7 +104,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Reply:
-    """Message: the result or the error of the receiver's call `scope`."""
+    """Message: the result or the error of call number `scope`, which the receiver made."""
 
     scope: int
     result: Any = None
@@ -139,7 +141,7 @@ class Peer:
         self.is_other_ready = False
 
     @classmethod
-    async def over(cls, end: socket.socket) -> Self:
+    async def from_socket(cls, end: socket.socket) -> Self:
         """Return the peer that uses this socket."""
         return cls(*await asyncio.open_connection(sock=end, limit=BUFFER_BYTES))
 
@@ -169,7 +171,7 @@ class Peer:
             case Ended(Exception() as reason):
                 raise reason
             case Reply(_, _, PackedError() as error):
-                raise error.unpacked()
+                raise error.to_exception()
         assert isinstance(last, Reply)
         return last.result
 
@@ -226,10 +228,10 @@ class Peer:
         except asyncio.CancelledError as error:
             # If the caller cancelled the call, it ignores this reply. Otherwise `answer` raised
             # CancelledError by mistake, and the caller still waits for a reply.
-            self.post(Reply(call.number, error=PackedError.of(error)))
+            self.post(Reply(call.number, error=PackedError.from_error(error)))
             raise
         except Exception as error:
-            reply = Reply(call.number, error=PackedError.of(error))
+            reply = Reply(call.number, error=PackedError.from_error(error))
         await self._send(reply)
 
     def post(self, message: Any) -> None:

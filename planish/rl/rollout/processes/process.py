@@ -56,7 +56,7 @@ class RolloutProcess:
         # The worker is not a daemon, because daemons cannot start processes of their own. So kill
         # it before the interpreter waits for it at exit.
         atexit.register(process.kill)
-        return cls(process, await Peer.over(here))
+        return cls(process, await Peer.from_socket(here))
 
     @property
     def has_ended(self) -> bool:
@@ -146,7 +146,7 @@ class RolloutProcess:
             )
         return ProcessDiedError(
             f"the rollout process {self.pid} ended during its rollouts "
-            f"({describe_exit(exit_code)}), and its groups with it"
+            f"({describe_exit(exit_code)}), so its groups failed"
         )
 
 

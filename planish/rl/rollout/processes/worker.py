@@ -124,7 +124,7 @@ def end_with_parent() -> None:
 
 async def serve(end: socket.socket) -> None:
     """Roll out the groups that the training process asks for."""
-    peer = await Peer.over(end)
+    peer = await Peer.from_socket(end)
 
     async def answer(call: Call) -> bytes:
         return await roll_out(call.request, RemotePolicy(peer, call.number))
