@@ -67,8 +67,11 @@ def problem_prompt(problem: Problem) -> Conversation:
 def shown_example(suffix: str) -> Conversation:
     """Return the worked example with `suffix` as the instruction after its question."""
     question, answer = SHOWN_EXAMPLE
-    asked = question["content"].removesuffix(QUESTION_SUFFIX) + suffix
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer["content"]}]
+    question_text = question["content"].removesuffix(QUESTION_SUFFIX) + suffix
+    return [
+        {"role": "user", "content": question_text},
+        {"role": "assistant", "content": answer["content"]},
+    ]
 
 
 def read_problem(row: Mapping[str, Any], where: str) -> Problem:

@@ -79,19 +79,21 @@ def load_splits(
     If there is no test split, `eval_problems` random problems, chosen by `seed`, are held out of
     training. With None, no problem is held out then.
     """
-    place = dataset or collection.hub_name
-    rows = hendrycks_rows() if place == HENDRYCKS else load_rows(place, "train")
-    train, notes = read_rows(collection, rows, f"dataset={place}, train")
+    location = dataset or collection.hub_name
+    rows = hendrycks_rows() if location == HENDRYCKS else load_rows(location, "train")
+    train, notes = read_rows(collection, rows, f"dataset={location}, train")
     if has_test_split(collection, dataset):
         if eval_problems == 0:
             return ProblemSplits(train, [], notes)
-        test_rows = load_rows(MATH_500 if place == HENDRYCKS else place, "test")[:eval_problems]
-        test, more_notes = read_rows(collection, test_rows, f"dataset={place}, test")
+        test_rows = load_rows(MATH_500 if location == HENDRYCKS else location, "test")[
+            :eval_problems
+        ]
+        test, more_notes = read_rows(collection, test_rows, f"dataset={location}, test")
         return ProblemSplits(train, test, [*notes, *more_notes])
     if eval_problems is None:
-        note = f"dataset={place} has no test split: nothing is tested; eval_problems=N holds N problems out of training"
+        note = f"dataset={location} has no test split: nothing is tested; eval_problems=N holds N problems out of training"
         return ProblemSplits(train, [], [*notes, note])
-    source = f"dataset={place} has no test split"
+    source = f"dataset={location} has no test split"
     kept, held_out = hold_out(len(train), eval_problems, seed, source)
     return ProblemSplits([train[i] for i in kept], [train[i] for i in held_out], notes)
 

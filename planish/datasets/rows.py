@@ -124,16 +124,18 @@ def _split_files(
 ) -> Sequence[Path]:
     found = _found_files(directory, split, config)
     if not found:
-        there = sorted(
+        data_files = sorted(
             entry.relative_to(directory).as_posix()
             for entry in directory.rglob("*")
             if entry.suffix in FILE_SUFFIXES
         )
-        listed = ", ".join(there[:8]) + (", ..." if len(there) > 8 else "") or "no data files"
+        file_list = (
+            ", ".join(data_files[:8]) + (", ..." if len(data_files) > 8 else "") or "no data files"
+        )
         raise UserError(
             f"the data set {directory} has no {split}.jsonl (or {split}*.parquet), neither in the "
             f"directory itself nor in {'its folder ' + config if config else 'a folder of it'}; "
-            f"found {listed}. Add that file, or name a configuration: DIRECTORY:CONFIG"
+            f"found {file_list}. Add that file, or name a configuration: DIRECTORY:CONFIG"
             + ("; rename the directory to read the hub's data set of its name" if hides_hub else "")
         )
     return found

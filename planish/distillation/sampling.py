@@ -133,29 +133,29 @@ async def sample_conversations(
     `PROMPTS_AT_ONCE` prompts are answered concurrently, and then recorded as done. UserError if the
     file was made with another `origin`, or if no prompt has a complete answer.
     """
-    kept = SampledFile(Path(path).expanduser(), origin)
-    chunks = range(kept.done, len(prompts), PROMPTS_AT_ONCE)
-    with closing(RowFile(kept.path)) as file, StepDisplay(len(chunks)) as display:
+    sampled_file = SampledFile(Path(path).expanduser(), origin)
+    chunks = range(sampled_file.done, len(prompts), PROMPTS_AT_ONCE)
+    with closing(RowFile(sampled_file.path)) as file, StepDisplay(len(chunks)) as display:
         for start in chunks:
             chunk = range(start, min(start + PROMPTS_AT_ONCE, len(prompts)))
             with display.begin(
                 f"the teacher answers prompts {start} to {chunk[-1]}", len(chunk)
             ) as stage:
-                kept.add(await answers_to(sampler, prompts, chunk, stage), file)
+                sampled_file.add(await answers_to(sampler, prompts, chunk, stage), file)
             display.step_done()
-        if kept.left_out:
+        if sampled_file.left_out:
             display.say(
-                f"{kept.left_out} of {kept.done} answers are left out: they were cut off, or their "
-                "prompts fill the context window"
+                f"{sampled_file.left_out} of {sampled_file.done} answers are left out: they were "
+                "cut off, or their prompts fill the context window"
             )
-    if kept.done == kept.left_out:
+    if sampled_file.done == sampled_file.left_out:
         raise UserError(
-            f"none of {kept.done} answers is complete: they were cut off at "
+            f"none of {sampled_file.done} answers is complete: they were cut off at "
             f"max_tokens={sampler.max_tokens}, or their prompts fill the context window; give "
             "another path with a larger max_tokens, shorter prompts, or a teacher that ends its "
             "answers"
         )
-    return kept
+    return sampled_file
 
 
 async def answers_to(

@@ -243,8 +243,8 @@ def _is_copy_of_base(name: str, tensor: Tensor, base: Path, model: ModelConfig) 
     if short not in ("lm_head.weight", "model.embed_tokens.weight"):
         return False
     weights = load_weights(base, model)
-    own = weights.get(short, weights["model.embed_tokens.weight"])
-    return own.shape == tensor.shape and torch.equal(own.to(tensor.dtype), tensor)
+    base_weight = weights.get(short, weights["model.embed_tokens.weight"])
+    return base_weight.shape == tensor.shape and torch.equal(base_weight.to(tensor.dtype), tensor)
 
 
 def _named(tensor: str) -> tuple[str, int | None]:

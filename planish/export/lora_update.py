@@ -127,8 +127,8 @@ class LoraUpdate:
         shape.
         """
         # A linear in mxfp4 has the shape of its dequantized weight.
-        wide = expected_shapes(replace(model, mxfp4_experts=False))
-        shapes = {**wide, f"{HEAD}.weight": (model.vocab_size, model.hidden_size)}
+        dequantized_shapes = expected_shapes(replace(model, mxfp4_experts=False))
+        shapes = {**dequantized_shapes, f"{HEAD}.weight": (model.vocab_size, model.hidden_size)}
         for linear, matrices in self.by_weight(model).items():
             found = (matrices.b.shape[0], matrices.a.shape[1])
             if shapes.get(f"{linear}.weight") != found:

@@ -236,10 +236,10 @@ def _config(
     fields.pop("_name_or_path", None)
     fields.pop("quantization_config", None)
     dtypes = {source.dtype for source in sources}
-    named = str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None
+    dtype_name = str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None
     for key in ("dtype", "torch_dtype"):
-        if named and (key in fields or key == "dtype"):
-            fields[key] = named
+        if dtype_name and (key in fields or key == "dtype"):
+            fields[key] = dtype_name
     if config.tied_head and update.trains_head:
         fields["tie_word_embeddings"] = False
     return fields

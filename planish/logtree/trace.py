@@ -98,9 +98,9 @@ def append(make: Callable[[int], Node]) -> None:
     """Add the node `make(level)` at the current position, where `level` is the level of a heading
     there. Outside a trace, `make` is not called.
     """
-    place = _position.get()
-    if place is not None:
-        place.container.children.append(make(min(6, place.level + 1)))
+    position = _position.get()
+    if position is not None:
+        position.container.children.append(make(min(6, position.level + 1)))
 
 
 @contextmanager
@@ -124,9 +124,9 @@ def init_trace(
 @contextmanager
 def capture(title: str, **attrs: Any) -> Iterator[Node]:
     """Record the block in a section that belongs to no trace yet; see `Trace.attach`."""
-    place = _position.get()
+    position = _position.get()
     node, body = section(title, 2, attributes(attrs))
-    with _at(_Position(body, 2, place.trace if place else None)):
+    with _at(_Position(body, 2, position.trace if position else None)):
         yield node
 
 
@@ -196,13 +196,13 @@ class Scope(AbstractContextManager[None]):
 
 @contextmanager
 def _within(make: Callable[[int], tuple[Node, Node, int]]) -> Iterator[None]:
-    place = _position.get()
-    if place is None:
+    position = _position.get()
+    if position is None:
         yield
         return
-    node, body, level = make(place.level)
-    place.container.children.append(node)
-    token = _position.set(replace(place, container=body, level=level))
+    node, body, level = make(position.level)
+    position.container.children.append(node)
+    token = _position.set(replace(position, container=body, level=level))
     try:
         yield
     except GeneratorExit:  # closing an unfinished generator is not a failure
@@ -286,10 +286,10 @@ def flush_trace() -> bool:
     """Write the page of the current trace as it is now; False if there is no trace or it has no
     path.
     """
-    place = _position.get()
-    if place is None or place.trace is None or place.trace.path is None:
+    position = _position.get()
+    if position is None or position.trace is None or position.trace.path is None:
         return False
-    place.trace.write()
+    position.trace.write()
     return True
 
 

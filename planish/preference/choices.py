@@ -93,13 +93,13 @@ class Choice:
         Their probabilities need not sum to 1, because the model may say something else.
         """
         prompt = self.prompt(conversation)
-        asked = np.full((len(prompt), len(self.tokens)), -1, dtype=np.int64)
-        asked[-1] = self.tokens
+        target_tokens = np.full((len(prompt), len(self.tokens)), -1, dtype=np.int64)
+        target_tokens[-1] = self.tokens
         response = await sampling_client.sample_async(
             prompt=ModelInput.from_ints([*prompt, self.tokens[0]]),
             num_samples=1,
             sampling_params=SamplingParams(max_tokens=1, temperature=0.0),
-            target_prompt_logprobs=TensorData.from_numpy(asked),
+            target_prompt_logprobs=TensorData.from_numpy(target_tokens),
         )
         assert response.target_prompt_logprobs is not None
         return response.target_prompt_logprobs.to_numpy()[-1].tolist()

@@ -142,8 +142,8 @@ async def wins_of(
     """
     if not both_ways:
         return [(r + 1) / 2 for r in await judge_comparisons(judge, comparisons)]
-    asked = [*comparisons, *(comparison.swap() for comparison in comparisons)]
-    preferences = await judge_comparisons(judge, asked)
+    judged = [*comparisons, *(comparison.swap() for comparison in comparisons)]
+    preferences = await judge_comparisons(judge, judged)
     count = len(comparisons)
     return [
         (r - swapped + 2) / 4

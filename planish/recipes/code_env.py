@@ -178,10 +178,14 @@ def report(test: ProgramTest, result: TestResult) -> str:
     """Describe what a test expects and what the program did instead."""
     if isinstance(test, FunctionTest):
         arguments = ", ".join(map(repr, test.arguments))
-        asked = f"{test.function}({clipped(arguments)}) must return {clipped(repr(test.returned))}."
+        requirement = (
+            f"{test.function}({clipped(arguments)}) must return {clipped(repr(test.returned))}."
+        )
         answered = f"It returned {clipped(result.answer)}."
     else:
-        asked = f"For the input\n{clipped(test.stdin)}\nit must print\n{clipped(test.stdout)}\n"
+        requirement = (
+            f"For the input\n{clipped(test.stdin)}\nit must print\n{clipped(test.stdout)}\n"
+        )
         answered = f"It printed\n{clipped(result.answer)}\n"
     match result.outcome:
         case Outcome.TIME:
@@ -191,7 +195,7 @@ def report(test: ProgramTest, result: TestResult) -> str:
         case Outcome.FAILED:
             errors = result.execution.stderr.decode(errors="replace").strip().splitlines()
             answered = f"It failed: {clipped(errors[-1] if errors else f'exit code {result.execution.exit_code}')}."
-    return f"{asked} {answered}"
+    return f"{requirement} {answered}"
 
 
 def clipped(text: str) -> str:

@@ -58,8 +58,8 @@ def sample_function(rng: random.Random, steps: int) -> FunctionProblem:
     operations = [kind.sample_operation(rng) for _ in range(steps)]
     inputs = distinct_inputs(kind, rng)
     tests = tuple(FunctionTest("f", (value,), apply_all(operations, value)) for value in inputs)
-    listed = ", then ".join(operation.words for operation in operations)
-    question = f"Write a function f({kind.argument}) that takes a {kind.name} {kind.argument}, {listed}, and returns the result."
+    description = ", then ".join(operation.words for operation in operations)
+    question = f"Write a function f({kind.argument}) that takes a {kind.name} {kind.argument}, {description}, and returns the result."
     return FunctionProblem(
         CodeProblem(question, tests, tests[:SHOWN_TESTS]), source_of(kind.argument, operations)
     )

@@ -154,8 +154,8 @@ def shown_secrets(rules: Rules) -> list[int]:
     each of them with guess n: n is its largest number of guesses, but at most `max_guesses`.
     """
     length = {number: len(binary_search(rules, number)) for number in range(rules.largest + 1)}
-    most = min(rules.max_guesses, max(length.values()))
-    late = [number for number, guesses in length.items() if guesses == most]
+    max_length = min(rules.max_guesses, max(length.values()))
+    late = [number for number, guesses in length.items() if guesses == max_length]
     return [late[(2 * shown + 1) * len(late) // (2 * SHOWN_GAMES)] for shown in range(SHOWN_GAMES)]
 
 

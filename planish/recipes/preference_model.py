@@ -135,9 +135,9 @@ def model_config(options: Options) -> model_training.Config:
 def comparisons(options: Options) -> ComparisonBuilder:
     """Return the builder of the pairs; UserError for an option that would be ignored."""
     if options.dataset is not None:
-        made = ("pairs", "largest", "questions")
+        generated_options = ("pairs", "largest", "questions")
         training_run.reject_unused(
-            options, made, "is for generated pairs, and dataset is given; leave it out"
+            options, generated_options, "is for generated pairs, and dataset is given; leave it out"
         )
         return ComparisonBuilderFromRows(
             dataset=options.dataset, test_size=options.test_size, shuffle_seed=options.seed

@@ -179,12 +179,12 @@ def judge_name(options: Options) -> str:
     a run directory, since that directory may get later checkpoints.
     """
     model = options.judge_model or options.model_name
-    place = options.judge_url or (
+    location = options.judge_url or (
         checkpoint_of(options.judge_checkpoint) if options.judge_checkpoint else None
     )
     parts = [
         model,
-        f"of {place}" if place else "",
+        f"of {location}" if location else "",
         f"greedy, at most {options.judge_max_tokens} tokens",
     ]
     parts += [f"{name}={value}" for name, value in sorted(options.judge_extra.items())]
@@ -261,9 +261,11 @@ def check(options: Options) -> None:
                 "this process; give 0"
             )
     else:
-        mine = ("judge_checkpoint", "judge_renderer_name")
+        engine_options = ("judge_checkpoint", "judge_renderer_name")
         training_run.reject_unused(
-            options, mine, "is for a judge on the engine of the run; leave it out with judge_url"
+            options,
+            engine_options,
+            "is for a judge on the engine of the run; leave it out with judge_url",
         )
         endpoint_of(options)
 

@@ -122,20 +122,20 @@ def held_out_sums(max_operand: int, count: int | None) -> list[Sum]:
     the same for every seed, so that runs can be compared.
     """
     pairs = (max_operand + 1) * (max_operand + 2) // 2
-    most = pairs // 2
+    max_tests = pairs // 2
     count = min(TEST_SUMS, pairs // 3) if count is None else count
-    if count > most:
+    if count > max_tests:
         raise UserError(
             f"eval_problems={count}: with max_operand={max_operand} there are {pairs} sums, half "
             "of which are trained on; "
-            f"give at most {most}, or a larger max_operand"
+            f"give at most {max_tests}, or a larger max_operand"
         )
     rng = random.Random("test")
-    taken = {shown.pair for shown in SHOWN}
+    shown_pairs = {shown.pair for shown in SHOWN}
     tests: list[Sum] = []
     while len(tests) < count:
-        tests.append(random_sum(rng, max_operand, taken))
-        taken.add(tests[-1].pair)
+        tests.append(random_sum(rng, max_operand, shown_pairs))
+        shown_pairs.add(tests[-1].pair)
     return tests
 
 

@@ -165,7 +165,7 @@ async def write_answers(
         **{name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")},
     }
     path = answers_path(options)
-    held = hold_directory(path.parent, "log_path", "this run")
+    lock = hold_directory(path.parent, "log_path", "this run")
     try:
         sampler = TeacherSampler(
             await teacher_client(teacher, service_client, options.model_name, "teacher_model"),
@@ -178,7 +178,7 @@ async def write_answers(
         )
         sampled = await sample_conversations(sampler, prompts, path, origin)
     finally:
-        held.release()
+        lock.release()
     complete = sampled.done - sampled.left_out
     if complete < needed:
         raise UserError(

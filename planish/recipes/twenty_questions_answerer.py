@@ -34,8 +34,8 @@ class Answerer:
         for word, asked, answer in SHOWN_ANSWERS:
             messages.append(question_about(word, asked))
             messages.append({"role": "assistant", "content": answer})
-        said = await self.completer([*messages, question_about(secret, question)])
-        first = re.match(r"\W*(yes|no)\b", get_text_content(said), re.IGNORECASE)
+        reply = await self.completer([*messages, question_about(secret, question)])
+        first = re.match(r"\W*(yes|no)\b", get_text_content(reply), re.IGNORECASE)
         return f"{first.group(1).capitalize()}." if first else "I cannot say."
 
     def __deepcopy__(self, memo: object) -> Self:

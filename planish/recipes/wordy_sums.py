@@ -65,14 +65,14 @@ async def rule(comparison: Comparison) -> float:
 
 def quality(prompt: Messages, completion: Messages) -> Quality:
     """Return the quality of an answer; UserError if the prompt is not one of these sums."""
-    asked = QUESTION.fullmatch(text_of(prompt[-1:]))
-    if asked is None:
+    match = QUESTION.fullmatch(text_of(prompt[-1:]))
+    if match is None:
         raise UserError(
             f"{text_of(prompt[-1:])!r:.100} is not a question of the generated sums, and the rule "
             "covers only these"
         )
     text = text_of(completion)
-    return Quality(last_number(text) == int(asked[1]) + int(asked[2]), len(text.split()))
+    return Quality(last_number(text) == int(match[1]) + int(match[2]), len(text.split()))
 
 
 def text_of(messages: Messages) -> str:
@@ -131,10 +131,10 @@ def question_of(problem: Sum) -> Messages:
 
 def random_answer(problem: Sum, result: int, rng: random.Random) -> Messages:
     """Return an answer with the given result. An opening and a closing are added at random."""
-    said = f"{problem.left} + {problem.right} = {result}."
+    equation = f"{problem.left} + {problem.right} = {result}."
     opening = [rng.choice(OPENINGS)] if rng.random() < WORDY else []
     closing = [rng.choice(CLOSINGS)] if rng.random() < WORDY else []
-    return [{"role": "assistant", "content": " ".join([*opening, said, *closing])}]
+    return [{"role": "assistant", "content": " ".join([*opening, equation, *closing])}]
 
 
 def result_of(problem: Sum, rng: random.Random) -> int:

@@ -168,15 +168,15 @@ class Codec:
         ids, or by their text if the vocabulary has no such token.
         """
         by_id = {id_: mark for mark in marks if (id_ := self.control_id(mark)) is not None}
-        written = [mark for mark in marks if self.control_id(mark) is None]
+        text_marks = [mark for mark in marks if self.control_id(mark) is None]
         pieces: list[Piece] = []
         start = 0
         for position, id_ in enumerate(ids):
             if id_ in by_id:
-                pieces += split_text(self.decode(ids[start:position]), written)
+                pieces += split_text(self.decode(ids[start:position]), text_marks)
                 pieces.append(Control(by_id[id_]))
                 start = position + 1
-        return pieces + split_text(self.decode(ids[start:]), written)
+        return pieces + split_text(self.decode(ids[start:]), text_marks)
 
     def _is_plain(self, ids: Iterable[int]) -> bool:
         return self.guarded.keys().isdisjoint(ids)

@@ -106,11 +106,11 @@ def calls_rules(
     # The first piece of the first call marks the end of the text before it.
     first, *opening = [*form.opening, *form.begin]
     head, begin = _lark(renderer, [first]), _lark(renderer, form.begin)
-    one = f"{_lark(renderer, opening)} call"
-    more = ""
+    first_call = f"{_lark(renderer, opening)} call"
+    further_calls = ""
     if several and form.between is not None:
-        more = f" ({_lark(renderer, form.between)} {begin} call)*"
-    calls = f"{one}{more} {_lark(renderer, form.closing)}"
+        further_calls = f" ({_lark(renderer, form.between)} {begin} call)*"
+    calls = f"{first_call}{further_calls} {_lark(renderer, form.closing)}"
     rules = [f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}"]
     for number, tool in enumerate(tools):
         rules.append(

@@ -227,8 +227,8 @@ def with_effort(name: str, effort: str) -> str:
 
 def _efforts(name: str) -> dict[str, str]:
     """Return the renderers of the same models as `name` by reasoning effort."""
-    quiet = with_thinking(name, False) if name not in _ALWAYS_THINKING else None
-    found = {} if quiet is None else {"none": quiet}
+    without_thinking = with_thinking(name, False) if name not in _ALWAYS_THINKING else None
+    found = {} if without_thinking is None else {"none": without_thinking}
     for variants in _EFFORT_VARIANTS:
         family = {*variants.values(), *(_WITHOUT_THINKING.get(one) for one in variants.values())}
         if name in family or (name.startswith("gpt_oss") and "gpt_oss_low_reasoning" in family):

@@ -190,8 +190,8 @@ class StreamedSample:
         This end is half a character, or the beginning of one of `marks`.
         """
         text = text.rstrip(_HALF_CHARACTER)
-        held = max((_overlap(text, mark) for mark in marks), default=0)
-        return text[: len(text) - held]
+        held_back = max((_overlap(text, mark) for mark in marks), default=0)
+        return text[: len(text) - held_back]
 
     def _new(self, reading: Reading) -> Reading:
         content = _after(reading.content, self._sent.content)

@@ -182,14 +182,14 @@ def _page(panels: Sequence[PlottedPanel], runs: Sequence[Run]) -> str:
     figure: Any = make_subplots(rows, columns, subplot_titles=titles, vertical_spacing=0.25 / rows)
     in_legend: set[int] = set()
     for index, panel in enumerate(panels):
-        place = {"row": index // columns + 1, "col": index % columns + 1}
+        cell = {"row": index // columns + 1, "col": index % columns + 1}
         for curve in panel.curves:
             is_new = curve.run_index not in in_legend
             in_legend.add(curve.run_index)
             for trace in _traces(curve, _color(curve.run_index, len(runs)), is_new):
-                figure.add_scatter(**trace, **place)
+                figure.add_scatter(**trace, **cell)
         if panel.is_logarithmic:
-            figure.update_yaxes(type="log", exponentformat="power", **place)
+            figure.update_yaxes(type="log", exponentformat="power", **cell)
     figure.update_xaxes(matches="x", showticklabels=True)
     height, legend = (
         340 * rows + 100,

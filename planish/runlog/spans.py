@@ -179,8 +179,8 @@ class TraceFile:
 
     def _event(self, step: int, span: Span) -> Row:
         start, end = (round((moment + self._offset) * 1e6) for moment in (span.start, span.end))
-        place = {"ts": start, "dur": end - start, "pid": os.getpid(), "tid": span.lane}
-        return {"name": span.name, "cat": "span", "ph": "X", **place, "args": {"step": step}}
+        fields = {"ts": start, "dur": end - start, "pid": os.getpid(), "tid": span.lane}
+        return {"name": span.name, "cat": "span", "ph": "X", **fields, "args": {"step": step}}
 
 
 def write_trace(run: str | Path, out: str | Path | None = None) -> Path:

@@ -219,11 +219,11 @@ def _inlined(schema: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _fault(detail: Any) -> str:
-    place = ".".join(map(str, detail["loc"]))
+    location = ".".join(map(str, detail["loc"]))
     if detail["type"] == "missing":
-        return f"{place} is missing"
+        return f"{location} is missing"
     if detail["type"] == "extra_forbidden":
-        return f"{place} is unknown"
+        return f"{location} is unknown"
     shown = json.dumps(detail["input"], ensure_ascii=False, default=str)
     shown = shown if len(shown) <= MAX_SHOWN_CHARS else shown[:MAX_SHOWN_CHARS] + "..."
-    return f"{place}={shown}: {detail['msg']}"
+    return f"{location}={shown}: {detail['msg']}"

@@ -101,8 +101,8 @@ class RolloutOptions:
     )
     num_groups_to_log: int = chz.field(
         default=4,
-        doc="number of groups per step whose environment logs are written; pages of rollouts "
-        "show at least as many groups, and none for 0",
+        doc="number of groups per step whose environment logs are written; a page of rollouts "
+        "shows at least this many groups, or none if it is 0",
     )
     rollout_layout: Literal["flat", "folders"] = chz.field(
         default="flat", doc="flat = all files in one directory, folders = one directory per step"

@@ -83,8 +83,8 @@ def sample_batch(
         [uniforms[i] for i in plain],
         [rows[i] for i in plain],
     )
-    place = {i: place for place, i in enumerate([*adjusted, *plain])}
-    order = on_device([place[i] for i in range(len(rows))], torch.int64, logits.device)
+    output_index = {row: index for index, row in enumerate([*adjusted, *plain])}
+    order = on_device([output_index[i] for i in range(len(rows))], torch.int64, logits.device)
     return SampledTokens(
         torch.cat([sampled.tokens, others.tokens])[order],
         torch.cat([sampled.log_normalizer, others.log_normalizer])[order],
@@ -144,8 +144,8 @@ def _sample_adjusted(
                 tokens[row] = likeliest
     forced = {row: a.forced for row, a in enumerate(adjustments) if a.forced is not None}
     if forced:
-        taken = on_device(list(forced.values()), torch.int64, device)
-        tokens[on_device(list(forced), torch.int64, device)] = taken
+        forced_tokens = on_device(list(forced.values()), torch.int64, device)
+        tokens[on_device(list(forced), torch.int64, device)] = forced_tokens
     return SampledTokens(tokens, normalizer)
 
 

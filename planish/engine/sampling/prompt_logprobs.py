@@ -138,10 +138,10 @@ class PromptLogprobs:
             self.top.logprobs[keep] = values[skip:].cpu().numpy()
         if self._targets is not None and self._target_logprobs is not None:
             wanted = torch.from_numpy(self._targets[span.start - 1 : span.stop - 1]).to(device)
-            place = (wanted >= 0).nonzero(as_tuple=True)
-            if len(place[0]):
-                values = exact(hidden, place[0], wanted[place]) - normalizer[place[0]]
-                at = (place[0].cpu().numpy() + span.start - 1, place[1].cpu().numpy())
+            indices = (wanted >= 0).nonzero(as_tuple=True)
+            if len(indices[0]):
+                values = exact(hidden, indices[0], wanted[indices]) - normalizer[indices[0]]
+                at = (indices[0].cpu().numpy() + span.start - 1, indices[1].cpu().numpy())
                 self._target_logprobs[at] = values.cpu().numpy()
         if self._alt is not None:
             self._sample_alternatives(span, hidden, logits, exact)

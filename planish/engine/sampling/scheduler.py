@@ -298,8 +298,8 @@ class Scheduler:
             if prompt.num_alternatives:
                 # The batch's first prompt with alternatives gets at least one chunk. Otherwise a
                 # prompt with very many alternatives would never be prefilled.
-                least = self.chunk if alternatives_left == _MAX_ALTERNATIVES else 0
-                count = min(count, max(alternatives_left // prompt.num_alternatives, least))
+                min_tokens = self.chunk if alternatives_left == _MAX_ALTERNATIVES else 0
+                count = min(count, max(alternatives_left // prompt.num_alternatives, min_tokens))
             if count < remaining:
                 count -= count % self.chunk
             if count > 0:

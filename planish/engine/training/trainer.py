@@ -83,11 +83,11 @@ class TrainerSettings:
         # Two residual states and the log-sum-exp of the attention are float32. The other tensors
         # have the dtype of the matmuls: the outputs of both norms, q and k after RoPE, v, the
         # attention output, the MLP's gate, up and SwiGLU outputs, and the LoRA hidden states.
-        wide = 4 * (2 * config.hidden_size + config.num_heads)
+        float32_bytes = 4 * (2 * config.hidden_size + config.num_heads)
         narrow = 2 * config.hidden_size + 2 * queries + 2 * keys
         if config.qk_norm:
             narrow += queries + keys
-        attention = wide + itemsize * narrow
+        attention = float32_bytes + itemsize * narrow
         layers = range(config.num_layers)
         layer = attention + max(self._mlp_bytes(backend, rank, layer) for layer in layers)
         if config.delta_net is not None:

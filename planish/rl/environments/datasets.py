@@ -177,11 +177,11 @@ class GroupSequence:
         groups = []
         for position in positions:
             index, offset = divmod(position, self._size)
-            made = index, times[position]
-            if made not in batches:
-                batches[made] = self._batch(index)
+            key = index, times[position]
+            if key not in batches:
+                batches[key] = self._batch(index)
             times[position] += 1
-            groups.append(batches[made][offset])
+            groups.append(batches[key][offset])
         return groups
 
     def _batch(self, index: int) -> Sequence[EnvGroupBuilder]:

@@ -134,8 +134,8 @@ class GroupRun:
     def _policy(self, index: int, attempt: int) -> TokenCompleter:
         if self.seed is None:
             return self.policy
-        place = (index, attempt) if attempt else (index,)
-        return self.policy.seeded(derived_seed(self.seed, *place))
+        seed_key = (index, attempt) if attempt else (index,)
+        return self.policy.seeded(derived_seed(self.seed, *seed_key))
 
     async def _make_envs(self) -> Sequence[Env]:
         """Return new environments. Raise UserError if their number differs from the first call."""
