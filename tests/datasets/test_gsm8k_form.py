@@ -70,7 +70,7 @@ def test_a_row_that_does_not_fit_is_named(tmp_path, content, message):
 def test_missing_datasets_are_rejected_with_a_remedy(tmp_path):
     with pytest.raises(UserError, match="no such file or directory"):
         load_rows("../does-not-exist", "train")
-    with pytest.raises(UserError, match=r"there is no test\.jsonl"):
+    with pytest.raises(UserError, match=r"has no test\.jsonl"):
         load_rows(str(tmp_path), "test")
     path = write(tmp_path / "own.jsonl", {"question": "2+2?", "answer": "4"})
     with pytest.raises(UserError, match="eval_problems=0"):

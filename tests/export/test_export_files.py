@@ -269,7 +269,7 @@ def test_what_is_there_stays_unless_it_is_an_export(tmp_path):
         with whole_directory(out, marker="made.json", overwrite=True) as aside:
             (aside / "made.json").write_text(text)
         assert (out / "made.json").read_text() == text
-    with pytest.raises(UserError, match="there already"), whole_directory(out, marker="made.json"):
+    with pytest.raises(UserError, match="exists already"), whole_directory(out, marker="made.json"):
         pytest.fail("it was begun")
     with pytest.raises(RuntimeError):
         fill_half(out)
@@ -281,8 +281,8 @@ def test_an_existing_target_is_rejected_before_any_reading(tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("years of work")
     missing = "tinker://no/weights/no"
     assert main(["export", missing, str(tmp_path), "--data-dir", str(tmp_path / "data")]) == 1
-    assert "there already" in capsys.readouterr().err
-    with pytest.raises(UserError, match="there already"):
+    assert "exists already" in capsys.readouterr().err
+    with pytest.raises(UserError, match="exists already"):
         weights.build_hf_model(adapter_path=tmp_path / "no", output_path=tmp_path)
 
 
