@@ -92,12 +92,68 @@ _HEAD_ROWS = (256, 2048)
 
 
 class TorchBackend:
-    """The reference implementation of `Backend`."""
+    """The operations of one base model on one device, in one dtype, computed by torch.
+
+    The compiled backends inherit from this class. All tensors are on `device`. Methods whose names
+    end in `_` change an argument in place.
+    """
+
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    """The dtype of weights and matmuls."""
+    tiling: RowTiling | None
+    """The row counts that make torch's matmuls batch-invariant. None: these matmuls may depend on
+    the batch.
+    """
+    families: frozenset[str]
+    """The families of compiled kernels in use."""
+    packs_layer_adapters: bool
+    """Whether a compiled kernel applies the adapters of the layers."""
+    packs_head_adapters: bool
+    """Whether a compiled kernel applies the adapters of the head."""
+    has_attention: bool
+    """Whether sampler and trainer use the C++ attention kernel.
+
+    The flag is False for the backends of torch and Triton.
+    """
+    logits_dtype: torch.dtype
+    """The dtype in which logits are computed, and stored for the backward pass."""
+    kv_dtype: torch.dtype
+    """The dtype of stored keys and values."""
+    logits_are_exact: bool
+    """Whether the sampler may return the logits of `base_logits` as they are.
+
+    This is the case on a GPU without batch invariance, where logits are computed in float32.
+    Otherwise the sampler recomputes the logit of each sampled token with `token_logits`.
+    """
+    joins_weights: bool
+    """Whether `pack` needs the weights of several linears as adjacent views of one tensor."""
+    weight_copies: int
+    """The number of copies of the weights in memory.
+
+    With 16-bit weights on a CPU there are three: the memory-mapped file, the weights packed for the
+    forward pass, and the weights packed for the backward pass.
+    """
+    uses_main_memory: bool
+    """Whether tensors are in main memory, which is the case on a CPU.
+
+    The operating system provides a page of main memory only when the page is first used. So on a
+    CPU the KV slot of a sample grows with the sample, and a sample that ends early uses little
+    memory. By default, each memory limit has a fixed maximum on a CPU. On a GPU the limits are
+    shares of the free memory.
+    """
+    workspace_bytes: int
+    """The memory of a decoding step in addition to its activations and logits."""
+    head_rows: int
+    """The number of rows whose logits the trainer computes at a time.
+
+    If the backward pass recomputes the logits, only the logits of these rows are in memory.
+    """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
-        self.families: frozenset[str] = frozenset()
-        """The families of compiled kernels in use."""
+        self.families = frozenset()
         self.packs_layer_adapters = self.packs_head_adapters = self.has_attention = False
         self.make_batch_invariant(None)
         on_gpu = self.joins_weights = Device(device).is_gpu
@@ -115,17 +171,23 @@ class TorchBackend:
 
     @property
     def name(self) -> str:
-        """The kernels: "torch"."""
+        """The kernels, such as "C++ kernels (AVX512_BF16)" or "torch"."""
         return "torch"
 
     @property
     def replaced_families(self) -> frozenset[str]:
-        """An empty set, because this backend never uses compiled kernels."""
+        """The families of compiled kernels that torch replaces for this model.
+
+        It is empty here, because this class uses no compiled kernels of its own.
+        """
         return frozenset()
 
     @property
     def is_compiled(self) -> bool:
-        """False, because this backend never uses compiled kernels."""
+        """Whether C++ kernels compute all matmuls and the attention.
+
+        These kernels are batch-invariant: they add in the same order for every batch.
+        """
         return False
 
     def use_kernels(self, kernels: Any, families: Collection[str]) -> None:
@@ -147,7 +209,10 @@ class TorchBackend:
     # Matmuls with frozen weights
 
     def packs(self, fan_out: int, fan_in: int) -> bool:
-        """Return False, because torch computes the matmuls."""
+        """Return whether a compiled kernel multiplies by weights [fan_out, fan_in].
+
+        Here it is False, because torch computes the matmuls.
+        """
         return False
 
     def pack(
@@ -159,7 +224,9 @@ class TorchBackend:
     ) -> PackedLinear:
         """Join linears that read the same input, and return them as one packed linear.
 
-        On a CPU, bf16 weights are packed for oneDNN.
+        `weights`: [out_i, in] each. `biases`: one bias per weight, or None for every weight.
+        `keep_unpacked`: whether to keep unpacked float32 weights, so that `PackedLinear.weight`
+        works. On a CPU, torch packs bf16 weights for oneDNN.
         """
         return PackedLinear(
             weights,
@@ -178,16 +245,20 @@ class TorchBackend:
     def pack_quantized(
         self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], scheme: str
     ) -> PackedLinear:
-        """Quantize linears that read the same input, and return them as one."""
+        """Quantize linears that read the same input, and return them as one packed linear.
+
+        `weights`, `biases`: as in `pack`. `scheme`: a name in weight_sizes.SCHEMES.
+        """
         return self.pack_codes([quantize(weight, scheme) for weight in weights], biases)
 
     def pack_codes(
         self, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
     ) -> PackedLinear:
-        """Return linears that read the same input, with quantized weights, as one.
+        """Return linears that read the same input, with quantized weights, as one packed linear.
 
-        No kernel of a CPU reads fp8. So fp8 weights are packed in the model's dtype there, and only
-        the memory-mapped codes are kept beside the packed weights.
+        `weights`: [out_i, in] each, all of the same scheme. `biases`: as in `pack`. No kernel of a
+        CPU reads fp8. So fp8 weights are packed in the model's dtype there, and only the
+        memory-mapped codes are kept beside the packed weights.
         """
         if isinstance(weights[0], Fp8Weight) and self.uses_main_memory:
 
@@ -204,7 +275,12 @@ class TorchBackend:
         return None
 
     def matmul(self, x: Tensor, linear: PackedLinear, *, training: bool = False) -> Tensor:
-        """Return x @ weights.T plus the bias: [T, out]; rows are padded for batch invariance."""
+        """Return x @ weights.T plus the bias: [T, out], without gradients.
+
+        `x`: [T, in]. `training`: the rows are a micro-batch of the trainer. Such a matmul never
+        uses fixed tiles, because they would be too slow for its many rows. The rows are padded for
+        batch invariance.
+        """
         rows = _ANY_ROWS if linear.is_batch_invariant else self._tiling(training)
         return rows.run(linear.matmul, x)
 
@@ -213,7 +289,7 @@ class TorchBackend:
         return _ANY_ROWS if training and self._rows.tile else self._rows
 
     def matmul_backward(self, grad: Tensor, linear: PackedLinear) -> Tensor:
-        """Return grad @ weights, the gradient of the input: [T, in]."""
+        """Return grad @ weights, the gradient of the input: [T, in]. `grad`: [T, out]."""
         return linear.matmul_backward(grad)
 
     # LoRA
@@ -221,21 +297,34 @@ class TorchBackend:
     def pack_adapter(
         self, targets: Sequence[LoraMatrices | None], *, is_head: bool = False
     ) -> PackedAdapter | None:
-        """Return None, because torch multiplies by the unpacked matrices."""
+        """Return the matrices of all target modules, packed for the backend's kernel.
+
+        Return None if torch computes all of them. `is_head`: the target is the head, not a layer.
+        Here it is None, because torch multiplies by the unpacked matrices.
+        """
         return None
 
     def packed_adapter_sizes(self, layout: LoraLayout) -> tuple[int, int]:
-        """Return (0, 0), because torch does not pack adapters."""
+        """Return the number of elements of the packed copies of an adapter: (forward, backward).
+
+        Here both are 0, because torch does not pack adapters.
+        """
         return 0, 0
 
     def can_stack(self, rank: int) -> bool:
-        """Return whether stacking adapters of this rank keeps the required batch invariance."""
+        """Return whether torch may apply several adapters of this rank with one batched matmul.
+
+        Stacking must keep the required batch invariance.
+        """
         if self.config.num_experts:
             return False  # Adapters of experts are applied expert by expert.
         return self.tiling is None or self.tiling.stacks(rank)
 
     def adapter_batch(self, adapters: Sequence[AdapterRows | StackRows]) -> AdapterBatch:
-        """Return adapters that torch applies to one range of rows after another."""
+        """Return an `AdapterBatch` of these adapters, each with the rows that it applies to.
+
+        Torch applies them to one range of rows after another.
+        """
         return _TorchAdapters(self, adapters)
 
     def add_lora_(
@@ -247,8 +336,9 @@ class TorchBackend:
         *,
         training: bool = True,
     ) -> Tensor:
-        """Add the LoRA outputs of one adapter to `out`; return the LoRA hidden states [T, n * r].
+        """Add the LoRA outputs of one adapter for all rows to `out` [T, sum(sizes)].
 
+        Return the LoRA hidden states [T, n * r], which `lora_backward_` needs. `x`: [T, in].
         `training`: whether the rows are a micro-batch of the trainer.
         """
         if training and lora.packed is not None:
@@ -265,7 +355,11 @@ class TorchBackend:
         sizes: Sequence[int],
         lora: LoraMatrices,
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the gradients of A and of the Bs; add the gradient of the input to `grad_x`."""
+        """Return the gradients of A and of the Bs, and add the gradient of the input to `grad_x`.
+
+        `grad`: gradient of the output [T, sum(sizes)]. `x`, `lora_hidden`: input and result of
+        `add_lora_`. `grad_x`: [T, in], or None if the gradient of the input is not needed.
+        """
         if lora.packed is None or not lora.packed.has_backward:
             return lora_backward_(grad, x, lora_hidden, grad_x, sizes, lora)
         grad_hidden = lora.packed.backward_(grad, grad_x, sizes)
@@ -282,7 +376,10 @@ class TorchBackend:
         *,
         in_place: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x + residual, its RMSNorm in `dtype`, and the norm's scale per row."""
+        """Return x + residual, its RMSNorm in `dtype`, and the norm's scale per row.
+
+        `x`: float32 [..., D]. `in_place`: `x` may be overwritten with the sum.
+        """
         total = x
         if residual is not None:
             total = x.add_(residual) if in_place else x + residual
@@ -298,7 +395,12 @@ class TorchBackend:
     def rms_norm_backward(
         self, grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor, grad_total: Tensor | None
     ) -> Tensor:
-        """Return the float32 gradient of `total`: `grad_total` plus the gradient of its norm."""
+        """Return the float32 gradient of `total`, the sum that `rms_norm` normed.
+
+        `grad`: gradient of the normed output. `total`, `scale`: results of `rms_norm`.
+        `grad_total`: the gradient of `total` from other uses than the norm, such as the residual
+        connection; or None.
+        """
         weighted = grad.to(total.dtype) * weight
         inner = (
             torch.linalg.vecdot(weighted, total)
@@ -311,7 +413,11 @@ class TorchBackend:
         return found if grad_total is None else found.add_(grad_total)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
-        """Return x [T, H, E], rotated in float32 and rounded to its dtype."""
+        """Return x [T, H, E] rotated by the angles of `cos` and `sin` [T, 1, E/2].
+
+        `inverse`: rotate by the negative angles. Torch rotates in float32 and rounds to the dtype
+        of x.
+        """
         sin = -sin if inverse else sin
         first, second = x.float().chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
@@ -327,7 +433,11 @@ class TorchBackend:
         cos: Tensor,
         sin: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return q [T, Hq, E] and k [T, Hkv, E] of `qkv`, normed and rotated."""
+        """Return q [T, Hq, E] and k [T, Hkv, E] of `qkv`, normed and rotated, without gradients.
+
+        `qkv`: [T, (Hq + 2 * Hkv) * E]. `heads`: (Hq, Hkv). `norms`: weights [E] of the norms of q
+        and k, or None for models without these norms.
+        """
         q, k, _ = qkv.unflatten(-1, (-1, 2 * cos.shape[-1])).split([*heads, heads[1]], 1)
         if norms is not None:
             q, k = (
@@ -337,7 +447,7 @@ class TorchBackend:
         return self.rope(q, cos, sin), self.rope(k, cos, sin)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up: [T, I]."""
+        """Return silu(gate) * up: [T, I]. `gate_up`: [T, 2 * I]."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
@@ -349,7 +459,10 @@ class TorchBackend:
         )
 
     def geglu(self, gate_up: Tensor) -> Tensor:
-        """Return gelu(gate) * up: [T, I]."""
+        """Return gelu(gate) * up: [T, I]. `gate_up`: [T, 2 * I].
+
+        GELU is the approximation by tanh.
+        """
         gate, up = gate_up.chunk(2, -1)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
@@ -360,14 +473,21 @@ class TorchBackend:
         return torch.cat([of_gate, F.gelu(gate, approximate="tanh").mul_(grad)], -1)
 
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-        """Return (up + 1) * gate * sigmoid(alpha * gate) of the clamped numbers: [T, I]."""
+        """Return (up + 1) * gate * sigmoid(alpha * gate): [T, I].
+
+        `gate_up`: [T, 2 * I], where the columns of gate and up alternate. Before the activation,
+        the gate is clamped to at most `limit`, and up to between -limit and limit.
+        """
         gate, up = _clamped(gate_up, limit)
         return (gate * torch.sigmoid(gate * alpha)).mul_(up + 1).to(gate_up.dtype)
 
     def clamped_swiglu_backward(
         self, grad: Tensor, gate_up: Tensor, alpha: float, limit: float
     ) -> Tensor:
-        """Return the gradient of `gate_up`: [T, 2 * I]."""
+        """Return the gradient of `gate_up`: [T, 2 * I], given that of the result: [T, I].
+
+        Clamped numbers have the gradient 0.
+        """
         gate, up = _clamped(gate_up, limit)
         share, grad = torch.sigmoid(gate * alpha), grad.to(gate.dtype)
         slope = share * (1 + alpha * gate * (1 - share))
@@ -379,7 +499,10 @@ class TorchBackend:
     # Head
 
     def base_logits(self, hidden: Tensor, head: PackedLinear, *, training: bool = False) -> Tensor:
-        """Return the base model's logits [R, V] in `logits_dtype`, on a GPU in float32."""
+        """Return the logits [R, V] of the base model in `logits_dtype`. `hidden`: [R, D].
+
+        On a GPU, torch computes them in float32.
+        """
         if self.logits_dtype == self.dtype:
             return self.matmul(hidden, head, training=training)
 
@@ -391,7 +514,11 @@ class TorchBackend:
     def head_adapters(
         self, members: Sequence[HeadMember], hidden: Tensor, lora_hidden: Tensor | None = None
     ) -> HeadAdapters:
-        """Return head adapters that torch applies to one range of rows after another."""
+        """Return the head adapters of ranges of rows of `hidden` [R, D].
+
+        `lora_hidden`: the LoRA hidden states of these rows, if they are known. Torch applies the
+        adapters to one range of rows after another.
+        """
         return TorchHeadAdapters(self._rows, members, hidden, lora_hidden)
 
     def top_logits(
@@ -403,7 +530,11 @@ class TorchBackend:
         k: int,
         wide: Tensor | None = None,
     ) -> Exact:
-        """Return the k largest logits of each row, recomputed with `token_logits`."""
+        """Find the k largest `logits` of each row, and return them recomputed in float32.
+
+        `wide`: an optional float32 output [R, V]. It receives all logits, with the exact values at
+        the returned tokens.
+        """
         tokens = _top_tokens(logits, k)
         rows = torch.arange(hidden.shape[0], device=hidden.device).repeat_interleave(k)
         exact = self.token_logits(hidden, head, adapters, rows, tokens.flatten())
@@ -420,7 +551,11 @@ class TorchBackend:
         rows: Tensor,
         tokens: Tensor,
     ) -> Tensor:
-        """Return single logits [P] as sums of elementwise products in float32 or wider."""
+        """Return single logits [P] in float32 or wider.
+
+        Each logit is its own dot product, so it is bitwise independent of the other pairs. Torch
+        sums elementwise products.
+        """
         out = torch.empty(rows.shape[0], dtype=_wide_dtype(hidden), device=hidden.device)
         for part in _spans(rows.shape[0], max(1, self._gathered_entries // hidden.shape[1])):
             x, weight = hidden[rows[part]].to(out.dtype), head.weight[tokens[part]].to(out.dtype)
@@ -436,7 +571,12 @@ class TorchBackend:
         exact: Exact | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
-        """Return the log-sum-exp [R] of logits / temperature, computed a few rows at a time."""
+        """Return the log-sum-exp [R] of logits [R, V] / temperature [R], in float32 or wider.
+
+        `exact`: values that replace some of the logits. `weights`: an optional float32 output
+        [R, V], which may be `logits`. It receives exp(scaled logit - max of the row). Torch
+        computes a few rows at a time.
+        """
         if weights is not None:
             weights = weights if weights is logits else weights.copy_(logits)
             if exact is not None:
@@ -457,7 +597,12 @@ class TorchBackend:
         grads: Tensor,
         exact: Exact | None = None,
     ) -> None:
-        """Overwrite logits [R, V] with the gradient (see `Backend`), a few rows at a time."""
+        """Overwrite logits [R, V] with the gradient of the loss sum(grads * logprobs).
+
+        The logprobs are those of `targets` [P], and `grads` is [P]. The gradient is with respect to
+        logits / temperature. Pairs first[r] .. first[r + 1] - 1 belong to row r, whose log-sum-exp
+        is log_total[r]. Torch computes a few rows at a time.
+        """
         rows = torch.arange(len(logits), device=logits.device)
         row_of_pair = rows.repeat_interleave(first.diff(), output_size=len(targets))
         row_grad = log_total.new_zeros(len(logits)).index_add_(0, row_of_pair, grads)
@@ -487,24 +632,36 @@ class TorchBackend:
     # Attention
 
     def decode_pass(self, decoder: Decoder) -> ForwardPass | None:
-        """Return None: torch has no faster forward pass for decoding steps."""
+        """Return a forward pass for decoding steps that is faster than `Decoder.forward`, or None
+        if this backend has none.
+
+        The attention passed to it must come from `decode_attention`, the adapters from
+        `adapter_batch`. Torch has none.
+        """
         return None
 
     def tree_attention(self, packed: Packed) -> Attend:
-        """Return torch's attention of a micro-batch of the trainer, with gradients."""
+        """Return the attention of a micro-batch of the trainer, with gradients."""
         return ForestAttention(packed, self.device, windows=self.config.windows)
 
     def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
-        """Return torch's causal attention of prompt rows, which stores their keys and values."""
+        """Return the causal attention of prompt rows, which stores their keys and values."""
         return PrefillAttention(spans, self.config.windows)
 
     def tree_recurrence(self, packed: Packed) -> Recurrence | None:
-        """Return torch's recurrence of a micro-batch of the trainer, with gradients."""
+        """Return the recurrence of a micro-batch of the trainer, with gradients.
+
+        Return None if the model has no gated delta-net layers.
+        """
         config = self.config.delta_net
         return None if config is None else TreeRecurrence(packed, config, self.device)
 
     def sequence_recurrence(self, runs: Sequence[StateRun], rows: int) -> Recurrence | None:
-        """Return torch's recurrence of rows that continue stored states, without gradients."""
+        """Return the recurrence of batch rows that continue stored states, without gradients.
+
+        `runs`: all rows of the batch except padding. `rows`: the rows of the batch. Return None if
+        the model has no gated delta-net layers.
+        """
         config = self.config.delta_net
         return None if config is None else SequenceRecurrence(runs, rows, config, self.device)
 
@@ -515,7 +672,11 @@ class TorchBackend:
         samples: KVPools,
         row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> Attend:
-        """Return torch's attention of a decoding step with one new row per sample."""
+        """Return the attention of a decoding step with new rows for each running sample.
+
+        `rows`: the first batch row of each sample. Every sample in `samples` has one. `row_counts`:
+        the number of consecutive rows of each sample; 1 for samples that it does not contain.
+        """
         query_rows = self.tiling.query_rows if self.tiling is not None else 1
         return DecodeAttention(
             rows, prompts, samples, query_rows, self.device, self.config.windows, row_counts
@@ -531,7 +692,16 @@ class TorchBackend:
         uniforms: Tensor,
         allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Sample one token from each row: tokens, int64 [N], and log-sum-exp [N]."""
+        """Sample one token from each row, or from each row in `rows` [N].
+
+        `logits`: float32 [R, V]. `temperatures`: [N]. `uniforms`: float64 [N]. `allowed`: the
+        tokens that may be sampled, int32 [N, (V + 31) // 32], one bit per token, with bit 0 of word
+        0 first.
+
+        Return the tokens, int64 [N], and the log-sum-exp [N] of logits / temperature over the whole
+        row, including tokens that are not allowed. The token is -1 if the weight of every allowed
+        token is below MIN_WEIGHT.
+        """
         weights = logits.clone() if rows is None else logits[rows]
         normalizer = self.log_sum_exp(weights, temperatures, weights=weights)
         if allowed is None:
@@ -541,11 +711,20 @@ class TorchBackend:
         return tokens.masked_fill_(weights.amax(1) < MIN_WEIGHT, -1), normalizer
 
     def filter_(self, weights: Tensor, params: Sequence[SamplingParams]) -> None:
-        """Zero the weights [N, V] that top_k, then top_p, then min_p exclude."""
+        """Zero the weights [N, V] that top_k, then top_p, then min_p exclude.
+
+        The largest weight of each row must be 1.
+        """
         self._filter_(weights, params)
 
     def invert(self, weights: Tensor, uniforms: Tensor) -> Tensor:
-        """Sample tokens [N, K] (see `Backend.invert`). Every token is within the vocabulary."""
+        """Sample K tokens from each row of unnormalized probabilities. Return them as [N, K].
+
+        `weights`: the probabilities, float32 [N, V]. `uniforms`: uniform random numbers, float64
+        [N, K]. Each token is the first one at which the cumulative sum of the row exceeds its
+        uniform number times the row's total. The tokens of a row that is not finite are undefined.
+        Every token is within the vocabulary.
+        """
         # The tokens of a row that is not finite are undefined, but never outside the vocabulary.
         return invert(weights, uniforms).clamp_(max=weights.shape[1] - 1)
 
