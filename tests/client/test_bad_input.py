@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from short_datum import STEP, WAIT, datum, logprobs
+from variants import slow_after
 
 import planish
 from planish import (
@@ -187,7 +188,7 @@ BAD_GRADIENTS: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(
     ("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_GRADIENTS]
 )
-@pytest.mark.parametrize("client", ["training_client", "remote_training_client"])
+@pytest.mark.parametrize("client", slow_after(1, ["training_client", "remote_training_client"]))
 def test_a_step_after_a_rejected_forward_backward_is_rejected(request, client, call, message):
     """Both are submitted together, to an engine and to a server. Without the rejected part, the
     step would apply an incomplete gradient.

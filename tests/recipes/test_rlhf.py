@@ -141,6 +141,7 @@ def test_each_stage_leaves_its_files(whole):
     assert answers[0]["prompt"][0]["content"].startswith("What is ")
 
 
+@pytest.mark.slow
 def test_stages_hand_over_checkpoints(whole):
     sft = read_rows(whole / "sft" / "checkpoints.jsonl")[-1]
     config = json.loads((whole / "rl" / "config.json").read_text())
@@ -154,6 +155,7 @@ def test_stages_hand_over_checkpoints(whole):
     )
 
 
+@pytest.mark.slow
 def test_what_is_done_is_not_done_again(whole, small_model, monkeypatch, capsys):
     before = {path: path.read_bytes() for path in whole.glob("*/*.jsonl")}
 
@@ -217,6 +219,7 @@ def test_a_longer_rl_stage_is_compared_again(small_model, tmp_path):
     assert [row["step"] for row in untimed(run, "evaluation")] == [1, 2]
 
 
+@pytest.mark.slow
 def test_changed_options_of_a_finished_stage_are_rejected(whole, small_model):
     with pytest.raises(UserError, match="learning_rate was 0.01, is 0.02"):
         play(options_of(small_model, whole, sft={"learning_rate": 2e-2}), whole.parent / "data")

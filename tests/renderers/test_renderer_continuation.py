@@ -6,6 +6,7 @@ import pytest
 from family_tokenizers import family_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from variants import slow_after
 
 from planish.renderers import Message, Renderer, get_renderer
 
@@ -41,7 +42,7 @@ def canonical_answer(renderer: Renderer, messages: list[Message]) -> list[int]:
     return example.to_ints()[len(prompt(renderer, messages[:-1])) :]
 
 
-@pytest.mark.parametrize("name", RENDERERS)
+@pytest.mark.parametrize("name", slow_after(3, list(RENDERERS)))
 @settings(max_examples=30, deadline=None)
 @given(turns=TURNS)
 def test_a_continued_prompt_equals_a_rendered_one(name: str, turns: list[tuple[str, list[str]]]):

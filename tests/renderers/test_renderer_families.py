@@ -5,6 +5,7 @@ texts recorded from their oracles, targets, stability, parsing, streaming and gr
 import json
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from oracle_cases import (
     with_tools,
 )
 from streamed import streamed
+from variants import slow_after
 
 from planish.errors import UnsupportedError
 from planish.renderers import FORMATS, Renderer, get_renderer
@@ -212,15 +214,16 @@ def test_streamed_answers_equal_the_parsed_answers(name):
         assert whole.reasoning == ("I think." if name in THINKING else "")
 
 
+compiler_of = cache(llguidance.hf.from_tokenizer)
 CALLABLE = [CallableTool(one["name"], one["parameters"]) for one in TOOLS]
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
-@pytest.mark.parametrize("instead", [None, ANY_TEXT, "/[0-9]+/"])
+@pytest.mark.parametrize("instead", slow_after(2, [None, ANY_TEXT, "/[0-9]+/"]))
 def test_call_grammars_accept_the_family_own_form(name, instead):
     renderer = MADE[name]
     tokenizer: Any = renderer.tokenizer
-    compiler = llguidance.hf.from_tokenizer(tokenizer)
+    compiler = compiler_of(tokenizer)
     rules = calls_rules(renderer, CALLABLE, instead=instead)
     grammar = message_grammar(renderer, rules)
     assert llguidance.LLMatcher.validate_grammar(grammar, compiler) == ""

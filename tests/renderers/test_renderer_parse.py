@@ -210,6 +210,7 @@ objects = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(text=words)
 def test_rendered_answers_are_parsed_back(renderers, text):
@@ -254,6 +255,7 @@ def test_rendered_reasoning_and_tool_calls_are_parsed_back(thought, text, argume
     assert QWEN3.parse_response(example[len(prompt) :]).message == messages[-1]
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(tokens=st.lists(st.integers(0, 519), max_size=60))
 def test_parsing_any_tokens_never_raises(renderers, tokens):

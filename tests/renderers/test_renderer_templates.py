@@ -95,7 +95,11 @@ text = st.text(alphabet=st.sampled_from("ab1 \n\t.:é東🙂<|>"), max_size=30).
 answer = st.text(alphabet=st.sampled_from("ab1 \n.:é東🙂"), max_size=30).map(str.lstrip)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case))
+@pytest.mark.parametrize(
+    "case",
+    [*CASES[:5], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[5:])],
+    ids="-".join,
+)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(system=st.none() | text, rounds=st.lists(st.tuples(text, answer), min_size=1, max_size=4))
 def test_any_conversation_equals_the_template(case, system, rounds):

@@ -7,6 +7,7 @@ from family_tokenizers import QWEN_WORDS, SPECIAL, family_tokenizer, word_tokeni
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers
+from variants import slow_after
 
 from planish.renderers import Renderer, get_renderer
 from planish.renderers.codec import Codec, Control
@@ -46,7 +47,7 @@ def test_the_tokenizer_alone_would_parse_control_tokens_in_text(family):
         assert guarded_ids(tokenizer) & set(ids)
 
 
-@pytest.mark.parametrize("family", list(SPECIAL))
+@pytest.mark.parametrize("family", slow_after(4, list(SPECIAL)))
 @settings(max_examples=150, deadline=None)
 @given(text=attack)
 def test_text_never_becomes_a_control_token_and_is_complete(family, text):
