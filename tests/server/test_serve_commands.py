@@ -204,7 +204,7 @@ def test_a_run_directory_given_as_an_id_is_explained(
         json.dumps({"name": "final", "batch": 1, "state_path": path}) + "\n"
     )
     assert main([*words, str(tmp_path), *local.options]) == 1
-    assert f"that of its newest checkpoint is {run_of(path)}" in capsys.readouterr().err
+    assert f"its newest checkpoint has the id {run_of(path)}" in capsys.readouterr().err
 
 
 def test_publishing_is_rejected_without_a_server(local: Place, capsys):
