@@ -448,7 +448,10 @@ class Samplers:
 
     async def _run(self, sampler: Sampler, request: QueuedRequest) -> None:
         try:
-            answer = await self._answer(sampler, request)
+            # The request gives its turn back before it waits for the disk.
+            answer = await self._services.request_log.disk_faults.outlasted(
+                lambda: self._answer(sampler, request), sampler.id
+            )
         except EngineClosedError:
             return
         except Exception as error:

@@ -189,6 +189,7 @@ class Server:
         snapshots of the models, and close. All other requests stay in the journal.
         """
         self._is_open = False
+        self.request_log.disk_faults.stop()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)

@@ -30,7 +30,7 @@ from planish.server.durable.journal import (
     is_as_written,
     operation_of,
 )
-from planish.server.durable.retries import retried
+from planish.server.durable.retries import DiskFaults, retried
 from planish.server.durable.store import BODIES, DATABASE, Store, Transaction, crash_point
 from planish.server.metrics import Counters
 from planish.server.results import (
@@ -137,6 +137,7 @@ class RequestLog:
     _counters: Counters
     _crash_guard: CrashGuard
     failed: FailedRequests
+    disk_faults: DiskFaults = field(default_factory=DiskFaults)
     operation_bytes: int = 0
     """The size of the journaled bodies of all requests whose decoded operation is in memory."""
     recent_bytes: int = 0
@@ -244,11 +245,17 @@ class RequestLog:
         return request
 
     async def operation(self, request: QueuedRequest) -> Operation[Any]:
-        """Return the operation of a request, from memory or from the journal."""
+        """Return the operation of a request, from memory or from the journal. If the disk fails,
+        wait until it works.
+        """
         if request.operation is not None:
             return request.operation
-        async with self._crash_guard.reading(request.id):
-            return await retried(lambda: self.journaled_operation(request.row), request.id)
+
+        async def read() -> Operation[Any]:
+            async with self._crash_guard.reading(request.id):
+                return await retried(lambda: self.journaled_operation(request.row), request.id)
+
+        return await self.disk_faults.outlasted(read, request.row.owner)
 
     async def journaled_operation(self, row: RequestRow) -> Operation[Any]:
         """Read the operation of a row from the journal. Raise DamagedFileError if the stored body
@@ -381,7 +388,8 @@ class RequestLog:
     def check_disk(self, size: int) -> None:
         """Raise Unavailable if the disk has no space for `size` bytes, or refuses writes."""
         is_full = self.disk_is_full(size)
-        if is_full and not self._was_full and not self._store.is_refused:
+        is_reported = self._store.is_refused or self.disk_faults.are_widespread
+        if is_full and not self._was_full and not is_reported:
             free, directory = self._store.free_bytes(), self._store.directory
             _log.error(
                 "no new work is accepted until there is space: %s bytes are free in %s%s, and the "
@@ -394,17 +402,18 @@ class RequestLog:
         self._was_full = is_full
         if is_full:
             raise Unavailable(
-                "the server's disk is full or cannot be written to. Until that ends, the server "
+                "the server's disk is full or broken. Until that ends, the server "
                 "accepts no new work; it keeps the requests that it has accepted",
                 _RETRY_SECONDS,
             )
 
     def disk_is_full(self, size: int = 0) -> bool:
         """Return whether a request of `size` bytes must be rejected, because the disk is full or
-        refuses writes. This reads the disk.
+        broken. This reads the disk.
         """
         return (
             self._store.is_refused
+            or self.disk_faults.are_widespread
             or self._store.free_bytes() < self._settings.min_free_disk_bytes + size
         )
 

@@ -1,11 +1,22 @@
-"""Repeats work that a fault of the disk interrupted, so that a short fault fails no request."""
+"""Repeats work that a fault of the disk interrupted, so that such a fault fails no accepted request.
+
+`retried` covers short faults: it repeats a single read or load for about 4 seconds. Beyond that,
+`DiskFaults.outlasted` repeats the work of one model or sampler until the disk works again. Only
+errors that another disk, more space or more open files would prevent are repeated for that long.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
-from collections.abc import Awaitable, Callable
+import sqlite3
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from typing import TypeVar
+
+from planish.errors import EngineClosedError
 
 R = TypeVar("R")
 
@@ -13,6 +24,19 @@ _log = logging.getLogger(__name__)
 
 _PAUSES = (0.2, 0.5, 1.0, 2.0)
 """The pauses between the attempts, in seconds."""
+_LONG_PAUSES = (5.0, 10.0, 20.0, 40.0, 60.0)
+"""The pauses while a fault lasts, in seconds. The last one repeats."""
+_LASTING = {
+    *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENODEV, errno.ENXIO),
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE),
+}
+_LASTING_SQLITE = {
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_BUSY,
+}
 
 
 async def retried(work: Callable[[], Awaitable[R]], name: str) -> R:
@@ -30,15 +54,82 @@ async def retried(work: Callable[[], Awaitable[R]], name: str) -> R:
     return await work()
 
 
+class DiskFaults:
+    """The models and samplers whose work waits until the disk works again."""
+
+    def __init__(self) -> None:
+        self._waiting: Counter[str] = Counter()
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Let `outlasted` wait no longer, because the server stops."""
+        self._stopping.set()
+
+    @property
+    def are_widespread(self) -> bool:
+        """Whether several models or samplers wait. If only one waits, a single file may be
+        unreadable, and all other work can continue.
+        """
+        return len(self._waiting) > 1
+
+    async def outlasted(self, work: Callable[[], Awaitable[R]], owner: str) -> R:
+        """Return the result of `work()`. While a lasting fault of the disk interrupts it, call it
+        again after growing pauses. `owner` is the model or the sampler that needs the result. Raise
+        EngineClosedError if the server stops meanwhile; the next start runs the work again.
+        """
+        attempts = 0
+        try:
+            while True:
+                try:
+                    return await work()
+                except Exception as error:
+                    if not is_lasting(error):
+                        raise
+                    if not attempts:
+                        self._waiting[owner] += 1
+                    pause = _LONG_PAUSES[min(attempts, len(_LONG_PAUSES) - 1)]
+                    attempts += 1
+                    _log.error(
+                        "%s waits for the disk, and its requests stay in the journal. Next attempt "
+                        "in %g s: %s",
+                        owner,
+                        pause,
+                        error,
+                    )
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), pause)
+                    raise EngineClosedError("the server is stopping")
+        finally:
+            if attempts:
+                self._waiting[owner] -= 1
+                self._waiting += Counter()  # drops the zeros
+
+
+def is_lasting(error: BaseException) -> bool:
+    """Return whether a broken or full disk, or a lack of open files, caused an error."""
+    for cause in _causes(error):
+        if isinstance(cause, OSError) and cause.errno in _LASTING:
+            return True
+        if isinstance(cause, sqlite3.OperationalError):
+            # The low byte of an extended code is the primary code.
+            return getattr(cause, "sqlite_errorcode", 0) & 0xFF in _LASTING_SQLITE
+    return False
+
+
 def is_disk_fault(error: BaseException) -> bool:
     """Return whether a failed file call caused an error. A missing file is not a fault of the disk,
     because another attempt would not find the file either.
     """
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in _causes(error):
         if isinstance(cause, FileNotFoundError):
             return False
         if isinstance(cause, OSError):
             return True
-        cause = cause.__cause__
     return False
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__

@@ -135,6 +135,7 @@ class Model:
 
     async def _work(self) -> None:
         try:
+            await self._services.request_log.disk_faults.outlasted(self._load_once, self.id)
             async with self._services.adapter_cache.pinned(self):
                 await self._run_queue()
         except EngineClosedError:
@@ -166,7 +167,11 @@ class Model:
         await self.in_flight.drained()
         if self.adapter.lost_work and not self._services.store.is_refused:
             await self._free()
-            await self._restore()
+            await self._services.request_log.disk_faults.outlasted(self._restore, self.id)
+
+    async def _load_once(self) -> None:
+        async with self._services.adapter_cache.pinned(self):
+            pass
 
     async def _run(self, item: QueueItem) -> None:
         """Run one item of the queue. If a request raises an error, answer it with this error, then
