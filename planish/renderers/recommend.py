@@ -60,6 +60,9 @@ FAMILIES: tuple[tuple[str, str], ...] = (
 )
 """Model names without their organisation, in lower case, and their renderers."""
 
+_FP8 = re.compile(r"-fp8(-dynamic|-block)?$")
+"""How the names of fp8 checkpoints end. They have the renderers of the original models."""
+
 ARCHITECTURES = (
     "llama",
     "mistral",
@@ -67,6 +70,11 @@ ARCHITECTURES = (
     "mistral3",
     "qwen2",
     "qwen3",
+    "qwen3_moe",
+    "qwen3_5",
+    "qwen3_5_text",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
     "smollm3",
     "gemma3",
     "gemma3_text",
@@ -87,7 +95,7 @@ def recommended_renderer_name(model_name_or_path: str | Path) -> str:
     if path.is_dir():
         return _of_directory(path)
     name = str(model_name_or_path)
-    family = name.rstrip("/").rpartition("/")[2].lower()
+    family = _FP8.sub("", name.rstrip("/").rpartition("/")[2].lower())
     for pattern, renderer in FAMILIES:
         if re.fullmatch(pattern, family):
             return renderer

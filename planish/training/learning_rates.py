@@ -79,7 +79,7 @@ HIDDEN_SIZES = {
 """Maps each family to its models (names without organisation and variant) and their hidden sizes.
 The sizes are from each model's config.json.
 """
-VARIANT = re.compile(r"(-instruct|-base)?(-2507)?")
+VARIANT = re.compile(r"(-instruct|-base)?(-2507)?(-fp8(-dynamic|-block)?)?")
 
 
 def get_lr(model_name: str, is_lora: bool = True) -> float:

@@ -179,6 +179,24 @@ def test_only_the_mapped_codes_are_kept_beside_packed_weights(tmp_path, caplog):
         assert not layer.qkv._kept
 
 
+def test_the_text_model_of_a_multimodal_fp8_checkpoint_is_loaded(tmp_path):
+    """Ministral 3 is published in this form."""
+    text, _ = fp8_and_dequantized(tmp_path, "ministral", "ministral3")
+    expected = load_weights(text, ModelConfig.from_directory(text))
+    fields = json.loads((text / "config.json").read_text())
+    outer = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"]}
+    outer |= {"quantization_config": fields.pop("quantization_config"), "text_config": fields}
+    outer["tie_word_embeddings"] = fields["tie_word_embeddings"]
+    (text / "config.json").write_text(json.dumps(outer))
+    tensors = load_file(text / "model.safetensors")
+    save_weights(text, {f"language_model.{name}": x for name, x in tensors.items()})
+    config = ModelConfig.from_directory(text)
+    assert config.fp8 is not None
+    found = load_weights(text, config)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(x.float(), expected[name].float()) for name, x in found.items())
+
+
 @pytest.mark.parametrize("scheme", ["int8", "nf4"])
 def test_an_fp8_checkpoint_can_be_quantized(tmp_path, scheme):
     packed, wide = fp8_and_dequantized(tmp_path, "qwen", intermediate=128)

@@ -20,20 +20,24 @@ from planish.model.quantization import (
 FAN_IN = 192
 
 
-def weights_of(scheme: str, sizes: list[int], dtype: torch.dtype) -> list[QuantizedWeight]:
+def weights_of(
+    scheme: str, sizes: list[int], dtype: torch.dtype, device: torch.device
+) -> list[QuantizedWeight]:
     generator = torch.Generator().manual_seed(0)
     found: list[QuantizedWeight] = []
     for size in sizes:
-        weight = torch.randn(size, FAN_IN, generator=generator).to(dtype)
+        weight = torch.randn(size, FAN_IN, generator=generator).to(device, dtype)
         if scheme.startswith("fp8"):
             codes = (weight.float() * 60).to(torch.float8_e4m3fn)
             grids = {"fp8 blocks": (-(-size // 128), 2), "fp8 channels": (size, 1), "fp8": (1, 1)}
-            scales = torch.rand(grids[scheme], generator=generator) / 60
+            scales = torch.rand(grids[scheme], generator=generator).to(device) / 60
             found.append(Fp8Weight.from_stored(codes, scales, (128, 128)))
         elif scheme == "mxfp4":
             codes = torch.randint(256, (size, FAN_IN // 2), generator=generator)
             exponents = torch.randint(120, 128, (size, FAN_IN // 32), generator=generator)
-            found.append(Mxfp4Weight(codes.to(torch.uint8), exponents.to(torch.uint8)))
+            found.append(
+                Mxfp4Weight(codes.to(device, torch.uint8), exponents.to(device, torch.uint8))
+            )
         else:
             found.append(quantize(weight, scheme))
     return found
@@ -41,14 +45,16 @@ def weights_of(scheme: str, sizes: list[int], dtype: torch.dtype) -> list[Quanti
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", ["int8", "nf4", "mxfp4", "fp8", "fp8 channels", "fp8 blocks"])
-def test_matmuls_equal_those_of_the_dequantized_weights(scheme: str, dtype: torch.dtype):
+def test_matmuls_equal_those_of_the_dequantized_weights(
+    scheme: str, dtype: torch.dtype, device: torch.device
+):
     sizes = [40, 150]
-    weights = weights_of(scheme, sizes, dtype)
+    weights = weights_of(scheme, sizes, dtype, device)
     assert supports(weights)
     dense, codes = dequantized(weights, dtype), QuantizedCodes(weights, dtype)
-    bias = torch.randn(sum(sizes)).to(dtype)
+    bias = torch.randn(sum(sizes)).to(device, dtype)
     for rows, own in ((1, None), (3, bias), (37, None)):
-        x = torch.randn(rows, FAN_IN).to(dtype)
+        x = torch.randn(rows, FAN_IN).to(device, dtype)
         found = codes.matmul(x, own)
         expected = F.linear(x.double(), dense.double(), None if own is None else own.double())
         tolerance = 1e-4 if dtype == torch.float32 else 0.01
@@ -58,29 +64,32 @@ def test_matmuls_equal_those_of_the_dequantized_weights(scheme: str, dtype: torc
 
 
 @pytest.mark.parametrize("scheme", ["int8", "nf4", "mxfp4", "fp8 blocks"])
-def test_a_tile_has_the_bits_of_the_dequantized_weight(scheme: str):
+def test_a_tile_has_the_bits_of_the_dequantized_weight(scheme: str, device: torch.device):
     """A one-hot input selects a column of the weight, without rounding."""
-    weights = weights_of(scheme, [40], torch.bfloat16)
+    weights = weights_of(scheme, [40], torch.bfloat16, device)
     dense, codes = dequantized(weights, torch.bfloat16), QuantizedCodes(weights, torch.bfloat16)
     for first in range(0, FAN_IN, MAX_ROWS):
-        x = torch.eye(FAN_IN, dtype=torch.bfloat16)[first : first + MAX_ROWS]
+        x = torch.eye(FAN_IN, dtype=torch.bfloat16, device=device)[first : first + MAX_ROWS]
         assert torch.equal(codes.matmul(x, None).t(), dense[:, first : first + MAX_ROWS])
 
 
-def test_every_code_of_fp8_is_decoded():
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+def test_every_code_of_fp8_is_decoded(device: torch.device):
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     weight = Fp8Weight.from_stored(codes[:, None], torch.ones(()), None)
-    found = QuantizedCodes([weight], torch.float32).matmul(torch.ones(1, 1), None)[0]
+    found = QuantizedCodes([weight], torch.float32).matmul(torch.ones(1, 1, device=device), None)[0]
     expected = codes.float()
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
-def test_torch_computes_many_rows_and_gradients(monkeypatch: pytest.MonkeyPatch):
-    weights = weights_of("int8", [40, 150], torch.float32)
+def test_torch_computes_many_rows_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+):
+    weights = weights_of("int8", [40, 150], torch.float32, device)
     dense, codes = dequantized(weights, torch.float32), QuantizedCodes(weights, torch.float32)
     monkeypatch.setattr(quantized_kernels, "_matmul", None)
-    x, grad = torch.randn(MAX_ROWS + 1, FAN_IN), torch.randn(2, 190)
+    x = torch.randn(MAX_ROWS + 1, FAN_IN, device=device)
+    grad = torch.randn(2, 190, device=device)
     assert torch.equal(codes.matmul(x, None), F.linear(x, dense))
     assert torch.equal(codes.matmul_backward(grad), grad @ dense)
 

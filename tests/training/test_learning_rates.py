@@ -88,3 +88,8 @@ def test_a_multimodal_directory_without_a_text_config_is_an_error(tmp_path, text
     )
     with pytest.raises(UserError, match="text_config.*learning_rate="):
         get_lr(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B-FP8", "RedHatAI/Qwen3-8B-FP8-dynamic"])
+def test_an_fp8_checkpoint_has_the_rate_of_its_model(name):
+    assert get_lr(name) == get_lr("Qwen/Qwen3-8B")
