@@ -286,6 +286,7 @@ def test_each_data_set_is_taught_by_its_own_teacher(client, models, prompts, tmp
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_as_teacher_is_pinned_when_the_run_begins(client, models, prompts, tmp_path):
     builder = builder_of(models, prompts, models[1])
     teacher = asyncio.run(main(config_of(models, builder, tmp_path / "teacher"), client))

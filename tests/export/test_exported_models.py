@@ -24,6 +24,7 @@ from transformers import (
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
 )
+from variants import slow_after
 
 from planish import ModelInput, ServiceClient
 from planish.export import weights
@@ -68,7 +69,7 @@ def name_of(parts) -> str:
     return "+".join(name for name, is_trained in parts.items() if is_trained)
 
 
-@pytest.mark.parametrize("parts", PARTS, ids=name_of)
+@pytest.mark.parametrize("parts", slow_after(2, PARTS), ids=name_of)
 @pytest.mark.parametrize(
     "tied",
     [pytest.param(True, id="tied"), pytest.param(False, id="untied", marks=pytest.mark.slow)],

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from backends import backend_of, torch_backend
 from torch import Tensor
+from variants import slow_after
 
 from planish.model.head import scored_logprobs
 from planish.model.kernels.cpp import ops
@@ -200,7 +201,7 @@ def panels(weight: Tensor) -> PanelWeight:
         (40, 101, 2050),
     ],
 )
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("biased", slow_after(1, [True, False]))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matmuls_equal_float64(rows, fan_out, fan_in, biased, dtype):
     """The terms cancel, so a missing or repeated term changes the result."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from variants import slow_after
 
 from planish.model.kernels.cpp.matmul import PanelWeight, WeightArena
 from planish.model.kernels.cpp.quantized_matmul import QuantizedPanels, supports_quantized
@@ -20,7 +21,7 @@ def dtype(request):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(
     ("sizes", "fan_in"),
-    [((16,), 64), ((96, 48, 32), 128), ((80, 80), 2112), ((2240,), 192)],
+    slow_after(2, [((16,), 64), ((96, 48, 32), 128), ((80, 80), 2112), ((2240,), 192)]),
     ids=str,
 )
 def test_forward_and_backward_equal_those_of_the_dequantized_weights(sizes, fan_in, scheme, dtype):

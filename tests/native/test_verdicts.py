@@ -75,6 +75,7 @@ def _write_often(path: Path, count: int) -> None:
         write_verdicts(path, VERDICTS)
 
 
+@pytest.mark.slow
 def test_a_reader_never_sees_a_partial_file(tmp_path: Path) -> None:
     path = tmp_path / "verdicts.json"
     write_verdicts(path, VERDICTS)

@@ -7,6 +7,7 @@ import json
 
 import pytest
 from metric_tables import definition_of
+from variants import slow_after
 
 from planish import ServiceClient
 from planish.errors import DamagedFileError, UserError
@@ -120,7 +121,7 @@ def test_a_preference_model_is_trained_calibrated_and_loaded(
     assert found == pytest.approx({name: description.test[name] for name in found}, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_after(1, list(KINDS)))
 def test_a_finished_run_is_unchanged_and_an_uncalibrated_one_calibrated(
     client, models, many_pairs, tmp_path, kind, monkeypatch
 ):

@@ -108,6 +108,7 @@ def test_more_runs_than_named_colors_have_colors_of_their_own(tmp_path):
     assert len({trace["line"]["color"] for trace in traces(page)}) == 12
 
 
+@pytest.mark.slow
 def test_several_runs_are_drawn_here_by_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plot_runs([write_run(tmp_path / "a", 2), write_run(tmp_path / "b", 2)])
