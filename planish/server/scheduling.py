@@ -82,18 +82,18 @@ class FairQueue:
         self._max_per_tenant = capacity if max_per_tenant is None else max_per_tenant
         self._long_capacity = capacity if long_capacity is None else long_capacity
         self._long_tokens = long_tokens
-        self._clock_now = clock
-        self._held: Counter[str] = Counter()
-        self._held_long = 0
-        self._asked: dict[str, float] = {}
+        self._clock = clock
+        self._slots: Counter[str] = Counter()
+        self._long_slots = 0
+        self._last_requests: dict[str, float] = {}
         """When each tenant sent its last request."""
         self._queues: dict[str, deque[_Waiting]] = {}
-        self._clocks: dict[str, int] = {}
-        """The virtual time of each tenant: its tokens, counted from the `_now` at which it became
-        active. A tenant without an entry starts at `_now`. If it started at 0, a tenant that was
-        absent would come before all others for a long time.
+        self._virtual_times: dict[str, int] = {}
+        """The virtual time of each tenant: the `_virtual_now` at which the tenant became active, plus
+        the tokens that it has used since. A tenant without an entry starts at `_virtual_now`. If it
+        started at 0, a tenant that was absent would come before all others for a long time.
         """
-        self._now = 0
+        self._virtual_now = 0
         """The lowest virtual time that a tenant can have. It is the virtual time that the tenant of
         the latest turn had before this turn.
         """
@@ -108,7 +108,7 @@ class FairQueue:
     @property
     def used(self) -> int:
         """The sum of the sizes of all granted turns."""
-        return self._held.total()
+        return self._slots.total()
 
     async def turn(self, tenant: str, size: int, tokens: int, ahead: int = 0) -> Turn:
         """Wait for the tenant's turn.
@@ -120,7 +120,7 @@ class FairQueue:
         size, is_long = min(size, self._capacity), tokens + ahead > self._long_tokens
         request = _Waiting(size, tokens, is_long, asyncio.get_running_loop().create_future())
         self._queues.setdefault(tenant, deque()).append(request)
-        self._asked[tenant] = self._clock_now()
+        self._last_requests[tenant] = self._clock()
         self._grant()
         try:
             await request.granted
@@ -135,25 +135,27 @@ class FairQueue:
 
     def charge(self, tenant: str, tokens: int) -> None:
         """Charge tokens that were not known when the turn was granted."""
-        self._clocks[tenant] = self._clock(tenant) + tokens
+        self._virtual_times[tenant] = self._virtual_time(tenant) + tokens
 
     def _free(self, tenant: str, request: _Waiting) -> None:
-        self._held[tenant] -= request.size
-        if not self._held[tenant]:
-            del self._held[tenant]
+        self._slots[tenant] -= request.size
+        if not self._slots[tenant]:
+            del self._slots[tenant]
         if request.is_long:
-            self._held_long -= request.size
+            self._long_slots -= request.size
         self._grant()
 
     def _grant(self) -> None:
         while (tenant := self._next()) is not None:
             request = self._queues[tenant].popleft()
-            self._held[tenant] += request.size
+            self._slots[tenant] += request.size
             if request.is_long:
-                self._held_long += request.size
-            self._now = self._clock(tenant)
-            self._clocks = {
-                name: clock for name, clock in self._clocks.items() if clock > self._now
+                self._long_slots += request.size
+            self._virtual_now = self._virtual_time(tenant)
+            self._virtual_times = {
+                name: passed
+                for name, passed in self._virtual_times.items()
+                if passed > self._virtual_now
             }
             self.charge(tenant, request.tokens)
             request.granted.set_result(None)
@@ -163,12 +165,12 @@ class FairQueue:
         now, or if the first request of the next tenant needs more slots than are free.
         """
         limit = self._capacity if self._is_alone() else self._max_per_tenant
-        for tenant in sorted(self._tenants_waiting(), key=self._clock):
-            request, held = self._queues[tenant][0], self._held[tenant]
+        for tenant in sorted(self._tenants_waiting(), key=self._virtual_time):
+            request, held = self._queues[tenant][0], self._slots[tenant]
             if (
                 request.is_long
-                and self._held_long
-                and self._held_long + request.size > self._long_capacity
+                and self._long_slots
+                and self._long_slots + request.size > self._long_capacity
             ):
                 continue
             if not held or held + request.size <= limit:
@@ -176,12 +178,14 @@ class FairQueue:
         return None
 
     def _is_alone(self) -> bool:
-        latest = self._clock_now() - _ACTIVE_SECONDS
-        self._asked = {tenant: asked for tenant, asked in self._asked.items() if asked > latest}
-        return len(self._asked) < 2
+        latest = self._clock() - _ACTIVE_SECONDS
+        self._last_requests = {
+            tenant: asked for tenant, asked in self._last_requests.items() if asked > latest
+        }
+        return len(self._last_requests) < 2
 
-    def _clock(self, tenant: str) -> int:
-        return max(self._clocks.get(tenant, 0), self._now)
+    def _virtual_time(self, tenant: str) -> int:
+        return max(self._virtual_times.get(tenant, 0), self._virtual_now)
 
     def _tenants_waiting(self) -> list[str]:
         """Return the tenants with a request that was not cancelled."""

@@ -36,20 +36,20 @@ class TooManyContainersError(ValueError):
 
 
 class TooManyItemsError(ValueError):
-    """A list of other values than numbers, or an object, has too many items."""
+    """An object, or a list that does not end with a number, has too many items."""
 
 
 @dataclass(frozen=True)
 class JsonLimits:
-    """Limits of a text. Beyond them, `parse_pieces` stops soon, and does not build the rest."""
+    """Limits of a text. `parse_pieces` stops at the first piece that exceeds one of them."""
 
     depth: int
-    """How deep objects and lists may be nested, else TooDeepError."""
+    """The maximum nesting depth of objects and lists. Above it, TooDeepError is raised."""
     containers: int
-    """The number of objects and lists, else TooManyContainersError."""
+    """The maximum number of objects and lists. Above it, TooManyContainersError is raised."""
     items: int
-    """The number of entries of an object, and of items of a list that ends with another value than
-    a number, else TooManyItemsError.
+    """The maximum number of entries of an object, and of items of a list that does not end with a
+    number. Above it, TooManyItemsError is raised.
     """
 
 
@@ -80,10 +80,10 @@ class _Cutter:
         self.stack = b""
         """The opening brackets that are not closed yet, the outermost first."""
         self.kept = 0
-        """How many brackets of the previous stack stayed open since the previous cut."""
+        """The number of brackets that were open at the previous cut and have stayed open since."""
 
     def next_cut(self) -> int | None:
-        """Return the position of the next comma to cut at; None if there is none any more."""
+        """Return the position of the next comma to cut at; None if there is none."""
         self.kept = len(self.stack)
         while self._next < len(self._text):
             begin = self._next
@@ -104,8 +104,8 @@ class _Cutter:
         return None
 
     def _outside_strings(self, begin: int, end: int) -> np.ndarray:
-        """Return which bytes are outside of strings. A quote that begins a string counts as inside,
-        one that ends a string as outside.
+        """Return which bytes are outside of strings. An opening quote counts as inside, and a
+        closing quote as outside.
         """
         block = self._bytes[begin:end]
         quotes = block == ord('"')
@@ -128,7 +128,7 @@ class _Cutter:
 
     def _track_brackets(self, block: np.ndarray, outside: np.ndarray) -> None:
         """Update `stack` and `kept` for the brackets of a block."""
-        lowered = block | 32  # maps [ to { and ] to }
+        lowered = block | 32  # This turns [ into { and ] into }, so one comparison finds both.
         opens = (lowered == ord("{")) & outside
         where = np.flatnonzero(opens | ((lowered == ord("}")) & outside))
         if not where.size:
@@ -142,7 +142,7 @@ class _Cutter:
             raise TooManyContainersError
         lowest = min(len(self.stack), int(depth.min()))
         if lowest < 0:
-            raise InvalidJsonError("a closing bracket too many")
+            raise InvalidJsonError("a closing bracket without an opening one")
         opened = [
             int(block[where[np.flatnonzero(is_open & (depth == level))[-1]]])
             for level in range(lowest + 1, int(depth[-1]) + 1)
@@ -159,7 +159,7 @@ class _PartialValue:
         self._max_items = max_items
         self._open: list[Any] = []
         """The containers that are not closed yet, the outermost first."""
-        # No text can contain this key, except by a guess of 128 random bits.
+        # The key has 128 random bits, so a text cannot contain it by accident or on purpose.
         self._mark = uuid4().hex
         self._quoted = b'"%b"' % self._mark.encode()
 
@@ -182,8 +182,8 @@ class _PartialValue:
                 del container[self._mark]
         if not before:
             self.root = parsed
-        for target, more in zip(self._open, continued, strict=True):
-            self._extend(target, more)
+        for target, continuation in zip(self._open, continued, strict=True):
+            self._extend(target, continuation)
         self._open = self._open[:kept] + opened
 
     def _parsed(self, piece: bytes, begin: int, before: bytes, after: bytes, kept: int) -> Any:
@@ -209,7 +209,10 @@ class _PartialValue:
             raise InvalidJsonError(f"{error.msg}, near byte {begin}") from None
 
     def _continuations(self, parsed: Any, before: bytes) -> list[Any]:
-        """Return the parts of `parsed` that continue the open containers, without each other."""
+        """Return the part of `parsed` that continues each open container, the outermost first.
+
+        Each part is removed from the part of the enclosing container.
+        """
         found = []
         for level in range(len(before)):
             found.append(parsed)
@@ -218,12 +221,12 @@ class _PartialValue:
         return found
 
     def _open_child(self, holder: Any, is_marked: bool) -> Any:
-        """Return the item of a container that stays open. `is_marked` says whether the container
-        ends with a mark.
+        """Return the item of `holder` that is still open at the end of the piece. `is_marked`: the
+        last item of `holder` is a mark.
         """
         if type(holder) is list:
             return holder[-2 if is_marked else -1]
-        # Usually the last value. It is another one if its key has occurred before in this object.
+        # The open item is the last value, unless its key occurred earlier in this object.
         return next(value for value in reversed(holder.values()) if self._has_mark(value))
 
     def _has_mark(self, value: Any) -> bool:
@@ -231,11 +234,11 @@ class _PartialValue:
             return bool(value) and value[-1] == self._mark
         return type(value) is dict and self._mark in value
 
-    def _extend(self, target: Any, more: Any) -> None:
+    def _extend(self, target: Any, continuation: Any) -> None:
         if type(target) is dict:
-            target.update(more)
+            target.update(continuation)
         else:
-            target.extend(more)
+            target.extend(continuation)
         if len(target) > self._max_items and (
             type(target) is dict or type(target[-1]) not in (int, float)
         ):

@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class _LookBack:
+class _EarlierRecords:
     """The records of the earlier process, read at a start."""
 
     was_stopped: bool
@@ -89,12 +89,12 @@ class CrashGuard:
         self._preparing: asyncio.Task[None] | None = None
         self._watched_until = 0.0
         self._suspects: dict[str, int] = {}
-        self._widths: dict[int, int] = {}
+        self._max_running: dict[int, int] = {}
         """The number of suspects that may run at once, for each group (number of crashes)."""
         self._abandoned: set[str] = set()
         self._active: Counter[str] = Counter()
         self._marked: set[str] = set()
-        self._level = 0
+        self._running_group = 0
         """The group of the running suspects, which all have this number of crashes. It is 0 if the
         running keys are not suspects.
         """
@@ -114,11 +114,11 @@ class CrashGuard:
         before it reads or runs any request.
         """
         try:
-            found = await self._store.write(_look_back)
+            found = await self._store.write(_count_crashes)
         except StorageError:
             return  # requests cannot be marked on a full disk either
         self._suspects, self._abandoned = found.suspects, found.abandoned
-        self._widths = {
+        self._max_running = {
             ends: max(1, n // _GROUPS) for ends, n in Counter(found.suspects.values()).items()
         }
         if found.was_stopped:
@@ -233,25 +233,27 @@ class CrashGuard:
             if not admitted.done():
                 if not self._may_run(key):
                     return
-                self._level = self._suspects.get(key, 0)
+                self._running_group = self._suspects.get(key, 0)
                 self._active[key] += 1
                 admitted.set_result(None)
             self._waiting.popleft()
 
     def _may_run(self, key: str) -> bool:
-        level = self._suspects.get(key, 0)
+        group = self._suspects.get(key, 0)
         if not self._active:
             return True
-        return level == self._level and (not level or self._active.total() < self._widths[level])
+        return group == self._running_group and (
+            not group or self._active.total() < self._max_running[group]
+        )
 
 
 # Transactions.
 
 
-def _look_back(transaction: Transaction) -> _LookBack:
+def _count_crashes(transaction: Transaction) -> _EarlierRecords:
     left = transaction.execute("DELETE FROM meta WHERE key = ?", (_RUNNING,)).rowcount
     transaction.execute("INSERT INTO meta VALUES (?, x'')", (_RUNNING,))
-    found = _LookBack(was_stopped=not left)
+    found = _EarlierRecords(was_stopped=not left)
     found.marked = [
         row[0] for row in transaction.execute("SELECT id FROM under_way WHERE is_marked")
     ]

@@ -119,15 +119,25 @@ def _norm_tile(width: int) -> tuple[int, int, int]:
 
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
-    x, more, weight, eps, total, out, scale, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    residual,
+    weight,
+    eps,
+    total,
+    out,
+    scale,
+    rows,
+    width,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     at = row.to(tl.int64)[:, None] * width + column[None, :]
     value = tl.load(x + at, mask=inside, other=0.0)
-    if more is not None:
-        value += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(total + at, value, mask=inside)
     mean = tl.div_rn(tl.sum(value * value, 1), width.to(tl.float32))
     factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
@@ -139,9 +149,9 @@ def _rms_norm(
 
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm_backward(
-    grad, x, weight, scale, more, out, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    grad, x, weight, scale, grad_total, out, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write factor * (weighted - x * factor ** 2 * mean(weighted * x)) + more to `out`.
+    """Write factor * (weighted - x * factor ** 2 * mean(weighted * x)) + grad_total to `out`.
 
     `weighted` is grad * weight, and `factor` is the norm's scale of the row.
     """
@@ -155,8 +165,8 @@ def _rms_norm_backward(
     factor = tl.load(scale + row, mask=row < rows, other=0.0)
     inner = tl.div_rn(tl.sum(weighted * value, 1), width.to(tl.float32)) * factor * factor
     found = (weighted - value * inner[:, None]) * factor[:, None]
-    if more is not None:
-        found += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+    if grad_total is not None:
+        found += tl.load(grad_total + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, found, mask=inside)
 
 

@@ -44,7 +44,7 @@ _BLOCK_IN = 128
 def _decoded_fp8(codes):
     """Return the float32 values of bytes in float8_e4m3fn.
 
-    GPUs before Ada have no instruction for this, so it is done with integers.
+    GPUs before Ada have no instruction for this conversion, so the kernel uses integer operations.
     """
     exponent, mantissa = (codes >> 3) & 15, codes & 7
     normal = ((exponent + 120) << 23 | mantissa << 20).to(tl.float32, bitcast=True)
@@ -211,7 +211,7 @@ def _matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor
     is_wide = x.dtype == torch.float32
     block_rows = 16 if rows <= 16 or is_wide else 32
     grid = (triton.cdiv(fan_out, _BLOCK_OUT), triton.cdiv(rows, block_rows))
-    # Fused products and sums round once where the reference implementation rounds twice.
+    # Disable fused multiply-add: it rounds once where the reference implementation rounds twice.
     options: dict[str, Any] = {
         "BLOCK_ROWS": block_rows,
         "BLOCK_OUT": _BLOCK_OUT,
