@@ -44,7 +44,14 @@ def weights_of(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", ["int8", "nf4", "mxfp4", "fp8", "fp8 channels", "fp8 blocks"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *("int8", "nf4", "mxfp4", "fp8 blocks"),
+        pytest.param("fp8", marks=pytest.mark.slow),
+        pytest.param("fp8 channels", marks=pytest.mark.slow),
+    ],
+)
 def test_matmuls_equal_those_of_the_dequantized_weights(
     scheme: str, dtype: torch.dtype, device: torch.device
 ):
