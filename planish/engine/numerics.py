@@ -66,8 +66,8 @@ def describe(backend: Backend, quantize: str | None = None) -> Numerics:
     # different orders.
     has_equal_order = backend.is_compiled or (tiling is not None and tiling.tile is None)
     if has_equal_order:
-        # Torch's log-sum-exp may differ in its last bit. Of several equal logits, sampler and
-        # trainer may also recompute a different one in float32.
+        # Torch's log-sum-exp may differ in its last bit. If several logits are equal, sampler
+        # and trainer may also recompute different ones of them in float32.
         expected, alarm = (0.0, 1e-6) if backend.is_compiled and not replaced else (1e-8, 1e-4)
     else:
         expected, alarm = (1e-3, 1e-2) if backend.dtype == torch.bfloat16 else (1e-8, 1e-4)

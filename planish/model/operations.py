@@ -47,7 +47,7 @@ class _AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # The first layer reads the frozen embedding, whose gradient nobody needs.
+        # The first layer reads the frozen embedding, which needs no gradient.
         needs_grad_x = ctx.needs_input_grad[1]
         grad_x = ctx.backend.matmul_backward(grad, ctx.linear) if needs_grad_x else None
         saved = ctx.saved_tensors

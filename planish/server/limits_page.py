@@ -94,12 +94,12 @@ def page() -> str:
         *_fields("", PROTOBUF_LIMITS),
         "",
         "## Requests of OpenAI clients\n",
-        "The JSON of one parameter has at most "
-        f"{MAX_OPTION_BYTES >> 10} KiB. The text of `messages`, `tools` and a prompt has at most as many",
-        "characters as the model's context can hold. A token counts as the number of characters of the",
-        f"longest token of the vocabulary, but at most {CHARACTERS_PER_TOKEN}. All prompts of a request",
-        "together have the same limit, or 8,388,608 characters if that is more. The server tokenizes",
-        f"several bodies at once, but at most {TEXT_AT_ONCE >> 20} MiB together. All other bodies wait for",
+        f"The JSON of one parameter has at most {MAX_OPTION_BYTES >> 10} KiB. The text of `messages`, `tools`",
+        "and a prompt has at most as many characters as the model's context can hold. A token counts as",
+        "the number of characters of the longest token of the vocabulary, but at most "
+        f"{CHARACTERS_PER_TOKEN}. All prompts",
+        "of a request together have the same limit, or 8,388,608 characters if that is more. The server",
+        f"tokenizes several bodies at once, but at most {TEXT_AT_ONCE >> 20} MiB together. All other bodies wait for",
         "their tenant's turn.\n",
     ]
     for path, fields in openai_fields().items():

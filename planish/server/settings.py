@@ -163,8 +163,7 @@ class ReplaySettings(_Positive):
 
 @dataclass(frozen=True)
 class ServerSettings(
-    # The fields of a dataclass begin with those of its last base class. So this list is in reverse
-    # order.
+    # In a dataclass, the fields of the last base class come first. So this list is in reverse order.
     ReplaySettings,
     DiskSettings,
     TimeSettings,

@@ -19,7 +19,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a self-test found about one family of kernels."""
+    """The result of the self-test of one family of kernels."""
 
     family: str
     """Name of the family, such as "matmul"."""

@@ -75,7 +75,7 @@ class ReplayCost:
 
 @dataclass
 class AdapterState:
-    """What the server knows of a model's adapter in memory."""
+    """The state of a model's adapter in memory."""
 
     applied: int = -1
     """The number of the last request that was run or replayed on the adapter; -1 if none was."""
