@@ -38,6 +38,10 @@ from planish.server.sessions import drop_sessions
 from planish.service import UnloadModel
 from planish.types import CheckpointPath
 
+_LONG_ABSENCE = 7 * 86400.0
+"""If a data directory was not used for longer than this, the clock may be wrong, in seconds."""
+_ABSENCE_FACTOR = 24.0
+
 _log = logging.getLogger(__name__)
 
 
@@ -212,6 +216,23 @@ class ClockWatch:
         self._clock, self._monotonic = clock, monotonic
         self._since = monotonic()
         self._offset = clock() - self._since
+        self.delay_factor = 1.0
+        """By how much `expiry_delay` is longer, because the clock may have been wrong at the start."""
+
+    def note_last_use(self, moment: float) -> None:
+        """Compare the clock with the time at which the data directory was last used. If that is
+        long ago, the server was off, or its clock is wrong. Then wait longer.
+        """
+        absence = self._clock() - moment
+        if absence > _LONG_ABSENCE:
+            self.delay_factor = _ABSENCE_FACTOR
+            _log.warning(
+                "by the system's clock, this data directory was last used %.0f days ago. If the "
+                "clock is wrong, correct it: nothing that has expired is deleted for %g times "
+                "expiry_delay",
+                absence / 86400,
+                _ABSENCE_FACTOR,
+            )
 
     def steady_seconds(self) -> float:
         """Return the seconds since the start or the last jump. A suspended machine counts as a
@@ -243,7 +264,14 @@ class Cleanup:
     @property
     def _may_expire(self) -> bool:
         """Whether the clock has run long enough without a jump to delete expired data."""
-        return self._clock.steady_seconds() >= self._services.settings.expiry_delay
+        delay = self._services.settings.expiry_delay * self._clock.delay_factor
+        return self._clock.steady_seconds() >= delay
+
+    async def begin(self) -> None:
+        """Check whether the clock may be wrong. Call this before the first cleanup."""
+        last = "1 ORDER BY seen DESC LIMIT 1"
+        for session in await self._services.store.read(select, SessionRow, last, without="spec"):
+            self._clock.note_last_use(session.seen)
 
     async def run(self) -> None:
         """Clean up until the task is cancelled."""

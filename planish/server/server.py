@@ -168,6 +168,7 @@ class Server:
         await base_weights.check(self.store, self.engine, self._base_models)
         await self.crash_guard.begin()
         await self.request_log.failed.begin()
+        await self.cleanup.begin()
         recovered = await self._recovery.recover()
         self._background = [
             asyncio.create_task(self.cleanup.run(), name="cleanup"),

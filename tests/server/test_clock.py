@@ -81,6 +81,33 @@ def test_a_clock_that_jumps_ahead_deletes_nothing_until_it_was_steady(
     run(scenario())
 
 
+def test_a_clock_that_is_ahead_at_the_start_deletes_nothing_for_longer(
+    model_dir, data_dir, monkeypatch, caplog
+):
+    ahead, real = 0.0, time.time
+    monkeypatch.setattr("time.time", lambda: real() + ahead)
+    monkeypatch.setattr(f"{STORE}._has_expired", has_expired)
+    settings = ServerSettings(expiry_delay=0.05)
+
+    async def scenario() -> None:
+        nonlocal ahead
+        async with running(model_dir, data_dir, settings) as server:
+            client = await Client.start(server)
+            path = await (await client.model()).save("a", ttl_seconds=int(DAY))
+        directory = data_dir / "checkpoints" / path.removeprefix("tinker://")
+        ahead = 10 * DAY
+        async with running(model_dir, data_dir, settings) as server:
+            assert "was last used 10 days ago" in caplog.text
+            await asyncio.sleep(0.2)
+            await server.cleanup.clean()
+            assert directory.is_dir()
+            await asyncio.sleep(1.1)
+            await server.cleanup.clean()
+            assert not directory.exists()
+
+    run(scenario())
+
+
 def test_a_reader_removes_only_what_was_found_expired_a_day_ago(model_dir, data_dir, monkeypatch):
     """The store of a program without a server."""
 
