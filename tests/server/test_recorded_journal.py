@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import orjson
-from server_client import BASE, RANK, Client, Model, adam, drawn, gradient, run, running
+from server_client import BASE, RANK, Client, Model, adam, drawn, gradient, run, running, state
 
 from planish.types import LoraConfig
 from planish.wire.sampling import sample_response_from_message
@@ -61,3 +61,42 @@ def test_a_journal_of_an_older_version_is_replayed(model_dir, data_dir, tmp_path
     for one, other in zip(found[0], expected[0], strict=True):
         np.testing.assert_array_equal(one, other)
     assert found[1:] == expected[1:]
+
+
+def test_an_answer_that_an_older_version_wrote_out_of_order(model_dir, data_dir, tmp_path):
+    """Older versions could lose the answer of a gradient in a crash and keep that of its step. The
+    gradient runs again, before the step is replayed.
+    """
+
+    async def before(directory: Path) -> tuple[Client, Model]:
+        async with running(model_dir, directory) as server:
+            client = await Client.start(server)
+            model = await client.model(seed=3)
+            await model.step(1)
+            await model.step(2)
+            await model.run(gradient(model.model_id, 3))  # prevents a snapshot at the stop
+            return client, model
+
+    async def after(
+        directory: Path, client: Client, model: Model
+    ) -> tuple[bytes, dict[str, bytes]]:
+        async with running(model_dir, directory) as server:
+            client.server = server
+            answer = await client.done(f"{model.model_id}:3")
+            await model.run(adam(model.model_id))
+            return answer, state(directory, await model.save("end"))
+
+    ends = []
+    for directory in (data_dir, tmp_path / "undisturbed"):
+        client, model = run(before(directory))
+        if directory == data_dir:
+            with sqlite3.connect(directory / "server.db") as database:
+                changed = database.execute(
+                    "UPDATE requests SET state = 'accepted', finished = NULL, result = NULL, "
+                    "result_bytes = 0 WHERE id = ? AND body IS NOT NULL",
+                    [f"{model.model_id}:3"],
+                )
+                assert changed.rowcount == 1
+            database.close()
+        ends.append(run(after(directory, client, model)))
+    assert ends[0] == ends[1]
