@@ -34,13 +34,13 @@ class Fixture:
         self.table = ConnectionTable(self.limits, lambda: self.now)
 
     def open(self, name: str, address: str = "192.0.2.1") -> Connection:
-        connection = self.table.opened(address, lambda: self.closed.append(name))
+        connection = self.table.add(address, lambda: self.closed.append(name))
         assert connection is not None
         return connection
 
     def request(self, connection: Connection, tenant: Tenant | None = ALICE) -> None:
-        self.table.received(connection)
-        self.table.busy(connection)
+        self.table.bytes_arrived(connection)
+        self.table.begin_request(connection)
         if tenant is not None:
             connection.accept(tenant, has_keys=True)
 
@@ -89,7 +89,7 @@ def test_keyless_connections_never_replace_those_of_tenants_in_use():
         fixture.open(str(number), f"10.1.0.{number}")
     assert all(connection in fixture.table.open for connection in keyed)
     for connection in keyed[1:]:
-        fixture.table.idle(connection)
+        fixture.table.end_request(connection)
     assert all(connection in fixture.table.open for connection in keyed)
 
 
@@ -102,9 +102,9 @@ def test_a_full_table_replaces_idle_connections_and_then_rejects_new_ones():
     for number in range(64):
         keyed.append(fixture.open(f"k{number}", f"10.0.{number}.1"))
         fixture.request(keyed[-1], Tenant(str(number % 8)))
-    assert fixture.table.opened("10.9.9.9", lambda: None) is None  # all are in use
-    fixture.table.idle(keyed[5])
-    fixture.table.idle(keyed[3])
+    assert fixture.table.add("10.9.9.9", lambda: None) is None  # all are in use
+    fixture.table.end_request(keyed[5])
+    fixture.table.end_request(keyed[3])
     fixture.open("new", "10.9.9.9")
     assert fixture.closed == ["k5"]  # the tenant has not used it for longest
 
@@ -120,7 +120,7 @@ def test_a_tenant_has_half_of_the_total():
     alone = Fixture(ConnectionLimits(total=64))
     for number in range(60):  # a server without keys has one tenant
         connection = alone.open(str(number), f"10.0.{number}.1")
-        alone.table.busy(connection)
+        alone.table.begin_request(connection)
         connection.accept(ALICE, has_keys=False)
 
 
@@ -132,26 +132,26 @@ def test_headers_and_reading_have_a_time_limit():
     fixture.now = 16
     assert fixture.table.close_overdue() == 1
     assert fixture.closed == ["silent"]
-    fixture.table.idle(keyed)
+    fixture.table.end_request(keyed)
     fixture.now = 100
     assert fixture.table.close_overdue() == 0  # uvicorn's keep-alive timeout applies
-    fixture.table.received(keyed)
+    fixture.table.bytes_arrived(keyed)
     fixture.now = 110
-    fixture.table.received(keyed)  # more bytes of the same headers
+    fixture.table.bytes_arrived(keyed)  # more bytes of the same headers
     fixture.now = 116
     assert fixture.table.close_overdue() == 1
     reader = fixture.open("reader")
     fixture.request(reader)
-    fixture.table.unread(reader, True)
+    fixture.table.set_unread(reader, True)
     fixture.now = 150
-    fixture.table.unread(reader, False)
-    fixture.table.unread(reader, True)
+    fixture.table.set_unread(reader, False)
+    fixture.table.set_unread(reader, True)
     fixture.now = 200
     assert fixture.table.close_overdue() == 0
     fixture.now = 211
     assert fixture.table.close_overdue() == 1
     assert fixture.table.open == set()
-    fixture.table.idle(reader)  # its request ends later
+    fixture.table.end_request(reader)  # its request ends later
     assert fixture.table._idle_keyed == {}
     assert fixture.table._by_tenant == fixture.table._by_address == {}
 

@@ -22,7 +22,7 @@ PATH = "tinker://session:train:0/sampler_weights/a"
 
 def test_a_link_outlives_a_restart(tmp_path: Path):
     token = LinkSigner(tmp_path).token(PATH, "alice", 60)
-    assert LinkSigner(tmp_path).opened(token) == (PATH, "alice")
+    assert LinkSigner(tmp_path).verify(token) == (PATH, "alice")
     assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
     assert [path.name for path in tmp_path.iterdir()] == [KEY_FILE]
 
@@ -45,7 +45,7 @@ def test_forged_links_are_rejected(tmp_path: Path):
     ]
     for token in forged:
         with pytest.raises(NotFound, match="not signed by this server"):
-            signer.opened(token)
+            signer.verify(token)
 
 
 def test_links_expire_at_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -54,10 +54,10 @@ def test_links_expire_at_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     signer = LinkSigner(tmp_path)
     token = signer.token(PATH, "alice", 60)
     now = 1059.0
-    assert signer.opened(token) == (PATH, "alice")
+    assert signer.verify(token) == (PATH, "alice")
     now = 1060.0
     with pytest.raises(NotFound, match="expired"):
-        signer.opened(token)
+        signer.verify(token)
 
 
 def test_a_new_key_makes_older_links_invalid(tmp_path: Path):
@@ -65,8 +65,8 @@ def test_a_new_key_makes_older_links_invalid(tmp_path: Path):
     (tmp_path / KEY_FILE).unlink()
     rotated = LinkSigner(tmp_path)
     with pytest.raises(NotFound, match="key was replaced"):
-        rotated.opened(token)
-    assert rotated.opened(rotated.token(PATH, "alice", 60)) == (PATH, "alice")
+        rotated.verify(token)
+    assert rotated.verify(rotated.token(PATH, "alice", 60)) == (PATH, "alice")
 
 
 def test_a_damaged_key_is_reported(tmp_path: Path):
@@ -92,7 +92,7 @@ def test_without_a_place_for_the_key_links_are_valid_until_the_restart(
 
     monkeypatch.setattr(links.os, "fsync", full)
     signer = LinkSigner(tmp_path)
-    assert signer.opened(signer.token(PATH, "alice", 60)) == (PATH, "alice")
+    assert signer.verify(signer.token(PATH, "alice", 60)) == (PATH, "alice")
     assert "No space left" in caplog.text
 
 

@@ -279,7 +279,7 @@ class CheckpointCatalog:
         """Return the tenant and the checkpoint files of a token. Raise NotFound for an invalid or
         expired token.
         """
-        path, name = self._links.opened(token)
+        path, name = self._links.verify(token)
         return Tenant(name), await self.files(Tenant(name), path)
 
     async def _row(self, path: str) -> CheckpointRow:

@@ -38,7 +38,7 @@ class LinkSigner:
         content = orjson.dumps([path, tenant, int(time.time() + seconds)]).hex()
         return f"{content}.{self._signature(content)}"
 
-    def opened(self, token: str) -> tuple[str, str]:
+    def verify(self, token: str) -> tuple[str, str]:
         """Return the path and the tenant of a token. Raise NotFound if this server did not sign the
         token, or if the token has expired.
         """

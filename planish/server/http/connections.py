@@ -160,8 +160,8 @@ class ConnectionTable:
     client stopped reading.
     """
 
-    def opened(self, address: str, close: Callable[[], None]) -> Connection | None:
-        """Return a new connection, which may replace an idle one. Return None if a limit
+    def add(self, address: str, close: Callable[[], None]) -> Connection | None:
+        """Add a new connection, which may replace an idle one, and return it. Return None if a limit
         is reached and no idle connection can be replaced.
         """
         limits, source = self.limits, _source(address)
@@ -179,8 +179,8 @@ class ConnectionTable:
         self._wait(connection)
         return connection
 
-    def closed(self, connection: Connection) -> None:
-        """Forget a connection. Does nothing if it is unknown."""
+    def remove(self, connection: Connection) -> None:
+        """Remove a connection. Do nothing if it is unknown."""
         if connection not in self.open:
             return
         self.open.remove(connection)
@@ -188,17 +188,17 @@ class ConnectionTable:
         self._unread.pop(connection, None)
         self._count(connection, -1)
 
-    def received(self, connection: Connection) -> None:
-        """Note that bytes arrived. On an idle connection they begin a request."""
+    def bytes_arrived(self, connection: Connection) -> None:
+        """Note that bytes arrived. On an idle connection, they are the beginning of a request."""
         if connection in self._idle_keyed:
             self._begun.setdefault(connection, self.clock())
 
-    def busy(self, connection: Connection) -> None:
+    def begin_request(self, connection: Connection) -> None:
         """Note that the headers of a request are complete."""
         connection.running += 1
         self._stop_waiting(connection)
 
-    def idle(self, connection: Connection) -> None:
+    def end_request(self, connection: Connection) -> None:
         """Note that a request was answered."""
         connection.running -= 1
         if connection in self.open and not connection.running:
@@ -216,7 +216,7 @@ class ConnectionTable:
         connection.tenant = tenant
         self._count(connection, 1)
 
-    def unread(self, connection: Connection, is_unread: bool) -> None:
+    def set_unread(self, connection: Connection, is_unread: bool) -> None:
         """Note that the client has stopped reading its response, or reads again."""
         if is_unread and connection in self.open:
             self._unread[connection] = self.clock()
@@ -275,7 +275,7 @@ class ConnectionTable:
         return self._evict(self._idle_at.get(address, OrderedDict()))
 
     def _close(self, connection: Connection) -> None:
-        self.closed(connection)
+        self.remove(connection)
         connection.close()
 
 
@@ -324,7 +324,7 @@ class _LimitedProtocol(H11Protocol):
         """Add the connection to the table, or answer 503 if the table has no space for it."""
         super().connection_made(transport)
         address = self.client[0] if self.client is not None else ""
-        self.connection = self.table.opened(address, transport.abort)
+        self.connection = self.table.add(address, transport.abort)
         if self.connection is None:
             transport.write(_BUSY_RESPONSE)
             transport.close()
@@ -334,14 +334,14 @@ class _LimitedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Remove the connection from the table."""
         if self.connection is not None:
-            self.table.closed(self.connection)
+            self.table.remove(self.connection)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Process received bytes, unless the connection was rejected or is being closed."""
         if self.connection is None or self.transport.is_closing():
             return
-        self.table.received(self.connection)
+        self.table.bytes_arrived(self.connection)
         super().data_received(data)
 
     def send_400_response(self, msg: str) -> None:
@@ -353,13 +353,13 @@ class _LimitedProtocol(H11Protocol):
     def pause_writing(self) -> None:
         """Note that the client does not read its response."""
         if self.connection is not None:
-            self.table.unread(self.connection, True)
+            self.table.set_unread(self.connection, True)
         super().pause_writing()
 
     def resume_writing(self) -> None:
         """Note that the client reads its response again."""
         if self.connection is not None:
-            self.table.unread(self.connection, False)
+            self.table.set_unread(self.connection, False)
         super().resume_writing()
 
 
@@ -373,8 +373,8 @@ async def _run(
 ) -> None:
     """Run the application for one request of a connection."""
     scope[CONNECTION] = connection
-    table.busy(connection)
+    table.begin_request(connection)
     try:
         await app(scope, receive, send)
     finally:
-        table.idle(connection)
+        table.end_request(connection)

@@ -181,7 +181,7 @@ class DecodeAttention:
         found = []
         for part in self._parts:
             placed = self._arrange(part, grouped)
-            first = None if window is None else part.first(window, grouped.shape[2], placed)
+            first = None if window is None else part.window_starts(window, grouped.shape[2], placed)
             found.append(scores(placed, part.keys(layer), part.visible, first))
         wide = found[0].dtype
         peak = torch.full(
@@ -265,7 +265,7 @@ class _Part:
         placed = x[self.table].transpose(1, 2).flatten(2, 3) if self.span is None else x[self.span]
         return F.pad(placed, (0, 0, 0, max(0, query_rows - placed.shape[2])))
 
-    def first(self, window: int, group: int, placed: Tensor) -> Tensor:
+    def window_starts(self, window: int, group: int, placed: Tensor) -> Tensor:
         """Return the first position of each row's window in its slot: [n, 1, M].
 
         `placed`: the queries, as `arrange` returned them; `group`: the query heads per key head.
