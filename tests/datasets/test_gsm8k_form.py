@@ -81,6 +81,7 @@ def test_missing_datasets_are_rejected_with_a_remedy(tmp_path):
         load_rows(str(broken), "train")
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_out_of_reach_is_an_error_with_the_remedy(monkeypatch):
     import datasets
 

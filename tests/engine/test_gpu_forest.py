@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from variants import slow_after
 
 from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import Trainer, TrainerSettings
@@ -86,7 +87,7 @@ def assert_near(found: list[Tensor], expected: list[Tensor], tolerance: float) -
         assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max().clamp(min=1)
 
 
-@pytest.mark.parametrize("name", FORESTS)
+@pytest.mark.parametrize("name", slow_after(2, list(FORESTS)))
 def test_gpu_prefix_tree_attention_equals_dense_masked_attention(name: str):
     whole = FORESTS[name]
     inputs = tensors(len(whole), 3, 1, 16)

@@ -148,6 +148,7 @@ def test_an_8b_model_fits_gpus_from_24_gb(shaped, gpu, total):
     )
 
 
+@pytest.mark.slow
 def test_a_small_model_fits_every_gpu_size(shaped, gpu):
     small = shaped("Qwen3-0.6B")
     for gib in range(4, 100):

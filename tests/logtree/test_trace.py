@@ -290,6 +290,7 @@ def test_a_capture_pickles():
     assert pickle.loads(pickle.dumps(node)) == node
 
 
+@pytest.mark.slow
 def test_a_capture_comes_from_another_process():
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         assert pool.submit(captured, 3).result() == captured(3)

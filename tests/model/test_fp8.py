@@ -12,6 +12,7 @@ from test_decoder import CPU, logits_of, random_tokens
 from test_experts import trained
 from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from variants import slow_after
 
 from planish.errors import DamagedFileError, UnsupportedError
 from planish.model.config import ModelConfig
@@ -132,7 +133,7 @@ def test_each_layout_has_the_logits_of_its_dequantized_weights(tmp_path, layout)
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "phi3"])
+@pytest.mark.parametrize("family", slow_after(2, ["qwen3", "qwen3_moe", "phi3"]))
 def test_fp8_checkpoints_equal_their_dequantized_weights(
     tmp_path, dtype, family, kernels, monkeypatch
 ):

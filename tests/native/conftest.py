@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from variants import slow_after
 
 from planish.files import cache_home
 from planish.model.kernels.cpp import build, matmul, ops
@@ -26,7 +27,7 @@ def emulated_library() -> Path:
         return build.compiled_library(cache_home() / "kernels", ops.instructions())
 
 
-@pytest.fixture(params=["all instructions", "AVX2"])
+@pytest.fixture(params=slow_after(1, ["all instructions", "AVX2"]))
 def cpu_kernels(request):
     """Run the test with the CPU kernels of this machine and with those for AVX2; skip without
     kernels.
@@ -37,7 +38,7 @@ def cpu_kernels(request):
         yield
 
 
-@pytest.fixture(params=["all instructions", "AVX2", "emulated tiles"])
+@pytest.fixture(params=slow_after(1, ["all instructions", "AVX2", "emulated tiles"]))
 def products(request):
     """Run the test with the matmuls of this CPU, with those for AVX2, and with those for AMX."""
     if not matmul.supports_bf16_matmul():

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from hopper import Case, resources
 
 pytest.importorskip("triton")
+from variants import slow_after
 
 from planish.model.kernels.triton import quantized_kernels
 from planish.model.kernels.triton.quantized_kernels import MAX_ROWS, QuantizedCodes, supports
@@ -43,14 +44,9 @@ def weights_of(
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_after(1, [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize(
-    "scheme",
-    [
-        *("int8", "nf4", "mxfp4", "fp8 blocks"),
-        pytest.param("fp8", marks=pytest.mark.slow),
-        pytest.param("fp8 channels", marks=pytest.mark.slow),
-    ],
+    "scheme", slow_after(2, ["int8", "mxfp4", "nf4", "fp8 blocks", "fp8", "fp8 channels"])
 )
 def test_matmuls_equal_those_of_the_dequantized_weights(
     scheme: str, dtype: torch.dtype, device: torch.device

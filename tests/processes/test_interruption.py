@@ -98,6 +98,7 @@ with StopRequest(lambda line: print(line, flush=True)) as stop:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["SIGTERM", "SIGINT"])
 def test_a_second_sigterm_ends_the_process(first):
     done = subprocess.run(

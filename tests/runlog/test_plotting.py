@@ -91,6 +91,7 @@ def test_a_run_is_in_the_legend_once(tmp_path):
     assert smoothed[1]["y"] == pytest.approx([0.0, 0.05, 0.15, 0.25])
 
 
+@pytest.mark.slow
 def test_names_are_shown_as_they_are(tmp_path):
     """A name is neither HTML in a page nor a formula or hidden label in a picture. Warnings of the
     libraries are errors here.
