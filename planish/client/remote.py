@@ -9,10 +9,10 @@ planish/wire, so scripts run unchanged on a local engine or on a server.
     remote_tokenizer    a cache of downloaded tokenizers
 
 Differences from an engine in this process: `submit` returns before the server has checked the
-operation. So an error that only the server can detect, such as a prompt that is too long, comes
-through the future. Callers choose ids of models and samplers that are valid in this object only.
-Results contain the server's ids, which also begin checkpoint paths. If the server restarts, the
-client waits for it, and operations that the server had accepted continue.
+operation. So the future raises an error that only the server can detect, such as a prompt that is
+too long. Callers choose ids of models and samplers that are valid in this object only. Results
+contain the server's ids. A checkpoint's path contains the server's id of its model. If the server
+restarts, the client waits for it, and operations that the server had accepted continue.
 """
 
 from __future__ import annotations
@@ -114,12 +114,13 @@ class RemoteService:
         self._thread.at_exit = _weak_close(self)
 
     def submit(self, operation: Operation[R]) -> Future[R]:
-        """Queue `operation` for the server. Checks that need the server come through the future."""
+        """Queue `operation` for the server. The future raises an error if the server rejects it."""
         if self._is_closed:
             raise _closed_error()
         if not self._thread.is_alive():
             raise EngineClosedError(
-                "the connection to the server is closed, or belongs to the parent process; make a new ServiceClient here"
+                "the connection to the server is closed, or belongs to the parent process; make a "
+                "new ServiceClient here"
             )
         answer: Future[Any] = Future()
         # Keep this object alive until the operation is finished: the caller of
@@ -159,11 +160,11 @@ class RemoteService:
 
     def checkpoints(self, run_id: str | None = None) -> list[Checkpoint]:
         """Return the server's checkpoints of a run, or of all runs, newest first."""
-        place = "" if run_id is None else f"/training_runs/{quote(run_id, safe=':')}"
+        prefix = "" if run_id is None else f"/training_runs/{quote(run_id, safe=':')}"
         found: list[Checkpoint] = []
         offset = 0
         while True:
-            page = self._read(f"{place}/checkpoints", {"limit": _PAGE, "offset": offset})
+            page = self._read(f"{prefix}/checkpoints", {"limit": _PAGE, "offset": offset})
             found += _checkpoints(page)
             # If the metadata are large, a server may send fewer checkpoints than requested.
             sent = len(page.array("checkpoints"))
@@ -323,7 +324,8 @@ def _remove_value(known: dict[str, R], removed: R) -> None:
 
 def _closed_error() -> EngineClosedError:
     return EngineClosedError(
-        "the connection to the server was closed before this operation finished; make a new ServiceClient"
+        "the connection to the server was closed before this operation finished; make a new "
+        "ServiceClient"
     )
 
 

@@ -268,13 +268,14 @@ class _ForwardPass:
             return out
         shared = self.gated_mlp(x, mlp.shared, layer, "shared")
         # The gate is float32, as the router is.
-        gate = self.frozen(x.float(), mlp.shared.output_gate)
+        gate = self.linear_without_adapter(x.float(), mlp.shared.output_gate)
         return out + gated_output(shared, gate)
 
     def gated_mlp(self, x: Tensor, mlp: DenseMLP | SharedExpert, layer: int, prefix: str) -> Tensor:
         """Return the output [T, D] of a gated MLP.
 
-        `prefix`: "mlp" for the target modules "mlp_in" and "mlp_out", or "shared".
+        `prefix`: the beginning of the names of its target modules. It is "mlp" for "mlp_in" and
+        "mlp_out", and "shared" for the shared expert's "shared_in" and "shared_out".
         """
         gate_up = self.linear(x, mlp.gate_up, layer, f"{prefix}_in")
         return self.linear(gated(self.backend, gate_up), mlp.down, layer, f"{prefix}_out")
@@ -312,7 +313,7 @@ class _ForwardPass:
             "recurrence is None; a model with gated delta nets needs one"
         )
         qkv, z = projected.split([config.channels, projected.shape[1] - config.channels], 1)
-        inputs = DeltaNetInputs(qkv, self.frozen(h, weights.beta_decay), weights)
+        inputs = DeltaNetInputs(qkv, self.linear_without_adapter(h, weights.beta_decay), weights)
         out = self.recurrence(self.index_in_kind[index], inputs)
         normed = self.add_rms_norm(out, None, weights.norm)[1].flatten(1)
         return gated(self.backend, torch.cat([z, normed], 1))
@@ -341,8 +342,8 @@ class _ForwardPass:
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = (layer.q_norm, layer.k_norm)
-        can_fuse = self.query_scales is None and self.head_order is None
-        if can_fuse and not config.joint_qk_norm and not torch.is_grad_enabled():
+        has_plain_heads = self.query_scales is None and self.head_order is None
+        if has_plain_heads and not config.joint_qk_norm and not torch.is_grad_enabled():
             eps = config.rms_norm_eps
             return *self.backend.qk_norm_rope(qkv, heads, norms, eps, cos, sin), v
         if norms is not None:
@@ -359,7 +360,7 @@ class _ForwardPass:
         joint = x.flatten(1) if self.backend.config.joint_qk_norm else x
         return self.add_rms_norm(joint.float(), None, weight)[1].view(x.shape)
 
-    def frozen(self, x: Tensor, linear: PackedLinear) -> Tensor:
+    def linear_without_adapter(self, x: Tensor, linear: PackedLinear) -> Tensor:
         """Return the outputs [T, out] of linears that have no adapter."""
         if torch.is_grad_enabled():
             return adapted_linear(self.backend, x, linear, None)

@@ -70,8 +70,8 @@ def max_pool_bytes(reserved: int) -> int:
     """Return the maximum bytes that the pools may allocate for `reserved` bytes of reservations.
 
     The result is `reserved` plus 1/8 of it for freed slots that stay allocated until another
-    sample or prompt needs a slot of that capacity. Without this margin, a pool could often grow
-    only after another pool has shrunk, and shrinking a pool copies all of its slots in use.
+    sample or prompt needs a slot of that capacity. Without this margin, another pool would
+    often have to shrink before a pool can grow. Shrinking a pool copies all of its slots in use.
     """
     return reserved + reserved // 8
 
@@ -189,12 +189,11 @@ class KVPool:
         """
         if not count:
             return
-        sources, first, targets = (
+        sources, first_positions, targets = (
             on_device(x, torch.int64, self.spec.device) for x in (source_slots, starts, slots)
         )
-        positions = (first[:, None] + torch.arange(count, device=first.device)).clamp_(
-            max=source_pool.capacity - 1
-        )
+        offsets = torch.arange(count, device=first_positions.device)
+        positions = (first_positions[:, None] + offsets).clamp_(max=source_pool.capacity - 1)
         for target_tensor, source_tensor in zip(
             (*self.keys, *self.values), (*source_pool.keys, *source_pool.values), strict=True
         ):

@@ -172,7 +172,10 @@ def activated(backend: Backend, gate_up: Tensor) -> Tensor:
 
 
 def activated_backward(backend: Backend, grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Return the gradient of `gate_up`: [T, 2 * I], given that of the result of `activated`."""
+    """Return the gradient with respect to `gate_up`: [T, 2 * I].
+
+    `grad` [T, I] is the gradient with respect to the result of `activated`.
+    """
     config = backend.config
     if config.activation == "clamped_swiglu":
         alpha, limit = config.swiglu_alpha, config.swiglu_limit

@@ -330,8 +330,8 @@ class Samplers:
 
     @asynccontextmanager
     async def pinned(self, sampler: Sampler) -> AsyncIterator[None]:
-        """Load a sampler, and keep it in memory during the `async with` block. Raise UserError if the sampler is
-        closed or could not be created. If `Sampler.load` fails, raise its error.
+        """Load a sampler, and keep it in memory during the `async with` block. Raise UserError if
+        the sampler is closed or could not be created. If `Sampler.load` fails, raise its error.
         """
         await sampler.ready.wait()
         sampler.check()
@@ -448,7 +448,8 @@ class Samplers:
 
     async def _run(self, sampler: Sampler, request: QueuedRequest) -> None:
         try:
-            # The request gives its turn back before it waits for the disk.
+            # After a disk fault, `_answer` is called again. Each call waits for a turn of its own,
+            # so the request holds no slots while it waits for the disk.
             answer = await self._services.request_log.disk_faults.outlasted(
                 lambda: self._answer(sampler, request), sampler.id
             )
@@ -515,4 +516,4 @@ def _guard_key(tenant: str, operation: Sample) -> str:
     same key.
     """
     entry = encode_request(replace(operation, sampler_id="", on_token=None), 0)
-    return f"a draw of {tenant} ({entry.digest.hex()})"
+    return f"a sample of {tenant} ({entry.digest.hex()})"

@@ -89,13 +89,13 @@ class FairQueue:
         """When each tenant sent its last request."""
         self._queues: dict[str, deque[_Waiting]] = {}
         self._virtual_times: dict[str, int] = {}
-        """The virtual time of each tenant: the `_virtual_now` at which the tenant became active, plus
-        the tokens that it has used since. A tenant without an entry starts at `_virtual_now`. If it
-        started at 0, a tenant that was absent would come before all others for a long time.
+        """The virtual time of each tenant: the `_virtual_now` at which the tenant became active,
+        plus the tokens that it has used since. A tenant without an entry starts at `_virtual_now`.
+        If it started at 0, a tenant that was absent would come before all others for a long time.
         """
         self._virtual_now = 0
-        """The lowest virtual time that a tenant can have. It is the virtual time that the tenant of
-        the latest turn had before this turn.
+        """The lowest virtual time that a tenant can have. Each granted turn sets it to the virtual
+        time of the turn's tenant, before the tokens of the turn are added.
         """
 
     @property
@@ -166,14 +166,14 @@ class FairQueue:
         """
         limit = self._capacity if self._is_alone() else self._max_per_tenant
         for tenant in sorted(self._tenants_waiting(), key=self._virtual_time):
-            request, held = self._queues[tenant][0], self._slots[tenant]
+            request, slots = self._queues[tenant][0], self._slots[tenant]
             if (
                 request.is_long
                 and self._long_slots
                 and self._long_slots + request.size > self._long_capacity
             ):
                 continue
-            if not held or held + request.size <= limit:
+            if not slots or slots + request.size <= limit:
                 return tenant if self.used + request.size <= self._capacity else None
         return None
 
@@ -235,7 +235,7 @@ class _CacheEntry:
     is_loaded: bool = False
     reserved: int = 0
     pins: int = 0
-    used: float = 0.0
+    last_used: float = 0.0
     changing: asyncio.Task[Any] | None = None
     """The task that loads or unloads the adapter; None if there is none."""
 
@@ -255,7 +255,7 @@ class AdapterCache:
         self._budget = budget
         self._entries: dict[str, _CacheEntry] = {}
         self._changed = asyncio.Event()
-        self._room_lock = asyncio.Lock()
+        self._memory_lock = asyncio.Lock()
         """Held by the one caller that waits for memory to be freed. Later callers wait for the
         lock, so callers get memory in the order in which they asked.
         """
@@ -268,7 +268,7 @@ class AdapterCache:
     @property
     def is_waiting(self) -> bool:
         """Whether a caller waits for memory."""
-        return self._room_lock.locked()
+        return self._memory_lock.locked()
 
     def loaded(self) -> list[CachedAdapter]:
         """Return the adapters in memory."""
@@ -292,7 +292,7 @@ class AdapterCache:
             yield
         finally:
             entry.pins -= 1
-            entry.used = time.monotonic()
+            entry.last_used = time.monotonic()
             self._notify(entry)
 
     def insert_loaded(self, adapter: CachedAdapter) -> None:
@@ -300,7 +300,11 @@ class AdapterCache:
         another adapter is loaded or `unload_idle` runs.
         """
         entry = self._entry(adapter)
-        entry.is_loaded, entry.reserved, entry.used = True, adapter.memory_bytes, time.monotonic()
+        entry.is_loaded, entry.reserved, entry.last_used = (
+            True,
+            adapter.memory_bytes,
+            time.monotonic(),
+        )
 
     def discard(self, adapter: CachedAdapter) -> None:
         """Remove the entry of an adapter without unloading it. The caller unloads the adapter."""
@@ -313,7 +317,7 @@ class AdapterCache:
         """
         latest = time.monotonic() - seconds
         for entry in self._idle():
-            if entry.used <= latest or self.used_bytes > self._budget:
+            if entry.last_used <= latest or self.used_bytes > self._budget:
                 await self._unload(entry)
 
     def _entry(self, adapter: CachedAdapter) -> _CacheEntry:
@@ -328,8 +332,8 @@ class AdapterCache:
                 self._notify(entry)
 
         entry.changing = task = asyncio.create_task(run())
-        # asyncio logs an error that no code reads. Read it here, because all waiting callers may
-        # have been cancelled.
+        # asyncio logs the exception of a task if nobody has retrieved it. Retrieve it here, because
+        # all callers that wait for the task may have been cancelled.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return task
 
@@ -360,7 +364,7 @@ class AdapterCache:
         in the order in which they asked. The wait ends early if the entry is no longer pinned.
         """
         needed = entry.adapter.memory_bytes
-        async with self._room_lock:
+        async with self._memory_lock:
             while entry.pins and (used := self.used_bytes) and used + needed > self._budget:
                 self._changed.clear()
                 if not any([await self._unload(idle) for idle in self._idle()[:1]]):
@@ -373,7 +377,7 @@ class AdapterCache:
         first.
         """
         idle = [entry for entry in self._entries.values() if entry.is_idle and entry.reserved]
-        return sorted(idle, key=lambda entry: entry.used)
+        return sorted(idle, key=lambda entry: entry.last_used)
 
     async def _unload(self, entry: _CacheEntry) -> bool:
         return entry.is_idle and await asyncio.shield(self._change(entry, self._evict(entry)))
@@ -383,7 +387,7 @@ class AdapterCache:
             await entry.adapter.unload()
         except Exception:
             _log.exception("%s could not be unloaded", entry.adapter.id)
-            entry.used = time.monotonic()
+            entry.last_used = time.monotonic()
             return False
         entry.is_loaded, entry.reserved = False, 0
         self._counters.unloads += 1

@@ -101,7 +101,8 @@ class RunLoop:
             raise
         record = await self.save(self.checkpoints.save_final)
         self.display.say(
-            f"state to resume from: {record.state_path}\nweights for sampling: {record.sampler_path}"
+            f"state to resume from: {record.state_path}\n"
+            f"weights for sampling: {record.sampler_path}"
         )
         return True
 
@@ -293,7 +294,8 @@ async def run_training(
         )
         if start.batch > steps or (start.batch == steps and start.was_finished):
             print(
-                f"{run.path}: all {start.batch} steps are done{remedy}; give another log_path to begin a new run"
+                f"{run.path}: all {start.batch} steps are done{remedy}; give another log_path to begin "
+                "a new run"
             )
             return run.path
         run.resume_at(start.batch)

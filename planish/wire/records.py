@@ -1,5 +1,5 @@
-"""How checkpoints, base models and samplers are described, in JSON. Times are ISO 8601 with a time
-zone.
+"""Conversions of checkpoints, base models and samplers to JSON and back.
+Times are ISO 8601 with a time zone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHECKPOINT_TYPES: dict[str, CheckpointType] = {
 
 
 def checkpoint_to_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Write a checkpoint."""
+    """Return a checkpoint as JSON."""
     return {
         "checkpoint_id": checkpoint.checkpoint_id,
         "checkpoint_type": checkpoint.checkpoint_type,
@@ -40,8 +40,8 @@ def checkpoint_to_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def checkpoint_from_json(fields: Fields) -> Checkpoint:
-    """Read a checkpoint. External weights become a sampler checkpoint: planish's own types have no
-    third kind.
+    """Read a checkpoint. External weights become a sampler checkpoint, because planish's own types
+    have no third kind.
     """
     kind = fields.text("checkpoint_type")
     if kind not in _CHECKPOINT_TYPES:
@@ -59,7 +59,7 @@ def checkpoint_from_json(fields: Fields) -> Checkpoint:
 
 
 def weights_info_to_json(info: CheckpointInfo) -> dict[str, Any]:
-    """Write the base model, the LoRA configuration and the description of a checkpoint."""
+    """Return a checkpoint's base model, LoRA configuration and description as JSON."""
     return {
         "base_model": info.base_model,
         "is_lora": True,
@@ -82,7 +82,7 @@ def lora_from_weights_info(fields: Fields) -> LoraConfig:
 
 
 def capabilities_to_json(capabilities: GetServerCapabilitiesResponse) -> dict[str, Any]:
-    """Write the base models of a server."""
+    """Return the base models of a server as JSON."""
     models = []
     for model in capabilities.supported_models:
         fields = {
@@ -110,13 +110,13 @@ def capabilities_from_json(fields: Fields) -> GetServerCapabilitiesResponse:
 
 
 def sampler_info_to_json(info: SamplerInfo) -> dict[str, Any]:
-    """Write a sampler's information."""
+    """Return a sampler's id, base model and checkpoint as JSON."""
     fields = {"sampler_id": info.sampler_id, "base_model": info.base_model}
     return fields if info.model_path is None else {**fields, "model_path": info.model_path}
 
 
 def sampler_info_from_json(fields: Fields) -> SamplerInfo:
-    """Read a sampler's information."""
+    """Read a sampler's id, base model and checkpoint."""
     return SamplerInfo(
         fields.text("sampler_id"),
         fields.text("base_model"),

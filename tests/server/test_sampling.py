@@ -448,7 +448,7 @@ def test_an_unjournaled_sample_that_crashed_the_server_is_recognised(
             repeated = replace(killing, sampler_id=another, on_token=lambda token: None)
             if end == 4:
                 with pytest.raises(
-                    Abandoned, match="crashed 3 times while it ran a draw of everybody"
+                    Abandoned, match="crashed 3 times while it ran a sample of everybody"
                 ):
                     await server.samplers.sample(TENANT, repeated)
                 assert (

@@ -402,7 +402,7 @@ class Sampler:
         assert config is not None
         return RecurrentState(config, self._decoder.dtype, self._decoder.device)
 
-    def _state_runs(self, prompt: Prompt, row: int, count: int) -> list[StateRun]:
+    def _prefill_state_runs(self, prompt: Prompt, row: int, count: int) -> list[StateRun]:
         """Split the next `count` positions of a prompt into `StateRun`s for the recurrent layers.
 
         The first of these positions is at batch row `row`, and the others follow. Return an empty
@@ -435,7 +435,7 @@ class Sampler:
         spans, runs = [], []
         for (prompt, count), row in zip(batch, layout.starts, strict=True):
             start = prompt.num_computed
-            runs += self._state_runs(prompt, row, count)
+            runs += self._prefill_state_runs(prompt, row, count)
             tokens[row : row + count] = prompt.tokens[start : start + count]
             positions[row : row + count] = range(start, start + count)
             spans.append(
@@ -586,7 +586,7 @@ class Sampler:
                 row_counts[sample] = sample.num_rows
         rows: dict[SlotOwner, int] = dict(zip(samples, layout.starts, strict=True))
         recurrence = self._backend.sequence_recurrence(
-            self._sample_runs(samples, layout.starts), layout.total
+            self._decode_state_runs(samples, layout.starts), layout.total
         )
         hidden, logits = self._runner.decode(
             Rows(tokens, positions, layout, recurrence),
@@ -614,7 +614,9 @@ class Sampler:
             num_forced = min(len(sample.forced), tokens_left, rows_left)
             sample.num_rows, rows_left = 1 + num_forced, rows_left - num_forced
 
-    def _sample_runs(self, samples: Sequence[RunningSample], rows: Sequence[int]) -> list[StateRun]:
+    def _decode_state_runs(
+        self, samples: Sequence[RunningSample], rows: Sequence[int]
+    ) -> list[StateRun]:
         """Return the runs of a decoding step, one per sample.
 
         Each run updates the recurrent state of its sample in place. `rows`: the first row of each
@@ -677,10 +679,10 @@ class Sampler:
         """Return the capacity of the slot that the sample needs for its next rows.
 
         On a CPU a slot grows with its sample, because a full-size slot could take memory for
-        positions that the sample never reaches. The operating system provides memory at the first
-        write, and a pool writes a whole slot when it moves or clears the slot. On a GPU the sample
-        gets its final slot at once, because a move would take more kernel launches than a decoding
-        step.
+        positions that the sample never reaches. Unwritten positions take no memory at first. But
+        they do as soon as the pool moves or clears the slot, because that writes the whole slot.
+        On a GPU the sample gets its final slot at once, because a move would take more kernel
+        launches than a decoding step.
         """
         limit = sample_capacity(sample.prompt.length, sample.request.max_tokens)
         if self._backend.uses_main_memory:
@@ -744,11 +746,11 @@ class Sampler:
             sampled = sample_batch(self._backend, logits, params, uniforms, rows, adjustments)
         else:
             sampled = sample_tokens(self._backend, logits, params, uniforms, rows)
-        exact = self._head.sampled_logits(hidden, logits, rows, sampled.tokens, adapters)
+        sampled_logits = self._head.sampled_logits(hidden, logits, rows, sampled.tokens, adapters)
         temperature = on_device(
             [p.temperature or 1.0 for p in params], torch.float32, logits.device
         )
-        logprobs = (exact / temperature - sampled.log_normalizer).tolist()
+        logprobs = (sampled_logits / temperature - sampled.log_normalizer).tolist()
         max_topk = max(sample.request.op.topk_sample_logprobs for sample in samples)
         if max_topk and rows != list(range(logits.shape[0])):
             logits = logits[on_device(rows, torch.int64, logits.device)]
@@ -826,9 +828,9 @@ class Sampler:
             if sample.request.is_adjusted:
                 if sample.grammar is not None and not _has_mask(sample, sample.grammar):
                     continue
-                # A mask that was computed during this step may bring new forced tokens, for which
-                # this step has no rows. So the sample takes only as many forced tokens as it has
-                # rows. The next step decodes the others.
+                # Each row of the sample gives the logprob of one token. If the mask was computed
+                # during this step, there may be more forced tokens than rows. The sample then
+                # takes one forced token per row, and later steps take the others.
                 forced = sample.forced[: sample.num_rows]
                 for number, token in enumerate(forced):
                     adjustments[len(ready_samples)] = Adjustment(None, _NO_TOKENS, (), token)
@@ -843,9 +845,9 @@ class Sampler:
                     exhausted.append(sample)
                     continue
                 penalty = sample.request.op.sampling_params.repetition_penalty
-                prompt = sample.prompt.distinct_tokens if penalty != 1 else _NO_TOKENS
+                prompt_tokens = sample.prompt.distinct_tokens if penalty != 1 else _NO_TOKENS
                 tokens = [*sample.tokens, *forced] if forced else sample.tokens
-                adjustments[len(ready_samples)] = Adjustment(allowed, prompt, tokens)
+                adjustments[len(ready_samples)] = Adjustment(allowed, prompt_tokens, tokens)
             ready_samples.append(sample)
             ready_rows.append(row)
             token_indices.append(token_index)

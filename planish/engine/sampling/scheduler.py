@@ -63,7 +63,7 @@ class Request:
     new_grammar: Callable[[], GrammarState] | None = None
     """Returns the grammar state of a new sample; None without a constraint."""
     prompt: Prompt | None = None
-    started: int = 0
+    num_started: int = 0
     """The number of samples that have started."""
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
     """The finished samples by their index."""
@@ -266,19 +266,19 @@ class Scheduler:
         request. It cannot starve: one of its samples fits at the latest when all other requests
         have ended.
         """
-        active: list[Prompt] = []
+        activated: list[Prompt] = []
         for request in sorted(self.waiting, key=lambda request: request.prompt is None):
             if request.prompt is None:
                 if self._awaits_shared_prefix(request, cache):
                     continue
-                if not self._activate(request, active):
+                if not self._activate(request, activated):
                     break
             self._start_samples(request)
-            if request.started == request.num_samples:
+            if request.num_started == request.num_samples:
                 self.waiting.remove(request)
             else:
                 break
-        return active
+        return activated
 
     def prefill_batch(self) -> list[tuple[Prompt, int]]:
         """Return the prompts to prefill in this step, each with its number of tokens.
@@ -328,19 +328,19 @@ class Scheduler:
         if request in self.waiting:
             self.waiting.remove(request)
         if request.prompt is not None:
-            request.prompt.pending_samples -= request.num_samples - request.started
+            request.prompt.pending_samples -= request.num_samples - request.num_started
             if not request.num_samples:
                 request.prompt.pending_samples -= 1
         return [sample for sample in self.running if sample.request is request]
 
-    def _activate(self, request: Request, active: list[Prompt]) -> bool:
+    def _activate(self, request: Request, activated: list[Prompt]) -> bool:
         """Assign a prompt to the request, and return whether the request has a prompt now.
 
         The request shares an active prompt if possible. Otherwise it gets a new prompt, which is
-        appended to `active`, provided that the new prompt and one sample fit into the budget.
+        appended to `activated`, provided that the new prompt and one sample fit into the budget.
         """
-        shared = next((p for p in self.prompts if self._can_share(p, request)), None)
-        if shared is None:
+        prompt = next((p for p in self.prompts if self._can_share(p, request)), None)
+        if prompt is None:
             if (
                 self._reserved + self.positions_needed(len(request.tokens), request.max_tokens)
                 > self.max_positions
@@ -348,32 +348,32 @@ class Scheduler:
                 return False
             if request.num_samples and len(self.running) >= self.max_batch:
                 return False
-            shared = Prompt(
+            prompt = Prompt(
                 request.tokens,
                 request.version,
                 request.weights,
                 request if request.scores else None,
             )
-            self._reserved += self._prompt_positions(shared.length)
-            self.prompts.append(shared)
-            active.append(shared)
-        shared.pending_samples += request.num_samples or 1
-        request.prompt = shared
+            self._reserved += self._prompt_positions(prompt.length)
+            self.prompts.append(prompt)
+            activated.append(prompt)
+        prompt.pending_samples += request.num_samples or 1
+        request.prompt = prompt
         return True
 
     def _start_samples(self, request: Request) -> None:
         """Start as many of the request's samples as fit."""
         assert request.prompt is not None
-        while request.started < request.num_samples and len(self.running) < self.max_batch:
+        while request.num_started < request.num_samples and len(self.running) < self.max_batch:
             need = self._sample_positions(request.prompt.length, request.max_tokens)
             if self._reserved + need > self.max_positions:
                 return
             self._reserved += need
-            index, prompt = request.started, request.prompt
+            index, prompt = request.num_started, request.prompt
             stream = UniformStream(request.seed, index)
             grammar = request.new_grammar() if request.new_grammar is not None else None
             self.running.append(RunningSample(request, index, prompt, stream, grammar))
-            request.started += 1
+            request.num_started += 1
 
     def _can_share(self, prompt: Prompt, request: Request) -> bool:
         """Return whether the request can share this prompt."""

@@ -84,10 +84,10 @@ class TrainerSettings:
         # have the dtype of the matmuls: the outputs of both norms, q and k after RoPE, v, the
         # attention output, the MLP's gate, up and SwiGLU outputs, and the LoRA hidden states.
         float32_bytes = 4 * (2 * config.hidden_size + config.num_heads)
-        narrow = 2 * config.hidden_size + 2 * queries + 2 * keys
+        other_numbers = 2 * config.hidden_size + 2 * queries + 2 * keys
         if config.qk_norm:
-            narrow += queries + keys
-        attention = float32_bytes + itemsize * narrow
+            other_numbers += queries + keys
+        attention = float32_bytes + itemsize * other_numbers
         layers = range(config.num_layers)
         layer = attention + max(self._mlp_bytes(backend, rank, layer) for layer in layers)
         if config.delta_net is not None:
@@ -188,9 +188,9 @@ class Trainer:
         If the backend is batch-invariant, the trainer reproduces the sampler's logprobs. With the
         C++ kernels they are equal bit for bit. With torch the last bit may differ.
 
-        An exception is a backend that runs the sampler's matmuls in tiles of a fixed number of
-        rows. The trainer does not use tiles, because they are too slow for its many rows. So its
-        logprobs differ more from the sampler's (see `describe` in engine/numerics.py).
+        Some backends run the sampler's matmuls in tiles of a fixed number of rows. The trainer does
+        not use tiles, because they are too slow for its many rows. So its logprobs differ more from
+        the sampler's (see `describe` in engine/numerics.py).
         """
         self._decoder = decoder
         self.settings = settings
@@ -429,11 +429,11 @@ def _ratio_range(call: _Call, logprobs: Mapping[int, np.ndarray]) -> tuple[float
     """
     if not call.batch.loss.has_ratio:
         return None
-    gaps = []
+    differences = []
     for datum, values in logprobs.items():
         inputs = call.batch.examples[datum].inputs
-        gaps.append((values - inputs["logprobs"])[inputs["advantages"] != 0])
-    joined = np.concatenate(gaps)
+        differences.append((values - inputs["logprobs"])[inputs["advantages"] != 0])
+    joined = np.concatenate(differences)
     # math.exp raises OverflowError beyond 709, so `_exp` clips the logprob difference at 700. The
     # check for finite losses does not exclude larger differences: ppo clips the ratio, and dro
     # squares the difference instead of computing a ratio.

@@ -305,7 +305,8 @@ class Model:
                 is_kept = await steps.keep_published(engine, samplers, sampler, saved)
                 self.adapter.lost_work = self.adapter.lost_work or not is_kept
             finally:
-                if self.in_flight.unsaved[seq] is keeping:  # a restore may have repeated the save
+                # If the model was restored meanwhile, a newer save has replaced this one.
+                if self.in_flight.unsaved[seq] is keeping:
                     del self.in_flight.unsaved[seq]
                 self.in_flight.notify()
 

@@ -329,9 +329,9 @@ class RequestIntake:
             self._blocked = (self._model.queue.next_seq, now)
         elif now - self._blocked[1] >= timeout:
             message = (
-                f"seq_id={self._model.queue.next_seq} of {self._model.id!r} did not arrive within {timeout:g} "
-                "seconds, so the requests after it were not run; continue with the next sequence "
-                "number, or create a new client"
+                f"seq_id={self._model.queue.next_seq} of {self._model.id!r} did not arrive within "
+                f"{timeout:g} seconds, so the requests after it were not run; continue with the "
+                "next sequence number, or create a new client"
             )
             self._blocked = None
             waiting = [

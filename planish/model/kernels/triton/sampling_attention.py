@@ -30,19 +30,19 @@ from planish.model.kv_cache import KVPool, KVPools, KVSpec, SlotOwner
 from planish.model.positions import SPAN, capacity_for
 from planish.model.transfer import on_device, staged
 
-_PROGRAMS = 8
+_PROGRAMS_PER_MULTIPROCESSOR = 8
 """The programs per multiprocessor.
 
 A multiprocessor runs two or three programs at a time. It starts the next program when one of them
 ends, so programs with short pieces leave no multiprocessor idle.
 """
-_INTERPRETED = 2
+_INTERPRETER_MULTIPROCESSORS = 2
 """The assumed number of multiprocessors if a CPU interprets the kernels."""
-_SHORTEST = 128
+_MIN_PIECE_LENGTH = 128
 """The minimum number of positions of a piece, except for the last piece of a slot."""
-_NUMBER = 4
+_NUMBER_BYTES = 4
 """The bytes of a number (int32) in a table."""
-_ALIGNED = 4
+_ALIGNMENT = 4
 """Each section of a table begins at a multiple of this many numbers (16 bytes)."""
 
 
@@ -52,27 +52,27 @@ class PoolBases:
     Each pool has a number, its index in the table, as long as the pool exists.
     """
 
-    def __init__(self, shape: KVSpec, longest: int) -> None:
-        """`longest`: the maximum length of a sequence, which limits the number of pools."""
+    def __init__(self, shape: KVSpec, max_length: int) -> None:
+        """`max_length`: the maximum length of a sequence, which limits the number of pools."""
         self.shape = shape
         # Prompts and samples each have one pool per capacity. The number is doubled, because a
         # failed step replaces all pools while the old ones may still be referenced.
-        most = 4 * (capacity_for(longest) // SPAN + 1)
-        self.table = torch.zeros(shape.layers, most, 2, dtype=torch.int64, device=shape.device)
+        max_pools = 4 * (capacity_for(max_length) // SPAN + 1)
+        self.table = torch.zeros(shape.layers, max_pools, 2, dtype=torch.int64, device=shape.device)
         """Addresses of each layer's keys and values [layers, pools, 2]."""
         self._numbers: WeakKeyDictionary[KVPool, int] = WeakKeyDictionary()
-        self._replaced = [-1] * most
+        self._known_reallocations = [-1] * max_pools
 
     def numbers(self, pools: Sequence[KVPool]) -> list[int]:
         """Return the pools' numbers, and update the table for these pools.
 
         The table is valid until one of the pools replaces its tensors.
         """
-        found = [self._number(pool) for pool in pools]
+        numbers = [self._number(pool) for pool in pools]
         changed = {
             number: pool
-            for number, pool in zip(found, pools, strict=True)
-            if pool.reallocations != self._replaced[number]
+            for number, pool in zip(numbers, pools, strict=True)
+            if pool.reallocations != self._known_reallocations[number]
         }
         if changed:
             addresses = [
@@ -87,13 +87,15 @@ class PoolBases:
                 on_device(addresses, torch.int64, device),
             )
             for number, pool in changed.items():
-                self._replaced[number] = pool.reallocations
-        return found
+                self._known_reallocations[number] = pool.reallocations
+        return numbers
 
     def _number(self, pool: KVPool) -> int:
         if pool not in self._numbers:
-            number = min(set(range(len(self._replaced))).difference(self._numbers.values()))
-            self._numbers[pool], self._replaced[number] = number, -1
+            number = min(
+                set(range(len(self._known_reallocations))).difference(self._numbers.values())
+            )
+            self._numbers[pool], self._known_reallocations[number] = number, -1
         return self._numbers[pool]
 
 
@@ -147,7 +149,7 @@ class GpuPrefill:
 
 
 class DecodeTables:
-    """The attention of a decoding step for the samples that the last `fill` named.
+    """The attention of a decoding step. `fill` sets the samples of the step.
 
     An instance is an `Attend` of the decoder. The output of rows without a sample is 0.
 
@@ -162,11 +164,14 @@ class DecodeTables:
         """
         kernels, shape, device = _kernels(), bases.shape, bases.shape.device
         self._bases, self._heads = bases, _heads(shape, q_heads)
-        self._programs = _PROGRAMS * _multiprocessors(device)
-        # Each slot has one piece, and additional pieces if it is cut. `_cuts` is the maximum number
-        # of additional pieces of all slots together. `_chunk` ensures this maximum.
-        self._cuts = max(1, self._programs // shape.heads)
-        pieces, parts = 2 * max_rows + self._cuts, 2 * max_rows + self._heads.lane * self._cuts
+        self._programs = _PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device)
+        # Each slot has one piece, and additional pieces if it is cut. `_piece_length` ensures this
+        # maximum of additional pieces of all slots together.
+        self._max_additional_pieces = max(1, self._programs // shape.heads)
+        pieces, parts = (
+            2 * max_rows + self._max_additional_pieces,
+            2 * max_rows + self._heads.lane * self._max_additional_pieces,
+        )
         self._tables = _Tables(
             device,
             counts=(np.dtype(np.int32), 2),
@@ -193,21 +198,28 @@ class DecodeTables:
         """
         step = _Step.of(rows, prompts, samples, self._bases, row_counts or {})
         count = len(step.row)
-        leads = np.flatnonzero(step.rank % self._heads.lane == 0)
-        lanes = step.shared.at(leads)
-        chunk = self._chunk(int(lanes.count.sum() + step.own.count.sum()))
-        before = _pieces_of(step.shared.count, chunk)
-        parts = before + _pieces_of(step.own.count, chunk)
+        group_starts = np.flatnonzero(step.rank % self._heads.lane == 0)
+        prompt_slots = step.shared.select(group_starts)
+        length = self._piece_length(int(prompt_slots.count.sum() + step.own.count.sum()))
+        prompt_parts = _num_pieces(step.shared.count, length)
+        parts = prompt_parts + _num_pieces(step.own.count, length)
         first = np.cumsum(parts) - parts
-        wide = self._cut(
-            0, lanes, chunk, entry=leads, entries=np.diff(leads, append=count), number=0
+        prompt_end = self._cut(
+            0,
+            prompt_slots,
+            length,
+            entry=group_starts,
+            entries=np.diff(group_starts, append=count),
+            number=0,
         )
-        every = self._cut(wide, step.own, chunk, entry=np.arange(count), entries=1, number=before)
-        self._tables["counts"][:] = wide, every
+        end = self._cut(
+            prompt_end, step.own, length, entry=np.arange(count), entries=1, number=prompt_parts
+        )
+        self._tables["counts"][:] = prompt_end, end
         entries, records = self._tables["entries"], self._tables["rows"]
         entries["row"][:count], entries["part"][:count] = step.row, first
         records.fill(0)
-        step.own.name(records, step.row)
+        step.own.write_to(records, step.row)
         records["position"][step.row] = step.own.count - 1
         records["part"][step.row], records["parts"][step.row] = first, parts
         self._tables.send()
@@ -221,30 +233,31 @@ class DecodeTables:
         kernels.keep(self._heads, self._work.rows, bases, k, v)
         return kernels.decode(self._heads, self._work, bases, q, self._programs)
 
-    def _chunk(self, positions: int) -> int:
+    def _piece_length(self, positions: int) -> int:
         """Return the maximum number of positions of a piece, a power of two.
 
         `positions`: the positions of all slots together. The result is small enough that a few long
-        slots occupy all programs. It is large enough that cutting makes at most `_cuts` additional
-        pieces.
+        slots occupy all programs. It is large enough that all slots together are cut into at most
+        `_max_additional_pieces` additional pieces.
         """
-        return max(_SHORTEST, 1 << (positions // self._cuts).bit_length())
+        return max(_MIN_PIECE_LENGTH, 1 << (positions // self._max_additional_pieces).bit_length())
 
-    def _cut(self, start: int, slots: _Slots, chunk: int, **of_slots: np.ndarray | int) -> int:
+    def _cut(self, start: int, slots: _Slots, length: int, **of_slots: np.ndarray | int) -> int:
         """Write the pieces of these slots from index `start` on, and return the end index.
 
-        `of_slots`: the values of other fields of the pieces, one value per slot. The value of the
-        field `number` is for the slot's first piece. Each later piece gets the next number.
+        A piece has at most `length` positions. `of_slots`: the fields `entry`, `entries` and
+        `number` of the pieces (see `Piece` in decode_kernels.py), each with one value per slot. The
+        first piece of a slot gets the given `number`, and each later piece gets the next number.
         """
-        counts = _pieces_of(slots.count, chunk)
+        counts = _num_pieces(slots.count, length)
         slot = np.repeat(np.arange(len(counts)), counts)
         number = np.arange(len(slot)) - np.repeat(np.cumsum(counts) - counts, counts)
         stop = start + len(slot)
-        pieces, slots = self._tables["pieces"][start:stop], slots.at(slot)
-        slots.name(pieces, slice(None))
+        pieces, slots = self._tables["pieces"][start:stop], slots.select(slot)
+        slots.write_to(pieces, slice(None))
         pieces["first"], pieces["stop"] = (
-            number * chunk,
-            np.minimum(number * chunk + chunk, slots.count),
+            number * length,
+            np.minimum(number * length + length, slots.count),
         )
         for name, values in of_slots.items():
             pieces[name] = np.broadcast_to(values, len(counts))[slot]
@@ -264,7 +277,10 @@ class _Slots:
 
     @classmethod
     def of(cls, pools: Sequence[KVPool], bases: PoolBases, counts: list[int]) -> _Slots:
-        """Return all slots in use, in the order of the pools. `counts`: the `count` of each."""
+        """Return all slots in use, in the order of the pools.
+
+        `counts`: the number of leading positions of each slot that rows attend to.
+        """
         sizes = [len(pool) for pool in pools]
         return cls(
             pool=np.repeat(np.array(bases.numbers(pools), np.int64), sizes),
@@ -273,11 +289,11 @@ class _Slots:
             count=np.array(counts, np.int64),
         )
 
-    def at(self, index: np.ndarray) -> _Slots:
+    def select(self, index: np.ndarray) -> _Slots:
         """Return the slots at these indices."""
         return _Slots(self.pool[index], self.slot[index], self.capacity[index], self.count[index])
 
-    def name(self, records: np.ndarray, where: np.ndarray | slice) -> None:
+    def write_to(self, records: np.ndarray, where: np.ndarray | slice) -> None:
         """Write the pool, slot and capacity of each slot into `records[where]`."""
         records["pool"][where], records["slot"][where], records["capacity"][where] = (
             self.pool,
@@ -308,27 +324,33 @@ class _Step:
         row_counts: Mapping[SlotOwner, int],
     ) -> _Step:
         """Return the rows of the samples in `samples` (see `Backend.decode_attention`)."""
-        read, kept = prompts.in_use(), samples.in_use()
-        known = [prompt for pool in read for prompt in cast("list[PromptSlot]", pool.owners)]
-        running = [sample for pool in kept for sample in cast("list[SampleSlot]", pool.owners)]
-        places = {prompt: place for place, prompt in enumerate(known)}
-        prompt = np.array([places[sample.prompt] for sample in running], np.int64)
+        prompt_pools, sample_pools = prompts.in_use(), samples.in_use()
+        active = [
+            prompt for pool in prompt_pools for prompt in cast("list[PromptSlot]", pool.owners)
+        ]
+        running = [
+            sample for pool in sample_pools for sample in cast("list[SampleSlot]", pool.owners)
+        ]
+        index_of = {prompt: index for index, prompt in enumerate(active)}
+        prompt = np.array([index_of[sample.prompt] for sample in running], np.int64)
         row = np.array([rows[sample] for sample in running], np.int64)
         counts = np.array([row_counts.get(sample, 1) for sample in running], np.int64)
         sample_of = np.repeat(np.arange(len(running)), counts)
         number = np.arange(len(sample_of)) - np.repeat(np.cumsum(counts) - counts, counts)
         prompt, row = prompt[sample_of], row[sample_of] + number
         order = np.lexsort((row, prompt))
-        own = _Slots.of(kept, bases, [sample.stored + 1 for sample in running]).at(sample_of)
+        own = _Slots.of(sample_pools, bases, [sample.stored + 1 for sample in running]).select(
+            sample_of
+        )
         own.count[:] += number
         prompt = prompt[order]
         return cls(
             row=row[order],
             rank=np.arange(len(row)) - np.searchsorted(prompt, prompt),
-            shared=_Slots.of(read, bases, [prompt.length // SPAN * SPAN for prompt in known]).at(
-                prompt
-            ),
-            own=own.at(order),
+            shared=_Slots.of(
+                prompt_pools, bases, [prompt.length // SPAN * SPAN for prompt in active]
+            ).select(prompt),
+            own=own.select(order),
         )
 
 
@@ -340,9 +362,9 @@ class _Tables:
 
     def __init__(self, device: torch.device, **sections: tuple[np.dtype, int]) -> None:
         """`sections`: the record type (int32 fields) and the number of records of each kind."""
-        sizes = [record.itemsize // _NUMBER * count for record, count in sections.values()]
+        sizes = [record.itemsize // _NUMBER_BYTES * count for record, count in sections.values()]
         *starts, total = np.cumsum(
-            [0, *(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+            [0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
         ).tolist()
         self._host, self._device = (
             np.zeros(total, np.int32),
@@ -374,15 +396,15 @@ def _send(numbers: np.ndarray, target: Tensor) -> None:
     target.copy_(staged(torch.from_numpy(numbers), target.device), non_blocking=True)
 
 
-def _pieces_of(counts: np.ndarray, chunk: int) -> np.ndarray:
-    return -(-counts // chunk)
+def _num_pieces(counts: np.ndarray, length: int) -> np.ndarray:
+    return -(-counts // length)
 
 
 def _multiprocessors(device: torch.device) -> int:
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
-        else _INTERPRETED
+        else _INTERPRETER_MULTIPROCESSORS
     )
 
 
