@@ -167,6 +167,7 @@ def test_a_warm_start_and_then_rewards(in_process, capsys):
     assert len(read_rows("rl/metrics.jsonl")) == trained
 
 
+@pytest.mark.slow
 def test_a_start_from_an_adapter_of_another_rank_is_rejected(in_process):
     sl_loop.main(sl_loop.Config(**SMALL, max_steps=1, log_path="sl4"))
     other = {**SMALL, "lora_rank": 8}
@@ -190,6 +191,7 @@ def test_a_run_that_cannot_begin_says_why_in_words_of_the_command_line(in_proces
             read_options(rl_loop.Config, {}, [argument])
 
 
+@pytest.mark.slow
 def test_the_demo_on_a_model_that_cannot_add(in_process):
     config = demo.Config(steps=2, batch_size=2, group_size=2, held_out=4, lora_rank=4)
     demo.main(config)

@@ -9,9 +9,8 @@ because it keeps its own records about them.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -22,7 +21,7 @@ from planish.client.local import resolve_server_url
 from planish.client.remote_errors import ServerUnreachableError, body_of, error_from_response
 from planish.client.remote_http import Http, NoAnswerError
 from planish.client.remote_link import API, normalize_url, resolve_api_key
-from planish.client.rest_client import run_id_of, training_run
+from planish.client.rest_client import training_runs
 from planish.engine.checkpoints.store import CheckpointStore, data_directory, record_of
 from planish.errors import (
     CheckpointError,
@@ -33,7 +32,7 @@ from planish.errors import (
 )
 from planish.processes.interruption import run_coroutine
 from planish.service import CheckpointInfo
-from planish.types import Checkpoint, CheckpointPath
+from planish.types import CheckpointPath, TrainingRun
 from planish.wire.records import checkpoint_to_json, weights_info_to_json
 
 Row = Mapping[str, Any]
@@ -155,9 +154,8 @@ class LocalRecords:
 
     def runs(self, limit: int | None) -> list[Row]:
         """Return at most `limit` training runs that have checkpoints (None: all)."""
-        found = sorted(self._store.records(), key=run_id_of)
-        runs = [self._run(run_id, list(mine)) for run_id, mine in groupby(found, key=run_id_of)]
-        return sorted(runs, key=lambda run: run["last_request_time"], reverse=True)[:limit]
+        runs = training_runs(self._store.records(), self._info)
+        return [_run_to_json(run) for run in runs[:limit]]
 
     def run(self, run_id: str) -> Row:
         """Return one training run. Raise CheckpointError if it has no checkpoints."""
@@ -166,7 +164,8 @@ class LocalRecords:
             raise CheckpointError(
                 f"{run_id!r}: no run of this name has checkpoints; `planish runs` lists the runs"
             )
-        return self._run(run_id, checkpoints)
+        (run,) = training_runs(checkpoints, self._info)
+        return _run_to_json(run)
 
     def checkpoints(self, run_id: str | None, limit: int | None) -> list[Row]:
         """Return at most `limit` checkpoints of a run, or of all runs."""
@@ -205,23 +204,23 @@ class LocalRecords:
                 f"cannot write to {directory} ({error}); free space or give another --out"
             ) from error
 
-    def _run(self, run_id: str, checkpoints: Sequence[Checkpoint]) -> Row:
-        run = training_run(run_id, checkpoints, self._info)
-        last, sampler = run.last_checkpoint, run.last_sampler_checkpoint
-        return {
-            "training_run_id": run_id,
-            "base_model": run.base_model,
-            "lora_rank": run.lora_rank,
-            "last_request_time": run.last_request_time.isoformat(),
-            "last_checkpoint": last and checkpoint_to_json(last),
-            "last_sampler_checkpoint": sampler and checkpoint_to_json(sampler),
-            "user_metadata": run.user_metadata,
-        }
-
     def _info(self, path: str) -> CheckpointInfo:
         parsed = _parse_path(path)
         manifest = self._store.manifest(parsed)
         return CheckpointInfo(manifest.base_model, manifest.lora, record_of(parsed, manifest))
+
+
+def _run_to_json(run: TrainingRun) -> Row:
+    last, sampler = run.last_checkpoint, run.last_sampler_checkpoint
+    return {
+        "training_run_id": run.training_run_id,
+        "base_model": run.base_model,
+        "lora_rank": run.lora_rank,
+        "last_request_time": run.last_request_time.isoformat(),
+        "last_checkpoint": last and checkpoint_to_json(last),
+        "last_sampler_checkpoint": sampler and checkpoint_to_json(sampler),
+        "user_metadata": run.user_metadata,
+    }
 
 
 Records = ServerRecords | LocalRecords

@@ -94,7 +94,8 @@ class RestClient(RefusesMethods):
             raise CheckpointError(
                 f"training_run_id={training_run_id!r} has no checkpoints; save one first"
             )
-        return completed(training_run(training_run_id, found, self._service.checkpoint_info))
+        (run,) = training_runs(found, self._service.checkpoint_info)
+        return completed(run)
 
     get_training_run_async = in_thread_returning_result(get_training_run)
 
@@ -113,12 +114,7 @@ class RestClient(RefusesMethods):
     ) -> Pending[TrainingRunsResponse]:
         """Return a page of the training runs that have checkpoints, the most recent first."""
         _check_page(limit, offset)
-        found, info = (
-            sorted(self._service.checkpoints(), key=run_id_of),
-            self._service.checkpoint_info,
-        )
-        runs = [training_run(run, list(mine), info) for run, mine in groupby(found, key=run_id_of)]
-        runs.sort(key=lambda run: run.last_request_time, reverse=True)
+        runs = training_runs(self._service.checkpoints(), self._service.checkpoint_info)
         cursor = Cursor(offset, limit, len(runs))
         return completed(TrainingRunsResponse(runs[offset : offset + limit], cursor))
 
@@ -171,12 +167,21 @@ def _check_page(limit: int, offset: int) -> None:
         )
 
 
-def training_run(
+def training_runs(
+    checkpoints: Sequence[Checkpoint], info_of: Callable[[str], CheckpointInfo]
+) -> list[TrainingRun]:
+    """Return the training runs that have these checkpoints, the most recent first. `info_of`
+    returns the CheckpointInfo for the path of a checkpoint.
+    """
+    grouped = groupby(sorted(checkpoints, key=_run_id_of), key=_run_id_of)
+    runs = [_training_run(run_id, list(mine), info_of) for run_id, mine in grouped]
+    return sorted(runs, key=lambda run: run.last_request_time, reverse=True)
+
+
+def _training_run(
     run_id: str, checkpoints: Sequence[Checkpoint], info_of: Callable[[str], CheckpointInfo]
 ) -> TrainingRun:
-    """Return the training run that has these checkpoints, at least one. `info_of` returns the
-    CheckpointInfo for the path of a checkpoint.
-    """
+    """Return the training run that has these checkpoints, at least one."""
     newest = sorted(checkpoints, key=lambda checkpoint: checkpoint.time, reverse=True)
     info = info_of(newest[0].tinker_path)
     last = {
@@ -195,6 +200,6 @@ def training_run(
     )
 
 
-def run_id_of(checkpoint: Checkpoint) -> str:
+def _run_id_of(checkpoint: Checkpoint) -> str:
     """Return the id of the training run that a checkpoint belongs to."""
     return CheckpointPath.parse(checkpoint.tinker_path).run_id
