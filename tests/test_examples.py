@@ -110,6 +110,28 @@ def test_the_tutorial_runs_as_a_script(workplace):
 
 
 @pytest.mark.slow
+def test_words_are_split_by_family_and_trained_on(workplace):
+    words = [f"{chr(97 + n % 26)}{chr(97 + n // 26)}word" for n in range(40)]
+    rated = [(word + end, (-1) ** n * 2.0) for n, word in enumerate(words) for end in ("", "ly")]
+    lines = [f"{word}\t{mean}\t0.5\t[2, 2]" for word, mean in [*rated, (":)", 2.0), ("weak", 0.3)]]
+    (workplace / "lexicon.txt").write_text("\n".join(lines))
+    settings = [f"model_name={DEFAULT_MODEL}", "lexicon=lexicon.txt", "batch_size=2", "max_steps=2"]
+    run(workplace, str(ROOT / "examples" / "word_sentiment.py"), "log_path=runs/words", *settings)
+    train, test = (
+        read_rows(workplace / f"runs/words-questions/{split}.jsonl") for split in ("train", "test")
+    )
+    for rows in (train, test):
+        answers = [row["answer"] for row in rows]
+        assert answers.count("positive") == answers.count("negative") > 0
+    stems = [
+        {re.findall(r"Now the word (\w{4})", row["prompt"])[0] for row in rows}
+        for rows in (train, test)
+    ]
+    assert not stems[0] & stems[1]
+    assert [row["step"] for row in read_rows(workplace / "runs/words/metrics.jsonl")][:2] == [0, 1]
+
+
+@pytest.mark.slow
 def test_the_tutorial_is_a_notebook(workplace):
     printed = run(workplace, "-m", "marimo", "check", str(ROOT / "examples" / "tutorial_grpo.py"))
     assert "error" not in printed
