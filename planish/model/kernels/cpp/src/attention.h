@@ -5,8 +5,15 @@
 #include <vector>
 
 #include "attention_products.h"
+#include "products.h"
 
 namespace {
+
+// The width of a row of scores for so many keys.
+template <class By>
+int64_t whole_runs(int64_t keys) {
+    return (keys + By::RUN - 1) / By::RUN * By::RUN;
+}
 
 template <class By, class X>
 void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, X* out, float* lse,
@@ -14,11 +21,11 @@ void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, 
     const int64_t m = b.count * a.group, e = a.e;
     const Reach reach(a, b);
     const int64_t own = reach.own - reach.skip_own,
-                  shared_width = (reach.shared - reach.skip_shared + 15) / 16 * 16,
-                  width = shared_width + (own + 15) / 16 * 16;
+                  shared_width = whole_runs<By>(reach.shared - reach.skip_shared),
+                  width = shared_width + whole_runs<By>(own), query_stride = By::query_stride(e);
     Course course(a, b, reach, head, sizeof(X));
     const typename By::Query* queries = By::queries(a, b, head, q, scratch);
-    float* s = scratch.s.of<float>(m * width);
+    float* s = scratch.s.of<float>((m + By::SPARE) * width);
     float* o = scratch.o.of<float>(m * e);
     std::fill(o, o + m * e, 0.0f);
     const X *k[KEYS], *v[KEYS];
@@ -39,8 +46,8 @@ void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, 
         const Range& mine = a.own[b.first + r];
         for (Walk<X> walk(&mine, mine.count > 0, reach.skip_own);
              int64_t n = walk.next(head, k, v); first += n)
-            By::scores(a, queries + r * a.group * e, a.group, k, n, scratch, course, mine_s + first,
-                       width);
+            By::scores(a, queries + r * a.group * query_stride, a.group, k, n, scratch, course,
+                       mine_s + first, width);
         for (int64_t g = 0; g < a.group; g++) {
             float* row = mine_s + g * width + shared_width;
             mask_from(row, mine.count - reach.skip_own, width - shared_width);
@@ -88,9 +95,17 @@ void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, 
 
 template <class X>
 void attend(const Attention& a, int64_t n_blocks, const X* q, X* out, float* lse, int threads) {
+    const bool tiled = by_tiles_of_amx<X>();
     parallel_items(n_blocks * a.heads, threads, [=](int64_t item) {
-        attend_block<Products<X>>(a, a.blocks[item / a.heads], item % a.heads, q, out, lse,
-                                  Scratch::own());
+        const tiles::Use use(tiled);
+        const Block& block = a.blocks[item / a.heads];
+        const int64_t head = item % a.heads;
+        if constexpr (!NARROW<X>)
+            attend_block<Floats>(a, block, head, q, out, lse, Scratch::own());
+        else if (tiled)
+            attend_block<Tiled>(a, block, head, q, out, lse, Scratch::own());
+        else
+            attend_block<Pairs>(a, block, head, q, out, lse, Scratch::own());
     });
 }
 
@@ -249,7 +264,8 @@ void slopes(float* s, float* dp, int64_t seen, int64_t n, float lse, float scale
 
 // Adds to rows of gradients, which lie like the keys `k` of a tile from k0 on, the rows that
 // `values` holds, weighted by columns.
-inline void weigh_keys(const uint32_t* columns, int64_t stride, const uint32_t* values,
+template <class By>
+void weigh_keys(const uint32_t* columns, int64_t stride, const uint32_t* values,
                        int64_t pairs, int64_t e, const uint16_t* const* k, int64_t n,
                        const uint16_t* k0, float* out, int64_t row_size) {
     for (int64_t j = 0; j < n;) {
@@ -257,8 +273,8 @@ inline void weigh_keys(const uint32_t* columns, int64_t stride, const uint32_t* 
         // the loads of the values.
         int64_t run = 1;
         while (j + run < n && k[j + run] == k[j + run - 1] + row_size) run++;
-        weigh(Laid(columns + j * stride, stride, run, pairs, values, e), run, pairs, e,
-              out + (k[j] - k0), row_size);
+        By::weigh_laid(columns + j * stride, stride, run, values, pairs, e, out + (k[j] - k0),
+                       row_size);
         j += run;
     }
 }
@@ -266,28 +282,39 @@ inline void weigh_keys(const uint32_t* columns, int64_t stride, const uint32_t* 
 // The same by pairs. Gradients of scores are rounded to bf16; weights, of which errors would reach
 // the values' gradients undiminished, are two bf16 each. Over queries, rows of a block (or pairs of
 // them) are added one after another.
-inline void attend_block_backward(const Attention& a, const Block& b, int64_t head,
+template <class By>
+void attend_block_backward(const Attention& a, const Block& b, int64_t head,
                                   const uint16_t* grad, const uint16_t* q, const float* lse,
                                   const uint16_t* k0, uint16_t* grad_q, float* grad_k,
                                   float* grad_v, Scratch& scratch) {
-    const int64_t m = b.count * a.group, e = a.e, even = m + m % 2, row_size = a.heads * e;
+    const int64_t m = b.count * a.group, e = a.e, row_size = a.heads * e,
+                  query_stride = By::query_stride(e);
+    const int64_t folded = (m + By::FOLD - 1) / By::FOLD * By::FOLD;
+    // Weights are two numbers each, so half a fold of queries is a fold of numbers.
+    const int64_t half_folded = (m + By::FOLD / 2 - 1) / (By::FOLD / 2) * (By::FOLD / 2);
     const Reach reach(a, b);
-    const int64_t skip = reach.skip_shared, width = (reach.shared - skip + 15) / 16 * 16;
-    uint16_t* queries = Pairs::of_rows(a, b, head, q, scratch.q.of<uint16_t>(even * e));
-    const uint16_t* g = Pairs::of_rows(a, b, head, grad, scratch.g.of<uint16_t>(m * e));
-    float* s = scratch.s.of<float>(m * width);
-    float* ds = scratch.d.of<float>(even * width);
-    std::fill(queries + m * e, queries + even * e, 0);
-    std::fill(ds + m * width, ds + even * width, 0.0f);
+    const int64_t skip = reach.skip_shared, width = whole_runs<By>(reach.shared - skip);
+    uint16_t* queries =
+        By::of_rows(a, b, head, q, scratch.q.of<uint16_t>(folded * query_stride));
+    const uint16_t* g =
+        By::of_rows(a, b, head, grad, scratch.g.of<uint16_t>(folded * query_stride));
+    float* s = scratch.s.of<float>(half_folded * width);
+    float* ds = scratch.d.of<float>(folded * width);
+    std::fill(queries + m * query_stride, queries + folded * query_stride, 0);
+    std::fill(s + m * width, s + half_folded * width, 0.0f);
+    std::fill(ds + m * width, ds + folded * width, 0.0f);
     const uint16_t *k[KEYS], *v[KEYS];
     int64_t at = 0;
     for (Walk<uint16_t> walk(a.ranges + b.first_range, b.ranges, skip);
          int64_t n = walk.next(head, k, v); at += n) {
-        Pairs::many_dots(queries, m, e, k, n, a.scale * Pairs::PER_LN, scratch, s + at, width);
-        Pairs::many_dots(g, m, e, v, n, 1.0f, scratch, ds + at, width);
+        By::many_dots(queries, m, e, k, n, a.scale * Pairs::PER_LN, scratch, s + at, width);
+        By::many_dots(g, m, e, v, n, 1.0f, scratch, ds + at, width);
     }
-    std::vector<const uint16_t*> pairs(even), twice(2 * m);
-    for (int64_t i = 0; i < even; i++) pairs[i] = queries + i * e;
+    std::vector<const uint16_t*> rows(folded), twice(2 * half_folded);
+    for (int64_t i = 0; i < folded; i++) rows[i] = queries + i * query_stride;
+    // Weights of 0 multiply what is behind the last row's gradients.
+    for (int64_t i = 0; i < half_folded; i++)
+        twice[2 * i] = twice[2 * i + 1] = i < m ? g + i * query_stride : rows[i];
     for (int64_t i = 0; i < m; i++) {
         const int64_t row =
             a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
@@ -295,13 +322,13 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
         mask_until(s + i * width, first_seen(a, entry) - skip, width);
         slopes(s + i * width, ds + i * width, std::min(a.visible[entry] - skip, at), width,
                lse[row], a.scale);
-        twice[2 * i] = twice[2 * i + 1] = g + i * e;
     }
     const uint32_t* of_queries =
-        laid(pairs.data(), even, e, scratch.pairs.of<uint32_t>(even / 2 * e));
-    const uint32_t* of_grads = laid(twice.data(), 2 * m, e, scratch.twice.of<uint32_t>(m * e));
+        laid(rows.data(), folded, e, scratch.pairs.of<uint32_t>(folded / 2 * e));
+    const uint32_t* of_grads =
+        laid(twice.data(), 2 * half_folded, e, scratch.twice.of<uint32_t>(half_folded * e));
     const int64_t stride = (m + LANES - 1) / LANES * LANES;
-    uint32_t* columns = scratch.v.of<uint32_t>(KEYS * stride);
+    uint32_t* columns = scratch.v.of<uint32_t>((KEYS + By::SPARE) * stride);
     float* dq = scratch.o.of<float>(m * e);
     std::fill(dq, dq + m * e, 0.0f);
     at = 0;
@@ -310,16 +337,18 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
         int64_t first = m;  // queries before it see nothing of this tile
         while (first && a.visible[b.first + (first - 1) / a.group] > at + skip) first--;
         if (first == m) continue;
+        first = By::first_of_fold(first);
         const int64_t padded = (n + 15) / 16 * 16, blind = first / 2;
         const uint32_t* d = (const uint32_t*)ds + at / 2;
-        const uint32_t* keys = laid(k, n, e, scratch.k.of<uint32_t>(KEYS / 2 * e));
-        weigh(Laid(d + first * width, width, m - first, (n + 1) / 2, keys, e), m - first,
-              (n + 1) / 2, e, dq + first * e, e);
-        turn(s + first * width + at, width, m - first, padded, (float*)columns, stride);
-        weigh_keys(columns, stride, of_grads + first * e, m - first, e, k, n, k0, grad_v, row_size);
-        turn_pairs(d + 2 * blind * width, width, even / 2 - blind, padded, columns, stride);
-        weigh_keys(columns, stride, of_queries + blind * e, even / 2 - blind, e, k, n, k0, grad_k,
-                   row_size);
+        uint32_t* keys = scratch.k.of<uint32_t>(KEYS / 2 * e);
+        const int64_t pairs = By::lay(k, n, e, keys);
+        By::weigh_laid(d + first * width, width, m - first, keys, pairs, e, dq + first * e, e);
+        turn(s + first * width + at, width, half_folded - first, padded, (float*)columns, stride);
+        weigh_keys<By>(columns, stride, of_grads + first * e, half_folded - first, e, k, n, k0,
+                       grad_v, row_size);
+        turn_pairs(d + 2 * blind * width, width, folded / 2 - blind, padded, columns, stride);
+        weigh_keys<By>(columns, stride, of_queries + blind * e, folded / 2 - blind, e, k, n, k0,
+                       grad_k, row_size);
     }
     for (int64_t i = 0; i < m; i++) {
         const int64_t row =
@@ -353,7 +382,11 @@ void attend_backward(const Attention& a, const int64_t* part_ends, int64_t parts
     for (int64_t part = 0; part < parts; part++)
         read.push_back(
             read_by(a, part ? part_ends[part - 1] : 0, part_ends[part], k0, row * sizeof(X), keys));
+    const bool tiled = by_tiles_of_amx<X>();
+    const auto backward_of_block =
+        tiled ? attend_block_backward<Tiled> : attend_block_backward<Pairs>;
     parallel_items(parts * a.heads, threads, [&](int64_t item) {
+        const tiles::Use use(tiled);
         const int64_t part = item / a.heads, head = item % a.heads;
         float *gk = sums + part * 2 * size, *gv = gk + size;
         for (int64_t t = 0; t < keys; t++)
@@ -362,8 +395,8 @@ void attend_backward(const Attention& a, const int64_t* part_ends, int64_t parts
                     std::fill(to + t * row + head * a.e, to + t * row + (head + 1) * a.e, 0.0f);
         for (int64_t b = part ? part_ends[part - 1] : 0; b < part_ends[part]; b++)
             if constexpr (sizeof(X) == 2)
-                attend_block_backward(a, a.blocks[b], head, grad, q, lse, k0, grad_q, gk, gv,
-                                      Scratch::own());
+                backward_of_block(a, a.blocks[b], head, grad, q, lse, k0, grad_q, gk, gv,
+                                  Scratch::own());
             else
                 attend_block_backward(a, a.blocks[b], head, grad, q, out, lse, k0, grad_q, gk, gv,
                                       Scratch::own());

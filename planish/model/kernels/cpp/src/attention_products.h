@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "tiles.h"
 #include "vectors.h"
 
 namespace {
@@ -426,6 +427,9 @@ struct Totals {
 struct Floats {
     using Query = float;
     static constexpr float PER_LN = 1.0f;
+    static constexpr int64_t RUN = LANES;  // a row of scores has whole runs of keys
+    static constexpr int64_t SPARE = 0;    // rows of scores that are read, but not used
+    static int64_t query_stride(int64_t e) { return e; }
 
     // Scaled.
     static const float* queries(const Attention& a, const Block& b, int64_t head, const float* q,
@@ -471,8 +475,11 @@ struct Floats {
 struct Pairs {
     using Query = uint16_t;
     static constexpr float PER_LN = 1.44269504088896341f;  // scores are in powers of 2
+    static constexpr int64_t RUN = LANES, SPARE = 0;
+    static constexpr int64_t FOLD = 2;  // sums over queries have whole folds of them
     static constexpr int FEW =
         6;  // queries for which it does not pay to lay out a tile of keys or values
+    static int64_t query_stride(int64_t e) { return e; }
 
     static uint16_t* queries(const Attention& a, const Block& b, int64_t head, const uint16_t* q,
                              Scratch& scratch) {
@@ -533,11 +540,90 @@ struct Pairs {
         const int64_t pairs = (n + 1) / 2;
         if (rows <= FEW) return weigh(Apart(w, stride, values), rows, pairs, a.e, out, a.e);
         const uint32_t* there = laid(values, n, a.e, scratch.k.of<uint32_t>(KEYS / 2 * a.e));
-        weigh(Laid(w, stride, rows, pairs, there, a.e), rows, pairs, a.e, out, a.e);
+        weigh_laid(w, stride, rows, there, pairs, a.e, out, a.e);
+    }
+
+    // Rows to be multiplied by weights, laid out as pairs; returns how many pairs there are.
+    static int64_t lay(const uint16_t* const* rows, int64_t n, int64_t e, uint32_t* to) {
+        laid(rows, n, e, to);
+        return (n + 1) / 2;
+    }
+    // Where sums over queries begin whose first `first` weights are 0.
+    static int64_t first_of_fold(int64_t first) { return first; }
+    static void weigh_laid(const uint32_t* w, int64_t stride, int64_t rows, const uint32_t* values,
+                           int64_t pairs, int64_t e, float* out, int64_t out_stride) {
+        weigh(Laid(w, stride, rows, pairs, values, e), rows, pairs, e, out, out_stride);
     }
 };
 
-template <class X>
-using Products = std::conditional_t<sizeof(X) == 2, Pairs, Floats>;
+// The same by AMX's tiles, with sums in their order: runs of 32 elements or keys. So that each sum
+// has whole runs, all operands end with zeros. Few queries use tiles too: they have the same bits
+// as many.
+struct Tiled : Pairs {
+    static constexpr int64_t RUN = 2 * tiles::PAIRS, SPARE = tiles::ROWS, FOLD = RUN;
+    static int64_t query_stride(int64_t e) { return whole(e, RUN); }
+
+    static int64_t whole(int64_t n, int64_t size) { return (n + size - 1) / size * size; }
+
+    // [count * group and SPARE more, query_stride], with zeros behind each row's E.
+    static uint16_t* queries(const Attention& a, const Block& b, int64_t head, const uint16_t* q,
+                             Scratch& scratch) {
+        const int64_t rows = b.count * a.group + SPARE;
+        return of_rows(a, b, head, q, scratch.q.of<uint16_t>(rows * query_stride(a.e)));
+    }
+
+    static uint16_t* of_rows(const Attention& a, const Block& b, int64_t head, const uint16_t* x,
+                             uint16_t* to) {
+        const int64_t stride = query_stride(a.e);
+        if (stride == a.e) return Pairs::of_rows(a, b, head, x, to);
+        for (int64_t i = 0; i < b.count * a.group; i++) {
+            const int64_t row = a.rows[b.first + i / a.group] * a.heads + head;
+            std::memcpy(to + i * stride, x + (row * a.group + i % a.group) * a.e, 2 * a.e);
+            std::fill(to + i * stride + a.e, to + (i + 1) * stride, 0);
+        }
+        return to;
+    }
+
+    static void scores(const Attention& a, const uint16_t* q, int64_t rows,
+                       const uint16_t* const* keys, int64_t n, Scratch& scratch, Course& course,
+                       float* out, int64_t stride) {
+        course.fetch(n);
+        many_dots(q, rows, a.e, keys, n, a.scale * PER_LN, scratch, out, stride);
+    }
+
+    static void many_dots(const uint16_t* q, int64_t rows, int64_t e, const uint16_t* const* keys,
+                          int64_t n, float scale, Scratch& scratch, float* out, int64_t stride) {
+        const int64_t outputs = whole(n, LANES), pairs = query_stride(e) / 2;
+        uint32_t* room = scratch.k.of<uint32_t>(KEYS * pairs);
+        turned(keys, n, e, room);
+        std::fill(room + KEYS * e / 2, room + KEYS * pairs, 0);
+        tiles::multiply<false>(q, 2 * pairs, rows, room, KEYS, pairs, outputs, out, stride);
+        for (int64_t i = 0; i < rows; i++)
+            for (int64_t j = 0; j < outputs; j += LANES)
+                store(out + i * stride + j, mul(load(out + i * stride + j), all(scale)));
+    }
+
+    static void weigh_values(const Attention& a, const float* s, int64_t first, int64_t stride,
+                             int64_t rows, const uint16_t* const* values, int64_t n,
+                             Scratch& scratch, Course& course, float* out) {
+        course.fetch(n);
+        uint32_t* there = scratch.k.of<uint32_t>(KEYS / 2 * a.e);
+        const int64_t pairs = lay(values, n, a.e, there);
+        weigh_laid((const uint32_t*)s + first / 2, stride, rows, there, pairs, a.e, out, a.e);
+    }
+
+    static int64_t lay(const uint16_t* const* rows, int64_t n, int64_t e, uint32_t* to) {
+        laid(rows, n, e, to);
+        const int64_t pairs = whole(n, RUN) / 2;
+        std::fill(to + (n + 1) / 2 * e, to + pairs * e, 0);
+        return pairs;
+    }
+    static int64_t first_of_fold(int64_t first) { return first / FOLD * FOLD; }
+    static void weigh_laid(const uint32_t* w, int64_t stride, int64_t rows, const uint32_t* values,
+                           int64_t pairs, int64_t e, float* out, int64_t out_stride) {
+        tiles::multiply<true>((const uint16_t*)w, 2 * stride, rows, values, e, pairs, e, out,
+                              out_stride);
+    }
+};
 
 }  // namespace

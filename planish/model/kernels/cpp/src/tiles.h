@@ -173,17 +173,26 @@ inline void shape(int first, int second, int pairs) {
     Use::current() = wanted;
 }
 
-// out [BLOCK, BLOCK]: products of x's columns [0, k) with outputs of weights whose pairs of columns
-// lie `weight_stride` numbers apart. One or two tiles of rows, and of outputs; k is a multiple of
-// `pairs` pairs.
-template <bool TWO, bool WIDE>
+// Multiplies x's columns [0, k) with outputs of weights, whose pairs of columns lie
+// `weight_stride` numbers apart, for one or two tiles of rows, and of outputs. Writes the sums to
+// out, whose rows lie `out_stride` numbers apart; ADDS: continues the sums that are there. k is a
+// multiple of `pairs` pairs.
+template <bool TWO, bool WIDE, bool ADDS = false>
 TILES void add_up(const uint16_t* weight, int64_t weight_stride, const uint16_t* x,
-                  int64_t x_stride, int64_t k, int pairs, float* out) {
+                  int64_t x_stride, int64_t k, int pairs, float* out, int64_t out_stride) {
+    float* const below = out + ROWS * out_stride;
     asm volatile("" : : : "memory");
-    TILE_ZERO(0);
-    if constexpr (WIDE) TILE_ZERO(1);
-    if constexpr (TWO) TILE_ZERO(2);
-    if constexpr (TWO && WIDE) TILE_ZERO(3);
+    if constexpr (ADDS) {
+        TILE_LOAD(0, out, 4 * out_stride);
+        if constexpr (WIDE) TILE_LOAD(1, out + OUTPUTS, 4 * out_stride);
+        if constexpr (TWO) TILE_LOAD(2, below, 4 * out_stride);
+        if constexpr (TWO && WIDE) TILE_LOAD(3, below + OUTPUTS, 4 * out_stride);
+    } else {
+        TILE_ZERO(0);
+        if constexpr (WIDE) TILE_ZERO(1);
+        if constexpr (TWO) TILE_ZERO(2);
+        if constexpr (TWO && WIDE) TILE_ZERO(3);
+    }
     for (int64_t i = 0; i < k; i += 2 * pairs) {
         const uint16_t* w = weight + i / 2 * weight_stride;
         TILE_LOAD(6, w, 2 * weight_stride);
@@ -197,10 +206,11 @@ TILES void add_up(const uint16_t* weight, int64_t weight_stride, const uint16_t*
             if constexpr (WIDE) TILE_DOT(3, 5, 7);
         }
     }
-    TILE_STORE(0, out, 4 * BLOCK);
-    if constexpr (WIDE) TILE_STORE(1, out + OUTPUTS, 4 * BLOCK);
-    if constexpr (TWO) TILE_STORE(2, out + ROWS * BLOCK, 4 * BLOCK);
-    if constexpr (TWO && WIDE) TILE_STORE(3, out + ROWS * BLOCK + OUTPUTS, 4 * BLOCK);
+    TILE_STORE(0, out, 4 * out_stride);
+    if constexpr (WIDE) TILE_STORE(1, out + OUTPUTS, 4 * out_stride);
+    if constexpr (TWO) TILE_STORE(2, below, 4 * out_stride);
+    if constexpr (TWO && WIDE) TILE_STORE(3, below + OUTPUTS, 4 * out_stride);
+    asm volatile("" : : : "memory");
 }
 
 // out [BLOCK, BLOCK] for at most so many rows of x, and 16 or 32 outputs, within a `Use`. Of each
@@ -216,15 +226,47 @@ inline void block(const uint16_t* weight, int64_t weight_stride, int outputs, co
                       : wide ? add_up<false, true>
                              : add_up<false, false>;
     if (whole || !left)
-        shape(first, second, PAIRS), sums(weight, weight_stride, x, x_stride, whole, PAIRS, out);
+        shape(first, second, PAIRS),
+            sums(weight, weight_stride, x, x_stride, whole, PAIRS, out, BLOCK);
     if (!left) return;
     alignas(64) float more[BLOCK * BLOCK];
     shape(first, second, left);
     sums(weight + whole / 2 * weight_stride, weight_stride, x + whole, x_stride, k - whole, left,
-         whole ? more : out);
+         whole ? more : out, BLOCK);
     if (whole)
         for (int64_t r = 0; r < rows; r++)
             for (int c = 0; c < outputs; c++) out[r * BLOCK + c] += more[r * BLOCK + c];
+}
+
+// out [rows, outputs] = x [rows, 2 * pairs] by weights [pairs][outputs] of two numbers each, within
+// a `Use`; ADDS: += with the sums that are there continued. Each sum adds runs of 32 columns one
+// after another in the instruction's own order. Only whole tiles are multiplied, of one shape: x is
+// read up to a multiple of ROWS rows, and there are whole tiles of pairs and outputs. So a sum does
+// not depend on the number of rows, nor on zeros behind its last column.
+template <bool ADDS>
+inline void multiply(const uint16_t* x, int64_t x_stride, int64_t rows, const uint32_t* weight,
+                     int64_t weight_stride, int64_t pairs, int64_t outputs, float* out,
+                     int64_t out_stride) {
+    shape(ROWS, ROWS, PAIRS);
+    alignas(64) float room[BLOCK * BLOCK];
+    for (int64_t r = 0; r < rows; r += BLOCK)
+        for (int64_t c = 0; c < outputs; c += BLOCK) {
+            const int64_t left = rows - r < BLOCK ? rows - r : BLOCK;
+            const bool two = left > ROWS, wide = outputs - c > OUTPUTS, whole = left % ROWS == 0;
+            const auto sums = two ? wide ? add_up<true, true, ADDS> : add_up<true, false, ADDS>
+                              : wide ? add_up<false, true, ADDS>
+                                     : add_up<false, false, ADDS>;
+            float* to = out + r * out_stride + c;
+            const size_t bytes = 4 * (wide ? BLOCK : OUTPUTS);
+            if (ADDS && !whole)
+                for (int64_t i = 0; i < left; i++)
+                    std::memcpy(room + i * BLOCK, to + i * out_stride, bytes);
+            sums((const uint16_t*)(weight + c), 2 * weight_stride, x + r * x_stride, x_stride,
+                 2 * pairs, PAIRS, whole ? to : room, whole ? out_stride : BLOCK);
+            if (!whole)
+                for (int64_t i = 0; i < left; i++)
+                    std::memcpy(to + i * out_stride, room + i * BLOCK, bytes);
+        }
 }
 
 }  // namespace tiles
