@@ -50,6 +50,15 @@ def products(request):
         yield
 
 
+@pytest.fixture
+def emulated_tiles(emulated_library):
+    """Run the test with the matmuls for AMX, emulated."""
+    if not matmul.supports_bf16_matmul():
+        pytest.skip("this machine does not multiply bf16 by our kernels")
+    with _served("emulated tiles", emulated_library):
+        yield
+
+
 @contextmanager
 def _served(by: str, tiles: Path | None = None) -> Iterator[None]:
     """Use the kernels for these instructions during the block."""

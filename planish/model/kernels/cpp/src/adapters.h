@@ -100,8 +100,9 @@ struct RowSum {
     int64_t narrow_stride, columns;
     const X* wide;
     int64_t wide_stride, width;
+    // Where (c, w) goes: out[c * column_step + w * width_step]. One of the steps is 1.
     float* out;
-    int64_t column_step, width_step;  // where (c, w) goes: out[c * column_step + w * width_step]
+    int64_t column_step, width_step;
 };
 
 // Of a sum over rows, rows of float32 or pairs of rows of bf16 are added one after another
@@ -177,33 +178,56 @@ void row_sum_tile(const S* narrow, int64_t stride, const S* wide, int64_t steps,
 }
 
 struct RowSumRooms {
-    Room narrow, wide, total;
+    Room narrow, wide, total, turned;
 };
+
+// total [columns][SUM_WIDTH] (+)= the sum over steps by AMX's tiles, in their order: runs of 32
+// rows. `narrow` [steps][stride], `wide` [steps][SUM_WIDTH]; both have room for whole runs.
+inline void row_sum_of_tiles(uint32_t* narrow, int64_t stride, int64_t columns, uint32_t* wide,
+                             int64_t width, int64_t steps, bool fresh, float* total, Room& room) {
+    const int64_t whole = whole_vectors(steps);  // a run has as many pairs as a vector has lanes
+    std::fill(narrow + steps * stride, narrow + whole * stride, 0);
+    std::fill(wide + steps * SUM_WIDTH, wide + whole * SUM_WIDTH, 0);
+    float* turned = room.of<float>(stride * whole);
+    turn((const float*)narrow, stride, whole, stride, turned, whole);
+    (fresh ? tiles::multiply<false> : tiles::multiply<true>)(
+        (const uint16_t*)turned, 2 * whole, columns, wide, SUM_WIDTH, whole, width, total,
+        SUM_WIDTH);
+}
 
 // Columns first .. first + width - 1 of `wide`, at most SUM_WIDTH.
 template <class X>
 void row_sum(const RowSum<X>& own, int64_t first, int64_t width, int64_t rows, RowSumRooms& rooms) {
     constexpr int64_t AT_ONCE = SUM_STEPS * STEP_ROWS<X>;
-    auto* narrow = rooms.narrow.of<Step<X>>(SUM_STEPS * own.columns);
+    const int64_t stride = whole_vectors(own.columns);
+    auto* narrow = rooms.narrow.of<Step<X>>(SUM_STEPS * stride);
     auto* wide = rooms.wide.of<Step<X>>(SUM_STEPS * SUM_WIDTH);
     float* total = rooms.total.of<float>(own.columns * SUM_WIDTH);
     for (int64_t t = 0; t < rows; t += AT_ONCE) {
         const int64_t count = std::min(AT_ONCE, rows - t),
                       steps = (count + STEP_ROWS<X> - 1) / STEP_ROWS<X>;
         gather_steps(own.narrow + t * own.narrow_stride, own.narrow_stride, count, own.columns,
-                     narrow, own.columns);
+                     narrow, stride);
         gather_steps(own.wide + t * own.wide_stride + first, own.wide_stride, count, width, wide,
                      SUM_WIDTH);
+        if constexpr (NARROW<X>)
+            if (uses_tiles) {
+                row_sum_of_tiles(narrow, stride, own.columns, wide, width, steps, t == 0, total,
+                                 rooms.turned);
+                continue;
+            }
         for (int64_t w = 0; w < width; w += SUM_VECTORS * LANES)
             by_tiles<SUM_TILE>(own.columns, [&](int64_t c, auto size) {
-                row_sum_tile<size>(narrow + c, own.columns, wide + w, steps, t == 0,
+                row_sum_tile<size>(narrow + c, stride, wide + w, steps, t == 0,
                                    total + c * SUM_WIDTH + w);
             });
     }
     if (!rows) std::fill(total, total + own.columns * SUM_WIDTH, 0.0f);
-    for (int64_t w = 0; w < width; w++)
-        for (int64_t c = 0; c < own.columns; c++)
-            own.out[c * own.column_step + (first + w) * own.width_step] = total[c * SUM_WIDTH + w];
+    if (own.width_step > 1)
+        return turn(total, SUM_WIDTH, own.columns, width, own.out + first * own.width_step,
+                    own.width_step);
+    for (int64_t c = 0; c < own.columns; c++)
+        std::memcpy(own.out + c * own.column_step + first, total + c * SUM_WIDTH, 4 * width);
 }
 
 // Gradients of the matrices of one adapter for all rows: of A, [columns, in], low_grad^T x; of each
@@ -224,6 +248,7 @@ void lora_gradients(const X* x, int64_t in, const X* low, const X* grad, const i
     for (int64_t i = 0; i < (int64_t)sums.size(); i++)
         for (int64_t w = 0; w < sums[i].width; w += SUM_WIDTH) items.push_back({i, w});
     parallel_items(items.size(), threads, [&](int64_t item) {
+        const tiles::Use use(by_tiles_of_amx<X>());
         static thread_local RowSumRooms rooms;
         const auto [i, w] = items[item];
         row_sum(sums[i], w, std::min(SUM_WIDTH, sums[i].width - w), rows, rooms);

@@ -109,20 +109,6 @@ void attend(const Attention& a, int64_t n_blocks, const X* q, X* out, float* lse
     });
 }
 
-// to[j * stride + i] = from[i * row + j] for rows i and n columns j, a multiple of 16.
-inline void turn(const float* from, int64_t row, int64_t rows, int64_t n, float* to,
-                 int64_t stride) {
-    for (int64_t i = 0; i < rows; i += LANES)
-        for (int64_t j = 0; j < n; j += LANES) {
-            const Tail there = tail(rows - i);
-            I x[LANES];
-            for (int r = 0; r < LANES; r++)
-                x[r] = i + r < rows ? load_words(from + (i + r) * row + j) : no_words();
-            turn16(x);
-            for (int c = 0; c < LANES; c++) store_words(to + (j + c) * stride + i, x[c], there);
-        }
-}
-
 // Gradients of one block and head: those of its queries are written, those of keys and values added
 // to rows of [T, Hkv, E].
 inline void attend_block_backward(const Attention& a, const Block& b, int64_t head,

@@ -557,19 +557,37 @@ struct Pairs {
 };
 
 // The same by AMX's tiles, with sums in their order: runs of 32 elements or keys. So that each sum
-// has whole runs, all operands end with zeros. Few queries use tiles too: they have the same bits
-// as many.
+// has whole runs, all operands end with zeros. The tiles of a few queries have the keys as rows and
+// the queries as outputs: then only the queries must be turned. The products and their order are
+// the same.
 struct Tiled : Pairs {
     static constexpr int64_t RUN = 2 * tiles::PAIRS, SPARE = tiles::ROWS, FOLD = RUN;
     static int64_t query_stride(int64_t e) { return whole(e, RUN); }
 
     static int64_t whole(int64_t n, int64_t size) { return (n + size - 1) / size * size; }
 
+    // Whether the queries of one row are multiplied as a few.
+    static bool are_few(const Attention& a) { return a.group <= FEW && a.e % RUN == 0; }
+
     // [count * group and SPARE more, query_stride], with zeros behind each row's E.
     static uint16_t* queries(const Attention& a, const Block& b, int64_t head, const uint16_t* q,
                              Scratch& scratch) {
-        const int64_t rows = b.count * a.group + SPARE;
-        return of_rows(a, b, head, q, scratch.q.of<uint16_t>(rows * query_stride(a.e)));
+        const int64_t rows = b.count * a.group + SPARE, pairs = a.e / 2;
+        uint16_t* found =
+            of_rows(a, b, head, q, scratch.q.of<uint16_t>(rows * query_stride(a.e)));
+        if (!are_few(a) || (!a.own && b.count > 1)) return found;
+        uint32_t* to = scratch.pairs.of<uint32_t>(b.count * pairs * LANES);
+        for (int64_t r = 0; r < b.count; r++)
+            for (int64_t c = 0; c < pairs; c += LANES) {
+                I x[LANES];
+                for (int64_t g = 0; g < LANES; g++)
+                    x[g] = g < a.group ? load_words(found + (r * a.group + g) * a.e + 2 * c)
+                                       : no_words();
+                turn16(x);
+                for (int i = 0; i < LANES; i++)
+                    store_words(to + (r * pairs + c + i) * LANES, x[i]);
+            }
+        return found;
     }
 
     static uint16_t* of_rows(const Attention& a, const Block& b, int64_t head, const uint16_t* x,
@@ -587,8 +605,52 @@ struct Tiled : Pairs {
     static void scores(const Attention& a, const uint16_t* q, int64_t rows,
                        const uint16_t* const* keys, int64_t n, Scratch& scratch, Course& course,
                        float* out, int64_t stride) {
-        course.fetch(n);
-        many_dots(q, rows, a.e, keys, n, a.scale * PER_LN, scratch, out, stride);
+        const float scale = a.scale * PER_LN;
+        if (rows != a.group || !are_few(a)) {
+            course.fetch(n);
+            return many_dots(q, rows, a.e, keys, n, scale, scratch, out, stride);
+        }
+        // `queries` has turned them.
+        const int64_t row = (q - scratch.q.of<uint16_t>(0)) / (rows * a.e);
+        const uint32_t* turned = scratch.pairs.of<uint32_t>(0) + row * a.e / 2 * LANES;
+        with_size<FEW>(rows, [&](auto size) {
+            for (int64_t j = 0; j < n; j += tiles::BLOCK) {
+                const int64_t count = std::min<int64_t>(tiles::BLOCK, n - j);
+                course.fetch(count);
+                few_tile_dots<size>(turned, a.e, keys + j, count, scale, scratch, out + j, stride);
+            }
+        });
+    }
+
+    // Scores of R queries [e/2][LANES] and n keys, at most a block of tiles.
+    template <int R>
+    static void few_tile_dots(const uint32_t* q, int64_t e, const uint16_t* const* keys, int64_t n,
+                              float scale, Scratch& scratch, float* out, int64_t stride) {
+        alignas(64) float found[tiles::BLOCK * LANES];
+        const int64_t step = n > 1 ? keys[1] - keys[0] : e;
+        int64_t count = 1;
+        while (count < n && keys[count] - keys[0] == count * step) count++;
+        const uint16_t* rows = keys[0];
+        int64_t row_stride = step;
+        // Whole tiles are read where they lie, if the keys lie evenly.
+        if (count < n || n % tiles::ROWS) {
+            uint16_t* copies = scratch.k.of<uint16_t>(KEYS * e);
+            for (int64_t j = 0; j < whole(n, LANES); j++)
+                std::memcpy(copies + j * e, keys[j], 2 * e);
+            rows = copies, row_stride = e;
+        }
+        tiles::multiply<false>(rows, row_stride, whole(n, LANES), q, LANES, e / 2, LANES, found,
+                               LANES);
+        for (int64_t j = 0; j < n; j += LANES) {
+            I x[LANES];
+            for (int i = 0; i < LANES; i++) x[i] = load_words(found + (j + i) * LANES);
+            turn16(x);
+            for (int r = 0; r < R; r++) {
+                float* to = out + r * stride + j;
+                store_words(to, x[r]);
+                store(to, mul(load(to), all(scale)));
+            }
+        }
     }
 
     static void many_dots(const uint16_t* q, int64_t rows, int64_t e, const uint16_t* const* keys,

@@ -158,20 +158,59 @@ FOR_TYPES(h, uint16_t)
 EXPORT int multiplies_bf16() { return tiles::there_are() == uses_tiles; }
 EXPORT int has_tiles() { return tiles::there_are(); }
 EXPORT void use_tiles(int used) { uses_tiles = used && tiles::there_are(); }
+// Fills x with bf16 numbers: whole ones from -8 to 7, or ones whose sums are rounded.
+void fill(std::vector<uint16_t>& x, bool whole, uint32_t& state) {
+    for (uint16_t& v : x) {
+        state = state * 1664525 + 1013904223;
+        const float number = whole ? (float)(int)(state >> 28) - 8 : (float)(int)state;
+        uint32_t bits;
+        std::memcpy(&bits, &number, 4);
+        v = bits >> 16;
+    }
+}
+// Whether scores of tiles are the same for few and many queries, and for few and many keys, and sums
+// the same whatever number of zeros is behind them.
+bool scores_agree() {
+    constexpr int64_t E = 96, FEW = 5;
+    uint32_t state = 1;
+    std::vector<uint16_t> q((FEW + tiles::ROWS) * E), rows(KEYS * E);
+    fill(q, false, state), fill(rows, false, state);
+    std::vector<const uint16_t*> keys(KEYS), queries(LANES, q.data());
+    for (int64_t j = 0; j < KEYS; j++) keys[j] = rows.data() + j * E;
+    for (int64_t i = 0; i < FEW; i++) queries[i] = q.data() + i * E;
+    std::vector<uint32_t> turned_queries(KEYS * E / 2), few(E / 2 * LANES);
+    turned(queries.data(), LANES, E, turned_queries.data());
+    for (int64_t p = 0; p < E / 2; p++)
+        std::copy_n(turned_queries.data() + p * KEYS, LANES, few.data() + p * LANES);
+    const tiles::Use use(true);
+    Scratch& scratch = Scratch::own();
+    std::vector<float> many(FEW * KEYS), found(many);
+    Tiled::many_dots(q.data(), FEW, E, keys.data(), KEYS, 1.5f, scratch, many.data(), KEYS);
+    bool agree = true;
+    for (int64_t n : {1, 16, 23, 32}) {
+        Tiled::few_tile_dots<FEW>(few.data(), E, keys.data(), n, 1.5f, scratch, found.data(), KEYS);
+        for (int64_t i = 0; i < FEW; i++)
+            agree = agree && std::equal(found.data() + i * KEYS, found.data() + i * KEYS + n,
+                                        many.data() + i * KEYS);
+    }
+    // Of keys as weights of themselves, 10 and then zeros.
+    std::vector<float> sums[2];
+    for (int64_t pairs : {16, 32}) {
+        std::vector<uint16_t> weights(tiles::ROWS * 2 * KEYS);
+        for (int64_t r = 0; r < tiles::ROWS; r++)
+            std::copy_n(keys[r], 10, weights.data() + r * 2 * KEYS);
+        std::vector<float>& own = sums[pairs / 32];
+        own.assign(FEW * E, 1.0f);
+        Tiled::weigh_laid((const uint32_t*)weights.data(), KEYS, FEW, (const uint32_t*)rows.data(),
+                          pairs, E / 2, own.data(), E);
+    }
+    return agree && sums[0] == sums[1];
+}
 // Whether tiles and vectors multiply whole numbers to the same products, which are exact in both;
 // 16 and more rows, ends of all kinds.
 EXPORT int tiles_agree() {
-    if (!tiles::there_are()) return false;
+    if (!tiles::there_are() || !scores_agree()) return false;
     uint32_t state = 1;
-    auto fill = [&](std::vector<uint16_t>& x) {
-        for (uint16_t& v : x) {
-            state = state * 1664525 + 1013904223;
-            const float whole = (float)(int)(state >> 28) - 8;
-            uint32_t bits;
-            std::memcpy(&bits, &whole, 4);
-            v = bits >> 16;
-        }
-    };
     const bool before = uses_tiles;
     bool agree = true;
     for (int64_t rows : {1, 15, 16, 17, 32, 33, 70})
@@ -182,7 +221,7 @@ EXPORT int tiles_agree() {
                 };
                 std::vector<uint16_t> x(rows * k), weight(n * k), bias(n), out[2];
                 std::vector<Line> panels((n + PANEL - 1) / PANEL * PANEL * k / 32);
-                fill(x), fill(weight), fill(bias);
+                fill(x, true, state), fill(weight, true, state), fill(bias, true, state);
                 const Packing<uint16_t> packing{weight.data(), panels.data()->numbers, n, k};
                 pack_panels(&packing, 1, false, 1);
                 for (int with = 0; with < 2; with++) {

@@ -103,6 +103,20 @@ inline V sigmoid(V x) { return div(all(1.0f), add(all(1.0f), exp_(sub(zero(), x)
 inline void store_sums(uint16_t* p, V x) { store(p, narrowed_fast(x)); }
 inline void store_sums(float* p, V x) { store(p, x); }
 
+// to[j * stride + i] = from[i * row + j] for rows i and n columns j, a multiple of 16.
+inline void turn(const float* from, int64_t row, int64_t rows, int64_t n, float* to,
+                 int64_t stride) {
+    for (int64_t i = 0; i < rows; i += LANES)
+        for (int64_t j = 0; j < n; j += LANES) {
+            const Tail there = tail(rows - i);
+            I x[LANES];
+            for (int r = 0; r < LANES; r++)
+                x[r] = i + r < rows ? load_words(from + (i + r) * row + j) : no_words();
+            turn16(x);
+            for (int c = 0; c < LANES; c++) store_words(to + (j + c) * stride + i, x[c], there);
+        }
+}
+
 // Of float32, a column of the weights lies side by side for all outputs, and behind it the other
 // one of its pair.
 template <>
