@@ -190,9 +190,9 @@ inline void row_sum_of_tiles(uint32_t* narrow, int64_t stride, int64_t columns, 
     std::fill(wide + steps * SUM_WIDTH, wide + whole * SUM_WIDTH, 0);
     float* turned = room.of<float>(stride * whole);
     turn((const float*)narrow, stride, whole, stride, turned, whole);
-    (fresh ? tiles::multiply<false> : tiles::multiply<true>)(
-        (const uint16_t*)turned, 2 * whole, columns, wide, SUM_WIDTH, whole, width, total,
-        SUM_WIDTH);
+    (fresh ? tiles::multiply<false> : tiles::multiply<true>)((const uint16_t*)turned, 2 * whole,
+                                                             columns, wide, SUM_WIDTH, whole, width,
+                                                             total, SUM_WIDTH);
 }
 
 // Columns first .. first + width - 1 of `wide`, at most SUM_WIDTH.

@@ -44,8 +44,8 @@ void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, 
         float* mine_s = s + r * a.group * width;
         int64_t first = shared_width;
         const Range& mine = a.own[b.first + r];
-        for (Walk<X> walk(&mine, mine.count > 0, reach.skip_own);
-             int64_t n = walk.next(head, k, v); first += n)
+        for (Walk<X> walk(&mine, mine.count > 0, reach.skip_own); int64_t n = walk.next(head, k, v);
+             first += n)
             By::scores(a, queries + r * a.group * query_stride, a.group, k, n, scratch, course,
                        mine_s + first, width);
         for (int64_t g = 0; g < a.group; g++) {
@@ -140,8 +140,8 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
     }
     const float *k[KEYS], *v[KEYS];
     int64_t at = Reach(a, b).skip_shared;
-    for (Walk<float> walk(a.ranges + b.first_range, b.ranges, at); int64_t n = walk.next(head, k, v);
-         at += n) {
+    for (Walk<float> walk(a.ranges + b.first_range, b.ranges, at);
+         int64_t n = walk.next(head, k, v); at += n) {
         const int64_t padded = (n + 15) / 16 * 16;
         for (int64_t j = 0; j < n; j += LANES) {
             dots(queries, m, e, k + j, s + j, KEYS);
@@ -251,9 +251,9 @@ void slopes(float* s, float* dp, int64_t seen, int64_t n, float lse, float scale
 // Adds to rows of gradients, which lie like the keys `k` of a tile from k0 on, the rows that
 // `values` holds, weighted by columns.
 template <class By>
-void weigh_keys(const uint32_t* columns, int64_t stride, const uint32_t* values,
-                       int64_t pairs, int64_t e, const uint16_t* const* k, int64_t n,
-                       const uint16_t* k0, float* out, int64_t row_size) {
+void weigh_keys(const uint32_t* columns, int64_t stride, const uint32_t* values, int64_t pairs,
+                int64_t e, const uint16_t* const* k, int64_t n, const uint16_t* k0, float* out,
+                int64_t row_size) {
     for (int64_t j = 0; j < n;) {
         // Neighbouring keys of one range are neighbours in the gradients too; runs of them share
         // the loads of the values.
@@ -269,10 +269,9 @@ void weigh_keys(const uint32_t* columns, int64_t stride, const uint32_t* values,
 // the values' gradients undiminished, are two bf16 each. Over queries, rows of a block (or pairs of
 // them) are added one after another.
 template <class By>
-void attend_block_backward(const Attention& a, const Block& b, int64_t head,
-                                  const uint16_t* grad, const uint16_t* q, const float* lse,
-                                  const uint16_t* k0, uint16_t* grad_q, float* grad_k,
-                                  float* grad_v, Scratch& scratch) {
+void attend_block_backward(const Attention& a, const Block& b, int64_t head, const uint16_t* grad,
+                           const uint16_t* q, const float* lse, const uint16_t* k0,
+                           uint16_t* grad_q, float* grad_k, float* grad_v, Scratch& scratch) {
     const int64_t m = b.count * a.group, e = a.e, row_size = a.heads * e,
                   query_stride = By::query_stride(e);
     const int64_t folded = (m + By::FOLD - 1) / By::FOLD * By::FOLD;
@@ -280,8 +279,7 @@ void attend_block_backward(const Attention& a, const Block& b, int64_t head,
     const int64_t half_folded = (m + By::FOLD / 2 - 1) / (By::FOLD / 2) * (By::FOLD / 2);
     const Reach reach(a, b);
     const int64_t skip = reach.skip_shared, width = whole_runs<By>(reach.shared - skip);
-    uint16_t* queries =
-        By::of_rows(a, b, head, q, scratch.q.of<uint16_t>(folded * query_stride));
+    uint16_t* queries = By::of_rows(a, b, head, q, scratch.q.of<uint16_t>(folded * query_stride));
     const uint16_t* g =
         By::of_rows(a, b, head, grad, scratch.g.of<uint16_t>(folded * query_stride));
     float* s = scratch.s.of<float>(half_folded * width);

@@ -32,7 +32,7 @@ struct Attention {
     const Range* ranges;
     const int64_t* rows;
     const int64_t* visible;
-    const Range* own;  // one for each entry, behind the shared positions; or null
+    const Range* own;    // one for each entry, behind the shared positions; or null
     const float* sinks;  // a score of each query head that adds to the sum of weights; or null
 };
 
@@ -342,12 +342,19 @@ class Laid {
 };
 
 inline const uint32_t* laid(const uint16_t* const* rows, int64_t n, int64_t e, uint32_t* to) {
-    for (int64_t j = 0; j < n; j += 2)
-        for (int64_t c = 0; c < e; c += LANES) {
+    for (int64_t j = 0; j < n; j += 2) {
+        int64_t c = 0;
+        for (; c + 2 * LANES <= e; c += 2 * LANES) {
+            I x[2];
+            two_rows<2>(rows[j], rows[j + 1], c, x);
+            for (int i = 0; i < 2; i++) store_words(to + j / 2 * e + c + i * LANES, x[i]);
+        }
+        if (c < e) {
             I x;
             two_rows<1>(rows[j], rows[j + 1], c, &x);
             store_words(to + j / 2 * e + c, x);
         }
+    }
     return to;
 }
 
@@ -573,8 +580,7 @@ struct Tiled : Pairs {
     static uint16_t* queries(const Attention& a, const Block& b, int64_t head, const uint16_t* q,
                              Scratch& scratch) {
         const int64_t rows = b.count * a.group + SPARE, pairs = a.e / 2;
-        uint16_t* found =
-            of_rows(a, b, head, q, scratch.q.of<uint16_t>(rows * query_stride(a.e)));
+        uint16_t* found = of_rows(a, b, head, q, scratch.q.of<uint16_t>(rows * query_stride(a.e)));
         if (!are_few(a) || (!a.own && b.count > 1)) return found;
         uint32_t* to = scratch.pairs.of<uint32_t>(b.count * pairs * LANES);
         for (int64_t r = 0; r < b.count; r++)
@@ -584,8 +590,7 @@ struct Tiled : Pairs {
                     x[g] = g < a.group ? load_words(found + (r * a.group + g) * a.e + 2 * c)
                                        : no_words();
                 turn16(x);
-                for (int i = 0; i < LANES; i++)
-                    store_words(to + (r * pairs + c + i) * LANES, x[i]);
+                for (int i = 0; i < LANES; i++) store_words(to + (r * pairs + c + i) * LANES, x[i]);
             }
         return found;
     }

@@ -67,9 +67,8 @@ Told told(F f) {
     }                                                                                              \
     EXPORT Told clamped_swiglu_backward_##S(const X* grad, const X* gate_up, X* out, float alpha,  \
                                             float limit, int64_t rows, int64_t d, int threads) {   \
-        return told([&] {                                                                          \
-            clamped_swiglu_backward(grad, gate_up, out, alpha, limit, rows, d, threads);           \
-        });                                                                                        \
+        return told(                                                                               \
+            [&] { clamped_swiglu_backward(grad, gate_up, out, alpha, limit, rows, d, threads); }); \
     }                                                                                              \
     EXPORT Told normalizers_##S(const X* logits, const int64_t* tokens, const float* exact,        \
                                 int64_t k, const float* temperature, float* weights, float* out,   \
@@ -168,8 +167,8 @@ void fill(std::vector<uint16_t>& x, bool whole, uint32_t& state) {
         v = bits >> 16;
     }
 }
-// Whether scores of tiles are the same for few and many queries, and for few and many keys, and sums
-// the same whatever number of zeros is behind them.
+// Whether scores of tiles are the same for few and many queries, and for few and many keys, and
+// sums the same whatever number of zeros is behind them.
 bool scores_agree() {
     constexpr int64_t E = 96, FEW = 5;
     uint32_t state = 1;
@@ -258,8 +257,8 @@ EXPORT Told delta_scan_f(const Delta* delta, float* out, int threads) {
     return told([&] { delta_scan(*delta, out, threads); });
 }
 EXPORT Told delta_scan_backward_f(const Delta* delta, const float* grad, float* grad_q,
-                                  float* grad_k, float* grad_v, float* grad_decay,
-                                  float* grad_beta, int threads) {
+                                  float* grad_k, float* grad_v, float* grad_decay, float* grad_beta,
+                                  int threads) {
     return told([&] {
         delta_scan_backward(*delta, grad, grad_q, grad_k, grad_v, grad_decay, grad_beta, threads);
     });

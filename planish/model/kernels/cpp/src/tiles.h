@@ -253,7 +253,7 @@ inline void multiply(const uint16_t* x, int64_t x_stride, int64_t rows, const ui
         for (int64_t c = 0; c < outputs; c += BLOCK) {
             const int64_t left = rows - r < BLOCK ? rows - r : BLOCK;
             const bool two = left > ROWS, wide = outputs - c > OUTPUTS, whole = left % ROWS == 0;
-            const auto sums = two ? wide ? add_up<true, true, ADDS> : add_up<true, false, ADDS>
+            const auto sums = two    ? wide ? add_up<true, true, ADDS> : add_up<true, false, ADDS>
                               : wide ? add_up<false, true, ADDS>
                                      : add_up<false, false, ADDS>;
             float* to = out + r * out_stride + c;
