@@ -135,7 +135,7 @@ def test_sums_of_values_by_tiles_have_the_order_of_the_instruction(group, e):
 @pytest.mark.parametrize(("group", "e"), [(1, 16), (3, 64), (6, 128), (8, 80)])
 @pytest.mark.parametrize("window", [None, 9, 100])
 def test_a_decoded_row_has_the_bits_of_the_trained_row(group, e, window):
-    """Decoded rows share a prefix of 64 or 128 positions, and have the rest as keys of their own."""
+    """Decoded rows share a prefix of 64 or 128 positions. The other keys belong to one row."""
     q, k, v = normal(POSITIONS, 2 * group, e), normal(POSITIONS, 2, e), normal(POSITIONS + 1, 2, e)
     v, sinks = v[1:].contiguous(), normal(2 * group).float() if window else None
     trained = ops.attend(causal_plan(k, v, window), 0, q, 2, None, sinks)
@@ -150,7 +150,7 @@ def test_a_decoded_row_has_the_bits_of_the_trained_row(group, e, window):
             ranges_of(k, v, [(0, prefix)] if prefix else []),
             rows,
             np.full(len(rows), prefix),
-            ranges_of(k, v, [(prefix, row + 1) for row in rows]),
+            ranges_of(k, v, [(prefix, row + 1) for row in rows.tolist()]),
             windows=(window,),
         )
         decoded = ops.attend(plan, 0, q, 2, None, sinks)
