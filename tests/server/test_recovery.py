@@ -593,10 +593,9 @@ def test_a_snapshot_is_not_recorded_if_a_sampler_before_it_could_not_be_saved(
                 await asyncio.sleep(0.01)
             monkeypatch.setattr(calls, "submit", hold_snapshots)
             monkeypatch.setattr(calls, "perform", end_snapshots_before_a_restore)
-            steps = 0
+            steps, last = 1, await model.step(1)
             while not held:
-                steps += 1
-                last = await model.step(steps)
+                steps, last = steps + 1, await model.step(steps + 1)
             may_fail.set()
             while not opened.adapter.lost_work:
                 await asyncio.sleep(0.01)
