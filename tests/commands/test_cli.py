@@ -116,9 +116,13 @@ def test_a_usage_error_is_one_line(mapped, tmp_path, capsys, monkeypatch, words,
 
 def test_missing_data_are_named_as_typed(mapped, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for data in ("missing.jsonl", "./max_tokens=3", "."):
+    for data, problem in (
+        ("missing.jsonl", ": no such file"),
+        ("./max_tokens=3", ": no such file"),
+        (".", " has no test.jsonl"),
+    ):
         assert main(["eval", "gsm8k", "--model", "mine", "--data", data]) == 1
-        assert capsys.readouterr().err.startswith(f"planish: the data set {data}: ")
+        assert capsys.readouterr().err.startswith(f"planish: the data set {data}{problem}")
     assert main(["eval", "multiple_choice", "--model", "mine"]) == 1
     assert "it has no data of its own; give --data ..." in capsys.readouterr().err
 
