@@ -41,8 +41,8 @@ MAX_MAP = 64
 """Maximum number of entries of an object whose keys are chosen by the client."""
 _MAX_SHOWN = 80
 MAX_CONTAINERS = 1 << 17
-"""Limit for the number of objects and lists in a body. Parsed into Python objects, they take up to 40 times the
-memory of their JSON text, and a garbage collection of many of them stops all threads.
+"""Limit for the number of objects and lists in a body. Parsed into Python objects, they take up to
+40 times the memory of their JSON text, and a garbage collection of many of them stops all threads.
 """
 MAX_VALUES = 1 << 24
 """Limit for the number of values in a body, and of token ids in one request. Each takes up to 40
