@@ -193,7 +193,7 @@ def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[Marks]:
     patch.setattr(common, "shared_memory", lambda _: common.HOPPER_SHARED)
     passed = [Verdict(family, True) for family in FAMILIES]
     patch.setattr(base_models, "check_kernels", lambda *_: passed)
-    patch.setattr(GraphRecorder, "recorded", lambda _, step: recorded(marks, step))
+    patch.setattr(GraphRecorder, "record", lambda _, step: recorded(marks, step))
     # Interpreted, the graphs of all sizes take minutes.
     patch.setattr(Sampler, "record_cuda_graphs", lambda _: None)
     interpret, apply = InterpretedFunction.run, BackwardCFunction.apply
@@ -216,7 +216,7 @@ def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[Marks]:
 
 
 def recorded(marks: Marks, step: Step) -> Step:
-    """Do the same as GraphRecorder.recorded; a launch computes the step again."""
+    """Do the same as GraphRecorder.record; a launch computes the step again."""
 
     def computed() -> tuple[Tensor, Tensor]:
         marks.is_recording = True

@@ -45,7 +45,7 @@ REQUEST = Request("/model", "bfloat16", "cuda:0", FAMILIES)
 def _triton_serves(monkeypatch):
     monkeypatch.setenv("PLANISH_KERNELS", "triton")
     # At this setting, key ranges are split into more parts than one program adds at a time.
-    monkeypatch.setattr(sampling_attention, "_INTERPRETED", 16)
+    monkeypatch.setattr(sampling_attention, "_INTERPRETER_MULTIPROCESSORS", 16)
 
 
 @pytest.fixture(scope="module")

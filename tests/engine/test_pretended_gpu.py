@@ -228,7 +228,7 @@ def test_a_captured_step_is_checked_against_its_eager_run(
         out = tuple(x.clone() for x in step())
         return lambda: out  # type: ignore[return-value]
 
-    monkeypatch.setattr(GraphRecorder, "recorded", recorded_once)
+    monkeypatch.setattr(GraphRecorder, "record", recorded_once)
     assert check("graphs", case).reason.startswith("wrong result: ")
 
 

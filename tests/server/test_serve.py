@@ -232,7 +232,9 @@ def test_a_signal_during_the_start_stops_the_server_gracefully(monkeypatch):
     app: Any = Starlette()
     app.state.http = SimpleNamespace(stopping=asyncio.Event())
     unused: Any = None
-    server = serve._Server(app, unused, unused, unused)
+    settings = SimpleNamespace(engine_stall_timeout=900.0)
+    prepared: Any = SimpleNamespace(options=SimpleNamespace(settings=settings))
+    server = serve._Server(app, unused, prepared, unused)
     server.handle_exit(signal.SIGTERM, None)  # before there is a loop
     server.should_exit = False
 
