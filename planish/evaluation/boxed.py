@@ -1,7 +1,8 @@
 r"""Mathematical questions with the answer in \boxed{}: GSM8K, and rows in the format of MATH-500.
 
 The prompts and the grader are the same as in the recipes' evaluations. A prompt has a worked
-example, then the question with instructions for the box. So scores of a training run and of `planish eval` are comparable.
+example, then the question with instructions for the box. So scores of a training run and of
+`planish eval` are comparable.
 """
 
 from collections.abc import Mapping

@@ -304,7 +304,7 @@ class Samplers:
         await self._services.store.keep(change, SamplerRow, sampler.id, source=source, bytes=size)
 
     async def release(self, sampler: Sampler) -> None:
-        """Remove a sampler from memory, if it is loaded. The caller may publish it again later."""
+        """Remove a sampler from memory, if it is loaded."""
         if self._services.adapter_cache.is_loaded(sampler):
             self._services.adapter_cache.discard(sampler)
             await sampler.unload()

@@ -8,8 +8,9 @@ requests then get an error that makes clients retry, running requests are finish
 journal, and the exit status is 0. A second signal kills the process at once. Acknowledged requests
 are in the journal even then.
 
-If the engine fails or hangs, the server stops too, and the exit status is `ENGINE_FAULT`. A supervisor such
-as systemd or a container runtime then starts it again, and it repeats the acknowledged requests.
+If the engine fails or hangs, the server stops too, and the exit status is `ENGINE_FAULT`. A
+supervisor such as systemd or a container runtime then starts it again, and it repeats the
+acknowledged requests.
 
 The module also estimates the memory of the server, and copies tokenizers into the Hugging Face hub
 cache.

@@ -24,7 +24,8 @@ from planish.wire.messages import BFLOAT16, FLOAT32, INT32, INT64, TensorMessage
 MAX_DENSE_ELEMENTS = 1 << 26
 """Limit for all CSR tensors of one body, in dense form."""
 MAX_PARTS = 1 << 17
-"""Limit for the number of datums, chunks and tensors in one body. Each of them takes memory and time, however small it is.
+"""Limit for the number of datums, chunks and tensors in one body. Each of them takes memory and
+time, however small it is.
 """
 MAX_TOKENS = 1 << 20
 """Limit of token ids in one prompt or model input. No model that is served has a longer context."""

@@ -2,8 +2,8 @@
 
 On a CPU the backend packs the weights once, when they are loaded. The C++ backend has its own
 packed format. The torch backend packs bf16 weights for oneDNN, because oneDNN would otherwise
-repack the weights at every call. Packing for oneDNN makes a matmul of one row 2 to 3 times faster and one of 128 rows 1.15
-times faster (measured), with bit-identical results.
+repack the weights at every call. Packing for oneDNN makes a matmul of one row 2 to 3 times faster
+and one of 128 rows 1.15 times faster (measured), with bit-identical results.
 
 The packed weights are a copy. A bf16 original stays memory-mapped for code that reads single rows,
 and uses memory only for the pages that are read. A float32 original, which is rare in files, is

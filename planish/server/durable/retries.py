@@ -1,4 +1,4 @@
-"""Repeats work that a fault of the disk interrupted, so that such a fault fails no accepted request.
+"""Repeats work that a disk fault interrupted, so that it does not fail any accepted request.
 
 `retried` covers short faults: it repeats a single read or load for about 4 seconds. Beyond that,
 `DiskFaults.outlasted` repeats the work of one model or sampler until the disk works again. Only
