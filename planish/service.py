@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -109,6 +110,11 @@ class ForwardBackward(Operation[ForwardBackwardOutput]):
         check_data(self.data)
         object.__setattr__(self, "data", list(self.data))
         _keep_loss(self)
+
+    @cached_property
+    def tokens(self) -> int:
+        """The number of input tokens of all datums."""
+        return sum(datum.model_input.length for datum in self.data)
 
 
 @dataclass(frozen=True)

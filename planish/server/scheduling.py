@@ -316,9 +316,11 @@ class AdapterCache:
         adapters until the others fit the budget.
         """
         latest = time.monotonic() - seconds
+        used = self.used_bytes
         for entry in self._idle():
-            if entry.last_used <= latest or self.used_bytes > self._budget:
+            if entry.last_used <= latest or used > self._budget:
                 await self._unload(entry)
+                used = self.used_bytes
 
     def _entry(self, adapter: CachedAdapter) -> _CacheEntry:
         return self._entries.setdefault(adapter.id, _CacheEntry(adapter))

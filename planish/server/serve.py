@@ -26,8 +26,9 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,9 +89,15 @@ _ASSUMED_FILES, _MANY_FILES = 512, 1 << 20
 _TICKS_PER_SECOND = 10
 """How often uvicorn calls `on_tick`."""
 
-_GC_THRESHOLDS = (1000, 10, 100)
-"""The thresholds of garbage collection: by default a full one is due after 70,000 new objects, here
-after a million.
+_GC_THRESHOLDS = (1000, 10, 1 << 30)
+"""The thresholds of garbage collection. The last one is never reached, because `GarbageCollector`
+decides when a full collection runs.
+"""
+
+_SWITCH_SECONDS = 5e-5
+"""Python's switch interval in seconds. A thread that decodes a large body delays the event loop and
+the engine by up to this time whenever they take the interpreter lock, which is several times per
+request and dozens of times per sampled token.
 """
 
 _log = logging.getLogger("planish.server")
@@ -116,6 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
 def serve(options: ServeOptions) -> int:
     """Run the server until it stops, and return the exit status of the process."""
     set_up_logging(options.log_format, options.log_level)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     prepared = _prepared(options)
     connections = ConnectionTable(
         ConnectionLimits.of_files(raise_file_limit(), has_keys=prepared.keys is not None)
@@ -208,6 +216,7 @@ class _Server(uvicorn.Server):
         self._http: HttpState = app.state.http
         self._connections = connections
         self._stall_watch = StallWatch(prepared.options.settings.engine_stall_timeout)
+        self._collector = GarbageCollector()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, log that it is ready, and begin to load the base models."""
@@ -249,6 +258,7 @@ class _Server(uvicorn.Server):
         if counter % _TICKS_PER_SECOND == 0:
             notify("WATCHDOG=1")
             self._connections.close_overdue()
+            self._collector.tick(is_busy=self._http.decoding.used > 0)
         return await super().on_tick(counter)
 
     def _report_stall(self) -> None:
@@ -300,6 +310,33 @@ class _Server(uvicorn.Server):
         self.should_exit = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._http.stopping.set)
+
+
+class GarbageCollector:
+    """Runs full garbage collections while few objects exist.
+
+    A full collection holds the interpreter lock for about 200 ms per million objects, and no request
+    is answered for that time. A large JSON body is up to 131,072 objects and lists while it is
+    decoded, so a collection waits until no such body is being decoded.
+    """
+
+    SECONDS = 30.0
+    """The minimum time between two collections."""
+    LATEST_SECONDS = 300.0
+    """A collection runs after this time even if a body is being decoded."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns seconds."""
+        self._clock = clock
+        self._last = clock()
+
+    def tick(self, is_busy: bool) -> None:
+        """Run a full collection if one is due. `is_busy`: a large body is being decoded."""
+        passed = self._clock() - self._last
+        has_new_objects = gc.get_count()[2] > 0
+        if has_new_objects and passed >= (self.LATEST_SECONDS if is_busy else self.SECONDS):
+            gc.collect()
+            self._last = self._clock()
 
 
 def _end_process_after(seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
 import logging
@@ -246,6 +247,28 @@ def test_a_signal_during_the_start_stops_the_server_gracefully(monkeypatch):
     assert stopped == [["socket"]]
     assert server.was_ready
     assert app.state.http.stopping.is_set()
+
+
+@pytest.mark.parametrize(("is_busy", "seconds"), [(False, 30.0), (True, 300.0)])
+def test_a_full_garbage_collection_waits_for_large_bodies(monkeypatch, is_busy, seconds):
+    """A collection during the decoding of eight bodies held the interpreter lock for 200 ms."""
+    now, collections = [0.0], []
+    monkeypatch.setattr(gc, "collect", lambda: collections.append(now[0]))
+    monkeypatch.setattr(gc, "get_count", lambda: (5, 5, 1))
+    collector = serve.GarbageCollector(clock=lambda: now[0])
+    for second in range(int(2 * seconds) + 1):
+        now[0] = float(second)
+        collector.tick(is_busy)
+    assert collections == [seconds, 2 * seconds]
+
+
+def test_an_idle_server_collects_no_garbage(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(gc, "collect", lambda: pytest.fail("nothing was allocated"))
+    monkeypatch.setattr(gc, "get_count", lambda: (5, 5, 0))
+    collector = serve.GarbageCollector(clock=lambda: now[0])
+    now[0] = 1e6
+    collector.tick(is_busy=False)
 
 
 def test_a_second_signal_ends_the_server_at_once(tmp_path: Path, model_dir: Path):

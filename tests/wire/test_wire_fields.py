@@ -12,7 +12,7 @@ def of(**values) -> Fields:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[1]", b"null", b'"x"', b"3", b"\xff", b'{"a": NaN}', b"[" * 100_000]
+    "body", [b"", b"{", b"[1]", b"null", b'"x"', b"3", b"\xff", b'{"a": NaN}', b"[" * 30_000]
 )
 def test_a_body_is_one_json_object(body):
     with pytest.raises(UserError, match="the body is"):

@@ -119,7 +119,7 @@ def token_count(operation: Operation[Any]) -> int:
     """
     match operation:
         case ForwardBackward():
-            return sum(datum.model_input.length for datum in operation.data)
+            return operation.tokens
         case Sample():
             return operation.prompt.length
     return 0
@@ -167,7 +167,12 @@ class RequestLog:
             scored = targets_of(operation) if isinstance(operation, Sample) else 0
             if token_count(operation) + scored <= _INLINE_TOKENS:
                 return encode_request(operation, seq)
-        return await asyncio.to_thread(encode_request, operation, seq)
+
+        def encode() -> JournalEntry:
+            token_count(operation)  # kept by the operation, so the event loop need not count
+            return encode_request(operation, seq)
+
+        return await asyncio.to_thread(encode)
 
     async def repeats(self, request_id: str, digest: bytes) -> bool:
         """Return whether the same request was accepted before. Raise BadRequest if a different

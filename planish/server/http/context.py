@@ -66,11 +66,14 @@ ALL_BODIES = 1024 * MIB
 This half is twice TRAINING_BODY, because a compressed body and its decompressed copy are in memory
 at the same time, and each may have that size.
 """
-_INLINE_BODY = 64 * 1024
-_READ_TOGETHER = 64 * MIB
-"""Limit for the total size of the bodies that are decoded at the same time, in bytes. Bodies up to
-SMALL_BODY do not count. A body above the limit is decoded alone. The limit is necessary because
-decoding takes many times the memory of the body.
+_UNCOUNTED_BODY = 64 * 1024
+"""Bodies up to this size do not count against the memory for bodies."""
+_INLINE_BODY = 16 * 1024
+"""Bodies up to this size are decoded in the event loop."""
+_DECODED_TOGETHER = 2
+"""The number of threads that decode bodies. At most one of them decodes a body above SMALL_BODY,
+because decoding takes many times the memory of the body. There are few threads, because all of them
+compete with the event loop for the interpreter lock.
 """
 _STALL_SECONDS = 30.0
 """A request fails if no bytes of its body arrive for this long."""
@@ -147,8 +150,12 @@ class HttpState:
     server: Server
     settings: HttpSettings
     body_budget: BodyBudget = field(default_factory=BodyBudget)
-    reading: FairQueue = field(default_factory=lambda: FairQueue(_READ_TOGETHER))
-    """Decides which large body is decoded next."""
+    decoding: FairQueue = field(
+        default_factory=lambda: FairQueue(
+            _DECODED_TOGETHER, 1, long_capacity=1, long_tokens=SMALL_BODY
+        )
+    )
+    """Decides which large body is decoded, or which large result is encoded, next."""
     downloads: DownloadSlots = field(default_factory=DownloadSlots)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to stop, which ends waiting polls."""
@@ -265,18 +272,25 @@ class RequestContext:
                         "request again over a faster connection",
                         1.0,
                     )
-                if size > _INLINE_BODY:
+                if size > _UNCOUNTED_BODY:
                     hold(size - held)
                 pieces.append(piece)
                 if size > limit:
                     raise too_large(limit)
-            packed = b"".join(pieces)
-            pieces.clear()  # frees the memory of the pieces
             encoding = self.request.headers.get("content-encoding", "")
-            opened = await self.compute(packed, lambda: open_body(packed, encoding, limit))
-            if encoding and len(opened) > _INLINE_BODY:
-                hold(len(opened))
-            yield opened
+
+            def opened() -> bytes:
+                packed = b"".join(pieces)
+                pieces.clear()  # frees the memory of the pieces
+                return open_body(packed, encoding, limit)
+
+            # A small compressed body may be large after the decompression.
+            body = (
+                await self._in_turn(size, opened) if encoding else await self.compute(size, opened)
+            )
+            if encoding and len(body) > _UNCOUNTED_BODY:
+                hold(len(body))
+            yield body
         finally:
             budget.release(self.tenant, held)
 
@@ -284,7 +298,7 @@ class RequestContext:
     async def fields(self, limit: int = SMALL_BODY) -> AsyncIterator[Fields]:
         """Yield the body as a JSON object."""
         async with self.body(limit) as body:
-            yield await self.compute(body, lambda: Fields.of(body))
+            yield await self.compute(len(body), lambda: Fields.of(body))
 
     async def cancelled_by_stop(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of `work`. If the server begins to stop, cancel `work` and return
@@ -301,15 +315,15 @@ class RequestContext:
             working.cancel()
             stopping.cancel()
 
-    async def compute(self, body: bytes, work: Callable[[], T]) -> T:
-        """Return `work()`, which processes `body`. `work` runs in a thread if the body is above 64
-        KiB. It also waits for the tenant's turn if the body is above SMALL_BODY.
+    async def compute(self, size: int, work: Callable[[], T]) -> T:
+        """Return `work()`, which processes a body of `size` bytes. If the body is above 16 KiB,
+        `work` runs in a thread when it is the tenant's turn.
         """
-        if len(body) <= _INLINE_BODY:
-            return work()
-        if len(body) <= SMALL_BODY:
-            return await asyncio.to_thread(work)
-        turn = await self.state.reading.turn(self.tenant.name, len(body), len(body))
+        return work() if size <= _INLINE_BODY else await self._in_turn(size, work)
+
+    async def _in_turn(self, size: int, work: Callable[[], T]) -> T:
+        """Return the result of `work()`, which runs in a thread when it is the tenant's turn."""
+        turn = await self.state.decoding.turn(self.tenant.name, 1, size)
         try:
             return await asyncio.to_thread(work)
         finally:

@@ -93,7 +93,9 @@ async def sampler(context: RequestContext) -> Response:
 async def asample(context: RequestContext) -> Response:
     """Accept a sample request."""
     async with context.body(SAMPLE_BODY) as body:
-        request = await context.compute(body, lambda: sample_request_from_json(Fields.of(body)))
+        request = await context.compute(
+            len(body), lambda: sample_request_from_json(Fields.of(body))
+        )
         return accepted_response(
             await context.open_server.samplers.submit(
                 context.tenant, request.seq_id, request.operation
@@ -107,7 +109,7 @@ MAX_REQUESTS = 1024
 async def sample_batch(context: RequestContext) -> Response:
     """Accept many sample requests, and stream their results."""
     async with context.body(SAMPLE_BODY) as body:
-        requests = await context.compute(body, lambda: _sample_requests(Fields.of(body)))
+        requests = await context.compute(len(body), lambda: _sample_requests(Fields.of(body)))
     return StreamingResponse(_frames(context, requests), media_type=MEDIA)
 
 
@@ -247,7 +249,7 @@ async def retrieve_future(context: RequestContext) -> Response:
     match await _outcome(context, request_id):
         case Done() as done:
             return await context.compute(
-                done.content, lambda: _result_response(done, context.takes_protobuf)
+                len(done.content), lambda: _result_response(done, context.takes_protobuf)
             )
         case Failed(message, category, error_class):
             return json_response({"error": message, "category": category, ERROR_CLASS: error_class})

@@ -81,7 +81,7 @@ async def submit(context: RequestContext, body: bytes, parse: Callable[[], _Pars
         except ValueError as error:
             return parsed.place, parsed.kind, error.with_traceback(None)
 
-    place, kind, found = await context.compute(body, read)
+    place, kind, found = await context.compute(len(body), read)
     if isinstance(found, ValueError):
         await context.open_server.reject(context.tenant, place.model_id, place.seq_id, found, kind)
         raise found

@@ -36,11 +36,10 @@ from planish.server.openai.protocol import (
     stream_response,
     while_connected,
 )
-from planish.server.openai.requests import ChatRequest, TokenizeRequest, Tool, read_request
+from planish.server.openai.requests import ChatRequest, TokenizeRequest, Tool
 from planish.server.results import Tenant
 from planish.service import Sample
 from planish.types import ModelInput, SampledSequence, SampleResponse
-from planish.wire.fields import Fields
 
 TopTokens = Sequence[tuple[int, float]]
 
@@ -68,10 +67,9 @@ class Chat:
 
 
 async def chat_completions(
-    models: OpenAIModels, tenant: Tenant, request: Request, fields: Fields
+    models: OpenAIModels, tenant: Tenant, request: Request, options: ChatRequest
 ) -> Response:
     """Answer a chat request, streamed or in one body."""
-    options = read_request(ChatRequest, fields)
     model = await models.find(tenant, options.model)
     chat = await models.tokenizing(tenant, request, lambda: _parsed(model, options))
     check_size([chat.operation], chat.model.texts.max_context)

@@ -37,11 +37,10 @@ from planish.server.openai.protocol import (
     stream_response,
     while_connected,
 )
-from planish.server.openai.requests import CompletionRequest, Tokens, read_request
+from planish.server.openai.requests import CompletionRequest, Tokens
 from planish.server.results import Tenant
 from planish.service import Sample
 from planish.types import ModelInput, SampledSequence, SampleResponse
-from planish.wire.fields import Fields
 
 _MAX_CHARACTERS = 8 << 20
 """Maximum number of characters in all prompts of a request together. If the model's limit for one
@@ -70,10 +69,9 @@ class Completion:
 
 
 async def completions(
-    models: OpenAIModels, tenant: Tenant, request: Request, fields: Fields
+    models: OpenAIModels, tenant: Tenant, request: Request, options: CompletionRequest
 ) -> Response:
     """Answer a completion request, streamed or in one body."""
-    options = read_request(CompletionRequest, fields)
     model = await models.find(tenant, options.model)
     completion = await models.tokenizing(tenant, request, lambda: _parsed(model, options))
     check_size(completion.operations, completion.model.texts.max_context)

@@ -35,25 +35,28 @@ from planish.server.openai.completions import completions
 from planish.server.openai.models import OpenAIModels
 from planish.server.openai.openapi import openapi
 from planish.server.openai.protocol import ClientGoneError
+from planish.server.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    R,
+    TokenizeRequest,
+    read_request,
+)
 from planish.server.openai.tokenizing import detokenize, tokenize
 from planish.server.results import Tenant
 from planish.server.server import Server
 from planish.wire.fields import Fields
 
-Endpoint = Callable[[OpenAIModels, Tenant, Request, Fields], Awaitable[Response]]
-
 
 def routes(server: Server, directories: Mapping[str, Path]) -> list[Route]:
     """Return the routes. `directories` maps the served base models to their directories."""
     models = OpenAIModels(server, directories)
-    handlers: dict[str, Endpoint] = {
-        "/v1/chat/completions": chat_completions,
-        "/v1/completions": completions,
-        "/tokenize": tokenize,
-        "/detokenize": detokenize,
-    }
     return [
-        *(_posted(path, handler, models) for path, handler in handlers.items()),
+        _posted("/v1/chat/completions", ChatRequest, chat_completions, models),
+        _posted("/v1/completions", CompletionRequest, completions, models),
+        _posted("/tokenize", TokenizeRequest, tokenize, models),
+        _posted("/detokenize", DetokenizeRequest, detokenize, models),
         _read("/v1/models", _list_models, models),
         _read("/v1/models/", _list_models, models),
         _read("/v1/models/{model:path}", _one_model, models),
@@ -82,12 +85,17 @@ async def _openapi(request: Request) -> Response:
     return json_response(openapi())
 
 
-def _posted(path: str, endpoint: Endpoint, models: OpenAIModels) -> Route:
+def _posted(
+    path: str,
+    kind: type[R],
+    endpoint: Callable[[OpenAIModels, Tenant, Request, R], Awaitable[Response]],
+    models: OpenAIModels,
+) -> Route:
     async def answer(context: RequestContext) -> Response:
         async with context.body(SAMPLE_BODY) as body:
             context.request.state.body = body
-            fields = await context.compute(body, lambda: Fields.of(body))
-            return await endpoint(models, context.tenant, context.request, fields)
+            options = await context.compute(len(body), lambda: read_request(kind, Fields.of(body)))
+            return await endpoint(models, context.tenant, context.request, options)
 
     return Route(path, _guarded(answer), methods=["POST"])
 

@@ -13,16 +13,14 @@ from planish.server.http.context import WrongParameterError, json_response
 from planish.server.openai.chat import build_prompt, renderer_of
 from planish.server.openai.models import OpenAIModels, Served
 from planish.server.openai.protocol import check_text
-from planish.server.openai.requests import DetokenizeRequest, TokenizeRequest, read_request
+from planish.server.openai.requests import DetokenizeRequest, TokenizeRequest
 from planish.server.results import Tenant
-from planish.wire.fields import Fields
 
 
 async def tokenize(
-    models: OpenAIModels, tenant: Tenant, request: Request, fields: Fields
+    models: OpenAIModels, tenant: Tenant, request: Request, options: TokenizeRequest
 ) -> Response:
     """Answer with the tokens of a prompt or of a chat."""
-    options = read_request(TokenizeRequest, fields)
     model = await models.find(tenant, options.model)
     return json_response(
         await models.tokenizing(tenant, request, lambda: _tokenized(model, options))
@@ -57,10 +55,9 @@ def _tokenized(model: Served, options: TokenizeRequest) -> dict[str, Any]:
 
 
 async def detokenize(
-    models: OpenAIModels, tenant: Tenant, request: Request, fields: Fields
+    models: OpenAIModels, tenant: Tenant, request: Request, options: DetokenizeRequest
 ) -> Response:
     """Answer with the text of a list of tokens."""
-    options = read_request(DetokenizeRequest, fields)
     model = await models.find(tenant, options.model)
     text = await models.tokenizing(tenant, request, lambda: _text(model, options.tokens))
     return json_response({"prompt": text})
