@@ -7,11 +7,15 @@ import gc
 import io
 import json
 import logging
+import os
+import re
 import signal
 import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -19,8 +23,9 @@ from typing import Any, Self
 import httpx
 import pytest
 import uvicorn
+from crash_server import free_port
 from prometheus_client.parser import text_string_to_metric_families
-from server_process import BASE_MODEL, ServerProcess, running_server
+from server_process import BASE_MODEL, COMMAND, START_SECONDS, ServerProcess, running_server
 from starlette.applications import Starlette
 
 from planish.server import serve
@@ -269,6 +274,59 @@ def test_an_idle_server_collects_no_garbage(monkeypatch):
     collector = serve.GarbageCollector(clock=lambda: now[0])
     now[0] = 1e6
     collector.tick(is_busy=False)
+
+
+def wait_for(url: str) -> None:
+    """Wait until a server answers."""
+    give_up = time.monotonic() + START_SECONDS
+    while time.monotonic() < give_up:
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{url}/readyz").status_code == 200:
+                return
+        time.sleep(0.1)
+    raise TimeoutError(f"{url} does not answer")
+
+
+def test_a_log_that_nobody_reads_does_not_stop_the_server(tmp_path: Path, model_dir: Path):
+    """A pipe holds 64 KiB, about 300 lines. The event loop waited for ever for its reader."""
+    command = [sys.executable, "-c", COMMAND, "--port", str(free_port()), "--data-dir"]
+    command += [str(tmp_path / "data"), "--model", f"{BASE_MODEL}={model_dir}"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    reader, writer = os.pipe()
+    with subprocess.Popen(command, stderr=writer, env=environment) as process:
+        os.close(writer)
+        try:
+            url = f"http://127.0.0.1:{command[4]}"
+            wait_for(url)
+            with httpx.Client(base_url=url, timeout=60) as client:
+                for _ in range(1000):
+                    assert client.get("/no-such-page").status_code == 404
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            os.close(reader)
+
+
+def test_dropped_lines_of_the_log_are_counted(monkeypatch):
+    monkeypatch.setattr(access.BackgroundHandler, "MAX_LINES", 3)
+    reader, writer = os.pipe()
+    logger = logging.getLogger("planish.access")
+    handler = access.BackgroundHandler(writer)
+    logger.addHandler(handler)
+    try:
+        for _ in range(3):
+            logger.error("x" * 100_000)  # more than the pipe holds
+        for _ in range(100):
+            logger.error("dropped")
+        with open(reader, "rb", buffering=0) as lines:
+            found = b""
+            while b"were dropped" not in found:
+                found += lines.read(1 << 20) or b""
+    finally:
+        logger.removeHandler(handler)
+    assert re.search(rb"\d+ lines of the log were dropped", found)
+    assert found.count(b"\ndropped\n") < 100
 
 
 def test_a_second_signal_ends_the_server_at_once(tmp_path: Path, model_dir: Path):

@@ -17,13 +17,16 @@ The fields are then entries of this object, next to `message`:
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from queue import Queue
 from typing import Any, Literal, TextIO
 
 import orjson
@@ -33,6 +36,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from planish.errors import UserError
+from planish.processes.background import BackgroundThread
 
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 300)
 _REPEATED = (
@@ -161,13 +165,13 @@ def log_fields(**values: object) -> dict[str, Any]:
 
 
 def set_up_logging(log_format: LogFormat | None, level: str, stream: TextIO | None = None) -> None:
-    """Send the log to `stream` (by default stderr) and nowhere else. With `log_format` None, a
-    terminal gets text, and any other stream gets JSON.
+    """Send the log to `stream` and nowhere else. By default, a thread writes it to stderr. With
+    `log_format` None, a terminal gets text, and any other stream gets JSON.
     """
     if level not in LEVELS:
         raise UserError(f"--log-level {level}: give one of {', '.join(LEVELS)}")
+    handler = BackgroundHandler() if stream is None else logging.StreamHandler(stream)
     stream = sys.stderr if stream is None else stream
-    handler = logging.StreamHandler(stream)
     is_terminal = stream is not None and stream.isatty()
     as_text = log_format == "text" or (log_format is None and is_terminal)
     handler.addFilter(_limit_connection_errors())
@@ -181,6 +185,54 @@ def set_up_logging(log_format: LogFormat | None, level: str, stream: TextIO | No
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
+
+
+class BackgroundHandler(logging.Handler):
+    """Writes the log to a file descriptor in a thread.
+
+    A pipe or a terminal whose reader has stopped blocks whoever writes to it. So nobody waits for
+    the thread: if MAX_LINES lines wait to be written, further lines are dropped, and their number is
+    logged later.
+    """
+
+    MAX_LINES = 10_000
+    _EXIT_SECONDS = 1.0
+
+    def __init__(self, descriptor: int = 2) -> None:
+        """Start the thread. `descriptor` is the file descriptor, by default that of stderr."""
+        super().__init__()
+        self._descriptor = descriptor
+        self._lines: Queue[str | None] = Queue()
+        self._dropped = 0
+        BackgroundThread(
+            self._write_lines,
+            "planish-log",
+            stop=lambda: self._lines.put(None),
+            exit_seconds=self._EXIT_SECONDS,
+        )
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue the line of a record."""
+        if self._lines.qsize() >= self.MAX_LINES:
+            self._dropped += 1
+            return
+        try:
+            self._lines.put(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+    def _write_lines(self) -> None:
+        while (line := self._lines.get()) is not None:
+            self._write(line)
+            dropped, self._dropped = self._dropped, 0
+            if dropped:
+                _log.warning("%d lines of the log were dropped, because nobody read it", dropped)
+
+    def _write(self, line: str) -> None:
+        left = f"{line}\n".encode("utf-8", "backslashreplace")
+        with suppress(OSError):  # nobody can read the log any more
+            while left:
+                left = left[os.write(self._descriptor, left) :]
 
 
 def _limit_connection_errors() -> Callable[[logging.LogRecord], bool]:
