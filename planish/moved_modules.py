@@ -99,10 +99,16 @@ class _Loader(Loader):
         module.__spec__ = self.spec
 
 
+RENAMED = {"planish.recipes.shorter:DrawnPrompts": "planish.recipes.shorter:GeneratedPrompts"}
+"""Classes of options under their former names, as chz writes them."""
+
+
 def current_name(name: str) -> str:
     """Return the present form of a dotted name, `planish.rl.config.Config` or, as chz writes it,
     `planish.rl.config:Config`. Any other text is returned as it is.
     """
+    if name in RENAMED:
+        return RENAMED[name]
     module, colon, attribute = name.partition(":")
     package, *words = module.split(".")
     for count in range(len(words), 0, -1):

@@ -65,4 +65,6 @@ def test_dotted_names_are_brought_up_to_date():
     assert current_name("planish.rl.config:Config") == "planish.training.rl_config:Config"
     assert current_name("planish.problems.gsm8k.Problem") == "planish.datasets.gsm8k.Problem"
     assert current_name("planish.types.Datum") == "planish.types.Datum"
+    former = "planish.recipes.shorter:DrawnPrompts"
+    assert current_name(former) == "planish.recipes.shorter:GeneratedPrompts"
     assert current_name("my.own") == "my.own"

@@ -2,7 +2,7 @@
 
     python -m planish.recipes.dpo                                     generated pairs: short answers
                                                                       preferred to wordy ones
-    python -m planish.recipes.dpo drawn=result                        generated pairs: right sums
+    python -m planish.recipes.dpo pairs=result                        generated pairs: right sums
                                                                       preferred to wrong ones
     python -m planish.recipes.dpo dataset=pairs.jsonl test_size=50    rows with "prompt", "chosen"
                                                                       and "rejected"
@@ -30,18 +30,19 @@ from planish.preference.datasets import (
 )
 from planish.preference.types import LabeledComparison
 from planish.recipes import training_run
-from planish.recipes.preference_pairs import KINDS, count_of_sums, generated_pairs
+from planish.recipes.preference_pairs import KINDS, generated_pairs
+from planish.recipes.sums import count_of_sums
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 from planish.training.run_options import RecipeOptions
 
-DRAWN, LARGEST = "style", 30
+PAIRS, LARGEST = "style", 30
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {"batch_size": 256, "learning_rate": 1e-5, "max_length": 8192},
 }
 
 
 @chz.chz
-class DrawnComparisonBuilder(ComparisonBuilder):
+class GeneratedPairsBuilder(ComparisonBuilder):
     """The generated pairs of planish/recipes/preference_pairs.py."""
 
     largest: int
@@ -64,15 +65,14 @@ class Options(dpo.PairLossOptions, RecipeOptions):
     test_size: int | None = chz.field(
         default=64, doc="number of test pairs; none = the whole test split, 0 = no evaluation"
     )
-    drawn: str | None = chz.field(
-        default=None, doc=f"generated pairs: {' or '.join(KINDS)}; none = {DRAWN}"
+    pairs: str | None = chz.field(
+        default=None, doc=f"kind of generated pairs: {' or '.join(KINDS)}; none = {PAIRS}"
     )
+    drawn: str | None = chz.field(default=None, doc="former name of pairs")
     largest: int | None = chz.field(
         default=None, doc=f"generated pairs: largest operand; none = {LARGEST}"
     )
-    log_path: str = chz.field(
-        default="/tmp/planish-examples/dpo", doc="directory of the run's files"
-    )
+    log_path: str = "/tmp/planish-examples/dpo"
     batch_size: int = chz.field(default=16, doc="pairs per step")
     max_length: int = chz.field(
         default=1024,
@@ -109,15 +109,17 @@ def comparisons(options: Options) -> ComparisonBuilder:
     if options.dataset is not None:
         training_run.reject_unused(
             options,
-            ("drawn", "largest"),
+            ("pairs", "drawn", "largest"),
             "is for generated pairs, and dataset is given; leave it out",
         )
         return ComparisonBuilderFromRows(
             dataset=options.dataset, test_size=options.test_size, shuffle_seed=options.seed
         )
-    kind = DRAWN if options.drawn is None else options.drawn
+    if options.pairs is not None and options.drawn is not None:
+        raise UserError("pairs and drawn are one option; give pairs only")
+    kind = options.pairs or options.drawn or PAIRS
     if kind not in KINDS:
-        raise UserError(f"drawn={kind}: give {' or '.join(KINDS)}")
+        raise UserError(f"pairs={kind}: give {' or '.join(KINDS)}")
     largest = LARGEST if options.largest is None else options.largest
     count = count_of_sums(largest)
     test_size = options.test_size if options.test_size is not None else 64
@@ -126,9 +128,7 @@ def comparisons(options: Options) -> ComparisonBuilder:
             f"test_size={test_size}: there are only {count} generated sums; lower test_size or "
             "raise largest"
         )
-    return DrawnComparisonBuilder(
-        largest=largest, test_size=test_size, seed=options.seed, kind=kind
-    )
+    return GeneratedPairsBuilder(largest=largest, test_size=test_size, seed=options.seed, kind=kind)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ The sums of test pairs occur in no training pair, in either order of the two num
 import random
 
 from planish.preference.types import LabeledComparison, preferred_answer
+from planish.recipes.sums import Sum, split_sums
 
 OPENINGS = (
     "That is a good question. Let me think about it step by step.",
@@ -43,38 +44,34 @@ def generated_pairs(
     A test sum occurs in one order of its numbers only. Neither order occurs in training.
     """
     generator = random.Random(f"pairs:{seed}")
-    sums = [(first, second) for first in range(largest + 1) for second in range(first, largest + 1)]
-    generator.shuffle(sums)
-    held_out = [generator.choice(((a, b), (b, a))) for a, b in sums[:test_size]]
-    shown = list(dict.fromkeys(order for a, b in sums[test_size:] for order in ((a, b), (b, a))))
-    generator.shuffle(shown)
-    draw = {"style": _style_pair, "result": _result_pair}[kind]
-    return [draw(*pair, generator) for pair in shown], [draw(*pair, generator) for pair in held_out]
+    train, test = split_sums(largest, test_size, generator)
+    generator.shuffle(train)
+    make_pair = {"style": _style_pair, "result": _result_pair}[kind]
+    return [make_pair(problem, generator) for problem in train], [
+        make_pair(problem, generator) for problem in test
+    ]
 
 
-def count_of_sums(largest: int) -> int:
-    """Return the number of sums of two numbers from 0 to `largest`, where a + b and b + a count
-    once.
-    """
-    return (largest + 1) * (largest + 2) // 2
+def _style_pair(problem: Sum, generator: random.Random) -> LabeledComparison:
+    equation = f"{problem.left} + {problem.right}"
+    short = f"{equation} = {problem.answer}"
+    wordy = (
+        f"{generator.choice(OPENINGS)} The result of {equation} is {problem.answer}. "
+        f"{generator.choice(CLOSINGS)}"
+    )
+    return preferred_answer(problem.question, short, wordy)
 
 
-def _style_pair(first: int, second: int, generator: random.Random) -> LabeledComparison:
-    short = f"{first} + {second} = {first + second}"
-    wordy = f"{generator.choice(OPENINGS)} The result of {first} + {second} is {first + second}. {generator.choice(CLOSINGS)}"
-    return preferred_answer(f"What is {first} + {second}?", short, wordy)
-
-
-def _result_pair(first: int, second: int, generator: random.Random) -> LabeledComparison:
-    form = generator.choice(FORMS)
-    right = first + second
+def _result_pair(problem: Sum, generator: random.Random) -> LabeledComparison:
+    form, right = generator.choice(FORMS), problem.answer
     wrong = generator.choice(
         [near for near in range(max(0, right - 10), right + 11) if _is_plausible(near, right)]
     )
     chosen, rejected = (
-        form.format(first=first, second=second, result=result) for result in (right, wrong)
+        form.format(first=problem.left, second=problem.right, result=result)
+        for result in (right, wrong)
     )
-    return preferred_answer(f"What is {first} + {second}?", chosen, rejected)
+    return preferred_answer(problem.question, chosen, rejected)
 
 
 def _is_plausible(wrong: int, right: int) -> bool:

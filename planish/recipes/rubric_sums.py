@@ -7,7 +7,7 @@ is.
 import random
 
 from planish.errors import UserError
-from planish.recipes.sums import SHOWN, Sum, worked_example
+from planish.recipes.sums import SHOWN, Sum, count_of_sums, split_sums, worked_example
 from planish.renderers import Message
 from planish.rubric.env import RubricRows
 from planish.rubric.rubrics import Criterion, Example, RubricRow
@@ -23,28 +23,16 @@ def generated_rubrics(
     """Return rubrics for all sums of two numbers from 0 to `largest`. A test sum occurs in one
     order of its numbers only. Neither order occurs in training.
     """
-    generator = random.Random(f"rubrics:{seed}")
-    sums = [Sum(left, right) for left in range(largest + 1) for right in range(left, largest + 1)]
-    generator.shuffle(sums)
-    if not 0 <= test_size < len(sums):
+    count = count_of_sums(largest)
+    if not 0 <= test_size < count:
         raise UserError(
-            f"test_size={test_size}: there are {len(sums)} sums; give fewer, or a larger largest"
+            f"test_size={test_size}: there are {count} sums; give fewer, or a larger largest"
         )
-    held_out = [generator.choice((problem, swapped(problem))) for problem in sums[:test_size]]
-    shown = list(
-        dict.fromkeys(
-            order for problem in sums[test_size:] for order in (problem, swapped(problem))
-        )
-    )
+    train, test = split_sums(largest, test_size, random.Random(f"rubrics:{seed}"))
     return RubricRows(
-        [rubric_of(problem, shown_verdicts) for problem in shown],
-        [rubric_of(problem, shown_verdicts) for problem in held_out],
+        [rubric_of(problem, shown_verdicts) for problem in train],
+        [rubric_of(problem, shown_verdicts) for problem in test],
     )
-
-
-def swapped(problem: Sum) -> Sum:
-    """Return the sum with its numbers in the other order."""
-    return Sum(problem.right, problem.left)
 
 
 def rubric_of(problem: Sum, shown_verdicts: int) -> RubricRow:

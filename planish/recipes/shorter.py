@@ -14,7 +14,6 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import chz
@@ -34,6 +33,7 @@ from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
 from planish.renderers import Renderer, get_text_content
 from planish.runlog.model_renderer import model_renderer
+from planish.training.run_loop import open_client
 
 QUESTIONS = (
     "Say one sentence about {}.",
@@ -86,7 +86,7 @@ class ShorterBuilder(PreferenceModelBuilder):
 
 
 @chz.chz
-class DrawnPrompts(PromptBuilder):
+class GeneratedPrompts(PromptBuilder):
     """Questions about everyday things. The test asks about other things than training."""
 
     seed: int = 0
@@ -95,6 +95,10 @@ class DrawnPrompts(PromptBuilder):
         """Return the prompts for training and test."""
         topics = random.Random(f"topics:{self.seed}").sample(TOPICS, len(TOPICS))
         return Prompts(_questions_on(topics[TEST_TOPICS:]), _questions_on(topics[:TEST_TOPICS]))
+
+
+DrawnPrompts = GeneratedPrompts
+"""The former name of `GeneratedPrompts`."""
 
 
 def _questions_on(topics: Sequence[str]) -> list[Messages]:
@@ -109,9 +113,7 @@ def _questions_on(topics: Sequence[str]) -> list[Messages]:
 class Options(TournamentOptions, RLOptions):
     """Options of the recipe."""
 
-    log_path: str = chz.field(
-        default="/tmp/planish-examples/shorter", doc="directory of the run's files"
-    )
+    log_path: str = "/tmp/planish-examples/shorter"
     dataset: str | None = chz.field(
         default=None, doc="hub name, local directory or JSONL file; none = generated questions"
     )
@@ -123,12 +125,12 @@ class Options(TournamentOptions, RLOptions):
     group_size: int = chz.field(default=4, doc="answers per prompt")
     tournament_pattern: TournamentPattern = TournamentPattern.ALL_PAIRS_BOTH_WAYS
     learning_rate: float = 2e-4
-    max_tokens: int = chz.field(default=64, doc="maximum number of tokens in an answer")
+    max_tokens: int = 64
     max_steps: int | None = 20
     num_epochs: int = chz.field(
         default=10, doc="number of passes through the prompts, limited by max_steps"
     )
-    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
+    eval_every: int = 10
     eval_temperature: float | None = chz.field(
         default=None,
         doc="sampling temperature in evaluations, which compare with the initial weights; none = "
@@ -140,7 +142,8 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train and return the run directory."""
     require_tournament(options.group_size, options.matchup_group_size)
     training_run.require_at_least(options, batch_size=1)
-    return training_run.with_client(partial(train, options), options, service_client)
+    with open_client(options, service_client) as client:
+        return train(options, client)
 
 
 def train(options: Options, service_client: ServiceClient) -> Path:
@@ -180,7 +183,7 @@ def train(options: Options, service_client: ServiceClient) -> Path:
 def prompt_builder(options: Options) -> PromptBuilder:
     """Return the builder of the questions."""
     if options.dataset is None:
-        return DrawnPrompts(seed=options.seed)
+        return GeneratedPrompts(seed=options.seed)
     return PromptsFromRows(
         dataset=options.dataset, test_size=options.test_size, shuffle_seed=options.seed
     )

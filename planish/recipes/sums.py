@@ -50,6 +50,11 @@ class Sum:
         """The two numbers in order, the same for a + b and b + a."""
         return min(self.left, self.right), max(self.left, self.right)
 
+    @property
+    def swapped(self) -> "Sum":
+        """The sum with its numbers in the other order."""
+        return Sum(self.right, self.left)
+
 
 SHOWN = (Sum(4, 3), Sum(12, 25))
 
@@ -121,14 +126,13 @@ def held_out_sums(max_operand: int, count: int | None) -> list[Sum]:
     """Return `count` test sums (None: TEST_SUMS, or a third of all if those are fewer). They are
     the same for every seed, so that runs can be compared.
     """
-    pairs = (max_operand + 1) * (max_operand + 2) // 2
+    pairs = count_of_sums(max_operand)
     max_tests = pairs // 2
     count = min(TEST_SUMS, pairs // 3) if count is None else count
     if count > max_tests:
         raise UserError(
             f"eval_problems={count}: with max_operand={max_operand} there are {pairs} sums, half "
-            "of which are trained on; "
-            f"give at most {max_tests}, or a larger max_operand"
+            f"of which are trained on; give at most {max_tests}, or a larger max_operand"
         )
     rng = random.Random("test")
     shown_pairs = {shown.pair for shown in SHOWN}
@@ -137,6 +141,26 @@ def held_out_sums(max_operand: int, count: int | None) -> list[Sum]:
         tests.append(random_sum(rng, max_operand, shown_pairs))
         shown_pairs.add(tests[-1].pair)
     return tests
+
+
+def split_sums(
+    largest: int, test_size: int, generator: random.Random
+) -> tuple[list[Sum], list[Sum]]:
+    """Return (training sums, `test_size` test sums) of two numbers from 0 to `largest`, in a random
+    order. A test sum occurs in one order of its numbers only. Neither order occurs in training.
+    """
+    sums = [Sum(left, right) for left in range(largest + 1) for right in range(left, largest + 1)]
+    generator.shuffle(sums)
+    test = [generator.choice((problem, problem.swapped)) for problem in sums[:test_size]]
+    both = [order for problem in sums[test_size:] for order in (problem, problem.swapped)]
+    return list(dict.fromkeys(both)), test
+
+
+def count_of_sums(largest: int) -> int:
+    """Return the number of sums of two numbers from 0 to `largest`, where a + b and b + a count
+    once.
+    """
+    return (largest + 1) * (largest + 2) // 2
 
 
 def random_sum(rng: random.Random, max_operand: int, held_out: Set[tuple[int, int]]) -> Sum:

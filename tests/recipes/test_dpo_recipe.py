@@ -100,7 +100,7 @@ def test_pairs_of_results_differ_by_the_result_alone():
         ("largest", 0),
         ("dpo_beta", 0.0),
         ("max_steps", 0),
-        ("drawn", "manner"),
+        ("pairs", "manner"),
     ],
 )
 def test_an_invalid_option_is_rejected_by_name(small_model, tmp_path, name, value):
@@ -109,7 +109,19 @@ def test_an_invalid_option_is_rejected_by_name(small_model, tmp_path, name, valu
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("name", "value"), [("drawn", "style"), ("largest", 30)])
+def test_drawn_is_the_former_name_of_pairs(small_model, tmp_path):
+    former, present = (
+        dpo.comparisons(options_of(small_model, tmp_path, **{name: "result"}))
+        for name in ("drawn", "pairs")
+    )
+    assert former == present != dpo.comparisons(options_of(small_model, tmp_path))
+    with pytest.raises(UserError, match="pairs and drawn are one option"):
+        dpo.comparisons(options_of(small_model, tmp_path, drawn="result", pairs="style"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("pairs", "style"), ("drawn", "style"), ("largest", 30)]
+)
 def test_options_of_generated_pairs_are_rejected_with_a_dataset(small_model, tmp_path, name, value):
     given = {"dataset": "pairs.jsonl", "largest": None, name: value}
     with pytest.raises(UserError, match=f"{name}={value} is for generated pairs"):
