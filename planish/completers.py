@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from planish.errors import UserError
@@ -81,50 +81,36 @@ class SamplesTokens(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class TinkerTokenCompleter(TokenCompleter):
-    """A TokenCompleter that samples from a SamplingClient. The tinker cookbook uses the same name."""
+    """A TokenCompleter that samples from a SamplingClient. The tinker cookbook uses the same name.
 
-    def __init__(
-        self,
-        sampling_client: SamplesTokens,
-        max_tokens: int,
-        temperature: float = 1.0,
-        context_window: int | None = None,
-        seed: int | None = None,
-        constraint: Constraint | None = None,
-        allow_off_policy: bool = False,
-    ) -> None:
-        """Sample up to `max_tokens` per call. With `context_window` (in tokens), prompt and answer
-        together do not exceed it.
+    A `constraint` needs `allow_off_policy`, because RL rollouts sample from this class. The
+    returned logprobs are those of the policy, but constrained tokens are sampled from another
+    distribution. So training on them is biased; evaluations and judges are not affected.
+    """
 
-        A `constraint` needs `allow_off_policy`, because RL rollouts sample from this class. The
-        returned logprobs are those of the policy, but constrained tokens are sampled from another
-        distribution. So training on them is biased; evaluations and judges are not affected.
-        """
-        if constraint is not None and not allow_off_policy:
+    sampling_client: SamplesTokens
+    max_tokens: int
+    """Maximum tokens per call."""
+    temperature: float = 1.0
+    context_window: int | None = None
+    """Maximum tokens of prompt and answer together; None = no limit."""
+    seed: int | None = None
+    constraint: Constraint | None = None
+    allow_off_policy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.constraint is not None and not self.allow_off_policy:
             raise UserError(
                 "constraint changes the distribution that tokens are sampled from, so training on "
                 "them as samples of the policy is biased; leave it out, or give allow_off_policy=True"
             )
-        self.sampling_client = sampling_client
-        self.max_tokens = max_tokens
-        self.temperature = temperature
-        self.context_window = context_window
-        self.seed = seed
-        self.constraint = constraint
         self._calls = 0
 
     def seeded(self, seed: int) -> TinkerTokenCompleter:
         """Return a copy whose calls sample with seeds derived from `seed`."""
-        return TinkerTokenCompleter(
-            self.sampling_client,
-            self.max_tokens,
-            self.temperature,
-            self.context_window,
-            seed=seed,
-            constraint=self.constraint,
-            allow_off_policy=True,
-        )
+        return replace(self, seed=seed)
 
     async def __call__(
         self, model_input: ModelInput, stop: StopCondition, *, max_tokens: int | None = None

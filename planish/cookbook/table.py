@@ -136,9 +136,7 @@ MODULES: dict[str, CookbookModule] = {
         difference="planish's loop writes rollouts itself and does not use RolloutSummaryExportConfig",
     ),
     "rl.rollout_strategy": CookbookModule("planish.rl.rollout.strategy"),
-    "rl.rollouts": CookbookModule(
-        "planish.rl.rollout.rollouts", {"do_single_rollout": f"{_A}.rollouts:do_single_rollout"}
-    ),
+    "rl.rollouts": CookbookModule("planish.rl.rollout.rollouts"),
     "rl.train": CookbookModule(
         "planish.training.train_rl",
         {

@@ -113,8 +113,7 @@ def _files(dataset: str, split: str) -> Sequence[Path] | None:
     if path.is_file() and split != "train":
         raise UserError(
             f"the data set {path} is one file and has no {split} split; give a directory with "
-            "train.jsonl and "
-            f"{split}.jsonl, or turn evaluation off (eval_problems=0)"
+            f"train.jsonl and {split}.jsonl, or turn evaluation off (eval_problems=0)"
         )
     return [path] if path.is_file() else None
 
@@ -158,8 +157,7 @@ def _found_files(directory: Path, split: str, config: str | None = None) -> Sequ
     if len(folders) > 1:
         raise UserError(
             f"the data set {directory} has several configurations: {', '.join(folders)}; name one, "
-            "such as "
-            f"{directory}:{next(iter(folders))}"
+            f"such as {directory}:{next(iter(folders))}"
         )
     return next(iter(folders.values()), [])
 
@@ -239,8 +237,7 @@ def _no_answer(dataset: str, asked: str, error: Exception) -> UserError:
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return UserError(
         f"the data set {dataset}: the hub did not give {asked} ({first_line}); check the name, or "
-        "give a local "
-        "directory with train.jsonl and test.jsonl"
+        "give a local directory with train.jsonl and test.jsonl"
     )
 
 

@@ -16,7 +16,7 @@ The training loop, the run's files and resuming are those of supervised training
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from planish.supervised.objective import CrossEntropy, Metrics, PendingGradient
 from planish.supervised.types import SupervisedDataset
 from planish.tokenizer import ModelTokenizer
 from planish.training import supervised_config as supervised
-from planish.training.run_loop import with_service_client
+from planish.training.run_loop import open_client
 from planish.training.supervised_context import within_context
 from planish.training.train_supervised import CONSOLE_METRICS, train
 from planish.types import Datum, ModelInput, SamplingParams
@@ -65,7 +65,8 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
     """
     check(config)
     others = [config.teacher_config.base_model]
-    return await with_service_client(_run, config, service_client, others)
+    with open_client(config, service_client, others) as client:
+        return await _run(config, client)
 
 
 async def _run(config: Config, service_client: ServiceClient) -> Path:
@@ -141,17 +142,18 @@ class SoftGradient:
         return found | self.soft.metrics(found.get("train_mean_nll"))
 
 
+@dataclass(eq=False)
 class SoftEvaluator(TrainingClientEvaluator):
     """Measures held-out conversations: NAME/nll, which is the cross entropy to the teacher's
     distributions, and NAME/teacher_kl, NAME/teacher_entropy and NAME/teacher_topk_mass.
     """
 
-    def __init__(self, data: Sequence[Datum], teacher: Any, topk: int, name: str = "test") -> None:
-        self.data = data
-        self.teacher = teacher
-        self.topk = topk
-        self.name = name
-        self._soft: SoftData | None = None
+    data: Sequence[Datum]
+    teacher: Any
+    """A sampling client of the teacher."""
+    topk: int
+    name: str = "test"
+    _soft: SoftData | None = field(default=None, init=False)
 
     async def __call__(self, training_client: TrainingClient) -> Metrics:
         if self._soft is None:

@@ -28,7 +28,7 @@ from planish.rl.data_processing import TrainingSequence
 from planish.rl.kl import add_kl_term, log_ratios, mean_log_ratio
 from planish.rl.types import Metrics
 from planish.training import rl_config as rl
-from planish.training.run_loop import with_service_client
+from planish.training.run_loop import open_client
 from planish.training.train_rl import train
 
 
@@ -43,10 +43,6 @@ class Config(rl.Config):
     kl_penalty_coef: float = chz.field(
         default=1.0, doc="coefficient of the teachers' KL term in the advantages"
     )
-    kl_discount_factor: float = chz.field(
-        default=0.0,
-        doc="discount of the later tokens' KL terms; 0 = each token gets only its own term",
-    )
 
 
 async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
@@ -55,7 +51,8 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
     """
     check(config)
     teachers = [part.teacher_config.base_model for part in config.dataset_builder.parts]
-    return await with_service_client(_run, config, service_client, teachers)
+    with open_client(config, service_client, teachers) as client:
+        return await _run(config, client)
 
 
 async def _run(config: Config, service_client: ServiceClient) -> Path:

@@ -16,7 +16,7 @@ out.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -93,16 +93,6 @@ def bradley_terry_loss(
 
 
 @dataclass(frozen=True)
-class BradleyTerry:
-    """The training half of a supervised objective: it submits the Bradley-Terry loss."""
-
-    async def submit(self, training_client: TrainingClient, data: Sequence[Datum]) -> PairGradient:
-        """Submit a gradient on `data`, which alternates between chosen and rejected answers."""
-        pending = await training_client.forward_backward_custom_async(data, bradley_terry_loss)
-        return PairGradient(len(pairs_of(data)), MEASURES, pending)
-
-
-@dataclass(frozen=True)
 class BradleyTerryPreferenceModel:
     """A preference model that scores each answer with one request, so two requests per comparison.
 
@@ -143,3 +133,38 @@ class BradleyTerryPreferenceModel:
         return await gather_or_cancel(
             self.score(prompt, each) for each in (comparison.completion_A, comparison.completion_B)
         )
+
+
+@dataclass(frozen=True)
+class BradleyTerryForm:
+    """The form of preference models that score each answer. Its attributes and methods are those of
+    `planish.preference.chat_preferences.ChatForm`.
+    """
+
+    choice: Choice
+    """`score_choice` of the renderer."""
+    question: str = QUESTION
+    """The question that is asked about an answer."""
+    depends_on_order: ClassVar[bool] = False
+
+    def check(self, labeled: LabeledComparison) -> None:
+        comparison = labeled.comparison
+        for answer in (comparison.completion_A, comparison.completion_B):
+            self.choice.check(
+                score_conversation(comparison.prompt_conversation, answer, self.question)
+            )
+
+    def data_of(self, labeled: LabeledComparison, max_length: int | None) -> Batch:
+        return comparison_to_score_data(labeled, self.choice, self.question, max_length)
+
+    async def submit(self, training_client: TrainingClient, data: Sequence[Datum]) -> PairGradient:
+        """Submit a gradient of the Bradley-Terry loss on `data`, which alternates between chosen
+        and rejected answers.
+        """
+        pending = await training_client.forward_backward_custom_async(data, bradley_terry_loss)
+        return PairGradient(len(pairs_of(data)), MEASURES, pending)
+
+    def model(
+        self, sampling_client: SamplingClient, temperature: float = 1.0
+    ) -> BradleyTerryPreferenceModel:
+        return BradleyTerryPreferenceModel(sampling_client, self.choice, self.question, temperature)

@@ -12,7 +12,7 @@ training whole and counted, because a truncated one would have no label.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from planish import SamplingClient, TrainingClient
 from planish.preference.choices import Choice
@@ -55,21 +55,6 @@ def comparison_to_datum(
     if max_length is not None and datum.model_input.length > max_length:
         return Batch(left_out=1)
     return Batch([datum])
-
-
-@dataclass(frozen=True)
-class LabelCrossEntropy:
-    """The training half of a supervised objective: minus the label logprobs, summed over
-    comparisons.
-    """
-
-    async def submit(
-        self, training_client: TrainingClient, data: Sequence[Datum]
-    ) -> "LabelGradient":
-        """Submit a gradient on datums of `comparison_to_datum`."""
-        return LabelGradient(
-            data, await training_client.forward_backward_async(data, "cross_entropy")
-        )
 
 
 @dataclass(frozen=True)
@@ -131,3 +116,40 @@ class ChatPreferenceModel:
 
     async def _label_logprobs(self, comparison: Comparison) -> list[float]:
         return await self.choice.logprobs(self.sampling_client, comparison_conversation(comparison))
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    """The form of preference models that read both answers and write a label."""
+
+    choice: Choice
+    """`label_choice` of the renderer."""
+    depends_on_order: ClassVar[bool] = True
+    """Whether the order of the answers can influence the model.
+
+    If so, a fair evaluation asks about both orders.
+    """
+
+    def check(self, labeled: LabeledComparison) -> None:
+        """Raise ValueError for a comparison that the format cannot express. Nothing is
+        tokenized.
+        """
+        self.choice.check(comparison_conversation(labeled.comparison))
+
+    def data_of(self, labeled: LabeledComparison, max_length: int | None) -> Batch:
+        """Return the datum of a comparison.
+
+        The batch is empty, with left_out = 1, if the comparison is longer than `max_length` tokens.
+        """
+        return comparison_to_datum(labeled, self.choice, max_length)
+
+    async def submit(self, training_client: TrainingClient, data: Sequence[Datum]) -> LabelGradient:
+        """Submit a gradient of minus the label logprobs, summed over comparisons."""
+        pending = await training_client.forward_backward_async(data, "cross_entropy")
+        return LabelGradient(data, pending)
+
+    def model(
+        self, sampling_client: SamplingClient, temperature: float = 1.0
+    ) -> ChatPreferenceModel:
+        """Return the preference model that runs on `sampling_client`."""
+        return ChatPreferenceModel(sampling_client, self.choice, temperature)

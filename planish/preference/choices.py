@@ -47,8 +47,7 @@ class Choice:
         if len(set(tokens)) < len(tokens):
             raise UserError(
                 f"the answers {', '.join(answers)} do not differ in their first token with "
-                f"renderer {renderer.name}; "
-                "give answers that begin differently"
+                f"renderer {renderer.name}; give answers that begin differently"
             )
         return cls(renderer, tuple(answers), tokens, lead)
 

@@ -34,7 +34,7 @@ from planish.processes.interruption import gather_or_cancel
 from planish.renderers import Renderer
 from planish.runlog.evaluators import SamplingClientEvaluator
 from planish.runlog.model_renderer import model_renderer
-from planish.runlog.run_directory import checkpoint_of
+from planish.runlog.run_directory import model_argument
 from planish.runlog.statistics import Mean
 
 POLICY, REFERENCE = 0, 1
@@ -120,18 +120,12 @@ class PolicyReference(Reference):
     ) -> Sequence[Messages]:
         """Return the policy's answers, which are sampled at the first call."""
         if self._sampled is None:
-            answers = await answer_sampler(await self._client(), prompts, REFERENCE)
+            client = await self.service_client.create_sampling_client_async(
+                **model_argument(self.base_model, self.checkpoint_path)
+            )
+            answers = await answer_sampler(client, prompts, REFERENCE)
             self._sampled = [answer.completion for answer in answers]
         return self._sampled
-
-    async def _client(self) -> Any:
-        if self.checkpoint_path is None:
-            return await self.service_client.create_sampling_client_async(
-                base_model=self.base_model
-            )
-        return await self.service_client.create_sampling_client_async(
-            model_path=checkpoint_of(self.checkpoint_path)
-        )
 
 
 async def wins_of(

@@ -103,7 +103,6 @@ class ComparisonBuilder(ABC):
     @abstractmethod
     def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
         """Return the comparisons for training and those for evaluation; the latter may be empty."""
-        ...
 
 
 @chz.chz

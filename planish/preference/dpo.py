@@ -17,7 +17,7 @@ reference.json, a DPO run writes the files of a supervised run, and it resumes i
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,12 @@ from planish.preference.losses import Answers, DPOLoss, IPOLoss, PairLoss, SimPO
 from planish.processes.interruption import gather_or_cancel
 from planish.runlog.checkpoints import RunStart
 from planish.runlog.evaluators import TrainingClientEvaluator
-from planish.runlog.run_directory import REFERENCE, checkpoint_of
+from planish.runlog.run_directory import REFERENCE, checkpoint_of, model_argument
 from planish.supervised.nll import forward_in_parts, held_out_data
 from planish.supervised.objective import Metrics
 from planish.supervised.types import SupervisedDataset
 from planish.training import supervised_config as supervised
-from planish.training.run_loop import with_service_client
+from planish.training.run_loop import open_client
 from planish.training.run_options import require
 from planish.training.supervised_context import within_context
 from planish.training.train_supervised import train
@@ -102,7 +102,8 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
     The run uses `service_client` if given, else the server at `base_url`, else this process.
     """
     check(config)
-    return await with_service_client(_run, config, service_client)
+    with open_client(config, service_client) as client:
+        return await _run(config, client)
 
 
 async def _run(config: Config, service_client: ServiceClient) -> Path:
@@ -209,11 +210,8 @@ def reference_client(config: Config, service_client: ServiceClient, start: RunSt
         checkpoint = config.reference_checkpoint_path
         if checkpoint is None and config.reference_model_name is None:
             checkpoint = config.load_checkpoint_path
-        if checkpoint is not None:
-            reference = {"model_path": checkpoint_of(checkpoint)}
-        else:
-            reference = {"base_model": config.reference_model_name or config.model_name}
-        write_whole(path, json.dumps(reference) + "\n")
+        base_model = config.reference_model_name or config.model_name
+        write_whole(path, json.dumps(model_argument(base_model, checkpoint)) + "\n")
     return service_client.create_sampling_client(**json.loads(path.read_text()))
 
 
@@ -262,6 +260,7 @@ class PairObjective:
         return PairEvaluator(held_out_data(test_set), self)
 
 
+@dataclass(eq=False)
 class PairEvaluator(TrainingClientEvaluator):
     """Evaluates held-out pairs. The names of its metrics begin with NAME/, where NAME is `name`.
 
@@ -269,11 +268,10 @@ class PairEvaluator(TrainingClientEvaluator):
     the chosen answers in nats per token.
     """
 
-    def __init__(self, data: Sequence[Datum], objective: PairObjective, name: str = "test") -> None:
-        self.data = data
-        self.objective = objective
-        self.name = name
-        self._reference_D: list[float] | None = None
+    data: Sequence[Datum]
+    objective: PairObjective
+    name: str = "test"
+    _reference_D: list[float] | None = field(default=None, init=False)
 
     async def __call__(self, training_client: TrainingClient) -> Metrics:
         if self._reference_D is None:

@@ -17,17 +17,18 @@ import chz
 from planish import SamplingClient, ServiceClient, TrainingClient
 from planish.errors import UserError
 from planish.preference.calibration import fit_temperature
-from planish.preference.forms import Form, LogOddsModel
+from planish.preference.forms import Form
 from planish.preference.judgments import HeldOutPreferences, log_odds_of_chosen
 from planish.preference.model_datasets import ComparisonDataset, PreferenceDatasetBuilder
 from planish.preference.model_files import Description
+from planish.preference.preference_models import LogOddsModel
 from planish.preference.types import LabeledComparison
 from planish.runlog.checkpoints import RunStart
 from planish.runlog.run_directory import PREFERENCE_MODEL, weights_of
 from planish.supervised.objective import PendingGradient
 from planish.supervised.types import SupervisedDataset
 from planish.training import supervised_config as supervised
-from planish.training.run_loop import with_service_client
+from planish.training.run_loop import open_client
 from planish.training.supervised_context import within_context
 from planish.training.train_supervised import train
 from planish.types import Datum
@@ -65,7 +66,7 @@ class PreferenceObjective:
         self, training_client: TrainingClient, data: Sequence[Datum]
     ) -> PendingGradient:
         """Submit a gradient on one batch."""
-        return await self.form.training_loss.submit(training_client, data)
+        return await self.form.submit(training_client, data)
 
     def evaluator(self, test_set: SupervisedDataset) -> HeldOutPreferences:
         """Return the evaluator of held-out comparisons."""
@@ -79,7 +80,8 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
     The run uses `service_client` if given, else the server at `base_url`, else this process.
     """
     check(config)
-    return await with_service_client(_run, config, service_client)
+    with open_client(config, service_client) as client:
+        return await _run(config, client)
 
 
 def check(config: Config) -> None:

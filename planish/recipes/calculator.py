@@ -195,14 +195,14 @@ class Options(Kind, RLOptions):
         default=64, doc="number of test problems, which are never trained on; 0 = no evaluation"
     )
     learning_rate: float = 2e-4
-    max_tokens: int = chz.field(default=64, doc="maximum number of tokens in an answer")
+    max_tokens: int = 64
     eval_temperature: float | None = chz.field(
         default=None,
         doc="sampling temperature in evaluations; none = temperature, because the embedded model "
         "copies the worked examples when it answers greedily",
     )
     max_steps: int | None = 20
-    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
+    eval_every: int = 10
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:

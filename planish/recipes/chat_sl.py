@@ -35,17 +35,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 class Options(SLOptions):
     """Options of the recipe."""
 
-    log_path: str = chz.field(
-        default="/tmp/planish-examples/chat_sl", doc="directory of the run's files"
-    )
+    log_path: str = "/tmp/planish-examples/chat_sl"
     dataset: str = chz.field(
         default="no_robots",
         doc=f"{', '.join(NAMES)}, a hub name, a local directory or a JSONL file",
     )
-    batch_size: int = chz.field(default=16, doc="conversations per step")
-    max_length: int = chz.field(
-        default=1024, doc="maximum tokens in a conversation; longer ones are truncated and counted"
-    )
+    batch_size: int = 16
+    max_length: int = 1024
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:

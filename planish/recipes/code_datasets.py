@@ -36,7 +36,7 @@ class AttemptsBuilder(ProblemDatasetBuilder):
     """Options of a data set whose groups are attempts at a programming problem."""
 
     rules: Rules = Rules()
-    batch_size: int = chz.field(default=8, doc="problems per step")
+    batch_size: int = 8
 
     def prefix(self) -> Sequence[Message]:
         """Return the messages before a problem, such as worked examples."""

@@ -87,8 +87,7 @@ def read_problem(
     if question is None or all(name not in row for name in TESTS):
         raise UserError(
             f"{where}: needs a text in one of {', '.join(QUESTIONS)} and tests in one of "
-            f"{', '.join(TESTS)}; the row has "
-            f"{sorted(row)}"
+            f"{', '.join(TESTS)}; the row has {sorted(row)}"
         )
     name = function_name(row)
     try:

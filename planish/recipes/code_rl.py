@@ -111,9 +111,9 @@ class Options(ProgramLimits, ProblemOptions, RLOptions):
         doc=f"env=repair: maximum number of programs in an episode; none = {REPAIR_TURNS}",
     )
     learning_rate: float = 2e-4
-    max_tokens: int = chz.field(default=64, doc="maximum number of tokens in an answer")
+    max_tokens: int = 64
     max_steps: int | None = 20
-    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
+    eval_every: int = 10
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:

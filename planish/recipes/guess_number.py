@@ -212,9 +212,9 @@ class Options(Rules, RLOptions):
     batch_size: int = chz.field(default=16, doc="numbers to guess per step")
     group_size: int = chz.field(default=8, doc="episodes per number")
     learning_rate: float = 3e-4
-    max_tokens: int = chz.field(default=8, doc="maximum number of tokens in an answer")
+    max_tokens: int = 8
     max_steps: int | None = 30
-    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
+    eval_every: int = 10
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:

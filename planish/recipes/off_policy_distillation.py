@@ -21,7 +21,7 @@ from planish import ServiceClient
 from planish.distillation import off_policy
 from planish.errors import UserError
 from planish.recipes import teacher_answers, training_run
-from planish.recipes.sl_options import chat_builder, shared_settings
+from planish.recipes.sl_options import chat_builder, learning_rate
 from planish.recipes.teacher_answers import SUMS, TeacherOptions, teacher_config
 from planish.recipes.training_run import run_main
 
@@ -33,9 +33,7 @@ ONLY_SAMPLED = {"max_tokens": 256, "temperature": 1.0, "num_prompts": None}
 class Options(TeacherOptions):
     """Options of the recipe."""
 
-    log_path: str = chz.field(
-        default="/tmp/planish-examples/off_policy_distillation", doc="directory of the run's files"
-    )
+    log_path: str = "/tmp/planish-examples/off_policy_distillation"
     teacher_answers: bool = chz.field(
         default=False,
         doc="let the teacher answer the prompts of dataset, and ignore the answers in dataset",
@@ -71,12 +69,13 @@ def distillation_config(options: Options) -> off_policy.Config:
         builder = teacher_answers.answers_builder(options)
     else:
         builder = chat_builder(options, options.dataset)
-    return off_policy.Config(
-        **shared_settings(options),
+    return training_run.build(
+        off_policy.Config,
+        options,
+        learning_rate=learning_rate(options),
         dataset_builder=builder,
         evaluator_builders=teacher_answers.evaluators(options, shows_examples=True),
         teacher_config=teacher_config(options),
-        topk=options.topk,
         recipe_name="off_policy_distillation",
     )
 

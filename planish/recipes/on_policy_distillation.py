@@ -25,7 +25,7 @@ from planish.distillation.datasets import DistillationDatasetBuilder, Distillati
 from planish.distillation.prompts import PromptOnlyDatasetBuilder
 from planish.errors import UserError
 from planish.recipes import math_rl, training_run
-from planish.recipes.rl_options import shared_settings
+from planish.recipes.rl_options import sampling_ahead
 from planish.recipes.teacher_answers import TeacherModelOptions, teacher_config
 from planish.recipes.training_run import run_main
 from planish.rl.types import RLDatasetBuilder
@@ -61,7 +61,7 @@ class Options(TeacherModelOptions, math_rl.Options):
     log_path: str = chz.field(
         default=LOGS, doc=f"directory of the run's files; the default is {LOGS}-ENV"
     )
-    group_size: int = chz.field(default=4, doc="answers per problem")
+    group_size: int = 4
     max_prompt_tokens: int | None = chz.field(
         default=None,
         doc="prompts: maximum tokens in a prompt; longer ones are skipped; none = 1024",
@@ -125,8 +125,10 @@ def distillation_config(options: Options) -> on_policy.Config:
         )
         for source in sources_of(options)
     ]
-    return on_policy.Config(
-        **shared_settings(options),
+    return training_run.build(
+        on_policy.Config,
+        options,
+        **sampling_ahead(options),
         dataset_builder=DistillationDatasetBuilder(parts=parts),
         recipe_name="on_policy_distillation",
     )

@@ -77,9 +77,7 @@ class Options(ComparisonOptions, RecipeOptions):
         default="chat",
         doc="chat = a judge that reads both answers, bradley_terry = one score per answer",
     )
-    log_path: str = chz.field(
-        default="/tmp/planish-examples/preference_model", doc="directory of the run's files"
-    )
+    log_path: str = "/tmp/planish-examples/preference_model"
     seed: int = chz.field(
         default=0, doc="seed of the initial weights, the order of the data and the held-out rows"
     )

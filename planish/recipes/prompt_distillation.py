@@ -21,7 +21,7 @@ import chz
 from planish import ServiceClient
 from planish.errors import UserError
 from planish.recipes import teacher_answers, training_run
-from planish.recipes.sl_options import shared_settings
+from planish.recipes.sl_options import learning_rate
 from planish.recipes.sums import worked_examples
 from planish.recipes.teacher_answers import SUMS, TeacherOptions
 from planish.recipes.training_run import run_main
@@ -35,9 +35,7 @@ from planish.training.supervised_config import check as check_config
 class Options(TeacherOptions):
     """Options of the recipe."""
 
-    log_path: str = chz.field(
-        default="/tmp/planish-examples/prompt_distillation", doc="directory of the run's files"
-    )
+    log_path: str = "/tmp/planish-examples/prompt_distillation"
     prompt: str | None = chz.field(
         default=None,
         doc="file of the long prompt: a list of messages in .json, otherwise a text; none = two "
@@ -49,8 +47,10 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train and return the run directory."""
     teacher_answers.check(options)
     prefix = long_prompt(options)
-    config = Config(
-        **shared_settings(options),
+    config = training_run.build(
+        Config,
+        options,
+        learning_rate=learning_rate(options),
         dataset_builder=teacher_answers.answers_builder(options),
         evaluator_builders=teacher_answers.evaluators(options, shows_examples=False),
         recipe_name="prompt_distillation",

@@ -79,8 +79,7 @@ class TaskProcess:
         except (WorkerError, WorkerStartError) as error:
             raise UserError(
                 f"env={self.task.name} with {self.task.config} generates no problem: {error}; "
-                "change "
-                "the task's options"
+                "change the task's options"
             ) from error
         return Entry(self.task, index, reply["question"], reply["answer"])
 

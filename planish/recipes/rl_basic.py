@@ -40,9 +40,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 class Options(RLOptions):
     """Options of the recipe."""
 
-    log_path: str = chz.field(
-        default="/tmp/planish-examples/rl_basic", doc="directory of the run's files"
-    )
+    log_path: str = "/tmp/planish-examples/rl_basic"
     dataset: str = chz.field(default="openai/gsm8k", doc="hub name, local directory or JSONL file")
     batch_size: int = chz.field(default=16, doc="problems per step")
     group_size: int = chz.field(default=8, doc="answers per problem")

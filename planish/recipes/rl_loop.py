@@ -338,22 +338,19 @@ def draw_reward_curve(config: Config, run: RunDirectory) -> None:
 
 def check_options(config: Config) -> None:
     """Raise UserError for an invalid option, before anything is loaded."""
-    whole, steps = "a whole number of at least 1", config.max_steps
     can_evaluate = config.eval_every == 0 or (config.eval_every > 0 and config.eval_problems > 0)
+    training_run.require_at_least(config, batch_size=1, max_tokens=1, max_steps=1)
     training_run.require(
         config,
-        batch_size=(config.batch_size >= 1, whole),
         group_size=(
             config.group_size >= 2,
             "at least 2, because answers are compared within their group",
         ),
-        max_tokens=(config.max_tokens >= 1, whole),
         temperature=(
             0 < config.temperature < math.inf,
             "a number above 0, because greedy answers to a problem are all the same",
         ),
         loss_fn=(config.loss_fn in RL_LOSSES, f"one of {', '.join(RL_LOSSES)}"),
-        max_steps=(steps is None or steps >= 1, whole),
         save_every=(config.save_every >= 0, "a whole number, 0 for never"),
         ttl_seconds=(is_ttl(config.ttl_seconds), TTL_REMEDY),
         eval_problems=(config.eval_problems >= 0, "a whole number, 0 for none"),

@@ -22,7 +22,7 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.recipes.training_run import reject_unused, run_main
+from planish.recipes.training_run import build, reject_unused, run_main
 from planish.rl.types import RLDatasetBuilder
 from planish.runlog.evaluators import Evaluator
 from planish.training import train_rl
@@ -36,7 +36,6 @@ from planish.training.rl_config import (
     check,
 )
 from planish.training.run_options import RecipeOptions, run_in_place_of_training
-from planish.training.schedules import SCHEDULES
 
 
 @chz.chz
@@ -45,19 +44,12 @@ class RLOptions(RolloutOptions, LossOptions, RecipeOptions):
     `planish.training.rl_config.Config` sets that field.
     """
 
-    log_path: str = chz.field(
-        default="/tmp/planish-examples/rl", doc="directory of the run's files"
-    )
+    log_path: str = "/tmp/planish-examples/rl"
     seed: int = chz.field(default=0, doc="seed of initial weights, data order and sampling")
     learning_rate: float = chz.field(default=4e-5, doc="learning rate before the schedule")
-    lr_schedule: str = chz.field(
-        default="constant", doc=f"learning rate schedule: one of {', '.join(SCHEDULES)}"
-    )
-    max_tokens: int = chz.field(default=256, doc="maximum number of tokens in an answer")
-    remove_constant_reward_groups: bool = chz.field(
-        default=True,
-        doc="leave out groups whose rewards are all equal, because their advantages are 0",
-    )
+    lr_schedule: str = "constant"
+    max_tokens: int = 256
+    remove_constant_reward_groups: bool = True
     kl_reference_model: str | None = chz.field(
         default=None, doc="base model of the KL reference; none = model_name"
     )
@@ -78,9 +70,7 @@ class RLOptions(RolloutOptions, LossOptions, RecipeOptions):
         default=False, doc="retry rollouts that fail instead of ending the run"
     )
     eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
-    eval_temperature: float | None = chz.field(
-        default=0.0, doc="sampling temperature in evaluations; 0 = greedy, none = temperature"
-    )
+    eval_temperature: float | None = 0.0
 
 
 def run(
@@ -125,8 +115,10 @@ def train_config(
     evaluator_builders: Sequence[Callable[[], Evaluator]] = (),
 ) -> Config:
     """Return the config of `planish.training.train_rl`."""
-    return Config(
-        **shared_settings(options),
+    return build(
+        Config,
+        options,
+        **sampling_ahead(options),
         dataset_builder=dataset_builder,
         recipe_name=recipe_name,
         evaluator_builders=evaluator_builders if options.eval_every else (),
@@ -134,12 +126,10 @@ def train_config(
     )
 
 
-def shared_settings(options: RLOptions) -> dict[str, Any]:
-    """Return the fields of `Config` that the options set for every recipe."""
-    shared = chz.chz_fields(RLOptions).keys() & chz.chz_fields(Config).keys()
+def sampling_ahead(options: RLOptions) -> dict[str, Any]:
+    """Return the fields `async_config` and `stream_minibatch_config` of `Config`."""
     lag, minibatches = options.max_steps_off_policy, options.num_minibatches
     return {
-        **{name: getattr(options, name) for name in shared},
         "async_config": AsyncConfig(max_steps_off_policy=lag) if lag != 0 else None,
         "stream_minibatch_config": StreamMinibatchConfig(num_minibatches=minibatches)
         if minibatches != 1

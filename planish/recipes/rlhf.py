@@ -21,7 +21,6 @@ only the preference model reports is then an error of that model.
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,7 @@ from planish.recipes.rlhf_options import (
 from planish.runlog.model_renderer import learn_renderer
 from planish.runlog.run_directory import RunDirectory, checkpoint_of, resume_points
 from planish.training import train_rl, train_supervised
+from planish.training.run_loop import open_client
 
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {
@@ -68,7 +68,8 @@ COMPARISONS = "comparisons.jsonl"
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Run all stages and return the run directory."""
     check(options)
-    return training_run.with_client(partial(run_stages, options), options, service_client)
+    with open_client(options, service_client) as client:
+        return run_stages(options, client)
 
 
 def run_stages(options: Options, service_client: ServiceClient) -> Path:
@@ -101,16 +102,14 @@ def evaluate(
     done once for each number of RL steps.
     """
     newest = resume_points(policy)[0]
-    config = chz.asdict(
-        contest(options, trained, service_client, options.seed + 1), shallow=True, include_type=True
-    )
+    build = contest(options, trained, service_client, options.seed + 1)
+    config = chz.asdict(build, shallow=True, include_type=True)
     with RunDirectory(
         options.stage_path(EVALUATION),
         {**config, "policy": newest.state_path},
         may_change=("policy",),
     ) as run:
         if all(row["step"] != newest.batch for row in run.metrics()):
-            build = contest(options, trained, service_client, options.seed + 1)
             client = service_client.create_sampling_client(model_path=newest.state_path)
             found = training_run.run_coroutine(build().compare(client))
             write_whole(run.path / COMPARISONS, comparison_rows(found))

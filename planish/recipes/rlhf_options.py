@@ -47,7 +47,6 @@ from planish.supervised.types import SupervisedDatasetBuilder
 from planish.training import rl_config as rl
 from planish.training import supervised_config as supervised
 from planish.training.run_options import LoraOptions, ScheduleOptions
-from planish.training.schedules import SCHEDULES
 
 T = TypeVar("T")
 
@@ -127,9 +126,7 @@ class RLStage(PromptOptions, ScheduleOptions):
     """Options of the RL stage."""
 
     learning_rate: float = 2e-4
-    lr_schedule: str = chz.field(
-        default="constant", doc=f"learning rate schedule: one of {', '.join(SCHEDULES)}"
-    )
+    lr_schedule: str = "constant"
     max_tokens: int = chz.field(default=64, doc="maximum tokens in an answer, also in evaluations")
     temperature: float = chz.field(default=1.0, doc="sampling temperature, also in evaluations")
     advantage: str = "mean"
@@ -148,9 +145,7 @@ class RLStage(PromptOptions, ScheduleOptions):
     num_epochs: int = chz.field(
         default=10, doc="number of passes through the prompts, limited by max_steps"
     )
-    max_steps: int | None = chz.field(
-        default=20, doc="maximum number of steps; none = num_epochs passes"
-    )
+    max_steps: int | None = 20
     eval_every: int = chz.field(
         default=10, doc="steps between evaluations against the SFT policy; 0 = never"
     )
@@ -268,7 +263,7 @@ def sft_config(options: Options) -> supervised.Config:
     """Return the config of the supervised training."""
     stage = options.sft
     given = shared(options, stage, SFT, SLOptions)
-    sl = SLOptions(**{**given, "dataset": stage.dataset or "drawn sums"})
+    sl = SLOptions(**{**given, "dataset": stage.dataset or "generated sums"})
     chats = chat_builder(sl, sl.dataset)
     builder: SupervisedDatasetBuilder = chats
     if stage.dataset is None:

@@ -32,8 +32,9 @@ from planish.rubric.env import UNFINISHED_REWARD, RubricDatasetBuilder, RubricRo
 from planish.rubric.grading import Grader
 from planish.rubric.rubrics import RubricRow, read_rubric_row
 from planish.runlog.model_renderer import learn_renderer
-from planish.runlog.run_directory import checkpoint_of
+from planish.runlog.run_directory import checkpoint_of, model_argument
 from planish.supervised.datasets import row_splits, with_locations
+from planish.training.run_loop import open_client
 
 LARGEST = 20
 ENDPOINT_OPTIONS = {
@@ -110,9 +111,9 @@ class Options(JudgeOptions, RLOptions):
     group_size: int = chz.field(default=8, doc="answers per question")
 
     learning_rate: float = 2e-4
-    max_tokens: int = chz.field(default=16, doc="maximum number of tokens in an answer")
+    max_tokens: int = 16
     max_steps: int | None = 20
-    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
+    eval_every: int = 10
     rollout_error_tolerance: bool = chz.field(
         default=True,
         doc="retry rollouts that fail, for example because the judge failed, instead of ending "
@@ -125,7 +126,8 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     check(options)
     rows = rows_of(options)
     models = [options.judge_model] if options.judge_url is None else []
-    return training_run.with_client(partial(train, options, rows), options, service_client, models)
+    with open_client(options, service_client, models) as client:
+        return train(options, rows, client)
 
 
 def train(options: Options, rows: Callable[[], RubricRows], service_client: ServiceClient) -> Path:
@@ -159,12 +161,9 @@ def endpoint_of(options: Options) -> ChatEndpoint:
 def own_judge(options: Options, service_client: ServiceClient) -> MessageCompleter:
     """Return the judge that runs on the engine of the run."""
     model = options.judge_model or options.model_name
-    if options.judge_checkpoint is not None:
-        sampling_client = service_client.create_sampling_client(
-            model_path=checkpoint_of(options.judge_checkpoint)
-        )
-    else:
-        sampling_client = service_client.create_sampling_client(base_model=model)
+    sampling_client = service_client.create_sampling_client(
+        **model_argument(model, options.judge_checkpoint)
+    )
     is_own = options.judge_renderer_name is None and options.judge_model is None
     renderer = learn_renderer(
         service_client, model, options.renderer_name if is_own else options.judge_renderer_name

@@ -34,17 +34,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 class Options(SLOptions):
     """Options of the recipe."""
 
-    log_path: str = chz.field(
-        default="/tmp/planish-examples/sl_basic", doc="directory of the run's files"
-    )
-    batch_size: int = chz.field(default=16, doc="conversations per step")
-    learning_rate: float | None = chz.field(
-        default=2e-4, doc="learning rate before the schedule; none = get_lr(model_name)"
-    )
-    max_length: int = chz.field(
-        default=1024, doc="maximum tokens in a conversation; longer ones are truncated and counted"
-    )
-    eval_every: int = chz.field(default=8, doc="steps between evaluations; 0 = never")
+    log_path: str = "/tmp/planish-examples/sl_basic"
+    batch_size: int = 16
+    learning_rate: float | None = 2e-4
+    max_length: int = 1024
+    eval_every: int = 8
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:

@@ -66,9 +66,7 @@ CONSOLE_METRICS = {
 class Config(CheckpointOptions, StartOptions):
     """Options of the recipe."""
 
-    model_name: str = chz.field(
-        default=DEFAULT_MODEL, doc="base model: a name or a local directory"
-    )
+    model_name: str = DEFAULT_MODEL
     dataset: str = chz.field(default="openai/gsm8k", doc="hub name, local directory or JSONL file")
     log_path: str = chz.field(
         default="/tmp/planish-examples/sl-loop", doc="directory of the run's files"

@@ -5,7 +5,7 @@ does the rest.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import chz
 
@@ -36,9 +36,7 @@ class SLOptions(RecipeOptions):
         default=None,
         doc="number of test conversations; none = the whole test split, if any; 0 = no evaluation",
     )
-    log_path: str = chz.field(
-        default="/tmp/planish-examples/sl", doc="directory of the run's files"
-    )
+    log_path: str = "/tmp/planish-examples/sl"
     batch_size: int = chz.field(default=128, doc="conversations per step")
     max_length: int = chz.field(
         default=16384, doc="maximum tokens in a conversation; longer ones are truncated and counted"
@@ -84,18 +82,18 @@ def sl_config(
     options: SLOptions, dataset_builder: SupervisedDatasetBuilder, *, recipe_name: str
 ) -> Config:
     """Return the config of `planish.training.train_supervised`."""
-    return Config(
-        **shared_settings(options), dataset_builder=dataset_builder, recipe_name=recipe_name
+    return build(
+        Config,
+        options,
+        learning_rate=learning_rate(options),
+        dataset_builder=dataset_builder,
+        recipe_name=recipe_name,
     )
 
 
-def shared_settings(options: SLOptions) -> dict[str, Any]:
-    """Return the fields of `Config` that the options set for every recipe."""
-    shared = chz.chz_fields(SLOptions).keys() & chz.chz_fields(Config).keys()
-    rate = (
-        options.learning_rate if options.learning_rate is not None else get_lr(options.model_name)
-    )
-    return {**{name: getattr(options, name) for name in shared}, "learning_rate": rate}
+def learning_rate(options: SLOptions) -> float:
+    """Return the learning rate of the options, or the default rate of the model."""
+    return get_lr(options.model_name) if options.learning_rate is None else options.learning_rate
 
 
 def chat_builder(options: SLOptions, dataset: str) -> FromRowsBuilder:

@@ -53,10 +53,8 @@ class TeacherOptions(TeacherModelOptions, SLOptions):
         default=64,
         doc="number of test conversations; none = the whole test split, 0 = no evaluation",
     )
-    batch_size: int = chz.field(default=16, doc="conversations per step")
-    max_length: int = chz.field(
-        default=1024, doc="maximum tokens in a conversation; longer ones are truncated and counted"
-    )
+    batch_size: int = 16
+    max_length: int = 1024
     max_tokens: int = chz.field(
         default=256, doc="maximum number of tokens in an answer of the teacher"
     )

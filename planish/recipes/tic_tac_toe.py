@@ -261,9 +261,9 @@ class Options(GameOptions, RLOptions):
 
     log_path: str = "/tmp/planish-examples/tic_tac_toe"
     learning_rate: float = 1e-4
-    max_tokens: int = chz.field(default=4, doc="maximum number of tokens in an answer")
+    max_tokens: int = 4
     max_steps: int | None = 40
-    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
+    eval_every: int = 10
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:

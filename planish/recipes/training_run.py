@@ -23,7 +23,7 @@ from planish.errors import PlanishError, UserError
 from planish.processes.interruption import Terminated, run_coroutine, sigterm_as_interrupt
 from planish.runlog.model_renderer import learn_renderer
 from planish.training.run_loop import open_client
-from planish.training.run_options import require, run_in_place_of_training
+from planish.training.run_options import require, require_at_least, run_in_place_of_training
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -100,24 +100,9 @@ def run_main(
     if run_in_place_of_training.get() is not None:
         raise UserError("this recipe has no environments to play")
 
-    def work(client: ServiceClient) -> Path:
+    with open_client(given, service_client, others) as client:
         renderer = learn_renderer(client, given.model_name, given.renderer_name)
         return run_coroutine(main(chz.replace(given, renderer_name=renderer.name), client))
-
-    return with_client(work, given, service_client, others)
-
-
-def with_client(
-    work: Callable[[ServiceClient], T],
-    options: Any,
-    service_client: ServiceClient | None = None,
-    others: Sequence[str | None] = (),
-) -> T:
-    """Return the result of `work` with the given service client, or with a new one that has the
-    options' base_url and deterministic. `others` are further base models that the run uses.
-    """
-    with open_client(options, service_client, others) as client:
-        return work(client)
 
 
 def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) -> C:
@@ -131,6 +116,7 @@ def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) ->
             raise UserError(
                 f"{argument}: options are written name=value, such as seed=1; --help lists them"
             )
+    inherit_docs(config_type)
     blueprint = chz.Blueprint(config_type)
     for name in names:
         if name not in presets:
@@ -156,6 +142,16 @@ def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) ->
         raise UserError(str(error)) from error
 
 
+def inherit_docs(config_type: Any) -> None:
+    """Give each option that has no text for --help the text of the option that it overrides."""
+    for name, option in chz.chz_fields(config_type).items():
+        for base in config_type.__mro__[1:]:
+            if not option._doc and chz.is_chz(base) and name in chz.chz_fields(base):
+                option._doc = chz.chz_fields(base)[name]._doc
+        if chz.is_chz(option.final_type):
+            inherit_docs(option.final_type)
+
+
 def reject_unused(config: Any, names: Iterable[str], reason: str) -> None:
     """Raise UserError for the first option of `names` that is set although it would be ignored.
     `reason` ends the message.
@@ -163,14 +159,6 @@ def reject_unused(config: Any, names: Iterable[str], reason: str) -> None:
     for name in names:
         if getattr(config, name) not in (None, {}):
             raise UserError(f"{name}={getattr(config, name)} {reason}")
-
-
-def require_at_least(config: Any, **minimum: int) -> None:
-    """Raise UserError for the first option that is below its minimum. None is accepted."""
-    for name, least in minimum.items():
-        value = getattr(config, name)
-        if value is not None and value < least:
-            raise UserError(f"{name}={value}: give a whole number of at least {least}")
 
 
 def require_groups(options: Any) -> None:

@@ -24,7 +24,6 @@ import string
 import sys
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, M
 from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.types import Env, Metrics, RLDataset
 from planish.runlog.model_renderer import learn_renderer
+from planish.training.run_loop import open_client
 
 PRESETS: dict[str, dict[str, Any]] = {
     "classic": {"choices": 0, "max_questions": 20, "max_tokens": 64, "temperature": 1.0},
@@ -231,7 +231,7 @@ class Options(Rules, RLOptions):
         default=0.7, doc="sampling temperature; the loss uses the same temperature"
     )
     max_steps: int | None = 30
-    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
+    eval_every: int = 10
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
@@ -248,7 +248,8 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     training_run.require_at_least(options, max_questions=1)
     training_run.require_groups(options)
     models = [options.answerer_model]
-    return training_run.with_client(partial(train, options), options, service_client, models)
+    with open_client(options, service_client, models) as client:
+        return train(options, client)
 
 
 def train(options: Options, service_client: ServiceClient) -> Path:

@@ -16,18 +16,15 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
     "tool": tuple(
         "hammer saw drill screwdriver pliers shovel rake axe knife spoon fork scissors needle "
-        "ladder bucket broom "
-        "rope nail lock key".split()
+        "ladder bucket broom rope nail lock key".split()
     ),
     "thing at home": tuple(
         "table chair bed lamp sofa mirror carpet curtain pillow blanket clock candle fridge oven "
-        "sink toilet "
-        "telephone television computer camera book pencil umbrella bottle".split()
+        "sink toilet telephone television computer camera book pencil umbrella bottle".split()
     ),
     "vehicle": tuple(
         "car bus truck train tram bicycle motorcycle tractor boat ship submarine airplane "
-        "helicopter rocket balloon "
-        "ambulance".split()
+        "helicopter rocket balloon ambulance".split()
     ),
     "piece of clothing": tuple(
         "shirt coat dress skirt sock shoe boot glove hat scarf belt sweater".split()
@@ -35,8 +32,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "instrument": tuple("piano guitar violin drum flute trumpet harp accordion".split()),
     "thing in nature": tuple(
         "river lake ocean mountain island desert forest tree flower grass cloud rain snow "
-        "lightning sun moon star volcano "
-        "cave sand".split()
+        "lightning sun moon star volcano cave sand".split()
     ),
     "building": tuple(
         "house castle church school hospital bridge tower lighthouse barn windmill museum prison".split()

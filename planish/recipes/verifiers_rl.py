@@ -43,7 +43,7 @@ class Options(RLOptions):
         doc="maximum tokens in a prompt with its answer; a longer prompt ends the rollout",
     )
     learning_rate: float = 2e-4
-    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
+    eval_every: int = 10
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:

@@ -106,8 +106,7 @@ class WordySums:
         if not 0 <= self.test_size <= count // 2:
             raise UserError(
                 f"test_size={self.test_size}: there are {count} sums up to largest={self.largest}, "
-                "half of which are trained "
-                f"on; give at most {count // 2}, or a larger largest"
+                f"half of which are trained on; give at most {count // 2}, or a larger largest"
             )
 
     def split(self) -> tuple[list[Sum], list[Sum]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planish.errors import UserError
+from planish.rl.advantages import is_constant
 from planish.rl.data_processing import LOSS_MASKS
 from planish.types import Datum, EncodedTextChunk, ModelInput
 
@@ -48,7 +49,7 @@ class AnswerGroup:
     @property
     def is_constant(self) -> bool:
         """Whether all rewards are equal, so that the group has no gradient."""
-        return len(set(self.rewards_G)) == 1
+        return is_constant(self.rewards_G)
 
 
 def answer_datum(
@@ -101,34 +102,58 @@ def sampler_trainer_kl(
     }
 
 
+def group_metrics(
+    rewards_P_G: Sequence[Sequence[float]],
+    *,
+    num_turns: int,
+    action_tokens: int,
+    observation_tokens: int,
+    cached_tokens: int,
+) -> Metrics:
+    """Return the metrics of episodes in groups that follow from their total rewards [P][G] and from
+    the numbers of their turns and tokens. `cached_tokens` is the number of tokens in cached
+    prefixes, which count as observation tokens too.
+    """
+    rewards = [reward for rewards_G in rewards_P_G for reward in rewards_G]
+    constant = [rewards_G for rewards_G in rewards_P_G if is_constant(rewards_G)]
+    good = sum(rewards_G[0] >= 0.5 for rewards_G in constant)
+    return {
+        "reward/total": mean(rewards),
+        "ac_tokens_per_turn": action_tokens / num_turns,
+        "ob_tokens_per_turn": observation_tokens / num_turns,
+        "turns_per_episode": num_turns / len(rewards),
+        "total_episodes": len(rewards),
+        "total_turns": num_turns,
+        "total_ac_tokens": action_tokens,
+        "total_ob_tokens": observation_tokens,
+        "total_cached_ob_tokens": cached_tokens,
+        "by_group/frac_mixed": 1 - len(constant) / len(rewards_P_G),
+        "by_group/frac_degenerate": len(constant) / len(rewards_P_G),
+        "by_group/frac_all_good": good / len(rewards_P_G),
+        "by_group/frac_all_bad": (len(constant) - good) / len(rewards_P_G),
+    }
+
+
 def answer_metrics(groups_P: Sequence[AnswerGroup], prefix: str = "env/all") -> Metrics:
     """Return rewards, lengths, stop reasons and fractions of constant groups as PREFIX/NAME."""
     answers = [answer for group in groups_P for answer in group.answers_G]
-    answer_tokens = sum(len(answer.tokens_T) for answer in answers)
-    prompt_tokens = sum(group.prompt.length * len(group.answers_G) for group in groups_P)
     names = sorted({name for answer in answers for name in answer.metrics})
-    constant = [group for group in groups_P if group.is_constant]
-    good = sum(group.mean_reward >= 0.5 for group in constant)
     metrics = {
-        "reward/total": mean([answer.reward for answer in answers]),
         **{
             name: mean([answer.metrics[name] for answer in answers if name in answer.metrics])
             for name in names
         },
         "stop/completed": mean([answer.stop_reason == "stop" for answer in answers]),
         "stop/max_tokens": mean([answer.stop_reason == "length" for answer in answers]),
-        "ac_tokens_per_turn": answer_tokens / len(answers),
-        "ob_tokens_per_turn": prompt_tokens / len(answers),
-        "turns_per_episode": 1.0,
-        "total_episodes": len(answers),
-        "total_turns": len(answers),
-        "total_ac_tokens": answer_tokens,
-        "total_ob_tokens": prompt_tokens,
-        "total_cached_ob_tokens": sum(group.cached_prompt_tokens for group in groups_P),
-        "by_group/frac_mixed": 1 - len(constant) / len(groups_P),
-        "by_group/frac_degenerate": len(constant) / len(groups_P),
-        "by_group/frac_all_good": good / len(groups_P),
-        "by_group/frac_all_bad": (len(constant) - good) / len(groups_P),
+        **group_metrics(
+            [group.rewards_G for group in groups_P],
+            num_turns=len(answers),
+            action_tokens=sum(len(answer.tokens_T) for answer in answers),
+            observation_tokens=sum(
+                group.prompt.length * len(group.answers_G) for group in groups_P
+            ),
+            cached_tokens=sum(group.cached_prompt_tokens for group in groups_P),
+        ),
     }
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
 

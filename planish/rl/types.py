@@ -239,4 +239,3 @@ class RLDatasetBuilder(ABC):
     @abstractmethod
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Return (training dataset, test dataset or None)."""
-        ...

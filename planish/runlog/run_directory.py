@@ -239,6 +239,15 @@ def checkpoint_of(path: str) -> str:
     return found
 
 
+def model_argument(base_model: str, checkpoint: str | None) -> dict[str, Any]:
+    """Return the argument of `create_sampling_client` for a checkpoint or the newest state of a run
+    directory, or for the base model if `checkpoint` is None.
+    """
+    if checkpoint is None:
+        return {"base_model": base_model}
+    return {"model_path": checkpoint_of(checkpoint)}
+
+
 def weights_of(path: str) -> str:
     """Return the newest weights or state if `path` is a run directory, otherwise `path` itself.
     CheckpointError if the run has none.

@@ -7,7 +7,7 @@ runs. Rows are rendered when their batch is requested, so memory holds only the 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Self, overload
 
 import chz
@@ -24,34 +24,28 @@ ReadRow = Callable[[Row, str], Conversation]
 """Converts a row to a conversation. The text names the row in errors."""
 
 
+@dataclass(eq=False)
 class RowDataset(SupervisedDataset):
     """Batches of `batch_size` rows. `data_of` converts each row to datums."""
 
-    def __init__(
-        self,
-        rows: Sequence[Any],
-        batch_size: int,
-        data_of: Callable[[Any], Batch],
-        *,
-        shuffle_seed: int | None = None,
-        drop_last: bool = True,
-    ) -> None:
-        """With `shuffle_seed` None, every epoch has the rows' own order. With `drop_last`, rows
-        that do not fill a batch are dropped. UserError if no batch is left then.
-        """
-        if batch_size < 1:
-            raise UserError(f"batch_size={batch_size}: give a whole number of at least 1")
-        if drop_last and len(rows) < batch_size:
+    rows: Sequence[Any]
+    batch_size: int
+    data_of: Callable[[Any], Batch]
+    _: KW_ONLY
+    shuffle_seed: int | None = None
+    """Seed of the order of the rows; None = every epoch has the rows' own order."""
+    drop_last: bool = True
+    """Whether rows that do not fill a batch are dropped. UserError if no batch is left then."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise UserError(f"batch_size={self.batch_size}: give a whole number of at least 1")
+        if self.drop_last and len(self.rows) < self.batch_size:
             raise UserError(
-                f"batch_size={batch_size}: there are {len(rows)} rows to train on; give at most "
-                "that number"
+                f"batch_size={self.batch_size}: there are {len(self.rows)} rows to train on; give "
+                "at most that number"
             )
-        self.rows = rows
-        self.batch_size = batch_size
-        self.data_of = data_of
-        check_shuffle_seed(shuffle_seed)
-        self.shuffle_seed = shuffle_seed
-        self.drop_last = drop_last
+        check_shuffle_seed(self.shuffle_seed)
         self.set_epoch(0)
 
     @classmethod
@@ -141,8 +135,7 @@ def row_splits(dataset: str, test_size: int | None, shuffle_seed: int | None) ->
     if test_size >= len(train):
         raise UserError(
             f"test_size={test_size}: dataset={dataset} has no test split, and of its {len(train)} "
-            "rows at least one must be "
-            "left to train on; give fewer"
+            "rows at least one must be left to train on; give fewer"
         )
     order = _permutation(shuffle_seed or 0, len(train))
     return RowSplits(

@@ -77,7 +77,6 @@ class SupervisedDatasetBuilder(ABC):
     @abstractmethod
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         """Return the training set, and the test set or None."""
-        ...
 
 
 @chz.chz

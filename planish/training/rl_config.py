@@ -15,8 +15,7 @@ from planish.rl.limits import TerminationRewardPolicy
 from planish.rl.rollout.strategy import RolloutStrategy, strategy_from
 from planish.rl.types import RLDatasetBuilder
 from planish.service import complete_config
-from planish.training.run_options import RunOptions, check_run, require
-from planish.training.schedules import SCHEDULES
+from planish.training.run_options import RunOptions, check_run, require, require_at_least
 
 RL_LOSSES = ("importance_sampling", "ppo", "cispo", "gspo", "dro")
 
@@ -117,9 +116,7 @@ class Config(RolloutOptions, LossOptions, RunOptions):
     """The options of an RL run."""
 
     dataset_builder: RLDatasetBuilder
-    lr_schedule: str = chz.field(
-        default="constant", doc=f"learning rate schedule: one of {', '.join(SCHEDULES)}"
-    )
+    lr_schedule: str = "constant"
     kl_reference_config: KLReferenceConfig | None = None
     async_config: AsyncConfig | None = None
     stream_minibatch_config: StreamMinibatchConfig | None = None
@@ -168,9 +165,9 @@ def check_all_but_reference(config: Config) -> None:
     Runs with another advantage shaping, such as distillation, use this check.
     """
     check_run(config)
+    require_at_least(config, max_tokens=1, num_substeps=1)
     require(
         config,
-        max_tokens=(config.max_tokens >= 1, "a whole number of at least 1"),
         temperature=(
             0 < config.temperature < math.inf,
             "a number above 0: greedy answers of a group are all the same",
@@ -181,7 +178,6 @@ def check_all_but_reference(config: Config) -> None:
         ),
         advantage=(config.advantage in ADVANTAGES, f"one of {', '.join(ADVANTAGES)}"),
         loss_fn=(config.loss_fn in RL_LOSSES, f"one of {', '.join(RL_LOSSES)}"),
-        num_substeps=(config.num_substeps >= 1, "a whole number of at least 1"),
         rollout_layout=(config.rollout_layout in ("flat", "folders"), "flat or folders"),
         num_groups_to_log=(config.num_groups_to_log >= 0, "0 or more"),
         rollout_processes=(
@@ -205,10 +201,8 @@ def check_all_but_reference(config: Config) -> None:
             "logprobs of all sampled tokens with the sampler's"
         )
     stream = config.stream_minibatch_config
-    if stream is not None and stream.num_minibatches < 1:
-        raise UserError(
-            f"num_minibatches={stream.num_minibatches}: give a whole number of at least 1"
-        )
+    if stream is not None:
+        require_at_least(stream, num_minibatches=1)
     strategy_from(config.rollout_error_tolerance)
     _check_unused(config)
 

@@ -124,7 +124,9 @@ class RLLearner:
         """Wait until the trainer is done with a submitted step, and log the step."""
         trained = await self.results(step, update, spans)
         with spans.measure("rollout_files"):
-            await self.write_files("train", step, rollouts, self.advantages(rollouts))
+            groups = [rollout.group for rollout in rollouts]
+            advantages = compute_advantages(groups, self.config.advantage)
+            await self.write_files("train", step, rollouts, advantages)
         self.name_first_page(step)
         self.counters.count(rollouts, batch.groups, update.data_D, batch.errors_of_dropped)
         metrics = {
@@ -252,10 +254,6 @@ class RLLearner:
         row = {"progress/batch": steps, "progress/done_frac": 1.0, **evals}
         self.loop.log_step(steps, row, spans)
 
-    def advantages(self, rollouts: Sequence[GroupRollout]) -> list[list[float]]:
-        """Return the advantage of each trajectory, [P][G]."""
-        return compute_advantages([rollout.group for rollout in rollouts], self.config.advantage)
-
     async def write_files(
         self,
         split: str,
@@ -263,7 +261,9 @@ class RLLearner:
         rollouts: Sequence[GroupRollout],
         advantages: list[list[float]] | None,
     ) -> None:
-        """Write the rollouts of a step to files. `advantages` is None for evaluations."""
+        """Write the rollouts of a step to files. `advantages` are those of the trajectories,
+        [P][G], or None for evaluations.
+        """
         await run_uncancelled(
             asyncio.to_thread(self.files.write, split, step, rollouts, advantages)
         )

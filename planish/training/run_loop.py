@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from planish import SamplingClient, ServiceClient
 from planish.client.local import used_together
@@ -41,7 +41,6 @@ from planish.training.schedules import learning_rate_at
 
 Metrics = dict[str, float]
 SaveCheckpoint = Callable[[int, Mapping[str, Any]], CheckpointRecord]
-Options = TypeVar("Options", bound=RunOptions)
 EvaluateOne = Callable[[Evaluator], Awaitable[Metrics]]
 
 
@@ -253,17 +252,6 @@ def open_client(
         base_url=options.base_url, models=models, deterministic=deterministic
     ) as own_client:
         yield own_client
-
-
-async def with_service_client(
-    run: Callable[[Options, Any], Awaitable[Path]],
-    options: Options,
-    service_client: ServiceClient | None,
-    others: Sequence[str | None] = (),
-) -> Path:
-    """Call `run` with the client of `open_client`, and return its result."""
-    with open_client(options, service_client, others) as client:
-        return await run(options, client)
 
 
 async def run_training(

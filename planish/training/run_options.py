@@ -153,9 +153,7 @@ class RunOptions(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOpt
 class RecipeOptions(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions):
     """The options of all recipes with checkpoints, a schedule and logs."""
 
-    model_name: str = chz.field(
-        default=DEFAULT_MODEL, doc="base model: a name or a local directory"
-    )
+    model_name: str = DEFAULT_MODEL
 
 
 RESUMABLE_OPTIONS = (
@@ -190,18 +188,13 @@ def check_run(options: RunOptions) -> None:
         lr_schedule=(options.lr_schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
         warmup_steps=(options.warmup_steps >= 0, "0 or more"),
         grad_clip_norm=(0 <= options.grad_clip_norm < math.inf, "0 or more"),
-        lora_rank=(options.lora_rank >= 1, "a whole number of at least 1"),
-        num_epochs=(options.num_epochs >= 1, "a whole number of at least 1"),
-        max_steps=(
-            options.max_steps is None or options.max_steps >= 1,
-            "a whole number of at least 1",
-        ),
         eval_every=(options.eval_every >= 0, "a whole number, 0 for never"),
         save_every=(options.save_every >= 0, "a whole number, 0 for only the last"),
         rolling_save_every=(options.rolling_save_every >= 0, "a whole number, 0 for none"),
         ttl_seconds=(is_ttl(options.ttl_seconds), TTL_REMEDY),
         rolling_ttl_seconds=(is_ttl(options.rolling_ttl_seconds), TTL_REMEDY),
     )
+    require_at_least(options, lora_rank=1, num_epochs=1, max_steps=1)
     require_loggers(options.loggers)
 
 
@@ -212,3 +205,11 @@ def require(options: Any, **rules: tuple[bool, str]) -> None:
     for name, (is_valid, remedy) in rules.items():
         if not is_valid:
             raise UserError(f"{name}={getattr(options, name)}: give {remedy}")
+
+
+def require_at_least(config: Any, **minimum: int) -> None:
+    """Raise UserError for the first option that is below its minimum. None is accepted."""
+    for name, least in minimum.items():
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise UserError(f"{name}={value}: give a whole number of at least {least}")

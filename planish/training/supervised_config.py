@@ -26,7 +26,7 @@ class Config(RunOptions):
     submit_ahead: int = chz.field(
         default=1, doc="maximum number of unfinished steps while the next step is prepared"
     )
-    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
+    eval_every: int = 10
     evaluator_builders: Sequence[Callable[[], Evaluator]] = chz.field(
         default=(), doc="evaluators in addition to that of the test set"
     )

@@ -21,7 +21,7 @@ from planish.runlog.evaluators import Evaluator
 from planish.runlog.run_directory import checkpoint_of
 from planish.training.rl_config import Config, KLReferenceConfig, check
 from planish.training.rl_learner import RLLearner
-from planish.training.run_loop import RunLoop, run_training, with_service_client
+from planish.training.run_loop import RunLoop, open_client, run_training
 from planish.training.run_options import resumable_options, run_in_place_of_training
 
 
@@ -35,7 +35,8 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
     check(config)
     if (replacement := run_in_place_of_training.get()) is not None:
         return await asyncio.to_thread(replacement, config)
-    return await with_service_client(train, config, service_client)
+    with open_client(config, service_client) as client:
+        return await train(config, client)
 
 
 async def train(

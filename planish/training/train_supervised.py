@@ -11,7 +11,7 @@ from planish.errors import UserError
 from planish.runlog.checkpoints import RunStart
 from planish.supervised.objective import CrossEntropy, Objective
 from planish.supervised.types import SupervisedDataset
-from planish.training.run_loop import RunLoop, run_training, with_service_client
+from planish.training.run_loop import RunLoop, open_client, run_training
 from planish.training.run_options import resumable_options
 from planish.training.supervised_config import Config, check
 from planish.training.supervised_context import within_context
@@ -35,13 +35,10 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
     planish.processes.interruption.Terminated (exit status 143) is raised.
     """
     check(config)
-    return await with_service_client(_run, config, service_client)
-
-
-async def _run(config: Config, service_client: ServiceClient) -> Path:
-    return await train(
-        await within_context(config, service_client), service_client, cross_entropy, CONSOLE_METRICS
-    )
+    with open_client(config, service_client) as client:
+        return await train(
+            await within_context(config, client), client, cross_entropy, CONSOLE_METRICS
+        )
 
 
 def cross_entropy(start: RunStart) -> Objective:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from planish.processes.interruption import Interrupted, Interruption
-from planish.recipes import math_rl, rl_basic, shorter
+from planish.recipes import calculator, math_rl, rl_basic, rlhf_options, shorter
 from planish.recipes.training_run import (
     Presets,
     engine_log_on_console,
@@ -78,6 +78,24 @@ def test_help_tells_the_presets_that_are_left(
         read_options(options, presets, [*arguments, "--help"])
     last = capsys.readouterr().out.rstrip().splitlines()[-1]
     assert last == told or (told is None and "preset=NAME" not in last)
+
+
+def test_help_explains_options_whose_default_a_recipe_changes(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        read_options(calculator.Options, {}, ["--help"])
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.split()}
+    assert lines["learning_rate"].endswith("learning rate before the schedule")
+    assert lines["max_tokens"].endswith("maximum number of tokens in an answer")
+    assert "copies the worked examples" in lines["eval_temperature"]
+
+
+def test_help_explains_options_of_stages(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        read_options(rlhf_options.Options, {}, ["--help"])
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.split()}
+    assert lines["rl.lr_schedule"].endswith(
+        "learning rate schedule: one of constant, linear, cosine"
+    )
 
 
 async def run(said: list[str], heeds: bool) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from dataclasses import dataclass
 
 from planish.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from planish.rl.rollout.single_rollout import do_single_rollout
@@ -10,17 +11,15 @@ from planish.tokenizer import ModelTokenizer
 from planish.types import ModelInput
 
 
+@dataclass(eq=False)
 class ManualPolicy(TokenCompleter):
     """Prints the prompt and reads the answer from the terminal. With `multiline`, an empty line
     ends the answer.
     """
 
-    def __init__(
-        self, tokenizer: ModelTokenizer, multiline: bool = True, show_observation: bool = True
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.multiline = multiline
-        self.show_observation = show_observation
+    tokenizer: ModelTokenizer
+    multiline: bool = True
+    show_observation: bool = True
 
     async def __call__(
         self, model_input: ModelInput, stop: StopCondition, *, max_tokens: int | None = None

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import chz
@@ -78,21 +79,20 @@ def _data_of(
     return flatmap_fn or (lambda row: [map_fn(row)])  # type: ignore[misc]
 
 
+@dataclass(eq=False)
 class SupervisedDatasetFromHFDataset(SupervisedDataset):
     """Batches of `batch_size` rows of a `datasets.Dataset`. `map_fn` converts a row to a datum,
     `flatmap_fn` to a list of datums.
     """
 
-    def __init__(
-        self,
-        hf_dataset: Any,
-        batch_size: int,
-        map_fn: Callable[[Row], Datum] | None = None,
-        flatmap_fn: Callable[[Row], list[Datum]] | None = None,
-    ) -> None:
-        self.hf_dataset = self._epoch = hf_dataset
-        self.batch_size = batch_size
-        self._data_of = _data_of(map_fn, flatmap_fn)
+    hf_dataset: Any
+    batch_size: int
+    map_fn: Callable[[Row], Datum] | None = None
+    flatmap_fn: Callable[[Row], list[Datum]] | None = None
+
+    def __post_init__(self) -> None:
+        self._epoch = self.hf_dataset
+        self._data_of = _data_of(self.map_fn, self.flatmap_fn)
 
     def get_batch(self, index: int) -> list[Datum]:
         """Return the datums of the rows of batch `index`."""
@@ -110,25 +110,21 @@ class SupervisedDatasetFromHFDataset(SupervisedDataset):
         return len(self.hf_dataset) // self.batch_size or min(1, len(self.hf_dataset))
 
 
+@dataclass(eq=False)
 class StreamingSupervisedDatasetFromHFDataset(SupervisedDataset):
     """Batches of `batch_size` rows of a `datasets.IterableDataset` with `length` rows. Batches must
     be read in order. A resumed run skips the rows of earlier batches.
     """
 
-    def __init__(
-        self,
-        hf_dataset: Any,
-        batch_size: int,
-        length: int,
-        map_fn: Callable[[Row], Datum] | None = None,
-        flatmap_fn: Callable[[Row], list[Datum]] | None = None,
-        buffer_size: int = 10_000,
-    ) -> None:
-        self.hf_dataset = hf_dataset
-        self.batch_size = batch_size
-        self.length = length
-        self.buffer_size = buffer_size
-        self._data_of = _data_of(map_fn, flatmap_fn)
+    hf_dataset: Any
+    batch_size: int
+    length: int
+    map_fn: Callable[[Row], Datum] | None = None
+    flatmap_fn: Callable[[Row], list[Datum]] | None = None
+    buffer_size: int = 10_000
+
+    def __post_init__(self) -> None:
+        self._data_of = _data_of(self.map_fn, self.flatmap_fn)
         self.set_epoch(0)
 
     def get_batch(self, index: int) -> list[Datum]:

@@ -30,11 +30,16 @@ class AsyncConfig(rl.AsyncConfig):
 
 
 @chz.chz
-class RLConfig(rl.Config):
-    """planish.training.rl_config.Config with the cookbook's further fields."""
+class _CookbookFields:
+    """The further fields of all of the cookbook's configs."""
 
     session_name: str | None = None
     span_chart_every: int = 0
+
+
+@chz.chz
+class RLConfig(_CookbookFields, rl.Config):
+    """planish.training.rl_config.Config with the cookbook's further fields."""
 
     def training_loss_fn(self) -> str:
         """Return the loss of the run: that of async_config, if it has one."""
@@ -42,31 +47,24 @@ class RLConfig(rl.Config):
 
 
 @chz.chz
-class SLConfig(supervised.Config):
+class SLConfig(_CookbookFields, supervised.Config):
     """planish.training.supervised_config.Config with the cookbook's further fields."""
 
-    session_name: str | None = None
-    span_chart_every: int = 0
     save_every_tokens: int = 0
     save_every_seconds: float = 0.0
     async_periodic_saves: bool = False
 
 
 @chz.chz
-class DPOConfig(dpo.Config):
+class DPOConfig(_CookbookFields, dpo.Config):
     """planish.preference.dpo.Config with the cookbook's further fields."""
 
-    session_name: str | None = None
-    span_chart_every: int = 0
     num_replicas: int = 8
 
 
 @chz.chz
-class OnPolicyConfig(on_policy.Config):
+class OnPolicyConfig(_CookbookFields, on_policy.Config):
     """planish.distillation.on_policy.Config with the cookbook's further fields."""
-
-    session_name: str | None = None
-    span_chart_every: int = 0
 
 
 _UNSUPPORTED_FIELDS: Mapping[str, Any] = {

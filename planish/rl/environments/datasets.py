@@ -9,7 +9,7 @@ import bisect
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Generic, TypeVar
@@ -31,6 +31,7 @@ ENDLESS = 1_000_000
 """Number of batches for a dataset that should outlast any run."""
 
 
+@dataclass(eq=False)
 class ProblemDataset(RLDataset, Generic[P]):
     """One group for each of a list of problems, made by `make_group(problem)`.
 
@@ -39,22 +40,16 @@ class ProblemDataset(RLDataset, Generic[P]):
     first epoch is that of `datasets.Dataset.shuffle(seed)`, as in published runs.
     """
 
-    def __init__(
-        self,
-        problems: Sequence[P],
-        make_group: Callable[[P], EnvGroupBuilder],
-        groups_per_batch: int,
-        *,
-        num_epochs: int = 1,
-        shuffle_seed: int | None = None,
-    ) -> None:
-        _at_least_one(groups_per_batch=groups_per_batch, num_epochs=num_epochs)
-        check_shuffle_seed(shuffle_seed)
-        self.problems = problems
-        self.make_group = make_group
-        self.groups_per_batch = groups_per_batch
-        self.num_epochs = num_epochs
-        self.shuffle_seed = shuffle_seed
+    problems: Sequence[P]
+    make_group: Callable[[P], EnvGroupBuilder]
+    groups_per_batch: int
+    _: KW_ONLY
+    num_epochs: int = 1
+    shuffle_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least_one(groups_per_batch=self.groups_per_batch, num_epochs=self.num_epochs)
+        check_shuffle_seed(self.shuffle_seed)
         # A batch spans two epochs at most, unless it is larger than the dataset.
         self._order = lru_cache(maxsize=2)(self._make_order)
 
@@ -116,16 +111,18 @@ class GeneratedDataset(RLDataset):
         return self.batches
 
 
+@dataclass(eq=False)
 class EpochCycledRLDataset(RLDataset):
     """The batches of a dataset, repeated `num_epochs` times; with a seed, each epoch has its own
     order.
     """
 
-    def __init__(self, inner: RLDataset, num_epochs: int, shuffle_seed: int | None = None) -> None:
-        _at_least_one(num_epochs=num_epochs)
-        self.inner = inner
-        self.num_epochs = num_epochs
-        self.shuffle_seed = shuffle_seed
+    inner: RLDataset
+    num_epochs: int
+    shuffle_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least_one(num_epochs=self.num_epochs)
         self._order = lru_cache(maxsize=1)(self._make_order)
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
@@ -219,6 +216,7 @@ class RebatchedRLDataset(RLDataset):
         return -(-len(self._groups) // self.groups_per_batch)
 
 
+@dataclass(eq=False)
 class InterleavedRLDataset(RLDataset):
     """Batches that mix the groups of several datasets in proportion to `weights`.
 
@@ -229,21 +227,17 @@ class InterleavedRLDataset(RLDataset):
     order, and starts again with its first group when all are used.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[RLDataset],
-        weights: Sequence[float],
-        groups_per_batch: int,
-        total_batches: int,
-        seed: int = 0,
-    ) -> None:
-        _at_least_one(groups_per_batch=groups_per_batch, total_batches=total_batches)
-        check_weights(sources, weights)
-        self.groups_per_batch = groups_per_batch
-        self.total_batches = total_batches
-        self.seed = seed
-        self._sources = [GroupSequence(source) for source in sources]
-        self._positions = assign_positions(weights, groups_per_batch * total_batches)
+    sources: Sequence[RLDataset]
+    weights: Sequence[float]
+    groups_per_batch: int
+    total_batches: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least_one(groups_per_batch=self.groups_per_batch, total_batches=self.total_batches)
+        check_weights(self.sources, self.weights)
+        self._sources = [GroupSequence(source) for source in self.sources]
+        self._positions = assign_positions(self.weights, self.groups_per_batch * self.total_batches)
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
         """Return new builders for `groups_per_batch` groups of all sources, in a shuffled order."""

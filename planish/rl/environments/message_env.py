@@ -122,40 +122,33 @@ class MessageEnv(ABC):
         )
 
 
+@dataclass(eq=False)
 class EnvFromMessageEnv(Env):
     """The environment of tokens for a MessageEnv."""
 
-    def __init__(
-        self,
-        renderer: Renderer,
-        message_env: MessageEnv,
-        failed_parse_reward: float = -1.0,
-        terminate_on_parse_error: bool = True,
-        max_trajectory_tokens: int | None = None,
-        max_generation_tokens: int | None = None,
-        context_overflow_reward: float = -0.1,
-        terminate_on_length: bool = True,
-        parse_error_policy: ParseErrorPolicy | None = None,
-        rollout_limits: RolloutLimits | None = None,
-    ) -> None:
-        """`max_trajectory_tokens` is the model's context window, `max_generation_tokens` the number
-        of tokens to reserve for an answer.
+    renderer: Renderer
+    message_env: MessageEnv
+    failed_parse_reward: float = -1.0
+    """Reward of an answer without a stop sequence."""
+    terminate_on_parse_error: bool = True
+    """Whether an answer without a stop sequence ends the episode. If not, the answer is dropped and
+    the policy gets the same prompt again; this needs `rollout_limits` that end the episode.
+    """
+    max_trajectory_tokens: int | None = None
+    """The model's context window; None = no limit."""
+    max_generation_tokens: int | None = None
+    """Number of tokens to reserve for an answer; None = 0."""
+    context_overflow_reward: float = -0.1
+    """Reward of an answer that was cut off, or whose next prompt leaves no tokens for an answer."""
+    terminate_on_length: bool = True
+    """Whether an answer that was cut off ends the episode. If not, the answer stays and the episode
+    continues; this needs `rollout_limits` that end the episode.
+    """
+    parse_error_policy: ParseErrorPolicy | None = None
+    """Replaces `failed_parse_reward` and `terminate_on_parse_error`."""
+    rollout_limits: RolloutLimits | None = None
 
-        With `terminate_on_parse_error=False`, an answer without a stop sequence is dropped and the
-        policy gets the same prompt again. With `terminate_on_length=False`, an answer that was cut
-        off stays and the episode continues. Both need `rollout_limits` that end the episode.
-        `parse_error_policy` replaces `failed_parse_reward` and `terminate_on_parse_error`.
-        """
-        self.renderer = renderer
-        self.message_env = message_env
-        self.failed_parse_reward = failed_parse_reward
-        self.terminate_on_parse_error = terminate_on_parse_error
-        self.max_trajectory_tokens = max_trajectory_tokens
-        self.max_generation_tokens = max_generation_tokens
-        self.context_overflow_reward = context_overflow_reward
-        self.terminate_on_length = terminate_on_length
-        self.parse_error_policy = parse_error_policy
-        self.rollout_limits = rollout_limits or RolloutLimits()
+    def __post_init__(self) -> None:
         self._check_limits()
         self._turns = 0
         self._sampled_tokens = 0
@@ -175,7 +168,7 @@ class EnvFromMessageEnv(Env):
         # If the environment needed all of the time for this prompt, return the prompt. The rollout
         # then ends the episode with ROLLOUT_TIMEOUT.
         if self._overflows() or self._limit_reached() not in (None, StopReason.ROLLOUT_TIMEOUT):
-            limit = self.max_trajectory_tokens or self.rollout_limits.max_trajectory_tokens
+            limit = self.max_trajectory_tokens or self._limits.max_trajectory_tokens
             return InitialObservationOverflow(
                 reward=self.context_overflow_reward,
                 metrics={**_ending_metrics(StopReason.CONTEXT_OVERFLOW), "parse_error": 0.0},
@@ -329,8 +322,12 @@ class EnvFromMessageEnv(Env):
             metrics={**outcome.metrics, **metrics},
         )
 
+    @property
+    def _limits(self) -> RolloutLimits:
+        return self.rollout_limits or RolloutLimits()
+
     def _limit_reached(self) -> StopReason | None:
-        return self.rollout_limits.reached(
+        return self._limits.reached(
             turns=self._turns,
             trajectory_tokens=len(self._conversation.tokens),
             sampled_tokens=self._sampled_tokens,
@@ -346,14 +343,14 @@ class EnvFromMessageEnv(Env):
         )
 
     def _seconds_left(self) -> float | None:
-        seconds = self.rollout_limits.rollout_timeout_seconds
+        seconds = self._limits.rollout_timeout_seconds
         return None if seconds is None else seconds - (time.monotonic() - self._began)
 
     def _check_limits(self) -> None:
-        if self.rollout_limits.max_tool_calls is not None:
-            self.message_env.limit_tool_calls(self.rollout_limits.max_tool_calls)
+        if self._limits.max_tool_calls is not None:
+            self.message_env.limit_tool_calls(self._limits.max_tool_calls)
         asks_again = not self.terminate_on_parse_error and self.parse_error_policy is None
-        if (asks_again or not self.terminate_on_length) and not self.rollout_limits.bounds_turns:
+        if (asks_again or not self.terminate_on_length) and not self._limits.bounds_turns:
             option = "terminate_on_parse_error" if asks_again else "terminate_on_length"
             raise UserError(
                 f"{option}=False may continue forever; give rollout_limits with max_turns, "

@@ -12,6 +12,7 @@ function may be async.
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import chz
@@ -38,19 +39,16 @@ Reward: TypeAlias = float | Mapping[str, float]
 RewardFunction: TypeAlias = Callable[[str, Row], Reward | Awaitable[Reward]]
 
 
+@dataclass(eq=False)
 class RewardEnv(Env):
     """One question, whose answer a function rewards."""
 
-    def __init__(
-        self, renderer: Renderer, messages: Sequence[Message], row: Row, reward: RewardFunction
-    ) -> None:
-        """`messages` is the conversation up to the answer; `reward` is called with the text of the
-        answer and `row`.
-        """
-        self.renderer = renderer
-        self.messages = list(messages)
-        self.row = row
-        self.reward = reward
+    renderer: Renderer
+    messages: Sequence[Message]
+    """The conversation up to the answer."""
+    row: Row
+    reward: RewardFunction
+    """Called with the text of the answer and `row`."""
 
     async def initial_observation(self) -> tuple[Observation, StopCondition]:
         """Return the prompt with the messages, and the renderer's stop sequences."""

@@ -1,6 +1,7 @@
 """Evaluation of a policy on environments."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from planish import SamplingClient
 from planish.completers import TinkerTokenCompleter, derived_seed
@@ -14,31 +15,28 @@ from planish.runlog.console import Stage
 from planish.runlog.evaluators import SamplingClientEvaluator
 
 
+@dataclass(eq=False)
 class RLTestSetEvaluator(SamplingClientEvaluator):
     """Rolls out every group of a dataset once and returns the metrics NAME/env/all/.... Their
     definitions are those of the training metrics env/all/....
+
+    Every evaluation samples with the same seeds, which are derived from `seed` and the index of the
+    group. So random numbers do not favour one policy over another.
     """
 
-    def __init__(
-        self,
-        dataset: RLDataset,
-        max_tokens: int,
-        name: str = "test",
-        *,
-        temperature: float = 1.0,
-        num_groups_to_log: int = 4,
-        seed: int = 0,
-    ) -> None:
-        """Every evaluation samples with the same seeds, which are derived from `seed` and the index
-        of the group. So random numbers do not favour one policy over another.
-        """
-        self.name = name
-        self.max_tokens = max_tokens
-        self.temperature = temperature
-        self.num_groups_to_log = num_groups_to_log
-        self.seed = seed
+    dataset: RLDataset
+    max_tokens: int
+    name: str = "test"
+    _: KW_ONLY
+    temperature: float = 1.0
+    num_groups_to_log: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
         self.builders = [
-            builder for index in range(len(dataset)) for builder in dataset.get_batch(index)
+            builder
+            for index in range(len(self.dataset))
+            for builder in self.dataset.get_batch(index)
         ]
 
     async def __call__(self, sampling_client: SamplingClient) -> Mapping[str, float]:

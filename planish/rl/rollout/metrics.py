@@ -7,10 +7,10 @@ no decision from them.
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from planish.rl.advantages import is_constant
+from planish.rl.answers import group_metrics, mean
 from planish.rl.data_processing import TrainingSequence
 from planish.rl.rollout.rollouts import GroupRollout
-from planish.rl.types import Metrics, Trajectory
+from planish.rl.types import Metrics, Transition
 
 
 def environment_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
@@ -35,35 +35,20 @@ def environment_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
 
 
 def _metrics_of(groups_P: Sequence[GroupRollout]) -> Metrics:
-    trajectories = [trajectory for group in groups_P for trajectory in group.group.trajectories_G]
-    rewards_P_G = [group.group.get_total_rewards() for group in groups_P]
-    turns = [transition for trajectory in trajectories for transition in trajectory.transitions]
-    actions = sum(len(turn.ac.tokens) for turn in turns)
-    observations = sum(turn.ob.length for turn in turns)
-    constant_P = [rewards_G for rewards_G in rewards_P_G if is_constant(rewards_G)]
-    good = sum(rewards_G[0] >= 0.5 for rewards_G in constant_P)
+    turns = _turns(groups_P)
     own = _means(
         [
             *(turn.metrics for turn in turns),
             *(m for group in groups_P for m in group.group.metrics_G),
         ]
     )
-    return {
-        **own,
-        "reward/total": mean([reward for rewards_G in rewards_P_G for reward in rewards_G]),
-        "ac_tokens_per_turn": actions / len(turns),
-        "ob_tokens_per_turn": observations / len(turns),
-        "turns_per_episode": len(turns) / len(trajectories),
-        "total_episodes": len(trajectories),
-        "total_turns": len(turns),
-        "total_ac_tokens": actions,
-        "total_ob_tokens": observations,
-        "total_cached_ob_tokens": sum(turn.ac.prompt_cache_hit_tokens for turn in turns),
-        "by_group/frac_mixed": 1 - len(constant_P) / len(groups_P),
-        "by_group/frac_degenerate": len(constant_P) / len(groups_P),
-        "by_group/frac_all_good": good / len(groups_P),
-        "by_group/frac_all_bad": (len(constant_P) - good) / len(groups_P),
-    }
+    return own | group_metrics(
+        [group.group.get_total_rewards() for group in groups_P],
+        num_turns=len(turns),
+        action_tokens=sum(len(turn.ac.tokens) for turn in turns),
+        observation_tokens=sum(turn.ob.length for turn in turns),
+        cached_tokens=sum(turn.ac.prompt_cache_hit_tokens for turn in turns),
+    )
 
 
 def _means(dictionaries: Iterable[Metrics]) -> Metrics:
@@ -118,7 +103,7 @@ def token_counts(groups_P: Sequence[GroupRollout]) -> dict[str, int]:
     """Return three numbers of tokens: "sampled", "prefill_cached" (prompt tokens in a cached
     prefix) and "prefill_uncached" (the other prompt tokens).
     """
-    turns = [turn for trajectory in _trajectories(groups_P) for turn in trajectory.transitions]
+    turns = _turns(groups_P)
     cached = sum(turn.ac.prompt_cache_hit_tokens for turn in turns)
     return {
         "sampled": sum(len(turn.ac.tokens) for turn in turns),
@@ -127,10 +112,10 @@ def token_counts(groups_P: Sequence[GroupRollout]) -> dict[str, int]:
     }
 
 
-def mean(values: Sequence[float]) -> float:
-    """Return the mean; ZeroDivisionError without values."""
-    return sum(values) / len(values)
-
-
-def _trajectories(groups_P: Sequence[GroupRollout]) -> list[Trajectory]:
-    return [trajectory for group in groups_P for trajectory in group.group.trajectories_G]
+def _turns(groups_P: Sequence[GroupRollout]) -> list[Transition]:
+    return [
+        turn
+        for group in groups_P
+        for trajectory in group.group.trajectories_G
+        for turn in trajectory.transitions
+    ]

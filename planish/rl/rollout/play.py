@@ -24,15 +24,14 @@ class Answer:
     """Whether the answer ends without a stop sequence, as if a token limit had cut it off."""
 
 
+@dataclass(eq=False)
 class AnswersAsTokens(TokenCompleter):
     """A policy whose answers are texts. They are tokenised, and each token has the logprob -1."""
 
-    def __init__(self, tokenizer: ModelTokenizer, max_tokens: int | None = None) -> None:
-        """`tokenizer` is a tokenizer of `transformers`. Answers longer than `max_tokens` are cut
-        off; None = no limit.
-        """
-        self.tokenizer = tokenizer
-        self.max_tokens = max_tokens
+    tokenizer: ModelTokenizer
+    """A tokenizer of `transformers`."""
+    max_tokens: int | None = None
+    """The length at which answers are cut off; None = no limit."""
 
     @abstractmethod
     def answer(self, model_input: ModelInput) -> Answer:

@@ -189,23 +189,20 @@ async def cleanup_after(builder: EnvGroupBuilder, rules: FailureRules) -> AsyncI
     `cleanup` is raised, or logged if `rules` tolerate failures.
     """
 
-    async def cleaning() -> None:
+    async def cleanup() -> None:
         with error_context("cleanup", builder):
             await builder.cleanup()
-
-    async def clean() -> None:
-        await run_uncancelled(cleaning())
 
     try:
         yield
     except BaseException as error:
         try:
-            await clean()
+            await run_uncancelled(cleanup())
         except Exception as another:
             logger.warning("cleanup of %s failed: %r, after %r", describe(builder), another, error)
         raise
     try:
-        await clean()
+        await run_uncancelled(cleanup())
     except Exception as error:
         if not rules.tolerates_failures:
             raise

@@ -147,6 +147,5 @@ def strategy_from(rollout_error_tolerance: bool | RolloutStrategy | None) -> Rol
         return RetryOnFailure()
     raise UserError(
         f"rollout_error_tolerance={rollout_error_tolerance!r}: give True, False, None, or one of "
-        "FailFast(), "
-        "RetryOnFailure(), MinViableGroup()"
+        "FailFast(), RetryOnFailure(), MinViableGroup()"
     )

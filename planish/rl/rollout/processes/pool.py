@@ -168,10 +168,9 @@ def pickled(task: RolloutTask, builder: EnvGroupBuilder) -> bytes:
         culprit = unpicklable_part(builder, type(builder).__qualname__)
         where = "" if culprit is None else f" because of {culprit}"
         raise UserError(
-            f"{type(builder).__qualname__} cannot be sent to a rollout process{where}: {error}; "
-            "a builder must contain only plain data and module-level functions (use "
-            "functools.partial instead "
-            "of a lambda)"
+            f"{type(builder).__qualname__} cannot be sent to a rollout process{where}: {error}; a "
+            "builder must contain only plain data and module-level functions (use "
+            "functools.partial instead of a lambda)"
         ) from error
 
 

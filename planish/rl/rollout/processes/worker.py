@@ -168,8 +168,7 @@ def unpickled(request: RolloutRequest) -> RolloutTask:
         return pickle.loads(request.task)
     except Exception as error:
         raise UserError(
-            f"{request.builder_name} cannot be made in a rollout process: "
-            f"{type(error).__name__}: {error}; define the builder and the classes of its "
-            "attributes in a module that can be imported, not in a notebook or under "
-            "`if __name__ == '__main__':`"
+            f"{request.builder_name} cannot be made in a rollout process: {type(error).__name__}: "
+            f"{error}; define the builder and the classes of its attributes in a module that can "
+            "be imported, not in a notebook or under `if __name__ == '__main__':`"
         ) from error
