@@ -7,6 +7,7 @@ tests with a cache of their own. Every test starts from the same random seed, PL
 
 import asyncio
 import gc
+import inspect
 import os
 import random
 import signal
@@ -88,6 +89,16 @@ def pytest_runtest_call() -> None:
     The seed differs from that of the fixtures, so that their tensors are independent.
     """
     _seed_random_numbers(SEED + 1_000_003)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -70,15 +70,12 @@ def test_a_pending_future_cannot_be_pickled():
         pickle.dumps(completed(1))
 
 
-def test_every_form_of_waiting_raises_the_error():
+async def test_every_form_of_waiting_raises_the_error():
     with pytest.raises(KeyError):
         Pending(later(KeyError("x"))).result()
 
-    async def main() -> None:
-        with pytest.raises(KeyError):
-            await Pending(later(KeyError("x")))
-
-    asyncio.run(main())
+    with pytest.raises(KeyError):
+        await Pending(later(KeyError("x")))
 
 
 def test_a_timeout_does_not_end_the_operation():
@@ -95,17 +92,14 @@ def test_a_timeout_does_not_end_the_operation():
 
 
 @pytest.mark.parametrize("withdraw", [True, False])
-def test_cancelling_a_task_cancels_only_its_own_operation(withdraw):
+async def test_cancelling_a_task_cancels_only_its_own_operation(withdraw):
     future: Future[int] = Future()
 
-    async def main() -> None:
-        task = asyncio.create_task(Pending(future, withdraw=withdraw).result_async())
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
+    task = asyncio.create_task(Pending(future, withdraw=withdraw).result_async())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert future.cancelled() is withdraw
 
 
@@ -166,26 +160,23 @@ class Methods:
     read_async = in_thread_returning_result(read)
 
 
-def test_async_forms_return_awaitables():
-    async def main() -> None:
-        methods = Methods()
-        pending = await methods.submit_async(1)
-        assert await pending.result_async() == 1
-        assert await methods.sample_async(2) == 2
-        ticks = 0
+async def test_async_forms_return_awaitables():
+    methods = Methods()
+    pending = await methods.submit_async(1)
+    assert await pending.result_async() == 1
+    assert await methods.sample_async(2) == 2
+    ticks = 0
 
-        async def tick() -> None:
-            nonlocal ticks
-            while True:
-                await asyncio.sleep(0.005)
-                ticks += 1
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.005)
+            ticks += 1
 
-        ticking = asyncio.create_task(tick())
-        assert await asyncio.gather(methods.block_async(3), methods.read_async(4)) == [3, 4]
-        ticking.cancel()
-        assert ticks >= 3
-
-    asyncio.run(main())
+    ticking = asyncio.create_task(tick())
+    assert await asyncio.gather(methods.block_async(3), methods.read_async(4)) == [3, 4]
+    ticking.cancel()
+    assert ticks >= 3
     assert Methods.submit_async.__doc__ == "What it does."
 
 

@@ -317,20 +317,17 @@ def test_a_stop_string_can_be_a_control_token(training_client):
     assert tokenizer.decode(sequence.tokens[-1:]) in ("<|im_end|>", "<think>")
 
 
-def test_cancelling_an_async_sample_cancels_the_request(embedded_client):
+async def test_cancelling_an_async_sample_cancels_the_request(embedded_client):
     client = embedded_client.create_sampling_client(base_model="tiny")
     sampler = embedded_client._session.service._models.get("tiny").sampler
 
-    async def main() -> None:
-        prompt = ModelInput.from_ints([1, 2, 3])
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(
-                client.sample_async(prompt, 4, SamplingParams(max_tokens=2000, stop=[])), 0.2
-            )
-        while sampler.busy:
-            await asyncio.sleep(0.01)
-
-    asyncio.run(main())
+    prompt = ModelInput.from_ints([1, 2, 3])
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(
+            client.sample_async(prompt, 4, SamplingParams(max_tokens=2000, stop=[])), 0.2
+        )
+    while sampler.busy:
+        await asyncio.sleep(0.01)
     assert not sampler._samples.in_use()
 
 
@@ -496,37 +493,34 @@ def test_errors_have_the_same_class_locally_and_on_a_server(service_client, trai
 
 
 @pytest.mark.slow
-def test_async_forms_of_checkpoints(service_client, training_client):
-    async def main() -> None:
-        saved = await (await training_client.save_state_async("x"))
-        named = await (await training_client.save_weights_for_sampler_async("x"))
-        assert (
-            await (await training_client.load_state_with_optimizer_async(saved.path))
-        ).path == saved.path
-        for make in (
-            service_client.create_sampling_client_async,
-            training_client.create_sampling_client_async,
-        ):
-            client = await make(model_path=named.path)
-            answer = await client.compute_logprobs_async(ModelInput.from_ints([1, 2]))
-            assert answer[0] is None
-        client = await training_client.save_weights_and_get_sampling_client_async(name="y")
-        assert client.model_path is not None
-        assert client.model_path.endswith("sampler_weights/y")
-        resumed = await service_client.create_training_client_from_state_async(saved.path)
-        assert (await resumed.get_info_async()).lora_rank == 4
-        rest = service_client.create_rest_client()
-        assert len((await rest.list_checkpoints_async(training_client.model_id)).checkpoints) == 3
-        await rest.delete_checkpoint_from_tinker_path_async(named.path)
-        assert (await service_client.get_server_capabilities_async()).supported_models
-        assert (
-            await (
-                await service_client.create_sampling_client_async(base_model="tiny")
-            ).get_base_model_async()
-            == "tiny"
-        )
-
-    asyncio.run(main())
+async def test_async_forms_of_checkpoints(service_client, training_client):
+    saved = await (await training_client.save_state_async("x"))
+    named = await (await training_client.save_weights_for_sampler_async("x"))
+    assert (
+        await (await training_client.load_state_with_optimizer_async(saved.path))
+    ).path == saved.path
+    for make in (
+        service_client.create_sampling_client_async,
+        training_client.create_sampling_client_async,
+    ):
+        client = await make(model_path=named.path)
+        answer = await client.compute_logprobs_async(ModelInput.from_ints([1, 2]))
+        assert answer[0] is None
+    client = await training_client.save_weights_and_get_sampling_client_async(name="y")
+    assert client.model_path is not None
+    assert client.model_path.endswith("sampler_weights/y")
+    resumed = await service_client.create_training_client_from_state_async(saved.path)
+    assert (await resumed.get_info_async()).lora_rank == 4
+    rest = service_client.create_rest_client()
+    assert len((await rest.list_checkpoints_async(training_client.model_id)).checkpoints) == 3
+    await rest.delete_checkpoint_from_tinker_path_async(named.path)
+    assert (await service_client.get_server_capabilities_async()).supported_models
+    assert (
+        await (
+            await service_client.create_sampling_client_async(base_model="tiny")
+        ).get_base_model_async()
+        == "tiny"
+    )
 
 
 # The end

@@ -139,12 +139,9 @@ def test_a_program_ends_as_by_control_c():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_a_loop_in_a_notebook_leaves_sigterm_alone():
-    async def cell() -> None:
-        with StopRequest(lambda _: None):
-            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-    asyncio.run(cell())
+async def test_a_loop_in_a_notebook_leaves_sigterm_alone():
+    with StopRequest(lambda _: None):
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_loop_in_another_thread_is_not_asked():

@@ -142,15 +142,12 @@ def test_a_second_interrupt_of_what_a_notebook_awaits_is_the_notebooks():
     assert [line[:6] for line in said] == ["Ctrl-C", "asked", "cleane"]
 
 
-def test_errors_come_out_of_a_notebooks_thread():
+async def test_errors_come_out_of_a_notebooks_thread():
     async def fails() -> None:
         raise LookupError("x")
 
-    async def in_a_cell() -> None:
-        run_coroutine(fails())
-
     with pytest.raises(LookupError, match="x"):
-        asyncio.run(in_a_cell())
+        run_coroutine(fails())
 
 
 def test_the_console_shows_what_the_engine_logs(capsys, monkeypatch):

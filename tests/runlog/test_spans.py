@@ -77,19 +77,16 @@ def test_a_block_that_raises_is_timed_too():
     assert "time/sampling" in spans.metrics()
 
 
-def test_spans_of_tasks_that_run_at_once_are_all_there():
+async def test_spans_of_tasks_that_run_at_once_are_all_there():
     spans = Spans()
 
     async def rollout() -> None:
         with spans.measure("rollout"):
             await asyncio.sleep(0.02)
 
-    async def step() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(20):
-                tasks.create_task(rollout())
-
-    asyncio.run(step())
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(20):
+            tasks.create_task(rollout())
     metrics = spans.metrics()
     assert metrics["time/rollout:count"] == 20
     assert (

@@ -355,23 +355,18 @@ def test_loops_and_sleeps_end(sandbox):
     )
 
 
-def test_a_run_that_is_cancelled_leaves_nothing(sandbox):
+async def test_a_run_that_is_cancelled_leaves_nothing(sandbox):
     mark = f"cancelled-{time.time_ns()}"
 
-    async def cancel():
-        box = sandbox(processes=4, memory_bytes=1024 * MIB, wall_seconds=600.0)
-        source = (
-            "import os, time\nos.fork()\nos.setsid() if os.getpid() % 2 else 0\ntime.sleep(1000)"
-        )
-        task = asyncio.create_task(box.run(source, arguments=[mark]))
-        async with asyncio.timeout(30):
-            while len(processes_with(mark)) < 4:  # bubblewrap twice, and the program twice
-                await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancel())
+    box = sandbox(processes=4, memory_bytes=1024 * MIB, wall_seconds=600.0)
+    source = "import os, time\nos.fork()\nos.setsid() if os.getpid() % 2 else 0\ntime.sleep(1000)"
+    task = asyncio.create_task(box.run(source, arguments=[mark]))
+    async with asyncio.timeout(30):
+        while len(processes_with(mark)) < 4:  # bubblewrap twice, and the program twice
+            await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert processes_with(mark) == []
 
 
@@ -405,21 +400,18 @@ def wait_until(holds, seconds):
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1])
-def test_a_run_may_be_cancelled_at_any_moment(sandbox, delay):
+async def test_a_run_may_be_cancelled_at_any_moment(sandbox, delay):
     mark = f"cancelled-early-{time.time_ns()}"
     logged = []
 
-    async def cancel():
-        asyncio.get_running_loop().set_exception_handler(lambda _, error: logged.append(error))
-        task = asyncio.create_task(sandbox().run("import time\ntime.sleep(1000)", arguments=[mark]))
-        await asyncio.sleep(delay)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        del task
-        gc.collect()  # asyncio logs an error that was not retrieved when its task is collected
-
-    asyncio.run(cancel())
+    asyncio.get_running_loop().set_exception_handler(lambda _, error: logged.append(error))
+    task = asyncio.create_task(sandbox().run("import time\ntime.sleep(1000)", arguments=[mark]))
+    await asyncio.sleep(delay)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    del task
+    gc.collect()  # asyncio logs an error that was not retrieved when its task is collected
     assert processes_with(mark) == []
     assert logged == []
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import sqlite3
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,12 @@ def state(data_dir: Path, path: str) -> dict[str, bytes]:
         for name in ("adapter_model.safetensors", "optimizer.safetensors")
     ]
     return {name: tensor.tobytes() for file in files for name, tensor in file.items()}
+
+
+def change_database(data_dir: Path, statement: str, values: Sequence[Any] = ()) -> None:
+    """Run one SQL statement on the database of a server that has stopped."""
+    with closing(sqlite3.connect(data_dir / "server.db")) as connection, connection:
+        connection.execute(statement, values)
 
 
 def run(work: Any) -> Any:

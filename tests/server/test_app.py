@@ -365,7 +365,7 @@ def test_one_tenant_may_use_half_of_the_memory_for_bodies():
     assert room.used == 50
 
 
-def test_large_bodies_are_read_one_at_a_time_beside_a_small_one_of_another_tenant(
+async def test_large_bodies_are_read_one_at_a_time_beside_a_small_one_of_another_tenant(
     client: TestClient,
 ):
     """A parsed body takes many times its size in memory: eight bodies of 60 MiB took 5.5 GB at
@@ -381,25 +381,21 @@ def test_large_bodies_are_read_one_at_a_time_beside_a_small_one_of_another_tenan
         assert go_on.wait(60)
         reading[0] -= 1
 
-    async def scenario() -> None:
-        def compute(tenant: str, size: int, work: Any) -> Any:
-            request = Request({"type": "http", "method": "POST", "headers": []})
-            return context.RequestContext(request, state, Tenant(tenant)).compute(size, work)
+    def compute(tenant: str, size: int, work: Any) -> Any:
+        request = Request({"type": "http", "method": "POST", "headers": []})
+        return context.RequestContext(request, state, Tenant(tenant)).compute(size, work)
 
-        readers = [
-            asyncio.create_task(compute(tenant, large, read))
-            for tenant in ("alice", "bob", "alice")
-        ]
-        await asyncio.sleep(0)
-        await asyncio.wait_for(compute("carol", small, lambda: None), 60)
-        go_on.set()
-        await asyncio.gather(*readers)
-
-    asyncio.run(scenario())
+    readers = [
+        asyncio.create_task(compute(tenant, large, read)) for tenant in ("alice", "bob", "alice")
+    ]
+    await asyncio.sleep(0)
+    await asyncio.wait_for(compute("carol", small, lambda: None), 60)
+    go_on.set()
+    await asyncio.gather(*readers)
     assert most == [1]
 
 
-def test_a_stalled_body_is_rejected(client: TestClient, monkeypatch):
+async def test_a_stalled_body_is_rejected(client: TestClient, monkeypatch):
     monkeypatch.setattr(context, "_STALL_SECONDS", 0.05)
     state, pieces = client.app.state.http, [bytes(100_000)]  # type: ignore[attr-defined]
 
@@ -408,15 +404,10 @@ def test_a_stalled_body_is_rejected(client: TestClient, monkeypatch):
             await asyncio.sleep(60)
         return {"type": "http.request", "body": pieces.pop(), "more_body": True}
 
-    async def scenario() -> None:
-        request = Request({"type": "http", "method": "POST", "headers": []}, receive)
-        with pytest.raises(Unavailable, match="send the request again"):
-            async with context.RequestContext(request, state, Tenant("alice")).body(
-                context.SMALL_BODY
-            ):
-                pass
-
-    asyncio.run(scenario())
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    with pytest.raises(Unavailable, match="send the request again"):
+        async with context.RequestContext(request, state, Tenant("alice")).body(context.SMALL_BODY):
+            pass
     assert state.body_budget.used == 0
 
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from server_client import Client, adam, gradient, run
+from server_client import Client, adam, gradient
 
 from planish.engine import base_models
 from planish.engine.engine import Engine
@@ -72,67 +72,58 @@ def test_a_name_that_is_not_served_is_neither_a_path_nor_downloaded(
     engine.close()
 
 
-def test_requests_of_a_base_model_that_is_no_longer_served_say_so(
+async def test_requests_of_a_base_model_that_is_no_longer_served_say_so(
     model_dir: Path, other_dir: Path, data_dir: Path
 ):
     both = {"tiny": model_dir, "other": other_dir}
 
-    async def scenario() -> None:
-        async with serving(both, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model(base_model="other")
-            sampler = await client.sampler(base_model="other")
-            await model.step()
-        async with serving({"tiny": model_dir}, data_dir) as server:
-            client.server = server
-            answer = await client.answer(await model.submit(gradient(model.model_id)))
-            assert isinstance(answer, Failed)
-            assert "base_model='other' is not served by this process" in answer.message
-            with pytest.raises(UserError, match="'other' is not served"):
-                await client.sample(sampler)
-        async with serving(both, data_dir) as server:  # nothing was lost
-            client.server = server
-            refused = await client.answer(await model.submit(adam(model.model_id)))
-            assert isinstance(refused, Failed)  # the gradient before it failed
-            await model.step()
-            assert (await client.sample(sampler)).sequences
-
-    run(scenario())
+    async with serving(both, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model(base_model="other")
+        sampler = await client.sampler(base_model="other")
+        await model.step()
+    async with serving({"tiny": model_dir}, data_dir) as server:
+        client.server = server
+        answer = await client.answer(await model.submit(gradient(model.model_id)))
+        assert isinstance(answer, Failed)
+        assert "base_model='other' is not served by this process" in answer.message
+        with pytest.raises(UserError, match="'other' is not served"):
+            await client.sample(sampler)
+    async with serving(both, data_dir) as server:  # nothing was lost
+        client.server = server
+        refused = await client.answer(await model.submit(adam(model.model_id)))
+        assert isinstance(refused, Failed)  # the gradient before it failed
+        await model.step()
+        assert (await client.sample(sampler)).sequences
 
 
-def test_other_weights_under_the_same_name_are_noticed_without_a_snapshot(
+async def test_other_weights_under_the_same_name_are_noticed_without_a_snapshot(
     model_dir: Path, other_dir: Path, data_dir: Path
 ):
-    async def scenario() -> None:
-        async with serving({"tiny": model_dir}, data_dir) as server:
-            client = await Client.start(server)
-            sampler = await client.sampler(base_model="tiny")  # has no checkpoint, nor snapshot
-        with pytest.raises(UserError, match="--model tiny: .*1 open models and samplers"):
-            async with serving({"tiny": other_dir}, data_dir):
-                pass
-        async with serving({"tiny": model_dir}, data_dir) as server:
-            client.server = server
-            assert (await client.sample(sampler)).sequences
-            await server.sessions.end(client.session_id, "it is over")
-        async with serving({"tiny": other_dir}, data_dir) as server:  # nobody uses the others
-            client = await Client.start(server)
-            await client.sampler(base_model="tiny")
-        with pytest.raises(UserError, match="--model tiny"):
-            async with serving({"tiny": model_dir}, data_dir):
-                pass
-
-    run(scenario())
-
-
-def test_another_quantization_is_noticed_at_the_start(model_dir: Path, data_dir: Path):
-    async def scenario() -> None:
-        async with serving({"tiny": model_dir}, data_dir, "int8") as server:
-            client = await Client.start(server)
-            await client.sampler(base_model="tiny")
-        with pytest.raises(UserError, match="--model tiny: .*earlier --quantize"):
-            async with serving({"tiny": model_dir}, data_dir):
-                pass
-        async with serving({"tiny": model_dir}, data_dir, "int8"):
+    async with serving({"tiny": model_dir}, data_dir) as server:
+        client = await Client.start(server)
+        sampler = await client.sampler(base_model="tiny")  # has no checkpoint, nor snapshot
+    with pytest.raises(UserError, match="--model tiny: .*1 open models and samplers"):
+        async with serving({"tiny": other_dir}, data_dir):
+            pass
+    async with serving({"tiny": model_dir}, data_dir) as server:
+        client.server = server
+        assert (await client.sample(sampler)).sequences
+        await server.sessions.end(client.session_id, "it is over")
+    async with serving({"tiny": other_dir}, data_dir) as server:  # nobody uses the others
+        client = await Client.start(server)
+        await client.sampler(base_model="tiny")
+    with pytest.raises(UserError, match="--model tiny"):
+        async with serving({"tiny": model_dir}, data_dir):
             pass
 
-    run(scenario())
+
+async def test_another_quantization_is_noticed_at_the_start(model_dir: Path, data_dir: Path):
+    async with serving({"tiny": model_dir}, data_dir, "int8") as server:
+        client = await Client.start(server)
+        await client.sampler(base_model="tiny")
+    with pytest.raises(UserError, match="--model tiny: .*earlier --quantize"):
+        async with serving({"tiny": model_dir}, data_dir):
+            pass
+    async with serving({"tiny": model_dir}, data_dir, "int8"):
+        pass

@@ -43,45 +43,41 @@ def test_a_jump_starts_the_steady_time_again(caplog):
     assert pass_time(3600) == 3600
 
 
-def test_a_clock_that_jumps_ahead_deletes_nothing_until_it_was_steady(
+async def test_a_clock_that_jumps_ahead_deletes_nothing_until_it_was_steady(
     model_dir, data_dir, monkeypatch, caplog
 ):
     ahead, real = 0.0, time.time
     monkeypatch.setattr("time.time", lambda: real() + ahead)
     monkeypatch.setattr(f"{STORE}._has_expired", has_expired)
 
-    async def scenario() -> None:
-        nonlocal ahead
-        settings = ServerSettings(expiry_delay=0.5)
-        async with running(model_dir, data_dir, settings) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            path = await model.save("a", ttl_seconds=int(DAY))
-            request = await model.submit(gradient(model.model_id))
-            answer = await client.done(request)
-            directory = data_dir / "checkpoints" / path.removeprefix("tinker://")
-            await asyncio.sleep(0.6)
-            ahead = 10 * DAY
-            for _ in range(2):
-                await server.cleanup.clean()
-                with pytest.raises(CheckpointError):
-                    await server.checkpoints.info(TENANT, path)
-                assert directory.is_dir()
-            assert "jumped by +864000" in caplog.text
-            ahead = 0.0
+    settings = ServerSettings(expiry_delay=0.5)
+    async with running(model_dir, data_dir, settings) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        path = await model.save("a", ttl_seconds=int(DAY))
+        request = await model.submit(gradient(model.model_id))
+        answer = await client.done(request)
+        directory = data_dir / "checkpoints" / path.removeprefix("tinker://")
+        await asyncio.sleep(0.6)
+        ahead = 10 * DAY
+        for _ in range(2):
             await server.cleanup.clean()
-            assert (await server.checkpoints.info(TENANT, path)).base_model
-            assert await client.done(request) == answer
-            ahead = 10 * DAY
-            await server.cleanup.clean()
-            await asyncio.sleep(0.6)
-            await server.cleanup.clean()
-            assert not directory.exists()
-
-    run(scenario())
+            with pytest.raises(CheckpointError):
+                await server.checkpoints.info(TENANT, path)
+            assert directory.is_dir()
+        assert "jumped by +864000" in caplog.text
+        ahead = 0.0
+        await server.cleanup.clean()
+        assert (await server.checkpoints.info(TENANT, path)).base_model
+        assert await client.done(request) == answer
+        ahead = 10 * DAY
+        await server.cleanup.clean()
+        await asyncio.sleep(0.6)
+        await server.cleanup.clean()
+        assert not directory.exists()
 
 
-def test_a_clock_that_is_ahead_at_the_start_deletes_nothing_for_longer(
+async def test_a_clock_that_is_ahead_at_the_start_deletes_nothing_for_longer(
     model_dir, data_dir, monkeypatch, caplog
 ):
     ahead, real = 0.0, time.time
@@ -89,23 +85,19 @@ def test_a_clock_that_is_ahead_at_the_start_deletes_nothing_for_longer(
     monkeypatch.setattr(f"{STORE}._has_expired", has_expired)
     settings = ServerSettings(expiry_delay=0.05)
 
-    async def scenario() -> None:
-        nonlocal ahead
-        async with running(model_dir, data_dir, settings) as server:
-            client = await Client.start(server)
-            path = await (await client.model()).save("a", ttl_seconds=int(DAY))
-        directory = data_dir / "checkpoints" / path.removeprefix("tinker://")
-        ahead = 10 * DAY
-        async with running(model_dir, data_dir, settings) as server:
-            assert "was last used 10 days ago" in caplog.text
-            await asyncio.sleep(0.2)
-            await server.cleanup.clean()
-            assert directory.is_dir()
-            await asyncio.sleep(1.1)
-            await server.cleanup.clean()
-            assert not directory.exists()
-
-    run(scenario())
+    async with running(model_dir, data_dir, settings) as server:
+        client = await Client.start(server)
+        path = await (await client.model()).save("a", ttl_seconds=int(DAY))
+    directory = data_dir / "checkpoints" / path.removeprefix("tinker://")
+    ahead = 10 * DAY
+    async with running(model_dir, data_dir, settings) as server:
+        assert "was last used 10 days ago" in caplog.text
+        await asyncio.sleep(0.2)
+        await server.cleanup.clean()
+        assert directory.is_dir()
+        await asyncio.sleep(1.1)
+        await server.cleanup.clean()
+        assert not directory.exists()
 
 
 def test_a_reader_removes_only_what_was_found_expired_a_day_ago(model_dir, data_dir, monkeypatch):

@@ -1,7 +1,5 @@
 """A few of the kills of crash_run.py: a server that dies while clients use it loses nothing."""
 
-import asyncio
-
 import pytest
 from crash_run import CALM, SETTINGS, Kill, Round, differences, kills, play
 
@@ -19,14 +17,11 @@ KILLS = (
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_server_gives_the_same_answers_as_an_undisturbed_one(model_dir, tmp_path):
-    async def scenario() -> None:
-        undisturbed = await play(model_dir, tmp_path / "calm", iter(()), 0, CALM, 1)
-        killed = await play(model_dir, tmp_path / "killed", iter(KILLS), len(KILLS), SETTINGS, 1)
-        assert differences(killed, undisturbed) == []
-        assert killed.kills.total() >= 3
-
-    asyncio.run(scenario())
+async def test_a_killed_server_gives_the_same_answers_as_an_undisturbed_one(model_dir, tmp_path):
+    undisturbed = await play(model_dir, tmp_path / "calm", iter(()), 0, CALM, 1)
+    killed = await play(model_dir, tmp_path / "killed", iter(KILLS), len(KILLS), SETTINGS, 1)
+    assert differences(killed, undisturbed) == []
+    assert killed.kills.total() >= 3
 
 
 def test_differences_are_named():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import time
@@ -175,16 +174,13 @@ def test_systemd_is_told_the_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     notify("READY=1")
 
 
-def test_a_fault_is_noted_when_a_submission_meets_it(tmp_path: Path):
+async def test_a_fault_is_noted_when_a_submission_meets_it(tmp_path: Path):
     class Faulty:
         def submit(self, operation: object) -> object:
             raise EngineClosedError("a fault while nothing ran")
 
-    async def scenario() -> None:
-        service: Any = Faulty()
-        client = EngineClient(service, tmp_path)
-        with pytest.raises(EngineClosedError):
-            await client.submit(UnloadModel("m"))
-        assert client.fault == "a fault while nothing ran"
-
-    asyncio.run(scenario())
+    service: Any = Faulty()
+    client = EngineClient(service, tmp_path)
+    with pytest.raises(EngineClosedError):
+        await client.submit(UnloadModel("m"))
+    assert client.fault == "a fault while nothing ran"

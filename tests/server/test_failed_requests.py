@@ -7,7 +7,7 @@ import random
 import shutil
 
 import pytest
-from server_client import TENANT, Client, adam, gradient, make_core, run, running, state
+from server_client import TENANT, Client, adam, gradient, make_core, running, state
 
 from planish.errors import UserError
 from planish.server.durable.failed_requests import AnsweredRow, redundant
@@ -30,77 +30,66 @@ async def failed_rows(server: Server, tenant: str = TENANT.name) -> int:
 
 
 @pytest.mark.slow
-def test_rejected_requests_have_a_bound(model_dir, data_dir):
+async def test_rejected_requests_have_a_bound(model_dir, data_dir):
     """They stayed until a snapshot of their model, which an idle model never takes."""
-
-    async def scenario() -> None:
-        async with running(model_dir, data_dir, SMALL) as server:
-            client, other = await Client.start(server), await Client.start(server, OTHER)
-            model, theirs = await client.model(), await other.model()
-            await server.reject(OTHER, theirs.model_id, 1, WRONG)
-            for number in range(1, 201):
-                kind = ("forward_backward", "optim_step", "save_weights")[number % 3]
-                await server.reject(TENANT, model.model_id, number, WRONG, kind)
-                assert await failed_rows(server) <= 21
-            assert await failed_rows(server, OTHER.name) == 1
-            # A number whose row was deleted stays used, and the next one is free.
-            with pytest.raises(Gone, match="seq_id=10 .* was answered long ago"):
-                await model.submit(gradient(model.model_id), 10)
-            model.seq = 200
-            await model.step()
-
-    run(scenario())
-
-
-def test_failed_requests_have_a_bound(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir, SMALL) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            await model.save("taken")
-            answers = [
-                await model.submit(SaveWeights(model.model_id, "taken", overwrite=False))
-                for _ in range(60)
-            ]
-            for answer in answers:
-                await client.answer(answer)
-            assert await failed_rows(server) == 60
-            await server.cleanup.clean()
-            assert await failed_rows(server) < 20
-            await model.step()
-
-    run(scenario())
-
-
-def test_rows_that_a_replay_needs_are_kept_and_more_are_rejected(model_dir, data_dir):
-    """Each of these failed steps clears a gradient that was computed."""
-
-    async def scenario() -> None:
-        async with running(model_dir, data_dir, SMALL) as server:
-            client = await Client.start(server)
-            model = await client.model()
-
-            async def fill() -> None:
-                for _ in range(100):
-                    await model.run(gradient(model.model_id))
-                    await server.reject(TENANT, model.model_id, model.seq + 1, WRONG, "optim_step")
-                    model.seq += 1
-
-            with pytest.raises(TooManyRequests, match="rejected_request_bytes"):
-                await fill()
+    async with running(model_dir, data_dir, SMALL) as server:
+        client, other = await Client.start(server), await Client.start(server, OTHER)
+        model, theirs = await client.model(), await other.model()
+        await server.reject(OTHER, theirs.model_id, 1, WRONG)
+        for number in range(1, 201):
+            kind = ("forward_backward", "optim_step", "save_weights")[number % 3]
+            await server.reject(TENANT, model.model_id, number, WRONG, kind)
             assert await failed_rows(server) <= 21
-            await model.run(adam(model.model_id))  # the number is still free
-            unload = await server.unload_model(TENANT, model.model_id)
-            await client.done(unload.request_id)
-            another = await client.model()
-            server.request_log.failed._full.clear()
-            await server.reject(TENANT, another.model_id, 1, WRONG)
+        assert await failed_rows(server, OTHER.name) == 1
+        # A number whose row was deleted stays used, and the next one is free.
+        with pytest.raises(Gone, match="seq_id=10 .* was answered long ago"):
+            await model.submit(gradient(model.model_id), 10)
+        model.seq = 200
+        await model.step()
 
-    run(scenario())
+
+async def test_failed_requests_have_a_bound(model_dir, data_dir):
+    async with running(model_dir, data_dir, SMALL) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        await model.save("taken")
+        answers = [
+            await model.submit(SaveWeights(model.model_id, "taken", overwrite=False))
+            for _ in range(60)
+        ]
+        for answer in answers:
+            await client.answer(answer)
+        assert await failed_rows(server) == 60
+        await server.cleanup.clean()
+        assert await failed_rows(server) < 20
+        await model.step()
+
+
+async def test_rows_that_a_replay_needs_are_kept_and_more_are_rejected(model_dir, data_dir):
+    """Each of these failed steps clears a gradient that was computed."""
+    async with running(model_dir, data_dir, SMALL) as server:
+        client = await Client.start(server)
+        model = await client.model()
+
+        async def fill() -> None:
+            for _ in range(100):
+                await model.run(gradient(model.model_id))
+                await server.reject(TENANT, model.model_id, model.seq + 1, WRONG, "optim_step")
+                model.seq += 1
+
+        with pytest.raises(TooManyRequests, match="rejected_request_bytes"):
+            await fill()
+        assert await failed_rows(server) <= 21
+        await model.run(adam(model.model_id))  # the number is still free
+        unload = await server.unload_model(TENANT, model.model_id)
+        await client.done(unload.request_id)
+        another = await client.model()
+        server.request_log.failed._full.clear()
+        await server.reject(TENANT, another.model_id, 1, WRONG)
 
 
 @pytest.mark.slow
-def test_a_restart_computes_the_same_without_the_deleted_rows(model_dir, data_dir, tmp_path):
+async def test_a_restart_computes_the_same_without_the_deleted_rows(model_dir, data_dir, tmp_path):
     """The server is copied while it runs, as a crash would leave it."""
     random.seed(3)
     plan = [
@@ -146,15 +135,12 @@ def test_a_restart_computes_the_same_without_the_deleted_rows(model_dir, data_di
         finally:
             await server.stop(20)
 
-    async def scenario() -> None:
-        expected, many = await play(ServerSettings(), tmp_path / "all")
-        found, few = await play(
-            ServerSettings(rejected_request_bytes=30 * (ROW_BYTES + 100)), tmp_path / "few"
-        )
-        assert few < 31 < many
-        assert found == expected
-
-    run(scenario())
+    expected, many = await play(ServerSettings(), tmp_path / "all")
+    found, few = await play(
+        ServerSettings(rejected_request_bytes=30 * (ROW_BYTES + 100)), tmp_path / "few"
+    )
+    assert few < 31 < many
+    assert found == expected
 
 
 def replayed(rows: list[AnsweredRow]) -> tuple[list[int], list[int], bool]:
@@ -215,25 +201,22 @@ def test_a_number_that_may_still_arrive_ends_the_search():
     assert [row.seq for row in redundant(rows, 1, 4)] == [1, 2, 4, 5]
 
 
-def test_the_sizes_are_counted_again_after_a_restart(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            for number in range(1, 41):
-                await server.reject(TENANT, model.model_id, number, WRONG, "save_weights")
-        async with running(model_dir, data_dir, SMALL) as server:
-            assert await failed_rows(server) == 40
-            await server.reject(TENANT, model.model_id, 41, WRONG)
-            assert await failed_rows(server) < 20
-            assert await server.store.read(request_row, f"{model.model_id}:41") is not None
-            plan = await server.store.read(
-                lambda db: db.execute(
-                    "EXPLAIN QUERY PLAN SELECT SUM(512 + LENGTH(CAST(message AS BLOB))) FROM "
-                    "requests WHERE state IN ('failed', 'refused') AND tenant = ?",
-                    ["t"],
-                ).fetchall()
-            )
-            assert "failed_requests" in plan[0]["detail"]
-
-    run(scenario())
+async def test_the_sizes_are_counted_again_after_a_restart(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        for number in range(1, 41):
+            await server.reject(TENANT, model.model_id, number, WRONG, "save_weights")
+    async with running(model_dir, data_dir, SMALL) as server:
+        assert await failed_rows(server) == 40
+        await server.reject(TENANT, model.model_id, 41, WRONG)
+        assert await failed_rows(server) < 20
+        assert await server.store.read(request_row, f"{model.model_id}:41") is not None
+        plan = await server.store.read(
+            lambda db: db.execute(
+                "EXPLAIN QUERY PLAN SELECT SUM(512 + LENGTH(CAST(message AS BLOB))) FROM "
+                "requests WHERE state IN ('failed', 'refused') AND tenant = ?",
+                ["t"],
+            ).fetchall()
+        )
+        assert "failed_requests" in plan[0]["detail"]

@@ -58,147 +58,125 @@ def test_tokens_charged_after_a_turn_count():
     assert run(scenario()) == ["b", "b", "b", "b", "a"]
 
 
-def test_turns_stay_within_capacity_and_large_ones_are_not_overtaken():
-    async def scenario() -> None:
-        gate = FairQueue(10)
-        three = [await gate.turn("a", 3, 1) for _ in range(3)]
-        large = asyncio.create_task(gate.turn("a", 100, 1))
-        small = asyncio.create_task(gate.turn("a", 1, 1))
-        await quiet()
-        assert not large.done()
-        assert not small.done()
-        for turn in three:
-            turn.give_back()
-            turn.give_back()  # again: nothing
-        await quiet()
-        assert large.done()
-        assert not small.done()
-        (await large).give_back()
+async def test_turns_stay_within_capacity_and_large_ones_are_not_overtaken():
+    gate = FairQueue(10)
+    three = [await gate.turn("a", 3, 1) for _ in range(3)]
+    large = asyncio.create_task(gate.turn("a", 100, 1))
+    small = asyncio.create_task(gate.turn("a", 1, 1))
+    await quiet()
+    assert not large.done()
+    assert not small.done()
+    for turn in three:
+        turn.give_back()
+        turn.give_back()  # again: nothing
+    await quiet()
+    assert large.done()
+    assert not small.done()
+    (await large).give_back()
+    await small
+
+
+async def test_a_cancelled_request_leaves_the_queue():
+    gate = FairQueue(1)
+    first = await gate.turn("a", 1, 1)
+    gone, stays, gone_too = (asyncio.create_task(gate.turn("a", 1, 1)) for _ in range(3))
+    await quiet()
+    for task in (gone, gone_too):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert gate.waiting == 1
+    first.give_back()
+    last = asyncio.create_task(gate.turn("a", 1, 1))
+    (await stays).give_back()
+    await last
+    assert gate.waiting == 0
+
+
+async def test_requests_behind_a_cancelled_large_one_get_their_turn():
+    gate = FairQueue(2)
+    await gate.turn("a", 1, 1)
+    large = asyncio.create_task(gate.turn("a", 2, 1))
+    small = asyncio.create_task(gate.turn("a", 1, 1))
+    await quiet()
+    assert not small.done()
+    large.cancel()
+    async with asyncio.timeout(1):
         await small
 
-    run(scenario())
+
+async def test_a_turn_granted_to_a_cancelled_request_is_returned():
+    gate = FairQueue(1)
+    first = await gate.turn("a", 1, 1)
+    gone = asyncio.create_task(gate.turn("a", 1, 1))
+    await quiet()
+    first.give_back()  # granted, but the task has not run yet
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    async with asyncio.timeout(1):
+        await gate.turn("b", 1, 1)
 
 
-def test_a_cancelled_request_leaves_the_queue():
-    async def scenario() -> None:
-        gate = FairQueue(1)
-        first = await gate.turn("a", 1, 1)
-        gone, stays, gone_too = (asyncio.create_task(gate.turn("a", 1, 1)) for _ in range(3))
-        await quiet()
-        for task in (gone, gone_too):
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        assert gate.waiting == 1
-        first.give_back()
-        last = asyncio.create_task(gate.turn("a", 1, 1))
-        (await stays).give_back()
-        await last
-        assert gate.waiting == 0
-
-    run(scenario())
-
-
-def test_requests_behind_a_cancelled_large_one_get_their_turn():
-    async def scenario() -> None:
-        gate = FairQueue(2)
-        await gate.turn("a", 1, 1)
-        large = asyncio.create_task(gate.turn("a", 2, 1))
-        small = asyncio.create_task(gate.turn("a", 1, 1))
-        await quiet()
-        assert not small.done()
-        large.cancel()
-        async with asyncio.timeout(1):
-            await small
-
-    run(scenario())
+async def test_one_tenant_cannot_take_all_slots_while_others_are_active():
+    now = 0.0
+    gate = FairQueue(10, max_per_tenant=6, clock=lambda: now)
+    alone = [await gate.turn("long", 2, 1000) for _ in range(5)]
+    assert gate.used == 10
+    other = asyncio.create_task(gate.turn("other", 4, 1))
+    await quiet()
+    for turn in alone:
+        turn.give_back()
+    (await other).give_back()
+    held = [await gate.turn("long", 2, 1000) for _ in range(3)]
+    more = asyncio.create_task(gate.turn("long", 2, 1000))
+    await quiet()
+    assert not more.done()
+    async with asyncio.timeout(1):
+        # it does not wait for those that keep their places
+        (await gate.turn("third", 4, 1)).give_back()
+    assert not more.done()
+    held.pop().give_back()
+    await more
+    now = 601.0  # nobody else was heard of for so long
+    held += [await gate.turn("long", 2, 1000) for _ in range(2)]
+    assert gate.used == 10
 
 
-def test_a_turn_granted_to_a_cancelled_request_is_returned():
-    async def scenario() -> None:
-        gate = FairQueue(1)
-        first = await gate.turn("a", 1, 1)
-        gone = asyncio.create_task(gate.turn("a", 1, 1))
-        await quiet()
-        first.give_back()  # granted, but the task has not run yet
-        gone.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await gone
-        async with asyncio.timeout(1):
-            await gate.turn("b", 1, 1)
-
-    run(scenario())
-
-
-def test_one_tenant_cannot_take_all_slots_while_others_are_active():
-    async def scenario() -> None:
-        now = 0.0
-        gate = FairQueue(10, max_per_tenant=6, clock=lambda: now)
-        alone = [await gate.turn("long", 2, 1000) for _ in range(5)]
-        assert gate.used == 10
-        other = asyncio.create_task(gate.turn("other", 4, 1))
-        await quiet()
-        for turn in alone:
-            turn.give_back()
-        (await other).give_back()
-        held = [await gate.turn("long", 2, 1000) for _ in range(3)]
-        more = asyncio.create_task(gate.turn("long", 2, 1000))
-        await quiet()
-        assert not more.done()
-        async with asyncio.timeout(1):
-            # it does not wait for those that keep their places
-            (await gate.turn("third", 4, 1)).give_back()
-        assert not more.done()
-        held.pop().give_back()
-        await more
-        now = 601.0  # nobody else was heard of for so long
-        held += [await gate.turn("long", 2, 1000) for _ in range(2)]
-        assert gate.used == 10
-
-    run(scenario())
-
-
-def test_long_requests_do_not_take_all_slots():
+async def test_long_requests_do_not_take_all_slots():
     """A step that is done in a moment does not wait for those of others, which take minutes,
     however many these are.
     """
-
-    async def scenario() -> None:
-        gate = FairQueue(3, long_capacity=2, long_tokens=100)
-        first, second = [await gate.turn(tenant, 1, 5000) for tenant in ("a", "b")]
-        third = asyncio.create_task(gate.turn("c", 1, 101))
-        await quiet()
-        assert not third.done()
-        async with asyncio.timeout(1):
-            for tenant in ("d", "d", "a"):
-                (await gate.turn(tenant, 1, 100)).give_back()
-        behind_its_own = asyncio.create_task(gate.turn("a", 1, 0, ahead=5000))
-        await quiet()
-        assert not behind_its_own.done()
-        second.give_back()
-        third.cancel()  # granted, but the task has not run yet
-        await asyncio.wait([third])
-        async with asyncio.timeout(1):
-            (await behind_its_own).give_back()
-        first.give_back()
-        async with asyncio.timeout(1):
-            for tenant in ("b", "c"):
-                await gate.turn(tenant, 1, 5000)
-
-    run(scenario())
+    gate = FairQueue(3, long_capacity=2, long_tokens=100)
+    first, second = [await gate.turn(tenant, 1, 5000) for tenant in ("a", "b")]
+    third = asyncio.create_task(gate.turn("c", 1, 101))
+    await quiet()
+    assert not third.done()
+    async with asyncio.timeout(1):
+        for tenant in ("d", "d", "a"):
+            (await gate.turn(tenant, 1, 100)).give_back()
+    behind_its_own = asyncio.create_task(gate.turn("a", 1, 0, ahead=5000))
+    await quiet()
+    assert not behind_its_own.done()
+    second.give_back()
+    third.cancel()  # granted, but the task has not run yet
+    await asyncio.wait([third])
+    async with asyncio.timeout(1):
+        (await behind_its_own).give_back()
+    first.give_back()
+    async with asyncio.timeout(1):
+        for tenant in ("b", "c"):
+            await gate.turn(tenant, 1, 5000)
 
 
-def test_a_first_turn_may_be_larger_than_the_share():
-    async def scenario() -> None:
-        gate = FairQueue(10, max_per_tenant=2)
-        (await gate.turn("other", 1, 1)).give_back()
-        async with asyncio.timeout(1):
-            turn = await gate.turn("large", 100, 1)
-        assert gate.used == 10
-        turn.give_back()
-        assert gate.used == 0
-
-    run(scenario())
+async def test_a_first_turn_may_be_larger_than_the_share():
+    gate = FairQueue(10, max_per_tenant=2)
+    (await gate.turn("other", 1, 1)).give_back()
+    async with asyncio.timeout(1):
+        turn = await gate.turn("large", 100, 1)
+    assert gate.used == 10
+    turn.give_back()
+    assert gate.used == 0
 
 
 def test_tokens_are_shared_evenly_with_a_tenant_of_long_jobs():

@@ -28,7 +28,7 @@ def test_a_history_on_a_disk_that_ignores_syncs_breaks_the_contract(model_dir, t
         asyncio.run(play(model_dir, tmp_path, 1, 15, 20, ignores_syncs=True))
 
 
-def test_programs_that_end_early_leave_no_unread_errors():
+async def test_programs_that_end_early_leave_no_unread_errors():
     """asyncio would log "exception was never retrieved" at the end of a failing history."""
     unread = list[str]()
     has_failed = asyncio.Event()
@@ -43,23 +43,20 @@ def test_programs_that_end_early_leave_no_unread_errors():
         finally:
             await fail()
 
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: unread.append(context["message"]))
-        with pytest.raises(Refused):
-            await together(fail(), fail_when_cancelled(), fail_when_cancelled())
-        has_failed.clear()
-        cancelled = asyncio.create_task(together(fail_when_cancelled(), fail_when_cancelled()))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert not has_failed.is_set()
-        await ended(cancelled)
-        assert has_failed.is_set()
-        del cancelled
-        gc.collect()
-        await asyncio.sleep(0)
-
-    asyncio.run(scenario())
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: unread.append(context["message"]))
+    with pytest.raises(Refused):
+        await together(fail(), fail_when_cancelled(), fail_when_cancelled())
+    has_failed.clear()
+    cancelled = asyncio.create_task(together(fail_when_cancelled(), fail_when_cancelled()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not has_failed.is_set()
+    await ended(cancelled)
+    assert has_failed.is_set()
+    del cancelled
+    gc.collect()
+    await asyncio.sleep(0)
     assert unread == []
 
 

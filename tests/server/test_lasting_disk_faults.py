@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 import pytest
-from server_client import TENANT, Client, adam, gradient, run, running, sample
+from server_client import TENANT, Client, adam, gradient, running, sample
 
 from planish.engine.engine import Engine
 from planish.errors import CheckpointError, StorageError
@@ -57,66 +57,60 @@ class BrokenDisk:
             await asyncio.sleep(0.01)
 
 
-def test_accepted_requests_wait_for_the_disk(model_dir, data_dir, monkeypatch):
+async def test_accepted_requests_wait_for_the_disk(model_dir, data_dir, monkeypatch):
     disk = BrokenDisk(monkeypatch)
 
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            await model.step()
-            await model.run(gradient(model.model_id))
-            server.models.services.stopping.set()
-            waiting = await model.submit(adam(model.model_id))
-        disk.is_broken = True
-        async with running(model_dir, data_dir) as server:
-            client.server = server
-            await disk.fail(40)
-            assert isinstance(await server.request_log.outcome(TENANT, waiting, 0.0), TryAgain)
-            assert server.is_healthy()  # a restart would not help
-            assert not server.request_log.disk_is_full()  # one file may be damaged
-        async with running(model_dir, data_dir) as server:  # a stop in between loses nothing
-            client.server = server
-            await disk.fail(10)
-            disk.is_broken = False
-            assert isinstance(await client.answer(waiting), Done)
-            assert server.request_log.disk_faults._waiting == {}
-
-    run(scenario())
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        await model.step()
+        await model.run(gradient(model.model_id))
+        server.models.services.stopping.set()
+        waiting = await model.submit(adam(model.model_id))
+    disk.is_broken = True
+    async with running(model_dir, data_dir) as server:
+        client.server = server
+        await disk.fail(40)
+        assert isinstance(await server.request_log.outcome(TENANT, waiting, 0.0), TryAgain)
+        assert server.is_healthy()  # a restart would not help
+        assert not server.request_log.disk_is_full()  # one file may be damaged
+    async with running(model_dir, data_dir) as server:  # a stop in between loses nothing
+        client.server = server
+        await disk.fail(10)
+        disk.is_broken = False
+        assert isinstance(await client.answer(waiting), Done)
+        assert server.request_log.disk_faults._waiting == {}
 
 
-def test_samples_wait_for_the_disk_without_a_turn(model_dir, data_dir, monkeypatch):
+async def test_samples_wait_for_the_disk_without_a_turn(model_dir, data_dir, monkeypatch):
     """Samples of two samplers wait for their weights. Then new work is rejected, because the whole
     disk is broken, and other samples run.
     """
     disk = BrokenDisk(monkeypatch)
 
-    async def scenario() -> None:
-        settings = ServerSettings(adapter_memory_bytes=1, sampling_slots=1)
-        async with running(model_dir, data_dir, settings) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            paths = [
-                orjson.loads(await model.run(SaveWeightsForSampler(model.model_id, name)))["path"]
-                for name in ("a", "b")
-            ]
-            samplers = [await client.sampler(None, path) for path in paths]
-            base = await client.sampler()
-            await server.adapter_cache.unload_idle(0)
-            disk.is_broken = True
-            unaffected = await server.samplers.submit(TENANT, 0, sample(base))
-            waiting = [await server.samplers.submit(TENANT, 0, sample(one)) for one in samplers]
-            await disk.fail(40)
-            assert isinstance(await client.answer(unaffected.request_id), Done)
-            assert server.request_log.disk_is_full()
-            with pytest.raises(Unavailable, match="full or broken"):
-                server.request_log.check_disk(0)
-            disk.is_broken = False
-            for one in waiting:
-                assert isinstance(await client.answer(one.request_id), Done)
-            assert not server.request_log.disk_is_full()
-
-    run(scenario())
+    settings = ServerSettings(adapter_memory_bytes=1, sampling_slots=1)
+    async with running(model_dir, data_dir, settings) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        paths = [
+            orjson.loads(await model.run(SaveWeightsForSampler(model.model_id, name)))["path"]
+            for name in ("a", "b")
+        ]
+        samplers = [await client.sampler(None, path) for path in paths]
+        base = await client.sampler()
+        await server.adapter_cache.unload_idle(0)
+        disk.is_broken = True
+        unaffected = await server.samplers.submit(TENANT, 0, sample(base))
+        waiting = [await server.samplers.submit(TENANT, 0, sample(one)) for one in samplers]
+        await disk.fail(40)
+        assert isinstance(await client.answer(unaffected.request_id), Done)
+        assert server.request_log.disk_is_full()
+        with pytest.raises(Unavailable, match="full or broken"):
+            server.request_log.check_disk(0)
+        disk.is_broken = False
+        for one in waiting:
+            assert isinstance(await client.answer(one.request_id), Done)
+        assert not server.request_log.disk_is_full()
 
 
 @pytest.mark.parametrize(

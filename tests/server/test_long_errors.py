@@ -1,7 +1,7 @@
 """An error that quotes what a client sent is short wherever it is kept or sent."""
 
 import pytest
-from server_client import Client, gradient, run, running
+from server_client import Client, gradient, running
 
 from planish.errors import MAX_MESSAGE, StorageError, UserError, shortened
 from planish.server.durable import journal
@@ -28,18 +28,14 @@ def test_every_error_of_planish_is_short():
     assert len(Failed("x" * 100_000, "user").message) == MAX_MESSAGE
 
 
-def test_a_rejected_request_leaves_little_in_the_journal(model_dir, data_dir):
+async def test_a_rejected_request_leaves_little_in_the_journal(model_dir, data_dir):
     """The error of another library has no limit of its own."""
-
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            await server.reject(client.tenant, model.model_id, 1, ValueError("k" * 10_000_000))
-            row = await server.store.read(journal.row, f"{model.model_id}:1")
-            assert row is not None
-            assert row.message is not None
-            assert len(row.message) == MAX_MESSAGE
-            await client.done(await model.submit(gradient(model.model_id), 2))
-
-    run(scenario())
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        await server.reject(client.tenant, model.model_id, 1, ValueError("k" * 10_000_000))
+        row = await server.store.read(journal.row, f"{model.model_id}:1")
+        assert row is not None
+        assert row.message is not None
+        assert len(row.message) == MAX_MESSAGE
+        await client.done(await model.submit(gradient(model.model_id), 2))

@@ -21,7 +21,7 @@ import pytest
 import server_client
 import torch
 from http_thread import serving_app
-from server_client import TENANT, Client, run, running, sample
+from server_client import TENANT, Client, running, sample
 
 from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
 from planish.engine.engine import Engine
@@ -1142,48 +1142,40 @@ def test_many_completions_are_served_concurrently(served):
     assert served.is_idle()
 
 
-def test_saving_a_checkpoint_again_does_not_disturb_waiting_requests(model_dir, tmp_path):
-    async def scenario() -> None:
-        async with running(model_dir, tmp_path, ServerSettings(sampling_slots=1)) as server:
-            model = await (await Client.start(server)).model()
-            models = OpenAIModels(server, {server_client.BASE: model_dir})
-            operation = sample("", n=1)
+async def test_saving_a_checkpoint_again_does_not_disturb_waiting_requests(model_dir, tmp_path):
+    async with running(model_dir, tmp_path, ServerSettings(sampling_slots=1)) as server:
+        model = await (await Client.start(server)).model()
+        models = OpenAIModels(server, {server_client.BASE: model_dir})
+        operation = sample("", n=1)
 
-            async def saved() -> str:
-                saving = SaveWeightsForSampler(model.model_id, "latest", overwrite=True)
-                found = await models.find(TENANT, orjson.loads(await model.run(saving))["path"])
-                return await models.sampler(TENANT, found, [operation])
+        async def saved() -> str:
+            saving = SaveWeightsForSampler(model.model_id, "latest", overwrite=True)
+            found = await models.find(TENANT, orjson.loads(await model.run(saving))["path"])
+            return await models.sampler(TENANT, found, [operation])
 
-            turn = await server.sampling_queue.turn("somebody", 1, 0)
-            old = await saved()
-            waiting = [asyncio.create_task(models.sample(TENANT, old, operation)) for _ in range(2)]
-            await asyncio.sleep(0)
-            new = await saved()
-            turn.give_back()
-            assert all(response.sequences for response in await asyncio.gather(*waiting))
-            assert [sampler.id for sampler in server.samplers.all()] == [new]
-
-    run(scenario())
+        turn = await server.sampling_queue.turn("somebody", 1, 0)
+        old = await saved()
+        waiting = [asyncio.create_task(models.sample(TENANT, old, operation)) for _ in range(2)]
+        await asyncio.sleep(0)
+        new = await saved()
+        turn.give_back()
+        assert all(response.sequences for response in await asyncio.gather(*waiting))
+        assert [sampler.id for sampler in server.samplers.all()] == [new]
 
 
-def test_loading_a_model_does_not_block_other_requests(model_dir, data_dir, monkeypatch):
-    async def scenario() -> None:
-        async with server_client.running(model_dir, data_dir) as server:
-            models = OpenAIModels(server, {server_client.BASE: model_dir})
-            served = await models.find(TENANT, server_client.BASE)
-            operation = Sample("", ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1))
-            is_loaded = threading.Event()
-            monkeypatch.setattr(
-                server.engine._service, "check_sample", lambda *_: is_loaded.wait(20)
-            )
-            asked = [
-                asyncio.create_task(models.sampler(TENANT, served, [operation])) for _ in range(50)
-            ]
-            try:
-                await asyncio.sleep(0.1)
-                assert await asyncio.wait_for(asyncio.to_thread(lambda: 1), 5)
-            finally:
-                is_loaded.set()
-                await asyncio.gather(*asked)
-
-    run(scenario())
+async def test_loading_a_model_does_not_block_other_requests(model_dir, data_dir, monkeypatch):
+    async with server_client.running(model_dir, data_dir) as server:
+        models = OpenAIModels(server, {server_client.BASE: model_dir})
+        served = await models.find(TENANT, server_client.BASE)
+        operation = Sample("", ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1))
+        is_loaded = threading.Event()
+        monkeypatch.setattr(server.engine._service, "check_sample", lambda *_: is_loaded.wait(20))
+        asked = [
+            asyncio.create_task(models.sampler(TENANT, served, [operation])) for _ in range(50)
+        ]
+        try:
+            await asyncio.sleep(0.1)
+            assert await asyncio.wait_for(asyncio.to_thread(lambda: 1), 5)
+        finally:
+            is_loaded.set()
+            await asyncio.gather(*asked)

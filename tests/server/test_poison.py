@@ -169,36 +169,33 @@ def test_a_sample_that_crashes_the_server_fails_among_others(model_dir, tmp_path
 
 
 @pytest.mark.timeout(240)
-def test_a_model_whose_replay_crashes_the_server_is_rejected_and_its_checkpoint_stays(
+async def test_a_model_whose_replay_crashes_the_server_is_rejected_and_its_checkpoint_stays(
     model_dir, tmp_path
 ):
-    async def scenario() -> None:
-        async with served(model_dir, tmp_path / "data", has_poison=False) as (
-            machine,
-            (client, other),
-        ):
-            await client.begin()
-            model = await client.create(2)
-            path = await model.save("before")
-            for operation in (poison(model.model_id), adam(model.model_id)):
-                assert isinstance(await model.do(operation), Done)
-            # as if it had less memory than before
-            machine.start = replace(machine.start, has_poison=True)
-            await machine.end()
-            work = asyncio.create_task(work_of_another(other))
-            refused = await model.do(gradient(model.model_id, 1))
-            assert isinstance(refused, Failed)
-            assert refused.category == "server"
-            assert f"{model.model_id}:2 and nothing else" in refused.message
-            assert "from a checkpoint" in refused.message
-            await work
-            assert machine.ends <= MOST_ENDS
-            again = await client.create(3, base_model=None, from_path=path, with_optimizer=True)
-            await again.step(1)
-            assert isinstance(await model.do(SaveWeights(model.model_id, "never")), Failed)
-            # Whoever starts it again with more memory has the model back.
-            machine.start = replace(machine.start, has_poison=False)
-            await machine.end(signal.SIGTERM)
-            assert isinstance(await model.do(gradient(model.model_id, 2)), Done)
-
-    asyncio.run(scenario())
+    async with served(model_dir, tmp_path / "data", has_poison=False) as (
+        machine,
+        (client, other),
+    ):
+        await client.begin()
+        model = await client.create(2)
+        path = await model.save("before")
+        for operation in (poison(model.model_id), adam(model.model_id)):
+            assert isinstance(await model.do(operation), Done)
+        # as if it had less memory than before
+        machine.start = replace(machine.start, has_poison=True)
+        await machine.end()
+        work = asyncio.create_task(work_of_another(other))
+        refused = await model.do(gradient(model.model_id, 1))
+        assert isinstance(refused, Failed)
+        assert refused.category == "server"
+        assert f"{model.model_id}:2 and nothing else" in refused.message
+        assert "from a checkpoint" in refused.message
+        await work
+        assert machine.ends <= MOST_ENDS
+        again = await client.create(3, base_model=None, from_path=path, with_optimizer=True)
+        await again.step(1)
+        assert isinstance(await model.do(SaveWeights(model.model_id, "never")), Failed)
+        # Whoever starts it again with more memory has the model back.
+        machine.start = replace(machine.start, has_poison=False)
+        await machine.end(signal.SIGTERM)
+        assert isinstance(await model.do(gradient(model.model_id, 2)), Done)

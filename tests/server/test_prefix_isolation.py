@@ -44,24 +44,21 @@ def test_a_secret_in_a_known_template_cannot_be_guessed(model_dir, data_dir, sha
         assert set(others) == {32}
 
 
-def test_a_tenant_uses_its_own_cached_prefixes_and_grammars(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            words = Constraint("choice", choices=["yes", "no"])
-            for tenant in (VICTIM, ATTACKER):
-                client = await Client.start(server, tenant)
-                sampler = await client.sampler()
-                hits, texts = [], []
-                for number in range(2):
-                    response = await client.sample(
-                        sampler, number, prompt=TEMPLATE % SECRET, seed=1, constraint=words
-                    )
-                    hits.append(response.prompt_cache_hit_tokens)
-                    texts.append([bytes(s.tokens[:-1]) for s in response.sequences])
-                assert hits == [0, 64]
-                assert texts[0] == texts[1]
-                assert set(texts[0]) <= {b"yes", b"no"}
-            with pytest.raises(UserError, match="unclosed group"):
-                await client.sample(sampler, 2, constraint=Constraint("regex", "(("))
-
-    run(scenario())
+async def test_a_tenant_uses_its_own_cached_prefixes_and_grammars(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        words = Constraint("choice", choices=["yes", "no"])
+        for tenant in (VICTIM, ATTACKER):
+            client = await Client.start(server, tenant)
+            sampler = await client.sampler()
+            hits, texts = [], []
+            for number in range(2):
+                response = await client.sample(
+                    sampler, number, prompt=TEMPLATE % SECRET, seed=1, constraint=words
+                )
+                hits.append(response.prompt_cache_hit_tokens)
+                texts.append([bytes(s.tokens[:-1]) for s in response.sequences])
+            assert hits == [0, 64]
+            assert texts[0] == texts[1]
+            assert set(texts[0]) <= {b"yes", b"no"}
+        with pytest.raises(UserError, match="unclosed group"):
+            await client.sample(sampler, 2, constraint=Constraint("regex", "(("))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server_client import Client, run, running
+from server_client import Client, running
 
 from planish.engine.checkpoints import store as checkpoint_store
 from planish.server.durable.store import BODIES, DATABASE, Store
@@ -50,39 +50,36 @@ def test_an_open_data_directory_is_closed_at_the_start_with_a_log_line(tmp_path,
     assert f"{DATABASE} could be used by other users of this machine (mode 0644)" in told[1]
 
 
-def test_the_first_save_of_a_run_syncs_its_new_directory_entries(model_dir, data_dir, monkeypatch):
+async def test_the_first_save_of_a_run_syncs_its_new_directory_entries(
+    model_dir, data_dir, monkeypatch
+):
     synced: list[Path] = []
 
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            model = await (await Client.start(server)).model()
-            checkpoints, sync = data_dir / "checkpoints", checkpoint_store.sync
-            assert not checkpoints.exists()
+    async with running(model_dir, data_dir) as server:
+        model = await (await Client.start(server)).model()
+        checkpoints, sync = data_dir / "checkpoints", checkpoint_store.sync
+        assert not checkpoints.exists()
 
-            def spy(path: Path) -> None:
-                synced.append(path)
-                sync(path)
+        def spy(path: Path) -> None:
+            synced.append(path)
+            sync(path)
 
-            monkeypatch.setattr(checkpoint_store, "sync", spy)
-            monkeypatch.setattr("planish.files.sync", spy)
-            await model.save("a")
-            segment = checkpoints / model.model_id / "weights"
-            for directory in (segment, *segment.parents[:3]):
-                assert directory in synced, directory
-            # Each of them is synced again, because a killed process may have made it: the parents
-            # before the checkpoint is renamed into place, and its own directory after that.
-            assert synced[-4:] == [segment.parent, checkpoints, data_dir, segment]
-            synced.clear()
-            await server.checkpoints.delete(
-                model.client.tenant, f"tinker://{model.model_id}/weights/a"
-            )
-            assert segment in synced
-
-    run(scenario())
+        monkeypatch.setattr(checkpoint_store, "sync", spy)
+        monkeypatch.setattr("planish.files.sync", spy)
+        await model.save("a")
+        segment = checkpoints / model.model_id / "weights"
+        for directory in (segment, *segment.parents[:3]):
+            assert directory in synced, directory
+        # Each of them is synced again, because a killed process may have made it: the parents
+        # before the checkpoint is renamed into place, and its own directory after that.
+        assert synced[-4:] == [segment.parent, checkpoints, data_dir, segment]
+        synced.clear()
+        await server.checkpoints.delete(model.client.tenant, f"tinker://{model.model_id}/weights/a")
+        assert segment in synced
 
 
 @pytest.mark.parametrize("failing", ["data", "checkpoints"])
-def test_a_save_after_a_failed_sync_syncs_the_directories_that_were_left(
+async def test_a_save_after_a_failed_sync_syncs_the_directories_that_were_left(
     model_dir, data_dir, monkeypatch, failing
 ):
     synced: list[str] = []
@@ -98,18 +95,14 @@ def test_a_save_after_a_failed_sync_syncs_the_directories_that_were_left(
     monkeypatch.setattr(checkpoint_store, "sync", spy)
     monkeypatch.setattr("planish.files.sync", spy)
 
-    async def scenario() -> None:
-        nonlocal fails
-        async with running(model_dir, data_dir) as server:
-            model = await (await Client.start(server)).model()
-            fails = True
-            request = await model.submit(SaveWeights(model.model_id, "a"))
-            answer = await model.client.answer(request)
-            assert isinstance(answer, Failed)
-            assert "Input/output error" in answer.message
-            fails = False
-            synced.clear()
-            await model.save("a")
-            assert {"data", "checkpoints", model.model_id, "weights"} <= set(synced)
-
-    run(scenario())
+    async with running(model_dir, data_dir) as server:
+        model = await (await Client.start(server)).model()
+        fails = True
+        request = await model.submit(SaveWeights(model.model_id, "a"))
+        answer = await model.client.answer(request)
+        assert isinstance(answer, Failed)
+        assert "Input/output error" in answer.message
+        fails = False
+        synced.clear()
+        await model.save("a")
+        assert {"data", "checkpoints", model.model_id, "weights"} <= set(synced)

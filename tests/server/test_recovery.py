@@ -5,6 +5,7 @@ import errno
 import logging
 import sqlite3
 from contextlib import closing
+from dataclasses import dataclass
 
 import orjson
 import pytest
@@ -12,7 +13,9 @@ from server_client import (
     BASE,
     TENANT,
     Client,
+    Model,
     adam,
+    change_database,
     drawn,
     gradient,
     make_core,
@@ -25,8 +28,9 @@ from server_client import (
 from planish.server.durable import retries
 from planish.server.durable.store import Store, StoredBody
 from planish.server.results import Done, Failed, Gone, NotFound, TryAgain, Unavailable
+from planish.server.server import Server
 from planish.server.settings import ServerSettings
-from planish.service import CreateModel, ForwardBackward, LoadWeights, PublishSampler, SaveWeights
+from planish.service import CreateModel, ForwardBackward, LoadWeights, SaveWeights
 from planish.types import Checkpoint, Datum, ModelInput
 
 SMALL = ServerSettings(adapter_memory_bytes=1, replay_seconds=0.01, replay_bytes=1000)
@@ -146,45 +150,40 @@ def test_a_failed_step_has_the_same_error_after_a_restart(model_dir, tmp_path):
     assert run(play("restarted", True))[1] == step
 
 
-def test_answers_and_numbers_survive_a_restart(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            sampler = await client.sampler()
-            done = [
-                await model.submit(op) for op in (gradient(model.model_id), adam(model.model_id))
-            ]
-            before = [await client.answer(request_id) for request_id in done]
-            accepted = await server.samplers.submit(TENANT, 0, sample(sampler))
-            drawn_before = await client.answer(accepted.request_id)
-            bad = Datum(
-                ModelInput.from_ints([1]),
-                {"target_tokens": [2], "logprobs": [-1e4], "advantages": [1.0]},
-            )
-            failing = await (await client.model()).submit(
-                ForwardBackward(f"{client.session_id}:train:1", [bad], "importance_sampling")
-            )
-            failed = await client.answer(failing)
-            assert isinstance(failed, Failed)
-            assert failed.error_class == "NonFiniteError"
-            waiting = await model.submit(adam(model.model_id), 4)
-            assert isinstance(await server.request_log.outcome(TENANT, waiting, 0.05), TryAgain)
-        async with running(model_dir, data_dir) as server:
-            client.server = server
-            assert [await client.answer(request_id) for request_id in done] == before
-            assert await client.answer(accepted.request_id) == drawn_before
-            assert await client.answer(failing) == failed
-            assert await server.samplers.submit(TENANT, 0, sample(sampler)) == accepted
-            assert await model.submit(gradient(model.model_id), 1) == done[0]
-            assert isinstance(await server.request_log.outcome(TENANT, waiting, 0.05), TryAgain)
-            await model.submit(gradient(model.model_id, 1), 3)
-            assert orjson.loads(await client.done(waiting))["metrics"]["adam_step"] == 2
-
-    run(scenario())
+async def test_answers_and_numbers_survive_a_restart(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        sampler = await client.sampler()
+        done = [await model.submit(op) for op in (gradient(model.model_id), adam(model.model_id))]
+        before = [await client.answer(request_id) for request_id in done]
+        accepted = await server.samplers.submit(TENANT, 0, sample(sampler))
+        drawn_before = await client.answer(accepted.request_id)
+        bad = Datum(
+            ModelInput.from_ints([1]),
+            {"target_tokens": [2], "logprobs": [-1e4], "advantages": [1.0]},
+        )
+        failing = await (await client.model()).submit(
+            ForwardBackward(f"{client.session_id}:train:1", [bad], "importance_sampling")
+        )
+        failed = await client.answer(failing)
+        assert isinstance(failed, Failed)
+        assert failed.error_class == "NonFiniteError"
+        waiting = await model.submit(adam(model.model_id), 4)
+        assert isinstance(await server.request_log.outcome(TENANT, waiting, 0.05), TryAgain)
+    async with running(model_dir, data_dir) as server:
+        client.server = server
+        assert [await client.answer(request_id) for request_id in done] == before
+        assert await client.answer(accepted.request_id) == drawn_before
+        assert await client.answer(failing) == failed
+        assert await server.samplers.submit(TENANT, 0, sample(sampler)) == accepted
+        assert await model.submit(gradient(model.model_id), 1) == done[0]
+        assert isinstance(await server.request_log.outcome(TENANT, waiting, 0.05), TryAgain)
+        await model.submit(gradient(model.model_id, 1), 3)
+        assert orjson.loads(await client.done(waiting))["metrics"]["adam_step"] == 2
 
 
-def test_a_disk_fault_after_a_restart_fails_no_request(model_dir, data_dir, monkeypatch):
+async def test_a_disk_fault_after_a_restart_fails_no_request(model_dir, data_dir, monkeypatch):
     """An unanswered request may have run before the restart, and later requests depend on it."""
     faults = 0
     read_body = Store.body
@@ -199,136 +198,113 @@ def test_a_disk_fault_after_a_restart_fails_no_request(model_dir, data_dir, monk
     monkeypatch.setattr(Store, "body", read)
     monkeypatch.setattr(retries, "_PAUSES", (0.0,) * 4)
 
-    async def scenario() -> None:
-        nonlocal faults
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            await model.step()
-            await model.run(gradient(model.model_id))  # keeps the stop from taking a snapshot
-            server.models.services.stopping.set()
-            waiting = await model.submit(adam(model.model_id))
-            faults = 2
-        async with running(model_dir, data_dir) as server:
-            client.server = server
-            assert isinstance(await client.answer(waiting), Done)
-            assert faults == 0
-
-    run(scenario())
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        await model.step()
+        await model.run(gradient(model.model_id))  # keeps the stop from taking a snapshot
+        server.models.services.stopping.set()
+        waiting = await model.submit(adam(model.model_id))
+        faults = 2
+    async with running(model_dir, data_dir) as server:
+        client.server = server
+        assert isinstance(await client.answer(waiting), Done)
+        assert faults == 0
 
 
-def test_a_stop_rejects_new_requests_and_keeps_waiting_ones(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir, ServerSettings(sampling_slots=1)) as server:
-            client = await Client.start(server)
-            sampler = await client.sampler()
-            accepted = [
-                await server.samplers.submit(
-                    TENANT, seq, sample(sampler, n=1, max_tokens=300, stop=[], seed=seq)
-                )
-                for seq in range(4)
-            ]
-            stopping = asyncio.create_task(server.stop(0.3))
-            await asyncio.sleep(0)
-            with pytest.raises(Unavailable):
-                server.check_open()
-            assert not server.is_healthy()
-            await stopping
-            server.stop = nothing  # it was
-        async with running(model_dir, data_dir) as server:
-            client.server = server
-            answers = [await client.answer(one.request_id) for one in accepted]
-            assert all(isinstance(answer, Done) for answer in answers)
-
-    async def nothing(seconds: float) -> None:
-        return
-
-    run(scenario())
+async def do_nothing(seconds: float) -> None:
+    return
 
 
-def test_a_stop_waits_only_for_requests_in_the_engine(model_dir, data_dir):
+async def test_a_stop_rejects_new_requests_and_keeps_waiting_ones(model_dir, data_dir):
+    async with running(model_dir, data_dir, ServerSettings(sampling_slots=1)) as server:
+        client = await Client.start(server)
+        sampler = await client.sampler()
+        accepted = [
+            await server.samplers.submit(
+                TENANT, seq, sample(sampler, n=1, max_tokens=300, stop=[], seed=seq)
+            )
+            for seq in range(4)
+        ]
+        stopping = asyncio.create_task(server.stop(0.3))
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable):
+            server.check_open()
+        assert not server.is_healthy()
+        await stopping
+        server.stop = do_nothing  # it has stopped
+    async with running(model_dir, data_dir) as server:
+        client.server = server
+        answers = [await client.answer(one.request_id) for one in accepted]
+        assert all(isinstance(answer, Done) for answer in answers)
+
+
+async def test_a_stop_waits_only_for_requests_in_the_engine(model_dir, data_dir):
     """However many wait, a restart takes no longer; it took all of its 30 seconds."""
 
-    async def scenario() -> None:
-        async with running(model_dir, data_dir, ServerSettings(sampling_slots=1)) as server:
-            client = await Client.start(server)
-            sampler = await client.sampler()
-            accepted = [
-                await server.samplers.submit(
-                    TENANT, seq, sample(sampler, n=1, max_tokens=50, stop=[], seed=seq)
-                )
-                for seq in range(5)
-            ]
-            counters = server.counters
-            while not counters.samples:
-                await asyncio.sleep(0)
-            first = counters.samples
-            await server.stop(20)
-            server.stop = nothing  # it was
-            assert counters.samples == first
-            answers = [
-                await server.request_log.outcome(TENANT, one.request_id, 0)
-                for one in accepted[:first]
-            ]
-            assert all(isinstance(answer, Done) for answer in answers)
-        async with running(model_dir, data_dir) as server:
-            client.server = server
-            assert all([isinstance(await client.answer(one.request_id), Done) for one in accepted])
-
-    async def nothing(seconds: float) -> None:
-        return
-
-    run(scenario())
+    async with running(model_dir, data_dir, ServerSettings(sampling_slots=1)) as server:
+        client = await Client.start(server)
+        sampler = await client.sampler()
+        accepted = [
+            await server.samplers.submit(
+                TENANT, seq, sample(sampler, n=1, max_tokens=50, stop=[], seed=seq)
+            )
+            for seq in range(5)
+        ]
+        counters = server.counters
+        while not counters.samples:
+            await asyncio.sleep(0)
+        first = counters.samples
+        await server.stop(20)
+        server.stop = do_nothing  # it has stopped
+        assert counters.samples == first
+        answers = [
+            await server.request_log.outcome(TENANT, one.request_id, 0) for one in accepted[:first]
+        ]
+        assert all(isinstance(answer, Done) for answer in answers)
+    async with running(model_dir, data_dir) as server:
+        client.server = server
+        assert all([isinstance(await client.answer(one.request_id), Done) for one in accepted])
 
 
-def test_the_journal_is_cut_at_snapshots(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir, SMALL) as server:
-            model = await (await Client.start(server)).model()
-            for seed in range(4):
-                await model.step(seed)
-        with closing(sqlite3.connect(data_dir / "server.db")) as connection:
-            rows = connection.execute(
-                "SELECT seq, body IS NULL FROM requests ORDER BY seq"
-            ).fetchall()
-        assert [bool(cut) for _, cut in rows] == [True] * 9
-        private = [path.name for path in (data_dir / "checkpoints").glob("*/weights/*")]
-        assert private == ["_planish.snapshot.8"]
-
-    run(scenario())
+async def test_the_journal_is_cut_at_snapshots(model_dir, data_dir):
+    async with running(model_dir, data_dir, SMALL) as server:
+        model = await (await Client.start(server)).model()
+        for seed in range(4):
+            await model.step(seed)
+    with closing(sqlite3.connect(data_dir / "server.db")) as connection:
+        rows = connection.execute("SELECT seq, body IS NULL FROM requests ORDER BY seq").fetchall()
+    assert [bool(cut) for _, cut in rows] == [True] * 9
+    private = [path.name for path in (data_dir / "checkpoints").glob("*/weights/*")]
+    assert private == ["_planish.snapshot.8"]
 
 
-def test_files_left_by_a_crash_are_removed_at_the_next_start(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir, SMALL) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            await model.step()
-            kept = await model.save("kept")
-        weights = data_dir / "checkpoints" / model.model_id / "weights"
-        (snapshot,) = [path for path in weights.iterdir() if "snapshot" in path.name]
-        for name in ("_planish.snapshot.1", "_planish.loaded.99"):
-            (weights / name).mkdir()
-            for file in snapshot.iterdir():
-                (weights / name / file.name).write_bytes(file.read_bytes())
-        lost = Checkpoint(
-            "weights/lost",
-            "training",
-            (await listed(model_dir, data_dir))[0].time,
-            kept + "-lost",
-            1,
-        )
-        connection = sqlite3.connect(data_dir / "server.db")
-        connection.execute(
-            "INSERT INTO checkpoints (path, tenant, run, bytes, made, user_metadata) VALUES (?, 'everybody', ?, 1, 1, '{}')",
-            (lost.tinker_path, model.model_id),
-        )
-        connection.commit()
-        connection.close()
-        assert [item.tinker_path for item in await listed(model_dir, data_dir)] == [kept]
-        assert {path.name for path in weights.iterdir()} == {"kept", snapshot.name}
-
-    run(scenario())
+async def test_files_left_by_a_crash_are_removed_at_the_next_start(model_dir, data_dir):
+    async with running(model_dir, data_dir, SMALL) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        await model.step()
+        kept = await model.save("kept")
+    weights = data_dir / "checkpoints" / model.model_id / "weights"
+    (snapshot,) = [path for path in weights.iterdir() if "snapshot" in path.name]
+    for name in ("_planish.snapshot.1", "_planish.loaded.99"):
+        (weights / name).mkdir()
+        for file in snapshot.iterdir():
+            (weights / name / file.name).write_bytes(file.read_bytes())
+    lost = Checkpoint(
+        "weights/lost",
+        "training",
+        (await listed(model_dir, data_dir))[0].time,
+        kept + "-lost",
+        1,
+    )
+    change_database(
+        data_dir,
+        "INSERT INTO checkpoints (path, tenant, run, bytes, made, user_metadata) VALUES (?, 'everybody', ?, 1, 1, '{}')",
+        (lost.tinker_path, model.model_id),
+    )
+    assert [item.tinker_path for item in await listed(model_dir, data_dir)] == [kept]
+    assert {path.name for path in weights.iterdir()} == {"kept", snapshot.name}
 
 
 async def listed(model_dir, data_dir) -> list[Checkpoint]:
@@ -336,58 +312,51 @@ async def listed(model_dir, data_dir) -> list[Checkpoint]:
         return list((await server.list_checkpoints(TENANT)).items)
 
 
-def test_a_session_that_ended_before_a_crash_is_cleared_at_the_next_start(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            await model.step()
-            sampler = await model.publish()
-            path = await model.save("a")
-        connection = sqlite3.connect(data_dir / "server.db")
-        connection.execute("UPDATE sessions SET ended = 1, reason = 'success'")
-        connection.commit()
-        connection.close()
-        async with running(model_dir, data_dir) as server:
-            client.server = server
-            await server.sessions.cleared()
-            for call in (client.sample(sampler), model.publish()):
-                with pytest.raises(Gone):
-                    await call
-            assert [item.tinker_path for item in (await server.list_checkpoints(TENANT)).items] == [
-                path
-            ]
-            assert {file.name for file in (data_dir / "checkpoints").glob("*/*/*")} == {"a"}
-
-    run(scenario())
+async def test_a_session_that_ended_before_a_crash_is_cleared_at_the_next_start(
+    model_dir, data_dir
+):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        await model.step()
+        sampler = await model.publish()
+        path = await model.save("a")
+    change_database(data_dir, "UPDATE sessions SET ended = 1, reason = 'success'")
+    async with running(model_dir, data_dir) as server:
+        client.server = server
+        await server.sessions.cleared()
+        for call in (client.sample(sampler), model.publish()):
+            with pytest.raises(Gone):
+                await call
+        assert [item.tinker_path for item in (await server.list_checkpoints(TENANT)).items] == [
+            path
+        ]
+        assert {file.name for file in (data_dir / "checkpoints").glob("*/*/*")} == {"a"}
 
 
-def test_requests_for_a_base_model_no_longer_served_fail_by_name(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            await model.step()
-            sampler = await client.sampler()
-        moved = make_core(model_dir.parent / "gone", data_dir)
-        await moved.start()
-        client.server = moved
-        answer = await client.answer(await model.submit(gradient(model.model_id)))
-        assert isinstance(answer, Failed)
-        assert "gone" in answer.message or BASE in answer.message
-        with pytest.raises((ValueError, NotFound)):
-            await client.sample(sampler, 5)
-        await moved.stop(5)
-        async with running(model_dir, data_dir) as server:
-            client.server = server
-            assert isinstance(await client.answer(await model.submit(adam(model.model_id))), Failed)
-            assert (await model.step(1))["adam_step"] == 2
-
-    run(scenario())
+async def test_requests_for_a_base_model_no_longer_served_fail_by_name(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        await model.step()
+        sampler = await client.sampler()
+    moved = make_core(model_dir.parent / "gone", data_dir)
+    await moved.start()
+    client.server = moved
+    answer = await client.answer(await model.submit(gradient(model.model_id)))
+    assert isinstance(answer, Failed)
+    assert "gone" in answer.message or BASE in answer.message
+    with pytest.raises((ValueError, NotFound)):
+        await client.sample(sampler, 5)
+    await moved.stop(5)
+    async with running(model_dir, data_dir) as server:
+        client.server = server
+        assert isinstance(await client.answer(await model.submit(adam(model.model_id))), Failed)
+        assert (await model.step(1))["adam_step"] == 2
 
 
-def test_a_replay_with_other_gradient_norms_is_logged(model_dir, data_dir, caplog):
-    async def scenario() -> None:
+async def test_a_replay_with_other_gradient_norms_is_logged(model_dir, data_dir, caplog):
+    with caplog.at_level(logging.WARNING):
         async with running(model_dir, data_dir, ServerSettings(idle_seconds=1e6)) as server:
             client = await Client.start(server)
             model = await client.model()
@@ -395,26 +364,23 @@ def test_a_replay_with_other_gradient_norms_is_logged(model_dir, data_dir, caplo
                 await model.run(gradient(model.model_id))
                 await model.run(adam(model.model_id))
             await model.run(gradient(model.model_id))  # keeps a snapshot from being taken
-        connection = sqlite3.connect(data_dir / "server.db")
-        connection.execute(
+        change_database(
+            data_dir,
             "UPDATE requests SET result = ? WHERE kind = 'optim_step'",
             (b'{"metrics":{"grad_norm":1.0}}',),
         )
-        connection.commit()
-        connection.close()
         async with running(model_dir, data_dir) as server:
             client.server = server
             await model.run(adam(model.model_id))
-
-    with caplog.at_level(logging.WARNING):
-        run(scenario())
     assert caplog.text.count("does not compute reproducibly") == 1
     assert "the first run computed 1.0" in caplog.text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["file", "missing file", "row", "snapshot", "missing snapshot"])
-def test_a_model_with_altered_files_is_not_loaded(model_dir, data_dir, monkeypatch, caplog, where):
+async def test_a_model_with_altered_files_is_not_loaded(
+    model_dir, data_dir, monkeypatch, caplog, where
+):
     if "file" in where:
         monkeypatch.setattr("planish.server.durable.store._INLINE_BYTES", 100)
 
@@ -426,7 +392,7 @@ def test_a_model_with_altered_files_is_not_loaded(model_dir, data_dir, monkeypat
             path.unlink()
         return content
 
-    async def scenario() -> None:
+    with caplog.at_level(logging.ERROR):
         settings = SMALL if "snapshot" in where else ServerSettings()
         async with running(model_dir, data_dir, settings) as server:
             client = await Client.start(server)
@@ -464,176 +430,149 @@ def test_a_model_with_altered_files_is_not_loaded(model_dir, data_dir, monkeypat
                 client.server = server
                 await model.run(gradient(model.model_id, 5))
 
-    with caplog.at_level(logging.ERROR):
-        run(scenario())
+
+@dataclass(frozen=True)
+class UnsavedSampler:
+    """A sampler without a name whose weights could not be saved, because the disk was full."""
+
+    model: Model
+    id: str
+    first: object
+    """Its first sample."""
+    refused: list[str]
+    """The paths at which it could not be saved."""
+
+    async def sample(self, seq: int) -> object:
+        """Sample with the seed of the first sample."""
+        return drawn(await self.model.client.sample(self.id, seq, seed=1))
 
 
-def test_a_sampler_that_could_not_be_saved_is_saved_when_there_is_space(
+async def publish_unsaved_sampler(
+    server: Server, monkeypatch, may_fail: asyncio.Event, failures: int
+) -> UnsavedSampler:
+    """Train a model for one step and publish it. The first `failures` saves of the sampler wait for
+    `may_fail`, and fail.
+    """
+    save, refused = server.engine.checkpoint_info, []
+
+    async def refuse(path: str):
+        if "_planish.sampler" in path and len(refused) < failures:
+            await may_fail.wait()
+            refused.append(path)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return await save(path)
+
+    model = await (await Client.start(server)).model()
+    await model.step(0)
+    monkeypatch.setattr(server.engine, "checkpoint_info", refuse)
+    sampler = await model.publish()
+    first = drawn(await model.client.sample(sampler, 0, seed=1))
+    return UnsavedSampler(model, sampler, first, refused)
+
+
+async def test_a_sampler_that_could_not_be_saved_is_saved_when_there_is_space(
     model_dir, data_dir, monkeypatch
 ):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir, SMALL) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            await model.step(0)
-            calls = server.engine
-            real, failures = calls.checkpoint_info, 1
-
-            async def refuse(path: str):
-                nonlocal failures
-                if "_planish.sampler" in path and failures:
-                    failures -= 1
-                    raise OSError(28, "No space left on device")
-                return await real(path)
-
-            monkeypatch.setattr(calls, "checkpoint_info", refuse)
-            sampler = f"{client.session_id}:sample:0"
-            await client.done(await model.submit(PublishSampler(model.model_id, sampler)))
-            first = drawn(await client.sample(sampler, 0, seed=1))
-            await model.step(1)
-            last = await model.step(2)
-            assert drawn(await client.sample(sampler, 1, seed=1)) == first
-        async with running(model_dir, data_dir) as server:
-            client.server = server
-            assert drawn(await client.sample(sampler, 2, seed=1)) == first
-            assert (await model.step(3))["adam_step"] == last["adam_step"] + 1
-
-    run(scenario())
+    async with running(model_dir, data_dir, SMALL) as server:
+        (may_fail := asyncio.Event()).set()
+        sampler = await publish_unsaved_sampler(server, monkeypatch, may_fail, failures=1)
+        await sampler.model.step(1)
+        last = await sampler.model.step(2)
+        assert await sampler.sample(1) == sampler.first
+        assert sampler.refused
+    async with running(model_dir, data_dir) as server:
+        sampler.model.client.server = server
+        assert await sampler.sample(2) == sampler.first
+        assert (await sampler.model.step(3))["adam_step"] == last["adam_step"] + 1
 
 
-def test_samples_are_answered_while_the_save_of_their_sampler_is_repeated(
+async def test_samples_are_answered_while_the_save_of_their_sampler_is_repeated(
     model_dir, data_dir, monkeypatch
 ):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir, SMALL) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            calls, steps_are_done = server.engine, asyncio.Event()
-            real_info, real_perform, refused = calls.checkpoint_info, calls.perform, []
+    async with running(model_dir, data_dir, SMALL) as server:
+        steps_are_done, perform = asyncio.Event(), server.engine.perform
+        sampler = await publish_unsaved_sampler(server, monkeypatch, steps_are_done, failures=1)
 
-            async def refuse_once(path: str):
-                if "_planish.sampler" in path and not refused:
-                    await steps_are_done.wait()
-                    refused.append(path)
-                    raise OSError(28, "No space left on device")
-                return await real_info(path)
+        async def perform_slowly(operation):
+            if sampler.refused:
+                await asyncio.sleep(0.05)
+            return await perform(operation)
 
-            async def perform_slowly(operation):
-                if refused:
-                    await asyncio.sleep(0.05)
-                return await real_perform(operation)
-
-            monkeypatch.setattr(calls, "checkpoint_info", refuse_once)
-            monkeypatch.setattr(calls, "perform", perform_slowly)
-            sampler = f"{client.session_id}:sample:0"
-            await client.done(await model.submit(PublishSampler(model.model_id, sampler)))
-            first = drawn(await client.sample(sampler, 0, seed=1))
-            await model.step(1)
-            steps_are_done.set()
-            opened, seq = server.samplers.get(sampler), 0
-            assert opened is not None
-            while opened.row.source is None:
-                seq += 1
-                assert (
-                    drawn(await asyncio.wait_for(client.sample(sampler, seq, seed=1), 30)) == first
-                )
-            assert refused
-            assert seq > 1
-
-    run(scenario())
+        monkeypatch.setattr(server.engine, "perform", perform_slowly)
+        await sampler.model.step(1)
+        steps_are_done.set()
+        opened, seq = server.samplers.get(sampler.id), 0
+        assert opened is not None
+        while opened.row.source is None:
+            seq += 1
+            assert await asyncio.wait_for(sampler.sample(seq), 30) == sampler.first
+        assert sampler.refused
+        assert seq > 1
 
 
-def test_a_snapshot_is_not_recorded_if_a_sampler_before_it_could_not_be_saved(
+async def test_a_snapshot_is_not_recorded_if_a_sampler_before_it_could_not_be_saved(
     model_dir, data_dir, monkeypatch
 ):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir, SMALL) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            await model.step(0)
-            calls, may_fail, may_end = server.engine, asyncio.Event(), asyncio.Event()
-            real_info, real_submit, real_perform = (
-                calls.checkpoint_info,
-                calls.submit,
-                calls.perform,
-            )
-            held = []
+    async with running(model_dir, data_dir, SMALL) as server:
+        may_fail, may_end, held = asyncio.Event(), asyncio.Event(), []
+        submit, perform = server.engine.submit, server.engine.perform
 
-            async def refuse(path: str):
-                if "_planish.sampler" in path:
-                    await may_fail.wait()
-                    raise OSError(28, "No space left on device")
-                return await real_info(path)
+        async def hold_snapshots(operation):
+            future = await submit(operation)
+            if not isinstance(operation, SaveWeights) or may_end.is_set():
+                return future
 
-            async def hold_snapshots(operation):
-                future = await real_submit(operation)
-                if not isinstance(operation, SaveWeights) or may_end.is_set():
-                    return future
+            async def later():
+                result = await future
+                await may_end.wait()
+                return result
 
-                async def later():
-                    result = await future
-                    await may_end.wait()
-                    return result
+            held.append(operation.name)
+            return asyncio.ensure_future(later())
 
-                held.append(operation.name)
-                return asyncio.ensure_future(later())
+        async def end_snapshots_before_a_restore(operation):
+            if isinstance(operation, CreateModel):
+                may_end.set()
+                await asyncio.sleep(0.2)
+            return await perform(operation)
 
-            async def end_snapshots_before_a_restore(operation):
-                if isinstance(operation, CreateModel):
-                    may_end.set()
-                    await asyncio.sleep(0.2)
-                return await real_perform(operation)
-
-            monkeypatch.setattr(calls, "checkpoint_info", refuse)
-            sampler = f"{client.session_id}:sample:0"
-            await client.done(await model.submit(PublishSampler(model.model_id, sampler)))
-            first = drawn(await client.sample(sampler, 0, seed=1))
-            opened = server.models.open[model.model_id]
-            while opened.is_snapshotting:
-                await asyncio.sleep(0.01)
-            monkeypatch.setattr(calls, "submit", hold_snapshots)
-            monkeypatch.setattr(calls, "perform", end_snapshots_before_a_restore)
-            steps, last = 1, await model.step(1)
-            while not held:
-                steps, last = steps + 1, await model.step(steps + 1)
-            may_fail.set()
-            while not opened.adapter.lost_work:
-                await asyncio.sleep(0.01)
-            asyncio.get_running_loop().call_later(0.5, may_end.set)
-        async with running(model_dir, data_dir) as server:
-            client.server = server
-            assert drawn(await client.sample(sampler, 1, seed=1)) == first
-            assert (await model.step(steps + 1))["adam_step"] == last["adam_step"] + 1
-
-    run(scenario())
+        sampler = await publish_unsaved_sampler(server, monkeypatch, may_fail, failures=1000)
+        model = sampler.model
+        opened = server.models.open[model.model_id]
+        while opened.is_snapshotting:
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(server.engine, "submit", hold_snapshots)
+        monkeypatch.setattr(server.engine, "perform", end_snapshots_before_a_restore)
+        steps, last = 1, await model.step(1)
+        while not held:
+            steps, last = steps + 1, await model.step(steps + 1)
+        may_fail.set()
+        while not opened.adapter.lost_work:
+            await asyncio.sleep(0.01)
+        asyncio.get_running_loop().call_later(0.5, may_end.set)
+    async with running(model_dir, data_dir) as server:
+        model.client.server = server
+        assert await sampler.sample(1) == sampler.first
+        assert (await model.step(steps + 1))["adam_step"] == last["adam_step"] + 1
 
 
-def test_an_older_store_may_hold_two_requests_of_one_number(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            waiting = await model.submit(gradient(model.model_id), 2)
-            unloading = await server.unload_model(TENANT, model.model_id)
-        connection = sqlite3.connect(data_dir / "server.db")
-        connection.execute("UPDATE requests SET seq = 2 WHERE id = ?", [unloading.request_id])
-        connection.commit()
-        connection.close()
-        async with running(model_dir, data_dir) as server:
-            client.server = server
-            await model.submit(gradient(model.model_id), 1)
-            assert isinstance(await client.answer(waiting), Done)
-            assert isinstance(await client.answer(unloading.request_id), Done)
-
-    run(scenario())
+async def test_an_older_store_may_hold_two_requests_of_one_number(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        waiting = await model.submit(gradient(model.model_id), 2)
+        unloading = await server.unload_model(TENANT, model.model_id)
+    change_database(data_dir, "UPDATE requests SET seq = 2 WHERE id = ?", [unloading.request_id])
+    async with running(model_dir, data_dir) as server:
+        client.server = server
+        await model.submit(gradient(model.model_id), 1)
+        assert isinstance(await client.answer(waiting), Done)
+        assert isinstance(await client.answer(unloading.request_id), Done)
 
 
 @pytest.mark.parametrize("fault", [None, "the device was lost"])
-def test_a_stop_after_an_engine_failure_is_not_a_clean_one(model_dir, data_dir, fault):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            server.engine.fault = fault
-        async with running(model_dir, data_dir) as server:
-            assert server.crash_guard.is_calm == (fault is None)
-
-    run(scenario())
+async def test_a_stop_after_an_engine_failure_is_not_a_clean_one(model_dir, data_dir, fault):
+    async with running(model_dir, data_dir) as server:
+        server.engine.fault = fault
+    async with running(model_dir, data_dir) as server:
+        assert server.crash_guard.is_calm == (fault is None)

@@ -14,7 +14,6 @@ from server_client import (
     Client,
     adam,
     gradient,
-    run,
     running,
     sample,
     submit_training,
@@ -41,38 +40,35 @@ def steps_of(model_id: str) -> list[Operation[Any]]:
     return [gradient(model_id), gradient(model_id, forward_only=True), adam(model_id)]
 
 
-def test_a_journaled_request_runs_after_its_client_disconnected(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model, sampler = await client.model(), await client.sampler()
-            calls = [
-                submit_training(server, TENANT, 1, gradient(model.model_id)),
-                server.samplers.submit(TENANT, 0, sample(sampler)),
-                server.create_model(
-                    TENANT, CreateModel(f"{client.session_id}:train:7", BASE, LoraConfig(RANK))
-                ),
-            ]
-            for call in calls:
-                task = asyncio.create_task(call)
-                while not server.request_log.unanswered and not task.done():
-                    await asyncio.sleep(0)
-                assert task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-                while server.request_log.unanswered:
-                    await asyncio.sleep(0.01)
-            for request_id in (
-                f"{model.model_id}:1",
-                f"{sampler}:0",
-                f"{client.session_id}:train:7:0",
-            ):
-                assert isinstance(await client.answer(request_id), Done)
-
-    run(scenario())
+async def test_a_journaled_request_runs_after_its_client_disconnected(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model, sampler = await client.model(), await client.sampler()
+        calls = [
+            submit_training(server, TENANT, 1, gradient(model.model_id)),
+            server.samplers.submit(TENANT, 0, sample(sampler)),
+            server.create_model(
+                TENANT, CreateModel(f"{client.session_id}:train:7", BASE, LoraConfig(RANK))
+            ),
+        ]
+        for call in calls:
+            task = asyncio.create_task(call)
+            while not server.request_log.unanswered and not task.done():
+                await asyncio.sleep(0)
+            assert task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            while server.request_log.unanswered:
+                await asyncio.sleep(0.01)
+        for request_id in (
+            f"{model.model_id}:1",
+            f"{sampler}:0",
+            f"{client.session_id}:train:7:0",
+        ):
+            assert isinstance(await client.answer(request_id), Done)
 
 
-def test_a_sample_can_be_cancelled_before_it_starts(model_dir, data_dir, monkeypatch):
+async def test_a_sample_can_be_cancelled_before_it_starts(model_dir, data_dir, monkeypatch):
     start = Samplers.start
 
     def start_and_cancel(samplers: Samplers, sampler: Sampler, request: QueuedRequest) -> None:
@@ -81,18 +77,15 @@ def test_a_sample_can_be_cancelled_before_it_starts(model_dir, data_dir, monkeyp
 
     monkeypatch.setattr(Samplers, "start", start_and_cancel)
 
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            accepted = await server.samplers.submit(TENANT, 0, sample(await client.sampler()))
-            assert await client.answer(accepted.request_id) == Failed(
-                "the request was cancelled", "user"
-            )
-
-    run(scenario())
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        accepted = await server.samplers.submit(TENANT, 0, sample(await client.sampler()))
+        assert await client.answer(accepted.request_id) == Failed(
+            "the request was cancelled", "user"
+        )
 
 
-def test_an_answer_is_sent_once_it_is_on_disk(model_dir, data_dir, monkeypatch):
+async def test_an_answer_is_sent_once_it_is_on_disk(model_dir, data_dir, monkeypatch):
     """A crash could lose an answer that is not on disk. The request would then run again, and
     could have another outcome than its sender was told.
     """
@@ -104,40 +97,36 @@ def test_an_answer_is_sent_once_it_is_on_disk(model_dir, data_dir, monkeypatch):
 
     monkeypatch.setattr("planish.server.durable.store.crash_point", refuse)
 
-    async def scenario() -> None:
-        nonlocal is_full
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model, other, sampler = (
-                await client.model(),
-                await client.model(),
-                await client.sampler(),
-            )
-            stopping = server.models.services.stopping
-            stopping.set()  # until all requests are on disk
-            good = [await model.submit(operation) for operation in steps_of(model.model_id)]
-            bad = [
-                await other.submit(bad_gradient(other.model_id)),
-                await other.submit(adam(other.model_id)),
-            ]
-            drawn = await server.samplers.submit(TENANT, 0, sample(sampler))
-            is_full = True
-            stopping.clear()
-            for one in server.models.open.values():
-                one.wake()
-            while any(request.written is None for request in server.request_log._active.values()):
-                await asyncio.sleep(0.01)
-            requests = [*good, *bad, drawn.request_id]
-            for request_id in requests:
-                assert await server.request_log.outcome(TENANT, request_id, 0) == TryAgain()
-            is_full = False
-            answers = [await client.answer(request_id) for request_id in requests]
-            assert [type(answer) for answer in answers] == [Done] * 3 + [Failed] * 2 + [Done]
-
-    run(scenario())
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model, other, sampler = (
+            await client.model(),
+            await client.model(),
+            await client.sampler(),
+        )
+        stopping = server.models.services.stopping
+        stopping.set()  # until all requests are on disk
+        good = [await model.submit(operation) for operation in steps_of(model.model_id)]
+        bad = [
+            await other.submit(bad_gradient(other.model_id)),
+            await other.submit(adam(other.model_id)),
+        ]
+        drawn = await server.samplers.submit(TENANT, 0, sample(sampler))
+        is_full = True
+        stopping.clear()
+        for one in server.models.open.values():
+            one.wake()
+        while any(request.written is None for request in server.request_log._active.values()):
+            await asyncio.sleep(0.01)
+        requests = [*good, *bad, drawn.request_id]
+        for request_id in requests:
+            assert await server.request_log.outcome(TENANT, request_id, 0) == TryAgain()
+        is_full = False
+        answers = [await client.answer(request_id) for request_id in requests]
+        assert [type(answer) for answer in answers] == [Done] * 3 + [Failed] * 2 + [Done]
 
 
-def test_the_answers_of_a_model_reach_the_disk_in_order(model_dir, data_dir, monkeypatch):
+async def test_the_answers_of_a_model_reach_the_disk_in_order(model_dir, data_dir, monkeypatch):
     """A crash must not keep an optim_step and lose its gradient, which may fail when it runs
     again.
     """
@@ -150,279 +139,229 @@ def test_the_answers_of_a_model_reach_the_disk_in_order(model_dir, data_dir, mon
 
     monkeypatch.setattr(steps, "encode_result", slow_encode)
 
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            requests = [await model.submit(each) for each in steps_of(model.model_id)]
-            await client.done(requests[-1])
-            rows = [await server.store.read(journal.row, each) for each in requests]
-            assert [row.state for row in rows if row] == ["done"] * 3
-
-    run(scenario())
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        requests = [await model.submit(each) for each in steps_of(model.model_id)]
+        await client.done(requests[-1])
+        rows = [await server.store.read(journal.row, each) for each in requests]
+        assert [row.state for row in rows if row] == ["done"] * 3
 
 
-def test_bodies_that_no_replay_needs_are_removed(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model()
+async def test_bodies_that_no_replay_needs_are_removed(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        await model.run(gradient(model.model_id, forward_only=True))
+        await model.step()
+        await model.run(SaveWeights(model.model_id, "a"))
+        assert isinstance(
+            await client.answer(await model.submit(bad_gradient(model.model_id))), Failed
+        )
+        await client.sample(await client.sampler())
+        while server.request_log.queued():
+            await asyncio.sleep(0.01)
+        await server.store.write(lambda transaction: None)  # behind all answers
+        rows = await server.store.read(
+            lambda db: db.execute(
+                "SELECT kind, state FROM requests WHERE body IS NOT NULL ORDER BY seq"
+            ).fetchall()
+        )
+        assert [tuple(row) for row in rows] == [
+            (kind, "done") for kind in ("create_model", "forward_backward", "optim_step")
+        ]
+
+
+async def test_requests_that_change_nothing_also_trigger_a_snapshot(model_dir, data_dir):
+    async with running(model_dir, data_dir, ServerSettings(replay_requests=5)) as server:
+        model = await (await Client.start(server)).model()
+        for _ in range(6):
             await model.run(gradient(model.model_id, forward_only=True))
-            await model.step()
-            await model.run(SaveWeights(model.model_id, "a"))
-            assert isinstance(
-                await client.answer(await model.submit(bad_gradient(model.model_id))), Failed
+        while next(iter(server.models.open.values())).is_snapshotting:
+            await asyncio.sleep(0.01)
+        assert next(iter(server.models.open.values())).row.last_snapshot >= 5
+
+
+async def test_the_data_of_one_gradient_are_limited(model_dir, data_dir):
+    settings = ServerSettings(journal_bytes=2000)
+    async with running(model_dir, data_dir, settings) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        while next(iter(server.models.open.values())).adapter.cost.bytes <= settings.journal_bytes:
+            await model.run(gradient(model.model_id))
+        with pytest.raises(BadRequest, match="the data of one gradient"):
+            await model.submit(gradient(model.model_id))
+        assert isinstance(await client.answer(await model.submit(adam(model.model_id))), Failed)
+        while (held := next(iter(server.models.open.values()))).is_snapshotting or held.worker:
+            await asyncio.sleep(0.01)
+        await model.run(gradient(model.model_id, forward_only=True))
+
+
+async def test_numbers_too_large_for_the_database_are_rejected(model_dir, data_dir):
+    async with running(model_dir, data_dir, ServerSettings(missing_request_timeout=0.1)) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        for seq in (2**62 + 1, 2**63 - 1, 2**63, 2**70):
+            with pytest.raises(BadRequest, match="seq_id"):
+                await model.submit(gradient(model.model_id), seq)
+            await server.reject(TENANT, model.model_id, seq, BadRequest("no"))
+        last = await model.submit(gradient(model.model_id), 2**62)
+        answer = await client.answer(last)
+        assert isinstance(answer, Failed)
+        assert "did not arrive" in answer.message
+
+
+async def test_a_model_number_is_never_reused(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        path = await model.save("a")
+        copied = await server.copy_checkpoint(TENANT, path, client.session_id, 5, None)
+        with pytest.raises(BadRequest, match="already been used"):
+            await server.create_model(
+                TENANT, CreateModel(f"{client.session_id}:train:5", BASE, LoraConfig(RANK))
             )
-            await client.sample(await client.sampler())
-            while server.request_log.queued():
-                await asyncio.sleep(0.01)
-            await server.store.write(lambda transaction: None)  # behind all answers
-            rows = await server.store.read(
-                lambda db: db.execute(
-                    "SELECT kind, state FROM requests WHERE body IS NOT NULL ORDER BY seq"
-                ).fetchall()
-            )
-            assert [tuple(row) for row in rows] == [
-                (kind, "done") for kind in ("create_model", "forward_backward", "optim_step")
-            ]
-
-    run(scenario())
+        assert (await server.checkpoints.info(TENANT, copied)).base_model == BASE
 
 
-def test_requests_that_change_nothing_also_trigger_a_snapshot(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir, ServerSettings(replay_requests=5)) as server:
-            model = await (await Client.start(server)).model()
-            for _ in range(6):
-                await model.run(gradient(model.model_id, forward_only=True))
-            while next(iter(server.models.open.values())).is_snapshotting:
-                await asyncio.sleep(0.01)
-            assert next(iter(server.models.open.values())).row.last_snapshot >= 5
-
-    run(scenario())
-
-
-def test_the_data_of_one_gradient_are_limited(model_dir, data_dir):
-    async def scenario() -> None:
-        settings = ServerSettings(journal_bytes=2000)
-        async with running(model_dir, data_dir, settings) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            while (
-                next(iter(server.models.open.values())).adapter.cost.bytes <= settings.journal_bytes
-            ):
-                await model.run(gradient(model.model_id))
-            with pytest.raises(BadRequest, match="the data of one gradient"):
-                await model.submit(gradient(model.model_id))
-            assert isinstance(await client.answer(await model.submit(adam(model.model_id))), Failed)
-            while (held := next(iter(server.models.open.values()))).is_snapshotting or held.worker:
-                await asyncio.sleep(0.01)
-            await model.run(gradient(model.model_id, forward_only=True))
-
-    run(scenario())
+async def test_a_pending_unload_survives_a_restart(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        await model.submit(adam(model.model_id), 2)  # waits for number 1
+        unloading = await server.unload_model(TENANT, model.model_id)
+    async with running(model_dir, data_dir) as server:
+        client.server = server
+        assert await server.unload_model(TENANT, model.model_id) == unloading
+        with pytest.raises(Gone, match="being unloaded"):
+            await submit_training(server, TENANT, 3, gradient(model.model_id))
+        await model.submit(gradient(model.model_id), 1)
+        assert orjson.loads(await client.done(unloading.request_id))["type"] == "unload_model"
 
 
-def test_numbers_too_large_for_the_database_are_rejected(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(
-            model_dir, data_dir, ServerSettings(missing_request_timeout=0.1)
-        ) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            for seq in (2**62 + 1, 2**63 - 1, 2**63, 2**70):
-                with pytest.raises(BadRequest, match="seq_id"):
-                    await model.submit(gradient(model.model_id), seq)
-                await server.reject(TENANT, model.model_id, seq, BadRequest("no"))
-            last = await model.submit(gradient(model.model_id), 2**62)
-            answer = await client.answer(last)
-            assert isinstance(answer, Failed)
-            assert "did not arrive" in answer.message
-
-    run(scenario())
-
-
-def test_a_model_number_is_never_reused(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            path = await model.save("a")
-            copied = await server.copy_checkpoint(TENANT, path, client.session_id, 5, None)
-            with pytest.raises(BadRequest, match="already been used"):
-                await server.create_model(
-                    TENANT, CreateModel(f"{client.session_id}:train:5", BASE, LoraConfig(RANK))
-                )
-            assert (await server.checkpoints.info(TENANT, copied)).base_model == BASE
-
-    run(scenario())
-
-
-def test_a_pending_unload_survives_a_restart(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            await model.submit(adam(model.model_id), 2)  # waits for number 1
-            unloading = await server.unload_model(TENANT, model.model_id)
-        async with running(model_dir, data_dir) as server:
-            client.server = server
-            assert await server.unload_model(TENANT, model.model_id) == unloading
-            with pytest.raises(Gone, match="being unloaded"):
-                await submit_training(server, TENANT, 3, gradient(model.model_id))
-            await model.submit(gradient(model.model_id), 1)
-            assert orjson.loads(await client.done(unloading.request_id))["type"] == "unload_model"
-
-    run(scenario())
-
-
-def test_ended_sessions_are_forgotten_after_a_week(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir, ServerSettings(expiry_delay=1e-3)) as server:
-            old, new = await Client.start(server), await Client.start(server)
-            for client in (old, new):
-                await (await client.model()).publish()
-            await (await new.model()).save("a")
-            for client in (old, new):
-                await server.sessions.finish(TENANT, client.session_id, "success", None)
-            await server.sessions.cleared()
-            long_ago = "UPDATE sessions SET ended = ended - 8 * 86400 WHERE id = ?"
-            await server.store.write(
-                lambda transaction: transaction.execute(long_ago, [old.session_id]).rowcount
-            )
-            await server.cleanup.clean()
-            assert list((await server.sessions.page(TENANT, 10, 0)).items) == [new.session_id]
-            # The old session's run has no checkpoint.
-            assert (await server.training_runs(TENANT, 10, 0)).total == 2
-            left = await server.store.read(
-                lambda db: db.execute("SELECT session FROM samplers").fetchall()
-            )
-            assert [row[0] for row in left] == [new.session_id]
-
-    run(scenario())
-
-
-def test_requests_that_wait_for_a_closed_sampler_fail_and_leave_nothing(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir, ServerSettings(sampling_slots=1)) as server:
-            client = await Client.start(server)
-            sampler = await client.sampler()
-            drawing, waiting = [
-                await server.samplers.submit(
-                    TENANT, seq, sample(sampler, n=1, max_tokens=1500, stop=[])
-                )
-                for seq in range(2)
-            ]
-            while not server.sampling_queue.used:
-                await asyncio.sleep(0.01)
+async def test_ended_sessions_are_forgotten_after_a_week(model_dir, data_dir):
+    async with running(model_dir, data_dir, ServerSettings(expiry_delay=1e-3)) as server:
+        old, new = await Client.start(server), await Client.start(server)
+        for client in (old, new):
+            await (await client.model()).publish()
+        await (await new.model()).save("a")
+        for client in (old, new):
             await server.sessions.finish(TENANT, client.session_id, "success", None)
-            await server.sessions.cleared()
-            server.samplers.cancel(TENANT, drawing.request_id)
-            answer = await client.answer(waiting.request_id)
-            assert isinstance(answer, Failed)
-            assert "its session ended" in answer.message
-            assert server.adapter_cache.loaded() == []
+        await server.sessions.cleared()
+        long_ago = "UPDATE sessions SET ended = ended - 8 * 86400 WHERE id = ?"
+        await server.store.write(
+            lambda transaction: transaction.execute(long_ago, [old.session_id]).rowcount
+        )
+        await server.cleanup.clean()
+        assert list((await server.sessions.page(TENANT, 10, 0)).items) == [new.session_id]
+        # The old session's run has no checkpoint.
+        assert (await server.training_runs(TENANT, 10, 0)).total == 2
+        left = await server.store.read(
+            lambda db: db.execute("SELECT session FROM samplers").fetchall()
+        )
+        assert [row[0] for row in left] == [new.session_id]
 
-    run(scenario())
+
+async def test_requests_that_wait_for_a_closed_sampler_fail_and_leave_nothing(model_dir, data_dir):
+    async with running(model_dir, data_dir, ServerSettings(sampling_slots=1)) as server:
+        client = await Client.start(server)
+        sampler = await client.sampler()
+        drawing, waiting = [
+            await server.samplers.submit(
+                TENANT, seq, sample(sampler, n=1, max_tokens=1500, stop=[])
+            )
+            for seq in range(2)
+        ]
+        while not server.sampling_queue.used:
+            await asyncio.sleep(0.01)
+        await server.sessions.finish(TENANT, client.session_id, "success", None)
+        await server.sessions.cleared()
+        server.samplers.cancel(TENANT, drawing.request_id)
+        answer = await client.answer(waiting.request_id)
+        assert isinstance(answer, Failed)
+        assert "its session ended" in answer.message
+        assert server.adapter_cache.loaded() == []
 
 
-def test_an_internal_error_still_answers_the_request(model_dir, data_dir, monkeypatch):
+async def test_an_internal_error_still_answers_the_request(model_dir, data_dir, monkeypatch):
     async def broken(*_: object) -> None:
         raise RuntimeError("broken")
 
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            with monkeypatch.context() as patch:
-                patch.setattr(Model, "_start", broken)
-                patch.setattr(replay, "repeat_failure", broken)
-                requests = [
-                    await model.submit(gradient(model.model_id)),
-                    await model.submit(adam(model.model_id)),
-                ]
-                answers = [await client.answer(request) for request in requests]
-            assert answers == [Failed("broken", "server")] * 2
-            await model.step()  # the model came back
-
-    run(scenario())
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        with monkeypatch.context() as patch:
+            patch.setattr(Model, "_start", broken)
+            patch.setattr(replay, "repeat_failure", broken)
+            requests = [
+                await model.submit(gradient(model.model_id)),
+                await model.submit(adam(model.model_id)),
+            ]
+            answers = [await client.answer(request) for request in requests]
+        assert answers == [Failed("broken", "server")] * 2
+        await model.step()  # the model came back
 
 
-def test_a_rejected_unload_leaves_the_model_unchanged(model_dir, data_dir, monkeypatch):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            model = await (await Client.start(server)).model()
-            with monkeypatch.context() as patch:
-                patch.setattr(server.store, "free_bytes", lambda: 0)
-                with pytest.raises(Unavailable):
-                    await server.unload_model(TENANT, model.model_id)
-            await model.step()
-
-    run(scenario())
+async def test_a_rejected_unload_leaves_the_model_unchanged(model_dir, data_dir, monkeypatch):
+    async with running(model_dir, data_dir) as server:
+        model = await (await Client.start(server)).model()
+        with monkeypatch.context() as patch:
+            patch.setattr(server.store, "free_bytes", lambda: 0)
+            with pytest.raises(Unavailable):
+                await server.unload_model(TENANT, model.model_id)
+        await model.step()
 
 
-def test_an_unload_queues_behind_a_load_that_is_still_being_checked(
+async def test_an_unload_queues_behind_a_load_that_is_still_being_checked(
     model_dir, data_dir, monkeypatch
 ):
     """Both had one number, and no start behind a kill in that moment succeeded."""
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        path = await model.save("a")
+        looked_at, readable = asyncio.Event(), CheckpointCatalog.readable
 
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            path = await model.save("a")
-            looked_at, readable = asyncio.Event(), CheckpointCatalog.readable
+        async def slow(*args: Any) -> Any:
+            await looked_at.wait()
+            return await readable(*args)
 
-            async def slow(*args: Any) -> Any:
-                await looked_at.wait()
-                return await readable(*args)
-
-            monkeypatch.setattr(CheckpointCatalog, "readable", slow)
-            loads = [
-                asyncio.create_task(model.submit(LoadWeights(model.model_id, path), 2))
-                for _ in range(2)
-            ]
-            while not next(iter(server.models.open.values())).intake.arriving:
-                await asyncio.sleep(0)
-            unloading = await server.unload_model(TENANT, model.model_id)
-            await server.reject(TENANT, model.model_id, 2, BadRequest("it is taken"))
-            looked_at.set()
-            first, again = await asyncio.gather(*loads)
-            assert first == again
-            assert isinstance(await client.answer(first), Done)
-            assert isinstance(await client.answer(unloading.request_id), Done)
-            rows = await server.store.read(
-                lambda db: db.execute("SELECT id, seq FROM requests WHERE seq > 1").fetchall()
-            )
-            assert sorted(tuple(row) for row in rows) == [(first, 2), (unloading.request_id, 3)]
-
-    run(scenario())
+        monkeypatch.setattr(CheckpointCatalog, "readable", slow)
+        loads = [
+            asyncio.create_task(model.submit(LoadWeights(model.model_id, path), 2))
+            for _ in range(2)
+        ]
+        while not next(iter(server.models.open.values())).intake.arriving:
+            await asyncio.sleep(0)
+        unloading = await server.unload_model(TENANT, model.model_id)
+        await server.reject(TENANT, model.model_id, 2, BadRequest("it is taken"))
+        looked_at.set()
+        first, again = await asyncio.gather(*loads)
+        assert first == again
+        assert isinstance(await client.answer(first), Done)
+        assert isinstance(await client.answer(unloading.request_id), Done)
+        rows = await server.store.read(
+            lambda db: db.execute("SELECT id, seq FROM requests WHERE seq > 1").fetchall()
+        )
+        assert sorted(tuple(row) for row in rows) == [(first, 2), (unloading.request_id, 3)]
 
 
-def test_an_unreadable_request_uses_up_its_number(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(
-            model_dir, data_dir, ServerSettings(missing_request_timeout=0.2)
-        ) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            with pytest.raises(ValueError, match="reserved for the server"):
-                await model.submit(SaveWeights(model.model_id, "_planish.snapshot.1"))
-            no_token = [
-                Datum(ModelInput.from_ints([2**31]), {"target_tokens": [1], "weights": [1.0]})
-            ]
-            for _ in range(2):
-                with pytest.raises(ValueError, match="token id"):
-                    await model.submit(
-                        ForwardBackward(model.model_id, no_token, "cross_entropy"), 2
-                    )
-            model.seq = 2
-            # The part that is missing fails its step, and nothing waits.
-            answer = await client.answer(await model.submit(adam(model.model_id)))
-            assert isinstance(answer, Failed)
-            assert "rejected" in answer.message
-            assert (await model.step())["adam_step"] == 1
-
-    run(scenario())
+async def test_an_unreadable_request_uses_up_its_number(model_dir, data_dir):
+    async with running(model_dir, data_dir, ServerSettings(missing_request_timeout=0.2)) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        with pytest.raises(ValueError, match="reserved for the server"):
+            await model.submit(SaveWeights(model.model_id, "_planish.snapshot.1"))
+        no_token = [Datum(ModelInput.from_ints([2**31]), {"target_tokens": [1], "weights": [1.0]})]
+        for _ in range(2):
+            with pytest.raises(ValueError, match="token id"):
+                await model.submit(ForwardBackward(model.model_id, no_token, "cross_entropy"), 2)
+        model.seq = 2
+        # The part that is missing fails its step, and nothing waits.
+        answer = await client.answer(await model.submit(adam(model.model_id)))
+        assert isinstance(answer, Failed)
+        assert "rejected" in answer.message
+        assert (await model.step())["adam_step"] == 1
 
 
 def test_an_error_is_sent_with_its_notes():

@@ -223,7 +223,7 @@ def test_a_signal_lets_running_requests_finish(tmp_path: Path, model_dir: Path):
         ).fetchone() == ("done",)
 
 
-def test_a_signal_during_the_start_stops_the_server_gracefully(monkeypatch):
+async def test_a_signal_during_the_start_stops_the_server_gracefully(monkeypatch):
     async def started(server: uvicorn.Server, sockets: object) -> None:
         server.handle_exit(signal.SIGTERM, None)
         server.started = True
@@ -244,11 +244,8 @@ def test_a_signal_during_the_start_stops_the_server_gracefully(monkeypatch):
     server.handle_exit(signal.SIGTERM, None)  # before there is a loop
     server.should_exit = False
 
-    async def scenario() -> None:
-        await server.startup(["socket"])  # pyright: ignore[reportArgumentType]
-        await asyncio.sleep(0)
-
-    asyncio.run(scenario())
+    await server.startup(["socket"])  # pyright: ignore[reportArgumentType]
+    await asyncio.sleep(0)
     assert stopped == [["socket"]]
     assert server.was_ready
     assert app.state.http.stopping.is_set()

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
-from server_client import BASE, RANK, TENANT, Client, adam, gradient, run, running, state
+from server_client import BASE, RANK, TENANT, Client, adam, gradient, running, state
 
 from planish.errors import DamagedFileError
 from planish.server.results import BadRequest, Gone, NotFound
@@ -19,68 +19,62 @@ AT_ONCE = ServerSettings(expiry_delay=1e-3)
 """What has expired is deleted soon after a start."""
 
 
-def test_lists_are_newest_first_and_in_pages(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            first, second = await client.model(user_metadata={"task": "a"}), await client.model()
-            paths = [await first.save(name, user_metadata={"name": name}) for name in "ab"]
-            await first.run(SaveWeightsForSampler(first.model_id, "s", 3600))
-            paths += [f"tinker://{first.model_id}/sampler_weights/s", await second.save("c")]
-            page = await server.list_checkpoints(TENANT)
-            assert [item.tinker_path for item in page.items] == paths[::-1]
-            assert (await server.list_checkpoints(TENANT, first.model_id)).total == 3
-            part = await server.list_checkpoints(TENANT, limit=2, offset=1)
-            assert [item.tinker_path for item in part.items] == paths[2:0:-1]
-            assert (part.total, part.offset, part.limit) == (4, 1, 2)
-            assert page.items[3].user_metadata == {"task": "a", "name": "a"}
-            assert page.items[1].expires_at is not None
-            assert (page.items[3].size_bytes or 0) > 1000
-            runs = await server.training_runs(TENANT, 10, 0)
-            assert [item.training_run_id for item in runs.items] == [
-                second.model_id,
-                first.model_id,
-            ]
-            seen = runs.items[1]
-            assert (seen.base_model, seen.lora_rank, seen.user_metadata) == (
-                BASE,
-                RANK,
-                {"task": "a"},
-            )
-            assert seen.last_checkpoint is not None
-            assert seen.last_checkpoint.tinker_path == paths[1]
-            assert seen.last_sampler_checkpoint is not None
+async def test_lists_are_newest_first_and_in_pages(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        first, second = await client.model(user_metadata={"task": "a"}), await client.model()
+        paths = [await first.save(name, user_metadata={"name": name}) for name in "ab"]
+        await first.run(SaveWeightsForSampler(first.model_id, "s", 3600))
+        paths += [f"tinker://{first.model_id}/sampler_weights/s", await second.save("c")]
+        page = await server.list_checkpoints(TENANT)
+        assert [item.tinker_path for item in page.items] == paths[::-1]
+        assert (await server.list_checkpoints(TENANT, first.model_id)).total == 3
+        part = await server.list_checkpoints(TENANT, limit=2, offset=1)
+        assert [item.tinker_path for item in part.items] == paths[2:0:-1]
+        assert (part.total, part.offset, part.limit) == (4, 1, 2)
+        assert page.items[3].user_metadata == {"task": "a", "name": "a"}
+        assert page.items[1].expires_at is not None
+        assert (page.items[3].size_bytes or 0) > 1000
+        runs = await server.training_runs(TENANT, 10, 0)
+        assert [item.training_run_id for item in runs.items] == [
+            second.model_id,
+            first.model_id,
+        ]
+        seen = runs.items[1]
+        assert (seen.base_model, seen.lora_rank, seen.user_metadata) == (
+            BASE,
+            RANK,
+            {"task": "a"},
+        )
+        assert seen.last_checkpoint is not None
+        assert seen.last_checkpoint.tinker_path == paths[1]
+        assert seen.last_sampler_checkpoint is not None
+        with pytest.raises(NotFound):
+            await server.list_checkpoints(TENANT, "no:train:0")
+
+
+async def test_a_checkpoint_can_be_described_kept_and_deleted(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        model = await (await Client.start(server)).model()
+        path = await model.save("a", ttl_seconds=3600)
+        info = await server.checkpoints.info(TENANT, path)
+        assert (info.base_model, info.lora.rank) == (BASE, RANK)
+        await server.checkpoints.set_ttl(TENANT, path, None)
+        assert (await server.checkpoints.info(TENANT, path)).checkpoint.expires_at is None
+        await server.checkpoints.set_ttl(TENANT, path, 7200)
+        expires = (await server.checkpoints.info(TENANT, path)).checkpoint.expires_at
+        assert expires is not None
+        assert abs(expires.timestamp() - time.time() - 7200) < 30
+        with pytest.raises(ValueError, match="ttl_seconds"):
+            await server.checkpoints.set_ttl(TENANT, path, -1)
+        await server.checkpoints.delete(TENANT, path)
+        for call in (
+            server.checkpoints.delete(TENANT, path),
+            server.checkpoints.info(TENANT, path),
+        ):
             with pytest.raises(NotFound):
-                await server.list_checkpoints(TENANT, "no:train:0")
-
-    run(scenario())
-
-
-def test_a_checkpoint_can_be_described_kept_and_deleted(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            model = await (await Client.start(server)).model()
-            path = await model.save("a", ttl_seconds=3600)
-            info = await server.checkpoints.info(TENANT, path)
-            assert (info.base_model, info.lora.rank) == (BASE, RANK)
-            await server.checkpoints.set_ttl(TENANT, path, None)
-            assert (await server.checkpoints.info(TENANT, path)).checkpoint.expires_at is None
-            await server.checkpoints.set_ttl(TENANT, path, 7200)
-            expires = (await server.checkpoints.info(TENANT, path)).checkpoint.expires_at
-            assert expires is not None
-            assert abs(expires.timestamp() - time.time() - 7200) < 30
-            with pytest.raises(ValueError, match="ttl_seconds"):
-                await server.checkpoints.set_ttl(TENANT, path, -1)
-            await server.checkpoints.delete(TENANT, path)
-            for call in (
-                server.checkpoints.delete(TENANT, path),
-                server.checkpoints.info(TENANT, path),
-            ):
-                with pytest.raises(NotFound):
-                    await call
-            await model.save("a")
-
-    run(scenario())
+                await call
+        await model.save("a")
 
 
 @pytest.mark.parametrize(
@@ -94,365 +88,326 @@ def test_a_checkpoint_can_be_described_kept_and_deleted(model_dir, data_dir):
         "/etc/passwd",
     ],
 )
-def test_invalid_checkpoint_paths_are_rejected(model_dir, data_dir, path):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            with pytest.raises((ValueError, NotFound)):
-                await server.checkpoints.info(TENANT, path)
-            with pytest.raises((ValueError, NotFound)):
-                await server.checkpoints.delete(TENANT, path)
-
-    run(scenario())
-
-
-@pytest.mark.slow
-def test_an_expired_checkpoint_is_not_found(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir, AT_ONCE) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            path = await model.save("a", ttl_seconds=1)
-            kept = await model.save("b")
-            time.sleep(1.1)
-            with pytest.raises(NotFound):
-                await server.checkpoints.info(TENANT, path)
-            assert [item.tinker_path for item in (await server.list_checkpoints(TENANT)).items] == [
-                kept
-            ]
-            await server.cleanup.clean()
-            assert not (data_dir / "checkpoints" / model.model_id / "weights" / "a").exists()
-
-    run(scenario())
-
-
-@pytest.mark.slow
-def test_a_checkpoint_saved_again_while_it_expires_stays(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir, AT_ONCE) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            for name in "ab":
-                await model.save(name, ttl_seconds=1)
-            time.sleep(1.1)
-            delete, deleting, saved = (
-                server.engine.delete_checkpoint,
-                asyncio.Event(),
-                asyncio.Event(),
-            )
-
-            async def slow(path: str) -> None:
-                deleting.set()
-                await saved.wait()
-                await delete(path)
-
-            server.engine.delete_checkpoint = slow
-            cleaning = asyncio.create_task(server.cleanup.clean())
-            await deleting.wait()
-            path = await model.save("b", overwrite=True)
-            # its files are being deleted
-            saving = await model.submit(SaveWeights(model.model_id, "a", overwrite=True))
-            await asyncio.sleep(0.05)
-            saved.set()
-            await client.done(saving)
-            await cleaning
-            for kept in (path, path[:-1] + "a"):
-                assert (await server.checkpoints.info(TENANT, kept)).checkpoint.expires_at is None
-                assert (await server.checkpoints.files(TENANT, kept)).names
-
-    run(scenario())
-
-
-def test_a_damaged_checkpoint_stays_listed_until_restored_or_deleted(model_dir, data_dir, caplog):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            model = await (await Client.start(server)).model()
-            path, other = await model.save("a"), await model.save("b")
-        manifest = data_dir / "checkpoints" / model.model_id / "weights" / "a" / "planish.json"
-        content = manifest.read_bytes()
-        manifest.write_bytes(b"{" + content)
-        async with running(model_dir, data_dir) as server:
-            assert {item.tinker_path for item in (await server.list_checkpoints(TENANT)).items} == {
-                path,
-                other,
-            }
-            with pytest.raises(DamagedFileError, match=r"planish\.json") as refused:
-                await server.checkpoints.info(TENANT, path)
-            assert str(refused.value).startswith(
-                f"checkpoints/{model.model_id}/weights/a/planish.json cannot be used"
-            )
-            await server.checkpoints.delete(TENANT, other)
-        assert f"{path} cannot be read" in caplog.text
-        manifest.write_bytes(content)
-        async with running(model_dir, data_dir) as server:
-            assert (await server.checkpoints.info(TENANT, path)).checkpoint.tinker_path == path
-            manifest.write_bytes(b"")
+async def test_invalid_checkpoint_paths_are_rejected(model_dir, data_dir, path):
+    async with running(model_dir, data_dir) as server:
+        with pytest.raises((ValueError, NotFound)):
+            await server.checkpoints.info(TENANT, path)
+        with pytest.raises((ValueError, NotFound)):
             await server.checkpoints.delete(TENANT, path)
-            assert not (await server.list_checkpoints(TENANT)).items
-
-    run(scenario())
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_does_not_block_expiry_of_others(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir, AT_ONCE) as server:
-            model = await (await Client.start(server)).model()
-            for name in "ab":
-                await model.save(name, ttl_seconds=1)
-            weights = data_dir / "checkpoints" / model.model_id / "weights"
-            (weights / "a" / "planish.json").write_bytes(b"")
-            time.sleep(1.1)
-            await server.cleanup.clean()
-            assert not weights.exists() or not list(weights.iterdir())
-
-    run(scenario())
-
-
-def test_a_copy_belongs_to_a_new_run(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model(user_metadata={"renderer": "x"})
-            await model.step()
-            path = await model.save("a")
-            copy = await server.copy_checkpoint(TENANT, path, client.session_id, 8, None)
-            assert copy == f"tinker://{client.session_id}:train:8/weights/a"
-            assert await server.copy_checkpoint(TENANT, path, client.session_id, 8, None) == copy
-            before = state(data_dir, path)
-            await server.checkpoints.delete(TENANT, path)
-            assert state(data_dir, copy) == before
-            twin = await client.model(base_model=None, from_path=copy, with_optimizer=True)
-            assert (await twin.step())["adam_step"] == 2
-            found = await server.training_run(TENANT, f"{client.session_id}:train:8")
-            assert (found.base_model, found.lora_rank, found.user_metadata) == (
-                BASE,
-                RANK,
-                {"renderer": "x"},
-            )
-            other = await model.save("b")
-            with pytest.raises(ValueError, match="already used by another"):
-                await server.copy_checkpoint(TENANT, other, client.session_id, 8, None)
-            with pytest.raises(ValueError, match="already used by another"):
-                await server.copy_checkpoint(TENANT, other, client.session_id, 0, None)
-
-    run(scenario())
+async def test_an_expired_checkpoint_is_not_found(model_dir, data_dir):
+    async with running(model_dir, data_dir, AT_ONCE) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        path = await model.save("a", ttl_seconds=1)
+        kept = await model.save("b")
+        time.sleep(1.1)
+        with pytest.raises(NotFound):
+            await server.checkpoints.info(TENANT, path)
+        assert [item.tinker_path for item in (await server.list_checkpoints(TENANT)).items] == [
+            kept
+        ]
+        await server.cleanup.clean()
+        assert not (data_dir / "checkpoints" / model.model_id / "weights" / "a").exists()
 
 
-def test_concurrent_copies_into_one_run_do_not_mix(model_dir, data_dir, monkeypatch):
+@pytest.mark.slow
+async def test_a_checkpoint_saved_again_while_it_expires_stays(model_dir, data_dir):
+    async with running(model_dir, data_dir, AT_ONCE) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        for name in "ab":
+            await model.save(name, ttl_seconds=1)
+        time.sleep(1.1)
+        delete, deleting, saved = (
+            server.engine.delete_checkpoint,
+            asyncio.Event(),
+            asyncio.Event(),
+        )
+
+        async def slow(path: str) -> None:
+            deleting.set()
+            await saved.wait()
+            await delete(path)
+
+        server.engine.delete_checkpoint = slow
+        cleaning = asyncio.create_task(server.cleanup.clean())
+        await deleting.wait()
+        path = await model.save("b", overwrite=True)
+        # its files are being deleted
+        saving = await model.submit(SaveWeights(model.model_id, "a", overwrite=True))
+        await asyncio.sleep(0.05)
+        saved.set()
+        await client.done(saving)
+        await cleaning
+        for kept in (path, path[:-1] + "a"):
+            assert (await server.checkpoints.info(TENANT, kept)).checkpoint.expires_at is None
+            assert (await server.checkpoints.files(TENANT, kept)).names
+
+
+async def test_a_damaged_checkpoint_stays_listed_until_restored_or_deleted(
+    model_dir, data_dir, caplog
+):
+    async with running(model_dir, data_dir) as server:
+        model = await (await Client.start(server)).model()
+        path, other = await model.save("a"), await model.save("b")
+    manifest = data_dir / "checkpoints" / model.model_id / "weights" / "a" / "planish.json"
+    content = manifest.read_bytes()
+    manifest.write_bytes(b"{" + content)
+    async with running(model_dir, data_dir) as server:
+        assert {item.tinker_path for item in (await server.list_checkpoints(TENANT)).items} == {
+            path,
+            other,
+        }
+        with pytest.raises(DamagedFileError, match=r"planish\.json") as refused:
+            await server.checkpoints.info(TENANT, path)
+        assert str(refused.value).startswith(
+            f"checkpoints/{model.model_id}/weights/a/planish.json cannot be used"
+        )
+        await server.checkpoints.delete(TENANT, other)
+    assert f"{path} cannot be read" in caplog.text
+    manifest.write_bytes(content)
+    async with running(model_dir, data_dir) as server:
+        assert (await server.checkpoints.info(TENANT, path)).checkpoint.tinker_path == path
+        manifest.write_bytes(b"")
+        await server.checkpoints.delete(TENANT, path)
+        assert not (await server.list_checkpoints(TENANT)).items
+
+
+@pytest.mark.slow
+async def test_a_damaged_checkpoint_does_not_block_expiry_of_others(model_dir, data_dir):
+    async with running(model_dir, data_dir, AT_ONCE) as server:
+        model = await (await Client.start(server)).model()
+        for name in "ab":
+            await model.save(name, ttl_seconds=1)
+        weights = data_dir / "checkpoints" / model.model_id / "weights"
+        (weights / "a" / "planish.json").write_bytes(b"")
+        time.sleep(1.1)
+        await server.cleanup.clean()
+        assert not weights.exists() or not list(weights.iterdir())
+
+
+async def test_a_copy_belongs_to_a_new_run(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model(user_metadata={"renderer": "x"})
+        await model.step()
+        path = await model.save("a")
+        copy = await server.copy_checkpoint(TENANT, path, client.session_id, 8, None)
+        assert copy == f"tinker://{client.session_id}:train:8/weights/a"
+        assert await server.copy_checkpoint(TENANT, path, client.session_id, 8, None) == copy
+        before = state(data_dir, path)
+        await server.checkpoints.delete(TENANT, path)
+        assert state(data_dir, copy) == before
+        twin = await client.model(base_model=None, from_path=copy, with_optimizer=True)
+        assert (await twin.step())["adam_step"] == 2
+        found = await server.training_run(TENANT, f"{client.session_id}:train:8")
+        assert (found.base_model, found.lora_rank, found.user_metadata) == (
+            BASE,
+            RANK,
+            {"renderer": "x"},
+        )
+        other = await model.save("b")
+        with pytest.raises(ValueError, match="already used by another"):
+            await server.copy_checkpoint(TENANT, other, client.session_id, 8, None)
+        with pytest.raises(ValueError, match="already used by another"):
+            await server.copy_checkpoint(TENANT, other, client.session_id, 0, None)
+
+
+async def test_concurrent_copies_into_one_run_do_not_mix(model_dir, data_dir, monkeypatch):
     """One copy wins, and its files, row and run agree. The other copies get an error."""
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        paths = []
+        for number in range(2):
+            model = await client.model(user_metadata={"number": str(number)})
+            for _ in range(number):
+                await model.step()
+            paths.append(await model.save("a"))
+        copy_files, both = server.engine.copy_checkpoint, asyncio.Event()
+        begun, creations = 0, []
+        run_id = f"{client.session_id}:train:8"
+        creation = CreateModel(run_id, BASE, LoraConfig(RANK, 1))
 
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            paths = []
-            for number in range(2):
-                model = await client.model(user_metadata={"number": str(number)})
-                for _ in range(number):
-                    await model.step()
-                paths.append(await model.save("a"))
-            copy_files, both = server.engine.copy_checkpoint, asyncio.Event()
-            begun, creations = 0, []
-            run_id = f"{client.session_id}:train:8"
-            creation = CreateModel(run_id, BASE, LoraConfig(RANK, 1))
+        async def copy_together(*arguments) -> None:
+            """Copy when both copies have begun, or after 0.5 s if the other one cannot."""
+            nonlocal begun
+            begun += 1
+            creations.append(asyncio.create_task(server.create_model(TENANT, creation)))
+            if begun == 2:
+                both.set()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(both.wait(), 0.5)
+            await copy_files(*arguments)
 
-            async def copy_together(*arguments) -> None:
-                """Copy when both copies have begun, or after 0.5 s if the other one cannot."""
-                nonlocal begun
-                begun += 1
-                creations.append(asyncio.create_task(server.create_model(TENANT, creation)))
-                if begun == 2:
-                    both.set()
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(both.wait(), 0.5)
-                await copy_files(*arguments)
-
-            monkeypatch.setattr(server.engine, "copy_checkpoint", copy_together)
-            copy = partial(server.copy_checkpoint, TENANT, ttl_seconds=None)
-            answers = await asyncio.gather(
-                *(copy(path, client.session_id, 8) for path in paths),
-                return_exceptions=True,
-            )
-            with pytest.raises(ValueError, match="already been used"):
-                await creations[0]
-            [number] = [index for index in (0, 1) if isinstance(answers[index], str)]
-            copied = str(answers[number])
-            assert state(data_dir, copied) == state(data_dir, paths[number])
-            assert (await server.training_run(TENANT, run_id)).user_metadata == {
-                "number": str(number)
-            }
-            with pytest.raises(ValueError, match="already used by another"):
-                await server.copy_checkpoint(TENANT, paths[1 - number], client.session_id, 8, None)
-
-    run(scenario())
+        monkeypatch.setattr(server.engine, "copy_checkpoint", copy_together)
+        copy = partial(server.copy_checkpoint, TENANT, ttl_seconds=None)
+        answers = await asyncio.gather(
+            *(copy(path, client.session_id, 8) for path in paths),
+            return_exceptions=True,
+        )
+        with pytest.raises(ValueError, match="already been used"):
+            await creations[0]
+        [number] = [index for index in (0, 1) if isinstance(answers[index], str)]
+        copied = str(answers[number])
+        assert state(data_dir, copied) == state(data_dir, paths[number])
+        assert (await server.training_run(TENANT, run_id)).user_metadata == {"number": str(number)}
+        with pytest.raises(ValueError, match="already used by another"):
+            await server.copy_checkpoint(TENANT, paths[1 - number], client.session_id, 8, None)
 
 
-def test_a_copy_that_nobody_waits_for_is_finished_before_the_next(model_dir, data_dir, monkeypatch):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            first, second = await client.model(), await client.model()
-            await second.step()
-            paths = [await model.save("a") for model in (first, second)]
-            copy_files, begun = server.engine.copy_checkpoint, asyncio.Event()
+async def test_a_copy_that_nobody_waits_for_is_finished_before_the_next(
+    model_dir, data_dir, monkeypatch
+):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        first, second = await client.model(), await client.model()
+        await second.step()
+        paths = [await model.save("a") for model in (first, second)]
+        copy_files, begun = server.engine.copy_checkpoint, asyncio.Event()
 
-            async def copy_slowly(*arguments) -> None:
-                begun.set()
-                await asyncio.sleep(0.2)
-                await copy_files(*arguments)
+        async def copy_slowly(*arguments) -> None:
+            begun.set()
+            await asyncio.sleep(0.2)
+            await copy_files(*arguments)
 
-            monkeypatch.setattr(server.engine, "copy_checkpoint", copy_slowly)
-            left = asyncio.create_task(
-                server.copy_checkpoint(TENANT, paths[0], client.session_id, 8, None)
-            )
-            await begun.wait()
-            left.cancel()
-            with pytest.raises(ValueError, match="already used by another"):
-                await server.copy_checkpoint(TENANT, paths[1], client.session_id, 8, None)
-            copied = f"tinker://{client.session_id}:train:8/weights/a"
-            assert state(data_dir, copied) == state(data_dir, paths[0])
-
-    run(scenario())
+        monkeypatch.setattr(server.engine, "copy_checkpoint", copy_slowly)
+        left = asyncio.create_task(
+            server.copy_checkpoint(TENANT, paths[0], client.session_id, 8, None)
+        )
+        await begun.wait()
+        left.cancel()
+        with pytest.raises(ValueError, match="already used by another"):
+            await server.copy_checkpoint(TENANT, paths[1], client.session_id, 8, None)
+        copied = f"tinker://{client.session_id}:train:8/weights/a"
+        assert state(data_dir, copied) == state(data_dir, paths[0])
 
 
-def test_a_download_token_opens_one_checkpoint_for_a_while(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            model = await (await Client.start(server)).model()
-            path = await model.save("a")
-            token = server.checkpoints.token(TENANT, path, 60)
-            tenant, files = await server.checkpoints.files_of_token(token)
-            assert tenant == TENANT
-            assert {"adapter_model.safetensors", "adapter_config.json"} <= set(files.names)
-            assert all(file.is_file() for file in files.paths.values())
-            old = server.checkpoints.token(TENANT, path, -1)
-            for false in (
-                old,
-                token[:-1],
-                token + "0",
-                "",
-                "a.b",
-                token.replace(".", ""),
-                "\udc80",
-            ):
-                with pytest.raises(NotFound):
-                    await server.checkpoints.files_of_token(false)
-            await server.checkpoints.delete(TENANT, path)
+async def test_a_download_token_opens_one_checkpoint_for_a_while(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        model = await (await Client.start(server)).model()
+        path = await model.save("a")
+        token = server.checkpoints.token(TENANT, path, 60)
+        tenant, files = await server.checkpoints.files_of_token(token)
+        assert tenant == TENANT
+        assert {"adapter_model.safetensors", "adapter_config.json"} <= set(files.names)
+        assert all(file.is_file() for file in files.paths.values())
+        old = server.checkpoints.token(TENANT, path, -1)
+        for false in (
+            old,
+            token[:-1],
+            token + "0",
+            "",
+            "a.b",
+            token.replace(".", ""),
+            "\udc80",
+        ):
             with pytest.raises(NotFound):
-                await server.checkpoints.files_of_token(token)
+                await server.checkpoints.files_of_token(false)
+        await server.checkpoints.delete(TENANT, path)
+        with pytest.raises(NotFound):
+            await server.checkpoints.files_of_token(token)
 
-    run(scenario())
 
-
-def test_ending_a_session_removes_everything_but_named_checkpoints(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client, other = await Client.start(server), await Client.start(server)
-            model = await client.model()
-            await model.step()
-            path, sampler = await model.save("a"), await model.publish()
-            record = await server.sessions.record(TENANT, client.session_id)
-            assert (record.training_run_ids, record.sampler_ids) == ([model.model_id], [sampler])
-            assert record.ended is None
-            last = [
-                await model.submit(op) for op in (gradient(model.model_id, 9), adam(model.model_id))
-            ]
-            await server.sessions.finish(TENANT, client.session_id, "success", None)
-            await server.sessions.finish(TENANT, client.session_id, "success", None)
-            await server.sessions.cleared()
-            for request_id in last:
-                assert (await client.done(request_id)) is not None
-            for call in (
-                server.sessions.touch(TENANT, client.session_id),
-                client.sample(sampler),
-                client.model(),
-                model.publish(),
-            ):
-                with pytest.raises(Gone):
-                    await call
-            assert (await server.sessions.record(TENANT, client.session_id)).ended is not None
-            assert [item.tinker_path for item in (await server.list_checkpoints(TENANT)).items] == [
-                path
-            ]
-            left = {file.name for file in (data_dir / "checkpoints").glob("*/*/*")}
-            assert left == {"a"}
-            assert server.adapter_cache.loaded() == []
-            await server.sessions.touch(TENANT, other.session_id)
-            assert (await server.sessions.page(TENANT, 10, 0)).items == [
-                other.session_id,
-                client.session_id,
-            ]
-            with pytest.raises(NotFound):
-                await server.sessions.record(TENANT, "nothing")
-
-    run(scenario())
+async def test_ending_a_session_removes_everything_but_named_checkpoints(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        client, other = await Client.start(server), await Client.start(server)
+        model = await client.model()
+        await model.step()
+        path, sampler = await model.save("a"), await model.publish()
+        record = await server.sessions.record(TENANT, client.session_id)
+        assert (record.training_run_ids, record.sampler_ids) == ([model.model_id], [sampler])
+        assert record.ended is None
+        last = [
+            await model.submit(op) for op in (gradient(model.model_id, 9), adam(model.model_id))
+        ]
+        await server.sessions.finish(TENANT, client.session_id, "success", None)
+        await server.sessions.finish(TENANT, client.session_id, "success", None)
+        await server.sessions.cleared()
+        for request_id in last:
+            assert (await client.done(request_id)) is not None
+        for call in (
+            server.sessions.touch(TENANT, client.session_id),
+            client.sample(sampler),
+            client.model(),
+            model.publish(),
+        ):
+            with pytest.raises(Gone):
+                await call
+        assert (await server.sessions.record(TENANT, client.session_id)).ended is not None
+        assert [item.tinker_path for item in (await server.list_checkpoints(TENANT)).items] == [
+            path
+        ]
+        left = {file.name for file in (data_dir / "checkpoints").glob("*/*/*")}
+        assert left == {"a"}
+        assert server.adapter_cache.loaded() == []
+        await server.sessions.touch(TENANT, other.session_id)
+        assert (await server.sessions.page(TENANT, 10, 0)).items == [
+            other.session_id,
+            client.session_id,
+        ]
+        with pytest.raises(NotFound):
+            await server.sessions.record(TENANT, "nothing")
 
 
 @pytest.mark.slow
-def test_a_session_without_heartbeats_ends(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir, ServerSettings(session_timeout=0.5)) as server:
-            silent, heard = await Client.start(server), await Client.start(server)
-            time.sleep(0.6)
-            await server.sessions.touch(TENANT, heard.session_id)
-            await server.cleanup.clean()
-            with pytest.raises(Gone, match="has sent nothing for too long"):
-                await server.sessions.touch(TENANT, silent.session_id)
-            await server.sessions.touch(TENANT, heard.session_id)
-
-    run(scenario())
+async def test_a_session_without_heartbeats_ends(model_dir, data_dir):
+    async with running(model_dir, data_dir, ServerSettings(session_timeout=0.5)) as server:
+        silent, heard = await Client.start(server), await Client.start(server)
+        time.sleep(0.6)
+        await server.sessions.touch(TENANT, heard.session_id)
+        await server.cleanup.clean()
+        with pytest.raises(Gone, match="has sent nothing for too long"):
+            await server.sessions.touch(TENANT, silent.session_id)
+        await server.sessions.touch(TENANT, heard.session_id)
 
 
-def test_sessions_have_time_to_return_after_the_server_was_suspended(
+async def test_sessions_have_time_to_return_after_the_server_was_suspended(
     model_dir, data_dir, monkeypatch
 ):
     """The server, or its whole machine, was stopped for days."""
     now, waited = time.time(), 0.0
     monkeypatch.setattr("planish.server.sessions.time.time", lambda: now + waited)
 
-    async def scenario() -> None:
-        nonlocal waited
-        async with running(model_dir, data_dir) as server:
-            silent, heard = await Client.start(server), await Client.start(server)
-            waited = 3 * 86400.0
+    async with running(model_dir, data_dir) as server:
+        silent, heard = await Client.start(server), await Client.start(server)
+        waited = 3 * 86400.0
+        await server.cleanup.clean()
+        await server.sessions.touch(TENANT, heard.session_id)
+        for _ in range(7):
+            waited += 100
             await server.cleanup.clean()
-            await server.sessions.touch(TENANT, heard.session_id)
-            for _ in range(7):
-                waited += 100
-                await server.cleanup.clean()
-            with pytest.raises(Gone, match="has sent nothing for too long"):
-                await server.sessions.touch(TENANT, silent.session_id)
-            await server.sessions.touch(TENANT, heard.session_id)
-
-    run(scenario())
+        with pytest.raises(Gone, match="has sent nothing for too long"):
+            await server.sessions.touch(TENANT, silent.session_id)
+        await server.sessions.touch(TENANT, heard.session_id)
 
 
 @pytest.mark.slow
-def test_results_expire_and_published_samplers_use_bounded_space(model_dir, data_dir):
-    async def scenario() -> None:
-        settings = ServerSettings(
-            result_retention=0.3,
-            unnamed_sampler_bytes=100_000,
-            result_memory_bytes=1,
-            expiry_delay=1e-3,
-        )
-        async with running(model_dir, data_dir, settings) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            samplers = [await model.publish() for _ in range(4)]
-            await client.sample(samplers[0], 0)
-            request = f"{model.model_id}:1"
+async def test_results_expire_and_published_samplers_use_bounded_space(model_dir, data_dir):
+    settings = ServerSettings(
+        result_retention=0.3,
+        unnamed_sampler_bytes=100_000,
+        result_memory_bytes=1,
+        expiry_delay=1e-3,
+    )
+    async with running(model_dir, data_dir, settings) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        samplers = [await model.publish() for _ in range(4)]
+        await client.sample(samplers[0], 0)
+        request = f"{model.model_id}:1"
+        await client.answer(request)
+        await model.save("wait")  # behind the writing of the samplers
+        time.sleep(0.4)
+        await server.cleanup.clean()
+        with pytest.raises(Gone):
             await client.answer(request)
-            await model.save("wait")  # behind the writing of the samplers
-            time.sleep(0.4)
-            await server.cleanup.clean()
-            with pytest.raises(Gone):
-                await client.answer(request)
-            with pytest.raises(Gone):
-                await client.answer(f"{samplers[0]}:0")
-            await client.sample(samplers[0], 1)  # it was used last
-            with pytest.raises(Gone, match="save weights under a name"):
-                await client.sample(samplers[1], 0)
-            with pytest.raises(BadRequest):
-                await model.submit(SaveWeightsForSampler(model.model_id, "x"), 1)
-
-    run(scenario())
+        with pytest.raises(Gone):
+            await client.answer(f"{samplers[0]}:0")
+        await client.sample(samplers[0], 1)  # it was used last
+        with pytest.raises(Gone, match="save weights under a name"):
+            await client.sample(samplers[1], 0)
+        with pytest.raises(BadRequest):
+            await model.submit(SaveWeightsForSampler(model.model_id, "x"), 1)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from older_databases import downgrade_to_3
-from server_client import run
 
 from planish.errors import DamagedFileError, StorageError, UserError
 from planish.server.durable.journal import row
@@ -45,198 +44,168 @@ def journal(name: str, body: bytes):
     return change
 
 
-def test_writes_survive_closing(tmp_path):
-    async def scenario() -> None:
-        store = Store(tmp_path)
-        assert await store.write(put("a")) == 1
-        assert await store.read(keys) == {"a"}
-        store.close()
-        again = Store(tmp_path)
-        assert await again.read(keys) == {"a"}
-        again.close()
-
-    run(scenario())
+async def test_writes_survive_closing(tmp_path):
+    store = Store(tmp_path)
+    assert await store.write(put("a")) == 1
+    assert await store.read(keys) == {"a"}
+    store.close()
+    again = Store(tmp_path)
+    assert await again.read(keys) == {"a"}
+    again.close()
 
 
-def test_a_failing_change_is_rolled_back_alone(tmp_path):
-    async def scenario() -> None:
-        store = Store(tmp_path)
+async def test_a_failing_change_is_rolled_back_alone(tmp_path):
+    store = Store(tmp_path)
 
-        def half(transaction: Transaction) -> None:
-            put("half")(transaction)
-            transaction.store(LARGE)
-            raise ValueError("no")
+    def half(transaction: Transaction) -> None:
+        put("half")(transaction)
+        transaction.store(LARGE)
+        raise ValueError("no")
 
-        outcomes = await asyncio.gather(
-            store.write(put("a")), store.write(half), store.write(put("b")), return_exceptions=True
-        )
-        assert [type(outcome) for outcome in outcomes] == [int, ValueError, int]
-        assert await store.read(keys) == {"a", "b"}
-        assert files(tmp_path) == []
-        store.close()
-
-    run(scenario())
+    outcomes = await asyncio.gather(
+        store.write(put("a")), store.write(half), store.write(put("b")), return_exceptions=True
+    )
+    assert [type(outcome) for outcome in outcomes] == [int, ValueError, int]
+    assert await store.read(keys) == {"a", "b"}
+    assert files(tmp_path) == []
+    store.close()
 
 
-def test_many_changes_share_a_transaction(tmp_path, monkeypatch):
-    async def scenario() -> None:
-        store = Store(tmp_path)
-        held = threading.Event()
-        first = asyncio.ensure_future(store.write(lambda _: held.wait()))
-        commits = []
-        monkeypatch.setattr(
-            "planish.server.durable.store.crash_point", lambda name: commits.append(name)
-        )
-        rest = [asyncio.ensure_future(store.write(put(str(index)))) for index in range(200)]
-        await asyncio.sleep(0.01)
-        held.set()
-        await asyncio.gather(first, *rest)
-        assert commits.count("after commit") <= 2
-        store.close()
-
-    run(scenario())
+async def test_many_changes_share_a_transaction(tmp_path, monkeypatch):
+    store = Store(tmp_path)
+    held = threading.Event()
+    first = asyncio.ensure_future(store.write(lambda _: held.wait()))
+    commits = []
+    monkeypatch.setattr(
+        "planish.server.durable.store.crash_point", lambda name: commits.append(name)
+    )
+    rest = [asyncio.ensure_future(store.write(put(str(index)))) for index in range(200)]
+    await asyncio.sleep(0.01)
+    held.set()
+    await asyncio.gather(first, *rest)
+    assert commits.count("after commit") <= 2
+    store.close()
 
 
-def test_large_bodies_are_files_that_come_and_go_with_their_rows(tmp_path):
-    async def scenario() -> None:
-        store = Store(tmp_path)
-        await store.write(journal("small", b"small"))
-        await store.write(journal("large", LARGE))
-        (file,) = files(tmp_path)
-        assert (tmp_path / BODIES / file).read_bytes() == LARGE
+async def test_large_bodies_are_files_that_come_and_go_with_their_rows(tmp_path):
+    store = Store(tmp_path)
+    await store.write(journal("small", b"small"))
+    await store.write(journal("large", LARGE))
+    (file,) = files(tmp_path)
+    assert (tmp_path / BODIES / file).read_bytes() == LARGE
 
-        def drop(transaction: Transaction) -> None:
-            transaction.drop(file)
-            transaction.execute("UPDATE requests SET body_file = NULL WHERE id = 'large'")
+    def drop(transaction: Transaction) -> None:
+        transaction.drop(file)
+        transaction.execute("UPDATE requests SET body_file = NULL WHERE id = 'large'")
 
-        await store.write(drop)
-        assert files(tmp_path) == []
-        store.close()
-
-    run(scenario())
+    await store.write(drop)
+    assert files(tmp_path) == []
+    store.close()
 
 
-def test_orphaned_files_are_removed_at_the_next_start(tmp_path):
-    async def scenario() -> None:
-        store = Store(tmp_path)
-        await store.write(journal("large", LARGE))
-        store.close()
-        (tmp_path / BODIES / "left").write_bytes(b"by a kill")
-        again = Store(tmp_path)
-        assert len(files(tmp_path)) == 1
-        assert "left" not in files(tmp_path)
-        again.close()
-
-    run(scenario())
+async def test_orphaned_files_are_removed_at_the_next_start(tmp_path):
+    store = Store(tmp_path)
+    await store.write(journal("large", LARGE))
+    store.close()
+    (tmp_path / BODIES / "left").write_bytes(b"by a kill")
+    again = Store(tmp_path)
+    assert len(files(tmp_path)) == 1
+    assert "left" not in files(tmp_path)
+    again.close()
 
 
 @pytest.mark.slow
-def test_a_full_disk_fails_writes_and_retries_keeps(tmp_path, monkeypatch):
-    async def scenario() -> None:
-        store = Store(tmp_path)
-        full = True
+async def test_a_full_disk_fails_writes_and_retries_keeps(tmp_path, monkeypatch):
+    store = Store(tmp_path)
+    full = True
 
-        def refuse(name: str) -> None:
-            if full and name == "before commit":
-                raise OSError(28, "No space left on device")
+    def refuse(name: str) -> None:
+        if full and name == "before commit":
+            raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("planish.server.durable.store.crash_point", refuse)
-        kept = [store.keep(put("kept")), store.keep(put("kept too"))]
-        with pytest.raises(StorageError, match="disk is full") as refused:
-            await store.write(journal("large", LARGE))
-        assert str(tmp_path) not in str(refused.value)  # a client reads it
-        assert store.is_refused
-        assert files(tmp_path) == []
-        assert not any(future.done() for future in kept)
-        full = False
-        await asyncio.gather(*kept)
-        assert not store.is_refused
-        await store.write(put("new"))
-        assert await store.read(keys) == {"kept", "kept too", "new"}
-        store.close()
-
-    run(scenario())
+    monkeypatch.setattr("planish.server.durable.store.crash_point", refuse)
+    kept = [store.keep(put("kept")), store.keep(put("kept too"))]
+    with pytest.raises(StorageError, match="disk is full") as refused:
+        await store.write(journal("large", LARGE))
+    assert str(tmp_path) not in str(refused.value)  # a client reads it
+    assert store.is_refused
+    assert files(tmp_path) == []
+    assert not any(future.done() for future in kept)
+    full = False
+    await asyncio.gather(*kept)
+    assert not store.is_refused
+    await store.write(put("new"))
+    assert await store.read(keys) == {"kept", "kept too", "new"}
+    store.close()
 
 
-def test_changes_that_run_out_of_memory_are_repeated_in_their_order(tmp_path, monkeypatch):
+async def test_changes_that_run_out_of_memory_are_repeated_in_their_order(tmp_path, monkeypatch):
     monkeypatch.setattr("planish.server.durable.store._RETRY_SECONDS", 0.01)
 
-    async def scenario() -> None:
-        store = Store(tmp_path)
-        tries = 0
+    store = Store(tmp_path)
+    tries = 0
 
-        def needs_memory(transaction: Transaction) -> None:
-            nonlocal tries
-            tries += 1
-            if tries < 4:
-                raise MemoryError
-            put("first")(transaction)
+    def needs_memory(transaction: Transaction) -> None:
+        nonlocal tries
+        tries += 1
+        if tries < 4:
+            raise MemoryError
+        put("first")(transaction)
 
-        def is_second(transaction: Transaction) -> None:
-            found = transaction.execute("SELECT key FROM meta").fetchall()
-            assert [row[0] for row in found] == ["first"]
-            put("second")(transaction)
+    def is_second(transaction: Transaction) -> None:
+        found = transaction.execute("SELECT key FROM meta").fetchall()
+        assert [row[0] for row in found] == ["first"]
+        put("second")(transaction)
 
-        kept = [store.keep(needs_memory), store.keep(is_second)]
-        await asyncio.gather(*kept)
-        tries = 0
-        with pytest.raises(StorageError, match="out of memory"):
-            await store.write(needs_memory)
-        await store.write(put("third"))
-        assert await store.read(keys) == {"first", "second", "third"}
-        store.close()
-
-    run(scenario())
+    kept = [store.keep(needs_memory), store.keep(is_second)]
+    await asyncio.gather(*kept)
+    tries = 0
+    with pytest.raises(StorageError, match="out of memory"):
+        await store.write(needs_memory)
+    await store.write(put("third"))
+    assert await store.read(keys) == {"first", "second", "third"}
+    store.close()
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError()])
-def test_a_read_that_the_machine_refuses_raises_storage_error(tmp_path, error):
+async def test_a_read_that_the_machine_refuses_raises_storage_error(tmp_path, error):
     def refused(connection: object) -> None:
         raise error
 
-    async def scenario() -> None:
-        store = Store(tmp_path)
-        with pytest.raises(StorageError, match="disk is full or cannot|out of memory"):
-            await store.read(refused)
-        store.close()
-
-    run(scenario())
+    store = Store(tmp_path)
+    with pytest.raises(StorageError, match="disk is full or cannot|out of memory"):
+        await store.read(refused)
+    store.close()
 
 
 @pytest.mark.slow
-def test_an_unwritable_disk_rejects_writes_until_it_recovers(tmp_path, caplog):
-    async def scenario() -> None:
-        store = Store(tmp_path)
-        # as on a file system that became read-only
-        store._connection.execute("PRAGMA query_only = 1")
-        with pytest.raises(StorageError, match="disk is full or cannot"):
-            await store.write(put("a"))
-        await asyncio.sleep(1.5)
-        assert store.is_refused
-        store._connection.execute("PRAGMA query_only = 0")
-        await store.keep(put("b"))
-        assert not store.is_refused
-        assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
-        assert await store.read(keys) == {"b"}
-        store.close()
-
-    run(scenario())
+async def test_an_unwritable_disk_rejects_writes_until_it_recovers(tmp_path, caplog):
+    store = Store(tmp_path)
+    # as on a file system that became read-only
+    store._connection.execute("PRAGMA query_only = 1")
+    with pytest.raises(StorageError, match="disk is full or cannot"):
+        await store.write(put("a"))
+    await asyncio.sleep(1.5)
+    assert store.is_refused
+    store._connection.execute("PRAGMA query_only = 0")
+    await store.keep(put("b"))
+    assert not store.is_refused
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+    assert await store.read(keys) == {"b"}
+    store.close()
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are not told here")
-def test_statement_journals_are_kept_in_memory(tmp_path):
+async def test_statement_journals_are_kept_in_memory(tmp_path):
     def change(transaction: Transaction) -> list[str]:
         transaction.execute("UPDATE meta SET value = zeroblob(1000)")
         return [file for file in map(os.readlink, _open_files()) if "etilqs" in file]
 
-    async def scenario() -> None:
-        store = Store(tmp_path)
-        for index in range(300):
-            await store.write(put(str(index), bytes(2000)))
-        assert await store.write(change) == []
-        store.close()
-
-    run(scenario())
+    store = Store(tmp_path)
+    for index in range(300):
+        await store.write(put(str(index), bytes(2000)))
+    assert await store.write(change) == []
+    store.close()
 
 
 def _open_files() -> list[str]:
@@ -252,66 +221,56 @@ def _is_link(number: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_disk_error_is_cleared_by_the_next_successful_write(tmp_path, monkeypatch):
-    async def scenario() -> None:
-        store = Store(tmp_path)
-        full = True
+async def test_a_disk_error_is_cleared_by_the_next_successful_write(tmp_path, monkeypatch):
+    store = Store(tmp_path)
+    full = True
 
-        def refuse(name: str) -> None:
-            if full and name == "before commit":
-                raise OSError(28, "No space left on device")
+    def refuse(name: str) -> None:
+        if full and name == "before commit":
+            raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("planish.server.durable.store.crash_point", refuse)
-        with pytest.raises(StorageError):
-            await store.write(put("refused"))
-        assert store.is_refused
-        full = False
-        while store.is_refused:  # though nobody writes
-            await asyncio.sleep(0.02)
-        store.close()
-
-    run(scenario())
+    monkeypatch.setattr("planish.server.durable.store.crash_point", refuse)
+    with pytest.raises(StorageError):
+        await store.write(put("refused"))
+    assert store.is_refused
+    full = False
+    while store.is_refused:  # though nobody writes
+        await asyncio.sleep(0.02)
+    store.close()
 
 
 @pytest.mark.slow
-def test_a_real_full_disk_raises_storage_error(tmp_path):
+async def test_a_real_full_disk_raises_storage_error(tmp_path):
     """SQLite itself says that there is no more room."""
+    store = Store(tmp_path)
+    await store.write(put("before"))
 
-    async def scenario() -> None:
-        store = Store(tmp_path)
-        await store.write(put("before"))
+    def shrink(transaction: Transaction) -> None:
+        pages = transaction.execute("PRAGMA page_count").fetchone()[0]
+        transaction.execute(f"PRAGMA max_page_count = {pages + 2}").fetchone()
 
-        def shrink(transaction: Transaction) -> None:
-            pages = transaction.execute("PRAGMA page_count").fetchone()[0]
-            transaction.execute(f"PRAGMA max_page_count = {pages + 2}").fetchone()
+    await store.write(shrink)
+    kept = store.keep(put("kept", bytes(200_000)))
+    with pytest.raises(StorageError):
+        await store.write(put("refused", bytes(200_000)))
+    assert await store.read(keys) == {"before"}
+    store._connection.execute("PRAGMA max_page_count = 1000000")
+    await kept
+    assert await store.read(keys) == {"before", "kept"}
+    store.close()
 
-        await store.write(shrink)
-        kept = store.keep(put("kept", bytes(200_000)))
-        with pytest.raises(StorageError):
-            await store.write(put("refused", bytes(200_000)))
-        assert await store.read(keys) == {"before"}
-        store._connection.execute("PRAGMA max_page_count = 1000000")
+
+async def test_writes_that_wait_for_a_full_disk_fail_at_close(tmp_path, monkeypatch):
+    store = Store(tmp_path)
+
+    def refuse(name: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("planish.server.durable.store.crash_point", refuse)
+    kept = store.keep(put("kept"))
+    await asyncio.to_thread(store.close)
+    with pytest.raises(StorageError):
         await kept
-        assert await store.read(keys) == {"before", "kept"}
-        store.close()
-
-    run(scenario())
-
-
-def test_writes_that_wait_for_a_full_disk_fail_at_close(tmp_path, monkeypatch):
-    async def scenario() -> None:
-        store = Store(tmp_path)
-
-        def refuse(name: str) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr("planish.server.durable.store.crash_point", refuse)
-        kept = store.keep(put("kept"))
-        await asyncio.to_thread(store.close)
-        with pytest.raises(StorageError):
-            await kept
-
-    run(scenario())
 
 
 def test_two_servers_cannot_use_one_directory(tmp_path):
@@ -345,27 +304,24 @@ def test_a_database_of_a_newer_version_is_rejected_unchanged(tmp_path):
     Store(tmp_path).close()
 
 
-def test_a_journal_of_an_earlier_version_is_read(tmp_path):
-    async def scenario() -> None:
-        old = Store(tmp_path)
-        await old.write(journal("a", b"body"))
-        await old.write(
-            lambda transaction: transaction.execute("ALTER TABLE requests DROP COLUMN error_class")
-        )
-        await old.write(lambda transaction: transaction.execute("DROP TABLE under_way"))
-        old.close()
-        downgrade_to_3(tmp_path)
-        connection = sqlite3.connect(tmp_path / DATABASE)
-        connection.execute("PRAGMA user_version = 1")
-        connection.close()
-        for _ in range(2):
-            store = Store(tmp_path)
-            found = await store.read(lambda connection: row(connection, "a"))
-            assert found is not None
-            assert (found.kind, found.error_class) == ("k", None)
-            store.close()
-
-    run(scenario())
+async def test_a_journal_of_an_earlier_version_is_read(tmp_path):
+    old = Store(tmp_path)
+    await old.write(journal("a", b"body"))
+    await old.write(
+        lambda transaction: transaction.execute("ALTER TABLE requests DROP COLUMN error_class")
+    )
+    await old.write(lambda transaction: transaction.execute("DROP TABLE under_way"))
+    old.close()
+    downgrade_to_3(tmp_path)
+    connection = sqlite3.connect(tmp_path / DATABASE)
+    connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    for _ in range(2):
+        store = Store(tmp_path)
+        found = await store.read(lambda connection: row(connection, "a"))
+        assert found is not None
+        assert (found.kind, found.error_class) == ("k", None)
+        store.close()
 
 
 def test_an_impossible_directory_is_named_in_the_error(tmp_path):
@@ -391,7 +347,7 @@ def test_a_missing_database_beside_other_files_is_not_recreated(tmp_path, left, 
 
 
 @pytest.mark.parametrize("table", ["sqlite_schema", "requests", "meta"])
-def test_a_damaged_database_is_named_in_the_error(tmp_path, table, caplog):
+async def test_a_damaged_database_is_named_in_the_error(tmp_path, table, caplog):
     Store(tmp_path).close()
     connection = sqlite3.connect(tmp_path / DATABASE)
     found = connection.execute(
@@ -403,58 +359,47 @@ def test_a_damaged_database_is_named_in_the_error(tmp_path, table, caplog):
     content[begin : begin + 200] = bytes(200)
     (tmp_path / DATABASE).write_bytes(content)
 
-    async def scenario() -> None:
-        if table == "meta":  # which a start does not read
-            store = Store(tmp_path)
-            with pytest.raises(StorageError, match="database is damaged"):
-                await store.read(
-                    lambda connection: connection.execute("SELECT * FROM meta").fetchall()
-                )
-            with pytest.raises(StorageError, match="database is damaged"):
-                await store.write(put("a"))
-            store.close()
-            assert [
-                f"data_dir={tmp_path}: server.db is damaged" in text for text in caplog.messages[:2]
-            ] == [
-                True,
-                True,
-            ]
-        else:
-            with pytest.raises(DamagedFileError, match=r"server\.db is damaged"):
-                Store(tmp_path)
-
-    run(scenario())
+    if table == "meta":  # which a start does not read
+        store = Store(tmp_path)
+        with pytest.raises(StorageError, match="database is damaged"):
+            await store.read(lambda connection: connection.execute("SELECT * FROM meta").fetchall())
+        with pytest.raises(StorageError, match="database is damaged"):
+            await store.write(put("a"))
+        store.close()
+        assert [
+            f"data_dir={tmp_path}: server.db is damaged" in text for text in caplog.messages[:2]
+        ] == [
+            True,
+            True,
+        ]
+    else:
+        with pytest.raises(DamagedFileError, match=r"server\.db is damaged"):
+            Store(tmp_path)
 
 
-def test_a_failing_disk_is_logged_once(tmp_path, monkeypatch, caplog):
+async def test_a_failing_disk_is_logged_once(tmp_path, monkeypatch, caplog):
     def refuse(name: str) -> None:
         raise OSError(28, "No space left on device")
 
-    async def scenario() -> None:
-        store = Store(tmp_path)
-        monkeypatch.setattr("planish.server.durable.store.crash_point", refuse)
-        for key in "ab":
-            with pytest.raises(StorageError):
-                await store.write(put(key))
-        monkeypatch.undo()
-        await store.keep(put("c"))
-        store.close()
-
-    run(scenario())
+    store = Store(tmp_path)
+    monkeypatch.setattr("planish.server.durable.store.crash_point", refuse)
+    for key in "ab":
+        with pytest.raises(StorageError):
+            await store.write(put(key))
+    monkeypatch.undo()
+    await store.keep(put("c"))
+    store.close()
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
     assert "No space left" in caplog.text
 
 
-def test_free_pages_return_to_the_disk(tmp_path):
-    async def scenario() -> None:
-        store = Store(tmp_path)
-        await store.write(put("a", bytes(5_000_000)))
-        await store.write(lambda transaction: transaction.execute("DELETE FROM meta"))
-        await store.write(lambda transaction: transaction.reclaim(10_000))
-        pages = await store.read(
-            lambda connection: connection.execute("PRAGMA page_count").fetchone()[0]
-        )
-        assert pages < 50
-        store.close()
-
-    run(scenario())
+async def test_free_pages_return_to_the_disk(tmp_path):
+    store = Store(tmp_path)
+    await store.write(put("a", bytes(5_000_000)))
+    await store.write(lambda transaction: transaction.execute("DELETE FROM meta"))
+    await store.write(lambda transaction: transaction.reclaim(10_000))
+    pages = await store.read(
+        lambda connection: connection.execute("PRAGMA page_count").fetchone()[0]
+    )
+    assert pages < 50
+    store.close()

@@ -18,160 +18,144 @@ async def two(server) -> tuple[Client, Client]:
     return anna, ben
 
 
-def test_no_object_of_another_tenant_is_found(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            anna, ben = await two(server)
-            model = await anna.model()
-            await model.step()
-            path, sampler = await model.save("a"), await model.publish()
-            request_id = f"{model.model_id}:1"
-            await anna.sample(sampler)
-            run_id = model.model_id
-            theirs = [
-                server.sessions.touch(ben.tenant, anna.session_id),
-                server.sessions.finish(ben.tenant, anna.session_id, "success", None),
-                server.sessions.record(ben.tenant, anna.session_id),
-                server.create_model(ben.tenant, CreateModel(f"{anna.session_id}:train:5", "tiny")),
-                server.create_model(
-                    ben.tenant, CreateModel(f"{ben.session_id}:train:5", from_path=path)
-                ),
-                submit_training(server, ben.tenant, 5, adam(run_id)),
-                server.unload_model(ben.tenant, run_id),
-                server.samplers.create(
-                    ben.tenant, CreateSampler(f"{anna.session_id}:sample:5", "tiny")
-                ),
-                server.samplers.create(
-                    ben.tenant, CreateSampler(f"{ben.session_id}:sample:5", None, path)
-                ),
-                server.samplers.submit(ben.tenant, 5, sample(sampler)),
-                server.request_log.outcome(ben.tenant, request_id, 0),
-                server.request_log.outcome(ben.tenant, f"{sampler}:0", 0),
-                server.model_info(ben.tenant, run_id),
-                server.samplers.info(ben.tenant, sampler),
-                server.training_run(ben.tenant, run_id),
-                server.list_checkpoints(ben.tenant, run_id),
-                server.checkpoints.info(ben.tenant, path),
-                server.checkpoints.delete(ben.tenant, path),
-                server.checkpoints.set_public(ben.tenant, path, True),
-                server.checkpoints.set_ttl(ben.tenant, path, 3600),
-                server.copy_checkpoint(ben.tenant, path, ben.session_id, 7, None),
-                server.copy_checkpoint(anna.tenant, path, ben.session_id, 7, None),
-                server.checkpoints.files(ben.tenant, path),
-            ]
-            for call in theirs:
-                with pytest.raises(NotFound):
-                    await call
-            server.samplers.cancel(ben.tenant, f"{sampler}:0")
-            await server.reject(ben.tenant, run_id, 20, ValueError("no"))
-            assert (await server.sessions.page(ben.tenant, 10, 0)).items == [ben.session_id]
-            assert (await server.training_runs(ben.tenant, 10, 0)).total == 0
-            assert (await server.list_checkpoints(ben.tenant)).total == 0
-            assert (await model.step(3))["adam_step"] == 2
-
-    run(scenario())
-
-
-def test_a_public_checkpoint_can_be_read_but_not_changed(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            anna, ben = await two(server)
-            model = await anna.model()
-            await model.step()
-            path = await model.save("a")
-            await server.checkpoints.set_public(anna.tenant, path, True)
-            with pytest.raises(Conflict):
-                await server.checkpoints.set_public(anna.tenant, path, True)
-            twin = await ben.model(base_model=None, from_path=path, with_optimizer=True)
-            assert (await twin.step(1))["adam_step"] == 2
-            await twin.run(LoadWeights(twin.model_id, path))
-            await ben.sample(await ben.sampler(None, path))
-            assert (await server.checkpoints.info(ben.tenant, path)).checkpoint.public
-            assert (
-                "adapter_model.safetensors"
-                in (await server.checkpoints.files(ben.tenant, path)).names
-            )
-            for call in (
-                server.checkpoints.delete(ben.tenant, path),
-                server.checkpoints.set_public(ben.tenant, path, False),
-            ):
-                with pytest.raises(NotFound):
-                    await call
-            await server.checkpoints.set_public(anna.tenant, path, False)
-            with pytest.raises(Conflict):
-                await server.checkpoints.set_public(anna.tenant, path, False)
+async def test_no_object_of_another_tenant_is_found(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        anna, ben = await two(server)
+        model = await anna.model()
+        await model.step()
+        path, sampler = await model.save("a"), await model.publish()
+        request_id = f"{model.model_id}:1"
+        await anna.sample(sampler)
+        run_id = model.model_id
+        theirs = [
+            server.sessions.touch(ben.tenant, anna.session_id),
+            server.sessions.finish(ben.tenant, anna.session_id, "success", None),
+            server.sessions.record(ben.tenant, anna.session_id),
+            server.create_model(ben.tenant, CreateModel(f"{anna.session_id}:train:5", "tiny")),
+            server.create_model(
+                ben.tenant, CreateModel(f"{ben.session_id}:train:5", from_path=path)
+            ),
+            submit_training(server, ben.tenant, 5, adam(run_id)),
+            server.unload_model(ben.tenant, run_id),
+            server.samplers.create(
+                ben.tenant, CreateSampler(f"{anna.session_id}:sample:5", "tiny")
+            ),
+            server.samplers.create(
+                ben.tenant, CreateSampler(f"{ben.session_id}:sample:5", None, path)
+            ),
+            server.samplers.submit(ben.tenant, 5, sample(sampler)),
+            server.request_log.outcome(ben.tenant, request_id, 0),
+            server.request_log.outcome(ben.tenant, f"{sampler}:0", 0),
+            server.model_info(ben.tenant, run_id),
+            server.samplers.info(ben.tenant, sampler),
+            server.training_run(ben.tenant, run_id),
+            server.list_checkpoints(ben.tenant, run_id),
+            server.checkpoints.info(ben.tenant, path),
+            server.checkpoints.delete(ben.tenant, path),
+            server.checkpoints.set_public(ben.tenant, path, True),
+            server.checkpoints.set_ttl(ben.tenant, path, 3600),
+            server.copy_checkpoint(ben.tenant, path, ben.session_id, 7, None),
+            server.copy_checkpoint(anna.tenant, path, ben.session_id, 7, None),
+            server.checkpoints.files(ben.tenant, path),
+        ]
+        for call in theirs:
             with pytest.raises(NotFound):
-                await server.checkpoints.info(ben.tenant, path)
-            assert (await twin.step(2))["adam_step"] == 1  # the optimizer was not loaded
+                await call
+        server.samplers.cancel(ben.tenant, f"{sampler}:0")
+        await server.reject(ben.tenant, run_id, 20, ValueError("no"))
+        assert (await server.sessions.page(ben.tenant, 10, 0)).items == [ben.session_id]
+        assert (await server.training_runs(ben.tenant, 10, 0)).total == 0
+        assert (await server.list_checkpoints(ben.tenant)).total == 0
+        assert (await model.step(3))["adam_step"] == 2
 
-    run(scenario())
+
+async def test_a_public_checkpoint_can_be_read_but_not_changed(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        anna, ben = await two(server)
+        model = await anna.model()
+        await model.step()
+        path = await model.save("a")
+        await server.checkpoints.set_public(anna.tenant, path, True)
+        with pytest.raises(Conflict):
+            await server.checkpoints.set_public(anna.tenant, path, True)
+        twin = await ben.model(base_model=None, from_path=path, with_optimizer=True)
+        assert (await twin.step(1))["adam_step"] == 2
+        await twin.run(LoadWeights(twin.model_id, path))
+        await ben.sample(await ben.sampler(None, path))
+        assert (await server.checkpoints.info(ben.tenant, path)).checkpoint.public
+        assert (
+            "adapter_model.safetensors" in (await server.checkpoints.files(ben.tenant, path)).names
+        )
+        for call in (
+            server.checkpoints.delete(ben.tenant, path),
+            server.checkpoints.set_public(ben.tenant, path, False),
+        ):
+            with pytest.raises(NotFound):
+                await call
+        await server.checkpoints.set_public(anna.tenant, path, False)
+        with pytest.raises(Conflict):
+            await server.checkpoints.set_public(anna.tenant, path, False)
+        with pytest.raises(NotFound):
+            await server.checkpoints.info(ben.tenant, path)
+        assert (await twin.step(2))["adam_step"] == 1  # the optimizer was not loaded
 
 
-def test_limits_apply_to_each_tenant_separately(model_dir, data_dir):
-    async def scenario() -> None:
-        settings = ServerSettings(max_queued_requests=3, sampling_slots=1)
-        async with running(model_dir, data_dir, settings) as server:
-            anna, ben = await two(server)
-            sampler, other = await anna.sampler(), await ben.sampler()
-            accepted = [
-                await server.samplers.submit(
-                    anna.tenant, seq, sample(sampler, n=1, max_tokens=200, stop=[])
-                )
-                for seq in range(3)
-            ]
-            with pytest.raises(TooManyRequests) as refused:
-                await server.samplers.submit(anna.tenant, 3, sample(sampler))
-            assert refused.value.retry_after is not None
-            assert (
-                await server.samplers.submit(
-                    anna.tenant, 1, sample(sampler, n=1, max_tokens=200, stop=[])
-                )
-                == accepted[1]
+async def test_limits_apply_to_each_tenant_separately(model_dir, data_dir):
+    settings = ServerSettings(max_queued_requests=3, sampling_slots=1)
+    async with running(model_dir, data_dir, settings) as server:
+        anna, ben = await two(server)
+        sampler, other = await anna.sampler(), await ben.sampler()
+        accepted = [
+            await server.samplers.submit(
+                anna.tenant, seq, sample(sampler, n=1, max_tokens=200, stop=[])
             )
-            await ben.sample(other)
-            for one in accepted:
-                await anna.done(one.request_id)
-            await anna.sample(sampler, 3)
-
-    run(scenario())
-
-
-def test_a_request_rejected_by_a_limit_keeps_its_number(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir, ServerSettings(tokens_per_minute=600)) as server:
-            model = await (await Client.start(server)).model()
-            request = gradient(model.model_id)
-            refused, again = 0, 0.0
-            for seq in range(1, 30):
-                try:
-                    await model.submit(request, seq)
-                except TooManyRequests as error:
-                    refused, again = seq, error.retry_after or 0.0
-                    break
-            assert refused
-            assert 0 < again < 60
-            server.limits.use(model.client.tenant.name, -1000)  # a minute later
-            assert await model.submit(request, refused) == f"{model.model_id}:{refused}"
-
-    run(scenario())
+            for seq in range(3)
+        ]
+        with pytest.raises(TooManyRequests) as refused:
+            await server.samplers.submit(anna.tenant, 3, sample(sampler))
+        assert refused.value.retry_after is not None
+        assert (
+            await server.samplers.submit(
+                anna.tenant, 1, sample(sampler, n=1, max_tokens=200, stop=[])
+            )
+            == accepted[1]
+        )
+        await ben.sample(other)
+        for one in accepted:
+            await anna.done(one.request_id)
+        await anna.sample(sampler, 3)
 
 
-def test_exceeding_the_storage_quota_fails_the_save(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir, ServerSettings(storage_bytes=150_000)) as server:
-            anna, ben = await two(server)
-            model, other = await anna.model(), await ben.model()
-            await model.save("a")
-            await model.save("b")
-            answer = await anna.answer(await model.submit(SaveWeights(model.model_id, "c")))
-            assert isinstance(answer, Failed)
-            assert answer.category == "user"
-            assert "delete some" in answer.message
-            await other.save("a")
-            await server.checkpoints.delete(anna.tenant, f"tinker://{model.model_id}/weights/a")
-            await model.save("c")
+async def test_a_request_rejected_by_a_limit_keeps_its_number(model_dir, data_dir):
+    async with running(model_dir, data_dir, ServerSettings(tokens_per_minute=600)) as server:
+        model = await (await Client.start(server)).model()
+        request = gradient(model.model_id)
+        refused, again = 0, 0.0
+        for seq in range(1, 30):
+            try:
+                await model.submit(request, seq)
+            except TooManyRequests as error:
+                refused, again = seq, error.retry_after or 0.0
+                break
+        assert refused
+        assert 0 < again < 60
+        server.limits.use(model.client.tenant.name, -1000)  # a minute later
+        assert await model.submit(request, refused) == f"{model.model_id}:{refused}"
 
-    run(scenario())
+
+async def test_exceeding_the_storage_quota_fails_the_save(model_dir, data_dir):
+    async with running(model_dir, data_dir, ServerSettings(storage_bytes=150_000)) as server:
+        anna, ben = await two(server)
+        model, other = await anna.model(), await ben.model()
+        await model.save("a")
+        await model.save("b")
+        answer = await anna.answer(await model.submit(SaveWeights(model.model_id, "c")))
+        assert isinstance(answer, Failed)
+        assert answer.category == "user"
+        assert "delete some" in answer.message
+        await other.save("a")
+        await server.checkpoints.delete(anna.tenant, f"tinker://{model.model_id}/weights/a")
+        await model.save("c")
 
 
 @pytest.mark.slow
@@ -206,29 +190,26 @@ def test_tokens_are_shared_evenly_although_long_requests_came_first(model_dir, d
 
 
 @pytest.mark.slow
-def test_a_short_step_does_not_wait_for_long_requests_of_other_tenants(model_dir, data_dir):
+async def test_a_short_step_does_not_wait_for_long_requests_of_other_tenants(model_dir, data_dir):
     names = ("anna", "ben", "carla", "short")
 
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            models = [await (await Client.start(server, Tenant(name))).model() for name in names]
-            # without a common beginning
-            rows = [np.roll(np.arange(500) % 256, first) for first in range(20)]
-            inputs = {"target_tokens": rows[0], "weights": np.ones(500, np.float32)}
-            data = [Datum(ModelInput.from_ints(row), inputs) for row in rows]
-            under_way = []
-            for model in models[:3]:
-                under_way.append(
-                    await model.submit(ForwardBackward(model.model_id, data, "cross_entropy"))
-                )
-                await model.submit(adam(model.model_id))
-            while server.training_queue.used < 3:
-                await asyncio.sleep(0.005)
-            await models[3].step()
-            answers = [server.request_log.active(request_id) for request_id in under_way]
-            assert all(answer is not None and not answer.answer.done() for answer in answers)
-
-    run(scenario())
+    async with running(model_dir, data_dir) as server:
+        models = [await (await Client.start(server, Tenant(name))).model() for name in names]
+        # without a common beginning
+        rows = [np.roll(np.arange(500) % 256, first) for first in range(20)]
+        inputs = {"target_tokens": rows[0], "weights": np.ones(500, np.float32)}
+        data = [Datum(ModelInput.from_ints(row), inputs) for row in rows]
+        under_way = []
+        for model in models[:3]:
+            under_way.append(
+                await model.submit(ForwardBackward(model.model_id, data, "cross_entropy"))
+            )
+            await model.submit(adam(model.model_id))
+        while server.training_queue.used < 3:
+            await asyncio.sleep(0.005)
+        await models[3].step()
+        answers = [server.request_log.active(request_id) for request_id in under_way]
+        assert all(answer is not None and not answer.answer.done() for answer in answers)
 
 
 class HalfTime(Counter[str]):

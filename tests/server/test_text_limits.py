@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from server_client import run
 from starlette.requests import Request
 
 from planish.server.durable.crash_guard import CrashGuard
@@ -56,25 +55,22 @@ class Work:
             self.running -= size
 
 
-def test_texts_that_are_tokenized_at_once_are_bounded_and_shared():
-    async def scenario() -> None:
-        models, work = models_with(SimpleNamespace(is_calm=True)), Work()
-        sizes = [TEXT_AT_ONCE // 4] * 10 + [TEXT_AT_ONCE // 3, 100]
+async def test_texts_that_are_tokenized_at_once_are_bounded_and_shared():
+    models, work = models_with(SimpleNamespace(is_calm=True)), Work()
+    sizes = [TEXT_AT_ONCE // 4] * 10 + [TEXT_AT_ONCE // 3, 100]
 
-        def of(tenant: Tenant, size: int) -> Any:
-            return models.tokenizing(
-                tenant, request_with(bytes(size)), lambda: work.of(tenant.name, size)
-            )
+    def of(tenant: Tenant, size: int) -> Any:
+        return models.tokenizing(
+            tenant, request_with(bytes(size)), lambda: work.of(tenant.name, size)
+        )
 
-        await asyncio.gather(*(of(ALICE, size) for size in sizes), of(BOB, TEXT_AT_ONCE // 4))
-        assert TEXT_AT_ONCE // 2 < work.peak <= TEXT_AT_ONCE
-        assert work.order.index("bob") <= 6  # Bob does not wait for all that Alice sent before
-        assert await models.tokenizing(ALICE, request_with(bytes(10 * TEXT_AT_ONCE)), lambda: 1)
-
-    run(scenario())
+    await asyncio.gather(*(of(ALICE, size) for size in sizes), of(BOB, TEXT_AT_ONCE // 4))
+    assert TEXT_AT_ONCE // 2 < work.peak <= TEXT_AT_ONCE
+    assert work.order.index("bob") <= 6  # Bob does not wait for all that Alice sent before
+    assert await models.tokenizing(ALICE, request_with(bytes(10 * TEXT_AT_ONCE)), lambda: 1)
 
 
-def test_a_body_that_crashes_the_server_while_it_is_tokenized_is_abandoned(tmp_path: Path):
+async def test_a_body_that_crashes_the_server_while_it_is_tokenized_is_abandoned(tmp_path: Path):
     body, innocent = b'{"prompt": "poison"}', b'{"prompt": "hello"}'
 
     async def marked(store: Store) -> list[str]:
@@ -106,17 +102,14 @@ def test_a_body_that_crashes_the_server_while_it_is_tokenized_is_abandoned(tmp_p
     async def nothing() -> None:
         pass
 
-    async def scenario() -> None:
-        assert await life(body, is_killed=True) is None  # no process before it crashed
-        for _ in range(4):
-            key = await life(body, is_killed=True)
-            assert key is not None
-            assert key.startswith("text of alice:")
-        with pytest.raises(Abandoned, match="text of alice"):
-            await life(body, is_killed=True)
-        assert await life(innocent, is_killed=False) is not None
-
-    run(scenario())
+    assert await life(body, is_killed=True) is None  # no process before it crashed
+    for _ in range(4):
+        key = await life(body, is_killed=True)
+        assert key is not None
+        assert key.startswith("text of alice:")
+    with pytest.raises(Abandoned, match="text of alice"):
+        await life(body, is_killed=True)
+    assert await life(innocent, is_killed=False) is not None
 
 
 def test_a_text_has_a_limit_by_context(model_dir: Path):

@@ -82,341 +82,294 @@ def test_results_equal_those_of_the_engine_alone(model_dir, data_dir):
     assert theirs == state(data_dir, "tinker://m/weights/last")
 
 
-def test_requests_run_in_the_order_of_their_numbers(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            model = await (await Client.start(server)).model()
-            operations = [gradient(model.model_id), adam(model.model_id)] * 2
-            ids = {}
-            for seq in (4, 2, 3):
-                ids[seq] = await model.submit(operations[seq - 1], seq)
-            assert isinstance(await server.request_log.outcome(TENANT, ids[2], 0.2), TryAgain)
-            ids[1] = await model.submit(operations[0], 1)
-            steps = [
-                orjson.loads(await model.client.done(ids[seq]))["metrics"]["adam_step"]
-                for seq in (2, 4)
-            ]
-            assert steps == [1, 2]
-
-    run(scenario())
+async def test_requests_run_in_the_order_of_their_numbers(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        model = await (await Client.start(server)).model()
+        operations = [gradient(model.model_id), adam(model.model_id)] * 2
+        ids = {}
+        for seq in (4, 2, 3):
+            ids[seq] = await model.submit(operations[seq - 1], seq)
+        assert isinstance(await server.request_log.outcome(TENANT, ids[2], 0.2), TryAgain)
+        ids[1] = await model.submit(operations[0], 1)
+        steps = [
+            orjson.loads(await model.client.done(ids[seq]))["metrics"]["adam_step"]
+            for seq in (2, 4)
+        ]
+        assert steps == [1, 2]
 
 
-def test_a_repeated_number_needs_the_same_request(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            create = CreateModel(f"{client.session_id}:train:0", BASE, LoraConfig(RANK))
-            both = await asyncio.gather(*[server.create_model(TENANT, create) for _ in range(3)])
-            assert len({accepted.request_id for accepted in both}) == 1
-            await client.done(both[0].request_id)
-            assert await server.create_model(TENANT, create) == both[0]
-            with pytest.raises(BadRequest, match="a different request"):
-                await server.create_model(
-                    TENANT, CreateModel(create.model_id, BASE, LoraConfig(RANK + 1))
-                )
-            model = Model(client, create.model_id)
-            ids = await asyncio.gather(
-                *[model.submit(gradient(create.model_id), 1) for _ in range(3)]
+async def test_a_repeated_number_needs_the_same_request(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        create = CreateModel(f"{client.session_id}:train:0", BASE, LoraConfig(RANK))
+        both = await asyncio.gather(*[server.create_model(TENANT, create) for _ in range(3)])
+        assert len({accepted.request_id for accepted in both}) == 1
+        await client.done(both[0].request_id)
+        assert await server.create_model(TENANT, create) == both[0]
+        with pytest.raises(BadRequest, match="a different request"):
+            await server.create_model(
+                TENANT, CreateModel(create.model_id, BASE, LoraConfig(RANK + 1))
             )
-            assert len(set(ids)) == 1
-            with pytest.raises(BadRequest, match="a different request"):
-                await model.submit(gradient(create.model_id, 5), 1)
-            await client.done(ids[0])
-            assert await model.submit(gradient(create.model_id), 1) == ids[0]
-            with pytest.raises(BadRequest):
-                await model.submit(adam(create.model_id), 1)
-            step = await model.submit(adam(create.model_id), 2)
-            assert orjson.loads(await client.done(step))["metrics"]["adam_step"] == 1
-            first, again = [await client.answer(step) for _ in range(2)]
-            assert first == again
-
-    run(scenario())
-
-
-def test_a_failed_forward_backward_fails_only_its_step(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            model = await (await Client.start(server)).model()
-            bad = ForwardBackward(model.model_id, BAD, "cross_entropy")
-            ids = [
-                await model.submit(op)
-                for op in (gradient(model.model_id), bad, adam(model.model_id))
-            ]
-            answers = [await model.client.answer(request_id) for request_id in ids]
-            assert isinstance(answers[0], Done)
-            assert isinstance(answers[1], Failed)
-            assert "99999" in answers[1].message
-            assert answers[1].category == "user"
-            assert isinstance(answers[2], Failed)
-            assert answers[1].message in answers[2].message
-            assert answers[2].error_class == "UserError"
-            assert (await model.step())["adam_step"] == 1
-
-    run(scenario())
+        model = Model(client, create.model_id)
+        ids = await asyncio.gather(*[model.submit(gradient(create.model_id), 1) for _ in range(3)])
+        assert len(set(ids)) == 1
+        with pytest.raises(BadRequest, match="a different request"):
+            await model.submit(gradient(create.model_id, 5), 1)
+        await client.done(ids[0])
+        assert await model.submit(gradient(create.model_id), 1) == ids[0]
+        with pytest.raises(BadRequest):
+            await model.submit(adam(create.model_id), 1)
+        step = await model.submit(adam(create.model_id), 2)
+        assert orjson.loads(await client.done(step))["metrics"]["adam_step"] == 1
+        first, again = [await client.answer(step) for _ in range(2)]
+        assert first == again
 
 
-def test_an_unreadable_body_uses_up_its_number(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            model = await (await Client.start(server)).model()
-            step = await model.submit(adam(model.model_id), 3)
-            await server.reject(TENANT, model.model_id, 2, BadRequest("data[0] is torn"))
-            await model.submit(gradient(model.model_id), 1)
-            answer = await model.client.answer(step)
+async def test_a_failed_forward_backward_fails_only_its_step(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        model = await (await Client.start(server)).model()
+        bad = ForwardBackward(model.model_id, BAD, "cross_entropy")
+        ids = [
+            await model.submit(op) for op in (gradient(model.model_id), bad, adam(model.model_id))
+        ]
+        answers = [await model.client.answer(request_id) for request_id in ids]
+        assert isinstance(answers[0], Done)
+        assert isinstance(answers[1], Failed)
+        assert "99999" in answers[1].message
+        assert answers[1].category == "user"
+        assert isinstance(answers[2], Failed)
+        assert answers[1].message in answers[2].message
+        assert answers[2].error_class == "UserError"
+        assert (await model.step())["adam_step"] == 1
+
+
+async def test_an_unreadable_body_uses_up_its_number(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        model = await (await Client.start(server)).model()
+        step = await model.submit(adam(model.model_id), 3)
+        await server.reject(TENANT, model.model_id, 2, BadRequest("data[0] is torn"))
+        await model.submit(gradient(model.model_id), 1)
+        answer = await model.client.answer(step)
+        assert isinstance(answer, Failed)
+        with pytest.raises(BadRequest, match="data.0. is torn"):
+            await model.submit(gradient(model.model_id), 2)
+        await server.reject(TENANT, model.model_id, 2, BadRequest("again"))
+        await server.reject(TENANT, "no:train:0", 1, BadRequest("no model"))
+        await server.reject(
+            TENANT, model.model_id, 4, BadRequest("adam_params is missing"), "optim_step"
+        )
+        await server.reject(
+            TENANT, model.model_id, 5, BadRequest("path is missing"), "save_weights"
+        )
+        model.seq = 5
+        assert (await model.step())["adam_step"] == 1
+
+
+@pytest.mark.slow
+async def test_requests_after_a_missing_number_fail(model_dir, data_dir):
+    async with running(model_dir, data_dir, ServerSettings(missing_request_timeout=0.4)) as server:
+        client = await Client.start(server)
+        model, other = await client.model(), await client.model()
+        await model.run(gradient(model.model_id))
+        late = [
+            await model.submit(adam(model.model_id), 3),
+            await model.submit(gradient(model.model_id), 6),
+        ]
+        assert (await other.step())["adam_step"] == 1
+        for request_id in late:
+            answer = await client.answer(request_id)
             assert isinstance(answer, Failed)
-            with pytest.raises(BadRequest, match="data.0. is torn"):
-                await model.submit(gradient(model.model_id), 2)
-            await server.reject(TENANT, model.model_id, 2, BadRequest("again"))
-            await server.reject(TENANT, "no:train:0", 1, BadRequest("no model"))
-            await server.reject(
-                TENANT, model.model_id, 4, BadRequest("adam_params is missing"), "optim_step"
-            )
-            await server.reject(
-                TENANT, model.model_id, 5, BadRequest("path is missing"), "save_weights"
-            )
-            model.seq = 5
-            assert (await model.step())["adam_step"] == 1
-
-    run(scenario())
+            assert "seq_id=2" in answer.message
+            assert answer.category == "user"
+        with pytest.raises(BadRequest, match="too late"):
+            await model.submit(gradient(model.model_id), 4)
+        model.seq = 6
+        refused = await client.answer(await model.submit(adam(model.model_id)))
+        assert isinstance(refused, Failed)  # the gradient of number 6 is missing
+        assert (await model.step())["adam_step"] == 1
 
 
 @pytest.mark.slow
-def test_requests_after_a_missing_number_fail(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(
-            model_dir, data_dir, ServerSettings(missing_request_timeout=0.4)
-        ) as server:
-            client = await Client.start(server)
-            model, other = await client.model(), await client.model()
-            await model.run(gradient(model.model_id))
-            late = [
-                await model.submit(adam(model.model_id), 3),
-                await model.submit(gradient(model.model_id), 6),
-            ]
-            assert (await other.step())["adam_step"] == 1
-            for request_id in late:
-                answer = await client.answer(request_id)
-                assert isinstance(answer, Failed)
-                assert "seq_id=2" in answer.message
-                assert answer.category == "user"
-            with pytest.raises(BadRequest, match="too late"):
-                await model.submit(gradient(model.model_id), 4)
-            model.seq = 6
-            refused = await client.answer(await model.submit(adam(model.model_id)))
-            assert isinstance(refused, Failed)  # the gradient of number 6 is missing
-            assert (await model.step())["adam_step"] == 1
-
-    run(scenario())
+async def test_each_missing_number_has_the_whole_timeout(model_dir, data_dir):
+    async with running(model_dir, data_dir, ServerSettings(missing_request_timeout=1.2)) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        second = await model.submit(gradient(model.model_id, forward_only=True), 2)
+        await asyncio.sleep(0.8)
+        fourth = await model.submit(gradient(model.model_id, forward_only=True), 4)
+        await model.submit(gradient(model.model_id, forward_only=True), 1)
+        assert isinstance(await client.answer(second), Done)
+        assert isinstance(await server.request_log.outcome(TENANT, fourth, 0.9), TryAgain)
+        assert isinstance(await client.answer(fourth), Failed)
 
 
-@pytest.mark.slow
-def test_each_missing_number_has_the_whole_timeout(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(
-            model_dir, data_dir, ServerSettings(missing_request_timeout=1.2)
-        ) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            second = await model.submit(gradient(model.model_id, forward_only=True), 2)
-            await asyncio.sleep(0.8)
-            fourth = await model.submit(gradient(model.model_id, forward_only=True), 4)
-            await model.submit(gradient(model.model_id, forward_only=True), 1)
-            assert isinstance(await client.answer(second), Done)
-            assert isinstance(await server.request_log.outcome(TENANT, fourth, 0.9), TryAgain)
-            assert isinstance(await client.answer(fourth), Failed)
-
-    run(scenario())
-
-
-def test_invalid_numbers_and_unknown_models_are_rejected(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            with pytest.raises(BadRequest, match="numbered from 1"):
-                await model.submit(gradient(model.model_id), 0)
-            with pytest.raises(NotFound):
-                await submit_training(server, TENANT, 1, adam(f"{client.session_id}:train:7"))
-            with pytest.raises(NotFound):
-                await server.create_model(TENANT, CreateModel("other:train:0", BASE))
-            with pytest.raises(UnknownModelError, match="this server has tiny"):
-                await server.create_model(
-                    TENANT, CreateModel(f"{client.session_id}:train:8", "some/hub-model")
-                )
-            with pytest.raises(NotFound):
-                await server.request_log.outcome(TENANT, "nothing", 0)
-            with pytest.raises(NotFound):
-                await server.model_info(TENANT, "nothing")
-            assert (await server.model_info(TENANT, model.model_id)).lora_rank == RANK
-
-    run(scenario())
-
-
-def test_a_checkpoint_name_can_be_used_once(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            model = await (await Client.start(server)).model()
-            await model.step()
-            path = await model.save("a")
-            first = state(data_dir, path)
-            await model.step()
-            taken = await model.client.answer(await model.submit(SaveWeights(model.model_id, "a")))
-            assert isinstance(taken, Failed)
-            assert "exists" in taken.message
-            assert state(data_dir, path) == first
-            await model.save("a", overwrite=True)
-            assert state(data_dir, path) != first
-            with pytest.raises(ValueError, match="reserved for the server"):
-                await model.submit(SaveWeights(model.model_id, "_planish.snapshot.1"))
-            for _ in range(2):  # equal weights may be saved again
-                await model.run(SaveWeightsForSampler(model.model_id, "s"))
-            await model.step()
-            other = await model.client.answer(
-                await model.submit(SaveWeightsForSampler(model.model_id, "s"))
+async def test_invalid_numbers_and_unknown_models_are_rejected(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        with pytest.raises(BadRequest, match="numbered from 1"):
+            await model.submit(gradient(model.model_id), 0)
+        with pytest.raises(NotFound):
+            await submit_training(server, TENANT, 1, adam(f"{client.session_id}:train:7"))
+        with pytest.raises(NotFound):
+            await server.create_model(TENANT, CreateModel("other:train:0", BASE))
+        with pytest.raises(UnknownModelError, match="this server has tiny"):
+            await server.create_model(
+                TENANT, CreateModel(f"{client.session_id}:train:8", "some/hub-model")
             )
-            assert isinstance(other, Failed)
-
-    run(scenario())
-
-
-def test_a_model_is_created_from_a_checkpoint(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            for seed in range(2):
-                await model.step(seed)
-            path = await model.save("a")
-            twin = await client.model(base_model=None, from_path=path, with_optimizer=True)
-            await model.step(5)
-            assert (
-                orjson.loads(
-                    await model.run(LoadWeights(model.model_id, path, with_optimizer=True))
-                )["path"]
-                == path
-            )
-            assert await model.step(6) == await twin.step(6)
-            paths = [await model.save("b"), await twin.save("b")]
-            assert state(data_dir, paths[0]) == state(data_dir, paths[1])
-            with pytest.raises(NotFound):
-                await model.submit(LoadWeights(model.model_id, "tinker://none/weights/a"))
-            with pytest.raises(ValueError, match="checkpoint path"):
-                await model.submit(LoadWeights(model.model_id, "/etc/passwd"))
-
-    run(scenario())
+        with pytest.raises(NotFound):
+            await server.request_log.outcome(TENANT, "nothing", 0)
+        with pytest.raises(NotFound):
+            await server.model_info(TENANT, "nothing")
+        assert (await server.model_info(TENANT, model.model_id)).lora_rank == RANK
 
 
-def test_an_unloaded_model_rejects_requests(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            step = [
-                await model.submit(op) for op in (gradient(model.model_id), adam(model.model_id))
+async def test_a_checkpoint_name_can_be_used_once(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        model = await (await Client.start(server)).model()
+        await model.step()
+        path = await model.save("a")
+        first = state(data_dir, path)
+        await model.step()
+        taken = await model.client.answer(await model.submit(SaveWeights(model.model_id, "a")))
+        assert isinstance(taken, Failed)
+        assert "exists" in taken.message
+        assert state(data_dir, path) == first
+        await model.save("a", overwrite=True)
+        assert state(data_dir, path) != first
+        with pytest.raises(ValueError, match="reserved for the server"):
+            await model.submit(SaveWeights(model.model_id, "_planish.snapshot.1"))
+        for _ in range(2):  # equal weights may be saved again
+            await model.run(SaveWeightsForSampler(model.model_id, "s"))
+        await model.step()
+        other = await model.client.answer(
+            await model.submit(SaveWeightsForSampler(model.model_id, "s"))
+        )
+        assert isinstance(other, Failed)
+
+
+async def test_a_model_is_created_from_a_checkpoint(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        for seed in range(2):
+            await model.step(seed)
+        path = await model.save("a")
+        twin = await client.model(base_model=None, from_path=path, with_optimizer=True)
+        await model.step(5)
+        assert (
+            orjson.loads(await model.run(LoadWeights(model.model_id, path, with_optimizer=True)))[
+                "path"
             ]
-            unload = await server.unload_model(TENANT, model.model_id)
-            assert await server.unload_model(TENANT, model.model_id) == unload
-            assert isinstance(await client.answer(step[1]), Done)
-            assert orjson.loads(await client.done(unload.request_id))["type"] == "unload_model"
-            with pytest.raises(Gone):
-                await model.submit(gradient(model.model_id))
-            assert await server.unload_model(TENANT, model.model_id) == unload
-            assert server.adapter_cache.loaded() == []
-            assert (await server.training_run(TENANT, model.model_id)).base_model == BASE
-
-    run(scenario())
+            == path
+        )
+        assert await model.step(6) == await twin.step(6)
+        paths = [await model.save("b"), await twin.save("b")]
+        assert state(data_dir, paths[0]) == state(data_dir, paths[1])
+        with pytest.raises(NotFound):
+            await model.submit(LoadWeights(model.model_id, "tinker://none/weights/a"))
+        with pytest.raises(ValueError, match="checkpoint path"):
+            await model.submit(LoadWeights(model.model_id, "/etc/passwd"))
 
 
-def test_a_model_evicted_while_closing_leaves_no_snapshot(model_dir, data_dir):
+async def test_an_unloaded_model_rejects_requests(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        step = [await model.submit(op) for op in (gradient(model.model_id), adam(model.model_id))]
+        unload = await server.unload_model(TENANT, model.model_id)
+        assert await server.unload_model(TENANT, model.model_id) == unload
+        assert isinstance(await client.answer(step[1]), Done)
+        assert orjson.loads(await client.done(unload.request_id))["type"] == "unload_model"
+        with pytest.raises(Gone):
+            await model.submit(gradient(model.model_id))
+        assert await server.unload_model(TENANT, model.model_id) == unload
+        assert server.adapter_cache.loaded() == []
+        assert (await server.training_run(TENANT, model.model_id)).base_model == BASE
+
+
+async def test_a_model_evicted_while_closing_leaves_no_snapshot(model_dir, data_dir):
     """Both wait for the snapshot under way; the one that was to be taken behind it would have
     nobody to remove it.
     """
+    async with running(model_dir, data_dir) as server:
+        used = await (await Client.start(server)).model()
+        await used.step()
+        model, submit, saving = (
+            next(iter(server.models.open.values())),
+            server.engine.submit,
+            asyncio.Event(),
+        )
 
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            used = await (await Client.start(server)).model()
-            await used.step()
-            model, submit, saving = (
-                next(iter(server.models.open.values())),
-                server.engine.submit,
-                asyncio.Event(),
-            )
+        async def slow(operation: Operation[Any]) -> asyncio.Future[Any]:
+            if isinstance(operation, SaveWeights):
+                await saving.wait()
+            return await submit(operation)
 
-            async def slow(operation: Operation[Any]) -> asyncio.Future[Any]:
-                if isinstance(operation, SaveWeights):
-                    await saving.wait()
-                return await submit(operation)
-
-            server.engine.submit = slow  # type: ignore[method-assign]
-            snapshot = asyncio.create_task(model.begin_snapshot())
-            await asyncio.sleep(0)
-            assert model.is_snapshotting
-            # what was with the engine when it began is counted when it is answered
-            model.adapter.cost.changes = 1
-            closing = asyncio.create_task(model.close("it was unloaded"))
-            await asyncio.sleep(0)
-            leaving = asyncio.create_task(server.adapter_cache.unload_idle(0))
+        server.engine.submit = slow  # type: ignore[method-assign]
+        snapshot = asyncio.create_task(model.begin_snapshot())
+        await asyncio.sleep(0)
+        assert model.is_snapshotting
+        # what was with the engine when it began is counted when it is answered
+        model.adapter.cost.changes = 1
+        closing = asyncio.create_task(model.close("it was unloaded"))
+        await asyncio.sleep(0)
+        leaving = asyncio.create_task(server.adapter_cache.unload_idle(0))
+        await asyncio.sleep(0.01)
+        saving.set()
+        await asyncio.gather(snapshot, closing, leaving)
+        while model.is_snapshotting:
             await asyncio.sleep(0.01)
-            saving.set()
-            await asyncio.gather(snapshot, closing, leaving)
-            while model.is_snapshotting:
-                await asyncio.sleep(0.01)
-            rows = await server.store.read(lambda db: select(db, ModelRow, "1"))
-            assert [(row.closed, row.snapshot) for row in rows] == [("it was unloaded", None)]
-        assert not (data_dir / "checkpoints" / model.id).exists()
-
-    run(scenario())
+        rows = await server.store.read(lambda db: select(db, ModelRow, "1"))
+        assert [(row.closed, row.snapshot) for row in rows] == [("it was unloaded", None)]
+    assert not (data_dir / "checkpoints" / model.id).exists()
 
 
-def test_a_failed_creation_is_reported_and_leaves_no_files(model_dir, data_dir):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            sampler_path = orjson.loads(
-                await model.run(SaveWeightsForSampler(model.model_id, "s"))
-            )["path"]
-            bad = CreateModel(
-                f"{client.session_id}:train:9", from_path=sampler_path, with_optimizer=True
-            )
-            accepted = await server.create_model(TENANT, bad)
-            answer = await client.answer(accepted.request_id)
-            assert isinstance(answer, Failed)
-            assert "optimizer" in answer.message
-            with pytest.raises(Gone, match="could not be created"):
-                await submit_training(server, TENANT, 1, adam(bad.model_id))
-            with pytest.raises(ValueError, match="could not be created"):
-                await server.model_info(TENANT, bad.model_id)
-            await client.model(base_model=None, from_path=sampler_path)
-
-    run(scenario())
+async def test_a_failed_creation_is_reported_and_leaves_no_files(model_dir, data_dir):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        sampler_path = orjson.loads(await model.run(SaveWeightsForSampler(model.model_id, "s")))[
+            "path"
+        ]
+        bad = CreateModel(
+            f"{client.session_id}:train:9", from_path=sampler_path, with_optimizer=True
+        )
+        accepted = await server.create_model(TENANT, bad)
+        answer = await client.answer(accepted.request_id)
+        assert isinstance(answer, Failed)
+        assert "optimizer" in answer.message
+        with pytest.raises(Gone, match="could not be created"):
+            await submit_training(server, TENANT, 1, adam(bad.model_id))
+        with pytest.raises(ValueError, match="could not be created"):
+            await server.model_info(TENANT, bad.model_id)
+        await client.model(base_model=None, from_path=sampler_path)
 
 
-def test_a_creation_repeated_while_being_written_is_the_same(model_dir, data_dir, monkeypatch):
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            create = CreateModel(f"{client.session_id}:train:0", BASE, LoraConfig(RANK))
-            repeats = server.request_log.repeats
+async def test_a_creation_repeated_while_being_written_is_the_same(
+    model_dir, data_dir, monkeypatch
+):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        create = CreateModel(f"{client.session_id}:train:0", BASE, LoraConfig(RANK))
+        repeats = server.request_log.repeats
 
-            pauses = iter((0.3, 0.0, 0.0))  # a request without a pause overtakes the first one
+        pauses = iter((0.3, 0.0, 0.0))  # a request without a pause overtakes the first one
 
-            async def slowly(request_id: str, digest: bytes) -> bool:
-                found = await repeats(request_id, digest)
-                await asyncio.sleep(next(pauses))
-                return found
+        async def slowly(request_id: str, digest: bytes) -> bool:
+            found = await repeats(request_id, digest)
+            await asyncio.sleep(next(pauses))
+            return found
 
-            monkeypatch.setattr(server.request_log, "repeats", slowly)
-            accepted, again = await asyncio.gather(
-                server.create_model(TENANT, create), server.create_model(TENANT, create)
-            )
-            assert accepted == again
-            assert isinstance(await client.answer(accepted.request_id), Done)
-
-    run(scenario())
+        monkeypatch.setattr(server.request_log, "repeats", slowly)
+        accepted, again = await asyncio.gather(
+            server.create_model(TENANT, create), server.create_model(TENANT, create)
+        )
+        assert accepted == again
+        assert isinstance(await client.answer(accepted.request_id), Done)
 
 
-def test_requests_after_a_failed_creation_load_no_adapter(model_dir, data_dir, monkeypatch):
+async def test_requests_after_a_failed_creation_load_no_adapter(model_dir, data_dir, monkeypatch):
     loaded = []
     load = TrainingModel.load
 
@@ -426,17 +379,14 @@ def test_requests_after_a_failed_creation_load_no_adapter(model_dir, data_dir, m
 
     monkeypatch.setattr(TrainingModel, "load", loading)
 
-    async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            client = await Client.start(server)
-            model = await client.model()
-            path = orjson.loads(await model.run(SaveWeightsForSampler(model.model_id, "s")))["path"]
-            bad = CreateModel(f"{client.session_id}:train:9", from_path=path, with_optimizer=True)
-            created = await server.create_model(TENANT, bad)
-            behind = await submit_training(server, TENANT, 1, adam(bad.model_id))
-            for accepted in (created, behind):
-                assert isinstance(await client.answer(accepted.request_id), Failed)
-            await model.step()
-            assert loaded == [model.model_id, bad.model_id]
-
-    run(scenario())
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        path = orjson.loads(await model.run(SaveWeightsForSampler(model.model_id, "s")))["path"]
+        bad = CreateModel(f"{client.session_id}:train:9", from_path=path, with_optimizer=True)
+        created = await server.create_model(TENANT, bad)
+        behind = await submit_training(server, TENANT, 1, adam(bad.model_id))
+        for accepted in (created, behind):
+            assert isinstance(await client.answer(accepted.request_id), Failed)
+        await model.step()
+        assert loaded == [model.model_id, bad.model_id]
