@@ -33,6 +33,7 @@ from planish.renderers.tool_calls import (
     ReadCall,
     as_text,
     call_pieces,
+    find_piece,
     read_calls,
     response_pieces,
     tools_pieces,
@@ -86,12 +87,8 @@ class ChatML(StopTokenFormat):
     def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
         """Return the turns of the messages, with the default system message first if needed."""
         turns: list[Turn] = []
-        if self._adds_system(messages):
-            turns.append(
-                Turn(
-                    header=(START, "system\n"), output=(str(self.default_system), END), message=None
-                )
-            )
+        if self.default_system is not None and messages[0].role != "system":
+            turns.append(Turn((START, "system\n"), (self.default_system, END), message=None))
         users = [index for index, message in enumerate(messages) if message.role == "user"]
         last_query = users[-1] if users else len(messages) - 1
         for index, message in enumerate(messages):
@@ -99,10 +96,8 @@ class ChatML(StopTokenFormat):
             if message.role == "tool":
                 turns.append(tool_turn(lead, messages, index, message.text))
             elif message.role == "assistant":
-                is_last = index == len(messages) - 1
-                turns.append(
-                    self._assistant_turn(lead, message, index, index > last_query, is_last)
-                )
+                is_live, is_last = index > last_query, index == len(messages) - 1
+                turns.append(self._assistant_turn(lead, message, index, is_live, is_last))
             else:
                 turns.append(self._plain_turn(lead, message, index))
         return turns
@@ -126,9 +121,6 @@ class ChatML(StopTokenFormat):
         if self.thinking is Thinking.NONE:
             return {"role": "assistant", **read_calls(pieces)}
         return read_thought_message(pieces)
-
-    def _adds_system(self, messages: Sequence[CheckedMessage]) -> bool:
-        return self.default_system is not None and messages[0].role != "system"
 
     def _plain_turn(self, lead: tuple[Piece, ...], message: CheckedMessage, index: int) -> Turn:
         text: tuple[Piece, ...] = (message.text,)
@@ -159,13 +151,8 @@ class ChatML(StopTokenFormat):
                     "it has reasoning, which qwen3_disable_thinking never samples; use qwen3, or "
                     "remove the thinking part"
                 )
-        return Turn(
-            header,
-            (*frame, text, *call_pieces(message), END),
-            index,
-            sampled=True,
-            untrainable=reason,
-        )
+        output = (*frame, text, *call_pieces(message), END)
+        return Turn(header, output, index, sampled=True, untrainable=reason)
 
 
 def tool_turn(
@@ -190,16 +177,16 @@ def split_thought(pieces: Sequence[Piece], calls: Control = CALL) -> tuple[str |
     """Split a sampled message into (reasoning, rest); reasoning is None without a think block.
     `calls` is the tag that begins the tool calls.
     """
-    end = next((at for at, piece in enumerate(pieces) if piece == THINK_END), None)
+    end = find_piece(pieces, THINK_END)
     before = pieces[:end]
-    start = next((at for at, piece in enumerate(before) if piece == THINK), None)
-    if start is None and (end is None or calls in before):
+    start = find_piece(before, THINK)
+    is_begun = start < len(before)
+    if not is_begun and (end == len(pieces) or calls in before):
         return None, list(pieces)
-    if start is not None and as_text(before[:start]).strip():
+    if is_begun and as_text(before[:start]).strip():
         return None, list(pieces)
     # A prompt may end with `<think>`; then the sample begins inside the block.
-    thought = as_text(before[0 if start is None else start + 1 :])
-    return thought, list(pieces[end + 1 :]) if end is not None else []
+    return as_text(before[start + 1 :] if is_begun else before), list(pieces[end + 1 :])
 
 
 def begun_in_thought(pieces: Sequence[Piece]) -> Sequence[Piece]:

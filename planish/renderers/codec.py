@@ -22,7 +22,7 @@ import json
 import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 from tokenizers import Tokenizer
@@ -65,19 +65,15 @@ class Codec:
                 "transformers, such as training_client.get_tokenizer()"
             )
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        # Characters that the vocabulary lacks become the unknown token, so ordinary text must be
+        # able to contain it.
+        unknown = getattr(getattr(self._backend, "model", None), "unk_token", None)
         self.guarded = {
             int(id_): token.content
             for id_, token in added.items()
-            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+            if token.content != unknown
+            and (token.special or (token.content.startswith("<") and token.content.endswith(">")))
         }
-        # Characters that the vocabulary lacks become the unknown token, so ordinary text must be
-        # able to contain it.
-        unknown = getattr(
-            getattr(getattr(self.tokenizer, "backend_tokenizer", None), "model", None),
-            "unk_token",
-            None,
-        )
-        self.guarded = {id_: text for id_, text in self.guarded.items() if text != unknown}
 
     def control_id(self, text: str) -> int | None:
         """Return the id of `text` as one token, or None if the vocabulary has no such token."""
@@ -126,14 +122,10 @@ class Codec:
         if not text:
             return []
         text = whole_characters(text)
-        continuing = (
-            self._copy(guards=False, continues_text=True) if self._would_add_blank(after) else None
-        )
-        ids = (
-            continuing.encode(text)
-            if continuing
-            else self.tokenizer.encode(text, add_special_tokens=False)
-        )
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        adds_blank = self._would_add_blank(after)
+        continuing = self._copy(guards=False, continues_text=True) if adds_blank else None
+        ids = continuing.encode(text) if continuing else encode(text)
         if self._is_plain(ids):
             return ids
         plain = self._copy(guards=True, continues_text=continuing is not None)
@@ -143,11 +135,7 @@ class Codec:
                 return ids
         # Even the copy can return a guarded id: in a word-level vocabulary the token is an ordinary
         # word too. So encode each character alone, because no guarded token is a single character.
-        ids = [
-            id_
-            for character in text
-            for id_ in self.tokenizer.encode(character, add_special_tokens=False)
-        ]
+        ids = [id_ for character in text for id_ in encode(character)]
         if not self._is_plain(ids):
             name = next(self.guarded[id_] for id_ in ids if id_ in self.guarded)
             raise ValueError(
@@ -195,24 +183,27 @@ class Codec:
     @cached_property
     def _blanks(self) -> tuple[bool, bool]:
         """Whether the tokenizer puts a blank before text: (at the start, after a special token)."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
         mark = next(iter(self.guarded.values()), None)
 
         def adds(before: str) -> bool:
-            if not isinstance(backend, Tokenizer):
+            if self._backend is None:
                 return False
-            written = "".join(backend.encode(f"{before}a", add_special_tokens=False).tokens)
+            written = "".join(self._backend.encode(f"{before}a", add_special_tokens=False).tokens)
             return written.removeprefix(before)[:1] in ("▁", "Ġ")
 
         return adds(""), mark is not None and adds(mark)
 
-    def _copy(self, *, guards: bool, continues_text: bool) -> "RestrictedTokenizer | None":
+    @cached_property
+    def _backend(self) -> Tokenizer | None:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if (guards, continues_text) not in self._copies and isinstance(backend, Tokenizer):
-            self._copies[guards, continues_text] = RestrictedTokenizer.without(
-                backend, self.guarded if guards else (), continues_text
-            )
-        return self._copies.get((guards, continues_text))
+        return backend if isinstance(backend, Tokenizer) else None
+
+    def _copy(self, *, guards: bool, continues_text: bool) -> "RestrictedTokenizer | None":
+        key = (guards, continues_text)
+        if self._backend is not None and key not in self._copies:
+            guarded = self.guarded if guards else ()
+            self._copies[key] = RestrictedTokenizer.without(self._backend, guarded, continues_text)
+        return self._copies.get(key)
 
 
 @dataclass(frozen=True)

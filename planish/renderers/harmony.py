@@ -28,6 +28,8 @@ from planish.renderers.messages import Abilities, CheckedMessage
 from planish.renderers.tool_calls import (
     answered_call,
     as_text,
+    call_fields,
+    find_piece,
     has_calls,
     last_answer_index,
     read_named_call,
@@ -122,9 +124,7 @@ class Harmony(StopTokenFormat):
                 header.append(pieces[at])
                 at += 1
                 continue
-            end = next(
-                (to for to in range(at + 1, len(pieces)) if pieces[to] in (END, START)), len(pieces)
-            )
+            end = find_piece(pieces, END, START, start=at + 1)
             text = as_text(pieces[at + 1 : end])
             head = as_text(header)
             recipient = _RECIPIENT.search(head.replace(CHANNEL.text, " "))
@@ -134,11 +134,8 @@ class Harmony(StopTokenFormat):
                 if call is not None:
                     calls.append(call)
                 else:
-                    raw = (
-                        head.removeprefix(START.text).removeprefix("assistant")
-                        + MESSAGE.text
-                        + text
-                    )
+                    written_head = head.removeprefix(START.text).removeprefix("assistant")
+                    raw = written_head + MESSAGE.text + text
                     unparsed.append({"raw_text": raw, "error": str(error)})
             elif _channel(header) == "analysis":
                 thoughts.append(text)
@@ -156,12 +153,7 @@ class Harmony(StopTokenFormat):
         content: Any = "".join(texts)
         if parts:
             content = [*parts, *([{"type": "text", "text": content}] if content else [])]
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if calls:
-            message["tool_calls"] = calls
-        if unparsed:
-            message["unparsed_tool_calls"] = unparsed
-        return message
+        return {"role": "assistant", "content": content, **call_fields(calls, unparsed)}
 
     def _system(self, has_tools: bool) -> str:
         lines = CALLS_LINE if has_tools else ""
@@ -213,6 +205,6 @@ def _assistant_turn(message: CheckedMessage, index: int, is_kept: bool, is_last:
 
 
 def _channel(header: Sequence[Piece]) -> str:
-    at = next((at for at, piece in enumerate(header) if piece == CHANNEL), len(header))
+    at = find_piece(header, CHANNEL)
     words = as_text(header[at + 1 : at + 2]).split()
     return words[0] if words else ""

@@ -164,6 +164,18 @@ def get_text_content(message: Mapping[str, Any]) -> str:
     return "".join(part["text"] for part in content if part["type"] == "text")
 
 
+def get_thinking_content(message: Mapping[str, Any]) -> str:
+    """Return the reasoning in a parsed message's content; "" if there is none."""
+    content = message["content"]
+    parts = [] if isinstance(content, str) else content
+    return "".join(part["thinking"] for part in parts if part["type"] == "thinking")
+
+
+def last_user_index(messages: Sequence[CheckedMessage]) -> int:
+    """Return the index of the last user message; -1 if there is none."""
+    return max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
+
+
 def read_messages(
     messages: Sequence[Mapping[str, Any]], abilities: Abilities, renderer: str
 ) -> list[CheckedMessage]:

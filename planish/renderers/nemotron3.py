@@ -23,7 +23,7 @@ from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.chatml import END, NEVER_SAMPLED, START, tool_turn
 from planish.renderers.codec import Piece
 from planish.renderers.forms import THINK, THINK_END, ThoughtForm
-from planish.renderers.messages import Abilities, CheckedMessage
+from planish.renderers.messages import Abilities, CheckedMessage, last_user_index
 from planish.renderers.qwen3_5 import TAGS, read_thinking_message
 from planish.renderers.xml_calls import (
     TOOLS_CONCLUSION,
@@ -73,8 +73,7 @@ class Nemotron3(StopTokenFormat):
         """Return the turns of the messages, after a system message, which may be empty."""
         has_system = messages[0].role == "system"
         turns = [Turn((START, "system\n"), (*_system(messages[0]), END), 0 if has_system else None)]
-        users = [index for index, message in enumerate(messages) if message.role == "user"]
-        last_query = users[-1] if users else -1
+        last_query = last_user_index(messages)
         for index, message in enumerate(messages[has_system:], has_system):
             if message.role == "tool":
                 turns.append(tool_turn(("\n",), messages, index, message.text, "\n"))

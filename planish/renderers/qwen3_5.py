@@ -32,7 +32,7 @@ from planish.renderers.chatml import (
 )
 from planish.renderers.codec import Piece
 from planish.renderers.forms import THINK, THINK_END, ThoughtForm
-from planish.renderers.messages import Abilities, CheckedMessage
+from planish.renderers.messages import Abilities, CheckedMessage, last_user_index
 from planish.renderers.tool_calls import CALL_TAGS, read_calls
 from planish.renderers.xml_calls import (
     TOOLS_CONCLUSION,
@@ -93,9 +93,7 @@ class Qwen35(StopTokenFormat):
         elif is_first:
             reason = "the format leaves out an empty system message"
             turns.append(Turn((), (), 0, untrainable=reason))
-        last_query = max(
-            (index for index, message in enumerate(messages) if message.role == "user"), default=-1
-        )
+        last_query = last_user_index(messages)
         for index, message in enumerate(messages):
             lead = ("\n",) if system or index > is_first else ()
             if message.role == "tool":

@@ -135,14 +135,11 @@ def _of_directory(path: Path) -> str:
         for name, chat_format in _candidates(template, bos)
         if writes_like(template, chat_format, bos)
     ]
-    thinking = [
-        name for name, chat_format in found if writes_reasoning_like(template, chat_format, bos)
-    ]
     # The formats of one family may differ only in how they write reasoning. So prefer a format that
     # also writes reasoning like the template.
-    names = [*thinking, *(name for name, _ in found)]
-    if names:
-        return names[0]
+    found.sort(key=lambda candidate: not writes_reasoning_like(template, candidate[1], bos))
+    if found:
+        return found[0][0]
     raise UnknownModelError(
         f"the chat template in {path} writes the format of no renderer of planish; {_choose()}"
     )

@@ -28,9 +28,8 @@ def _chatml(tokenizer: ModelTokenizer) -> ChatFormat:
     template = chat_template_of(tokenizer)
     if template is None:
         return ChatML()
-    return ChatML(
-        default_system=default_system_message(template, getattr(tokenizer, "bos_token", None) or "")
-    )
+    bos = getattr(tokenizer, "bos_token", None) or ""
+    return ChatML(default_system=default_system_message(template, bos))
 
 
 def _role_colon(tokenizer: ModelTokenizer) -> ChatFormat:
@@ -184,20 +183,13 @@ def with_thinking(name: str, thinks: bool) -> str:
     if name in _WITHOUT_THINKING or name in _ALWAYS_THINKING:
         return name
     name_without_thinking = "deepseekv3" if name == "deepseekv3_disable_thinking" else name
-    thinking = next(
-        (
-            thinking_name
-            for thinking_name, plain_name in _WITHOUT_THINKING.items()
-            if plain_name == name_without_thinking
-        ),
-        None,
+    for thinking, without_thinking in _WITHOUT_THINKING.items():
+        if without_thinking == name_without_thinking:
+            return thinking
+    raise UnsupportedError(
+        f"renderer {name!r}: its models do not think; leave out the option that turns thinking on, "
+        f"or choose one of {', '.join(_WITHOUT_THINKING)}"
     )
-    if thinking is None:
-        raise UnsupportedError(
-            f"renderer {name!r}: its models do not think; leave out the option that turns thinking "
-            f"on, or choose one of {', '.join(_WITHOUT_THINKING)}"
-        )
-    return thinking
 
 
 _EFFORT_VARIANTS: tuple[dict[str, str], ...] = (

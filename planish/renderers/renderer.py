@@ -130,9 +130,9 @@ class Renderer:
         * In role_colon, the answer ends with `User:`, but another role writes the next message.
         """
         checked = read_messages(messages, self.format.abilities, self.name)
-        ending = (
-            self._ending(checked[answer], list(sampled)) if self.has_extension_property else None
-        )
+        if not self.has_extension_property:
+            return None
+        ending = self._ending(checked[answer], list(sampled))
         if ending is None:
             return None
         following = [
@@ -209,11 +209,8 @@ class Renderer:
         """
         for part, what in self._parts(messages, train_on_what):
             checked = read_messages(part, self.format.abilities, self.name)
-            list(
-                self._targets(
-                    checked, trained_messages(checked, what), what is TrainOnWhat.ALL_TOKENS
-                )
-            )
+            trained = trained_messages(checked, what)
+            list(self._targets(checked, trained, what is TrainOnWhat.ALL_TOKENS))
 
     def _parts(
         self, messages: Messages, train_on_what: TrainOnWhat | str
@@ -226,9 +223,8 @@ class Renderer:
             return [(messages, what)]
         parts: list[tuple[Messages, TrainOnWhat]] = []
         begin = 0
-        for end in (
-            _turn_ends(checked) if self.format.abilities.extends_in_turn else _answer_ends(checked)
-        ):
+        ends_of = _turn_ends if self.format.abilities.extends_in_turn else _answer_ends
+        for end in ends_of(checked):
             flags = [begin <= index and flag for index, flag in enumerate(trained[:end])]
             if any(flags):
                 part = [

@@ -73,15 +73,11 @@ class RoleColon:
 
     def _turn(self, index: int, message: CheckedMessage) -> Turn:
         stops_early = message.role == "assistant" and STOP in message.text
-        reason = (
-            f"its text contains the stop sequence {STOP!r}; remove that from the answer"
-            if stops_early
-            else None
-        )
+        reason = f"its text contains the stop sequence {STOP!r}; remove that from the answer"
         return Turn(
             header=self.suffix((), message.role),
             output=(f" {message.text}\n\n",),
             message=index,
             sampled=True,
-            untrainable=reason,
+            untrainable=reason if stops_early else None,
         )

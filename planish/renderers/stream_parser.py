@@ -23,6 +23,7 @@ from typing import Any
 
 from planish.renderers import Renderer
 from planish.renderers.codec import Codec
+from planish.renderers.messages import get_text_content, get_thinking_content
 
 _READINGS = 256
 """A text is parsed about this many times while its length doubles."""
@@ -52,6 +53,13 @@ class Reading:
         """Return the reading with the unparsed calls at the end of its text."""
         content = "\n".join(filter(None, (self.content, *self.unparsed)))
         return replace(self, content=content, unparsed=())
+
+    def map_open_arguments(self, change: Callable[[str], str]) -> dict[str, Any] | None:
+        """Return `open_call`, if there is one, with its arguments replaced by `change` of them."""
+        if self.open_call is None:
+            return None
+        function = self.open_call["function"]
+        return {"function": {**function, "arguments": change(function["arguments"])}}
 
     def with_open_call(self) -> Reading:
         """Return the reading with the last unparsed call as `open_call`, if it has the form of a
@@ -93,11 +101,9 @@ def read_message(renderer: Renderer) -> Read:
 
     def read(tokens: Sequence[int]) -> Reading:
         message = renderer.parse_response(tokens).message
-        content = message["content"]
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         return Reading(
-            content="".join(part["text"] for part in parts if part["type"] == "text"),
-            reasoning="".join(part["thinking"] for part in parts if part["type"] == "thinking"),
+            content=get_text_content(message),
+            reasoning=get_thinking_content(message),
             calls=tuple(message.get("tool_calls", ())),
             unparsed=tuple(call["raw_text"] for call in message.get("unparsed_tool_calls", ())),
         )
@@ -143,11 +149,9 @@ class StreamedSample:
         self._next_reading = len(self.tokens) + max(1, len(self.tokens) // _READINGS)
         reading = self._cut(self._read())
         content, reasoning = self._certain(reading.content), self._certain(reading.reasoning)
-        open_call = reading.open_call
-        if open_call is not None:
-            function = open_call["function"]
-            arguments = self._held_back(function["arguments"], (*self.stops, _CALL_END))
-            open_call = {"function": {**function, "arguments": arguments}}
+        open_call = reading.map_open_arguments(
+            lambda arguments: self._held_back(arguments, (*self.stops, _CALL_END))
+        )
         return self._new(Reading(content, reasoning, reading.calls, open_call=open_call))
 
     def rest(self) -> Reading:
@@ -169,15 +173,11 @@ class StreamedSample:
 
     def _cut(self, reading: Reading) -> Reading:
         """Return the reading without what follows a stop string."""
-        reasoning = _before(reading.reasoning, self.stops)
+        reasoning = text_before(reading.reasoning, self.stops)
         if reasoning != reading.reasoning:
             return Reading("", reasoning)
-        content = _before(reading.content, self.stops)
-        open_call = reading.open_call
-        if open_call is not None:
-            function = open_call["function"]
-            arguments = _before(function["arguments"], self.stops)
-            open_call = {"function": {**function, "arguments": arguments}}
+        content = text_before(reading.content, self.stops)
+        open_call = reading.map_open_arguments(lambda arguments: text_before(arguments, self.stops))
         # Calls before a stop string are complete: the sample ended at the string.
         return Reading(content, reasoning, reading.calls, open_call=open_call)
 
@@ -203,7 +203,8 @@ class StreamedSample:
         return Reading(content, reasoning, calls, open_call=reading.open_call)
 
 
-def _before(text: str, stops: Sequence[str]) -> str:
+def text_before(text: str, stops: Sequence[str]) -> str:
+    """Return the text before the first of the stop strings."""
     ends = [at for stop in stops if (at := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
 

@@ -2,20 +2,13 @@
 
 Templates are programs, and different sources can have the same effect. So a default system message
 is read from a template's output. The renderer of a local model is the one that writes the same text
-as the template for all probes. Templates run in jinja2's sandbox, as in `transformers`.
+as the template for all probes. `transformers` runs the templates in jinja2's sandbox.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
 from typing import Any
 
 import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from planish.errors import DamagedFileError
 from planish.renderers.chat_format import ChatFormat
@@ -46,50 +39,22 @@ def render_template(
     """Render a chat template. DamagedFileError if it is not a valid template or rejects the
     messages.
     """
+    # Imported here, because the import of transformers takes a second.
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     try:
-        return _compiled(template).render(
-            messages=[dict(message) for message in messages],
+        [text], _ = render_jinja_template(
+            [[dict(message) for message in messages]],
+            chat_template=template,
             add_generation_prompt=prompt,
             bos_token=bos_token,
             **names,
         )
+        return text
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise DamagedFileError(
             f"the chat template cannot be rendered ({error}); name the renderer yourself, and for chatml its default_system"
         ) from error
-
-
-class _Generation(Extension):
-    """The tag `{% generation %}` of `transformers`, which marks the text of assistant messages. The
-    text is written unchanged.
-    """
-
-    tags = {"generation"}  # noqa: RUF012 (declared so in jinja2)
-
-    def parse(self, parser: Parser) -> list[Node]:
-        """Return the statements between the tags."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@lru_cache(maxsize=8)
-def _compiled(template: str) -> jinja2.Template:
-    """Return a compiled template. It is cached because each format is compared with it on several
-    probes.
-    """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-    )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(
-        value, ensure_ascii=False, **options
-    )
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(template)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 def chat_template_of(tokenizer: ModelTokenizer) -> str | None:

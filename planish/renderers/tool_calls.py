@@ -84,6 +84,14 @@ def as_text(pieces: Sequence[Piece]) -> str:
     return "".join(piece.text if isinstance(piece, Control) else piece for piece in pieces)
 
 
+def find_piece(pieces: Sequence[Piece], *wanted: Control, start: int = 0) -> int:
+    """Return the index of the first piece, from `start` on, that is one of `wanted`.
+
+    Return len(pieces) if there is none.
+    """
+    return next((at for at in range(start, len(pieces)) if pieces[at] in wanted), len(pieces))
+
+
 ReadCall = Callable[[str], tuple[dict[str, Any] | None, str | None]]
 """Reads the text of a call between its tags. Returns (call, None) or (None, error)."""
 
@@ -97,7 +105,7 @@ def read_calls(
     """Parse the text and the tool calls of a sampled message. Returns a dictionary with `content`
     and, if there are any, `tool_calls` and `unparsed_tool_calls`.
     """
-    start = next((at for at, piece in enumerate(pieces) if piece == begin), len(pieces))
+    start = find_piece(pieces, begin)
     if start == len(pieces):
         return {"content": as_text(pieces)}
     # The line break before the first call belongs to the call. White space between calls has no
@@ -106,10 +114,7 @@ def read_calls(
     calls: list[dict[str, Any]] = []
     unparsed: list[dict[str, str]] = []
     while start < len(pieces):
-        stop = next(
-            (at for at in range(start + 1, len(pieces)) if pieces[at] in (begin, end)),
-            len(pieces),
-        )
+        stop = find_piece(pieces, begin, end, start=start + 1)
         inner = as_text(pieces[start + 1 : stop])
         closed = stop < len(pieces) and pieces[stop] == end
         call, error = (
@@ -118,21 +123,23 @@ def read_calls(
         if call is not None:
             calls.append(call)
         else:
-            unparsed.append(
-                {
-                    "raw_text": begin.text + inner + (end.text if closed else ""),
-                    "error": str(error),
-                }
-            )
+            raw = begin.text + inner + (end.text if closed else "")
+            unparsed.append({"raw_text": raw, "error": str(error)})
         after = stop + 1 if closed else stop
-        start = next((at for at in range(after, len(pieces)) if pieces[at] == begin), len(pieces))
+        start = find_piece(pieces, begin, start=after)
         texts.append(as_text(pieces[after:start]).strip())
-    message: dict[str, Any] = {"content": "\n".join([*texts[:1], *filter(None, texts[1:])])}
-    if calls:
-        message["tool_calls"] = calls
-    if unparsed:
-        message["unparsed_tool_calls"] = unparsed
-    return message
+    return {
+        "content": "\n".join([*texts[:1], *filter(None, texts[1:])]),
+        **call_fields(calls, unparsed),
+    }
+
+
+def call_fields(
+    calls: list[dict[str, Any]], unparsed: list[dict[str, str]]
+) -> dict[str, list[Any]]:
+    """Return the fields of a message for its calls. Empty lists are left out."""
+    fields = {"tool_calls": calls, "unparsed_tool_calls": unparsed}
+    return {name: value for name, value in fields.items() if value}
 
 
 def read_named_call(
@@ -143,14 +150,10 @@ def read_named_call(
     Return (None, error) if the name needs escaping or the text is not a JSON object.
     """
     arguments = arguments.strip()
-    try:
-        value = json.loads(arguments)
-        half = half_character(json.dumps([name, value], ensure_ascii=False))
-    except (ValueError, RecursionError) as error:
-        return None, f"not JSON: {error}"
-    if half is not None:
-        return None, f"{half!r} is half of a character"
-    if not name or json.dumps(name, ensure_ascii=False) != f'"{name}"':
+    value, error = _parse_json(arguments)
+    if error is not None:
+        return None, error
+    if not name or half_character(name) or json.dumps(name, ensure_ascii=False) != f'"{name}"':
         return None, f"the name {name!r} is empty or needs escaping"
     if not isinstance(value, dict):
         return None, "the arguments are not a JSON object"
@@ -189,33 +192,28 @@ def answered_call(messages: Sequence[CheckedMessage], index: int) -> Call | None
 
 
 def _read_json_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
+    call, error = _parse_json(inner)
+    if error is not None:
+        return None, error
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None, "not a JSON object with a name"
+    arguments = call.get("arguments", {})
+    text = json.dumps(arguments, ensure_ascii=False)
+    plain = PLAIN_CALL.fullmatch(inner)
+    if plain and set(call) == {"name", "arguments"}:
+        # If the call repeats a key, the pattern may match more than the arguments.
+        is_verbatim = _parse_json(plain.group(1)) == (arguments, None)
+        text = plain.group(1) if is_verbatim else text
+    return read_named_call(call["name"], text)
+
+
+def _parse_json(text: str) -> tuple[Any, str | None]:
+    """Return (value, None), or (None, error) if the text is not JSON or has half a character."""
     try:
-        call = json.loads(inner)
-        half = half_character(json.dumps(call, ensure_ascii=False))
+        value = json.loads(text)
+        half = half_character(json.dumps(value, ensure_ascii=False))
     except (ValueError, RecursionError) as error:
         return None, f"not JSON: {error}"
     if half is not None:
         return None, f"{half!r} is half of a character"
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None, "not a JSON object with a name"
-    name, arguments = call["name"], call.get("arguments", {})
-    if not name or json.dumps(name, ensure_ascii=False) != f'"{name}"':
-        return None, f"the name {name!r} is empty or needs escaping"
-    if not isinstance(arguments, dict):
-        return None, "the arguments are not a JSON object"
-    plain = PLAIN_CALL.fullmatch(inner)
-    # If the call has further keys or repeated ones, the pattern may match more than the arguments.
-    verbatim = (
-        plain.group(1)
-        if plain and set(call) == {"name", "arguments"} and _same(plain.group(1), arguments)
-        else None
-    )
-    text = verbatim if verbatim is not None else json.dumps(arguments, ensure_ascii=False)
-    return {"type": "function", "function": {"name": name, "arguments": text}}, None
-
-
-def _same(text: str, value: object) -> bool:
-    try:
-        return json.loads(text) == value
-    except ValueError:
-        return False
+    return value, None

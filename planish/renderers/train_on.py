@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from enum import StrEnum
 
-from planish.renderers.messages import CheckedMessage
+from planish.renderers.messages import CheckedMessage, last_user_index
 
 
 class TrainOnWhat(StrEnum):
@@ -36,9 +36,7 @@ def trained_messages(messages: Sequence[CheckedMessage], what: TrainOnWhat) -> l
     """
     _check_trainable(messages, what)
     assistants = [index for index, message in enumerate(messages) if message.role == "assistant"]
-    last_user = max(
-        (index for index, message in enumerate(messages) if message.role == "user"), default=-1
-    )
+    last_user = last_user_index(messages)
     chosen: set[int] = set()
     match what:
         case TrainOnWhat.LAST_ASSISTANT_MESSAGE:
@@ -50,11 +48,8 @@ def trained_messages(messages: Sequence[CheckedMessage], what: TrainOnWhat) -> l
         case TrainOnWhat.ALL_MESSAGES | TrainOnWhat.ALL_TOKENS:
             chosen = set(range(len(messages)))
         case TrainOnWhat.ALL_USER_AND_SYSTEM_MESSAGES:
-            chosen = {
-                index
-                for index, message in enumerate(messages)
-                if message.role in ("user", "system")
-            }
+            roles = ("user", "system")
+            chosen = {index for index, message in enumerate(messages) if message.role in roles}
         case TrainOnWhat.CUSTOMIZED:
             chosen = {index for index, message in enumerate(messages) if message.trainable}
     if not chosen:
