@@ -21,7 +21,7 @@ from types import ModuleType
 
 import pytest
 
-from planish.commands.cli import COMMANDS
+from planish.commands.cli import command_module
 from planish.model.sources import DEFAULT_MODEL
 from planish.recipes.training_run import read_options
 from planish.runlog import model_renderer
@@ -170,9 +170,8 @@ def planish_commands_of(text: str) -> list[list[str]]:
 @pytest.mark.parametrize("page", WITH_README, ids=lambda page: page.stem)
 def test_every_command_of_planish_is_one_that_it_takes(page):
     for name, *arguments in planish_commands_of(page.read_text()):
-        [module] = [command.module for command in COMMANDS if command.name == name]
         parser = argparse.ArgumentParser(prog=f"planish {name}")
-        importlib.import_module(module).add_arguments(parser)
+        command_module(name).add_arguments(parser)
         parser.parse_args(arguments)
 
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from planish.commands.chat_sampler import Piece, open_chat_sampler
-from planish.commands.chat_session import ChatEnd, ChatSession, SamplingOptions
+from planish.commands.chat_session import ChatSession, SamplingOptions
 from planish.commands.runs import add_place_arguments, add_quantize_argument
 from planish.errors import PlanishError, UserError
 from planish.model.sources import DEFAULT_MODEL
@@ -148,7 +148,7 @@ def converse(session: ChatSession, lines: Iterator[str], screen: Screen) -> None
                 raise
             screen.note(str(error))
             continue
-        if isinstance(outcome, ChatEnd):
+        if outcome.is_end:
             return
         if outcome.is_answer:
             screen.end_answer()

@@ -118,14 +118,14 @@ class ChatSampler:
         return min(max_tokens, self.context - prompt)
 
 
+@dataclass
 class _StreamedAnswer:
     """Parses the tokens of an answer and shows its text."""
 
-    def __init__(self, growing: StreamedSample, show: Show) -> None:
-        self.growing = growing
-        self._show = show
-        self._has_text = False
-        self._has_reasoning = False
+    growing: StreamedSample
+    show: Show
+    _has_text: bool = False
+    _has_reasoning: bool = False
 
     def add(self, token: int) -> None:
         self.growing.add(token)
@@ -139,7 +139,7 @@ class _StreamedAnswer:
         self._has_reasoning = self._has_reasoning or bool(reading.reasoning)
         if reading.content or reading.reasoning:
             begins = bool(reading.content) and not self._has_text
-            self._show(Piece(reading.content, reading.reasoning, begins, self._has_reasoning))
+            self.show(Piece(reading.content, reading.reasoning, begins, self._has_reasoning))
         self._has_text = self._has_text or bool(reading.content)
 
 
@@ -173,12 +173,8 @@ def open_chat_sampler(
 def _sampler(service: Service, model: str, renderer_name: str | None, streams: bool) -> ChatSampler:
     is_checkpoint = model.startswith("tinker://")
     sampler_id = f"{secrets.token_hex(8)}:sample:0"
-    create = (
-        CreateSampler(sampler_id, model_path=model)
-        if is_checkpoint
-        else CreateSampler(sampler_id, model)
-    )
-    sampler_id = service.submit(create).result()
+    place = {"model_path": model} if is_checkpoint else {"base_model": model}
+    sampler_id = service.submit(CreateSampler(sampler_id, **place)).result()
     base = service.sampler_info(sampler_id).base_model
     if is_checkpoint and renderer_name is None:
         metadata = service.checkpoint_info(model).checkpoint.user_metadata or {}
@@ -193,8 +189,6 @@ def _context(service: Service, base: str) -> int | None:
     if (context := service.capabilities().context_of(base)) is not None:
         return context
     directory = service.tokenizer_directory(base)
-    return (
-        ModelConfig.from_directory(directory).max_context
-        if (directory / "config.json").is_file()
-        else None
-    )
+    if not (directory / "config.json").is_file():
+        return None
+    return ModelConfig.from_directory(directory).max_context

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,37 +47,32 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class LineResult:
-    """The result of a processed line, if the chat continues."""
+    """The result of a processed line."""
 
     note: str = ""
     """Text to show to the user after the line was processed, such as "temperature 0.5"."""
     is_answer: bool = False
     """Whether the model has written an answer."""
+    is_end: bool = False
+    """Whether the chat ends, because the line is /quit."""
 
 
-@dataclass(frozen=True)
-class ChatEnd:
-    """The result of /quit: the chat ends."""
-
-
+@dataclass(eq=False)
 class ChatSession:
     """A conversation that processes one line at a time."""
 
-    def __init__(
-        self, sampler: ChatSampler, sampling: SamplingOptions, system: str | None = None
-    ) -> None:
-        self.system = system
-        self.turns: list[Mapping[str, Any]] = []
-        """The messages of user and assistant, alternating."""
-        self._sampler = sampler
-        self._sampling = sampling
+    sampler: ChatSampler
+    sampling: SamplingOptions
+    system: str | None = None
+    turns: list[Mapping[str, Any]] = field(default_factory=list)
+    """The messages of user and assistant, alternating."""
 
     @property
     def messages(self) -> list[Mapping[str, Any]]:
         """The conversation, with its system message if it has one."""
         return self._with_system(self.turns)
 
-    def take(self, line: str, show: Show) -> LineResult | ChatEnd:
+    def take(self, line: str, show: Show) -> LineResult:
         """Send a line as a message, or run its command. On UserError the conversation is
         unchanged.
         """
@@ -86,7 +81,7 @@ class ChatSession:
         if line.startswith("//"):
             return self._send(line[1:], show)
         name, _, argument = line[1:].partition(" ")
-        commands: Mapping[str, Callable[[str], LineResult | ChatEnd]] = {
+        commands: Mapping[str, Callable[[str], LineResult]] = {
             "help": lambda _: LineResult(HELP),
             "reset": self._reset,
             "system": self._set_system,
@@ -94,7 +89,7 @@ class ChatSession:
             "undo": self._undo,
             "save": self._save,
             "temperature": self._set_temperature,
-            "quit": lambda _: ChatEnd(),
+            "quit": lambda _: LineResult(is_end=True),
         }
         if name not in commands:
             raise UserError(
@@ -119,8 +114,8 @@ class ChatSession:
 
     def _answer(self, turns: list[Mapping[str, Any]], show: Show) -> LineResult:
         """Answer the last message of `turns`. If sampling fails, the conversation is unchanged."""
-        sampling, messages = self._sampling, self._with_system(turns)
-        answer = self._sampler.answer(
+        sampling, messages = self.sampling, self._with_system(turns)
+        answer = self.sampler.answer(
             messages, sampling.temperature, sampling.max_tokens, sampling.next_seed(), show
         )
         self.turns = [*turns, answer.message]
@@ -159,7 +154,7 @@ class ChatSession:
         except ValueError:
             raise UserError(f"/temperature {text}: give a number") from None
         check_temperature(temperature)
-        self._sampling.temperature = temperature
+        self.sampling.temperature = temperature
         return LineResult(f"temperature {temperature:g}")
 
 
@@ -171,12 +166,10 @@ def check_temperature(temperature: float) -> None:
 
 def _note(answer: Answer) -> str:
     """Return a note about an answer: its tool calls, and why it ended early."""
-    calls = [
-        f"calls {call['function']['name']}({call['function']['arguments']})"
-        for call in answer.reading.calls
-    ]
-    ends = {
-        "length": f"cut off after {answer.num_tokens} tokens; --max-tokens sets the limit",
-        "stopped": "stopped",
-    }
-    return "\n".join([*calls, *([ends[answer.ended]] if answer.ended in ends else [])])
+    functions = [call["function"] for call in answer.reading.calls]
+    lines = [f"calls {function['name']}({function['arguments']})" for function in functions]
+    if answer.ended == "length":
+        lines.append(f"cut off after {answer.num_tokens} tokens; --max-tokens sets the limit")
+    elif answer.ended == "stopped":
+        lines.append("stopped")
+    return "\n".join(lines)

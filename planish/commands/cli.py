@@ -28,87 +28,38 @@ import re
 import select
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from planish.errors import PlanishError
 
+COMMANDS = {
+    "doctor": "show what planish uses on this machine and why; status 1 if something needs "
+    "attention",
+    "models": "list the base models that can be loaded, and where their files are",
+    "plot": "plot the metrics of runs as curves.png and as an interactive curves.html",
+    "trace": "write a timeline of a run that had enable_trace=True, for Perfetto (trace.json)",
+    "eval": "evaluate a model or checkpoint on GSM8K, MATH-500 or your own questions",
+    "run": "run a script written for the tinker SDK or its cookbook, unmodified, without a server",
+    "serve": "serve base models to the tinker SDK, planish clients and OpenAI clients",
+    "rollouts": "show the rollouts of a run: prompts, answers and rewards",
+    "play": "answer in an environment of a recipe yourself, and see the rewards",
+    "runs": "list the training runs of a server or of this machine",
+    "checkpoints": "list, show, delete, publish, expire, download or import checkpoints",
+    "export": "write a checkpoint as a PEFT adapter or as a merged Hugging Face model",
+    "chat": "talk with a base model or a checkpoint in the terminal",
+}
+"""The subcommands, each with its help."""
+OTHER_MODULES = {"eval": "planish.commands.evaluate", "serve": "planish.server.serve"}
+"""The modules of subcommands that are not planish.commands.NAME."""
 
-@dataclass(frozen=True)
-class Command:
-    """A subcommand.
 
-    Its module has `add_arguments(parser)` and `run(arguments)`, which returns an exit status or
+def command_module(name: str) -> Any:
+    """Import and return the module of a subcommand.
+
+    The module has `add_arguments(parser)` and `run(arguments)`, which returns an exit status or
     None.
     """
-
-    name: str
-    module: str
-    help: str
-
-
-COMMANDS = (
-    Command(
-        "doctor",
-        "planish.commands.doctor",
-        "show what planish uses on this machine and why; status 1 if something needs attention",
-    ),
-    Command(
-        "models",
-        "planish.commands.models",
-        "list the base models that can be loaded, and where their files are",
-    ),
-    Command(
-        "plot",
-        "planish.commands.plot",
-        "plot the metrics of runs as curves.png and as an interactive curves.html",
-    ),
-    Command(
-        "trace",
-        "planish.commands.trace",
-        "write a timeline of a run that had enable_trace=True, for Perfetto (trace.json)",
-    ),
-    Command(
-        "eval",
-        "planish.commands.evaluate",
-        "evaluate a model or checkpoint on GSM8K, MATH-500 or your own questions",
-    ),
-    Command(
-        "run",
-        "planish.commands.run",
-        "run a script written for the tinker SDK or its cookbook, unmodified, without a server",
-    ),
-    Command(
-        "serve",
-        "planish.server.serve",
-        "serve base models to the tinker SDK, planish clients and OpenAI clients",
-    ),
-    Command(
-        "rollouts",
-        "planish.commands.rollouts",
-        "show the rollouts of a run: prompts, answers and rewards",
-    ),
-    Command(
-        "play",
-        "planish.commands.play",
-        "answer in an environment of a recipe yourself, and see the rewards",
-    ),
-    Command(
-        "runs", "planish.commands.runs", "list the training runs of a server or of this machine"
-    ),
-    Command(
-        "checkpoints",
-        "planish.commands.checkpoints",
-        "list, show, delete, publish, expire, download or import checkpoints",
-    ),
-    Command(
-        "export",
-        "planish.commands.export",
-        "write a checkpoint as a PEFT adapter or as a merged Hugging Face model",
-    ),
-    Command(
-        "chat", "planish.commands.chat", "talk with a base model or a checkpoint in the terminal"
-    ),
-)
+    return importlib.import_module(OTHER_MODULES.get(name, f"planish.commands.{name}"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,12 +120,10 @@ def _parser(named: Sequence[str]) -> argparse.ArgumentParser:
         help="print the versions of planish, torch and Python, for bug reports, and exit",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        subparser = commands.add_parser(
-            command.name, help=command.help, description=f"{command.help}."
-        )
-        if command.name in named:
-            module = importlib.import_module(command.module)
+    for name, text in COMMANDS.items():
+        subparser = commands.add_parser(name, help=text, description=f"{text}.")
+        if name in named:
+            module = command_module(name)
             module.add_arguments(subparser)
             subparser.set_defaults(function=module.run)
     return parser

@@ -46,20 +46,15 @@ def size(count: int | None) -> str:
     amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while amount >= 1024 and len(units) > 1:
         amount, units = amount / 1024, units[1:]
-    return (
-        f"{amount:.0f} {units[0]}"
-        if amount >= 10 or units[0] == "B"
-        else f"{amount:.1f} {units[0]}"
-    )
+    digits = 0 if amount >= 10 or units[0] == "B" else 1
+    return f"{amount:.{digits}f} {units[0]}"
 
 
 def time(text: str | None) -> str:
     """Return an ISO 8601 time in this machine's time zone; "-" for None."""
-    return (
-        "-"
-        if text is None
-        else datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M")
-    )
+    if text is None:
+        return "-"
+    return datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def time_left(text: str | None, now: datetime | None = None) -> str:

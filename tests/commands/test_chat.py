@@ -9,7 +9,7 @@ from rich.console import Console
 
 from planish.commands import chat
 from planish.commands.chat_sampler import Answer, ChatSampler, Piece, open_chat_sampler
-from planish.commands.chat_session import ChatEnd, ChatSession, LineResult, SamplingOptions
+from planish.commands.chat_session import ChatSession, LineResult, SamplingOptions
 from planish.commands.cli import main
 from planish.errors import UserError
 from planish.recipes.chat_sl import Options
@@ -86,7 +86,7 @@ def test_chat_commands_change_the_conversation(session, sampler):
     said(session, "/reset", "/system")
     assert session.messages == []
     assert "/save FILE" in said(session, "/help")[0]
-    assert isinstance(session.take("/quit", lambda _: None), ChatEnd)
+    assert session.take("/quit", lambda _: None).is_end
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ import sys, types
 from planish.commands import cli
 sys.modules["say"] = say = types.ModuleType("say")
 say.add_arguments, say.run = lambda parser: None, lambda arguments: print("something")
-cli.COMMANDS = [cli.Command("say", "say", "says something")]
+cli.COMMANDS, cli.OTHER_MODULES = {"say": "says something"}, {"say": "say"}
 sys.stdin.read()
 sys.exit(cli.main(["say"]))
 """

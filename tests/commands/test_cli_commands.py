@@ -2,20 +2,19 @@
 
 import subprocess
 import sys
-from importlib import import_module
 
 import pytest
 
-from planish.commands.cli import COMMANDS, main
+from planish.commands.cli import COMMANDS, command_module, main
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_has_its_own_help(command, capsys):
     with pytest.raises(SystemExit) as ended:
-        main([command.name, "--help"])
+        main([command, "--help"])
     assert ended.value.code == 0
-    assert command.name in capsys.readouterr().out
-    module = import_module(command.module)
+    assert command in capsys.readouterr().out
+    module = command_module(command)
     assert callable(module.add_arguments)
     assert callable(module.run)
 
@@ -29,7 +28,7 @@ def test_help_lists_all_commands_without_importing_them():
     assert done.returncode == 0, done.stderr
     *lines, loaded = done.stdout.strip().splitlines()
     assert loaded == "[]"
-    assert all(any(command.name in line for line in lines) for command in COMMANDS)
+    assert all(any(command in line for line in lines) for command in COMMANDS)
 
 
 @pytest.mark.parametrize("words", [[], ["no-such-command"], ["plot"]])
