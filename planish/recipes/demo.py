@@ -23,7 +23,7 @@ from planish.recipes.rl_loop import sample_groups, train_step, training_examples
 from planish.recipes.sums import SHOWN, Sum
 from planish.renderers import Renderer, get_renderer, get_text_content
 from planish.rl.answers import AnswerGroup, Metrics, answer_metrics, sampling_entropy
-from planish.runlog.checkpoints import RunCheckpoints, recipe_metadata
+from planish.runlog.checkpoints import RunCheckpoints, RunStart, recipe_metadata
 from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
 from planish.runlog.run_directory import RunDirectory, remove_run
@@ -125,7 +125,7 @@ def train(config: Config, service_client: ServiceClient) -> Path:
             run.log(step, metrics)
             display.step_done(step_line(step, config.steps, metrics, CONSOLE_METRICS))
         after = demo.accuracy(tests)
-        RunCheckpoints(training_client, run).save_final(len(run.metrics()))
+        RunCheckpoints(RunStart(training_client), run).save_final(len(run.metrics()))
         draw_curve(run.path / "reward.png", run.metrics(), title="GRPO on sums of two numbers")
         display.say(summary(run, len(tests), before, after))
     return run.path

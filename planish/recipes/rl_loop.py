@@ -120,7 +120,7 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
             return run.path
         run.resume_at(start.batch)
         client = start.training_client
-        checkpoints = RunCheckpoints.from_start(start, run, config.ttl_seconds)
+        checkpoints = RunCheckpoints(start, run, config.ttl_seconds)
         renderer = choose_renderer(config.renderer_name, config.model_name, client.get_tokenizer())
         with (
             StepDisplay(steps, start.batch) as display,

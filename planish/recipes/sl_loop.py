@@ -114,7 +114,7 @@ def train(config: Config, service_client: ServiceClient) -> Path:
             return run.path
         run.resume_at(start.batch)
         training_client = start.training_client
-        checkpoints = RunCheckpoints.from_start(start, run, config.ttl_seconds)
+        checkpoints = RunCheckpoints(start, run, config.ttl_seconds)
         renderer = choose_renderer(
             config.renderer_name, config.model_name, training_client.get_tokenizer()
         )

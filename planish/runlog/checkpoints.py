@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from planish import ServiceClient, TrainingClient
 from planish.errors import (
@@ -43,9 +43,11 @@ class RunStart:
     """A training client, and the checkpoint that it was resumed from; None for a new run."""
 
     training_client: TrainingClient
-    record: CheckpointRecord | None
-    data_size: int
-    """The size of the data set. It determines the order of a run's batches."""
+    record: CheckpointRecord | None = None
+    data_size: int | None = None
+    """The size of the data set, which determines the order of a run's batches; None leaves it out
+    of the checkpoints' rows.
+    """
 
     @property
     def batch(self) -> int:
@@ -191,41 +193,22 @@ class RunCheckpoints:
     row, and a resumed run reads them from `RunStart.record`.
     """
 
-    training_client: TrainingClient
+    start: RunStart
+    """Where the run begins or resumes."""
     run: RunDirectory
     ttl_seconds: int | None = None
     rolling_ttl_seconds: int | None = None
     service_client: ServiceClient | None = None
     """Needed for rolling checkpoints, to delete them."""
-    data_size: int | None = None
-    """The size of the data set; None leaves it out of the rows."""
-    saved: int = 0
-    """The number of batches that the newest state was trained on."""
-    _rolling: str | None = None
-    """The path of the current rolling state."""
 
-    @classmethod
-    def from_start(
-        cls,
-        start: RunStart,
-        run: RunDirectory,
-        ttl_seconds: int | None,
-        rolling_ttl_seconds: int | None = None,
-        service_client: ServiceClient | None = None,
-    ) -> Self:
-        """Return the RunCheckpoints of a run that begins or resumes at `start`."""
-        checkpoints = cls(
-            start.training_client,
-            run,
-            ttl_seconds,
-            rolling_ttl_seconds,
-            service_client,
-            start.data_size,
-            start.batch,
-        )
-        if start.record is not None and start.record.extra.get("rolling"):
-            checkpoints._rolling = start.record.state_path
-        return checkpoints
+    def __post_init__(self) -> None:
+        record = self.start.record
+        self.saved = self.start.batch
+        """The number of batches that the newest state was trained on."""
+        self._rolling: str | None = None
+        """The path of the current rolling state."""
+        if record is not None and record.extra.get("rolling"):
+            self._rolling = record.state_path
 
     def due(
         self, done: int, *, save_every: int, rolling_save_every: int
@@ -241,56 +224,48 @@ class RunCheckpoints:
 
     def save_periodic(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
         """Save a state from which the run resumes at `batch`, and weights for sampling."""
-        return self._save(
-            f"{batch:06d}", f"{batch:06d}", batch, self.ttl_seconds, extra or {}, with_sampler=True
-        )
+        return self._save(f"{batch:06d}", batch, self.ttl_seconds, extra, with_sampler=True)
 
     def save_state_only(
         self, batch: int, extra: Mapping[str, Any] | None = None
     ) -> CheckpointRecord:
         """Save a state from which the run resumes at `batch`."""
-        return self._save(
-            f"{batch:06d}", f"{batch:06d}", batch, self.ttl_seconds, extra or {}, with_sampler=False
-        )
+        return self._save(f"{batch:06d}", batch, self.ttl_seconds, extra, with_sampler=False)
 
     def save_rolling(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
         """Save a short-lived state, from which the run resumes at `batch`."""
         name = f"rolling-{batch:06d}"
         marked = {"rolling": True, **(extra or {})}
-        record = self._save(name, name, batch, self.rolling_ttl_seconds, marked, with_sampler=False)
+        record = self._save(name, batch, self.rolling_ttl_seconds, marked, with_sampler=False)
         self._rolling = record.state_path
         return record
 
     def save_final(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
         """Save the last state and weights, which do not expire."""
-        return self._save(
-            "final", f"final-{batch:06d}", batch, None, extra or {}, with_sampler=True, final=True
-        )
+        return self._save(f"final-{batch:06d}", batch, None, extra, with_sampler=True, final=True)
 
     def _save(
         self,
-        row_name: str,
         name: str,
         batch: int,
         ttl_seconds: int | None,
-        extra: Mapping[str, Any],
+        extra: Mapping[str, Any] | None,
         *,
         with_sampler: bool,
         final: bool | None = None,
     ) -> CheckpointRecord:
-        state = self.training_client.save_state(name, ttl_seconds=ttl_seconds, overwrite=True)
-        weights = (
-            self.training_client.save_weights_for_sampler(name, ttl_seconds=ttl_seconds)
-            if with_sampler
-            else None
-        )
+        client = self.start.training_client
+        state = client.save_state(name, ttl_seconds=ttl_seconds, overwrite=True)
+        weights = None
+        if with_sampler:
+            weights = client.save_weights_for_sampler(name, ttl_seconds=ttl_seconds)
         record = CheckpointRecord(
-            row_name,
+            "final" if final else name,
             batch,
             state_path=state.result().path,
             sampler_path=weights.result().path if weights else None,
             final=final,
-            extra={DATA_SIZE: self.data_size, **extra},
+            extra={DATA_SIZE: self.start.data_size, **(extra or {})},
         )
         self.run.log_checkpoint(record)
         self.saved = batch
@@ -302,9 +277,8 @@ class RunCheckpoints:
         if path is not None:
             assert self.service_client is not None
             try:
-                self.service_client.create_rest_client().delete_checkpoint_from_tinker_path(
-                    path
-                ).result()
+                rest_client = self.service_client.create_rest_client()
+                rest_client.delete_checkpoint_from_tinker_path(path).result()
             except PlanishError as error:  # harmless: the state has expired, or will
                 logger.info("the rolling checkpoint %s was not deleted: %s", path, error)
 

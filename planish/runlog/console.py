@@ -196,11 +196,8 @@ class StepDisplay:
     def status(self) -> str:
         """Return the open stages as one line; "" if no stage is open."""
         stages = [stage.status() for stage in list(self._open) if stage.is_open]
-        return (
-            " | ".join([f"{self.done} of {self.steps} {self._unit} done", *stages])
-            if stages
-            else ""
-        )
+        done = f"{self.done} of {self.steps} {self._unit} done"
+        return " | ".join([done, *stages]) if stages else ""
 
     def _end_current(self) -> None:
         if self._current is not None:

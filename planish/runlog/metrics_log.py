@@ -21,6 +21,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -50,58 +51,51 @@ class MetricLog(ABC):
         """
 
 
+@dataclass(eq=False)
 class JsonlLog(MetricLog):
     """Writes metrics.jsonl of a run directory. It does not close the run directory."""
 
-    def __init__(self, run: RunDirectory) -> None:
-        self.run = run
+    run: RunDirectory
 
     def log(self, step: int, metrics: Metrics) -> None:
         self.run.log(step, metrics)
 
 
+@dataclass(eq=False)
 class TableLog(MetricLog):
     """Prints the main metrics of a step as a table."""
 
-    def __init__(self, console: Console, steps: int) -> None:
-        self.console = console
-        self.steps = steps
+    console: Console
+    steps: int
 
     def log(self, step: int, metrics: Metrics) -> None:
         self.console.print(metrics_table(step, self.steps, metrics, self.console.width))
 
 
+@dataclass(eq=False)
 class LineLog(MetricLog):
-    """Prints a few metrics of a step on one line. `shown` maps their names to formats such as
-    "reward {:.3f}".
-    """
+    """Prints a few metrics of a step on one line."""
 
-    def __init__(self, console: Console, steps: int, shown: Mapping[str, str]) -> None:
-        self.console = console
-        self.steps = steps
-        self.shown = shown
+    console: Console
+    steps: int
+    shown: Mapping[str, str]
+    """Maps the names of the metrics to formats such as "reward {:.3f}"."""
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self.console.print(
-            step_line(step, self.steps, metrics, self.shown), soft_wrap=True, markup=False
-        )
+        line = step_line(step, self.steps, metrics, self.shown)
+        self.console.print(line, soft_wrap=True, markup=False)
 
 
+@dataclass(eq=False)
 class MetricLogs(MetricLog):
     """Writes to several logs. It is a context manager that closes them."""
 
-    def __init__(
-        self,
-        required: Sequence[MetricLog],
-        copies: Mapping[str, MetricLog],
-        warn: Callable[[str], None],
-    ) -> None:
-        """Errors of the logs in `required` are raised. If one of the `copies` raises, `warn` is
-        called, and the copy is not used any more.
-        """
-        self._required = required
-        self._copies = dict(copies)
-        self._warn = warn
+    required: Sequence[MetricLog]
+    """The logs whose errors are raised."""
+    copies: dict[str, MetricLog]
+    """The logs that are dropped when they raise, each with its name."""
+    warn: Callable[[str], None]
+    """Called with a message when a copy is dropped or a metric is left out."""
 
     def __enter__(self) -> Self:
         return self
@@ -115,30 +109,30 @@ class MetricLogs(MetricLog):
         """
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         for name in [name for name in metrics if name not in finite]:
-            self._warn(f"step {step}: {name} is {metrics[name]} and is left out of the logs")
-        for log in self._required:
+            self.warn(f"step {step}: {name} is {metrics[name]} and is left out of the logs")
+        for log in self.required:
             log.log(step, finite)
-        for name, copy in list(self._copies.items()):
+        for name, copy in list(self.copies.items()):
             try:
                 copy.log(step, finite)
             except Exception as error:  # services raise errors of any kind; none may end the run
-                del self._copies[name]
-                self._warn(
+                del self.copies[name]
+                self.warn(
                     f"{name} failed at step {step}: {_describe(error)}. Training continues without "
                     f"it. When the run is resumed, {name} receives the missing steps."
                 )
 
     def close(self, *, failed: bool = False) -> None:
-        for log in self._required:
+        for log in self.required:
             log.close(failed=failed)
-        for name, copy in self._copies.items():
+        for name, copy in self.copies.items():
             try:
                 copy.close(failed=failed)
             except Exception as error:
-                self._warn(
+                self.warn(
                     f"{name} could not be closed: {_describe(error)}. Its last steps may be missing"
                 )
-        self._copies.clear()
+        self.copies.clear()
 
 
 class ServiceRecords:
@@ -162,42 +156,37 @@ class ServiceRecords:
         write_whole(self._path, json.dumps(self._entries, indent=2) + "\n")
 
 
+@dataclass(eq=False)
 class ServiceCopy(MetricLog):
     """A service's copy of a run's metrics. Each step is sent once, even if the run is resumed."""
 
-    def __init__(
-        self,
-        name: str,
-        service: Service,
-        run_id: str,
-        records: ServiceRecords,
-        first_missing_step: int,
-        warn: Callable[[str], None],
-    ) -> None:
-        """`first_missing_step`: the first step that the service lacks."""
-        self._name = name
-        self._service = service
-        self._run_id = run_id
-        self._records = records
-        self._first_missing_step = self._next_step = first_missing_step
-        self._warn = warn
+    name: str
+    service: Service
+    run_id: str
+    records: ServiceRecords
+    first_missing_step: int
+    """The first step that the service lacks."""
+    warn: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._next_step = self.first_missing_step
         self._skipped = False
-        records.keep(name, run_id, first_missing_step)
+        self.records.keep(self.name, self.run_id, self.first_missing_step)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        if step >= self._first_missing_step:
+        if step >= self.first_missing_step:
             self._next_step = max(self._next_step, step + 1)
-            self._records.keep(self._name, self._run_id, self._next_step)
-            self._service.log(step, metrics)
+            self.records.keep(self.name, self.run_id, self._next_step)
+            self.service.log(step, metrics)
         elif not self._skipped:
             self._skipped = True
-            self._warn(
-                f"{self._name} cannot replace the steps {step} to {self._first_missing_step - 1}; "
+            self.warn(
+                f"{self.name} cannot replace the steps {step} to {self.first_missing_step - 1}; "
                 "it keeps their values from before the run was resumed"
             )
 
     def close(self, *, failed: bool = False) -> None:
-        self._service.close(failed)
+        self.service.close(failed)
 
 
 def require_loggers(loggers: Sequence[str]) -> None:
