@@ -11,7 +11,7 @@ from markupsafe import Markup
 from planish.errors import UserError
 from planish.logtree.conversations import conversation_data, conversation_node
 from planish.logtree.html import to_html
-from planish.logtree.nodes import Node, plain, text_of
+from planish.logtree.nodes import Node, details_node, plain, text_of
 from planish.logtree.trace import append
 
 
@@ -47,13 +47,8 @@ class ConversationFormatter:
 
 def log_text(text: str, *, div_class: str | None = None) -> None:
     """Log text as a paragraph, or with `div_class` as a <div> of that class."""
-    append(
-        lambda _: (
-            Node("div", {"class": div_class}, [text_of(text)])
-            if div_class
-            else Node("p", {"class": "lt-p"}, [text_of(text)])
-        )
-    )
+    tag, css_class = ("div", div_class) if div_class else ("p", "lt-p")
+    append(lambda _: Node(tag, {"class": css_class}, [text_of(text)]))
 
 
 def log_html(html: str, *, div_class: str | None = None) -> None:
@@ -86,13 +81,10 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> None:
 def details(text: str, *, summary: str = "Details", pre: bool = True) -> None:
     """Log text that is collapsed until the reader opens it; `pre` keeps its white space."""
     append(
-        lambda _: Node(
-            "details",
-            {"class": "lt-details"},
-            [
-                Node("summary", {}, [text_of(summary)]),
-                Node("pre" if pre else "div", {"class": "lt-details-body"}, [text_of(text)]),
-            ],
+        lambda _: details_node(
+            text_of(summary),
+            Node("pre" if pre else "div", {"class": "lt-details-body"}, [text_of(text)]),
+            css_class="lt-details",
         )
     )
 
@@ -197,11 +189,8 @@ def table_node(
     named = [Node("th", {}, [text_of(name)]) for name in head]
     if named:
         parts.append(Node("thead", {}, [Node("tr", {}, [*named])]))
-    parts.append(
-        Node(
-            "tbody",
-            {},
-            [Node("tr", {}, [Node("td", {}, [text_of(cell)]) for cell in row]) for row in rows],
-        )
-    )
+    body = Node("tbody")
+    for row in rows:
+        body.children.append(Node("tr", {}, [Node("td", {}, [text_of(cell)]) for cell in row]))
+    parts.append(body)
     return Node("table", {"class": "lt-table"}, parts)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from planish.logtree.nodes import Node, plain
+from planish.logtree.nodes import Node, details_node, plain
 
 CONVERSATION = "conversation"
 
@@ -86,9 +86,7 @@ def _text(part: Mapping[str, Any]) -> Node:
 
 def _thinking(part: Mapping[str, Any]) -> Node:
     body = Node("div", {"class": "lt-text", "dir": "auto"}, [str(part.get("thinking") or "")])
-    return Node(
-        "details", {"class": "lt-thinking", "open": ""}, [Node("summary", {}, ["Thinking"]), body]
-    )
+    return details_node("Thinking", body, css_class="lt-thinking", open="")
 
 
 def _call(part: Mapping[str, Any]) -> Node:
@@ -96,22 +94,16 @@ def _call(part: Mapping[str, Any]) -> Node:
     function = call.get("function") if isinstance(call, Mapping) else None
     called = function if isinstance(function, Mapping) else part
     arguments = called.get("arguments", "")
-    shown = (
-        arguments
-        if isinstance(arguments, str)
-        else json.dumps(arguments, indent=1, ensure_ascii=False)
-    )
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, indent=1, ensure_ascii=False)
     name = Node("span", {"class": "lt-tool-name"}, [str(called.get("name", "tool"))])
-    return Node("div", {"class": "lt-tool-call"}, [name, Node("pre", {"dir": "auto"}, [shown])])
+    return Node("div", {"class": "lt-tool-call"}, [name, Node("pre", {"dir": "auto"}, [arguments])])
 
 
 def _unparsed_call(part: Mapping[str, Any]) -> Node:
     error = Node("div", {"class": "lt-error"}, [f"not a tool call: {part.get('error', '')}"])
-    return Node(
-        "div",
-        {"class": "lt-tool-call"},
-        [error, Node("pre", {"dir": "auto"}, [str(part.get("raw_text", ""))])],
-    )
+    raw = Node("pre", {"dir": "auto"}, [str(part.get("raw_text", ""))])
+    return Node("div", {"class": "lt-tool-call"}, [error, raw])
 
 
 _PARTS: dict[str, Callable[[Mapping[str, Any]], Node]] = {

@@ -59,19 +59,22 @@ def section(title: str, level: int, attrs: Mapping[str, str] | None = None) -> t
     return Node("section", {"class": "lt-section", **(attrs or {})}, [heading, body]), body
 
 
+def details_node(summary: str, *body: Node | str, css_class: str, **attrs: str) -> Node:
+    """Return an element with a summary that folds and unfolds its body."""
+    head = Node("summary", {}, [summary])
+    return Node("details", {"class": css_class, **attrs}, [head, *body])
+
+
 def attributes(given: Mapping[str, Any]) -> dict[str, str]:
     """Convert keyword arguments to HTML attributes: class_ means class, data__x means data-x.
     UserError for a name that is not valid in HTML.
     """
-    named = {
-        "class"
-        if name == "class_"
-        else name.replace("__", "-", 1)
-        if name.startswith("data__")
-        else name: str(value)
-        for name, value in given.items()
-    }
-    for name in named:
+    named: dict[str, str] = {}
+    for given_name, value in given.items():
+        name = "class" if given_name == "class_" else given_name
+        if name.startswith("data__"):
+            name = name.replace("__", "-", 1)
+        named[name] = str(value)
         if not _ATTRIBUTE_NAME.fullmatch(name):
             raise UserError(
                 f"{name!r} is no name of an HTML attribute; use letters, digits, '-', '_' and '.'"

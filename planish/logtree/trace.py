@@ -26,7 +26,7 @@ from jinja2 import Environment, PackageLoader
 from planish.errors import UserError
 from planish.files import write_whole
 from planish.logtree.html import css_of, to_html
-from planish.logtree.nodes import Node, attributes, section, text_of
+from planish.logtree.nodes import Node, attributes, details_node, section, text_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -251,13 +251,7 @@ def scope_details(summary: str) -> Scope:
 
     def make(level: int) -> tuple[Node, Node, int]:
         body = Node("div", {"class": "lt-details-body"})
-        return (
-            Node(
-                "details", {"class": "lt-details"}, [Node("summary", {}, [text_of(summary)]), body]
-            ),
-            body,
-            level,
-        )
+        return details_node(text_of(summary), body, css_class="lt-details"), body, level
 
     return Scope(make)
 
@@ -301,7 +295,5 @@ def _record(error: BaseException, body: Node) -> None:
         return
     setattr(error, _RECORDED, True)
     trail = "".join(traceback.format_exception(error))
-    summary = Node("summary", {}, [f"{type(error).__name__}: {error}"])
-    body.children.append(
-        Node("details", {"class": "lt-exc", "open": "open"}, [summary, Node("pre", {}, [trail])])
-    )
+    summary, shown = f"{type(error).__name__}: {error}", Node("pre", {}, [trail])
+    body.children.append(details_node(summary, shown, css_class="lt-exc", open="open"))

@@ -17,7 +17,7 @@ from typing import Any
 from markupsafe import Markup
 
 from planish.logtree.html import to_html, visible
-from planish.logtree.nodes import Node
+from planish.logtree.nodes import Node, details_node
 
 _ATTEMPT = re.compile(r"Trajectory (\d+)(?:, attempt \d+)?")
 
@@ -79,11 +79,7 @@ class GroupLog:
         if len(children) < len(node.children):
             return None
         is_open = {} if any(inner.data for inner in node.walk()) else {"open": ""}
-        return Node(
-            "details",
-            {"class": "section", **is_open},
-            [Node("summary", {}, [_title(node)]), *children[1:]],
-        )
+        return details_node(_title(node), *children[1:], css_class="section", **is_open)
 
     def _conversation(self, node: Node, here: Node, answers: Sequence[str]) -> Node | None:
         messages = node.data["messages"] if node.data else []
@@ -92,11 +88,9 @@ class GroupLog:
             if any(text in answer for answer in answers):
                 return None
         first = self.shown.setdefault(json.dumps(messages), here)
-        return (
-            node
-            if first is here
-            else Node("p", {"class": "note"}, ["The same messages as in ", first, "."])
-        )
+        if first is here:
+            return node
+        return Node("p", {"class": "note"}, ["The same messages as in ", first, "."])
 
 
 def _is_plain_answer(message: dict[str, Any]) -> bool:

@@ -152,11 +152,9 @@ def _length_facts(trajectories: Sequence[Trajectory]) -> list[Fact]:
         facts.append(Fact("turns", short(round(fmean(turns), 2)), f"most {max(turns)}"))
     probability = token_probability(trajectories)
     if probability is not None:
-        note = (
-            f"geometric mean; mean logprob {short(math.log(probability))}"
-            if probability
-            else "geometric mean"
-        )
+        note = "geometric mean"
+        if probability:
+            note += f"; mean logprob {short(math.log(probability))}"
         facts.append(Fact("token probability", f"{100 * probability:.1f} %", note))
     return facts
 
@@ -177,14 +175,13 @@ def token_probability(trajectories: Sequence[Trajectory]) -> float | None:
 def _ending_facts(trajectories: Sequence[Trajectory], groups: Sequence[GroupRollout]) -> list[Fact]:
     ends = Counter(ending(trajectory) for trajectory in trajectories)
     others = ", ".join(f"{count} {end}" for end, count in ends.most_common() if end != "completed")
-    facts = (
-        [Fact("completed", f"{ends['completed']} of {len(trajectories)}", others)] if ends else []
-    )
+    facts = []
+    if ends:
+        facts.append(Fact("completed", f"{ends['completed']} of {len(trajectories)}", others))
     failed = sum(len(rollout.group.rollout_errors) for rollout in groups)
-    return [
-        *facts,
-        *([Fact("failed attempts", str(failed), "retried or left out")] if failed else []),
-    ]
+    if failed:
+        facts.append(Fact("failed attempts", str(failed), "retried or left out"))
+    return facts
 
 
 def ending(trajectory: Trajectory) -> str:

@@ -20,7 +20,7 @@ from planish.logtree.nodes import Node
 from planish.reports.rollout_overview import overview, short
 from planish.reports.rollout_tokens import TokenTexts
 from planish.reports.rollout_tree import number
-from planish.reports.rollout_views import GroupView, TrajectoryView, group_view
+from planish.reports.rollout_views import GroupView, group_view
 from planish.rl.rollout.rollouts import GroupRollout
 
 _PAGES = Environment(
@@ -40,13 +40,14 @@ def _signed(value: float) -> str:
 
 def _begins_open(group: GroupView) -> set[int]:
     """Return the numbers of the trajectories that are unfolded at first: the best and the worst."""
-    by_reward = sorted(group.trajectories, key=lambda trajectory: trajectory.reward)
+    records = [trajectory.record for trajectory in group.trajectories]
+    by_reward = sorted(records, key=lambda record: record.total_reward)
     return {by_reward[-1].number, by_reward[0].number}
 
 
-def _sort_key(trajectory: TrajectoryView) -> str:
-    """Return the reward as the script reads it. NaN and infinite rewards sort below all others."""
-    return repr(float(trajectory.reward)) if math.isfinite(trajectory.reward) else "-1e308"
+def _sort_key(reward: float) -> str:
+    """Return a reward as the script reads it. NaN and infinite rewards sort below all others."""
+    return repr(float(reward)) if math.isfinite(reward) else "-1e308"
 
 
 _PAGES.filters.update(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from planish import logtree
-from planish.logtree.nodes import Node, section
+from planish.logtree.nodes import Node, details_node, section
 from planish.reports.rollout_records import TrajectoryRecord, TurnRecord, trajectory_records
 from planish.reports.rollout_tokens import TokenTexts
 from planish.rl.rollout.rollouts import GroupRollout
@@ -114,11 +114,8 @@ def _diagnostics(logs: Logs) -> Node:
     for name, value in logs.items():
         text = str(value)
         if "\n" in text or len(text) > SHORT_LOG:
-            folded: list[Node | str] = [
-                Node("summary", {}, [name]),
-                Node("pre", {"class": "lt-details-body"}, [text]),
-            ]
-            body.children.append(Node("details", {"class": "lt-details"}, folded))
+            shown = Node("pre", {"class": "lt-details-body"}, [text])
+            body.children.append(details_node(name, shown, css_class="lt-details"))
         else:
             body.children.append(Node("p", {"class": "lt-p"}, [f"{name}: {text}"]))
     return diagnostics

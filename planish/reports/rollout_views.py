@@ -24,7 +24,7 @@ from planish.reports.rollout_records import (
 )
 from planish.reports.rollout_tokens import TokenTexts
 from planish.rl.rollout.rollouts import GroupRollout
-from planish.rl.types import RolloutError, Trajectory
+from planish.rl.types import Trajectory
 
 LAST_WORDS = 150
 """Number of characters, from the end of a text, that a folded section shows."""
@@ -65,15 +65,10 @@ class Answer:
 class Turn:
     """One turn of a trajectory."""
 
+    record: TurnRecord
     reading: Reading | None
     """The new part of the observation; None if it is the prompt of the group."""
-    continues: bool
-    """Whether the observation begins with all tokens that the policy read and sampled before."""
-    ob_len: int
     answer: Answer
-    was_cut_off: bool
-    is_trained: bool
-    reward: float
     metrics: Mapping[str, float]
     logs: Mapping[str, Any]
 
@@ -82,18 +77,13 @@ class Turn:
 class TrajectoryView:
     """One trajectory."""
 
-    number: int
-    reward: float
-    step_rewards: float
-    final_reward: float
-    advantage: float | None
+    record: TrajectoryRecord
     ending: str
     turns: list[Turn]
     after: Reading | None
     """Text of the environment after the last turn."""
     metrics: Mapping[str, float]
     """Means of the metrics of the turns and of the group's grading."""
-    group_metrics: Mapping[str, float]
     probability: float | None
     """Geometric mean of the probabilities of its tokens; None without logprobs."""
     log: Markup
@@ -114,25 +104,25 @@ class TrajectoryView:
 class GroupView:
     """One group."""
 
-    number: int
-    tags: list[str]
+    rollout: GroupRollout
     kind: str
-    sampler_step: int | None
     prompt: Reading | None
     trajectories: list[TrajectoryView]
     log: Markup
-    errors: list[RolloutError]
 
     @property
     def mean(self) -> float:
         """Mean reward of the trajectories."""
-        return fmean(trajectory.reward for trajectory in self.trajectories)
+        return fmean(self._rewards)
 
     @property
     def spread(self) -> float:
         """Highest minus lowest reward."""
-        rewards = [trajectory.reward for trajectory in self.trajectories]
-        return max(rewards) - min(rewards)
+        return max(self._rewards) - min(self._rewards)
+
+    @property
+    def _rewards(self) -> list[float]:
+        return [trajectory.record.total_reward for trajectory in self.trajectories]
 
 
 def group_view(
@@ -143,14 +133,11 @@ def group_view(
     log = GroupLog.of(rollout.tree, rollout.group_idx, len(records))
     prompt = records[0].turns[0].new_tokens if records[0].turns else []
     return GroupView(
-        number=rollout.group_idx,
-        tags=rollout.tags,
+        rollout,
         kind=kind_of([record.total_reward for record in records]),
-        sampler_step=rollout.sampler_step,
         prompt=_reading(prompt, texts),
         trajectories=[_trajectory(record, prompt, log, texts) for record in records],
         log=log.of_group(),
-        errors=rollout.group.rollout_errors,
     )
 
 
@@ -164,16 +151,11 @@ def _trajectory(
         turns.append(_turn(turn, None if is_prompt else _reading(turn.new_tokens, texts), texts))
     metrics = [*(turn.metrics for turn in trajectory.transitions), record.group_metrics]
     return TrajectoryView(
-        number=record.number,
-        reward=record.total_reward,
-        step_rewards=trajectory.step_rewards,
-        final_reward=record.group_reward,
-        advantage=record.advantage,
+        record,
         ending=ending(trajectory),
         turns=turns,
         after=_after(trajectory, texts),
         metrics=own_metrics(pooled(metrics)),
-        group_metrics=record.group_metrics,
         probability=token_probability([trajectory]),
         log=log.of_trajectory(record.number, [turn.answer.text for turn in turns]),
     )
@@ -200,13 +182,9 @@ def _reading(tokens: Sequence[int], texts: TokenTexts) -> Reading | None:
 def _turn(record: TurnRecord, reading: Reading | None, texts: TokenTexts) -> Turn:
     transition = record.transition
     return Turn(
-        reading=reading,
-        continues=record.continues,
-        ob_len=transition.ob.length,
+        record,
+        reading,
         answer=_answer(transition.ac, texts),
-        was_cut_off=transition.ac.stop_reason == "length",
-        is_trained=transition.train_on_action,
-        reward=transition.reward,
         metrics=own_metrics(transition.metrics),
         logs={name: visible(str(value)) for name, value in transition.logs.items()},
     )
