@@ -297,11 +297,7 @@ def use_mxfp4(directory: Path) -> Path:
         blocks = torch.randint(256, (*shape, 16), generator=generator)
         tensors[f"{name}_scales"] = scales.to(torch.uint8)
         tensors[f"{name}_blocks"] = blocks.to(torch.uint8)
-    save_weights(directory, tensors)
-    path = directory / "config.json"
-    fields = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    path.write_text(json.dumps(fields, indent=2))
-    return directory
+    return _save_quantized(directory, tensors, {"quant_method": "mxfp4"})
 
 
 def use_fp8(
@@ -334,6 +330,12 @@ def use_fp8(
         module = name.removesuffix("weight")
         tensors[module + scale] = scales if block is not None else scales.view(())
         tensors[f"{module}input_scale"] = torch.ones(())
+    return _save_quantized(directory, tensors, config)
+
+
+def _save_quantized(
+    directory: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> Path:
     save_weights(directory, tensors)
     path = directory / "config.json"
     fields = json.loads(path.read_text()) | {"quantization_config": dict(config)}

@@ -145,7 +145,7 @@ def _cpu_kernels() -> Iterator[Finding]:
     if library is not None:
         text = f"in use, compiled for {ops.instructions()}"
         yield Finding("cpu_kernels", text, value)
-        yield _self_test(library.verdicts)
+        yield _verdict_finding("cpu_self_test", library.verdicts, f"{_REMEDY}; please report it")
     elif ops.kernels_setting() == "torch":
         yield Finding("cpu_kernels", "not in use, because PLANISH_KERNELS=torch", value)
     else:
@@ -153,11 +153,6 @@ def _cpu_kernels() -> Iterator[Finding]:
         # There is no remedy for a CPU without AVX2, and a missing compiler is a separate finding.
         is_mendable = bool(warnings) and _has_avx2() and find_compiler() is not None
         yield Finding("cpu_kernels", text, value, _REMEDY * is_mendable)
-
-
-def _self_test(verdicts: Sequence[Verdict]) -> Finding:
-    """Return the self-test results of the CPU kernels, by family."""
-    return _verdict_finding("cpu_self_test", verdicts, f"{_REMEDY}; please report it")
 
 
 def gpu_self_test(verdicts: Sequence[Verdict]) -> Finding:

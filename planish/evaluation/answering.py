@@ -168,9 +168,7 @@ class Answerer:
         )
 
     def _text(self, tokens: list[int]) -> str:
-        return self.renderer.tokenizer.decode(
-            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        return self.renderer.codec.decode(tokens)
 
     def _too_long(self, tokens: int) -> str:
         return f"{tokens} tokens do not fit the model's context of {self.context_window}"

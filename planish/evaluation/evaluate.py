@@ -98,7 +98,8 @@ async def evaluate(
         "weights": weights,
     }
     settings = {} if params is None else asdict(params)
-    rendered = [_render(task, renderer, question) for question in task.questions]
+    render = render_choices if isinstance(task, ChoiceTask) else render_question
+    rendered = [render(question, renderer) for question in task.questions]
     config = {
         "task": task.name,
         "digest": task.digest,
@@ -119,6 +120,9 @@ async def evaluate(
         numbers = {question.number for question in task.questions}
         answers = {number: found for number, found in saved.items() if number in numbers}
         progress = _Progress(directory, answers, display)
+        if display:
+            for _ in answers:
+                display.step_done()
         await _answer_all(
             [one for one in rendered if one.question.number not in answers],
             answer,
@@ -142,33 +146,26 @@ async def evaluate(
     return results
 
 
+@dataclass
 class _Progress:
-    """Saves the answers to each question in memory and on disk, and updates the display."""
+    """Saves the answers, and shows how many questions are done."""
 
-    def __init__(
-        self,
-        directory: EvaluationDirectory | None,
-        answers: dict[int, Answers],
-        display: StepDisplay | None,
-    ) -> None:
-        self._directory = directory
-        self._answers = answers
-        self._display = display
-        self._stage: Stage | None = None
-        for _ in answers if display else ():
-            display.step_done()  # type: ignore[union-attr]
+    directory: EvaluationDirectory | None
+    answers: dict[int, Answers]
+    display: StepDisplay | None
+    stage: Stage | None = None
 
     def begin(self, questions: int) -> None:
-        self._stage = self._display.begin("answering", questions) if self._display else None
+        self.stage = self.display.begin("answering", questions) if self.display else None
 
     def save(self, found: Answers) -> None:
-        self._answers[found[0].question] = found
-        if self._directory:
-            self._directory.append(found)
-        if self._stage and self._display:
-            self._stage.advance()
-            self._stage.sampled(sum(len(getattr(one, "tokens", ())) for one in found))
-            self._display.step_done()
+        self.answers[found[0].question] = found
+        if self.directory:
+            self.directory.append(found)
+        if self.stage and self.display:
+            self.stage.advance()
+            self.stage.sampled(sum(len(getattr(one, "tokens", ())) for one in found))
+            self.display.step_done()
 
 
 async def _answer_all(
@@ -210,14 +207,6 @@ def resolve_sampling(
     k_values = tuple(k) if k is not None else (1,)
     check_k(k_values, params.samples)
     return params, k_values
-
-
-def _render(task: Task, renderer: Renderer, question: Any) -> RenderedQuestion:
-    return (
-        render_choices(question, renderer)
-        if isinstance(task, ChoiceTask)
-        else render_question(question, renderer)
-    )
 
 
 def _versions() -> dict[str, str]:

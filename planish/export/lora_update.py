@@ -91,11 +91,9 @@ class LoraUpdate:
     @property
     def base_model(self) -> str | None:
         """The name of the base model according to the files."""
-        return (
-            self.manifest.base_model
-            if self.manifest
-            else self.config.get("base_model_name_or_path")
-        )
+        if self.manifest:
+            return self.manifest.base_model
+        return self.config.get("base_model_name_or_path")
 
     def by_weight(self, model: ModelConfig) -> Mapping[str, Matrices]:
         """Return the matrices by the name of a weight of the base model without ".weight":
@@ -232,11 +230,8 @@ def _linears(tensors: Mapping[str, Tensor], rank: int, directory: Path) -> dict[
         raise DamagedFileError(f"{directory / ADAPTER} has no matrices; download the adapter again")
     for linear in linears:
         # If PEFT adapts only one of the two parameters, its name does not tell which of them.
-        other = (
-            linear.removesuffix(".base_layer")
-            if linear.endswith(".base_layer")
-            else f"{linear}.base_layer"
-        )
+        short = linear.removesuffix(".base_layer")
+        other = short if short != linear else f"{linear}.base_layer"
         if _expert_linear(linear) and other not in linears:
             raise UnsupportedError(
                 f"{directory / ADAPTER} has matrices of {linear} and not of {other}; adapt both gate_up_proj and "

@@ -113,11 +113,8 @@ def _title(kind: Format, base: Base) -> str:
 
 
 def _what(kind: Format, base: Base, update: LoraUpdate, dtype: str) -> str:
-    files = (
-        "A PEFT adapter"
-        if kind == "peft"
-        else "A Hugging Face model with the adapter merged into its weights"
-    )
+    model = "A Hugging Face model with the adapter merged into its weights"
+    files = "A PEFT adapter" if kind == "peft" else model
     licence = base.license().get("license")
     modules = sorted({name.rpartition(".")[2] for name in update.linears})
     rows = {

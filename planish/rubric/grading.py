@@ -14,15 +14,14 @@ UnreadableVerdictError is raised, which counts as a failure of the environment. 
 never means a reward of 0.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from planish.completers import MessageCompleter
 from planish.errors import PlanishError
+from planish.processes.interruption import gather_or_cancel
 from planish.renderers import Message, get_text_content
-from planish.rl.rollout.group_rollout import raise_first_error
 from planish.rubric.rubrics import QUOTE, Criterion, RubricRow
 
 OPENING = (
@@ -70,13 +69,8 @@ class Grader:
 
     async def grade(self, row: RubricRow, answer: str) -> Grade:
         """Grade an answer. One request per criterion is sent, all at once."""
-        with raise_first_error():
-            async with asyncio.TaskGroup() as tasks:
-                asking = [
-                    tasks.create_task(self._verdict(row, answer, criterion))
-                    for criterion in row.criteria
-                ]
-        return Grade(tuple(task.result() for task in asking))
+        verdicts = (self._verdict(row, answer, criterion) for criterion in row.criteria)
+        return Grade(tuple(await gather_or_cancel(verdicts)))
 
     async def _verdict(self, row: RubricRow, answer: str, criterion: Criterion) -> Verdict:
         prompt = judge_prompt(row.messages, answer, criterion)

@@ -81,9 +81,13 @@ class Criterion:
         )
         if score is None:
             return None
-        worst, best = self.score_range
-        share = (score - worst) / (best - worst)
+        share = self.share(score)
         return share if 0 <= share <= 1 else None
+
+    def share(self, score: float) -> float:
+        """Return a score as a share of the range: 0 for the worst score and 1 for the best."""
+        worst, best = self.score_range
+        return (score - worst) / (best - worst)
 
     def _number(self, text: str) -> float | None:
         if self.word_scores is not None:
@@ -170,22 +174,17 @@ def _criterion(item: Any, number: int, where: str) -> Criterion:
 
 
 def _examples(value: Any, where: str) -> tuple[Example, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise UserError(
-            f'{where}: examples={value!r}: give a list of {{"answer": ..., "reply": ...}}'
-        )
-    return tuple(_example(example, where) for example in value)
-
-
-def _example(value: Any, where: str) -> Example:
-    if not isinstance(value, Mapping) or set(value) != {"answer", "reply"}:
-        raise UserError(
-            f'{where}: examples={value!r}: give a list of {{"answer": ..., "reply": ...}}'
-        )
-    answer, reply = value["answer"], value["reply"]
-    if not isinstance(answer, str) or not isinstance(reply, str):
-        raise UserError(f"{where}: examples={value!r}: answers and replies are texts")
-    return Example(answer, reply)
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    examples: list[Any] = list(value) if is_list else [None]
+    for example in examples:
+        if not isinstance(example, Mapping) or set(example) != {"answer", "reply"}:
+            wrong = example if is_list else value
+            raise UserError(
+                f'{where}: examples={wrong!r}: give a list of {{"answer": ..., "reply": ...}}'
+            )
+        if not all(isinstance(text, str) for text in example.values()):
+            raise UserError(f"{where}: examples={example!r}: answers and replies are texts")
+    return tuple(Example(**example) for example in examples)
 
 
 def _check(criterion: Criterion, where: str) -> None:
@@ -224,18 +223,11 @@ def _check(criterion: Criterion, where: str) -> None:
             raise UserError(
                 f"{where}: the example's reply {example.reply!r} has no readable score; give one"
             )
-    if words is not None and not all(
-        0 <= share <= 1 for share in _shares(criterion, words.values())
-    ):
+    if any(not 0 <= criterion.share(score) <= 1 for score in (words or {}).values()):
         raise UserError(
             f"{where}: word_scores={words!r} are not all in score_range={criterion.score_range}; "
             "give a range that contains them"
         )
-
-
-def _shares(criterion: Criterion, scores: Any) -> list[float]:
-    worst, best = criterion.score_range
-    return [(score - worst) / (best - worst) for score in scores]
 
 
 def _is_range(value: Any) -> bool:

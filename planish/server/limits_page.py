@@ -16,18 +16,16 @@ from planish.server.settings import ServerSettings
 _OPENING = """\
 # Limits
 
-Every list, string, object and number of every request has a limit. This page is generated from the
-tables and constants that the server checks requests with
-(`python -m planish.server.limits_page > docs/limits.md`). A test compares it with the code, and
-fails for a field without a limit. Another test sends each field of the JSON requests at its limit
-and one beyond.
+The server limits every list, string, object and number of every request. This page is generated
+from the tables and constants with which the server checks requests
+(`python -m planish.server.limits_page > docs/limits.md`). One test compares the page with the code
+and fails for a field without a limit. Another test sends each field of the JSON requests at its
+limit and just above it. A third test sends every field with a value that is far too large
+([reliability.md](reliability.md#test-sizes-and-counts)).
 
-Beyond a limit, the answer is status 400 with a sentence that names the field and the remedy, unless
-the tables say otherwise. A rejected request changes nothing, except that a training request uses up
-its sequence number.
-
-[reliability.md](reliability.md#test-sizes-and-counts) has the test that sends every field far too
-large.
+The server answers a request that exceeds a limit with status 400 and a message that names the field
+and the remedy, unless the tables say otherwise. A rejected request changes nothing, except that a
+training request uses up its sequence number.
 """
 _TENANT = (
     ("accepted requests without an answer", "max_queued_requests", "429"),
@@ -77,9 +75,10 @@ def page() -> str:
         "changes a setting.\n",
         _table(("what", "setting", "default", "beyond it"), _settings(_TENANT)),
         "",
-        "A tenant may use half of the memory for bodies, and half of the server's connections, whose",
-        "number follows from the limit of open files. Beyond either, the answer is 503. Tenants take",
-        "turns in the engine and in the decoding of large bodies.\n",
+        "A tenant may use half of the memory for bodies and half of the server's connections. The",
+        "number of connections follows from the process's limit of open files. A request of a tenant",
+        "that exceeds its half gets status 503. Tenants take turns in the engine and in the decoding of",
+        "large bodies.\n",
         "These limits apply to all tenants together:\n",
         _table(("what", "setting", "default", "beyond it"), _settings(_SHARED)),
         "",
@@ -94,13 +93,13 @@ def page() -> str:
         *_fields("", PROTOBUF_LIMITS),
         "",
         "## Requests of OpenAI clients\n",
-        f"The JSON of one parameter has at most {MAX_OPTION_BYTES >> 10} KiB. The text of `messages`, `tools`",
-        "and a prompt has at most as many characters as the model's context can hold. A token counts as",
-        "the number of characters of the longest token of the vocabulary, but at most "
-        f"{CHARACTERS_PER_TOKEN}. All prompts",
-        "of a request together have the same limit, or 8,388,608 characters if that is more. The server",
-        f"tokenizes several bodies at once, but at most {TEXT_AT_ONCE >> 20} MiB together. All other bodies wait for",
-        "their tenant's turn.\n",
+        f"The JSON of one parameter has at most {MAX_OPTION_BYTES >> 10} KiB. The text of `messages`, `tools` and a",
+        "prompt must fit the model's context. Its limit in characters is the context's number of tokens",
+        "times the length of the longest token of the vocabulary. A token longer than "
+        f"{CHARACTERS_PER_TOKEN}",
+        f"characters counts as {CHARACTERS_PER_TOKEN}. All prompts of a request together have the same limit, or",
+        "8,388,608 characters if that is more. The server tokenizes several bodies at once, with at most",
+        f"{TEXT_AT_ONCE >> 20} MiB of text together. The other bodies wait for their tenant's turn.\n",
     ]
     for path, fields in openai_fields().items():
         rows = [(f"`{name}`", limit) for name, limit in fields.items()]

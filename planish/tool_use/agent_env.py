@@ -234,6 +234,8 @@ def build_agent_tool_env(
     turns = max_turns if max_turns is not None else config.limits.max_turns or MAX_TURNS
     calls = max_tool_calls if max_tool_calls is not None else config.limits.max_tool_calls
     limits = chz.replace(config.limits, max_turns=turns, max_tool_calls=calls)
+    if terminate_on_length is None:
+        terminate_on_length = not limits.bounds_tokens
     env = AgentToolMessageEnv(
         tools,
         offer_tools(renderer, tools, initial_messages),
@@ -252,9 +254,7 @@ def build_agent_tool_env(
         max_trajectory_tokens=max_trajectory_tokens,
         max_generation_tokens=max_generation_tokens,
         context_overflow_reward=context_overflow_reward,
-        terminate_on_length=not limits.bounds_tokens
-        if terminate_on_length is None
-        else terminate_on_length,
+        terminate_on_length=terminate_on_length,
         parse_error_policy=parse_error_policy or config.parse_errors,
         rollout_limits=limits,
     )

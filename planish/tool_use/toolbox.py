@@ -7,16 +7,16 @@ A result that is too long is cut in the middle, with a line that says so.
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from planish.errors import UserError
-from planish.processes.interruption import exits_as_errors
+from planish.processes.interruption import exits_as_errors, gather_or_cancel
 from planish.renderers import Message, ToolCall, UnparsedToolCall
 from planish.renderers.codec import whole_characters
 from planish.rl.limits import TOOL_EXECUTIONS, ToolExecution
-from planish.rl.rollout.group_rollout import raise_first_error
 from planish.rl.types import Metrics
 from planish.tool_use.tools import Tool, ToolInput, ToolResult, error_tool_result
 
@@ -47,8 +47,8 @@ class Toolbox:
     max_result_chars: int = 16384
 
     def __post_init__(self) -> None:
-        names = [tool.name for tool in self.tools]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        names = Counter(tool.name for tool in self.tools)
+        twice = sorted(name for name, count in names.items() if count > 1)
         if twice:
             raise UserError(f"tools: several have the name {', '.join(twice)}; rename one")
         if self.execution not in TOOL_EXECUTIONS:
@@ -70,10 +70,7 @@ class Toolbox:
         UserError names a tool that does not return a ToolResult with text.
         """
         if self.execution == "parallel":
-            with raise_first_error():
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._answer(call)) for call in calls]
-            return [task.result() for task in tasks]
+            return await gather_or_cancel(self._answer(call) for call in calls)
         results: list[CallResult] = []
         for call in calls:
             results.append(await self._answer(call))
@@ -119,10 +116,8 @@ class Toolbox:
                 return error_tool_result(
                     f"{tool.name} returned no result within {self.timeout_seconds:g} seconds"
                 )
-            reason = (
-                str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            )
-            return error_tool_result(f"{tool.name}: {reason}")
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            return error_tool_result(f"{tool.name}: {kind}{error}")
 
 
 def checked_result(result: Any, tool: Tool) -> ToolResult:

@@ -8,10 +8,10 @@ import pytest
 from planish.errors import UnsupportedError, UserError
 from planish.integrations.verifiers import library as verifiers_library
 from planish.integrations.verifiers.datasets import read_env_args
-from planish.integrations.verifiers.environments import _as_received
 from planish.integrations.verifiers.messages import (
     answer_fields,
     check_sampling,
+    read_answer,
     read_message,
     read_tool,
     with_tools,
@@ -64,7 +64,7 @@ def test_an_answer_survives_the_conversion_to_verifiers_and_back(answer):
     fields = answer_fields(answer)
     calls = fields["tool_calls"] and [Object(**call) for call in fields["tool_calls"]]
     back = read_message(Object(role="assistant", **{**fields, "tool_calls": calls}))
-    assert back == _as_received(fields) == answer
+    assert back == read_answer(fields) == answer
 
 
 def test_an_unparsable_tool_call_stays_text():

@@ -2,6 +2,7 @@
 """Run Inspect's tasks as evaluations between training steps."""
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from inspect_ai import eval_async
@@ -18,34 +19,24 @@ from planish.runlog.checkpoints import choose_renderer
 from planish.runlog.evaluators import SamplingClientEvaluator
 
 
+@dataclass(eq=False)
 class InspectEvaluator(SamplingClientEvaluator):
     """Measures eval/TASK/SCORER/METRIC, eval/TASK/num_examples and eval/TASK/num_errors of each of
     the tasks.
     """
 
-    def __init__(
-        self,
-        tasks: Any,
-        *,
-        name: str = "inspect",
-        config: GenerateConfig | None = None,
-        renderer: Renderer | None = None,
-        context_window: int | None = None,
-        limit: int | None = None,
-        log_dir: str | None = None,
-        max_connections: int = MAX_CONNECTIONS,
-    ) -> None:
-        """`tasks`, `limit` and `log_dir` are passed to Inspect's `eval_async`. `config` overrides
-        the tasks' own generation options. With `renderer` None, the base model's default is used.
-        """
-        self.name = name
-        self.tasks = tasks
-        self.config = config or GenerateConfig()
-        self.renderer = renderer
-        self.context_window = context_window
-        self.limit = limit
-        self.log_dir = log_dir
-        self.max_connections = max_connections
+    tasks: Any
+    """Passed to Inspect's `eval_async`, as are `limit` and `log_dir`."""
+    _: KW_ONLY
+    name: str = "inspect"
+    config: GenerateConfig | None = None
+    """Overrides the tasks' own generation options."""
+    renderer: Renderer | None = None
+    """None = the base model's default."""
+    context_window: int | None = None
+    limit: int | None = None
+    log_dir: str | None = None
+    max_connections: int = MAX_CONNECTIONS
 
     async def __call__(self, sampling_client: SamplingClient) -> Mapping[str, float]:
         base_model = sampling_client.get_base_model()
@@ -56,7 +47,7 @@ class InspectEvaluator(SamplingClientEvaluator):
         logs = await eval_async(
             self.tasks,
             # Only models made by `provider` have a name in Inspect's registry, and so in its logs.
-            model=Model(provider(base_model, model=opened), self.config),
+            model=Model(provider(base_model, model=opened), self.config or GenerateConfig()),
             limit=self.limit,
             log_dir=self.log_dir,
             max_connections=self.max_connections,

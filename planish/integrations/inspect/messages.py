@@ -17,6 +17,7 @@ from inspect_ai.model import (
 
 from planish.errors import UnsupportedError
 from planish.renderers import Message, Renderer
+from planish.renderers.stream_parser import text_before
 from planish.types import SampledSequence
 
 
@@ -73,40 +74,26 @@ def choice(
 
 def _content(message: dict[str, Any], stop: Sequence[str]) -> Any:
     if isinstance(message["content"], str):
-        return _before(message["content"], stop)
+        return text_before(message["content"], stop)
     return [
         ContentReasoning(reasoning=part["thinking"])
         if part["type"] == "thinking"
-        else ContentText(text=_before(part["text"], stop))
+        else ContentText(text=text_before(part["text"], stop))
         for part in message["content"]
     ]
 
 
-def _before(text: str, stop: Sequence[str]) -> str:
-    found = [at for string in stop if (at := text.find(string)) >= 0]
-    return text[: min(found)] if found else text
-
-
 def _logprobs(sequence: SampledSequence, renderer: Renderer) -> list[Logprob]:
     """Return the logprob of each sampled token, including the token that ends the message."""
-    tops = sequence.topk_logprobs or [None] * len(sequence.tokens)
-    sampled = zip(sequence.tokens, sequence.logprobs, tops, strict=True)
-    return [
-        Logprob(
-            token=_text(renderer, token),
-            logprob=logprob,
-            bytes=list(_text(renderer, token).encode()),
-            top_logprobs=[
-                TopLogprob(token=_text(renderer, other), logprob=value) for other, value in top
-            ]
-            if top
-            else None,
+    decode = renderer.codec.decode
+    tops = sequence.topk_logprobs or [()] * len(sequence.tokens)
+    logprobs = []
+    for token, logprob, top in zip(sequence.tokens, sequence.logprobs, tops, strict=True):
+        text = decode([token])
+        others = [TopLogprob(token=decode([other]), logprob=value) for other, value in top or ()]
+        logprobs.append(
+            Logprob(
+                token=text, logprob=logprob, bytes=list(text.encode()), top_logprobs=others or None
+            )
         )
-        for token, logprob, top in sampled
-    ]
-
-
-def _text(renderer: Renderer, token: int) -> str:
-    return renderer.tokenizer.decode(
-        [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
+    return logprobs

@@ -30,6 +30,7 @@ from planish.integrations.verifiers.library import (
 )
 from planish.integrations.verifiers.messages import (
     answer_fields,
+    read_answer,
     read_message,
     read_tool,
     with_tools,
@@ -96,10 +97,8 @@ class ProxyModel:
             received = [read_message(message) for message in request.messages]
             tools = [read_tool(tool) for tool in request.tools]
             conversation = self._next_conversation(received, tools)
-            if (
-                self._max_prompt_tokens is not None
-                and len(conversation.tokens) > self._max_prompt_tokens
-            ):
+            limit = self._max_prompt_tokens
+            if limit is not None and len(conversation.tokens) > limit:
                 raise PromptTooLong
             self.messages = conversation.messages
             self._action = asyncio.get_running_loop().create_future()
@@ -108,7 +107,7 @@ class ProxyModel:
             answer = conversation.with_call_ids(self._renderer.parse_response(action).message)
             fields = answer_fields(answer)
             self._conversation = conversation
-            self._latest = LatestAnswer([*received, _as_received(fields)], answer, action, tools)
+            self._latest = LatestAnswer([*received, read_answer(fields)], answer, action, tools)
             return Completion(fields, action, len(conversation.tokens), is_cut_off)
 
     def answer(self, action: Action, is_cut_off: bool) -> bool:
@@ -139,43 +138,21 @@ class ProxyModel:
         return Conversation(self._renderer, with_tools(self._renderer, received, tools))
 
 
-def _as_received(fields: Mapping[str, Any]) -> Message:
-    """Return the message that `read_message` returns for this answer in a later request."""
-    message: dict[str, Any] = {"role": "assistant", "content": fields["content"]}
-    if fields["reasoning_content"]:
-        text = [{"type": "text", "text": fields["content"]}] if fields["content"] else []
-        message["content"] = [{"type": "thinking", "thinking": fields["reasoning_content"]}, *text]
-    if fields["tool_calls"]:
-        message["tool_calls"] = [
-            {
-                "type": "function",
-                "id": call["id"],
-                "function": {"name": call["name"], "arguments": call["arguments"]},
-            }
-            for call in fields["tool_calls"]
-        ]
-    return message  # type: ignore[return-value]
-
-
+@dataclass(eq=False)
 class VerifiersEnv(Env):
     """One rollout of a verifiers environment on one row of its data."""
 
-    def __init__(
-        self,
-        environment: Any,
-        row: Mapping[str, Any],
-        renderer: Renderer,
-        max_prompt_tokens: int | None = None,
-    ) -> None:
-        """`environment` is a verifiers.Environment, which many rollouts may share. A prompt with
-        more than `max_prompt_tokens` tokens ends the rollout.
-        """
-        self.environment = environment
+    environment: Any
+    """A verifiers.Environment, which many rollouts may share."""
+    row: Mapping[str, Any]
+    renderer: Renderer
+    max_prompt_tokens: int | None = None
+    """A prompt with more tokens ends the rollout."""
+
+    def __post_init__(self) -> None:
         self.state: Any = None
         """The final state of verifiers; None until the rollout has ended."""
-        self._row = row
-        self._renderer = renderer
-        self._proxy = ProxyModel(renderer, max_prompt_tokens)
+        self._proxy = ProxyModel(self.renderer, self.max_prompt_tokens)
         self._rollout: asyncio.Task[Any] | None = None
         self._turns = 0
 
@@ -184,7 +161,7 @@ class VerifiersEnv(Env):
     ) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
         client = policy_client(self._proxy.ask)
         self._rollout = asyncio.create_task(
-            self.environment.rollout(dict(self._row), client, MODEL, {})
+            self.environment.rollout(dict(self.row), client, MODEL, {})
         )
         prompt = await self._next_prompt()
         with logtree.scope_header("Prompt"):
@@ -194,7 +171,7 @@ class VerifiersEnv(Env):
             return InitialObservationOverflow(
                 logs={"rollout": f"it ended without a request to the policy ({why})"}
             )
-        return ModelInput.from_ints(prompt), self._renderer.get_stop_sequences()
+        return ModelInput.from_ints(prompt), self.renderer.get_stop_sequences()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         self._turns += 1
@@ -203,14 +180,14 @@ class VerifiersEnv(Env):
         was_awaited = self._proxy.answer(action, is_cut_off)
         prompt = await self._next_prompt()
         with logtree.scope_header(f"Turn {self._turns}"):
-            answer = self._renderer.parse_response(action).message
+            answer = self.renderer.parse_response(action).message
             replies = self._proxy.messages[known + 1 :] if prompt is not None else []
             logtree.conversation([answer, *replies])
         return StepResult(
             reward=0.0,
             episode_done=prompt is None,
             next_observation=ModelInput.from_ints(prompt or []),
-            next_stop_condition=self._renderer.get_stop_sequences(),
+            next_stop_condition=self.renderer.get_stop_sequences(),
             stop_reason=self._stop_reason(is_cut_off) if prompt is None else None,
             train_on_action=was_awaited,
         )

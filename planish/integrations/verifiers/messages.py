@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from planish.errors import UnsupportedError
-from planish.renderers import Message, Renderer, ToolSpec
+from planish.renderers import Message, Renderer, ToolSpec, get_text_content
 from planish.renderers.chatml import with_thought
+from planish.renderers.messages import get_thinking_content
 
 
 def read_message(given: Any) -> Message:
@@ -19,17 +20,12 @@ def read_message(given: Any) -> Message:
     role = "user" if given.role == "text" else given.role
     message: dict[str, Any] = {"role": role, "content": _text(given.content)}
     if role == "assistant":
-        message = with_thought(message, getattr(given, "reasoning_content", None))
-        calls = getattr(given, "tool_calls", None)
-        if calls:
-            message["tool_calls"] = [
-                {
-                    "type": "function",
-                    "id": call.id,
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in calls
-            ]
+        calls = [
+            {"id": call.id, "name": call.name, "arguments": call.arguments}
+            for call in getattr(given, "tool_calls", None) or ()
+        ]
+        reasoning = getattr(given, "reasoning_content", None)
+        return _assistant_message(message["content"], reasoning, calls)
     if role == "tool":
         message["tool_call_id"] = given.tool_call_id
     return cast(Message, message)
@@ -37,14 +33,11 @@ def read_message(given: Any) -> Message:
 
 def read_tool(given: Any) -> ToolSpec:
     """Convert a tool of verifiers."""
-    return cast(
-        ToolSpec,
-        {
-            "name": given.name,
-            "description": given.description,
-            "parameters": dict(given.parameters),
-        },
-    )
+    return {
+        "name": given.name,
+        "description": given.description,
+        "parameters": dict(given.parameters),
+    }
 
 
 def with_tools(
@@ -64,26 +57,36 @@ def answer_fields(message: Mapping[str, Any]) -> dict[str, Any]:
 
     Tool calls that cannot be parsed are appended to the text, so that the environment sees them.
     """
-    content = message["content"]
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    text = "".join(part["text"] for part in parts if part["type"] == "text")
     unparsed = [call["raw_text"] for call in message.get("unparsed_tool_calls", ())]
-    calls = [
-        {
-            "id": call["id"],
-            "name": call["function"]["name"],
-            "arguments": call["function"]["arguments"],
-        }
-        for call in message.get("tool_calls", ())
-    ]
+    calls = [{"id": call["id"], **call["function"]} for call in message.get("tool_calls", ())]
     return {
-        "content": "\n".join(filter(None, [text, *unparsed])),
-        "reasoning_content": "".join(
-            part["thinking"] for part in parts if part["type"] == "thinking"
-        )
-        or None,
+        "content": "\n".join(filter(None, [get_text_content(message), *unparsed])),
+        "reasoning_content": get_thinking_content(message) or None,
         "tool_calls": calls or None,
     }
+
+
+def read_answer(fields: Mapping[str, Any]) -> Message:
+    """Return the message that `read_message` reads from the fields of `answer_fields`."""
+    return _assistant_message(
+        fields["content"], fields["reasoning_content"], fields["tool_calls"] or ()
+    )
+
+
+def _assistant_message(
+    text: str, reasoning: str | None, calls: Sequence[Mapping[str, Any]]
+) -> Message:
+    message = with_thought({"role": "assistant", "content": text}, reasoning)
+    if calls:
+        message["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call["id"],
+                "function": {"name": call["name"], "arguments": call["arguments"]},
+            }
+            for call in calls
+        ]
+    return cast(Message, message)
 
 
 def check_sampling(arguments: Mapping[str, Any]) -> None:
