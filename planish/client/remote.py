@@ -52,8 +52,8 @@ from planish.service import (
     UnloadModel,
 )
 from planish.types import Checkpoint, CheckpointPath, GetServerCapabilitiesResponse
-from planish.wire.client_operations import Posted
 from planish.wire.fields import Fields
+from planish.wire.operations import Posted
 from planish.wire.records import (
     capabilities_from_json,
     checkpoint_from_json,

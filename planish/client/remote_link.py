@@ -2,7 +2,7 @@
 
 A request is retried after a broken connection, while the server restarts (5xx, connection refused),
 and when it hits a rate limit (429). Request bodies contain sequence numbers
-(planish/wire/client_operations.py), so the server executes a retried request only once. A server
+(planish/wire/operations.py), so the server executes a retried request only once. A server
 that is unreachable for longer than a restart takes is an error. A rate limit is waited for without
 a time limit.
 """
@@ -27,8 +27,8 @@ from planish.client.remote_retries import PATIENCE_SECONDS, RetryState
 from planish.client.remote_thread import in_pool
 from planish.errors import UserError
 from planish.wire.client_frames import Frame, FrameReader
-from planish.wire.client_operations import JSON, Posted
 from planish.wire.messages import PROTOBUF
+from planish.wire.operations import JSON, Posted
 
 if TYPE_CHECKING:
     from httpx2 import Response

@@ -31,14 +31,13 @@ from planish.service import (
     UnloadModel,
 )
 from planish.types import GetInfoResponse
-from planish.wire.client_operations import (
-    Posted,
-    create_model_request,
-    training_request,
-    training_result,
-)
 from planish.wire.fields import Fields
 from planish.wire.models import info_from_json
+from planish.wire.operations import (
+    Posted,
+    request_of,
+    result_from_bytes,
+)
 
 if TYPE_CHECKING:
     from httpx2 import Response
@@ -120,7 +119,7 @@ class ModelQueue:
             )
             return
         try:
-            accepted = await self.link.post(create_model_request(operation))
+            accepted = await self.link.post(request_of(operation))
             await self.link.result(_request_id(accepted), takes_protobuf=False)
             found = await self.link.post(
                 Posted.json("/get_info", {"model_id": self.model_id, "type": "get_info"})
@@ -177,9 +176,9 @@ class ModelQueue:
     async def _send_numbered(self, operation: Operation[Any]) -> str:
         """Send an operation with the next sequence number, and return the id of the request."""
         if _tokens(operation) > _INLINE_TOKENS:
-            posted = await in_pool(training_request, operation, self._next_seq)
+            posted = await in_pool(request_of, operation, self._next_seq)
         else:
-            posted = training_request(operation, self._next_seq)
+            posted = request_of(operation, self._next_seq)
         try:
             response = await self.link.post(posted, returned=_NUMBER_USED)
         except UserError:
@@ -205,7 +204,7 @@ class ModelQueue:
         takes_protobuf = isinstance(operation, ForwardBackward)
         try:
             content = await self.link.result(request_id, takes_protobuf=takes_protobuf)
-            result = training_result(operation, content)
+            result = result_from_bytes(operation, content)
         except Exception as error:
             queued.fail(
                 rejected_step(gradient_error)

@@ -28,8 +28,8 @@ from planish.client.remote_thread import LoopThread, in_pool
 from planish.errors import PlanishError
 from planish.service import CreateSampler, Sample, SamplerInfo
 from planish.wire.client_frames import Frame
-from planish.wire.client_operations import Posted, create_sampler_request, sample_request
 from planish.wire.fields import Fields
+from planish.wire.operations import Posted, request_of
 from planish.wire.records import sampler_info_from_json
 from planish.wire.sampling import sample_response_from_message
 
@@ -90,7 +90,7 @@ class SampleSender:
             return
         sampler.num_pending += 1
         try:
-            await self.link.post(create_sampler_request(operation))
+            await self.link.post(request_of(operation))
             found = await self.link.get(f"/samplers/{sampler.server_id}")
             info = sampler_info_from_json(Fields.of(found.content))
         except Exception as error:
@@ -118,7 +118,7 @@ class SampleSender:
         sampler.num_pending += 1
         try:
             await self._until_ready(sampler)
-            request = sample_request(
+            request = request_of(
                 replace(operation, sampler_id=sampler.server_id), next(sampler.numbers)
             )
             pending = SampleRequest(request.content, asyncio.get_running_loop().create_future())

@@ -14,7 +14,7 @@ from typing import Any
 from planish.client.remote_errors import body_of
 from planish.client.remote_link import Link
 from planish.errors import EngineClosedError, PlanishError, UserError
-from planish.wire.client_operations import Posted
+from planish.wire.operations import Posted
 
 WIRE = "planish_wire"
 """The field of the server's settings with the version of planish's additions to the protocol."""

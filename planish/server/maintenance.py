@@ -33,7 +33,7 @@ from planish.server.models.model import Model
 from planish.server.models.request_queue import QueueItem, RequestQueue
 from planish.server.results import Failed
 from planish.server.samplers import Sampler, Samplers
-from planish.server.services import ModelRegistry, Services
+from planish.server.services import Services
 from planish.server.sessions import drop_sessions
 from planish.service import UnloadModel
 from planish.types import CheckpointPath
@@ -60,7 +60,6 @@ class Recovery:
     """Opens the sessions, models and samplers of an earlier process, and resumes their requests."""
 
     _services: Services
-    _models: ModelRegistry
     _samplers: Samplers
     _loads: set[tuple[str, int]] = field(default_factory=set)
     """(model id, sequence number) of each load_weights that a replay would repeat."""
@@ -88,7 +87,7 @@ class Recovery:
         await self._delete_unnamed()
         for row in to_do:
             self._resume(row)
-        for model in list(self._models.open.values()):
+        for model in list(self._services.sessions.models.values()):
             model.wake()
         owners = {row.session for row in (*models, *samplers)}
         for session_id in owners:
@@ -112,10 +111,10 @@ class Recovery:
         # Answered requests before the first unanswered one are replayed when the model is loaded.
         while isinstance(queue.peek(), RequestRow):
             queue.take()
-        Model(self._models, row, queue, unload_seq)
+        Model(self._services, self._samplers, row, queue, unload_seq)
 
     async def _add_sampler(self, row: SamplerRow) -> None:
-        model = self._models.open.get(row.model) if row.model is not None else None
+        model = self._services.sessions.models.get(row.model) if row.model is not None else None
         sampler = self._samplers.add(row, model)
         if row.model is None or row.source is not None:
             sampler.ready.set()
@@ -156,7 +155,7 @@ class Recovery:
             else:
                 why = Failed(f"sampling_session_id={row.owner!r} is closed", "user")
                 request_log.settle(request, why)
-        elif row.owner not in self._models.open:
+        elif row.owner not in self._services.sessions.models:
             request = request_log.restore(row)
             if row.kind == "unload_model":  # it was unloaded, and the crash came before the answer
                 request_log.settle(request, result_of(row.kind, UnloadModel(row.owner), None))
@@ -172,7 +171,7 @@ class Recovery:
         for path in await self._services.engine.checkpoint_paths():
             if not is_private(path) or path in sources:
                 continue
-            model = self._models.open.get(CheckpointPath.parse(path).run_id)
+            model = self._services.sessions.models.get(CheckpointPath.parse(path).run_id)
             seq = loading_seq(path)
             is_loaded = model is not None and seq is not None and (model.id, seq) in self._loads
             if model is not None and (is_loaded or path == model.row.snapshot):
@@ -257,7 +256,6 @@ class Cleanup:
     """Removes expired and excess data in a background task."""
 
     _services: Services
-    _models: ModelRegistry
     _samplers: Samplers
     _clock: ClockWatch = field(default_factory=ClockWatch)
 
@@ -312,7 +310,7 @@ class Cleanup:
             _log.exception("cleaning up failed; it is tried again")
 
     async def _expire_missing_requests(self) -> None:
-        for model in list(self._models.open.values()):
+        for model in list(self._services.sessions.models.values()):
             await model.intake.expire_missing_request()
 
     async def _end_stale_sessions(self) -> None:

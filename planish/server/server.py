@@ -68,7 +68,7 @@ from planish.server.results import (
 )
 from planish.server.samplers import Samplers
 from planish.server.scheduling import AdapterCache, FairQueue
-from planish.server.services import ModelRegistry, Services
+from planish.server.services import Services
 from planish.server.sessions import ENDED, Sessions
 from planish.server.settings import ServerSettings
 from planish.service import CreateModel, HostedService, UnloadModel
@@ -136,7 +136,7 @@ class Server:
             settings.sampling_slots, settings.max_sampling_slots_per_tenant
         )
         self.sessions = Sessions(store, settings, self.request_log.check_disk, self._closings)
-        services = Services(
+        self.services = services = Services(
             settings=settings,
             engine=engine,
             store=store,
@@ -151,9 +151,8 @@ class Server:
             counters=counters,
         )
         self.samplers = Samplers(services, self._check_base_model)
-        self.models = ModelRegistry(services, self.samplers)
-        self.cleanup = Cleanup(services, self.models, self.samplers)
-        self._recovery = Recovery(services, self.models, self.samplers)
+        self.cleanup = Cleanup(services, self.samplers)
+        self._recovery = Recovery(services, self.samplers)
         self._background: list[asyncio.Task[None]] = []
         self._is_open = False
 
@@ -195,13 +194,36 @@ class Server:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         deadline = time.monotonic() + seconds
-        await asyncio.gather(self.samplers.stop(seconds), self.models.stop(seconds))
+        await asyncio.gather(self.samplers.stop(seconds), self._stop_models(seconds))
         await asyncio.gather(self.sessions.stop(), self._recovery.stop())
         await self.engine.close()
         if self.engine.fault is None:
             await self.crash_guard.end()
         _log.info("stopped, %.1f s before the deadline", deadline - time.monotonic())
         await asyncio.to_thread(self.store.close)
+
+    async def _stop_models(self, seconds: float) -> None:
+        """Stop all models: wait until the engine has finished their running requests, and then take
+        a final snapshot of each loaded model. After `seconds`, give up on the rest. Queued requests
+        stay in the journal.
+        """
+        self.services.stopping.set()
+        models = list(self.sessions.models.values())
+        for model in models:
+            model.in_flight.notify()
+        try:
+            async with asyncio.timeout(seconds):
+                # A timeout cancels the workers that still run.
+                await asyncio.gather(
+                    *(model.worker for model in models if model.worker is not None)
+                )
+                for model in list(self.sessions.models.values()):
+                    if self.adapter_cache.is_loaded(model):
+                        await model.save_snapshot()
+        except TimeoutError:
+            _log.warning(
+                "some work was not finished within %g seconds; it stays in the journal", seconds
+            )
 
     async def _verify_checkpoints(self) -> None:
         try:
@@ -237,7 +259,7 @@ class Server:
             training_operations=self.training_queue.used,
             waiting_training=self.training_queue.waiting,
             open_sessions=self.sessions.open_count,
-            open_models=len(self.models.open),
+            open_models=len(self.sessions.models),
             open_samplers=len(self.samplers.all()),
             adapters_in_memory=sum(adapter.memory_bytes > 0 for adapter in cache.loaded()),
             adapter_bytes=cache.used_bytes,
@@ -260,7 +282,7 @@ class Server:
 
     def _closings(self, session_id: str) -> list[Callable[[], Awaitable[None]]]:
         """Return the functions that close the open models and samplers of a session, one each."""
-        models = [m for m in self.models.open.values() if m.row.session == session_id]
+        models = [m for m in self.sessions.models.values() if m.row.session == session_id]
         samplers = [s for s in self.samplers.all() if s.row.session == session_id]
         return [
             *(partial(_close_idle, model) for model in models),
@@ -299,19 +321,6 @@ class Server:
         """Return the lock of a run's id. Hold it while a model or a copied checkpoint takes the id."""
         return self._run_locks.setdefault(run_id, asyncio.Lock())
 
-    async def open_model(self, tenant: Tenant, model_id: str) -> Model:
-        """Return the tenant's model. Raise NotFound if the tenant has no such model, and Gone if
-        the model is closed.
-        """
-        model = self.models.open.get(model_id)
-        if model is not None and model.row.tenant == tenant.name:
-            return model
-        row = await self._model_row(tenant, model_id)
-        raise Gone(
-            f"model_id={model_id!r} takes no more requests: {row.closed}; create another model "
-            "from one of its checkpoints"
-        )
-
     async def reject(
         self,
         tenant: Tenant,
@@ -324,7 +333,7 @@ class Server:
         do not wait for this number. Do nothing if the model does not exist or is closed.
         """
         with suppress(NotFound, Gone):
-            model = await self.open_model(tenant, model_id)
+            model = await self.sessions.open_model(tenant, model_id)
             await model.intake.reject(seq_id, error, kind)
 
     async def unload_model(self, tenant: Tenant, model_id: str) -> Accepted:
@@ -335,7 +344,7 @@ class Server:
         accepted = Accepted(f"{model_id}:unload", model_id)
         entry = await self.request_log.encode(UnloadModel(model_id), 0)
         try:
-            model = await self.open_model(tenant, model_id)
+            model = await self.sessions.open_model(tenant, model_id)
         except Gone:
             if await self.request_log.repeats(accepted.request_id, entry.digest):
                 return accepted
@@ -347,12 +356,12 @@ class Server:
         """Wait for the creation of a model, and return the model's information. Raise UserError if
         the creation failed.
         """
-        row = await self._model_row(tenant, model_id)
+        row = await self.sessions.model_row(tenant, model_id)
         if row.arch is None:
             outcome = await self.request_log.outcome(tenant, f"{model_id}:0", _CREATION_SECONDS)
             if isinstance(outcome, Failed):
                 raise UserError(f"model_id={model_id!r} could not be created: {outcome.message}")
-            row = (await self.open_model(tenant, model_id)).row
+            row = (await self.sessions.open_model(tenant, model_id)).row
         directory = await self.engine.tokenizer_directory(row.base_model)
         data = ModelData(row.arch or "", row.base_model, str(directory))
         return GetInfoResponse(model_id, data, True, row.rank)
@@ -366,17 +375,6 @@ class Server:
                 f"base_model={name[:200]!r} is not served here; this server has "
                 f"{', '.join(self._base_models)}"
             )
-
-    async def _model_row(self, tenant: Tenant, model_id: str) -> ModelRow:
-        """Return the row of a model of the tenant, open or closed. Raise NotFound if there is no
-        such model.
-        """
-        rows = await self.store.read(
-            select, ModelRow, "id = ? AND tenant = ?", [model_id, tenant.name]
-        )
-        if not rows:
-            raise NotFound(f"model_id={model_id[:200]!r}: there is no such model")
-        return rows[0]
 
     async def _new_row(self, tenant: Tenant, operation: CreateModel) -> ModelRow:
         base_model, lora = operation.base_model, operation.lora
@@ -411,7 +409,8 @@ class Server:
 
         request = await self.request_log.accept(creation, entry, record)
         if request is not None:
-            Model(self.models, replace(row, user_metadata=""), RequestQueue(0)).enqueue(request)
+            model = replace(row, user_metadata="")
+            Model(self.services, self.samplers, model, RequestQueue(0)).enqueue(request)
             self.sessions.clear_if_ended(row.session)
 
     # Training runs. Every model that a tenant made is a run, whether it is open or closed.
@@ -441,7 +440,7 @@ class Server:
 
     async def training_run(self, tenant: Tenant, run_id: str) -> TrainingRun:
         """Return one run. Raise NotFound if the tenant has no run with this id."""
-        row = await self._model_row(tenant, run_id)
+        row = await self.sessions.model_row(tenant, run_id)
         last = await self.store.read(_last_request, run_id)
         newest = await self.checkpoints.newest(run_id)
         return TrainingRun(
@@ -462,7 +461,7 @@ class Server:
         of one run. Raise NotFound if the tenant has no run with this id.
         """
         if run_id is not None:
-            await self._model_row(tenant, run_id)
+            await self.sessions.model_row(tenant, run_id)
         return await self.checkpoints.page(tenant, run_id, limit, offset)
 
     async def copy_checkpoint(

@@ -9,9 +9,9 @@ own types.
     sampling   asample
     models     create_model, save_weights, load_weights and similar requests
     records    sessions, training runs, checkpoints, samplers
-    client_operations   the requests of planish's own client
-    client_frames       planish's addition to the protocol: many answers in one response
-    client_errors       planish's addition to the protocol: the class of an error
+    operations the kind, path and body of each operation, and its result
+    client_frames   planish's addition to the protocol: many answers in one response
+    client_errors   planish's addition to the protocol: the class of an error
 
 Server and client share this package. Functions come in pairs that read and write the same thing,
 where both are needed. Invalid values raise a UserError that names the field. An unknown field is

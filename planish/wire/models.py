@@ -56,23 +56,16 @@ def session_of(model_id: str) -> str:
     return model_id.partition(":")[0]
 
 
-def model_place_from_json(fields: Fields) -> SessionPlace:
-    """Read the session and number of a model."""
-    return SessionPlace(fields.identifier("session_id"), fields.integer("model_seq_id", low=0))
-
-
-def sampler_place_from_json(fields: Fields) -> SessionPlace:
-    """Read the session and number of a sampler."""
-    return SessionPlace(
-        fields.identifier("session_id"), fields.integer("sampling_session_seq_id", low=0)
-    )
+def _place_from_json(fields: Fields, number: str) -> SessionPlace:
+    """Read the session and number of a model or a sampler. `number` is the number's field."""
+    return SessionPlace(fields.identifier("session_id"), fields.integer(number, low=0))
 
 
 def create_model_from_json(fields: Fields) -> CreateModel:
     """Read a request for a fresh model."""
     with fields:
         fields.skip("type")
-        place = model_place_from_json(fields)
+        place = _place_from_json(fields, "model_seq_id")
         _check_optimizer(fields)
         lora = fields.optional(fields.object, "lora_config")
         return CreateModel(
@@ -83,23 +76,27 @@ def create_model_from_json(fields: Fields) -> CreateModel:
         )
 
 
-def create_model_to_json(operation: CreateModel, place: SessionPlace) -> dict[str, Any]:
-    """Write a request for a fresh model. A model from a checkpoint is created by load_weights."""
+def create_model_to_json(operation: CreateModel) -> dict[str, Any]:
+    """Write a create_model for a fresh model, or a load_weights for a model from a checkpoint."""
+    place = place_of(operation.model_id)
+    fields: dict[str, Any] = {
+        "session_id": place.session_id,
+        "model_seq_id": place.seq_id,
+        "user_metadata": dict(operation.user_metadata),
+    }
+    if operation.base_model is not None:
+        fields["base_model"] = operation.base_model
+    if operation.from_path is not None:
+        fields["path"], fields["optimizer"] = operation.from_path, operation.with_optimizer
+        return {**fields, "type": "load_weights"}
     lora = {
         "rank": operation.lora.rank,
         **{name: getattr(operation.lora, name) for name in _LORA_SWITCHES},
     }
     if operation.lora.seed is not None:
         lora["seed"] = operation.lora.seed
-    return {
-        "type": "create_model",
-        "session_id": place.session_id,
-        "model_seq_id": place.seq_id,
-        "base_model": operation.base_model,
-        "lora_config": lora,
-        "optimizer_config": {"type": "adamw"},
-        "user_metadata": dict(operation.user_metadata),
-    }
+    fields["lora_config"], fields["optimizer_config"] = lora, {"type": "adamw"}
+    return {**fields, "type": "create_model"}
 
 
 def load_weights_from_json(fields: Fields) -> LoadWeights | CreateModel:
@@ -117,7 +114,7 @@ def load_weights_from_json(fields: Fields) -> LoadWeights | CreateModel:
         if fields.has("model_id"):
             return LoadWeights(place_from_json(fields).model_id, path, with_optimizer)
         return CreateModel(
-            model_place_from_json(fields).model_id,
+            _place_from_json(fields, "model_seq_id").model_id,
             fields.optional(fields.text, "base_model"),
             from_path=path,
             with_optimizer=with_optimizer,
@@ -145,21 +142,6 @@ def load_weights_to_json(operation: LoadWeights, seq_id: int) -> dict[str, Any]:
         "path": operation.path,
         "optimizer": operation.with_optimizer,
     }
-
-
-def create_from_weights_to_json(operation: CreateModel, place: SessionPlace) -> dict[str, Any]:
-    """Write a request for a new model from a checkpoint."""
-    fields = {
-        "type": "load_weights",
-        "session_id": place.session_id,
-        "model_seq_id": place.seq_id,
-        "path": operation.from_path,
-        "optimizer": operation.with_optimizer,
-        "user_metadata": dict(operation.user_metadata),
-    }
-    return (
-        fields if operation.base_model is None else {**fields, "base_model": operation.base_model}
-    )
 
 
 def save_weights_from_json(fields: Fields) -> SaveWeights:
@@ -224,14 +206,14 @@ def save_to_json(operation: SaveWeights | SaveWeightsForSampler, seq_id: int) ->
     )
 
 
-def publish_to_json(operation: PublishSampler, sampler_number: int, seq_id: int) -> dict[str, Any]:
+def publish_to_json(operation: PublishSampler, seq_id: int) -> dict[str, Any]:
     """Write a request that publishes a sampler."""
     return {
         "type": "save_weights_for_sampler",
         "model_id": operation.model_id,
         "seq_id": seq_id,
         "kind": "snapshot",
-        "sampling_session_seq_id": sampler_number,
+        "sampling_session_seq_id": place_of(operation.sampler_id).seq_id,
     }
 
 
@@ -239,14 +221,15 @@ def create_sampler_from_json(fields: Fields) -> CreateSampler:
     """Read a request for a sampler."""
     with fields:
         fields.skip("type")
-        place = sampler_place_from_json(fields)
+        place = _place_from_json(fields, "sampling_session_seq_id")
         base_model = fields.optional(fields.text, "base_model")
         model_path = fields.optional(fields.text, "model_path")
         return CreateSampler(place.sampler_id, base_model, model_path)
 
 
-def create_sampler_to_json(operation: CreateSampler, place: SessionPlace) -> dict[str, Any]:
+def create_sampler_to_json(operation: CreateSampler) -> dict[str, Any]:
     """Write a request for a sampler."""
+    place = place_of(operation.sampler_id)
     fields = {"base_model": operation.base_model, "model_path": operation.model_path}
     return {
         "type": "create_sampling_session",

@@ -73,7 +73,7 @@ async def running(
 async def submit_training(
     server: Server, tenant: Tenant, seq_id: int, operation: Operation[Any]
 ) -> Accepted:
-    model = await server.open_model(tenant, operation.model_id)  # type: ignore[attr-defined]
+    model = await server.sessions.open_model(tenant, operation.model_id)  # type: ignore[attr-defined]
     return await model.intake.submit(seq_id, operation)
 
 

@@ -7,7 +7,7 @@ import pytest
 from json_bodies import forward_backward_to_json
 from server_client import adam, gradient, sample
 
-from planish.server.durable.journal import encode_request, operation_of
+from planish.server.durable.journal import encode_request
 from planish.service import (
     CreateModel,
     ForwardBackward,
@@ -21,6 +21,7 @@ from planish.service import (
 from planish.types import LoraConfig, ModelInput, SamplingParams, TensorData
 from planish.wire.fields import Fields
 from planish.wire.models import place_of
+from planish.wire.operations import operation_from_bytes
 from planish.wire.training import forward_backward_from_json
 
 MODEL, SAMPLER = "a1:train:3", "a1:sample:4"
@@ -46,7 +47,7 @@ OPERATIONS = [
 def test_an_operation_survives_encoding(operation):
     journaled = encode_request(operation, 7)
     assert journaled.operation is operation
-    assert operation_of(journaled.kind, journaled.body) == operation
+    assert operation_from_bytes(journaled.kind, journaled.body) == operation
 
 
 @pytest.mark.parametrize("forward_only", [True, False])
@@ -56,7 +57,7 @@ def test_training_data_survive_encoding(forward_only):
     )
     journaled = encode_request(operation, 2**40)
     assert journaled.kind == ("forward" if forward_only else "forward_backward")
-    back = operation_of(journaled.kind, journaled.body)
+    back = operation_from_bytes(journaled.kind, journaled.body)
     assert isinstance(back, ForwardBackward)
     assert replace(back, data=[]) == replace(operation, data=[])
     assert len(back.data) == len(operation.data)
@@ -83,7 +84,7 @@ def test_prompt_logprob_requests_survive_encoding():
         True,
     )
     journaled = encode_request(operation, 0)
-    back = operation_of(journaled.kind, journaled.body)
+    back = operation_from_bytes(journaled.kind, journaled.body)
     assert isinstance(back, Sample)
     assert back.target_prompt_logprobs is not None
     np.testing.assert_array_equal(back.target_prompt_logprobs.to_numpy(), targets.to_numpy())
@@ -96,7 +97,7 @@ def test_the_digest_covers_the_request_and_not_the_chosen_seed():
     first, second = (encode_request(sample(SAMPLER), 3) for _ in range(2))
     assert first.digest == second.digest
     assert first.operation != second.operation
-    assert operation_of("sample", first.body) == first.operation
+    assert operation_from_bytes("sample", first.body) == first.operation
     created = [encode_request(CreateModel(MODEL, "base", LoraConfig(4)), 0) for _ in range(2)]
     assert created[0].digest == created[1].digest
     assert created[0].body != created[1].body

@@ -16,15 +16,12 @@ import orjson
 
 from planish.server.results import Accepted, Done, Failed, Outcome, TryAgain
 from planish.service import CreateModel, CreateSampler, Operation, Sample, UnloadModel
-from planish.wire.client_operations import (
+from planish.wire.messages import PROTOBUF
+from planish.wire.operations import (
     JSON,
     Posted,
-    create_model_request,
-    create_sampler_request,
-    sample_request,
-    training_request,
+    request_of,
 )
-from planish.wire.messages import PROTOBUF
 
 _RETRIED = (408, 429, 503)
 _PAUSE_SECONDS = 0.05
@@ -72,21 +69,21 @@ class WireClient:
         )
 
     async def create_model(self, operation: CreateModel) -> Accepted:
-        return await self._submit(create_model_request(operation))
+        return await self._submit(request_of(operation))
 
     async def unload_model(self, model_id: str) -> Accepted:
-        return await self._submit(training_request(UnloadModel(model_id), 0))
+        return await self._submit(request_of(UnloadModel(model_id)))
 
     async def submit_training(self, seq_id: int, operation: Operation[Any]) -> Accepted:
-        return await self._submit(training_request(operation, seq_id))
+        return await self._submit(request_of(operation, seq_id))
 
     async def create_sampler(self, operation: CreateSampler) -> str:
-        return orjson.loads((await self._send_posted(create_sampler_request(operation))).content)[
+        return orjson.loads((await self._send_posted(request_of(operation))).content)[
             "sampling_session_id"
         ]
 
     async def submit_sample(self, seq_id: int, operation: Sample) -> Accepted:
-        return await self._submit(sample_request(operation, seq_id))
+        return await self._submit(request_of(operation, seq_id))
 
     async def cancel(self, request_id: str) -> None:
         await self._send("POST", "/cancel_future", orjson.dumps({"request_id": request_id}))

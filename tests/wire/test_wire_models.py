@@ -26,11 +26,9 @@ from planish.service import (
 from planish.types import GetInfoResponse, LoraConfig, ModelData
 from planish.wire import models
 from planish.wire.fields import Fields
-from planish.wire.models import SessionPlace
 
 PATH = "tinker://s-1:train:0/weights/a"
 METADATA = st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2)
-PLACE = SessionPlace("s-1", 4)
 
 
 def dumped(request) -> Fields:
@@ -61,12 +59,8 @@ def test_create_model_round_trip(lora, metadata):
         lora_config=sdk.LoraConfig(**vars(lora)),
     )
     operation = CreateModel("s-1:train:4", "org/model", lora, user_metadata=metadata)
-    assert models.model_place_from_json(dumped(theirs)) == PLACE
     assert models.create_model_from_json(dumped(theirs)) == operation
-    assert (
-        models.create_model_from_json(of(models.create_model_to_json(operation, PLACE)))
-        == operation
-    )
+    assert models.create_model_from_json(of(models.create_model_to_json(operation))) == operation
 
 
 def test_dimuon_is_rejected_with_a_remedy():
@@ -78,7 +72,7 @@ def test_dimuon_is_rejected_with_a_remedy():
 
 
 def test_an_invalid_lora_config_is_rejected():
-    body = models.create_model_to_json(CreateModel("s-1:train:4", "b"), PLACE)
+    body = models.create_model_to_json(CreateModel("s-1:train:4", "b"))
     for lora in (
         {"rank": 0},
         {"rank": 2000},
@@ -107,10 +101,7 @@ def test_create_model_from_weights_round_trip(base_model):
     )
     operation = CreateModel("s-1:train:4", base_model, from_path=PATH, user_metadata={"a": "b"})
     assert models.load_weights_from_json(dumped(theirs)) == operation
-    assert (
-        models.load_weights_from_json(of(models.create_from_weights_to_json(operation, PLACE)))
-        == operation
-    )
+    assert models.load_weights_from_json(of(models.create_model_to_json(operation))) == operation
 
 
 def test_an_access_token_is_rejected_with_a_remedy():
@@ -164,7 +155,7 @@ def test_publish_sampler_round_trip(kind):
     operation = PublishSampler("s-1:train:0", "s-1:sample:4")
     assert models.save_weights_for_sampler_from_json(dumped(theirs)) == operation
     assert (
-        models.save_weights_for_sampler_from_json(of(models.publish_to_json(operation, 4, 2)))
+        models.save_weights_for_sampler_from_json(of(models.publish_to_json(operation, 2)))
         == operation
     )
 
@@ -177,8 +168,7 @@ def test_create_sampler_round_trip(base_model, model_path):
     operation = CreateSampler("s-1:sample:4", base_model, model_path)
     assert models.create_sampler_from_json(dumped(theirs)) == operation
     assert (
-        models.create_sampler_from_json(of(models.create_sampler_to_json(operation, PLACE)))
-        == operation
+        models.create_sampler_from_json(of(models.create_sampler_to_json(operation))) == operation
     )
 
 
@@ -198,12 +188,12 @@ def test_the_sdk_reads_our_info(tokenizer_id):
 READERS = [
     (
         models.create_model_from_json,
-        models.create_model_to_json(CreateModel("s-1:train:4", "b", LoraConfig(8, 1)), PLACE),
+        models.create_model_to_json(CreateModel("s-1:train:4", "b", LoraConfig(8, 1))),
     ),
     (models.load_weights_from_json, models.load_weights_to_json(LoadWeights("m", PATH, True), 1)),
     (
         models.load_weights_from_json,
-        models.create_from_weights_to_json(CreateModel("s-1:train:4", "b", from_path=PATH), PLACE),
+        models.create_model_to_json(CreateModel("s-1:train:4", "b", from_path=PATH)),
     ),
     (
         models.save_weights_from_json,
@@ -215,11 +205,11 @@ READERS = [
     ),
     (
         models.save_weights_for_sampler_from_json,
-        models.publish_to_json(PublishSampler("m", "s:sample:0"), 0, 1),
+        models.publish_to_json(PublishSampler("m", "s:sample:0"), 1),
     ),
     (
         models.create_sampler_from_json,
-        models.create_sampler_to_json(CreateSampler("s-1:sample:4", "b", PATH), PLACE),
+        models.create_sampler_to_json(CreateSampler("s-1:sample:4", "b", PATH)),
     ),
 ]
 

@@ -15,52 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-import orjson
-
 from planish.errors import shortened
 from planish.server.durable.store import StoredBody, Transaction
 from planish.server.results import Category, Done, Failed
-from planish.service import (
-    CreateModel,
-    ForwardBackward,
-    LoadWeights,
-    Operation,
-    OptimStep,
-    PublishSampler,
-    Sample,
-    SaveWeights,
-    SaveWeightsForSampler,
-    UnloadModel,
-)
-from planish.types import ForwardBackwardOutput, OptimStepResponse, SampleResponse
-from planish.wire.fields import Fields
-from planish.wire.messages import ForwardBackwardRequestMessage
-from planish.wire.models import (
-    create_from_weights_to_json,
-    create_model_from_json,
-    create_model_to_json,
-    load_weights_from_json,
-    load_weights_to_json,
-    place_of,
-    publish_to_json,
-    save_to_json,
-    save_weights_for_sampler_from_json,
-    save_weights_from_json,
-)
-from planish.wire.sampling import (
-    SampleRequest,
-    sample_request_from_json,
-    sample_request_to_json,
-    sample_response_to_message,
-)
-from planish.wire.training import (
-    forward_backward_from_message,
-    forward_backward_to_message,
-    optim_step_from_json,
-    optim_step_to_json,
-    output_to_message,
-    parse_forward_backward,
-)
+from planish.service import CreateModel, ForwardBackward, Operation, Sample
+from planish.wire.operations import kind_of, operation_to_bytes, result_to_bytes
 
 _COLUMNS = (
     "id, tenant, kind, owner, seq, state, digest, accepted, body_bytes, message, category, "
@@ -314,23 +273,6 @@ def _digest(kind: str, body: bytes) -> bytes:
     return hashlib.blake2b(kind.encode() + body, digest_size=16).digest()
 
 
-def kind_of(operation: Operation[Any]) -> str:
-    """Return the kind of an operation, as in `RequestRow.kind`."""
-    match operation:
-        case ForwardBackward(forward_only=True):
-            return "forward"
-        case CreateModel(from_path=None):
-            return "create_model"
-        case CreateModel():
-            return "load_weights"
-    return _KINDS[type(operation)]
-
-
-def operation_of(kind: str, body: bytes) -> Operation[Any]:
-    """Decode the operation of a body that `encode_request` encoded."""
-    return _DECODERS[kind](body)
-
-
 def _seeded(operation: Operation[Any]) -> Operation[Any]:
     """Return the operation with a random seed if it needs a seed and has none. The seed is
     journaled. So if the request runs again after a crash, it samples the same tokens, or
@@ -347,97 +289,17 @@ def _seeded(operation: Operation[Any]) -> Operation[Any]:
 
 
 def _encoded(operation: Operation[Any], seq_id: int) -> bytes:
-    match operation:
-        case ForwardBackward():
-            # A seq_id can exceed the 32 bits of the message's field. The row stores the real
-            # number, so the message always contains 1.
-            message = ForwardBackwardRequestMessage.FromString(
-                forward_backward_to_message(operation, 1)
-            )
-            return message.SerializeToString(deterministic=True)
-        case OptimStep():
-            return _json(optim_step_to_json(operation, seq_id))
-        case CreateModel(from_path=None):
-            return _json(create_model_to_json(operation, place_of(operation.model_id)))
-        case CreateModel():
-            return _json(create_from_weights_to_json(operation, place_of(operation.model_id)))
-        case LoadWeights():
-            return _json(load_weights_to_json(operation, seq_id))
-        case SaveWeights() | SaveWeightsForSampler():
-            return _json(save_to_json(operation, seq_id))
-        case PublishSampler():
-            return _json(publish_to_json(operation, place_of(operation.sampler_id).seq_id, seq_id))
-        case UnloadModel():
-            return _json({"model_id": operation.model_id})
-        case Sample():
-            return _json(sample_request_to_json(SampleRequest(seq_id, operation)))
-    raise TypeError(f"{type(operation).__name__} is not journaled")
-
-
-_KINDS: dict[type[Operation[Any]], str] = {
-    ForwardBackward: "forward_backward",
-    OptimStep: "optim_step",
-    LoadWeights: "load_weights",
-    SaveWeights: "save_weights",
-    SaveWeightsForSampler: "save_weights_for_sampler",
-    PublishSampler: "publish_sampler",
-    UnloadModel: "unload_model",
-    Sample: "sample",
-}
-_DECODERS: dict[str, Callable[[bytes], Operation[Any]]] = {
-    "forward": lambda body: forward_backward_from_message(parse_forward_backward(body)),
-    "forward_backward": lambda body: forward_backward_from_message(parse_forward_backward(body)),
-    "optim_step": lambda body: optim_step_from_json(Fields.of(body)),
-    "create_model": lambda body: create_model_from_json(Fields.of(body)),
-    "load_weights": lambda body: load_weights_from_json(Fields.of(body)),
-    "save_weights": lambda body: save_weights_from_json(Fields.of(body)),
-    "save_weights_for_sampler": lambda body: save_weights_for_sampler_from_json(Fields.of(body)),
-    "publish_sampler": lambda body: save_weights_for_sampler_from_json(Fields.of(body)),
-    "unload_model": lambda body: UnloadModel(orjson.loads(body)["model_id"]),
-    "sample": lambda body: sample_request_from_json(Fields.of(body)).operation,
-}
+    # A seq_id can exceed the 32 bits of the protobuf field. The row stores the real number, so the
+    # message always contains 1.
+    return operation_to_bytes(operation, 1 if isinstance(operation, ForwardBackward) else seq_id)
 
 
 def result_of(kind: str, operation: Operation[Any], result: Any) -> Done:
     """Encode the result of an operation."""
-    return done_of(kind, _result_body(operation, result))
+    return done_of(kind, result_to_bytes(operation, result))
 
 
 def done_of(kind: str, content: bytes) -> Done:
     """Return the Done for the encoded result of a request of this kind."""
     media = "protobuf" if kind in ("forward", "forward_backward", "sample") else "json"
     return Done("save_weights_for_sampler" if kind == "publish_sampler" else kind, media, content)
-
-
-def _result_body(operation: Operation[Any], result: Any) -> bytes:
-    match result:
-        case ForwardBackwardOutput():
-            return output_to_message(result)
-        case SampleResponse():
-            return sample_response_to_message(result)
-        case OptimStepResponse():
-            return _json({"metrics": result.metrics})
-    match operation:
-        case CreateModel(from_path=None):
-            return _json({"type": "create_model", "model_id": operation.model_id})
-        case CreateModel() as op:
-            return _json({"type": "load_weights", "model_id": op.model_id, "path": op.from_path})
-        case LoadWeights():
-            return _json(
-                {"type": "load_weights", "model_id": operation.model_id, "path": operation.path}
-            )
-        case SaveWeights():
-            return _json({"type": "save_weights", "path": result.path})
-        case SaveWeightsForSampler():
-            return _json({"type": "save_weights_for_sampler", "path": result.path})
-        case PublishSampler():
-            return _json(
-                {"type": "save_weights_for_sampler", "sampling_session_id": operation.sampler_id}
-            )
-        case UnloadModel():
-            return _json({"type": "unload_model", "model_id": operation.model_id})
-    raise TypeError(f"{type(operation).__name__} has no answer for clients")
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)

@@ -28,7 +28,6 @@ from planish.server.durable.journal import (
     done_of,
     encode_request,
     is_as_written,
-    operation_of,
 )
 from planish.server.durable.retries import DiskFaults, retried
 from planish.server.durable.store import BODIES, DATABASE, Store, Transaction, crash_point
@@ -49,6 +48,7 @@ from planish.server.results import (
 from planish.server.settings import ServerSettings, TenantSettings
 from planish.service import ForwardBackward, Operation, Sample
 from planish.wire.client_errors import name_of
+from planish.wire.operations import operation_from_bytes
 from planish.wire.sampling import targets_of
 
 R = TypeVar("R")
@@ -276,7 +276,7 @@ class RequestLog:
                 raise _damaged_request(row, place, "is missing") from None
             if not is_as_written(row.kind, content, row.digest):
                 raise _damaged_request(row, place, "was altered")
-            return operation_of(row.kind, content)
+            return operation_from_bytes(row.kind, content)
 
         return await self._store.read(read)
 

@@ -85,7 +85,7 @@ async def submit(context: RequestContext, body: bytes, parse: Callable[[], _Pars
     if isinstance(found, ValueError):
         await context.open_server.reject(context.tenant, place.model_id, place.seq_id, found, kind)
         raise found
-    model = await context.open_server.open_model(context.tenant, place.model_id)
+    model = await context.open_server.sessions.open_model(context.tenant, place.model_id)
     return accepted_response(await model.intake.submit(place.seq_id, found))
 
 

@@ -33,7 +33,8 @@ from planish.server.models import replay, steps
 from planish.server.models.replay import AdapterState, ReplayCost
 from planish.server.models.request_queue import InFlight, QueueItem, RequestIntake, RequestQueue
 from planish.server.results import Abandoned, Done, Failed, Tenant
-from planish.server.services import ModelRegistry
+from planish.server.samplers import Samplers
+from planish.server.services import Services
 from planish.service import (
     CreateModel,
     ForwardBackward,
@@ -65,7 +66,8 @@ class Model:
 
     def __init__(
         self,
-        registry: ModelRegistry,
+        services: Services,
+        samplers: Samplers,
         row: ModelRow,
         queue: RequestQueue[QueueItem],
         unload_seq: int | None = None,
@@ -80,10 +82,10 @@ class Model:
         """Private checkpoints (checkpoints.py) from which the server restores this model."""
         self.worker: asyncio.Task[None] | None = None
         self.is_snapshotting = False
-        self._registry = registry
-        registry.open[row.id] = self
-        self._services = registry.services
-        self.intake = RequestIntake(self, registry.services, registry.samplers, unload_seq)
+        self._services = services
+        self._samplers = samplers
+        services.sessions.models[row.id] = self
+        self.intake = RequestIntake(self, services, samplers, unload_seq)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -270,7 +272,7 @@ class Model:
     # Published samplers.
 
     async def _publish(self, request: QueuedRequest, operation: PublishSampler) -> None:
-        samplers = self._registry.samplers
+        samplers = self._samplers
         sampler = samplers.get(operation.sampler_id)
         if sampler is None:
             raise UserError(
@@ -297,7 +299,7 @@ class Model:
         saved: asyncio.Future[SaveWeightsForSamplerResponse],
     ) -> None:
         """Record in the background where the weights of a published sampler were saved."""
-        engine, samplers = self._services.engine, self._registry.samplers
+        engine, samplers = self._services.engine, self._samplers
         sampler = samplers.get(operation.sampler_id)
 
         async def keep() -> None:
@@ -351,7 +353,7 @@ class Model:
     ) -> None:
         """Answer a request, and remember the answer until it is on disk."""
         if isinstance(answer, Failed):
-            self._registry.samplers.not_published(self.id, request.seq, answer.message)
+            self._samplers.not_published(self.id, request.seq, answer.message)
         self._services.crash_guard.leave(request.id)
         written = self._services.request_log.settle(request, answer, also, state)
         unwritten = self.in_flight.unwritten
@@ -409,8 +411,7 @@ class Model:
         while self.in_flight.unsaved or self.is_snapshotting:
             await self.in_flight.change()
         self.row = replace(self.row, closed=reason, snapshot=None, snapshot_seq=None)
-        self._registry.open.pop(self.id, None)
-
+        self._services.sessions.models.pop(self.id, None)
         why = Failed(f"model_id={self.id!r} is closed: {reason}", "user")
         for item in self.queue.skip_missing():
             if isinstance(item, QueuedRequest):
@@ -456,7 +457,7 @@ class Model:
         """Publish a sampler again, unless its weights are on disk or it was closed. A sampler that
         is in memory has these weights and may have running samples, so only its save is repeated.
         """
-        samplers = self._registry.samplers
+        samplers = self._samplers
         sampler = samplers.get(operation.sampler_id)
         if sampler is None or sampler.row.source is not None:
             return

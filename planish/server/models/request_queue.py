@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from planish.errors import StorageError
 from planish.server.durable import journal
 from planish.server.durable.checkpoints import check_name_is_not_private, check_source
-from planish.server.durable.journal import JournalEntry, RequestRow, encode_request, kind_of
+from planish.server.durable.journal import JournalEntry, RequestRow, encode_request
 from planish.server.durable.records import ModelRow, SamplerRow, change, put, select
 from planish.server.durable.request_log import AlsoWrite, QueuedRequest, new_row, run_uncancelled
 from planish.server.durable.store import Transaction
@@ -45,6 +45,7 @@ from planish.service import (
     UnloadModel,
 )
 from planish.wire.client_errors import name_of
+from planish.wire.operations import kind_of
 
 if TYPE_CHECKING:
     from planish.server.models.model import Model
