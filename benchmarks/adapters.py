@@ -29,7 +29,7 @@ from report import RESULTS, adapters_table
 from works import Shape, make_prompts
 
 import planish
-from planish.files import write_whole
+from planish.files import write_atomically
 from planish.model.config import ModelConfig
 from planish.model.lora import LoraLayout
 from planish.model.sources import DEFAULT_MODEL, resolve_model
@@ -84,7 +84,9 @@ def main(options: Options) -> None:
     bandwidth = report["read_bandwidth"] = read_bandwidth()
     for point in report["points"]:
         point["read_seconds_a_step"] = point["adapters"] * layout.size * BFLOAT16_BYTES / bandwidth
-    write_whole(options.directory / f"{options.name}.json", json.dumps(report, indent=1) + "\n")
+    write_atomically(
+        options.directory / f"{options.name}.json", json.dumps(report, indent=1) + "\n"
+    )
     print(adapters_table(report))
 
 

@@ -38,7 +38,7 @@ from report import RESULTS, busy_table
 from served import served
 from works import SMALL_WORKS, WORKS, write_works
 
-from planish.files import write_whole
+from planish.files import write_atomically
 from planish.model.sources import DEFAULT_MODEL, resolve_model
 
 HERE = Path(__file__).parent
@@ -78,7 +78,7 @@ def main(options: Options) -> None:
             measure = measure_served if work == SERVED else measure_work
             report["works"][work] = measure(options, work, spins, path)
             found = json.dumps(report, indent=1) + "\n"
-            write_whole(options.directory / f"{options.name}.json", found)
+            write_atomically(options.directory / f"{options.name}.json", found)
     print(busy_table(report))
 
 

@@ -37,7 +37,7 @@ from report import RESULTS, peers_table
 from works import SMALL_WORKS, WORKS, write_works
 
 import planish
-from planish.files import write_whole
+from planish.files import write_atomically
 from planish.model.sources import DEFAULT_MODEL, resolve_model
 from planish.model.weight_sizes import SCHEMES
 
@@ -156,7 +156,7 @@ def main(options: Options) -> None:
             check_same_work(work, rounds[work], measured)
             report["works"][work] = {one.contender.name: one.row() for one in measured}
             # Write after each workload, because a later peer may run out of memory.
-            write_whole(
+            write_atomically(
                 options.directory / f"{options.name}.json", json.dumps(report, indent=1) + "\n"
             )
     print(peers_table(report))

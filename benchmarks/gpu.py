@@ -52,7 +52,7 @@ from random_model import SHAPES, random_model
 from report import RESULTS, gpu_table
 
 import planish
-from planish.files import write_whole
+from planish.files import write_atomically
 from planish.model.config import ModelConfig
 from planish.model.sources import resolve_model
 
@@ -126,7 +126,7 @@ class Recording:
             "limits": asdict(self.bench.limits),
             "rows": [{"value": one.median, **asdict(one)} for one in rows],
         }
-        write_whole(self.file, json.dumps(self.report, indent=1) + "\n")
+        write_atomically(self.file, json.dumps(self.report, indent=1) + "\n")
         for one in rows:
             share = "" if one.share is None else f", {one.share:.0%} of {one.of}"
             say(f"  {one.what}: {one.median:.4g} {one.unit}{share}")

@@ -28,7 +28,7 @@ from report import RESULTS, contexts_table, growth_table
 from works import Rounds, Shape, make_prompts, write_works
 
 import planish
-from planish.files import write_whole
+from planish.files import write_atomically
 from planish.model.config import ModelConfig
 from planish.model.sources import DEFAULT_MODEL, resolve_model
 
@@ -60,7 +60,7 @@ def main(options: Options) -> None:
         report = header(options)
         with tempfile.TemporaryDirectory(prefix="planish-benchmark-") as scratch:
             report |= measure(options, Path(scratch))
-        write_whole(options.directory / f"{file}.json", json.dumps(report, indent=1) + "\n")
+        write_atomically(options.directory / f"{file}.json", json.dumps(report, indent=1) + "\n")
         print(table(report))
 
 

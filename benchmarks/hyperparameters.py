@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from planish.files import read_rows, write_whole
+from planish.files import read_rows, write_atomically
 
 PAGE = Path(__file__).parents[1] / "docs" / "hyperparameters.md"
 BASE = {
@@ -52,7 +52,7 @@ COLUMNS = (
 def main(arguments: Sequence[str]) -> None:
     directory, *names = arguments
     if names == ["--tables"]:
-        write_whole(PAGE, with_tables(PAGE.read_text(encoding="utf-8"), Path(directory)))
+        write_atomically(PAGE, with_tables(PAGE.read_text(encoding="utf-8"), Path(directory)))
         return
     for name in names or SWEEPS:
         for changes in SWEEPS[name]:

@@ -25,7 +25,7 @@ from report import RESULTS, overheads_table
 from works import SMALL_WORKS, WORKS, Shape, make_prompts, make_round
 
 import planish
-from planish.files import write_whole
+from planish.files import write_atomically
 from planish.model.sources import DEFAULT_MODEL
 
 ENGINE_THREAD = "planish-engine"
@@ -63,7 +63,7 @@ def main(options: Options) -> None:
             "a prompt's first token from the same sampler after that", "ms", used, 1e3
         ),
     }
-    write_whole(options.directory / "overheads.json", json.dumps(report, indent=1) + "\n")
+    write_atomically(options.directory / "overheads.json", json.dumps(report, indent=1) + "\n")
     print(overheads_table(report))
 
 

@@ -19,7 +19,7 @@ import chz
 from compare import header
 from report import RESULTS, start_table
 
-from planish.files import write_whole
+from planish.files import write_atomically
 from planish.model.sources import DEFAULT_MODEL
 
 SCRIPT = """
@@ -56,7 +56,7 @@ def main(options: Options) -> None:
         }
         for name, times in parts.items()
     }
-    write_whole(options.directory / "start.json", json.dumps(report, indent=1) + "\n")
+    write_atomically(options.directory / "start.json", json.dumps(report, indent=1) + "\n")
     print(start_table(report))
 
 

@@ -1,6 +1,6 @@
 """Atomic and durable file writes.
 
-`write_whole` replaces a file atomically. `RowFile` appends rows to a JSONL file; if a crash leaves
+`write_atomically` replaces a file atomically. `RowFile` appends rows to a JSONL file; if a crash leaves
 an incomplete last row, the next process that opens the file removes it.
 """
 
@@ -36,7 +36,7 @@ def short_path(path: Path) -> str:
         return str(path)
 
 
-def hold_directory(path: Path, option: str, what: str) -> FileLock:
+def lock_directory(path: Path, option: str, what: str) -> FileLock:
     """Create a directory if it is missing, lock it, and return the lock.
 
     `option` (the name of the option that gave the path) and `what` (what is written there) appear
@@ -77,7 +77,7 @@ def read_rows(path: str | Path) -> list[Row]:
     return rows
 
 
-def give_usual_mode(path: Path) -> None:
+def set_default_mode(path: Path) -> None:
     """Set the file mode to the default for new files (0o666 without the umask).
 
     Some libraries, such as safetensors, write through temporary files that only the owner can read.
@@ -105,7 +105,7 @@ def write_remedy(error: OSError, otherwise: str) -> str:
     return otherwise
 
 
-def write_whole(path: str | Path, data: bytes | str) -> None:
+def write_atomically(path: str | Path, data: bytes | str) -> None:
     """Write `data` to `path` atomically and durably: readers see the old or the complete new file,
     even after a power failure. StorageError if that fails.
     """
@@ -120,7 +120,7 @@ def write_whole(path: str | Path, data: bytes | str) -> None:
             file.write(payload)
             file.flush()
             os.fsync(file.fileno())
-        give_usual_mode(Path(temporary))  # mkstemp creates files that only the owner can read
+        set_default_mode(Path(temporary))  # mkstemp creates files that only the owner can read
         os.replace(temporary, path)
         sync(path.parent)
     except OSError as error:
@@ -176,7 +176,7 @@ class RowFile:
                     f"{self.path}: the row {json.dumps(row)[:200]} has unexpected fields ({error}); repair or remove that line"
                 ) from error
         if len(kept) < len(rows):
-            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+            write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept))
             self._file.close()
             self._file = self._open()
 
@@ -202,9 +202,9 @@ def _repair(path: Path) -> None:
     if not tail:
         return
     if _parse(tail) is not None:
-        write_whole(path, content + b"\n")
+        write_atomically(path, content + b"\n")
     else:
-        write_whole(path, whole + b"\n" if whole else b"")
+        write_atomically(path, whole + b"\n" if whole else b"")
 
 
 def _parse(line: bytes) -> Row | None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from planish.completers import SamplesTokens, TinkerTokenCompleter, derived_seed
 from planish.errors import DamagedFileError, UserError
-from planish.files import RowFile, differences, read_rows, write_whole
+from planish.files import RowFile, differences, read_rows, write_atomically
 from planish.processes.interruption import gather_or_cancel
 from planish.renderers import Renderer
 from planish.runlog.console import Stage, StepDisplay
@@ -104,7 +104,7 @@ class SampledFile:
             raise DamagedFileError(
                 f"{self.path} does not contain the rows that {self._record.name} counts; remove both"
             )
-        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def add(self, answers: Sequence[Row | None], file: RowFile) -> None:
         """Append the answers to the next prompts to `file`, which is open at `path`. The rows are
@@ -119,7 +119,7 @@ class SampledFile:
 
     def _write_record(self) -> None:
         record = {"origin": self.origin, "done": self.done, "left_out": self.left_out}
-        write_whole(self._record, json.dumps(record, indent=2) + "\n")
+        write_atomically(self._record, json.dumps(record, indent=2) + "\n")
 
 
 async def sample_conversations(

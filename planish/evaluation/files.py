@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from planish.errors import DamagedFileError, UserError
 from planish.evaluation.types import ChoiceTask, ChosenAnswer, SampledAnswer, ScoredChoice, Task
-from planish.files import RowFile, differences, hold_directory, read_rows, write_whole
+from planish.files import RowFile, differences, lock_directory, read_rows, write_atomically
 
 CONFIG = "config.json"
 SAMPLES = "samples.jsonl"
@@ -41,7 +41,7 @@ class EvaluationDirectory:
         Raise UserError if it holds another evaluation, or if another process uses it.
         """
         self.path = Path(path).expanduser()
-        self._lock = hold_directory(self.path, "out", "there")
+        self._lock = lock_directory(self.path, "out", "there")
         try:
             self._check(json.loads(json.dumps(config)))
             self._rows = RowFile(self.path / SAMPLES)
@@ -90,7 +90,9 @@ class EvaluationDirectory:
     def write_results(self, results: Mapping[str, Any]) -> None:
         """Flush the answers to disk and write results.json."""
         self._rows.sync()
-        write_whole(self.path / RESULTS, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+        write_atomically(
+            self.path / RESULTS, json.dumps(results, indent=2, ensure_ascii=False) + "\n"
+        )
 
     def _check(self, config: Mapping[str, Any]) -> None:
         path, begun = self.path / CONFIG, self.path / SAMPLES
@@ -107,7 +109,7 @@ class EvaluationDirectory:
                     f"out={self.path} has an evaluation with other options: {changed}; give its "
                     "options to continue it, or another directory"
                 )
-        write_whole(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        write_atomically(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def _read_sampled(rows: list[dict[str, Any]]) -> list[SampledAnswer]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from planish.errors import NonFiniteError, StorageError
 from planish.export.lora_update import HEAD, LoraUpdate, Matrices
-from planish.files import give_usual_mode
+from planish.files import set_default_mode
 from planish.model.config import ModelConfig, read_json, text_fields
 from planish.model.quantization import Fp8Weight, Mxfp4Weight
 from planish.model.weights import INDEX_FILE, SINGLE_FILE, load_weights, scale_name
@@ -253,7 +253,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
             path,
             metadata={"format": "pt"},
         )
-        give_usual_mode(path)
+        set_default_mode(path)
     except SafetensorError as error:  # safetensors raises this for an OSError
         raise StorageError(f"{path.name} could not be written ({error}); free space") from error
 

@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 from jinja2 import Environment, PackageLoader
 
 from planish.errors import UserError
-from planish.files import write_whole
+from planish.files import write_atomically
 from planish.logtree.html import css_of, to_html
 from planish.logtree.nodes import Node, attributes, details_node, section, text_of
 
@@ -80,7 +80,7 @@ class Trace:
         if self.path is None:
             raise UserError("this trace has no path; give one to init_trace")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, self.to_html().encode(errors="backslashreplace"))
+        write_atomically(self.path, self.to_html().encode(errors="backslashreplace"))
 
 
 @dataclass(frozen=True)

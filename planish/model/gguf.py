@@ -42,7 +42,7 @@ from tokenizers import (
 )
 
 from planish.errors import DamagedFileError, StorageError, UnknownModelError, UnsupportedError
-from planish.files import give_usual_mode, sync
+from planish.files import set_default_mode, sync
 from planish.model.config import FAMILIES, MODEL_TYPES, ModelConfig
 from planish.model.weights import SINGLE_FILE, load_weights
 from planish.tokenizer import save_tokenizer
@@ -221,7 +221,7 @@ def convert_gguf(path: str | Path, directory: str | Path) -> Path:
         save_tokenizer(staging, tokenizer, **_tokenizer_settings(source))
         (staging / "README.md").write_text(_readme(source), encoding="utf-8")
         save_file(_tensors(source), staging / SINGLE_FILE, metadata={"format": "pt"})
-        give_usual_mode(staging / SINGLE_FILE)
+        set_default_mode(staging / SINGLE_FILE)
         load_weights(staging, ModelConfig.from_directory(staging))
         _publish(staging, directory)
     except OSError as error:

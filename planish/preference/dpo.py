@@ -28,7 +28,7 @@ import torch
 from planish import ServiceClient, TrainingClient
 from planish.distillation.teachers import require_one_vocabulary
 from planish.errors import UserError
-from planish.files import write_whole
+from planish.files import write_atomically
 from planish.preference.datasets import PairGradient, pairs_of
 from planish.preference.losses import Answers, DPOLoss, IPOLoss, PairLoss, SimPOLoss
 from planish.processes.interruption import gather_or_cancel

@@ -15,7 +15,7 @@ import chz
 
 from planish import ServiceClient
 from planish.errors import DamagedFileError, UserError
-from planish.files import write_whole
+from planish.files import write_atomically
 from planish.preference.bradley_terry import QUESTION
 from planish.preference.forms import Kind, form_of
 from planish.preference.preference_models import LogOddsModel, PreferenceModelBuilder
@@ -95,7 +95,7 @@ class Description:
 
     def write(self, run: str | Path) -> None:
         """Write the file into the directory of a run."""
-        write_whole(
+        write_atomically(
             Path(run).expanduser() / PREFERENCE_MODEL, json.dumps(asdict(self), indent=2) + "\n"
         )
 

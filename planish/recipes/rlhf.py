@@ -27,7 +27,7 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.files import write_whole
+from planish.files import write_atomically
 from planish.preference import model_training
 from planish.preference.comparison_evaluator import Contest
 from planish.preference.model_files import Description
@@ -112,7 +112,7 @@ def evaluate(
         if all(row["step"] != newest.batch for row in run.metrics()):
             client = service_client.create_sampling_client(model_path=newest.state_path)
             found = training_run.run_coroutine(build().compare(client))
-            write_whole(run.path / COMPARISONS, comparison_rows(found))
+            write_atomically(run.path / COMPARISONS, comparison_rows(found))
             run.log(newest.batch, found.metrics("test"))
         print(summary(run.metrics()[-1], run.path))
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import chz
 
-from planish.files import write_whole
+from planish.files import write_atomically
 from planish.recipes import training_run
 from planish.recipes.rubric_sums import rubric_of, verdict
 from planish.recipes.sums import Sum
@@ -59,7 +59,7 @@ def main(options: Options) -> Path:
         _example(options.largest, number % 2 == 0, generator) for number in range(options.examples)
     ]
     path = Path(options.path).expanduser()
-    write_whole(path, "".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
+    write_atomically(path, "".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
     print(f"{path}: {len(rows)} conversations")
     return path
 

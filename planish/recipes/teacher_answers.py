@@ -16,7 +16,7 @@ from planish.distillation.prompts import load_prompts
 from planish.distillation.sampling import TeacherSampler, sample_conversations
 from planish.distillation.teachers import TeacherConfig, pinned, teacher_client
 from planish.errors import UserError
-from planish.files import hold_directory
+from planish.files import lock_directory
 from planish.recipes import training_run
 from planish.recipes.sl_options import SLOptions, chat_builder
 from planish.recipes.sum_prompts import generated_sum_prompts, sum_test
@@ -163,7 +163,7 @@ async def write_answers(
         **{name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")},
     }
     path = answers_path(options)
-    lock = hold_directory(path.parent, "log_path", "this run")
+    lock = lock_directory(path.parent, "log_path", "this run")
     try:
         sampler = TeacherSampler(
             await teacher_client(teacher, service_client, options.model_name, "teacher_model"),

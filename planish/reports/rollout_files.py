@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from planish.errors import StorageError, UserError
-from planish.files import write_whole
+from planish.files import write_atomically
 from planish.logtree.nodes import Node
 from planish.reports.rollout_page import rollout_page
 from planish.reports.rollout_rows import summary_rows, text_rows
@@ -131,12 +131,12 @@ class RolloutFiles:
         if self.json_export:
             rows = summary_rows(split, iteration, groups)
             lines = "".join(json.dumps(row) + "\n" for row in rows)
-            write_whole(self.path(split, iteration, SUMMARIES), lines)
+            write_atomically(self.path(split, iteration, SUMMARIES), lines)
             rows = text_rows(split, iteration, groups, advantages_P_G, self._texts)
             lines = "".join(json.dumps(row) + "\n" for row in rows)
-            write_whole(self.path(split, iteration, TEXTS), lines)
-            write_whole(self.path(split, iteration, TREE), json.dumps(trace.to_json()) + "\n")
-        write_whole(page_path, page.encode(errors="backslashreplace"))
+            write_atomically(self.path(split, iteration, TEXTS), lines)
+            write_atomically(self.path(split, iteration, TREE), json.dumps(trace.to_json()) + "\n")
+        write_atomically(page_path, page.encode(errors="backslashreplace"))
         if self.layout == "flat":
             self._link_into_folder(split, iteration)
         return page_path

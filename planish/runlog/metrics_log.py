@@ -28,7 +28,7 @@ from typing import Self
 from rich.console import Console
 
 from planish.errors import UserError
-from planish.files import Row, write_whole
+from planish.files import Row, write_atomically
 from planish.runlog.console import step_line
 from planish.runlog.metric_services import SERVICES, CopiedRun, Service
 from planish.runlog.metrics_table import metrics_table
@@ -153,7 +153,7 @@ class ServiceRecords:
     def keep(self, name: str, run_id: str, next_step: int) -> None:
         """Store the run's id at the service `name`, and the first step that the service lacks."""
         self._entries[name] = {"id": run_id, "next_step": next_step}
-        write_whole(self._path, json.dumps(self._entries, indent=2) + "\n")
+        write_atomically(self._path, json.dumps(self._entries, indent=2) + "\n")
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.errors import UserError
-from planish.files import Row, write_whole
+from planish.files import Row, write_atomically
 from planish.runlog.curves import Curve, PlottedPanel, Run, panels_to_draw, points_of, read_runs
 
 PNG = "curves.png"
@@ -49,8 +49,8 @@ def plot_runs(
         raise UserError(
             f"out={directory}: {error}; give a directory that can be written to"
         ) from error
-    write_whole(directory / PNG, _picture(panels, runs))
-    write_whole(directory / PAGE, _page(panels, runs))
+    write_atomically(directory / PNG, _picture(panels, runs))
+    write_atomically(directory / PAGE, _page(panels, runs))
     return directory / PNG, directory / PAGE
 
 
@@ -71,7 +71,7 @@ def draw_curve(
     axes.set(title=_label(title), xlabel="step")
     axes.grid(alpha=0.3)
     axes.legend()
-    write_whole(path, _png(figure))
+    write_atomically(path, _png(figure))
     return True
 
 

@@ -13,7 +13,7 @@
                         how to load the trained preference model (planish/preference/model_files.py)
     *.png               curves
 
-Invariants: `write_whole` replaces a file atomically. If a crash leaves a partial row at the end of
+Invariants: `write_atomically` replaces a file atomically. If a crash leaves a partial row at the end of
 a JSONL file, the next start removes it. The rows of all steps before a checkpoint are on disk
 before the checkpoint's row. On resume, `resume_at` drops the rows of later steps, and those steps
 are trained again. So metrics.jsonl contains each step exactly once. Only one process can use a run
@@ -32,11 +32,11 @@ from planish.files import (
     Row,
     RowFile,
     differences,
-    hold_directory,
+    lock_directory,
     plain_values,
     read_object,
     read_rows,
-    write_whole,
+    write_atomically,
 )
 from planish.moved_modules import current_name
 from planish.types import CheckpointPath
@@ -107,7 +107,7 @@ class RunDirectory:
             raise UserError("log_path is empty; give the run a directory")
         # Absolute: an environment may change the working directory.
         self.path = Path(path).expanduser().absolute()
-        self._lock = hold_directory(self.path, "log_path", "this run")
+        self._lock = lock_directory(self.path, "log_path", "this run")
         try:
             self._check_config(plain_values(config), may_change)
             self._metrics = RowFile(self.path / METRICS)
@@ -184,7 +184,7 @@ class RunDirectory:
                     f"log_path={self.path} has a run with other options: {changed}; give that run's "
                     "options to continue it, or another log_path"
                 )
-        write_whole(path, json.dumps(config, indent=2) + "\n")
+        write_atomically(path, json.dumps(config, indent=2) + "\n")
 
 
 def _has_bytes(path: Path) -> bool:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from planish.errors import UserError
-from planish.files import Row, RowFile, read_rows, write_whole
+from planish.files import Row, RowFile, read_rows, write_atomically
 from planish.runlog.run_directory import TRACE
 
 
@@ -198,7 +198,7 @@ def write_trace(run: str | Path, out: str | Path | None = None) -> Path:
     path = Path(out).expanduser() if out is not None else directory / "trace.json"
     first = min(event["ts"] for event in events)
     shifted = [{**event, "ts": event["ts"] - first} for event in events]
-    write_whole(
+    write_atomically(
         path, json.dumps({"traceEvents": [*_names(events), *shifted], "displayTimeUnit": "ms"})
     )
     return path

@@ -45,7 +45,7 @@ from planish.engine.engine import Engine
 from planish.engine.memory import RUNTIME_BYTES, DeviceMemory, ModelMemory, gib
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
-from planish.files import make_directory, write_whole
+from planish.files import make_directory, write_atomically
 from planish.model.config import ModelConfig
 from planish.model.listing import list_models
 from planish.model.sources import DEFAULT_MODEL, HUB_NAME, resolve_model
@@ -560,7 +560,7 @@ def cache_tokenizer(name: str, directory: Path, cache: Path | None = None) -> Pa
     snapshot = repository / "snapshots" / revision
     snapshot.mkdir(parents=True, exist_ok=True)
     for file, text in files.items():
-        write_whole(snapshot / file, text)
+        write_atomically(snapshot / file, text)
     reference.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(reference, revision)
+    write_atomically(reference, revision)
     return snapshot

@@ -79,7 +79,7 @@ from planish.types import (
     GetServerCapabilitiesResponse,
     ModelData,
 )
-from planish.wire.models import SessionPlace, session_of
+from planish.wire.models import IdParts, session_of
 
 _log = logging.getLogger(__name__)
 
@@ -478,7 +478,7 @@ class Server:
         """
         self.check_open()
         await self.sessions.touch(tenant, session_id)
-        run_id = SessionPlace(session_id, model_seq_id).model_id
+        run_id = IdParts(session_id, model_seq_id).model_id
         row = await self.checkpoints.readable(tenant, source)
         return await run_uncancelled(self._copy_into_run(tenant, row.path, run_id, ttl_seconds))
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from planish import SamplingClient, ServiceClient
 from planish.client.local import used_together
-from planish.files import write_whole
+from planish.files import write_atomically
 from planish.processes.interruption import Interrupted, Interruption, first_error, run_uncancelled
 from planish.runlog.checkpoints import RunCheckpoints, RunStart, recipe_metadata, start_training
 from planish.runlog.console import StepDisplay

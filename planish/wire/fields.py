@@ -165,7 +165,7 @@ class Fields:
             raise self._wrong(name, "true or false")
         return value
 
-    def alone(self) -> Fields:
+    def as_body(self) -> Fields:
         """Return the same object as if it were a body: errors name its fields without its path."""
         return Fields(self._values)
 

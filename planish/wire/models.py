@@ -20,15 +20,15 @@ from planish.service import (
 )
 from planish.types import GetInfoResponse, LoraConfig, ModelData
 from planish.wire.fields import Fields
-from planish.wire.training import place_from_json
+from planish.wire.training import head_from_json
 
 _LORA_SWITCHES = ("train_unembed", "train_mlp", "train_attn")
 
 
 @dataclass(frozen=True)
-class SessionPlace:
-    """The number of a model or sampler in its session. Models and samplers are numbered separately,
-    from 0.
+class IdParts:
+    """The session and the number in the id of a model or sampler. Models and samplers of a session
+    are numbered separately, from 0.
     """
 
     session_id: str
@@ -45,10 +45,10 @@ class SessionPlace:
         return f"{self.session_id}:sample:{self.seq_id}"
 
 
-def place_of(server_id: str) -> SessionPlace:
+def id_parts(server_id: str) -> IdParts:
     """Return the session and number in the id of a model or a sampler."""
     session_id, _, number = server_id.split(":")
-    return SessionPlace(session_id, int(number))
+    return IdParts(session_id, int(number))
 
 
 def session_of(model_id: str) -> str:
@@ -56,20 +56,20 @@ def session_of(model_id: str) -> str:
     return model_id.partition(":")[0]
 
 
-def _place_from_json(fields: Fields, number: str) -> SessionPlace:
+def _id_parts_from_json(fields: Fields, number: str) -> IdParts:
     """Read the session and number of a model or a sampler. `number` is the number's field."""
-    return SessionPlace(fields.identifier("session_id"), fields.integer(number, low=0))
+    return IdParts(fields.identifier("session_id"), fields.integer(number, low=0))
 
 
 def create_model_from_json(fields: Fields) -> CreateModel:
     """Read a request for a fresh model."""
     with fields:
         fields.skip("type")
-        place = _place_from_json(fields, "model_seq_id")
+        parts = _id_parts_from_json(fields, "model_seq_id")
         _check_optimizer(fields)
         lora = fields.optional(fields.object, "lora_config")
         return CreateModel(
-            place.model_id,
+            parts.model_id,
             fields.text("base_model"),
             LoraConfig() if lora is None else _lora_from_json(lora),
             user_metadata=fields.optional(fields.strings, "user_metadata", {}),
@@ -78,10 +78,10 @@ def create_model_from_json(fields: Fields) -> CreateModel:
 
 def create_model_to_json(operation: CreateModel) -> dict[str, Any]:
     """Write a create_model for a fresh model, or a load_weights for a model from a checkpoint."""
-    place = place_of(operation.model_id)
+    parts = id_parts(operation.model_id)
     fields: dict[str, Any] = {
-        "session_id": place.session_id,
-        "model_seq_id": place.seq_id,
+        "session_id": parts.session_id,
+        "model_seq_id": parts.seq_id,
         "user_metadata": dict(operation.user_metadata),
     }
     if operation.base_model is not None:
@@ -112,9 +112,9 @@ def load_weights_from_json(fields: Fields) -> LoadWeights | CreateModel:
             fields.optional(fields.boolean, "optimizer", False),
         )
         if fields.has("model_id"):
-            return LoadWeights(place_from_json(fields).model_id, path, with_optimizer)
+            return LoadWeights(head_from_json(fields).model_id, path, with_optimizer)
         return CreateModel(
-            _place_from_json(fields, "model_seq_id").model_id,
+            _id_parts_from_json(fields, "model_seq_id").model_id,
             fields.optional(fields.text, "base_model"),
             from_path=path,
             with_optimizer=with_optimizer,
@@ -147,11 +147,11 @@ def load_weights_to_json(operation: LoadWeights, seq_id: int) -> dict[str, Any]:
 def save_weights_from_json(fields: Fields) -> SaveWeights:
     """Read a save_weights."""
     with fields:
-        place = place_from_json(fields)
+        head = head_from_json(fields)
         fields.skip("type")
         return SaveWeights(
-            place.model_id,
-            _name(fields, place.seq_id),
+            head.model_id,
+            _name(fields, head.seq_id),
             fields.optional(fields.integer, "ttl_seconds"),
             fields.optional(fields.boolean, "overwrite", False),
             fields.optional(fields.strings, "user_metadata", {}),
@@ -167,7 +167,7 @@ def save_weights_for_sampler_from_json(fields: Fields) -> SaveWeightsForSampler 
     `overwrite` is an addition of planish.
     """
     with fields:
-        place = place_from_json(fields)
+        head = head_from_json(fields)
         fields.skip("type")
         kind = fields.optional(fields.text, "kind", "snapshot")
         if kind not in ("snapshot", "inflight"):
@@ -177,7 +177,7 @@ def save_weights_for_sampler_from_json(fields: Fields) -> SaveWeightsForSampler 
         if not fields.has("sampling_session_seq_id"):
             overwrite = fields.optional(fields.boolean, "overwrite", False)
             return SaveWeightsForSampler(
-                place.model_id, _name(fields, place.seq_id), ttl, overwrite, metadata
+                head.model_id, _name(fields, head.seq_id), ttl, overwrite, metadata
             )
         if fields.optional(fields.text, "path") is not None:
             raise UserError(
@@ -185,9 +185,7 @@ def save_weights_for_sampler_from_json(fields: Fields) -> SaveWeightsForSampler 
                 "or sampling_session_seq_id to make a sampler"
             )
         number = fields.integer("sampling_session_seq_id", low=0)
-        return PublishSampler(
-            place.model_id, SessionPlace(session_of(place.model_id), number).sampler_id
-        )
+        return PublishSampler(head.model_id, IdParts(session_of(head.model_id), number).sampler_id)
 
 
 def save_to_json(operation: SaveWeights | SaveWeightsForSampler, seq_id: int) -> dict[str, Any]:
@@ -213,7 +211,7 @@ def publish_to_json(operation: PublishSampler, seq_id: int) -> dict[str, Any]:
         "model_id": operation.model_id,
         "seq_id": seq_id,
         "kind": "snapshot",
-        "sampling_session_seq_id": place_of(operation.sampler_id).seq_id,
+        "sampling_session_seq_id": id_parts(operation.sampler_id).seq_id,
     }
 
 
@@ -221,20 +219,20 @@ def create_sampler_from_json(fields: Fields) -> CreateSampler:
     """Read a request for a sampler."""
     with fields:
         fields.skip("type")
-        place = _place_from_json(fields, "sampling_session_seq_id")
+        parts = _id_parts_from_json(fields, "sampling_session_seq_id")
         base_model = fields.optional(fields.text, "base_model")
         model_path = fields.optional(fields.text, "model_path")
-        return CreateSampler(place.sampler_id, base_model, model_path)
+        return CreateSampler(parts.sampler_id, base_model, model_path)
 
 
 def create_sampler_to_json(operation: CreateSampler) -> dict[str, Any]:
     """Write a request for a sampler."""
-    place = place_of(operation.sampler_id)
+    parts = id_parts(operation.sampler_id)
     fields = {"base_model": operation.base_model, "model_path": operation.model_path}
     return {
         "type": "create_sampling_session",
-        "session_id": place.session_id,
-        "sampling_session_seq_id": place.seq_id,
+        "session_id": parts.session_id,
+        "sampling_session_seq_id": parts.seq_id,
         **{name: value for name, value in fields.items() if value is not None},
     }
 

@@ -29,8 +29,8 @@ from planish.types import (
 from planish.wire.fields import Fields, shown
 from planish.wire.messages import LENGTH, STOP, SampleResponseMessage
 from planish.wire.tensors import (
-    check_filled,
-    filled,
+    check_dense_elements,
+    csr_dense_elements,
     model_input_from_json,
     model_input_to_json,
     numbers,
@@ -302,7 +302,7 @@ def _targets(tensor: TensorData) -> TensorData:
     """
     if tensor.sparse_crow_indices is None:
         return tensor
-    check_filled("target_prompt_logprobs", filled(tensor), _MAX_TARGETS)
+    check_dense_elements("target_prompt_logprobs", csr_dense_elements(tensor), _MAX_TARGETS)
     return TensorData(tensor.to_numpy(pad_value=-1), tensor.dtype, tensor.shape)
 
 

@@ -211,14 +211,14 @@ def _sparse(
 ) -> TensorData:
     if len(shape) != 2 or min(shape) < 0:
         raise UserError(f"{where}: a CSR tensor of shape {shape[:4]}; it has two dimensions")
-    check_filled(where, math.prod(shape))
+    check_dense_elements(where, math.prod(shape))
     try:
         return TensorData(values, dtype, shape, crow, col)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
 
 
-def check_filled(where: str, elements: int, most: int = MAX_DENSE_ELEMENTS) -> None:
+def check_dense_elements(where: str, elements: int, most: int = MAX_DENSE_ELEMENTS) -> None:
     """Raise UserError if CSR tensors have more than `most` elements in dense form."""
     if elements > most:
         raise UserError(
@@ -245,7 +245,7 @@ def _check_dimensions(count: int, where: str) -> None:
         raise UserError(f"{where} has {count:,} dimensions; give at most {MAX_DIMENSIONS}")
 
 
-def filled(tensor: TensorData) -> int:
+def csr_dense_elements(tensor: TensorData) -> int:
     """Return the number of elements of a CSR tensor in dense form; 0 for a dense tensor."""
     return 0 if tensor.sparse_crow_indices is None else math.prod(tensor.shape or ())
 

@@ -37,9 +37,9 @@ from planish.wire.tensors import (
     MAX_DIMENSIONS,
     MAX_PARTS,
     PROTO_DTYPES,
-    check_filled,
+    check_dense_elements,
     check_parts,
-    filled,
+    csr_dense_elements,
     model_input_from_json,
     model_input_from_messages,
     numbers,
@@ -69,7 +69,7 @@ _ADAM_FIELDS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_
 
 
 @dataclass(frozen=True)
-class Place:
+class RequestHead:
     """The model of a request, and the request's number."""
 
     model_id: str
@@ -77,17 +77,17 @@ class Place:
     """The number of the request in its model, starting at 1."""
 
 
-def place_from_json(fields: Fields) -> Place:
+def head_from_json(fields: Fields) -> RequestHead:
     """Read the model and number of a request from JSON."""
-    return Place(fields.identifier("model_id"), fields.integer("seq_id", low=1))
+    return RequestHead(fields.identifier("model_id"), fields.integer("seq_id", low=1))
 
 
-def place_from_message(message: Any) -> Place:
+def head_from_message(message: Any) -> RequestHead:
     """Read the model and number of a request from protobuf."""
     check_identifier("model_id", message.model_id)
     if message.seq_id < 1:
         raise UserError(f"seq_id={message.seq_id}: give a whole number of at least 1")
-    return Place(message.model_id, message.seq_id)
+    return RequestHead(message.model_id, message.seq_id)
 
 
 def parse_forward_backward_head(body: bytes) -> Any:
@@ -176,7 +176,7 @@ def forward_backward_to_message(operation: ForwardBackward, seq_id: int) -> byte
 def forward_backward_from_json(fields: Fields, forward_only: bool) -> ForwardBackward:
     """Read the body of /forward if `forward_only` is True, else the body of /forward_backward."""
     with fields:
-        place = place_from_json(fields)
+        head = head_from_json(fields)
         with fields.object("forward_input" if forward_only else "forward_backward_input") as given:
             check_parts(given.path("data"), len(given.array("data", MAX_VALUES)))
             data = _within_bounds(
@@ -187,9 +187,7 @@ def forward_backward_from_json(fields: Fields, forward_only: bool) -> ForwardBac
                 if isinstance(value, bool) or not isinstance(value, int | float | str):
                     path = given.path("loss_fn_config")
                     raise UserError(f"{path}.{key[:40]}={shown(value)}: give a number or a string")
-            return ForwardBackward(
-                place.model_id, data, given.text("loss_fn"), config, forward_only
-            )
+            return ForwardBackward(head.model_id, data, given.text("loss_fn"), config, forward_only)
 
 
 def output_to_message(output: ForwardBackwardOutput) -> bytes:
@@ -240,7 +238,7 @@ def output_to_json(output: ForwardBackwardOutput) -> dict[str, Any]:
 def optim_step_from_json(fields: Fields) -> OptimStep:
     """Read an optim_step."""
     with fields:
-        place = place_from_json(fields)
+        head = head_from_json(fields)
         fields.skip("type")
         if fields.has("optimizer_params"):
             raise UnsupportedError(
@@ -250,7 +248,7 @@ def optim_step_from_json(fields: Fields) -> OptimStep:
             )
         with fields.object("adam_params") as given:
             params = {name: given.number(name) for name in _ADAM_FIELDS if given.has(name)}
-    return OptimStep(place.model_id, AdamParams(**params))
+    return OptimStep(head.model_id, AdamParams(**params))
 
 
 def optim_step_to_json(operation: OptimStep, seq_id: int) -> dict[str, Any]:
@@ -341,8 +339,8 @@ def _within_bounds(data: Iterable[Datum]) -> list[Datum]:
         _check_count("data", tokens, MAX_VALUES, "token ids")
         parts += 1 + len(datum.model_input.chunks) + len(datum.loss_fn_inputs)
         check_parts("data", parts)
-        elements += sum(filled(tensor) for tensor in datum.loss_fn_inputs.values())
-        check_filled("data", elements)
+        elements += sum(csr_dense_elements(tensor) for tensor in datum.loss_fn_inputs.values())
+        check_dense_elements("data", elements)
         found.append(datum)
     return found
 

@@ -99,11 +99,11 @@ def run(directory, models, parts: str) -> dict[str, dict]:
 
 @pytest.mark.slow
 def test_all_parts_run_and_are_recorded_one_by_one(tmp_path, models, capsys, monkeypatch):
-    whole = gpu.write_whole
+    whole = gpu.write_atomically
     written = []
     monkeypatch.setattr(
         gpu,
-        "write_whole",
+        "write_atomically",
         lambda file, text: (written.append(list(json.loads(text)["parts"])), whole(file, text)),
     )
     names = ["decode", "training", "grpo-16x8", "tenants", "grpo-128x16"]

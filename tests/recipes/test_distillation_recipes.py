@@ -8,7 +8,7 @@ from metric_tables import definition_of
 
 from planish.distillation.prompts import PromptOnlyDatasetBuilder
 from planish.errors import UserError
-from planish.files import hold_directory, read_rows
+from planish.files import lock_directory, read_rows
 from planish.recipes import off_policy_distillation, on_policy_distillation, prompt_distillation
 from planish.recipes.sum_prompts import generated_sum_prompts
 from planish.recipes.sums import held_out_sums
@@ -166,7 +166,7 @@ def test_only_one_process_has_the_teacher_answer(small_model, tmp_path, engine, 
     options = taught_options(
         off_policy_distillation, small_model, tmp_path, teacher_model=small_model, topk=4
     )
-    other = hold_directory(tmp_path / "run", "log_path", "this run")
+    other = lock_directory(tmp_path / "run", "log_path", "this run")
     with pytest.raises(UserError, match="log_path=.*: another process is writing this run"):
         off_policy_distillation.main(options, engine)
     assert not (tmp_path / "run" / "sampled.jsonl").exists()

@@ -204,7 +204,7 @@ def test_a_run_that_is_killed_between_stages(whole, small_model, tmp_path, monke
             with pytest.raises(Killed):
                 play(options, tmp_path / "data")
     with monkeypatch.context() as patched:
-        patched.setattr(rlhf, "write_whole", killed)
+        patched.setattr(rlhf, "write_atomically", killed)
         with pytest.raises(Killed):
             play(options, tmp_path / "data")
     assert untimed(tmp_path / "run", "evaluation") == []

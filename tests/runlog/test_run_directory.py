@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
-from planish.files import read_rows, write_whole
+from planish.files import read_rows, write_atomically
 from planish.runlog.run_directory import (
     CheckpointRecord,
     RunDirectory,
@@ -204,14 +204,14 @@ def test_two_processes_cannot_write_one_run(tmp_path):
 
 def test_a_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
     path = tmp_path / "config.json"
-    write_whole(path, "old")
+    write_atomically(path, "old")
 
     def no_space(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", no_space)
     with pytest.raises(StorageError, match=r"config\.json.*No space left.*free space"):
-        write_whole(path, "new and longer")
+        write_atomically(path, "new and longer")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

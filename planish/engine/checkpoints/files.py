@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from planish.errors import CheckpointError, DamagedFileError, StorageError
-from planish.files import give_usual_mode, sync
+from planish.files import set_default_mode, sync
 from planish.types import LoraConfig
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def write_tensors(
     for name, content in tensors.items():
         try:
             save_file(content, directory / name, metadata={"format": "pt"})
-            give_usual_mode(directory / name)
+            set_default_mode(directory / name)
         except SafetensorError as error:
             raise StorageError(f"cannot write {name} ({error})") from error
     (directory / ADAPTER_CONFIG).write_text(

@@ -42,7 +42,7 @@ from planish.engine.checkpoints.files import (
     write_tensors,
 )
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
-from planish.files import make_directory, sync, write_remedy, write_whole
+from planish.files import make_directory, sync, write_atomically, write_remedy
 from planish.types import (
     Checkpoint,
     CheckpointPath,
@@ -154,7 +154,7 @@ class CheckpointStore:
             manifest = replace(
                 self._read_manifest(path), expires_at=label.expires_at(datetime.now(UTC))
             )
-            write_whole(self._directory_of(path) / MANIFEST, manifest.to_json())
+            write_atomically(self._directory_of(path) / MANIFEST, manifest.to_json())
 
     def files(self, path: CheckpointPath) -> dict[str, Path]:
         """Return the path of each file of a checkpoint by file name."""

@@ -600,11 +600,12 @@ def _answer(changes: list[_Change[Any]]) -> None:
 
 VERSION = 5
 
-_UNDER_WAY_TABLE = """
+_CRASH_GUARD_TABLE = """
 CREATE TABLE under_way (
     id TEXT PRIMARY KEY, is_marked INTEGER NOT NULL, ends INTEGER NOT NULL, ends_alone INTEGER NOT NULL
 ) STRICT;
 """
+"""The table of crash_guard.py: the marked requests and the suspects, with their crashes."""
 
 SCHEMA = """
 CREATE TABLE sessions (
@@ -668,11 +669,11 @@ _FAILED_INDEX = """
 CREATE INDEX failed_requests ON requests (tenant, LENGTH(CAST(message AS BLOB)))
     WHERE state IN ('failed', 'refused');
 """
-SCHEMA += _UNDER_WAY_TABLE + _QUOTA_INDEXES + _FAILED_INDEX
+SCHEMA += _CRASH_GUARD_TABLE + _QUOTA_INDEXES + _FAILED_INDEX
 
 UPGRADES = {
     1: "ALTER TABLE requests ADD COLUMN error_class TEXT",
-    2: _UNDER_WAY_TABLE,
+    2: _CRASH_GUARD_TABLE,
     3: """
     ALTER TABLE sessions ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0;
     ALTER TABLE models ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0;

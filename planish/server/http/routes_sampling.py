@@ -63,7 +63,7 @@ from planish.wire.sampling import (
     sample_response_to_json,
     targets_of,
 )
-from planish.wire.tensors import check_filled
+from planish.wire.tensors import check_dense_elements
 from planish.wire.training import output_from_message, output_to_json
 
 _log = logging.getLogger("planish.server")
@@ -132,9 +132,9 @@ def _sample_requests(fields: Fields) -> list[SampleRequest | PlanishError]:
         asked = 0
         for one in fields.objects("requests"):
             try:
-                request = sample_request_from_json(one.alone())
+                request = sample_request_from_json(one.as_body())
                 asked += targets_of(request.operation)
-                check_filled("requests", asked)
+                check_dense_elements("requests", asked)
                 found.append(request)
             except UserError as error:
                 found.append(error)

@@ -35,14 +35,14 @@ from planish.wire.models import (
     save_weights_from_json,
 )
 from planish.wire.training import (
-    Place,
+    RequestHead,
     forward_backward_from_json,
     forward_backward_from_message,
+    head_from_json,
+    head_from_message,
     optim_step_from_json,
     parse_forward_backward,
     parse_forward_backward_head,
-    place_from_json,
-    place_from_message,
 )
 
 
@@ -60,7 +60,7 @@ def accepted_response(acceptance: Accepted) -> Response:
 class _Parsed:
     """A parsed body. `decode` returns its operation."""
 
-    place: Place
+    head: RequestHead
     kind: str
     """The kind of the request, as in `Done.kind`."""
     decode: Callable[[], Operation[Any]]
@@ -74,19 +74,19 @@ async def submit(context: RequestContext, body: bytes, parse: Callable[[], _Pars
     functions, and the memory of the parsed body is free when `read` returns.
     """
 
-    def read() -> tuple[Place, str, Operation[Any] | ValueError]:
+    def read() -> tuple[RequestHead, str, Operation[Any] | ValueError]:
         parsed = parse()
         try:
-            return parsed.place, parsed.kind, parsed.decode()
+            return parsed.head, parsed.kind, parsed.decode()
         except ValueError as error:
-            return parsed.place, parsed.kind, error.with_traceback(None)
+            return parsed.head, parsed.kind, error.with_traceback(None)
 
-    place, kind, found = await context.compute(len(body), read)
+    head, kind, found = await context.compute(len(body), read)
     if isinstance(found, ValueError):
-        await context.open_server.reject(context.tenant, place.model_id, place.seq_id, found, kind)
+        await context.open_server.reject(context.tenant, head.model_id, head.seq_id, found, kind)
         raise found
-    model = await context.open_server.sessions.open_model(context.tenant, place.model_id)
-    return accepted_response(await model.intake.submit(place.seq_id, found))
+    model = await context.open_server.sessions.open_model(context.tenant, head.model_id)
+    return accepted_response(await model.intake.submit(head.seq_id, found))
 
 
 def submit_handler(kind: str, decode: Callable[[Fields], Operation[Any]]) -> Handler:
@@ -94,7 +94,7 @@ def submit_handler(kind: str, decode: Callable[[Fields], Operation[Any]]) -> Han
 
     def parse(body: bytes) -> _Parsed:
         fields = Fields.of(body)
-        return _Parsed(place_from_json(fields), kind, lambda: decode(fields))
+        return _Parsed(head_from_json(fields), kind, lambda: decode(fields))
 
     async def handler(context: RequestContext) -> Response:
         async with context.body(TRAINING_BODY) as body:
@@ -115,7 +115,7 @@ def _parsed_message(body: bytes) -> _Parsed:
     head = parse_forward_backward_head(body)
     kind = "forward" if head.forward_only else "forward_backward"
     return _Parsed(
-        place_from_message(head),
+        head_from_message(head),
         kind,
         lambda: forward_backward_from_message(parse_forward_backward(body)),
     )
@@ -140,8 +140,8 @@ async def load_weights(context: RequestContext) -> Response:
     """Load a checkpoint into a model, or create a model from one."""
     async with context.fields() as fields:
         if fields.has("model_id"):
-            place = place_from_json(fields)
-            parsed = _Parsed(place, "load_weights", lambda: load_weights_from_json(fields))
+            head = head_from_json(fields)
+            parsed = _Parsed(head, "load_weights", lambda: load_weights_from_json(fields))
             return await submit(context, b"", lambda: parsed)
         operation = load_weights_from_json(fields)
     assert isinstance(operation, CreateModel)
@@ -158,12 +158,12 @@ def _save_for_sampler(fields: Fields) -> Operation[Any]:
 def save_weights_external_from_json(fields: Fields) -> SaveWeightsForSampler:
     """Decode a request to save external weights."""
     with fields:
-        place = place_from_json(fields)
+        head = head_from_json(fields)
         fields.skip("type")
         metadata = metadata_of(fields.optional(fields.array, "age_encryption_recipients", []))
         ttl = fields.optional(fields.integer, "ttl_seconds")
         return SaveWeightsForSampler(
-            place.model_id, EXTERNAL_PREFIX + fields.text("path"), ttl, user_metadata=metadata
+            head.model_id, EXTERNAL_PREFIX + fields.text("path"), ttl, user_metadata=metadata
         )
 
 

@@ -165,8 +165,8 @@ class Model:
             ):
                 break
             else:
-                await self.in_flight.change()
-        await self.in_flight.drained()
+                await self.in_flight.wait_for_change()
+        await self.in_flight.wait_until_idle()
         if self.adapter.lost_work and not self._services.store.is_refused:
             await self._free()
             await self._services.request_log.disk_faults.outlasted(self._restore, self.id)
@@ -182,14 +182,14 @@ class Model:
         try:
             match item:
                 case RequestRow():
-                    await self.in_flight.drained()
+                    await self.in_flight.wait_until_idle()
                     await self._repeat(item)
                 case QueuedRequest(row=RequestRow(state="refused") as row):
-                    await self.in_flight.drained()
+                    await self.in_flight.wait_until_idle()
                     self._settle(item, row.failure, state="refused")
                     await self._repeat(row)
                 case QueuedRequest(row=RequestRow(kind="unload_model") as row):
-                    await self.in_flight.drained()
+                    await self.in_flight.wait_until_idle()
                     await self.close("it was unloaded")
                     self._settle(item, result_of(row.kind, UnloadModel(self.id), None))
                 case QueuedRequest():
@@ -208,7 +208,7 @@ class Model:
             why = failure(error)
             await replay.repeat_failure(self._services.engine, request.row, why, self.adapter)
             self.adapter.applied = request.seq
-            await self.in_flight.drained()
+            await self.in_flight.wait_until_idle()
             if request.seq == 0:
                 await self.close(f"the model could not be created ({error})")
             self._settle(request, why)
@@ -226,9 +226,9 @@ class Model:
             case CreateModel() | LoadWeights():
                 await self._load(request, operation)
             case SaveWeights() | SaveWeightsForSampler():
-                await self.in_flight.drained()
+                await self.in_flight.wait_until_idle()
                 step, lock = await steps.begin_save(self._services, request, operation)
-                self._expect(step).add_done_callback(lambda _: lock.release())
+                self._answer_when_done(step).add_done_callback(lambda _: lock.release())
             case PublishSampler():
                 await self._publish(request, operation)
 
@@ -250,22 +250,22 @@ class Model:
         future.add_done_callback(lambda _: turn.give_back())
         self._services.request_log.release_operation(request)
         self.adapter.note_gradient(operation)
-        self._expect(steps.Step(request, operation, future, submitted))
+        self._answer_when_done(steps.Step(request, operation, future, submitted))
         is_due = self.adapter.cost.exceeds(self._services.settings)
         if is_due and self._can_snapshot and not self.is_snapshotting:
             await self.begin_snapshot()
 
     async def _load(self, request: QueuedRequest, operation: CreateModel | LoadWeights) -> None:
         """Create the model, or load a checkpoint into it, while no other request runs."""
-        await self.in_flight.drained()
+        await self.in_flight.wait_until_idle()
         source = steps.source_of(operation)
         if source is not None:
             self.private_paths.add(loaded_path(self.id, request.seq, source))
         step = await steps.begin_load(self._services, request, operation)
         if isinstance(operation, CreateModel):
             self.row = replace(self.row, arch=step.future.result().model_data.arch)
-        self._expect(step)
-        await self.in_flight.drained()
+        self._answer_when_done(step)
+        await self.in_flight.wait_until_idle()
         if isinstance(operation, LoadWeights) and step.future.exception() is None:
             self.adapter.has_gradient = False
 
@@ -285,7 +285,7 @@ class Model:
         async def make_ready() -> None:
             await samplers.published(sampler)
 
-        self._expect(steps.Step(request, operation, future, submitted, make_ready))
+        self._answer_when_done(steps.Step(request, operation, future, submitted, make_ready))
 
     async def _begin_publishing(self, seq: int, operation: PublishSampler) -> asyncio.Future[str]:
         published, saved = await steps.publish(self._services.engine, seq, operation)
@@ -316,7 +316,7 @@ class Model:
 
     # Answers.
 
-    def _expect(self, step: steps.Step) -> asyncio.Task[None]:
+    def _answer_when_done(self, step: steps.Step) -> asyncio.Task[None]:
         """Answer the request of a step once the engine has its result."""
         seq = step.request.seq
         self.adapter.applied = seq
@@ -341,7 +341,7 @@ class Model:
             answer = failure(error)
         seconds = self._services.clock.spent(step.submitted)
         self.adapter.add_cost(step.operation, seconds, request.row.body_bytes)
-        await self.in_flight.lowest(request.seq)
+        await self.in_flight.wait_for_earlier(request.seq)
         self._settle(request, answer, also)
 
     def _settle(
@@ -409,7 +409,7 @@ class Model:
         this only while no request of the model is in the engine.
         """
         while self.in_flight.unsaved or self.is_snapshotting:
-            await self.in_flight.change()
+            await self.in_flight.wait_for_change()
         self.row = replace(self.row, closed=reason, snapshot=None, snapshot_seq=None)
         self._services.sessions.models.pop(self.id, None)
         why = Failed(f"model_id={self.id!r} is closed: {reason}", "user")
@@ -437,7 +437,7 @@ class Model:
         # Wait for running snapshots. A snapshot that is recorded during the replay would delete the
         # snapshot from which the replay began.
         while self.is_snapshotting:
-            await self.in_flight.change()
+            await self.in_flight.wait_for_change()
         # The replay reads the answered requests from the database, so all answers must be there.
         await asyncio.gather(*self.in_flight.unwritten.values())
         self.adapter = self.adapter.fresh()
@@ -481,7 +481,7 @@ class Model:
         date.
         """
         while self.is_snapshotting:
-            await self.in_flight.change()
+            await self.in_flight.wait_for_change()
         adapter = self.adapter
         is_behind = adapter.cost.changes > 0 and adapter.applied > self.row.last_snapshot
         if is_behind and self._can_snapshot:
@@ -507,7 +507,7 @@ class Model:
         try:
             path = (await saved).path
             self.private_paths.add(path)
-            await self.in_flight.durable(seq)
+            await self.in_flight.wait_until_durable(seq)
             if adapter.lost_work or self.adapter.lost_work:
                 return False
             await replay.record_snapshot(self._services, self.row, seq, path)

@@ -130,26 +130,25 @@ class RequestQueue(Generic[T]):
             )
 
 
+@dataclass(eq=False)
 class InFlight:
     """The unfinished work of one model: requests in the engine, and answers and samplers that are
     being written to disk. Each is listed by its sequence number.
     """
 
-    def __init__(self) -> None:
-        """Start with nothing in flight."""
-        self.running: dict[int, QueuedRequest] = {}
-        """Requests that left the queue and have no answer yet."""
-        self.unwritten: dict[int, asyncio.Future[None]] = {}
-        """Answers that are not on disk yet."""
-        self.unsaved: dict[int, asyncio.Task[Any]] = {}
-        """Published samplers whose weights are not on disk yet."""
-        self._changed = asyncio.Event()
+    running: dict[int, QueuedRequest] = field(default_factory=dict)
+    """Requests that left the queue and have no answer yet."""
+    unwritten: dict[int, asyncio.Future[None]] = field(default_factory=dict)
+    """Answers that are not on disk yet."""
+    unsaved: dict[int, asyncio.Task[Any]] = field(default_factory=dict)
+    """Published samplers whose weights are not on disk yet."""
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def notify(self) -> None:
         """Wake everyone who waits for a change."""
         self._changed.set()
 
-    async def change(self) -> None:
+    async def wait_for_change(self) -> None:
         """Wait for the next `notify`."""
         self._changed.clear()
         await self._changed.wait()
@@ -157,13 +156,13 @@ class InFlight:
     async def wait_below(self, limit: int) -> None:
         """Wait until fewer than `limit` requests run in the engine."""
         while len(self.running) >= limit:
-            await self.change()
+            await self.wait_for_change()
 
-    async def drained(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Wait until no request runs in the engine."""
         await self.wait_below(1)
 
-    async def lowest(self, seq: int) -> None:
+    async def wait_for_earlier(self, seq: int) -> None:
         """Wait until no request below `seq` runs in the engine.
 
         Answers must reach the disk in the order of the requests. Otherwise a crash could keep the
@@ -171,12 +170,12 @@ class InFlight:
         forward_backward would then run again, and could fail.
         """
         while any(number < seq for number in self.running):
-            await self.change()
+            await self.wait_for_change()
 
-    async def durable(self, seq: int) -> None:
+    async def wait_until_durable(self, seq: int) -> None:
         """Wait until the answers and samplers of all requests up to `seq` are on disk."""
         while any(number <= seq for number in (*self.running, *self.unsaved)):
-            await self.change()
+            await self.wait_for_change()
         await asyncio.gather(
             *(written for number, written in self.unwritten.items() if number <= seq)
         )

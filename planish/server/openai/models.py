@@ -41,7 +41,7 @@ from planish.server.server import Server
 from planish.service import CreateSampler, Sample
 from planish.tokenizer import ModelTokenizer, load_tokenizer
 from planish.types import CheckpointPath, SampleResponse
-from planish.wire.models import SessionPlace
+from planish.wire.models import IdParts
 
 R = TypeVar("R")
 
@@ -233,12 +233,12 @@ class OpenAIModels:
             if made != model.made or self.server.samplers.get(sampler_id) is None:
                 await self._close(account, model.name)
                 is_path = model.name not in self._directories
-                place = SessionPlace(session_id, account.count)
+                parts = IdParts(session_id, account.count)
                 account.count += 1
                 names = {"model_path": model.name} if is_path else {"base_model": model.name}
                 self.server.check_open()
                 sampler_id = await self.server.samplers.create(
-                    tenant, CreateSampler(place.sampler_id, **names)
+                    tenant, CreateSampler(parts.sampler_id, **names)
                 )
                 account.samplers[model.name] = (model.made, sampler_id)
                 while len(account.samplers) > _MAX_SAMPLERS:
