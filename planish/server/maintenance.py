@@ -158,7 +158,7 @@ class Recovery:
         elif row.owner not in self._services.sessions.models:
             request = request_log.restore(row)
             if row.kind == "unload_model":  # it was unloaded, and the crash came before the answer
-                request_log.settle(request, result_of(row.kind, UnloadModel(row.owner), None))
+                request_log.settle(request, result_of(UnloadModel(row.owner), None))
             else:
                 why = Failed(f"model_id={row.owner!r} is closed", "user")
                 request_log.settle(request, why, state="refused")

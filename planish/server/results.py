@@ -176,13 +176,9 @@ class NotFound(ServerError):
 class NoSuchCheckpoint(NotFound, CheckpointError):
     """The checkpoint does not exist, or this tenant may not read it."""
 
-    pass
-
 
 class NoSuchBaseModel(NotFound, UnknownModelError):
     """The base model is not served."""
-
-    pass
 
 
 class Conflict(ServerError):

@@ -21,7 +21,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 from planish.errors import CheckpointError, DamagedFileError, EngineClosedError, UserError
@@ -56,27 +56,20 @@ _INLINE_TOKENS = 4096
 """Longer prompts are checked in a thread."""
 
 
+@dataclass(eq=False)
 class Sampler:
     """One sampler, in memory or not. The adapter cache calls `load` and `unload`."""
 
-    def __init__(
-        self,
-        row: SamplerRow,
-        engine: EngineClient,
-        crash_guard: CrashGuard,
-        origin: CachedAdapter | None,
-    ) -> None:
-        """Describe the sampler of `row` without loading it."""
-        self.row = row
-        self.origin = origin
-        """The training model that publishes the sampler; None for other samplers."""
-        self.failure: str | None = None
-        """Why the sampler cannot be used: its creation failed, or it is closed."""
-        self.ready = asyncio.Event()
-        """Set once the sampler is created or published, or when its creation fails."""
-        self.used = time.time()
-        self._engine = engine
-        self._crash_guard = crash_guard
+    row: SamplerRow
+    _engine: EngineClient
+    _crash_guard: CrashGuard
+    origin: CachedAdapter | None
+    """The training model that publishes the sampler; None for other samplers."""
+    failure: str | None = None
+    """Why the sampler cannot be used: its creation failed, or it is closed."""
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the sampler is created or published, or when its creation fails."""
+    used: float = field(default_factory=time.time)
 
     @property
     def id(self) -> str:
@@ -475,7 +468,7 @@ class Samplers:
             async with self.pinned(sampler), self._services.crash_guard.running(request.id):
                 self._in_engine.add(request.id)
                 response = await self._sample(tenant, operation)
-                return result_of(request.row.kind, operation, response)
+                return result_of(operation, response)
 
     @asynccontextmanager
     async def _turn(self, tenant: str, sequences: int, tokens: int) -> AsyncIterator[None]:

@@ -22,7 +22,7 @@ from planish.types import GetInfoResponse, LoraConfig, ModelData
 from planish.wire.fields import Fields
 from planish.wire.training import head_from_json
 
-_LORA_SWITCHES = ("train_unembed", "train_mlp", "train_attn")
+LORA_SWITCHES = ("train_unembed", "train_mlp", "train_attn")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def create_model_to_json(operation: CreateModel) -> dict[str, Any]:
         return {**fields, "type": "load_weights"}
     lora = {
         "rank": operation.lora.rank,
-        **{name: getattr(operation.lora, name) for name in _LORA_SWITCHES},
+        **{name: getattr(operation.lora, name) for name in LORA_SWITCHES},
     }
     if operation.lora.seed is not None:
         lora["seed"] = operation.lora.seed
@@ -268,7 +268,7 @@ def _lora_from_json(fields: Fields) -> LoraConfig:
     with fields:
         rank = fields.integer("rank")
         seed = fields.optional(lambda name: fields.integer(name, high=2**64 - 1), "seed")
-        switches = {name: fields.optional(fields.boolean, name, True) for name in _LORA_SWITCHES}
+        switches = {name: fields.optional(fields.boolean, name, True) for name in LORA_SWITCHES}
     try:
         return LoraConfig(rank, seed, **switches)
     except UserError as error:

@@ -4,6 +4,7 @@ Times are ISO 8601 with a time zone.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
@@ -17,6 +18,7 @@ from planish.types import (
     SupportedModel,
 )
 from planish.wire.fields import Fields
+from planish.wire.models import LORA_SWITCHES
 
 _CHECKPOINT_TYPES: dict[str, CheckpointType] = {
     "training": "training",
@@ -64,9 +66,7 @@ def weights_info_to_json(info: CheckpointInfo) -> dict[str, Any]:
         "base_model": info.base_model,
         "is_lora": True,
         "lora_rank": info.lora.rank,
-        "train_unembed": info.lora.train_unembed,
-        "train_mlp": info.lora.train_mlp,
-        "train_attn": info.lora.train_attn,
+        **{name: getattr(info.lora, name) for name in LORA_SWITCHES},
         "optimizer_config": {"type": "adamw"},
         "checkpoint": checkpoint_to_json(info.checkpoint),
     }
@@ -74,24 +74,13 @@ def weights_info_to_json(info: CheckpointInfo) -> dict[str, Any]:
 
 def lora_from_weights_info(fields: Fields) -> LoraConfig:
     """Read the LoRA configuration of a checkpoint's adapter."""
-    switches = {
-        name: fields.optional(fields.boolean, name, True)
-        for name in ("train_unembed", "train_mlp", "train_attn")
-    }
+    switches = {name: fields.optional(fields.boolean, name, True) for name in LORA_SWITCHES}
     return LoraConfig(fields.integer("lora_rank"), **switches)
 
 
 def capabilities_to_json(capabilities: GetServerCapabilitiesResponse) -> dict[str, Any]:
     """Return the base models of a server as JSON."""
-    models = []
-    for model in capabilities.supported_models:
-        fields = {
-            "model_name": model.model_name,
-            "trainable": model.trainable,
-            "sampleable": model.sampleable,
-        }
-        models.append(fields | {"max_context_length": model.max_context_length})
-    return {"supported_models": models}
+    return {"supported_models": [asdict(model) for model in capabilities.supported_models]}
 
 
 def capabilities_from_json(fields: Fields) -> GetServerCapabilitiesResponse:

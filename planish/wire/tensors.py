@@ -193,10 +193,15 @@ def model_input_to_json(model_input: ModelInput) -> dict[str, Any]:
 
 
 def _tensor(
-    where: str, values: np.ndarray, dtype: TensorDtype, shape: list[int] | None
+    where: str,
+    values: np.ndarray,
+    dtype: TensorDtype,
+    shape: list[int] | None,
+    crow: list[int] | None = None,
+    col: list[int] | None = None,
 ) -> TensorData:
     try:
-        return TensorData(values, dtype, shape)
+        return TensorData(values, dtype, shape, crow, col)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
 
@@ -212,10 +217,7 @@ def _sparse(
     if len(shape) != 2 or min(shape) < 0:
         raise UserError(f"{where}: a CSR tensor of shape {shape[:4]}; it has two dimensions")
     check_dense_elements(where, math.prod(shape))
-    try:
-        return TensorData(values, dtype, shape, crow, col)
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from None
+    return _tensor(where, values, dtype, shape, crow, col)
 
 
 def check_dense_elements(where: str, elements: int, most: int = MAX_DENSE_ELEMENTS) -> None:

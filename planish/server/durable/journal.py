@@ -16,16 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from planish.errors import shortened
+from planish.server.durable.records import Record, Source, change, select
 from planish.server.durable.store import StoredBody, Transaction
 from planish.server.results import Category, Done, Failed
 from planish.service import CreateModel, ForwardBackward, Operation, Sample
 from planish.wire.operations import kind_of, operation_to_bytes, result_to_bytes
-
-_COLUMNS = (
-    "id, tenant, kind, owner, seq, state, digest, accepted, body_bytes, message, category, "
-    "error_class"
-)
-
 
 _REPLAYED = ("create_model", "load_weights", "forward_backward", "optim_step", "publish_sampler")
 """Kinds of requests that change a model or publish its weights. A replay of the model runs these
@@ -39,9 +34,10 @@ NOT_NEEDED = (
 
 
 @dataclass(frozen=True)
-class RequestRow:
+class RequestRow(Record):
     """A request without its body and its result."""
 
+    table = "requests"
     id: str
     tenant: str
     kind: str
@@ -57,11 +53,6 @@ class RequestRow:
     message: str | None = None
     category: Category | None = None
     error_class: str | None = None
-
-    @classmethod
-    def of(cls, found: sqlite3.Row) -> Self:
-        """Return the RequestRow for one row of a query result."""
-        return cls(*found)
 
     @property
     def is_to_do(self) -> bool:
@@ -96,34 +87,19 @@ def insert(
     if found is not None:
         return found
     stored = transaction.store(content)
+    if new.message is not None:
+        new = replace(new, message=shortened(new.message))
+    values = [*new.values(), stored.inline, stored.file]
     transaction.execute(
-        f"INSERT INTO requests ({_COLUMNS}, body, body_file) VALUES ({'?, ' * 12} ?, ?)",
-        (
-            *(
-                new.id,
-                new.tenant,
-                new.kind,
-                new.owner,
-                new.seq,
-                new.state,
-                new.digest,
-                new.accepted,
-                new.body_bytes,
-            ),
-            None if new.message is None else shortened(new.message),
-            *(new.category, new.error_class, stored.inline, stored.file),
-        ),
+        f"INSERT INTO requests ({new.columns()}, body, body_file) "
+        f"VALUES ({', '.join('?' * len(values))})",
+        values,
     )
     if not new.is_to_do:
-        transaction.execute("UPDATE requests SET finished = accepted WHERE id = ?", (new.id,))
+        change(transaction, RequestRow, new.id, finished=new.accepted)
     if also is not None:
         also(transaction)
     return None
-
-
-def mark(transaction: Transaction, request_id: str, state: str) -> None:
-    """Set the state of a request."""
-    transaction.execute("UPDATE requests SET state = ? WHERE id = ?", (state, request_id))
 
 
 def finish(
@@ -136,32 +112,28 @@ def finish(
     """Write an answer and the state of `done`, and call `also` in the same transaction. The
     request's body is removed, unless a replay may need it.
     """
+    columns: dict[str, Any]
     match answer:
         case Done(content=content):
             stored = transaction.store(content)
-            transaction.execute(
-                "UPDATE requests SET state = ?, finished = ?, result = ?, result_file = ?, "
-                "result_bytes = ? WHERE id = ?",
-                (done.state, now, stored.inline, stored.file, len(content), done.id),
-            )
-        case Failed():
-            transaction.execute(
-                "UPDATE requests SET state = ?, finished = ?, message = ?, category = ?, "
-                "error_class = ? WHERE id = ?",
-                (done.state, now, answer.message, answer.category, answer.error_class, done.id),
-            )
+            columns = {
+                "result": stored.inline,
+                "result_file": stored.file,
+                "result_bytes": len(content),
+            }
+        case Failed(message, category, error_class):
+            columns = {"message": message, "category": category, "error_class": error_class}
+    change(transaction, RequestRow, done.id, state=done.state, finished=now, **columns)
     if not done.is_replayed:
         drop_bodies(transaction, "id = ?", (done.id,))
     if also is not None:
         also(transaction)
 
 
-def row(source: Transaction | sqlite3.Connection, request_id: str) -> RequestRow | None:
+def row(source: Source, request_id: str) -> RequestRow | None:
     """Return the row of a request; None if there is no such request."""
-    found = source.execute(
-        f"SELECT {_COLUMNS} FROM requests WHERE id = ?", (request_id,)
-    ).fetchone()
-    return None if found is None else RequestRow.of(found)
+    found = select(source, RequestRow, "id = ?", [request_id])
+    return found[0] if found else None
 
 
 def is_owner(connection: sqlite3.Connection, tenant: str, owner: str) -> bool:
@@ -190,48 +162,43 @@ def result(connection: sqlite3.Connection, request_id: str) -> StoredBody | None
     return None if found is None or found[0] is found[1] is None else StoredBody(*found)
 
 
-def of_model(connection: sqlite3.Connection, model_id: str, after: int) -> list[RequestRow]:
+def of_model(source: Source, model_id: str, after: int) -> list[RequestRow]:
     """Return a model's requests with numbers above `after`, in order."""
-    query = f"SELECT {_COLUMNS} FROM requests WHERE owner = ? AND seq > ? ORDER BY seq"
-    return [RequestRow.of(found) for found in connection.execute(query, (model_id, after))]
+    return select(source, RequestRow, "owner = ? AND seq > ? ORDER BY seq", [model_id, after])
 
 
-def to_do(connection: sqlite3.Connection) -> list[RequestRow]:
+def to_do(source: Source) -> list[RequestRow]:
     """Return the unanswered requests in the order of their arrival."""
-    query = f"SELECT {_COLUMNS} FROM requests WHERE finished IS NULL ORDER BY accepted, seq"
-    return [RequestRow.of(found) for found in connection.execute(query)]
+    return select(source, RequestRow, "finished IS NULL ORDER BY accepted, seq")
 
 
 def drop_bodies(transaction: Transaction, where: str, values: Sequence[Any]) -> None:
     """Remove the bodies of the selected requests."""
     where = f"{where} AND (body IS NOT NULL OR body_file IS NOT NULL)"
-    for found in transaction.execute(
-        f"SELECT body_file FROM requests WHERE {where}", values
-    ).fetchall():
-        transaction.drop(found[0])
+    _drop_files(transaction, "body_file", where, values)
     transaction.execute(f"UPDATE requests SET body = NULL, body_file = NULL WHERE {where}", values)
 
 
 def delete(transaction: Transaction, where: str, values: Sequence[Any]) -> int:
     """Delete the selected rows with their bodies and results. Return the number of deleted rows."""
-    for found in transaction.execute(
-        f"SELECT body_file, result_file FROM requests WHERE {where}", values
-    ).fetchall():
-        transaction.drop(found[0])
-        transaction.drop(found[1])
+    _drop_files(transaction, "body_file, result_file", where, values)
     return transaction.execute(f"DELETE FROM requests WHERE {where}", values).rowcount
 
 
 def drop_results(transaction: Transaction, where: str, values: Sequence[Any]) -> None:
     """Remove the results of the selected requests."""
-    for found in transaction.execute(
-        f"SELECT result_file FROM requests WHERE {where}", values
-    ).fetchall():
-        transaction.drop(found[0])
+    _drop_files(transaction, "result_file", where, values)
     transaction.execute(
         f"UPDATE requests SET result = NULL, result_file = NULL, result_bytes = 0 WHERE {where}",
         values,
     )
+
+
+def _drop_files(transaction: Transaction, columns: str, where: str, values: Sequence[Any]) -> None:
+    """Drop the files that `columns` of the selected requests name."""
+    for found in transaction.execute(f"SELECT {columns} FROM requests WHERE {where}", values):
+        for file in found:
+            transaction.drop(file)
 
 
 _SEED_BITS = 62
@@ -294,9 +261,9 @@ def _encoded(operation: Operation[Any], seq_id: int) -> bytes:
     return operation_to_bytes(operation, 1 if isinstance(operation, ForwardBackward) else seq_id)
 
 
-def result_of(kind: str, operation: Operation[Any], result: Any) -> Done:
+def result_of(operation: Operation[Any], result: Any) -> Done:
     """Encode the result of an operation."""
-    return done_of(kind, result_to_bytes(operation, result))
+    return done_of(kind_of(operation), result_to_bytes(operation, result))
 
 
 def done_of(kind: str, content: bytes) -> Done:

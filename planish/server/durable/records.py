@@ -1,4 +1,4 @@
-"""The rows of sessions, models, samplers and checkpoints. Times are seconds since 1970."""
+"""The rows of sessions, models, samplers, checkpoints and requests. Times are seconds since 1970."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from planish.server.durable.store import Transaction
 from planish.server.results import SessionSpec
@@ -18,7 +18,12 @@ Source = Transaction | sqlite3.Connection
 
 @dataclass(frozen=True)
 class Record:
-    """One row of a table. The fields are the columns. Mappings and configs are stored as JSON."""
+    """One row of a table. The fields are the columns, and the first one is the key. Mappings and
+    configs are stored as JSON.
+    """
+
+    table: ClassVar[str]
+    """The name of the table."""
 
     @classmethod
     def columns(cls) -> str:
@@ -39,6 +44,7 @@ class Record:
 class SessionRow(Record):
     """A session."""
 
+    table = "sessions"
     id: str
     tenant: str
     spec: str
@@ -58,6 +64,7 @@ class SessionRow(Record):
 class ModelRow(Record):
     """A training model, or a run that contains only copied checkpoints."""
 
+    table = "models"
     id: str
     tenant: str
     session: str
@@ -109,6 +116,7 @@ class ModelRow(Record):
 class SamplerRow(Record):
     """A sampler."""
 
+    table = "samplers"
     id: str
     tenant: str
     session: str
@@ -139,6 +147,7 @@ class SamplerRow(Record):
 class CheckpointRow(Record):
     """A named checkpoint."""
 
+    table = "checkpoints"
     path: str
     tenant: str
     run: str
@@ -181,13 +190,6 @@ class CheckpointRow(Record):
 
 RecordT = TypeVar("RecordT", bound=Record)
 
-_TABLES: dict[type[Record], str] = {
-    SessionRow: "sessions",
-    ModelRow: "models",
-    SamplerRow: "samplers",
-    CheckpointRow: "checkpoints",
-}
-
 
 def moment(seconds: float) -> datetime:
     """Return the UTC time for `seconds` since 1970."""
@@ -203,9 +205,9 @@ def text_of(value: LoraConfig | SessionSpec | Mapping[str, str]) -> str:
 def put(transaction: Transaction, record: Record) -> None:
     """Insert a row, or replace the row with the same key."""
     places = ", ".join("?" * len(fields(record)))
-    table = _TABLES[type(record)]
     transaction.execute(
-        f"INSERT OR REPLACE INTO {table} ({record.columns()}) VALUES ({places})", record.values()
+        f"INSERT OR REPLACE INTO {record.table} ({record.columns()}) VALUES ({places})",
+        record.values(),
     )
 
 
@@ -219,7 +221,7 @@ def change(transaction: Transaction, kind: type[Record], key: str, **columns: An
     """Set columns of one row."""
     names = ", ".join(f"{name} = ?" for name in columns)
     transaction.execute(
-        f"UPDATE {_TABLES[kind]} SET {names} WHERE {_key(kind)} = ?", [*columns.values(), key]
+        f"UPDATE {kind.table} SET {names} WHERE {_key(kind)} = ?", [*columns.values(), key]
     )
 
 
@@ -228,12 +230,12 @@ def change_each(
 ) -> None:
     """Set one column of many rows. `values` are pairs (value, key)."""
     for pair in values:
-        transaction.execute(f"UPDATE {_TABLES[kind]} SET {column} = ? WHERE {_key(kind)} = ?", pair)
+        transaction.execute(f"UPDATE {kind.table} SET {column} = ? WHERE {_key(kind)} = ?", pair)
 
 
 def remove(transaction: Transaction, kind: type[Record], key: str) -> None:
     """Delete one row."""
-    transaction.execute(f"DELETE FROM {_TABLES[kind]} WHERE {_key(kind)} = ?", (key,))
+    transaction.execute(f"DELETE FROM {kind.table} WHERE {_key(kind)} = ?", (key,))
 
 
 def select(
@@ -249,7 +251,7 @@ def select(
     columns = kind.columns()
     if without is not None:
         columns = columns.replace(without, f"'' AS {without}")
-    found = source.execute(f"SELECT {columns} FROM {_TABLES[kind]} WHERE {where}", values)
+    found = source.execute(f"SELECT {columns} FROM {kind.table} WHERE {where}", values)
     return [kind.of(row) for row in found]
 
 
@@ -287,15 +289,13 @@ def select_page(
 
 def ids(source: Source, kind: type[Record], where: str, values: Sequence[Any] = ()) -> list[str]:
     """Return the keys of the selected records. `where` may end with an order and a limit."""
-    found = source.execute(f"SELECT {_key(kind)} FROM {_TABLES[kind]} WHERE {where}", values)
+    found = source.execute(f"SELECT {_key(kind)} FROM {kind.table} WHERE {where}", values)
     return [row[0] for row in found]
 
 
 def count(source: Source, kind: type[Record], where: str, values: Sequence[Any] = ()) -> int:
     """Return the number of selected records."""
-    return source.execute(f"SELECT COUNT(*) FROM {_TABLES[kind]} WHERE {where}", values).fetchone()[
-        0
-    ]
+    return source.execute(f"SELECT COUNT(*) FROM {kind.table} WHERE {where}", values).fetchone()[0]
 
 
 def _key(kind: type[Record]) -> str:

@@ -29,6 +29,7 @@ from planish.server.durable.journal import (
     encode_request,
     is_as_written,
 )
+from planish.server.durable.records import change
 from planish.server.durable.retries import DiskFaults, retried
 from planish.server.durable.store import BODIES, DATABASE, Store, Transaction, crash_point
 from planish.server.metrics import Counters
@@ -77,9 +78,9 @@ class QueuedRequest:
 
     row: RequestRow
     operation: Operation[Any] | None
-    answer: asyncio.Future[Done | Failed]
+    answer: asyncio.Future[Done | Failed] = field(default_factory=asyncio.Future)
     """Done when the answer may be sent to the client."""
-    acknowledged: asyncio.Future[None]
+    acknowledged: asyncio.Future[None] = field(default_factory=asyncio.Future)
     """Done when the request is in the journal. It has an exception if that failed."""
     tokens: int = 0
     """The number of input tokens of the operation (see `token_count`)."""
@@ -205,10 +206,7 @@ class RequestLog:
             await asyncio.shield(known.acknowledged)
             return None
         self.check_room(row.tenant, len(journaled.body))
-        loop = asyncio.get_running_loop()
-        request = QueuedRequest(
-            row, journaled.operation, loop.create_future(), loop.create_future()
-        )
+        request = QueuedRequest(row, journaled.operation)
         request.measure(journaled.operation)
         self._active[row.id] = request
         self._limits.enter(row.tenant, row.body_bytes)
@@ -242,8 +240,7 @@ class RequestLog:
         """Put an unanswered request of an earlier process into memory, and return it as a
         QueuedRequest.
         """
-        loop = asyncio.get_running_loop()
-        request = QueuedRequest(row, None, loop.create_future(), loop.create_future())
+        request = QueuedRequest(row, None)
         request.acknowledged.set_result(None)
         self._active[row.id] = request
         self._limits.enter(row.tenant, row.body_bytes)
@@ -290,7 +287,7 @@ class RequestLog:
 
     async def mark(self, request: QueuedRequest, state: str) -> None:
         """Set the state of a request. The state is on disk when this returns."""
-        await self._store.keep(journal.mark, request.id, state)
+        await self._store.keep(change, RequestRow, request.id, state=state)
         request.row = request.row.with_state(state)
 
     def settle(

@@ -188,10 +188,10 @@ class Model:
                     await self.in_flight.wait_until_idle()
                     self._settle(item, row.failure, state="refused")
                     await self._repeat(row)
-                case QueuedRequest(row=RequestRow(kind="unload_model") as row):
+                case QueuedRequest(row=RequestRow(kind="unload_model")):
                     await self.in_flight.wait_until_idle()
                     await self.close("it was unloaded")
-                    self._settle(item, result_of(row.kind, UnloadModel(self.id), None))
+                    self._settle(item, result_of(UnloadModel(self.id), None))
                 case QueuedRequest():
                     await self._run_request(item)
         except Exception as error:
@@ -328,9 +328,7 @@ class Model:
         try:
             result = await step.future
             counters.trained_tokens[request.row.tenant] += token_count(step.operation)
-            answer: Done | Failed = await steps.encode_result(
-                request.row.kind, step.operation, result
-            )
+            answer: Done | Failed = await steps.encode_result(step.operation, result)
             also = await step.also_write() if step.also_write is not None else None
         except EngineClosedError:
             self.adapter.lost_work = True  # a snapshot must not include this unanswered request

@@ -201,8 +201,8 @@ async def keep_published(
     return True
 
 
-async def encode_result(kind: str, operation: Operation[Any], result: Any) -> Done:
+async def encode_result(operation: Operation[Any], result: Any) -> Done:
     """Encode a result for the journal and the client. Large ones are encoded in a thread."""
     if isinstance(operation, ForwardBackward):
-        return await asyncio.to_thread(result_of, kind, operation, result)
-    return result_of(kind, operation, result)
+        return await asyncio.to_thread(result_of, operation, result)
+    return result_of(operation, result)

@@ -7,7 +7,6 @@ complete. The renderer rejects messages that its format cannot express.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,20 +20,16 @@ from planish.renderers import Renderer
 from planish.renderers.messages import RENDERERS_WITH_TOOLS
 from planish.renderers.registry import with_effort, with_thinking
 from planish.renderers.stream_parser import Reading, StreamedSample, marks_of, read_message
-from planish.server.http.context import WrongParameterError, json_response
-from planish.server.openai.constraints import chat_constraint, constrains_calls, named
+from planish.server.http.context import WrongParameterError
+from planish.server.openai.constraints import chat_constraint, constrains_calls
 from planish.server.openai.models import OpenAIModels, Served, TokenTexts
 from planish.server.openai.protocol import (
     Envelope,
     Finished,
     Sampled,
     Usage,
-    check_size,
+    answer,
     check_text,
-    sample_all,
-    sample_events,
-    stream_response,
-    while_connected,
 )
 from planish.server.openai.requests import ChatRequest, TokenizeRequest, Tool
 from planish.server.results import Tenant
@@ -52,7 +47,8 @@ class Chat:
     options: ChatRequest
     renderer: Renderer
     stop_ids: frozenset[int]
-    operation: Sample
+    operations: list[Sample]
+    """The one sample request."""
     constrains_calls: bool
 
     def growing(self) -> StreamedSample:
@@ -70,21 +66,7 @@ async def chat_completions(
     models: OpenAIModels, tenant: Tenant, request: Request, options: ChatRequest
 ) -> Response:
     """Answer a chat request, streamed or in one body."""
-    model = await models.find(tenant, options.model)
-    chat = await models.tokenizing(tenant, request, lambda: _parsed(model, options))
-    check_size([chat.operation], chat.model.texts.max_context)
-    try:
-        sampler_id = await models.sampler(tenant, chat.model, [chat.operation])
-    except UserError as error:
-        raise named(error, options) from None
-    if options.stream:
-        return stream_response(
-            _stream(chat, sample_events(models, tenant, sampler_id, [chat.operation]))
-        )
-    [response] = await while_connected(
-        request, sample_all(models, tenant, sampler_id, [chat.operation])
-    )
-    return json_response(await asyncio.to_thread(_whole, chat, response))
+    return await answer(models, tenant, request, options, _parsed, _stream, _whole)
 
 
 def _parsed(model: Served, options: ChatRequest) -> Chat:
@@ -107,7 +89,7 @@ def _parsed(model: Served, options: ChatRequest) -> Chat:
         options=options,
         renderer=renderer,
         stop_ids=stop_ids.union(options.stop_token_ids),
-        operation=operation,
+        operations=[operation],
         constrains_calls=constrains_calls(options, tools),
     )
 
@@ -138,17 +120,18 @@ def renderer_of(model: Served, options: ChatRequest | TokenizeRequest) -> Render
         raise WrongParameterError(name, f"{name}: {error}") from None
 
 
-def _whole(chat: Chat, response: SampleResponse) -> dict[str, Any]:
+def _whole(chat: Chat, responses: Sequence[SampleResponse]) -> dict[str, Any]:
+    [response] = responses
     choices = [_choice(chat, index, sequence) for index, sequence in enumerate(response.sequences)]
     envelope = Envelope.of("chatcmpl", "chat.completion", chat.model.name)
-    body = envelope.body(choices, Usage.of([chat.operation], [response]))
+    body = envelope.body(choices, Usage.of(chat.operations, responses))
     return {**body, **_prompt_ids(chat)}
 
 
 def _prompt_ids(chat: Chat) -> dict[str, Any]:
     if not chat.options.return_token_ids:
         return {}
-    return {"prompt_token_ids": chat.operation.prompt.to_ints()}
+    return {"prompt_token_ids": chat.operations[0].prompt.to_ints()}
 
 
 def _choice(chat: Chat, index: int, sequence: SampledSequence) -> dict[str, Any]:
@@ -261,7 +244,7 @@ async def _stream(
             reason = _finish_reason(sequence, has_calls)
             yield envelope.body([one.choice({}, reason)])
         if chat.options.include_usage:
-            yield envelope.body([], Usage.of([chat.operation], [event.response]))
+            yield envelope.body([], Usage.of(chat.operations, [event.response]))
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ samples no tokens.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,26 +15,20 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from planish.errors import UserError
 from planish.renderers.stream_parser import StreamedSample, read_text
 from planish.server.http.context import (
     UnsupportedParameterError,
     WrongParameterError,
-    json_response,
 )
-from planish.server.openai.constraints import named, text_constraint
+from planish.server.openai.constraints import text_constraint
 from planish.server.openai.models import OpenAIModels, Served, TokenTexts
 from planish.server.openai.protocol import (
     Envelope,
     Finished,
     Sampled,
     Usage,
-    check_size,
+    answer,
     check_text,
-    sample_all,
-    sample_events,
-    stream_response,
-    while_connected,
 )
 from planish.server.openai.requests import CompletionRequest, Tokens
 from planish.server.results import Tenant
@@ -72,21 +65,7 @@ async def completions(
     models: OpenAIModels, tenant: Tenant, request: Request, options: CompletionRequest
 ) -> Response:
     """Answer a completion request, streamed or in one body."""
-    model = await models.find(tenant, options.model)
-    completion = await models.tokenizing(tenant, request, lambda: _parsed(model, options))
-    check_size(completion.operations, completion.model.texts.max_context)
-    try:
-        sampler_id = await models.sampler(tenant, completion.model, completion.operations)
-    except UserError as error:
-        raise named(error, options) from None
-    if options.stream:
-        return stream_response(
-            _stream(completion, sample_events(models, tenant, sampler_id, completion.operations))
-        )
-    responses = await while_connected(
-        request, sample_all(models, tenant, sampler_id, completion.operations)
-    )
-    return json_response(await asyncio.to_thread(_whole, completion, responses))
+    return await answer(models, tenant, request, options, _parsed, _stream, _whole)
 
 
 def _parsed(model: Served, options: CompletionRequest) -> Completion:

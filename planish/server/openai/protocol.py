@@ -8,22 +8,27 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
-from planish.server.http.context import WrongParameterError, error_body
-from planish.server.openai.models import OpenAIModels
+from planish.errors import UserError
+from planish.server.http.context import WrongParameterError, error_body, json_response
+from planish.server.openai.constraints import named
+from planish.server.openai.models import OpenAIModels, Served
+from planish.server.openai.requests import SampleRequest
 from planish.server.results import Tenant
 from planish.service import Sample, SampledToken
 from planish.types import SampleResponse
 
 T = TypeVar("T")
+R = TypeVar("R", bound=SampleRequest)
+P = TypeVar("P", bound="Parsed")
 
 
 _MAX_ANSWER = 1 << 30
@@ -169,6 +174,42 @@ class Envelope:
             "choices": choices,
         }
         return head if usage is None else {**head, "usage": usage.to_json()}
+
+
+class Parsed(Protocol):
+    """A parsed request: a Chat or a Completion."""
+
+    @property
+    def operations(self) -> list[Sample]:
+        """One sample request for each prompt."""
+        ...
+
+
+async def answer(
+    models: OpenAIModels,
+    tenant: Tenant,
+    request: Request,
+    options: R,
+    parse: Callable[[Served, R], P],
+    stream: Callable[[P, AsyncIterator[Sampled | Finished]], AsyncIterator[dict[str, Any]]],
+    whole: Callable[[P, Sequence[SampleResponse]], dict[str, Any]],
+) -> Response:
+    """Parse a request, sample its prompts, and answer it: with the chunks of `stream` if
+    `options.stream` is true, otherwise with the body that `whole` returns.
+    """
+    model = await models.find(tenant, options.model)
+    parsed = await models.tokenizing(tenant, request, lambda: parse(model, options))
+    check_size(parsed.operations, model.texts.max_context)
+    try:
+        sampler_id = await models.sampler(tenant, model, parsed.operations)
+    except UserError as error:
+        raise named(error, options) from None
+    if options.stream:
+        events = sample_events(models, tenant, sampler_id, parsed.operations)
+        return stream_response(stream(parsed, events))
+    sampling = sample_all(models, tenant, sampler_id, parsed.operations)
+    responses = await while_connected(request, sampling)
+    return json_response(await asyncio.to_thread(whole, parsed, responses))
 
 
 async def sample_all(
