@@ -1,5 +1,5 @@
-"""`RemoteService`, the `Service` of a server: the same operations over the HTTP protocol of
-planish/wire, so scripts run unchanged on a local engine or on a server.
+"""`RemoteService` implements `Service` over HTTP, with the messages of planish/wire. So a script runs
+unchanged on an engine in its own process or on a server.
 
     remote_model_queue  sends the operations of one model in order
     remote_samplers     samplers and sampling requests
@@ -8,11 +8,14 @@ planish/wire, so scripts run unchanged on a local engine or on a server.
     remote_thread       the event loop thread in which all of these run
     remote_tokenizer    a cache of downloaded tokenizers
 
-Differences from an engine in this process: `submit` returns before the server has checked the
-operation. So the future raises an error that only the server can detect, such as a prompt that is
-too long. Callers choose ids of models and samplers that are valid in this object only. Results
-contain the server's ids. A checkpoint's path contains the server's id of its model. If the server
-restarts, the client waits for it, and operations that the server had accepted continue.
+There are three differences from an engine in this process:
+
+- `submit` returns before the server has checked the operation. So an error that only the server can
+  detect, such as a prompt that is too long, is raised by the future.
+- The caller's ids of models and samplers are valid in this object only. Results and the paths of
+  checkpoints contain the ids that the server uses.
+- If the server restarts, the client waits for it. The server resumes the operations that it has
+  accepted.
 """
 
 from __future__ import annotations
@@ -108,8 +111,9 @@ class RemoteService:
         # `close` must see every submitted operation. The lock is reentrant, because garbage
         # collection within `submit` may release a sampler, which calls `submit` again.
         self._submit_lock = threading.RLock()
-        # Garbage collection of this object closes the connection. At exit, a remaining object waits
-        # for its checkpoints and ends the session instead.
+        # When this object is garbage-collected, its connection is closed. If the object still exists
+        # at the exit of the interpreter, `at_exit` first waits for running saves and ends the
+        # session.
         weakref.finalize(self, self._thread.stop).atexit = False
         self._thread.at_exit = _weak_close(self)
 

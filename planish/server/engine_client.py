@@ -1,4 +1,4 @@
-"""The engine, called from the event loop: slow calls run in threads, and results are awaited."""
+"""Calls to the engine from the event loop. Each call runs in a thread, and its result is awaited."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from planish.errors import CheckpointError, EngineClosedError
+from planish.server.results import stopping
 from planish.service import (
     AdapterBytes,
     CheckpointInfo,
@@ -33,7 +34,7 @@ R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
-NOBODYS_SAMPLE = Sample(
+WARMUP_SAMPLE = Sample(
     "nobody", ModelInput.from_ints([0]), 1, SamplingParams(max_tokens=1, stop="\n")
 )
 """Checking this sample loads a base model and its tokenizer."""
@@ -52,12 +53,27 @@ class EngineClient:
         """
         self._service = service
         self._directory = re.compile(rf"{re.escape(str(data_dir))}(/|(?![\w.-]))")
-        # Loading a model or waiting for a disk must not block submissions.
+        # There are two pools, so that a call that loads a model or reads a disk cannot delay the
+        # submission of other operations.
         self._quick = ThreadPoolExecutor(_QUICK_THREADS, thread_name_prefix="planish-submit")
         self.fault: str | None = None
         """The error that stopped the engine; None while the engine works."""
+        self.is_open = False
+        """Whether clients may send requests: from the end of the server's start to the beginning of
+        its stop.
+        """
         self._is_closed = False
         self._slow = ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="planish-load")
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether clients may send requests, and the engine works."""
+        return self.is_open and self.fault is None
+
+    def check_open(self) -> None:
+        """Raise Unavailable if clients may not send requests, or the engine has failed."""
+        if not self.is_healthy:
+            raise stopping()
 
     async def submit(self, operation: Operation[R]) -> asyncio.Future[R]:
         """Queue an operation. Errors of the submission are raised here, later ones by the future."""
@@ -79,7 +95,9 @@ class EngineClient:
         self._service.check_sample(base_model, operation)
 
     async def check_sample(self, base_model: str, operation: Sample) -> None:
-        """Do the same as `check_sample_now` in another thread. Loads the base model if needed."""
+        """Do the same as `check_sample_now`, in another thread. The check loads the base model if
+        it is not loaded.
+        """
         await self._in_thread(lambda: self._service.check_sample(base_model, operation))
 
     async def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
@@ -117,7 +135,7 @@ class EngineClient:
     async def copy_checkpoint(
         self, source: str, destination: str, ttl_seconds: int | None = None
     ) -> None:
-        """Copy a checkpoint; replaces what is at `destination`."""
+        """Copy a checkpoint, and replace any checkpoint at `destination`."""
         await self._in_thread(
             lambda: self._service.copy_checkpoint(source, destination, ttl_seconds, overwrite=True)
         )
@@ -206,7 +224,7 @@ class EngineClient:
 
 
 class StallWatch:
-    """Notices that the engine has work and makes no progress."""
+    """Detects an engine that hangs: it has work, and makes no progress."""
 
     def __init__(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`timeout` is the longest time without progress that is normal, in seconds."""
@@ -215,7 +233,7 @@ class StallWatch:
         self._checked = clock()
         self._progress: int | None = None
         self._seconds = 0.0
-        """How long the engine has been seen without progress."""
+        """How long the engine has made no progress, in seconds."""
 
     def is_stalled(self, progress: int | None) -> bool:
         """Return whether the engine hangs. Call this every second with `Engine.progress()`."""

@@ -26,8 +26,9 @@ from dataclasses import dataclass, field, replace
 from planish.errors import EngineClosedError, StorageError
 from planish.server.durable import journal
 from planish.server.durable.checkpoints import is_private, loading_seq
-from planish.server.durable.journal import RequestRow, result_of
+from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow, SamplerRow, SessionRow, select
+from planish.server.durable.request_log import result_of
 from planish.server.durable.store import Transaction
 from planish.server.models.model import Model
 from planish.server.models.request_queue import QueueItem, RequestQueue

@@ -1,4 +1,4 @@
-"""The options of `planish serve`, each checked before anything is done."""
+"""The options of `planish serve`. They are checked before the server starts."""
 
 from __future__ import annotations
 

@@ -27,10 +27,17 @@ from weakref import WeakValueDictionary
 from planish.errors import CheckpointError, DamagedFileError, EngineClosedError, UserError
 from planish.server.durable.checkpoints import check_source, source_path
 from planish.server.durable.crash_guard import CrashGuard
-from planish.server.durable.journal import JournalEntry, encode_request, result_of
 from planish.server.durable.quotas import ROW_BYTES, check_samplers
 from planish.server.durable.records import SamplerRow, change, put, select
-from planish.server.durable.request_log import QueuedRequest, failure, new_row, run_uncancelled
+from planish.server.durable.request_log import (
+    JournalEntry,
+    QueuedRequest,
+    encode_request,
+    failure,
+    new_row,
+    result_of,
+    run_uncancelled,
+)
 from planish.server.durable.store import Transaction, crash_point
 from planish.server.engine_client import EngineClient
 from planish.server.results import (

@@ -50,7 +50,7 @@ from planish.model.config import ModelConfig
 from planish.model.listing import list_models
 from planish.model.sources import DEFAULT_MODEL, HUB_NAME, resolve_model
 from planish.model.weights import weight_files
-from planish.server.engine_client import NOBODYS_SAMPLE, StallWatch
+from planish.server.engine_client import WARMUP_SAMPLE, StallWatch
 from planish.server.http import routes_sampling
 from planish.server.http.access import Access, RequestMetrics, set_up_logging
 from planish.server.http.app import STOP_SECONDS, create_app
@@ -287,7 +287,7 @@ class _Server(uvicorn.Server):
             if self.should_exit:
                 return
             try:
-                self._engine.check_sample(name, NOBODYS_SAMPLE)
+                self._engine.check_sample(name, WARMUP_SAMPLE)
             except Exception as error:
                 _log.error("%s cannot be served: %s", name, error)
             else:

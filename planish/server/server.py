@@ -34,7 +34,6 @@ from planish.server.durable import base_weights
 from planish.server.durable.checkpoints import CheckpointCatalog, check_source
 from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.failed_requests import FailedRequests
-from planish.server.durable.journal import JournalEntry
 from planish.server.durable.quotas import check_models, text_bytes
 from planish.server.durable.records import (
     PAGE_BYTES,
@@ -48,9 +47,15 @@ from planish.server.durable.records import (
     select,
     text_of,
 )
-from planish.server.durable.request_log import RequestLog, TenantLimits, new_row, run_uncancelled
+from planish.server.durable.request_log import (
+    JournalEntry,
+    RequestLog,
+    TenantLimits,
+    new_row,
+    run_uncancelled,
+)
 from planish.server.durable.store import Store, Transaction
-from planish.server.engine_client import NOBODYS_SAMPLE, EngineClient
+from planish.server.engine_client import WARMUP_SAMPLE, EngineClient
 from planish.server.maintenance import Cleanup, Recovery
 from planish.server.metrics import Counters, Metrics, resident_bytes
 from planish.server.models.model import Model
@@ -64,7 +69,6 @@ from planish.server.results import (
     Page,
     Tenant,
     TrainingRun,
-    stopping,
 )
 from planish.server.samplers import Samplers
 from planish.server.scheduling import AdapterCache, FairQueue
@@ -154,7 +158,6 @@ class Server:
         self.cleanup = Cleanup(services, self.samplers)
         self._recovery = Recovery(services, self.samplers)
         self._background: list[asyncio.Task[None]] = []
-        self._is_open = False
 
     # Life of the process.
 
@@ -173,7 +176,7 @@ class Server:
             asyncio.create_task(self.cleanup.run(), name="cleanup"),
             asyncio.create_task(self._verify_checkpoints(), name="verification of checkpoints"),
         ]
-        self._is_open = True
+        self.engine.is_open = True
         _log.info(
             "ready in %.1f s with %d sessions, %d models, %d samplers and %d unanswered requests "
             "from before",
@@ -188,7 +191,7 @@ class Server:
         """Reject new requests, and wait up to `seconds` for the requests in the engine. Then take
         snapshots of the models, and close. All other requests stay in the journal.
         """
-        self._is_open = False
+        self.engine.is_open = False
         self.request_log.disk_faults.stop()
         for task in self._background:
             task.cancel()
@@ -236,16 +239,11 @@ class Server:
     async def _load_base_models(self) -> None:
         for name in self._base_models:
             with suppress(Exception):  # only requests of this base model will fail
-                await self.engine.check_sample(name, NOBODYS_SAMPLE)
-
-    def is_healthy(self) -> bool:
-        """Return whether the server accepts requests."""
-        return self._is_open and self.engine.fault is None
+                await self.engine.check_sample(name, WARMUP_SAMPLE)
 
     def check_open(self) -> None:
         """Raise Unavailable if the server does not accept requests."""
-        if not self.is_healthy():
-            raise stopping()
+        self.engine.check_open()
 
     async def metrics(self) -> Metrics:
         """Return the counters since the start, and the current values of the gauges."""
@@ -295,7 +293,7 @@ class Server:
         """Create a model, either new or from a checkpoint. A repeated request returns the same
         request id. Raise BadRequest if a different request has used this id.
         """
-        self.check_open()
+        self.engine.check_open()
         model_id = operation.model_id
         await self.sessions.touch(tenant, session_of(model_id))
         entry = await self.request_log.encode(operation, 0)
@@ -340,7 +338,7 @@ class Server:
         """Unload a model after all requests accepted so far have run. The model accepts no further
         requests. Its checkpoints and samplers are kept.
         """
-        self.check_open()
+        self.engine.check_open()
         accepted = Accepted(f"{model_id}:unload", model_id)
         entry = await self.request_log.encode(UnloadModel(model_id), 0)
         try:
@@ -476,7 +474,7 @@ class Server:
         `{session}:train:{n}`, as for a model, but no model is created. A repeated request returns
         the path of the first copy.
         """
-        self.check_open()
+        self.engine.check_open()
         await self.sessions.touch(tenant, session_id)
         run_id = IdParts(session_id, model_seq_id).model_id
         row = await self.checkpoints.readable(tenant, source)

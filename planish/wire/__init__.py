@@ -8,7 +8,7 @@ own types.
     training   forward_backward, forward, optim_step
     sampling   asample
     models     create_model, save_weights, load_weights and similar requests
-    records    sessions, training runs, checkpoints, samplers
+    records    checkpoints, base models, samplers
     operations the kind, path and body of each operation, and its result
     client_frames   planish's addition to the protocol: many answers in one response
     client_errors   planish's addition to the protocol: the class of an error

@@ -153,7 +153,14 @@ class _Cutter:
 
 
 class _PartialValue:
-    """The value of the pieces so far."""
+    """The value of the pieces so far.
+
+    A piece begins and ends within open containers, that is objects and lists. To parse it, the
+    opening brackets of the containers are written before it, and their closing brackets after it.
+    An inner bracket before the piece needs a key if its container is an object. This key is a
+    random string, the mark. The mark is also written at the end of each container that the piece
+    opens and does not close, so that this container can be found in the parsed value.
+    """
 
     def __init__(self, max_items: int) -> None:
         self.root: Any = None
@@ -165,8 +172,9 @@ class _PartialValue:
         self._quoted = b'"%b"' % self._mark.encode()
 
     def add(self, piece: bytes, begin: int, before: bytes, after: bytes, kept: int) -> None:
-        """Parse a piece that begins at byte `begin`, and merge it. `before` and `after` are the
-        open brackets at its begin and end, of which `kept` stay open throughout the piece.
+        """Parse a piece that begins at byte `begin` of the text, and merge its value. `before` and
+        `after` are the brackets that are open at the start and at the end of the piece. The first
+        `kept` of these brackets are the same, because they stay open throughout the piece.
         """
         parsed = self._parsed(piece, begin, before, after, kept)
         continued = self._continuations(parsed, before)
@@ -210,9 +218,9 @@ class _PartialValue:
             raise InvalidJsonError(f"{error.msg}, near byte {begin}") from None
 
     def _continuations(self, parsed: Any, before: bytes) -> list[Any]:
-        """Return the part of `parsed` that continues each open container, the outermost first.
-
-        Each part is removed from the part of the enclosing container.
+        """Return one value for each container that is open before the piece, the outermost first.
+        The value has the items that the piece adds to this container. It is removed from the value
+        of the enclosing container, because there it is a second copy of an existing item.
         """
         found = []
         for level in range(len(before)):
@@ -222,8 +230,8 @@ class _PartialValue:
         return found
 
     def _open_child(self, holder: Any, is_marked: bool) -> Any:
-        """Return the item of `holder` that is still open at the end of the piece. `is_marked`: the
-        last item of `holder` is a mark.
+        """Return the item of `holder` that is still open at the end of the piece. `is_marked` is
+        True if the last item of `holder` is the mark.
         """
         if type(holder) is list:
             return holder[-2 if is_marked else -1]

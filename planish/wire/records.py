@@ -1,6 +1,4 @@
-"""Conversions of checkpoints, base models and samplers to JSON and back.
-Times are ISO 8601 with a time zone.
-"""
+"""Checkpoints, base models and samplers as JSON, and back. Times are in ISO 8601 with a time zone."""
 
 from __future__ import annotations
 

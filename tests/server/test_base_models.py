@@ -15,7 +15,7 @@ from planish.engine import base_models
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.errors import UnknownModelError, UserError
-from planish.server.engine_client import NOBODYS_SAMPLE
+from planish.server.engine_client import WARMUP_SAMPLE
 from planish.server.results import Failed
 from planish.server.server import Server
 from planish.service import CreateSampler
@@ -59,7 +59,7 @@ def test_a_name_that_is_not_served_is_neither_a_path_nor_downloaded(
     monkeypatch.setattr(base_models, "resolve_model", resolve)
     for name in (str(other_dir), "HuggingFaceTB/SmolLM2-135M-Instruct", "Tiny"):
         for call in (
-            lambda name=name: engine.check_sample(name, NOBODYS_SAMPLE),
+            lambda name=name: engine.check_sample(name, WARMUP_SAMPLE),
             lambda name=name: engine.adapter_bytes(name, LoraConfig(4)),
             lambda name=name: engine.tokenizer_directory(name),
             lambda name=name: engine.submit(CreateSampler("s", name)),
@@ -67,7 +67,7 @@ def test_a_name_that_is_not_served_is_neither_a_path_nor_downloaded(
             with pytest.raises(UnknownModelError, match="not served by this process.*--model"):
                 call()
     assert resolved == []
-    engine.check_sample("tiny", NOBODYS_SAMPLE)
+    engine.check_sample("tiny", WARMUP_SAMPLE)
     assert resolved == ["tiny"]
     engine.close()
 

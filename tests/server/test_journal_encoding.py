@@ -7,7 +7,7 @@ import pytest
 from json_bodies import forward_backward_to_json
 from server_client import adam, gradient, sample
 
-from planish.server.durable.journal import encode_request
+from planish.server.durable.request_log import encode_request
 from planish.service import (
     CreateModel,
     ForwardBackward,

@@ -2,8 +2,8 @@
 that all other requests can continue.
 
 A request that exhausts the memory or crashes the process gets no answer, and therefore runs again
-at each start. As long as every shutdown is clean, the guard marks no requests. After a crash, the
-next process watches its requests for an hour:
+at each start. As long as every shutdown is clean, the guard lets every request pass. After a crash,
+the next process watches its requests for an hour:
 
     marked     Before the engine gets a request, the database marks it as running. The answer
                removes the mark.
@@ -147,6 +147,8 @@ class CrashGuard:
         """Wait until the key may run together with the running keys. Mark the key if the guard
         watches, or if the key is a suspect. Raise Abandoned for an abandoned key.
         """
+        if self.is_calm:  # it stays calm until the next crash
+            return
         if key in self._abandoned:
             raise Abandoned(
                 f"{_ended(key)}, so the server does not run it again: the server lacks memory or "

@@ -1,26 +1,17 @@
-"""The journal: the rows of requests, and the encoding of operations and results.
-
-The functions that take a transaction or a connection are called through `Store.write` and
-`Store.read`. Operations and results are stored in the encoding of the wire protocol (planish/wire).
-An operation has the same encoding whether it arrived as JSON or as protobuf, so a repeated request
-has the same digest. A seed that the server chose is part of the stored body, but not of the digest.
+"""The rows of requests in the journal. The functions that take a transaction are called through
+`Store.write` or `Store.keep`, and the others through `Store.read` too.
 """
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from planish.errors import shortened
 from planish.server.durable.records import Record, Source, change, select
 from planish.server.durable.store import StoredBody, Transaction
 from planish.server.results import Category, Done, Failed
-from planish.service import CreateModel, ForwardBackward, Operation, Sample
-from planish.wire.operations import kind_of, operation_to_bytes, result_to_bytes
 
 _REPLAYED = ("create_model", "load_weights", "forward_backward", "optim_step", "publish_sampler")
 """Kinds of requests that change a model or publish its weights. A replay of the model runs these
@@ -72,34 +63,6 @@ class RequestRow(Record):
     def with_state(self, state: str) -> Self:
         """Return the row with another state."""
         return replace(self, state=state)
-
-
-def insert(
-    transaction: Transaction,
-    new: RequestRow,
-    content: bytes,
-    also: Callable[[Transaction], None] | None = None,
-) -> RequestRow | None:
-    """Journal a request with the body `content`, and call `also` in the same transaction. If the id
-    is taken, write nothing and return the row that has this id. Otherwise return None.
-    """
-    found = row(transaction, new.id)
-    if found is not None:
-        return found
-    stored = transaction.store(content)
-    if new.message is not None:
-        new = replace(new, message=shortened(new.message))
-    values = [*new.values(), stored.inline, stored.file]
-    transaction.execute(
-        f"INSERT INTO requests ({new.columns()}, body, body_file) "
-        f"VALUES ({', '.join('?' * len(values))})",
-        values,
-    )
-    if not new.is_to_do:
-        change(transaction, RequestRow, new.id, finished=new.accepted)
-    if also is not None:
-        also(transaction)
-    return None
 
 
 def finish(
@@ -199,74 +162,3 @@ def _drop_files(transaction: Transaction, columns: str, where: str, values: Sequ
     for found in transaction.execute(f"SELECT {columns} FROM requests WHERE {where}", values):
         for file in found:
             transaction.drop(file)
-
-
-_SEED_BITS = 62
-_SEEDED = ("create_model", "sample")
-"""Kinds whose stored bodies may contain a seed from the server. Their digests do not include it."""
-
-
-@dataclass(frozen=True)
-class JournalEntry:
-    """One request, encoded for the journal."""
-
-    kind: str
-    body: bytes
-    digest: bytes
-    operation: Operation[Any]
-    """The operation with the seed that it will run with."""
-
-
-def encode_request(operation: Operation[Any], seq_id: int) -> JournalEntry:
-    """Encode a request. The time is proportional to its size, so encode large requests in a
-    thread.
-    """
-    kind, body = kind_of(operation), _encoded(operation, seq_id)
-    digest = _digest(kind, body)
-    seeded = _seeded(operation)
-    if seeded is not operation:
-        body = _encoded(seeded, seq_id)
-    return JournalEntry(kind, body, digest, seeded)
-
-
-def is_as_written(kind: str, body: bytes, digest: bytes | None) -> bool:
-    """Return whether a body still has the digest of its journal row. A body that may contain a seed
-    from the server cannot be checked, and counts as unchanged.
-    """
-    return kind in _SEEDED or digest is None or _digest(kind, body) == digest
-
-
-def _digest(kind: str, body: bytes) -> bytes:
-    return hashlib.blake2b(kind.encode() + body, digest_size=16).digest()
-
-
-def _seeded(operation: Operation[Any]) -> Operation[Any]:
-    """Return the operation with a random seed if it needs a seed and has none. The seed is
-    journaled. So if the request runs again after a crash, it samples the same tokens, or
-    initializes the adapter with the same weights.
-    """
-    match operation:
-        case Sample(sampling_params=params) if params.seed is None:
-            return replace(
-                operation, sampling_params=replace(params, seed=secrets.randbits(_SEED_BITS))
-            )
-        case CreateModel(lora=lora, from_path=None) if lora.seed is None:
-            return replace(operation, lora=replace(lora, seed=secrets.randbits(_SEED_BITS)))
-    return operation
-
-
-def _encoded(operation: Operation[Any], seq_id: int) -> bytes:
-    # A seq_id can exceed the 32 bits of the protobuf field. The row stores the real number, so the
-    # message always contains 1.
-    return operation_to_bytes(operation, 1 if isinstance(operation, ForwardBackward) else seq_id)
-
-
-def result_of(operation: Operation[Any], result: Any) -> Done:
-    """Encode the result of an operation."""
-    return done_of(kind_of(operation), result_to_bytes(operation, result))
-
-
-def done_of(kind: str, content: bytes) -> Done:
-    """Return the Done for the encoded result of a request of this kind."""
-    media = "protobuf" if kind in ("forward", "forward_backward", "sample") else "json"
-    return Done("save_weights_for_sampler" if kind == "publish_sampler" else kind, media, content)

@@ -5,30 +5,30 @@ Unanswered requests are kept in memory. Their decoded operations are kept too, u
 `request_memory_bytes`. Beyond this limit, an operation is read from the journal when its turn
 comes. Each answer is on disk before it is sent. Otherwise a crash could lose an answer that a
 client has seen, and the request could fail when it runs again.
+
+Operations and results are stored in the encoding of the wire protocol (planish/wire/operations.py).
+An operation has the same encoding whether it arrived as JSON or as protobuf, so a repeated request
+has the same digest. A seed that the server chose is part of the stored body, but not of the digest.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import secrets
 import sqlite3
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-from planish.errors import DamagedFileError, StorageError
+from planish.errors import DamagedFileError, StorageError, shortened
 from planish.server.durable import journal
 from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.failed_requests import FailedRequests
-from planish.server.durable.journal import (
-    JournalEntry,
-    RequestRow,
-    done_of,
-    encode_request,
-    is_as_written,
-)
+from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import change
 from planish.server.durable.retries import DiskFaults, retried
 from planish.server.durable.store import BODIES, DATABASE, Store, Transaction, crash_point
@@ -47,9 +47,14 @@ from planish.server.results import (
     Unavailable,
 )
 from planish.server.settings import ServerSettings, TenantSettings
-from planish.service import ForwardBackward, Operation, Sample
+from planish.service import CreateModel, ForwardBackward, Operation, Sample
 from planish.wire.client_errors import name_of
-from planish.wire.operations import operation_from_bytes
+from planish.wire.operations import (
+    kind_of,
+    operation_from_bytes,
+    operation_to_bytes,
+    result_to_bytes,
+)
 from planish.wire.sampling import targets_of
 
 R = TypeVar("R")
@@ -211,7 +216,7 @@ class RequestLog:
         self._active[row.id] = request
         self._limits.enter(row.tenant, row.body_bytes)
         try:
-            found = await self._store.write(journal.insert, row, journaled.body, also)
+            found = await self._store.write(insert_request, row, journaled.body, also)
         except BaseException as error:
             self._drop(request)
             request.acknowledged.set_exception(
@@ -453,6 +458,105 @@ def _aged(request_id: str) -> Gone:
 
 def _answer_bytes(answer: Done | Failed) -> int:
     return _ANSWER_BYTES + len(answer.content if isinstance(answer, Done) else answer.message)
+
+
+_SEED_BITS = 62
+_SEEDED = ("create_model", "sample")
+"""Kinds whose stored bodies may contain a seed from the server. Their digests do not include it."""
+
+
+@dataclass(frozen=True)
+class JournalEntry:
+    """One request, encoded for the journal."""
+
+    kind: str
+    body: bytes
+    digest: bytes
+    operation: Operation[Any]
+    """The operation with the seed that it will run with."""
+
+
+def encode_request(operation: Operation[Any], seq_id: int) -> JournalEntry:
+    """Encode a request. The time is proportional to its size, so encode large requests in a
+    thread.
+    """
+    kind, body = kind_of(operation), _encoded(operation, seq_id)
+    digest = _digest(kind, body)
+    seeded = _seeded(operation)
+    if seeded is not operation:
+        body = _encoded(seeded, seq_id)
+    return JournalEntry(kind, body, digest, seeded)
+
+
+def is_as_written(kind: str, body: bytes, digest: bytes | None) -> bool:
+    """Return whether a body still has the digest of its journal row. A body that may contain a seed
+    from the server cannot be checked, and counts as unchanged.
+    """
+    return kind in _SEEDED or digest is None or _digest(kind, body) == digest
+
+
+def _digest(kind: str, body: bytes) -> bytes:
+    return hashlib.blake2b(kind.encode() + body, digest_size=16).digest()
+
+
+def _seeded(operation: Operation[Any]) -> Operation[Any]:
+    """Return the operation with a random seed if it needs a seed and has none. The seed is
+    journaled. So if the request runs again after a crash, it samples the same tokens, or
+    initializes the adapter with the same weights.
+    """
+    match operation:
+        case Sample(sampling_params=params) if params.seed is None:
+            return replace(
+                operation, sampling_params=replace(params, seed=secrets.randbits(_SEED_BITS))
+            )
+        case CreateModel(lora=lora, from_path=None) if lora.seed is None:
+            return replace(operation, lora=replace(lora, seed=secrets.randbits(_SEED_BITS)))
+    return operation
+
+
+def _encoded(operation: Operation[Any], seq_id: int) -> bytes:
+    # A seq_id can exceed the 32 bits of the protobuf field. The row stores the real number, so the
+    # message always contains 1.
+    return operation_to_bytes(operation, 1 if isinstance(operation, ForwardBackward) else seq_id)
+
+
+def result_of(operation: Operation[Any], result: Any) -> Done:
+    """Encode the result of an operation."""
+    return done_of(kind_of(operation), result_to_bytes(operation, result))
+
+
+def done_of(kind: str, content: bytes) -> Done:
+    """Return the Done for the encoded result of a request of this kind."""
+    media = "protobuf" if kind in ("forward", "forward_backward", "sample") else "json"
+    return Done("save_weights_for_sampler" if kind == "publish_sampler" else kind, media, content)
+
+
+def insert_request(
+    transaction: Transaction,
+    new: RequestRow,
+    content: bytes,
+    also: Callable[[Transaction], None] | None = None,
+) -> RequestRow | None:
+    """Journal a request with the body `content`, and call `also` in the same transaction. If the id
+    is taken, write nothing and return the row that has this id. Otherwise return None.
+    """
+    found = journal.row(transaction, new.id)
+    if found is not None:
+        return found
+    stored = transaction.store(content)
+    if new.message is not None:
+        new = replace(new, message=shortened(new.message))
+    values = [*new.values(), stored.inline, stored.file]
+    transaction.execute(
+        f"INSERT INTO requests ({new.columns()}, body, body_file) "
+        f"VALUES ({', '.join('?' * len(values))})",
+        values,
+    )
+    if not new.is_to_do:
+        change(transaction, RequestRow, new.id, finished=new.accepted)
+    if also is not None:
+        also(transaction)
+    return None
 
 
 def new_row(tenant: Tenant, owner: str, seq: int, entry: JournalEntry) -> RequestRow:

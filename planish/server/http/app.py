@@ -95,7 +95,7 @@ async def healthz(request: Request) -> Response:
     """Answer 200 if the process works, and 503 if it is stopping or must be restarted. The request
     needs no key. The SDK requests this path under /api/v1 too.
     """
-    healthy = request.app.state.http.server.is_healthy()
+    healthy = request.app.state.http.server.engine.is_healthy
     return (
         json_response({"status": "ok"}) if healthy else json_response({"status": "stopping"}, 503)
     )
@@ -106,7 +106,7 @@ async def readyz(request: Request) -> Response:
     503. The request needs no key.
     """
     state: HttpState = request.app.state.http
-    if state.stopping.is_set() or not state.server.is_healthy():
+    if state.stopping.is_set() or not state.server.engine.is_healthy:
         return json_response({"status": "stopping"}, 503)
     if await asyncio.to_thread(state.server.request_log.disk_is_full):
         return json_response({"status": "disk full"}, 503)

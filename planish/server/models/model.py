@@ -19,13 +19,14 @@ from typing import Any, TypeVar
 
 from planish.errors import EngineClosedError, UserError
 from planish.server.durable.checkpoints import is_superseded, loaded_path
-from planish.server.durable.journal import RequestRow, result_of
+from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow
 from planish.server.durable.request_log import (
     AlsoWrite,
     QueuedRequest,
     SettledState,
     failure,
+    result_of,
     token_count,
 )
 from planish.server.durable.store import crash_point

@@ -28,9 +28,16 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from planish.errors import StorageError
 from planish.server.durable import journal
 from planish.server.durable.checkpoints import check_name_is_not_private, check_source
-from planish.server.durable.journal import JournalEntry, RequestRow, encode_request
+from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow, SamplerRow, change, put, select
-from planish.server.durable.request_log import AlsoWrite, QueuedRequest, new_row, run_uncancelled
+from planish.server.durable.request_log import (
+    AlsoWrite,
+    JournalEntry,
+    QueuedRequest,
+    encode_request,
+    new_row,
+    run_uncancelled,
+)
 from planish.server.durable.store import Transaction
 from planish.server.results import Accepted, BadRequest, Failed, Gone, ServerError
 from planish.server.samplers import Samplers

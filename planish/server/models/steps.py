@@ -19,9 +19,8 @@ from typing import Any
 
 from planish.errors import EngineClosedError, UserError
 from planish.server.durable.checkpoints import loaded_path, sampler_name
-from planish.server.durable.journal import result_of
 from planish.server.durable.records import ModelRow, change, put_checkpoint
-from planish.server.durable.request_log import AlsoWrite, QueuedRequest
+from planish.server.durable.request_log import AlsoWrite, QueuedRequest, result_of
 from planish.server.durable.store import crash_point
 from planish.server.engine_client import EngineClient
 from planish.server.results import Done, Tenant

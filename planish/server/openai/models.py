@@ -213,7 +213,7 @@ class OpenAIModels:
         self._running[sampler_id] += 1
         try:
             self.server.limits.use(tenant.name, operation.prompt.length)
-            self.server.check_open()
+            self.server.engine.check_open()
             return await self.server.samplers.sample(
                 tenant, replace(operation, sampler_id=sampler_id)
             )
@@ -236,7 +236,7 @@ class OpenAIModels:
                 parts = IdParts(session_id, account.count)
                 account.count += 1
                 names = {"model_path": model.name} if is_path else {"base_model": model.name}
-                self.server.check_open()
+                self.server.engine.check_open()
                 sampler_id = await self.server.samplers.create(
                     tenant, CreateSampler(parts.sampler_id, **names)
                 )
@@ -256,7 +256,7 @@ class OpenAIModels:
             except (Gone, NotFound):
                 account.session_id = None
         if account.session_id is None:
-            self.server.check_open()
+            self.server.engine.check_open()
             account.session_id = await self.server.sessions.create(tenant, SessionSpec(["openai"]))
             account.count, account.samplers = 0, OrderedDict()
         return account.session_id
