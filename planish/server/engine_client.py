@@ -1,4 +1,6 @@
-"""Calls to the engine from the event loop. Each call runs in a thread, and its result is awaited."""
+"""Calls to the engine from the event loop. Slow calls run in threads, and their results are
+awaited.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +60,9 @@ class EngineClient:
         self._quick = ThreadPoolExecutor(_QUICK_THREADS, thread_name_prefix="planish-submit")
         self.fault: str | None = None
         """The error that stopped the engine; None while the engine works."""
-        self.is_open = False
-        """Whether clients may send requests: from the end of the server's start to the beginning of
-        its stop.
+        self.accepts_requests = False
+        """Whether clients may send requests. The server sets it to True at the end of its start, and
+        to False at the beginning of its stop.
         """
         self._is_closed = False
         self._slow = ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="planish-load")
@@ -68,7 +70,7 @@ class EngineClient:
     @property
     def is_healthy(self) -> bool:
         """Whether clients may send requests, and the engine works."""
-        return self.is_open and self.fault is None
+        return self.accepts_requests and self.fault is None
 
     def check_open(self) -> None:
         """Raise Unavailable if clients may not send requests, or the engine has failed."""

@@ -33,7 +33,7 @@ from planish.server.durable.store import Transaction
 from planish.server.models.model import Model
 from planish.server.models.request_queue import QueueItem, RequestQueue
 from planish.server.results import Failed
-from planish.server.samplers import Sampler, Samplers
+from planish.server.samplers import Sampler
 from planish.server.services import Services
 from planish.server.sessions import drop_sessions
 from planish.service import UnloadModel
@@ -61,7 +61,6 @@ class Recovery:
     """Opens the sessions, models and samplers of an earlier process, and resumes their requests."""
 
     _services: Services
-    _samplers: Samplers
     _loads: set[tuple[str, int]] = field(default_factory=set)
     """(model id, sequence number) of each load_weights that a replay would repeat."""
     _closing: set[asyncio.Task[None]] = field(default_factory=set)
@@ -112,11 +111,11 @@ class Recovery:
         # Answered requests before the first unanswered one are replayed when the model is loaded.
         while isinstance(queue.peek(), RequestRow):
             queue.take()
-        Model(self._services, self._samplers, row, queue, unload_seq)
+        Model(self._services, row, queue, unload_seq)
 
     async def _add_sampler(self, row: SamplerRow) -> None:
         model = self._services.sessions.models.get(row.model) if row.model is not None else None
-        sampler = self._samplers.add(row, model)
+        sampler = self._services.samplers.add(row, model)
         if row.model is None or row.source is not None:
             sampler.ready.set()
         elif model is None:
@@ -136,7 +135,7 @@ class Recovery:
 
     def _close(self, sampler: Sampler, reason: str) -> None:
         """Close a sampler in the background, because on a full disk the write waits for space."""
-        task = asyncio.create_task(self._samplers.close(sampler, reason))
+        task = asyncio.create_task(self._services.samplers.close(sampler, reason))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
@@ -150,9 +149,9 @@ class Recovery:
         """Resume an unanswered request. Requests of open models are in their queues already."""
         request_log = self._services.request_log
         if row.kind == "sample":
-            sampler, request = self._samplers.get(row.owner), request_log.restore(row)
+            sampler, request = self._services.samplers.get(row.owner), request_log.restore(row)
             if sampler is not None:
-                self._samplers.start(sampler, request)
+                self._services.samplers.start(sampler, request)
             else:
                 why = Failed(f"sampling_session_id={row.owner!r} is closed", "user")
                 request_log.settle(request, why)
@@ -168,7 +167,7 @@ class Recovery:
         """Delete private checkpoints that no row names. Such a checkpoint exists if the server
         crashed after it made the checkpoint and before it wrote the row.
         """
-        sources = {sampler.row.source for sampler in self._samplers.all()}
+        sources = {sampler.row.source for sampler in self._services.samplers.all()}
         for path in await self._services.engine.checkpoint_paths():
             if not is_private(path) or path in sources:
                 continue
@@ -257,7 +256,6 @@ class Cleanup:
     """Removes expired and excess data in a background task."""
 
     _services: Services
-    _samplers: Samplers
     _clock: ClockWatch = field(default_factory=ClockWatch)
 
     @property
@@ -325,12 +323,12 @@ class Cleanup:
         the tenant that stores the most, repeatedly close the least recently used sampler.
         """
         settings, saved = self._services.settings, defaultdict[str, list[Sampler]](list)
-        for sampler in sorted(self._samplers.all(), key=lambda sampler: sampler.used):
+        for sampler in sorted(self._services.samplers.all(), key=lambda sampler: sampler.used):
             if sampler.row.model and sampler.row.source:
                 saved[sampler.row.tenant].append(sampler)
         for published in saved.values():
             while len(published) > settings.max_samplers:
-                await self._samplers.close(
+                await self._services.samplers.close(
                     published.pop(0),
                     "it was the least recently used one when this tenant had more than "
                     f"{settings.max_samplers:,} unnamed samplers (max_samplers); save weights "
@@ -344,7 +342,7 @@ class Cleanup:
             largest = max(sizes, key=lambda tenant: sizes[tenant])
             sampler = saved[largest].pop(0)
             sizes[largest] -= sampler.row.bytes
-            await self._samplers.close(
+            await self._services.samplers.close(
                 sampler,
                 "it was the least recently used one when unnamed samplers took more than "
                 f"{settings.unnamed_sampler_bytes:,} bytes; save weights under a name to keep them",

@@ -19,9 +19,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from planish.errors import CheckpointError, DamagedFileError, EngineClosedError, UserError
@@ -52,10 +53,12 @@ from planish.server.results import (
     Tenant,
 )
 from planish.server.scheduling import CachedAdapter
-from planish.server.services import Services
 from planish.service import CreateSampler, ReleaseSampler, Sample, SampledToken, SamplerInfo
 from planish.types import SampleResponse
 from planish.wire.models import session_of
+
+if TYPE_CHECKING:
+    from planish.server.services import Services
 
 _log = logging.getLogger(__name__)
 
@@ -136,10 +139,9 @@ class Sampler:
 class Samplers:
     """The open samplers of a server, and the samples that run on them."""
 
-    def __init__(self, services: Services, check_base_model: Callable[[str], None]) -> None:
-        """`check_base_model` raises UnknownModelError for a base model that is not served."""
+    def __init__(self, services: Services) -> None:
+        """`services` are the other parts of the server."""
         self._services = services
-        self._check_base_model = check_base_model
         self._samplers: dict[str, Sampler] = {}
         self._published: dict[tuple[str, int], Sampler] = {}
         """The published samplers. The key is the model's id and the sequence number of the request
@@ -248,14 +250,14 @@ class Samplers:
             info = await self._services.checkpoints.info(tenant, operation.model_path)
             base_model = base_model or info.base_model
             # Check first, because adapter_bytes reads the files of the base model.
-            self._check_base_model(base_model)
+            self._services.check_base_model(base_model)
             size = await self._services.engine.adapter_bytes(base_model, info.lora)
             memory_bytes = size.sampling
             source = source_path(operation.sampler_id)
             await self._services.engine.copy_weights(info.checkpoint.tinker_path, source)
             size_on_disk = info.checkpoint.size_bytes or 0
         assert base_model is not None
-        self._check_base_model(base_model)
+        self._services.check_base_model(base_model)
         now = time.time()
         return SamplerRow(
             id=operation.sampler_id,

@@ -20,20 +20,17 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from planish.errors import EngineClosedError, UnknownModelError, UserError
+from planish.errors import EngineClosedError, UserError
 from planish.server.durable import base_weights
-from planish.server.durable.checkpoints import CheckpointCatalog, check_source
-from planish.server.durable.crash_guard import CrashGuard
-from planish.server.durable.failed_requests import FailedRequests
+from planish.server.durable.checkpoints import check_source
 from planish.server.durable.quotas import check_models, text_bytes
 from planish.server.durable.records import (
     PAGE_BYTES,
@@ -49,15 +46,12 @@ from planish.server.durable.records import (
 )
 from planish.server.durable.request_log import (
     JournalEntry,
-    RequestLog,
-    TenantLimits,
     new_row,
     run_uncancelled,
 )
-from planish.server.durable.store import Store, Transaction
-from planish.server.engine_client import WARMUP_SAMPLE, EngineClient
+from planish.server.durable.store import Transaction
 from planish.server.maintenance import Cleanup, Recovery
-from planish.server.metrics import Counters, Metrics, resident_bytes
+from planish.server.metrics import Metrics, resident_bytes
 from planish.server.models.model import Model
 from planish.server.models.request_queue import RequestQueue
 from planish.server.results import (
@@ -70,10 +64,7 @@ from planish.server.results import (
     Tenant,
     TrainingRun,
 )
-from planish.server.samplers import Samplers
-from planish.server.scheduling import AdapterCache, FairQueue
 from planish.server.services import Services
-from planish.server.sessions import ENDED, Sessions
 from planish.server.settings import ServerSettings
 from planish.service import CreateModel, HostedService, UnloadModel
 from planish.types import (
@@ -87,16 +78,12 @@ from planish.wire.models import IdParts, session_of
 
 _log = logging.getLogger(__name__)
 
-_LONG_TOKENS = 4096
-"""A training request with more tokens than this counts as long. If there are several training
-slots, one of them is reserved for short requests.
-"""
 _CREATION_SECONDS = 40.0
 """How long `model_info` waits for the creation of the model."""
 
 
-class Server:
-    """One server. It creates the parts, and implements the operations that need several parts."""
+class Server(Services):
+    """One server: its parts, and the operations that need several parts."""
 
     def __init__(
         self,
@@ -112,51 +99,10 @@ class Server:
         Raise UserError if another process uses `data_dir`, and DamagedFileError or StorageError if
         `Store` cannot open it.
         """
-        self._settings = settings = settings or ServerSettings()
-        self._base_models = tuple(base_models)
-        self.engine = engine = EngineClient(service, data_dir)
-        self.store = store = Store(data_dir)
-        self.counters = counters = Counters()
-        self.limits = TenantLimits(settings)
-        self.crash_guard = CrashGuard(store, self._load_base_models)
-        self.request_log = RequestLog(
-            store,
-            settings,
-            self.limits,
-            counters,
-            self.crash_guard,
-            FailedRequests(store, settings),
-        )
+        super().__init__(service, data_dir, base_models, settings or ServerSettings())
+        self.cleanup = Cleanup(self)
+        self._recovery = Recovery(self)
         self._run_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self.adapter_cache = AdapterCache(settings.adapter_memory_bytes, counters)
-        self.checkpoints = CheckpointCatalog(engine, store, settings)
-        self.training_queue = FairQueue(
-            settings.training_slots,
-            settings.max_training_slots_per_tenant,
-            long_capacity=max(1, settings.training_slots - 1),
-            long_tokens=_LONG_TOKENS,
-        )
-        self.sampling_queue = FairQueue(
-            settings.sampling_slots, settings.max_sampling_slots_per_tenant
-        )
-        self.sessions = Sessions(store, settings, self.request_log.check_disk, self._closings)
-        self.services = services = Services(
-            settings=settings,
-            engine=engine,
-            store=store,
-            request_log=self.request_log,
-            crash_guard=self.crash_guard,
-            limits=self.limits,
-            adapter_cache=self.adapter_cache,
-            training_queue=self.training_queue,
-            sampling_queue=self.sampling_queue,
-            checkpoints=self.checkpoints,
-            sessions=self.sessions,
-            counters=counters,
-        )
-        self.samplers = Samplers(services, self._check_base_model)
-        self.cleanup = Cleanup(services, self.samplers)
-        self._recovery = Recovery(services, self.samplers)
         self._background: list[asyncio.Task[None]] = []
 
     # Life of the process.
@@ -167,7 +113,7 @@ class Server:
         changed while models or samplers of this base model are open.
         """
         begun = time.monotonic()
-        await base_weights.check(self.store, self.engine, self._base_models)
+        await base_weights.check(self.store, self.engine, self.base_models)
         await self.crash_guard.begin()
         await self.request_log.failed.begin()
         await self.cleanup.begin()
@@ -176,7 +122,7 @@ class Server:
             asyncio.create_task(self.cleanup.run(), name="cleanup"),
             asyncio.create_task(self._verify_checkpoints(), name="verification of checkpoints"),
         ]
-        self.engine.is_open = True
+        self.engine.accepts_requests = True
         _log.info(
             "ready in %.1f s with %d sessions, %d models, %d samplers and %d unanswered requests "
             "from before",
@@ -191,7 +137,7 @@ class Server:
         """Reject new requests, and wait up to `seconds` for the requests in the engine. Then take
         snapshots of the models, and close. All other requests stay in the journal.
         """
-        self.engine.is_open = False
+        self.engine.accepts_requests = False
         self.request_log.disk_faults.stop()
         for task in self._background:
             task.cancel()
@@ -210,7 +156,7 @@ class Server:
         a final snapshot of each loaded model. After `seconds`, give up on the rest. Queued requests
         stay in the journal.
         """
-        self.services.stopping.set()
+        self.stopping.set()
         models = list(self.sessions.models.values())
         for model in models:
             model.in_flight.notify()
@@ -235,11 +181,6 @@ class Server:
             return
         except Exception:
             _log.exception("the checkpoints could not be verified; the next start tries again")
-
-    async def _load_base_models(self) -> None:
-        for name in self._base_models:
-            with suppress(Exception):  # only requests of this base model will fail
-                await self.engine.check_sample(name, WARMUP_SAMPLE)
 
     def check_open(self) -> None:
         """Raise Unavailable if the server does not accept requests."""
@@ -275,17 +216,8 @@ class Server:
         """Return the base models that are served."""
         models = self.engine.capabilities().supported_models
         return GetServerCapabilitiesResponse(
-            [model for model in models if model.model_name in self._base_models]
+            [model for model in models if model.model_name in self.base_models]
         )
-
-    def _closings(self, session_id: str) -> list[Callable[[], Awaitable[None]]]:
-        """Return the functions that close the open models and samplers of a session, one each."""
-        models = [m for m in self.sessions.models.values() if m.row.session == session_id]
-        samplers = [s for s in self.samplers.all() if s.row.session == session_id]
-        return [
-            *(partial(_close_idle, model) for model in models),
-            *(partial(self.samplers.close, sampler, ENDED) for sampler in samplers),
-        ]
 
     # Models.
 
@@ -364,16 +296,6 @@ class Server:
         data = ModelData(row.arch or "", row.base_model, str(directory))
         return GetInfoResponse(model_id, data, True, row.rank)
 
-    def _check_base_model(self, name: str) -> None:
-        """Raise UnknownModelError for a base model that is not served. This check keeps a client
-        from starting a download with an arbitrary name.
-        """
-        if name not in self._base_models:
-            raise UnknownModelError(
-                f"base_model={name[:200]!r} is not served here; this server has "
-                f"{', '.join(self._base_models)}"
-            )
-
     async def _new_row(self, tenant: Tenant, operation: CreateModel) -> ModelRow:
         base_model, lora = operation.base_model, operation.lora
         if operation.from_path is not None:
@@ -381,7 +303,7 @@ class Server:
             info = await self.checkpoints.info(tenant, operation.from_path)
             base_model, lora = base_model or info.base_model, info.lora
         assert base_model is not None
-        self._check_base_model(base_model)
+        self.check_base_model(base_model)
         size, now = await self.engine.adapter_bytes(base_model, lora), time.time()
         metadata = text_of(operation.user_metadata)
         return ModelRow(
@@ -402,13 +324,13 @@ class Server:
         creation = new_row(Tenant(row.tenant), row.id, 0, entry)
 
         def record(transaction: Transaction) -> None:
-            check_models(transaction, row.tenant, self._settings)
+            check_models(transaction, row.tenant, self.settings)
             put(transaction, row)
 
         request = await self.request_log.accept(creation, entry, record)
         if request is not None:
             model = replace(row, user_metadata="")
-            Model(self.services, self.samplers, model, RequestQueue(0)).enqueue(request)
+            Model(self, model, RequestQueue(0)).enqueue(request)
             self.sessions.clear_if_ended(row.session)
 
     # Training runs. Every model that a tenant made is a run, whether it is open or closed.
@@ -537,9 +459,3 @@ class Server:
 def _last_request(db: sqlite3.Connection, owner: str) -> float:
     query = "SELECT COALESCE(MAX(accepted), 0) FROM requests WHERE owner = ?"
     return db.execute(query, [owner]).fetchone()[0]
-
-
-async def _close_idle(model: Model) -> None:
-    """Close a model of an ended session, after all requests accepted so far have run."""
-    await model.idle()
-    await model.close(ENDED)

@@ -34,7 +34,6 @@ from planish.server.models import replay, steps
 from planish.server.models.replay import AdapterState, ReplayCost
 from planish.server.models.request_queue import InFlight, QueueItem, RequestIntake, RequestQueue
 from planish.server.results import Abandoned, Done, Failed, Tenant
-from planish.server.samplers import Samplers
 from planish.server.services import Services
 from planish.service import (
     CreateModel,
@@ -68,7 +67,6 @@ class Model:
     def __init__(
         self,
         services: Services,
-        samplers: Samplers,
         row: ModelRow,
         queue: RequestQueue[QueueItem],
         unload_seq: int | None = None,
@@ -84,9 +82,8 @@ class Model:
         self.worker: asyncio.Task[None] | None = None
         self.is_snapshotting = False
         self._services = services
-        self._samplers = samplers
         services.sessions.models[row.id] = self
-        self.intake = RequestIntake(self, services, samplers, unload_seq)
+        self.intake = RequestIntake(self, services, unload_seq)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -273,7 +270,7 @@ class Model:
     # Published samplers.
 
     async def _publish(self, request: QueuedRequest, operation: PublishSampler) -> None:
-        samplers = self._samplers
+        samplers = self._services.samplers
         sampler = samplers.get(operation.sampler_id)
         if sampler is None:
             raise UserError(
@@ -300,12 +297,11 @@ class Model:
         saved: asyncio.Future[SaveWeightsForSamplerResponse],
     ) -> None:
         """Record in the background where the weights of a published sampler were saved."""
-        engine, samplers = self._services.engine, self._samplers
-        sampler = samplers.get(operation.sampler_id)
+        sampler = self._services.samplers.get(operation.sampler_id)
 
         async def keep() -> None:
             try:
-                is_kept = await steps.keep_published(engine, samplers, sampler, saved)
+                is_kept = await steps.keep_published(self._services, sampler, saved)
                 self.adapter.lost_work = self.adapter.lost_work or not is_kept
             finally:
                 # If the model was restored meanwhile, a newer save has replaced this one.
@@ -352,7 +348,7 @@ class Model:
     ) -> None:
         """Answer a request, and remember the answer until it is on disk."""
         if isinstance(answer, Failed):
-            self._samplers.not_published(self.id, request.seq, answer.message)
+            self._services.samplers.not_published(self.id, request.seq, answer.message)
         self._services.crash_guard.leave(request.id)
         written = self._services.request_log.settle(request, answer, also, state)
         unwritten = self.in_flight.unwritten
@@ -402,6 +398,11 @@ class Model:
         if self.row.closed is None:
             await self.save_snapshot()
             await self._free()
+
+    async def close_when_idle(self, reason: str) -> None:
+        """Close the model after all requests accepted so far have run."""
+        await self.idle()
+        await self.close(reason)
 
     async def close(self, reason: str) -> None:
         """Take no more requests, and delete everything from which the model could be restored. Call
@@ -456,7 +457,7 @@ class Model:
         """Publish a sampler again, unless its weights are on disk or it was closed. A sampler that
         is in memory has these weights and may have running samples, so only its save is repeated.
         """
-        samplers = self._samplers
+        samplers = self._services.samplers
         sampler = samplers.get(operation.sampler_id)
         if sampler is None or sampler.row.source is not None:
             return

@@ -40,7 +40,6 @@ from planish.server.durable.request_log import (
 )
 from planish.server.durable.store import Transaction
 from planish.server.results import Accepted, BadRequest, Failed, Gone, ServerError
-from planish.server.samplers import Samplers
 from planish.server.services import Services
 from planish.service import (
     ForwardBackward,
@@ -194,7 +193,6 @@ class RequestIntake:
 
     _model: Model
     _services: Services
-    _samplers: Samplers
     _unload_seq: int | None
     """Requests from this number on are rejected, because the model is being unloaded."""
     arriving: dict[int, asyncio.Task[Any]] = field(default_factory=dict)
@@ -403,7 +401,7 @@ class RequestIntake:
         request = await self._services.request_log.accept(row, entry, also)
         if request is not None:
             if sampler is not None:
-                self._samplers.add(sampler, self._model)
+                self._services.samplers.add(sampler, self._model)
             self._model.enqueue(request)
             if sampler is not None:
                 self._services.sessions.clear_if_ended(sampler.session)

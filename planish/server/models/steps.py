@@ -24,7 +24,7 @@ from planish.server.durable.request_log import AlsoWrite, QueuedRequest, result_
 from planish.server.durable.store import crash_point
 from planish.server.engine_client import EngineClient
 from planish.server.results import Done, Tenant
-from planish.server.samplers import Sampler, Samplers
+from planish.server.samplers import Sampler
 from planish.server.services import Services
 from planish.service import (
     CreateModel,
@@ -176,8 +176,7 @@ async def save_published(
 
 
 async def keep_published(
-    engine: EngineClient,
-    samplers: Samplers,
+    services: Services,
     sampler: Sampler | None,
     saved: asyncio.Future[SaveWeightsForSamplerResponse],
 ) -> bool:
@@ -186,12 +185,12 @@ async def keep_published(
     """
     try:
         path = (await saved).path
-        info = await engine.checkpoint_info(path)
+        info = await services.engine.checkpoint_info(path)
         crash_point("sampler saved before recording")
-        if sampler is None or samplers.get(sampler.id) is not sampler:
-            await engine.delete_checkpoint(path)
+        if sampler is None or services.samplers.get(sampler.id) is not sampler:
+            await services.engine.delete_checkpoint(path)
         else:
-            await samplers.saved(sampler, path, info.checkpoint.size_bytes or 0)
+            await services.samplers.saved(sampler, path, info.checkpoint.size_bytes or 0)
     except Exception as error:
         if not isinstance(error, EngineClosedError):
             sampler_id = "that was closed" if sampler is None else sampler.id
