@@ -132,10 +132,10 @@ async def test_the_answers_of_a_model_reach_the_disk_in_order(model_dir, data_di
     """
     encode = steps.encode_result
 
-    async def slow_encode(kind: str, operation: Operation[Any], result: Any) -> Done:
+    async def slow_encode(operation: Operation[Any], result: Any) -> Done:
         if isinstance(operation, ForwardBackward):
             await asyncio.sleep(0.2)
-        return await encode(kind, operation, result)
+        return await encode(operation, result)
 
     monkeypatch.setattr(steps, "encode_result", slow_encode)
 

@@ -53,7 +53,7 @@ def test_we_decode_what_the_sdk_encodes(operation, seq_id):
     theirs = forward_backward_request_to_proto(sdk_request(operation, seq_id))
     theirs.forward_only = operation.forward_only
     message = training.parse_forward_backward(theirs.SerializeToString())
-    assert training.place_from_message(message) == training.Place(operation.model_id, seq_id)
+    assert training.head_from_message(message) == training.RequestHead(operation.model_id, seq_id)
     assert plain(training.forward_backward_from_message(message)) == plain(operation)
 
 
@@ -75,7 +75,7 @@ FINITE = st.one_of(dense_tensors("int64"), sparse_tensors())
 @given(forward_backwards(FINITE), st.integers(1, 2**62))
 def test_json_round_trip(operation, seq_id):
     fields = Fields.of(orjson.dumps(forward_backward_to_json(operation, seq_id)))
-    assert training.place_from_json(fields) == training.Place(operation.model_id, seq_id)
+    assert training.head_from_json(fields) == training.RequestHead(operation.model_id, seq_id)
     assert plain(training.forward_backward_from_json(fields, operation.forward_only)) == plain(
         operation
     )
@@ -154,7 +154,7 @@ def test_we_decode_the_sdks_optim_step(optional):
     request = OptimStepRequest(optim_params=sdk.AdamParams(**optional), model_id="m", seq_id=3)
     body = request.model_dump(exclude_none=True, mode="json")
     fields = Fields.of(orjson.dumps(body))
-    assert training.place_from_json(fields) == training.Place("m", 3)
+    assert training.head_from_json(fields) == training.RequestHead("m", 3)
     assert training.optim_step_from_json(fields) == OptimStep("m", AdamParams(**optional))
 
 
@@ -266,9 +266,9 @@ def test_a_body_of_empty_messages_is_rejected_before_parsing(monkeypatch, data, 
     head = pb.ForwardBackwardRequest(
         model_id="m", seq_id=3, loss_fn="cross_entropy"
     ).SerializeToString()
-    assert training.place_from_message(
+    assert training.head_from_message(
         training.parse_forward_backward_head(head + data)
-    ) == training.Place("m", 3)
+    ) == training.RequestHead("m", 3)
     monkeypatch.setattr(training, "ForwardBackwardRequestMessage", None)
     with pytest.raises(UserError, match=f"more than {most}"):
         training.parse_forward_backward(head + data)
@@ -335,7 +335,7 @@ def test_chunks_other_than_text_are_rejected(kind):
 def test_a_request_without_model_or_number_is_rejected(model_id, seq_id):
     body = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id).SerializeToString()
     with pytest.raises(UserError, match="model_id|seq_id"):
-        training.place_from_message(training.parse_forward_backward(body))
+        training.head_from_message(training.parse_forward_backward(body))
 
 
 def test_provenance_spans_are_ignored():
@@ -357,7 +357,7 @@ def test_a_damaged_body_is_parsed_or_rejected(position, inserted, cut):
     damaged = VALID[:position] + inserted + VALID[position + cut :]
     try:
         message = training.parse_forward_backward(damaged)
-        training.place_from_message(message)
+        training.head_from_message(message)
         training.forward_backward_from_message(message)
     except UserError:
         pass

@@ -128,7 +128,7 @@ class Model:
         ):
             self.worker = asyncio.create_task(self._work(), name=f"model {self.id}")
 
-    async def idle(self) -> None:
+    async def wait_for_worker(self) -> None:
         """Wait until the worker has ended."""
         while self.worker is not None:
             await asyncio.wait([self.worker])
@@ -401,7 +401,7 @@ class Model:
 
     async def close_when_idle(self, reason: str) -> None:
         """Close the model after all requests accepted so far have run."""
-        await self.idle()
+        await self.wait_for_worker()
         await self.close(reason)
 
     async def close(self, reason: str) -> None:
