@@ -240,10 +240,12 @@ class _CacheEntry:
     """The task that loads or unloads the adapter; None if there is none."""
 
     @property
+    def is_ready(self) -> bool:
+        return self.is_loaded and self.changing is None
+
+    @property
     def is_idle(self) -> bool:
-        return (
-            self.is_loaded and not self.pins and self.changing is None and self.adapter.is_evictable
-        )
+        return self.is_ready and not self.pins and self.adapter.is_evictable
 
 
 class AdapterCache:
@@ -279,6 +281,11 @@ class AdapterCache:
         entry = self._entries.get(adapter.id)
         return entry is not None and entry.is_loaded
 
+    def is_ready(self, adapter: CachedAdapter) -> bool:
+        """Return whether an adapter is in memory and is not being unloaded."""
+        entry = self._entries.get(adapter.id)
+        return entry is not None and entry.is_ready
+
     @asynccontextmanager
     async def pinned(self, adapter: CachedAdapter) -> AsyncIterator[None]:
         """Keep an adapter in memory for the block. If `load` raises, its error is raised here, and
@@ -287,7 +294,7 @@ class AdapterCache:
         entry = self._entry(adapter)
         entry.pins += 1
         try:
-            while entry.changing is not None or not entry.is_loaded:
+            while not entry.is_ready:
                 await asyncio.shield(entry.changing or self._change(entry, self._load(entry)))
             yield
         finally:

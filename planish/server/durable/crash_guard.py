@@ -86,6 +86,10 @@ class CrashGuard:
         """`prepare` is awaited before the first suspect runs. It must load the base models."""
         self._store = store
         self._prepare = prepare
+        self.is_calm = True
+        """Whether the guard neither marks, delays nor rejects any request. Then it need not be told
+        of a request. Once the guard is calm, it stays calm until the server crashes.
+        """
         self._preparing: asyncio.Task[None] | None = None
         self._watched_until = 0.0
         self._suspects: dict[str, int] = {}
@@ -99,11 +103,6 @@ class CrashGuard:
         running keys are not suspects.
         """
         self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
-
-    @property
-    def is_calm(self) -> bool:
-        """Whether the guard neither marks, delays nor rejects any request."""
-        return not (self._suspects or self._abandoned or self._is_watching)
 
     @property
     def _is_watching(self) -> bool:
@@ -121,9 +120,11 @@ class CrashGuard:
         self._max_running = {
             ends: max(1, n // _GROUPS) for ends, n in Counter(found.suspects.values()).items()
         }
+        if not found.was_stopped:
+            self._watched_until = time.monotonic() + _WATCH_SECONDS
+        self._calm_down()
         if found.was_stopped:
             return
-        self._watched_until = time.monotonic() + _WATCH_SECONDS
         _log.warning(
             "the previous server process did not shut down cleanly; %s",
             f"its running requests were {_listed(found.marked)}"
@@ -147,7 +148,8 @@ class CrashGuard:
         """Wait until the key may run together with the running keys. Mark the key if the guard
         watches, or if the key is a suspect. Raise Abandoned for an abandoned key.
         """
-        if self.is_calm:  # it stays calm until the next crash
+        self._calm_down()
+        if self.is_calm:
             return
         if key in self._abandoned:
             raise Abandoned(
@@ -182,6 +184,7 @@ class CrashGuard:
         if self._left(key):
             self._suspects.pop(key, None)
             self._store.keep_later(_forget, key)
+            self._calm_down()
         self._admit()
 
     def pause(self, key: str) -> None:
@@ -215,6 +218,10 @@ class CrashGuard:
             yield
         finally:
             self.pause(key)
+
+    def _calm_down(self) -> None:
+        """Update `is_calm`."""
+        self.is_calm = not (self._suspects or self._abandoned or self._is_watching)
 
     def _left(self, key: str) -> bool:
         """Remove a key from the running keys. Return whether its mark must be removed."""

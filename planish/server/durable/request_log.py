@@ -203,7 +203,8 @@ class RequestLog:
         Raise BadRequest if a different request has this id. Raise TooManyRequests or Unavailable,
         before anything is written, if the tenant's limits or the disk allow no new request.
         """
-        if not row.is_to_do:
+        is_rejected = row.state == "refused"
+        if is_rejected:
             await self.failed.check(row.tenant)
         known = self._active.get(row.id)
         if known is not None:
@@ -232,7 +233,7 @@ class RequestLog:
             request.acknowledged.set_result(None)
             _check_same(found, row.digest)
             return None
-        if not row.is_to_do:
+        if is_rejected:
             self.failed.add(row.tenant, row.message)
         self._limits.use(row.tenant, request.tokens)
         self._counters.accepted[row.kind] += 1
@@ -537,23 +538,23 @@ def insert_request(
     content: bytes,
     also: Callable[[Transaction], None] | None = None,
 ) -> RequestRow | None:
-    """Journal a request with the body `content`, and call `also` in the same transaction. If the id
-    is taken, write nothing and return the row that has this id. Otherwise return None.
+    """Journal a new or rejected request with the body `content`, and call `also` in the same
+    transaction. If the id is taken, write nothing and return the row that has this id. Otherwise
+    return None.
     """
-    found = journal.row(transaction, new.id)
-    if found is not None:
-        return found
-    stored = transaction.store(content)
     if new.message is not None:
         new = replace(new, message=shortened(new.message))
-    values = [*new.values(), stored.inline, stored.file]
-    transaction.execute(
-        f"INSERT INTO requests ({new.columns()}, body, body_file) "
-        f"VALUES ({', '.join('?' * len(values))})",
+    finished = new.accepted if new.state == "refused" else None
+    stored = transaction.store(content)
+    values = [*vars(new).values(), finished, stored.inline, stored.file]
+    inserted = transaction.execute(
+        f"INSERT INTO requests ({', '.join(vars(new))}, finished, body, body_file) "
+        f"VALUES ({', '.join('?' * len(values))}) ON CONFLICT (id) DO NOTHING",
         values,
     )
-    if not new.is_to_do:
-        change(transaction, RequestRow, new.id, finished=new.accepted)
+    if not inserted.rowcount:
+        transaction.drop(stored.file)
+        return journal.row(transaction, new.id)
     if also is not None:
         also(transaction)
     return None

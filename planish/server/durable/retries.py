@@ -60,17 +60,14 @@ class DiskFaults:
     def __init__(self) -> None:
         self._waiting: Counter[str] = Counter()
         self._stopping = asyncio.Event()
+        self.are_widespread = False
+        """Whether several models or samplers wait. If only one waits, a single file may be
+        unreadable, and all other work can continue.
+        """
 
     def stop(self) -> None:
         """Let `outlasted` wait no longer, because the server stops."""
         self._stopping.set()
-
-    @property
-    def are_widespread(self) -> bool:
-        """Whether several models or samplers wait. If only one waits, a single file may be
-        unreadable, and all other work can continue.
-        """
-        return len(self._waiting) > 1
 
     async def outlasted(self, work: Callable[[], Awaitable[R]], owner: str) -> R:
         """Return the result of `work()`. While a lasting fault of the disk interrupts it, call it
@@ -86,7 +83,7 @@ class DiskFaults:
                     if not is_lasting(error):
                         raise
                     if not attempts:
-                        self._waiting[owner] += 1
+                        self._count(owner, 1)
                     pause = _LONG_PAUSES[min(attempts, len(_LONG_PAUSES) - 1)]
                     attempts += 1
                     _log.error(
@@ -101,8 +98,12 @@ class DiskFaults:
                     raise EngineClosedError("the server is stopping")
         finally:
             if attempts:
-                self._waiting[owner] -= 1
-                self._waiting += Counter()  # drops the zeros
+                self._count(owner, -1)
+
+    def _count(self, owner: str, change: int) -> None:
+        self._waiting[owner] += change
+        self._waiting += Counter()  # drops the zeros
+        self.are_widespread = len(self._waiting) > 1
 
 
 def is_lasting(error: BaseException) -> bool:

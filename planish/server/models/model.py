@@ -135,7 +135,8 @@ class Model:
 
     async def _work(self) -> None:
         try:
-            await self._services.request_log.disk_faults.outlasted(self._load_once, self.id)
+            if not self._services.adapter_cache.is_ready(self):
+                await self._services.request_log.disk_faults.outlasted(self._load_once, self.id)
             async with self._services.adapter_cache.pinned(self):
                 await self._run_queue()
         except EngineClosedError:
@@ -238,7 +239,8 @@ class Model:
             self.tenant.name, 1, token_count(operation), ahead
         )
         try:
-            await self._services.crash_guard.enter(request.id)
+            if not self._services.crash_guard.is_calm:
+                await self._services.crash_guard.enter(request.id)
             crash_point("before running")
             submitted = self._services.clock.now()
             future = await self._services.engine.submit(operation)
