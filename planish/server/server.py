@@ -182,10 +182,6 @@ class Server(Services):
         except Exception:
             _log.exception("the checkpoints could not be verified; the next start tries again")
 
-    def check_open(self) -> None:
-        """Raise Unavailable if the server does not accept requests."""
-        self.engine.check_open()
-
     async def metrics(self) -> Metrics:
         """Return the counters since the start, and the current values of the gauges."""
         cache, request_log = self.adapter_cache, self.request_log

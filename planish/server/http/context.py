@@ -186,7 +186,7 @@ class RequestContext:
     @property
     def open_server(self) -> Server:
         """The server. Raise Unavailable if it takes no new work."""
-        self.server.check_open()
+        self.server.engine.check_open()
         return self.server
 
     @property
