@@ -211,7 +211,7 @@ def reference_client(config: Config, service_client: ServiceClient, start: RunSt
         if checkpoint is None and config.reference_model_name is None:
             checkpoint = config.load_checkpoint_path
         base_model = config.reference_model_name or config.model_name
-        write_whole(path, json.dumps(model_argument(base_model, checkpoint)) + "\n")
+        write_atomically(path, json.dumps(model_argument(base_model, checkpoint)) + "\n")
     return service_client.create_sampling_client(**json.loads(path.read_text()))
 
 

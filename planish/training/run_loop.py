@@ -288,7 +288,7 @@ async def run_training(
             return run.path
         run.resume_at(start.batch)
         diff = await asyncio.to_thread(code_diff, [Path(__file__), Path.cwd()])
-        write_whole(run.path / CODE_DIFF, diff)
+        write_atomically(run.path / CODE_DIFF, diff)
         checkpoints = RunCheckpoints(
             start, run, options.ttl_seconds, options.rolling_ttl_seconds, service_client
         )

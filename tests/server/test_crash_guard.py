@@ -252,7 +252,7 @@ async def test_an_abandoned_request_fails_and_an_abandoned_creation_closes_its_m
             ("m:1", "forward_backward", 1),
         ):
             row = journal.RequestRow(request_id, "one", kind, "m", seq, "accepted", b"", 1.0, 4)
-            journal.insert(transaction, row, b"body")
+            insert_request(transaction, row, b"body")
         transaction.execute(
             "INSERT INTO models (id, tenant, session, base_model, lora, user_metadata, created, used, training_bytes, sampling_bytes)"
             " VALUES ('m', 'one', 's', 'base', '{}', '{}', 1.0, 1.0, 1, 1)"

@@ -65,14 +65,14 @@ async def test_accepted_requests_wait_for_the_disk(model_dir, data_dir, monkeypa
         model = await client.model()
         await model.step()
         await model.run(gradient(model.model_id))
-        server.models.services.stopping.set()
+        server.stopping.set()
         waiting = await model.submit(adam(model.model_id))
     disk.is_broken = True
     async with running(model_dir, data_dir) as server:
         client.server = server
         await disk.fail(40)
         assert isinstance(await server.request_log.outcome(TENANT, waiting, 0.0), TryAgain)
-        assert server.is_healthy()  # a restart would not help
+        assert server.engine.is_healthy  # a restart would not help
         assert not server.request_log.disk_is_full()  # one file may be damaged
     async with running(model_dir, data_dir) as server:  # a stop in between loses nothing
         client.server = server

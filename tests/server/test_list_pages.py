@@ -127,10 +127,10 @@ async def test_a_start_reads_no_texts_of_sessions_and_models(model_dir, data_dir
         client = await Client.start(server)
         await server.sessions.create(TENANT, SessionSpec(user_metadata=METADATA))
         model = await client.model(user_metadata=METADATA)
-        assert not server.models.open[model.model_id].row.user_metadata
+        assert not server.sessions.models[model.model_id].row.user_metadata
         await model.step()
     async with running(model_dir, data_dir) as server:
-        opened = server.models.open[model.model_id]
+        opened = server.sessions.models[model.model_id]
         assert not opened.row.user_metadata
         model.client.server = server
         await model.step()  # restores the model, with its metadata

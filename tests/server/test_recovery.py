@@ -203,7 +203,7 @@ async def test_a_disk_fault_after_a_restart_fails_no_request(model_dir, data_dir
         model = await client.model()
         await model.step()
         await model.run(gradient(model.model_id))  # keeps the stop from taking a snapshot
-        server.models.services.stopping.set()
+        server.stopping.set()
         waiting = await model.submit(adam(model.model_id))
         faults = 2
     async with running(model_dir, data_dir) as server:
@@ -229,8 +229,8 @@ async def test_a_stop_rejects_new_requests_and_keeps_waiting_ones(model_dir, dat
         stopping = asyncio.create_task(server.stop(0.3))
         await asyncio.sleep(0)
         with pytest.raises(Unavailable):
-            server.check_open()
-        assert not server.is_healthy()
+            server.engine.check_open()
+        assert not server.engine.is_healthy
         await stopping
         server.stop = do_nothing  # it has stopped
     async with running(model_dir, data_dir) as server:
@@ -538,7 +538,7 @@ async def test_a_snapshot_is_not_recorded_if_a_sampler_before_it_could_not_be_sa
 
         sampler = await publish_unsaved_sampler(server, monkeypatch, may_fail, failures=1000)
         model = sampler.model
-        opened = server.models.open[model.model_id]
+        opened = server.sessions.models[model.model_id]
         while opened.is_snapshotting:
             await asyncio.sleep(0.01)
         monkeypatch.setattr(server.engine, "submit", hold_snapshots)

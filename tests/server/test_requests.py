@@ -104,7 +104,7 @@ async def test_an_answer_is_sent_once_it_is_on_disk(model_dir, data_dir, monkeyp
             await client.model(),
             await client.sampler(),
         )
-        stopping = server.models.services.stopping
+        stopping = server.stopping
         stopping.set()  # until all requests are on disk
         good = [await model.submit(operation) for operation in steps_of(model.model_id)]
         bad = [
@@ -114,7 +114,7 @@ async def test_an_answer_is_sent_once_it_is_on_disk(model_dir, data_dir, monkeyp
         drawn = await server.samplers.submit(TENANT, 0, sample(sampler))
         is_full = True
         stopping.clear()
-        for one in server.models.open.values():
+        for one in server.sessions.models.values():
             one.wake()
         while any(request.written is None for request in server.request_log._active.values()):
             await asyncio.sleep(0.01)
@@ -177,9 +177,9 @@ async def test_requests_that_change_nothing_also_trigger_a_snapshot(model_dir, d
         model = await (await Client.start(server)).model()
         for _ in range(6):
             await model.run(gradient(model.model_id, forward_only=True))
-        while next(iter(server.models.open.values())).is_snapshotting:
+        while next(iter(server.sessions.models.values())).is_snapshotting:
             await asyncio.sleep(0.01)
-        assert next(iter(server.models.open.values())).row.last_snapshot >= 5
+        assert next(iter(server.sessions.models.values())).row.last_snapshot >= 5
 
 
 async def test_the_data_of_one_gradient_are_limited(model_dir, data_dir):
@@ -187,12 +187,14 @@ async def test_the_data_of_one_gradient_are_limited(model_dir, data_dir):
     async with running(model_dir, data_dir, settings) as server:
         client = await Client.start(server)
         model = await client.model()
-        while next(iter(server.models.open.values())).adapter.cost.bytes <= settings.journal_bytes:
+        while (
+            next(iter(server.sessions.models.values())).adapter.cost.bytes <= settings.journal_bytes
+        ):
             await model.run(gradient(model.model_id))
         with pytest.raises(BadRequest, match="the data of one gradient"):
             await model.submit(gradient(model.model_id))
         assert isinstance(await client.answer(await model.submit(adam(model.model_id))), Failed)
-        while (held := next(iter(server.models.open.values()))).is_snapshotting or held.worker:
+        while (held := next(iter(server.sessions.models.values()))).is_snapshotting or held.worker:
             await asyncio.sleep(0.01)
         await model.run(gradient(model.model_id, forward_only=True))
 
@@ -331,7 +333,7 @@ async def test_an_unload_queues_behind_a_load_that_is_still_being_checked(
             asyncio.create_task(model.submit(LoadWeights(model.model_id, path), 2))
             for _ in range(2)
         ]
-        while not next(iter(server.models.open.values())).intake.arriving:
+        while not next(iter(server.sessions.models.values())).intake.arriving:
             await asyncio.sleep(0)
         unloading = await server.unload_model(TENANT, model.model_id)
         await server.reject(TENANT, model.model_id, 2, BadRequest("it is taken"))

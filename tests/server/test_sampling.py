@@ -301,7 +301,7 @@ async def test_a_sampler_closed_before_publication_is_not_in_memory(model_dir, d
         await server.adapter_cache.unload_idle(0)
         sampler_id = client.new_sampler_id()
         publishing = await model.submit(PublishSampler(model.model_id, sampler_id))
-        while 1 not in next(iter(server.models.open.values())).in_flight.running:
+        while 1 not in next(iter(server.sessions.models.values())).in_flight.running:
             await asyncio.sleep(0)
         sampler = server.samplers.get(sampler_id)
         assert sampler is not None

@@ -296,7 +296,7 @@ async def test_a_model_evicted_while_closing_leaves_no_snapshot(model_dir, data_
         used = await (await Client.start(server)).model()
         await used.step()
         model, submit, saving = (
-            next(iter(server.models.open.values())),
+            next(iter(server.sessions.models.values())),
             server.engine.submit,
             asyncio.Event(),
         )
