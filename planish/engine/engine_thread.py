@@ -368,7 +368,6 @@ class EngineThread:
             return False
         except BaseException as error:
             _prepare_error(error, model.base)
-            _check_device(error, model.base)
             queued.fail(error)
             if not isinstance(error, Exception):
                 raise
@@ -401,7 +400,6 @@ class EngineThread:
             base.sampler.step()
         except Exception as error:
             _prepare_error(error, base)
-            _check_device(error, base)
             base.sampler.abort_all(error)
 
     def _drop_unused_sessions(self) -> None:
@@ -466,6 +464,10 @@ def _prepare_error(error: BaseException, base: BaseModel) -> None:
 
     The function clears the frames of the traceback. Otherwise their tensors would stay in memory as
     long as the exception does. An out-of-memory error gets a note that names the settings to lower.
+
+    Raises EngineClosedError if this process can no longer use the device. All later work on the
+    device would fail in the same way. The operations in progress fail with this error too, so a
+    server keeps their requests and runs them again after a restart.
     """
     clear_frames(error)
     if lacks_memory(error):
@@ -475,14 +477,6 @@ def _prepare_error(error: BaseException, base: BaseModel) -> None:
             f"(now {base.sampler.settings.kv_cache_bytes:,}) or max_batch (now "
             f"{base.sampler.settings.max_batch:,})"
         )
-
-
-def _check_device(error: BaseException, base: BaseModel) -> None:
-    """Raise EngineClosedError if this process can no longer use the device after `error`.
-
-    All later work on the device would fail in the same way. The operations in progress fail with
-    this error too, so a server keeps their requests and runs them again after a restart.
-    """
     if not isinstance(error, PlanishError) and base.is_lost():
         raise EngineClosedError(
             f"{base.device} is no longer usable in this process after this error: {error}; "

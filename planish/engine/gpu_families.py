@@ -9,8 +9,8 @@ the output by less than a bf16 rounding error. So each query here points at one 
 last key of a block, a key that the row must not attend to, or a random key. A kernel that misses
 its key, or attends to a hidden one, then has an error as large as the output itself.
 
-Error messages give differences relative to the root mean square of the reference. The reference is
-computed in float32 or float64.
+Error messages give differences relative to the root mean square of the reference. torch computes
+the reference in float32 or float64.
 
 Shapes: T rows, D hidden, Hq and Hkv heads, E head_dim, V vocabulary.
 """
@@ -41,6 +41,7 @@ from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.device import Device, accumulate_in_float32
 from planish.model.kernels.reference.attention import dense_mask_attention
+from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
 from planish.model.kernels.triton.adapters import AdapterTables
 from planish.model.kernels.triton.families import FAMILIES
@@ -153,6 +154,11 @@ class Case:
         """The backend of a model with these shapes."""
         return choose_backend(self.config, self.dtype, self.device, deterministic=False)
 
+    @cached_property
+    def reference(self) -> TorchBackend:
+        """The reference implementation of the elementwise kernels, in float64."""
+        return TorchBackend(self.config, torch.float64, self.device)
+
     def choices(self, high: int, *shape: int) -> Tensor:
         """Return random integers from 0 to `high` - 1, int64, on the CPU."""
         return torch.randint(high, shape, generator=self.generator)
@@ -192,24 +198,25 @@ def check_norms(case: Case) -> None:
 
 def _check_norm(case: Case, shape: tuple[int, ...], adds: bool) -> None:
     """Check RMSNorm and its gradient. `adds`: the kernel first adds a second input."""
-    own, eps = _elementwise(), case.config.rms_norm_eps
+    own, reference, eps = _elementwise(), case.reference, case.config.rms_norm_eps
     x = case.random(*shape, dtype=torch.float32, scale=3.0)
-    more = case.random(*shape) if adds else None
+    added = case.random(*shape) if adds else None
     weight = 1 + case.random(shape[-1], dtype=torch.float32, scale=0.2)
     grad, residual = case.random(*shape), case.random(*shape, dtype=torch.float32)
-    total = (x.double() if more is None else x.double() + more.double()).requires_grad_()
-    factor = (total.square().mean(-1) + eps).rsqrt()
-    normed = total * factor.unsqueeze(-1) * weight.double()
-    (wanted,) = torch.autograd.grad(normed, total, grad.double())
+    wide = None if added is None else added.double()
+    total, normed, factor = reference.rms_norm(x.double(), wide, weight.double(), eps)
+    wanted = reference.rms_norm_backward(
+        grad.double(), total, weight.double(), factor, residual.double()
+    )
+    factor = factor.squeeze(-1)
     for in_place in (False, True):
-        found = own.rms_norm(x.clone(), more, weight, eps, case.dtype, in_place=in_place)
+        found = own.rms_norm(x.clone(), added, weight, eps, case.dtype, in_place=in_place)
         for what, ours, theirs in zip(
             ("sum", "norm", "factor"), found, (total, normed, factor), strict=True
         ):
             compare(f"{what} of {shape}", ours, theirs)
-    kept = total.detach().float()
-    back = own.rms_norm_backward(grad, kept, weight, factor.detach().float(), residual)
-    compare(f"gradient of the norm of {shape}", back, wanted + residual.double(), 1e-3)
+    back = own.rms_norm_backward(grad, total.float(), weight, factor.float(), residual)
+    compare(f"gradient of the norm of {shape}", back, wanted, 1e-3)
 
 
 def check_rope(case: Case) -> None:
@@ -224,7 +231,9 @@ def check_rope(case: Case) -> None:
     for name, x in (("q", q), ("k", k)):
         for back in (False, True):
             found = own.rope(x, cos, sin, inverse=back)
-            compare(f"rotated {name}", found, _rotated(x.double(), cos, -sin if back else sin))
+            compare(
+                f"rotated {name}", found, case.reference.rope(x.double(), cos, sin, inverse=back)
+            )
     norms = 1 + case.random(2, e, dtype=torch.float32, scale=0.2)
     for weights in (None, (norms[0], norms[1])) if config.qk_norm else (None,):
         ours = own.qk_norm_rope(joint, heads, weights, config.rms_norm_eps, cos, sin)
@@ -233,24 +242,17 @@ def check_rope(case: Case) -> None:
             if weights is not None:
                 factor = (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
                 x = (x * factor * weights[index]).to(case.dtype).double()
-            compare("rotated and normed heads", ours[index], _rotated(x, cos, sin))
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+            compare("rotated and normed heads", ours[index], case.reference.rope(x, cos, sin))
 
 
 def check_swiglu(case: Case) -> None:
     """Check SwiGLU and its gradient."""
     own, width = _elementwise(), case.config.intermediate_size
     gate_up = case.random(case.sizes.rows, 2 * width, scale=3.0)
-    wide = gate_up.double().requires_grad_()
-    gate, up = wide.chunk(2, 1)
-    out = gate * torch.sigmoid(gate) * up
     grad = case.random(case.sizes.rows, width)
-    (wanted,) = torch.autograd.grad(out, wide, grad.double())
-    compare("SwiGLU", own.swiglu(gate_up), out)
+    wide = gate_up.double()
+    compare("SwiGLU", own.swiglu(gate_up), case.reference.swiglu(wide))
+    wanted = case.reference.swiglu_backward(grad.double(), wide)
     compare("gradient of SwiGLU", own.swiglu_backward(grad, gate_up), wanted)
 
 
@@ -262,11 +264,11 @@ def check_log_sum_exp(case: Case) -> None:
     # A kernel with a wrong bound misses the last logit of row 0, or reads the first one of row 1.
     logits[0, -1], logits[1, 0] = 40.0, 40.0
     temperature = 0.5 + torch.rand(rows, generator=case.generator).to(case.device)
-    scaled = logits.double() / temperature.double().unsqueeze(1)
-    weights = logits.clone()
+    weights, wide = logits.clone(), logits.double()
     found = own.log_sum_exp(logits, temperature, weights=weights)
-    compare("log-sum-exp", found, scaled.logsumexp(1), 1e-6)
-    compare("weights", weights, (scaled - scaled.amax(1, keepdim=True)).exp(), 1e-4)
+    wanted = case.reference.log_sum_exp(wide, temperature.double(), weights=wide)
+    compare("log-sum-exp", found, wanted, 1e-6)
+    compare("weights", weights, wide, 1e-4)
     logits[0, 0] = float("nan")
     if math.isfinite(float(own.log_sum_exp(logits, temperature)[0])):
         raise WrongResultError("log-sum-exp of a row with a NaN is finite")
@@ -276,13 +278,11 @@ def check_log_sum_exp(case: Case) -> None:
     row = torch.arange(rows).repeat_interleave(counts).to(case.device)
     targets = case.choices(vocab, len(row)).to(case.device)
     grads = case.random(len(row), dtype=torch.float32)
-    wide = logits.double().requires_grad_()
-    logprobs = (wide / 0.7).log_softmax(1)[row, targets]
-    (wanted,) = torch.autograd.grad(logprobs, wide, grads.double())
-    total = (logits.double() / 0.7).logsumexp(1).float()
-    own.log_sum_exp_backward_(logits, 0.7, total, first, targets, grads)
-    # The kernel returns the gradient with respect to logits / temperature, not to logits.
-    compare("gradient of the logprobs", logits, wanted * 0.7, 1e-3)
+    wide = logits.double()
+    total = case.reference.log_sum_exp(wide, wide.new_full((rows,), 0.7))
+    own.log_sum_exp_backward_(logits, 0.7, total.float(), first, targets, grads)
+    case.reference.log_sum_exp_backward_(wide, 0.7, total, first, targets, grads.double())
+    compare("gradient of the logits", logits, wide, 1e-3)
 
 
 def check_sampling(case: Case) -> None:
@@ -339,7 +339,7 @@ def check_attention(case: Case) -> None:
         q[row] += _pointers(case, keys, hidden, row)
     found = attention(0, q, k, v)
     for row, (keys, values, _) in seen.items():
-        compare(f"decode of row {row}", found[row], _attended(q[row], keys, values))
+        compare(f"decode of row {row}", found[row], _attended(q[row, None], keys, values, None)[0])
     for row in set(range(total)).difference(seen):
         if bool(found[row].any()):
             raise WrongResultError("decode of a row without a sample is not zero")
@@ -382,7 +382,7 @@ def _check_prefill(case: Case, shape: KVSpec, bases: PoolBases) -> None:
         rows = slice(span.row, span.row + span.count)
         visible = torch.arange(span.start + 1, span.start + span.count + 1, device=case.device)
         hidden = torch.arange(keys.shape[1], device=case.device) >= visible.unsqueeze(1)
-        reference = _attended_rows(q[rows], keys, values, hidden)
+        reference = _attended(q[rows], keys, values, hidden)
         compare(f"prefill from position {span.start}", found[rows], reference)
         if not torch.equal(span.pool.keys[0][span.slot], keys):
             raise WrongResultError("prefill keeps keys in a wrong place")
@@ -708,12 +708,7 @@ def _pointers(case: Case, keys: Tensor, hidden: Any, row: int) -> Tensor:
     return (of * (_POINTED / math.sqrt(e))).to(keys.dtype)
 
 
-def _attended(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Return the attention output [Hq, E] of one row q [Hq, E]; keys and values: [Hkv, n, E]."""
-    return _attended_rows(q.unsqueeze(0), keys, values, None)[0]
-
-
-def _attended_rows(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None) -> Tensor:
+def _attended(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None) -> Tensor:
     """Return the attention output [T, Hq, E] of rows q [T, Hq, E], in float32.
 
     All rows share keys and values [Hkv, n, E]. `hidden` [T, n] is true where a row must not attend

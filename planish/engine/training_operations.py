@@ -48,29 +48,30 @@ class TrainingOperations:
         self._disk = disk
 
     def start(self, queued: QueuedTraining) -> Work:
-        """Return the generator that runs the operation on its training model."""
+        """Run the operation on its training model. Yield after each piece except the last."""
         match queued:
             case QueuedCreation():
-                return self._create(queued)
+                self._create(queued)
             case QueuedUnload():
-                return self._unload(queued)
+                self._unload(queued)
             case QueuedForwardBackward():
-                return self._forward_backward(queued)
+                yield from self._forward_backward(queued)
             case QueuedDeferredForwardBackward():
-                return self._deferred_forward_backward(queued)
+                yield from self._deferred_forward_backward(queued)
             case QueuedOptimStep():
-                return self._optim_step(queued)
+                self._optim_step(queued)
             case QueuedSave():
-                return self._save(queued)
+                self._save(queued)
             case QueuedLoad():
-                return self._load(queued)
+                self._load(queued)
             case QueuedPublish():
-                return self._publish(queued)
-        raise TypeError(
-            f"queued is a {type(queued).__name__}, which a training model does not support"
-        )
+                self._publish(queued)
+            case _:
+                raise TypeError(
+                    f"queued is a {type(queued).__name__}, which a training model does not support"
+                )
 
-    def _create(self, queued: QueuedCreation) -> Work:
+    def _create(self, queued: QueuedCreation) -> None:
         """Create the adapter, from a checkpoint if there is one."""
         model, loaded = queued.model, queued.loaded
         try:
@@ -83,13 +84,11 @@ class TrainingOperations:
             raise
         model.adapter = adapter
         queued.future.set_result(model.info())
-        yield from ()
 
-    def _unload(self, queued: QueuedUnload) -> Work:
+    def _unload(self, queued: QueuedUnload) -> None:
         """Drop the adapter. Later operations on the model fail."""
         queued.model.adapter, queued.model.failure = None, "it was unloaded"
         queued.future.set_result(None)
-        yield from ()
 
     def _forward_backward(self, queued: QueuedForwardBackward) -> Work:
         """Run the forward pass, and the backward pass unless the operation is forward-only."""
@@ -116,20 +115,18 @@ class TrainingOperations:
         )
         queued.future.set_result(_with_substitution_metric(op.loss_fn, queued.loss_fn, output))
 
-    def _optim_step(self, queued: QueuedOptimStep) -> Work:
+    def _optim_step(self, queued: QueuedOptimStep) -> None:
         """Apply the accumulated gradient."""
         adapter = queued.model.created()
         queued.future.set_result(adapter.optim_step(queued.operation.adam_params))
-        yield from ()
 
-    def _load(self, queued: QueuedLoad) -> Work:
+    def _load(self, queued: QueuedLoad) -> None:
         """Replace the adapter's state by that of a checkpoint."""
         loaded = queued.loaded
         queued.model.created().load_state(dict(loaded.state), loaded.with_optimizer)
         queued.future.set_result(LoadWeightsResponse(queued.operation.path))
-        yield from ()
 
-    def _publish(self, queued: QueuedPublish) -> Work:
+    def _publish(self, queued: QueuedPublish) -> None:
         """Make the current version of the adapter available to the new sampler."""
         session = queued.session
         try:
@@ -140,9 +137,8 @@ class TrainingOperations:
         session.weights = adapter.snapshot()
         session.version = (queued.model.key, adapter.version)
         queued.future.set_result(session.sampler_id)
-        yield from ()
 
-    def _save(self, queued: QueuedSave) -> Work:
+    def _save(self, queued: QueuedSave) -> None:
         """Hand the current state to the disk thread, which writes the checkpoint."""
         model, op = queued.model, queued.operation
         metadata = {**model.user_metadata, **op.user_metadata}
@@ -160,7 +156,6 @@ class TrainingOperations:
             self._disk.submit(self._write, queued, label, adapter)
         except RuntimeError:  # the program is ending, and its thread pools reject new work
             self._write(queued, label, adapter)
-        yield from ()
 
     def _write(self, queued: QueuedSave, label: Label, adapter: SavedAdapter) -> None:
         """Write the checkpoint, and set the result."""

@@ -1,14 +1,15 @@
 """The sampler's model runners: they turn rows of tokens into hidden states and logits.
 
 `EagerRunner` is the eager model runner for any device. cuda_graph_runner.py has the model runner
-with CUDA graphs, for GPUs on which planish's Triton kernels support the model.
+with CUDA graphs, for GPUs on which planish's Triton kernels support the model. Both have the same
+methods. Hidden states are [T, D] in the model's dtype, and logits are float32 [T, V]. Both results
+are valid only until the next pass, which may overwrite them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,47 +38,6 @@ class Rows:
     """The recurrence of the rows; None if the model has no gated delta-net layers."""
 
 
-class ModelRunner(Protocol):
-    """The interface of a model runner.
-
-    Hidden states are [T, D] in the model's dtype, and logits are float32 [T, V]. Both results are
-    valid only until the next pass, which may overwrite them.
-    """
-
-    def row_multiple(self, adapters: int) -> int:
-        """Return the multiple to which the caller should pad the rows of each adapter.
-
-        `adapters` is the number of adapters in the decoding step. The result 1 means no padding.
-        """
-        ...
-
-    def prefill(self, rows: Rows, spans: Sequence[PrefillSpan]) -> Tensor:
-        """Return the hidden states of prompt rows.
-
-        The rows' keys and values are stored in the slots that `spans` name.
-        """
-        ...
-
-    def decode(
-        self,
-        rows: Rows,
-        row_of: dict[SlotOwner, int],
-        prompts: KVPools,
-        samples: KVPools,
-        row_counts: Mapping[SlotOwner, int] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the hidden states and logits of a decoding step.
-
-        `row_of` maps each sample in `samples` to its first row. `row_counts` has the number of
-        consecutive rows of each sample; samples that it does not contain have one row.
-        """
-        ...
-
-    def release_adapters(self) -> None:
-        """Free cached adapter weights. The sampler calls this when no request is running."""
-        ...
-
-
 class EagerRunner:
     """The eager model runner, for any device. It is batch-invariant if the backend is."""
 
@@ -89,15 +49,19 @@ class EagerRunner:
         self._decode_pass = decoder.backend.decode_pass(decoder) or decoder.forward
 
     def row_multiple(self, adapters: int) -> int:
-        """Return ROWS if several adapters may share one batched matmul, else 1.
+        """Return the multiple to which the caller should pad the rows of each adapter.
 
-        Adapters with the same number of rows can share a batched matmul. Padding makes this
-        likelier. A compiled kernel for adapters needs no padding.
+        `adapters`: the number of adapters in the decoding step. Adapters with the same number of
+        rows can share a batched matmul, and padding makes this likelier. The result is 1 (no
+        padding) for a single adapter, and if a compiled kernel applies the adapters.
         """
         return ROWS if adapters > 1 and not self._backend.packs_layer_adapters else 1
 
     def prefill(self, rows: Rows, spans: Sequence[PrefillSpan]) -> Tensor:
-        """Return the hidden states [T, D] of prompt rows, and store their keys and values."""
+        """Return the hidden states [T, D] of prompt rows.
+
+        The rows' keys and values are stored in the slots that `spans` name.
+        """
         attention = self._backend.prefill_attention(spans)
         adapters = self._backend.adapter_batch(rows.layout.adapters)
         tokens_and_positions = self._tokens_and_positions(rows)
@@ -113,7 +77,11 @@ class EagerRunner:
         samples: KVPools,
         row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the hidden states [T, D] and float32 logits [T, V] of a decoding step."""
+        """Return the hidden states [T, D] and float32 logits [T, V] of a decoding step.
+
+        `row_of` maps each sample in `samples` to its first row. `row_counts` has the number of
+        consecutive rows of each sample; samples that it does not contain have one row.
+        """
         adapters = rows.layout.adapters
         given: Sequence[AdapterRows | StackRows] = adapters
         if self.row_multiple(len(adapters)) > 1:
@@ -132,7 +100,7 @@ class EagerRunner:
         return hidden, self._head.logits(hidden, adapters)
 
     def release_adapters(self) -> None:
-        """Free the stacked adapter weights."""
+        """Free the stacked adapter weights. The sampler calls this when no request is running."""
         self._stacks.forget()
 
     def _tokens_and_positions(self, rows: Rows) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ from planish.engine.release_memory import clear_frames
 from planish.engine.sampling.adjustments import Adjustment, is_adjusted, sample_batch
 from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner
 from planish.engine.sampling.grammars import GrammarCache, GrammarState, wait_for_masks
-from planish.engine.sampling.model_runner import EagerRunner, ModelRunner, Rows
+from planish.engine.sampling.model_runner import EagerRunner, Rows
 from planish.engine.sampling.prefix_cache import PrefixCache
 from planish.engine.sampling.prompt_logprobs import (
     SCORED_ROWS,
@@ -93,6 +93,19 @@ class _CachedChunk:
     """
     state: RecurrentState | None
     """The recurrent state after the chunk; None if the model has none."""
+
+
+@dataclass(slots=True)
+class _TokenToSample:
+    """A token to sample, or a forced token to take, in one step."""
+
+    sample: RunningSample
+    row: int
+    """The batch row whose logits the token is sampled from."""
+    index: int
+    """The token's index within its sample."""
+    adjustment: Adjustment | None = None
+    """How the logits are adjusted first. None: the logits are used as they are."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +191,7 @@ class Sampler:
         self._backend = decoder.backend
         self._head = SamplingHead(decoder)
         self._kv_spec = KVSpec.from_backend(decoder.backend)
-        self._runner: ModelRunner
+        self._runner: EagerRunner | CudaGraphRunner
         if CudaGraphRunner.supports(decoder):
             self._runner = CudaGraphRunner(
                 decoder, self._kv_spec, settings.max_batch, settings.max_prefill_tokens_per_step
@@ -703,17 +716,8 @@ class Sampler:
         the last row give the logprobs of forced tokens, which are appended too. A logprob that is
         not finite fails its request.
         """
-        adjustments: dict[int, Adjustment] = {}
-        exhausted: list[RunningSample] = []
-        token_indices = [len(sample.tokens) for sample in samples]
-        if any(sample.request.is_adjusted for sample in samples):
-            samples, rows, token_indices, adjustments, exhausted = self._adjustments(samples, rows)
-        if samples:
-            ended = self._append_tokens(
-                samples, rows, token_indices, adjustments, hidden, logits, adapters
-            )
-        else:
-            ended = []
+        tokens, exhausted = self._tokens_to_sample(samples, rows)
+        ended = self._append_tokens(tokens, hidden, logits, adapters) if tokens else []
         for sample in exhausted:
             if sample.stop_reason is None:
                 sample.stop_reason = "stop"
@@ -724,24 +728,18 @@ class Sampler:
 
     def _append_tokens(
         self,
-        samples: list[RunningSample],
-        rows: list[int],
-        token_indices: list[int],
-        adjustments: dict[int, Adjustment],
+        tokens: Sequence[_TokenToSample],
         hidden: Tensor,
         logits: Tensor,
         adapters: list[AdapterRows],
     ) -> list[RunningSample]:
-        """Sample one token from each row rows[i] and append it to samples[i].
-
-        token_indices[i] is the index of this token within its sample. Return the samples that have
-        stopped.
-        """
-        params = [sample.request.op.sampling_params for sample in samples]
-        uniforms = [
-            sample.stream.at(token_index)
-            for sample, token_index in zip(samples, token_indices, strict=True)
-        ]
+        """Sample the tokens and append them to their samples. Return the samples that stop."""
+        params = [token.sample.request.op.sampling_params for token in tokens]
+        uniforms = [token.sample.stream.at(token.index) for token in tokens]
+        rows = [token.row for token in tokens]
+        adjustments = {
+            i: token.adjustment for i, token in enumerate(tokens) if token.adjustment is not None
+        }
         if adjustments:
             sampled = sample_batch(self._backend, logits, params, uniforms, rows, adjustments)
         else:
@@ -751,7 +749,7 @@ class Sampler:
             [p.temperature or 1.0 for p in params], torch.float32, logits.device
         )
         logprobs = (sampled_logits / temperature - sampled.log_normalizer).tolist()
-        max_topk = max(sample.request.op.topk_sample_logprobs for sample in samples)
+        max_topk = max(token.sample.request.op.topk_sample_logprobs for token in tokens)
         if max_topk and rows != list(range(logits.shape[0])):
             logits = logits[on_device(rows, torch.int64, logits.device)]
         tops = (
@@ -762,9 +760,10 @@ class Sampler:
         top_ids, top_values = (tops[0].tolist(), tops[1].tolist()) if tops else ([], [])
         stopped: list[RunningSample] = []
         constrained: list[tuple[GrammarState, int]] = []
-        for i, (sample, token, logprob) in enumerate(
-            zip(samples, sampled.tokens.tolist(), logprobs, strict=True)
+        for i, (token_id, logprob) in enumerate(
+            zip(sampled.tokens.tolist(), logprobs, strict=True)
         ):
+            sample = tokens[i].sample
             if sample.stop_reason is not None:
                 continue  # The sample stopped at one of its forced tokens.
             if not math.isfinite(logprob):
@@ -773,7 +772,7 @@ class Sampler:
                 sample.request.fail(_not_finite(sample.request.op.sampler_id))
                 continue
             k = sample.request.op.topk_sample_logprobs
-            sample.tokens.append(token)
+            sample.tokens.append(token_id)
             sample.logprobs.append(min(logprob, 0.0))
             if k:
                 sample.top.append((top_ids[i][:k], top_values[i][:k]))
@@ -791,26 +790,21 @@ class Sampler:
                 stopped.append(sample)
             elif sample.grammar is not None:
                 if adjustments[i].forced is None:
-                    constrained.append((sample.grammar, token))
+                    constrained.append((sample.grammar, token_id))
                 else:
                     del sample.grammar.forced[0]
         if constrained and self._grammars is not None:
             self._grammars.advance(constrained)
         return stopped
 
-    def _adjustments(
+    def _tokens_to_sample(
         self, samples: list[RunningSample], rows: list[int]
-    ) -> tuple[
-        list[RunningSample], list[int], list[int], dict[int, Adjustment], list[RunningSample]
-    ]:
-        """Prepare the tokens to sample.
+    ) -> tuple[list[_TokenToSample], list[RunningSample]]:
+        """Return the tokens to sample in this step, and the exhausted samples.
 
-        Return (samples, rows, token_indices, adjustments, exhausted). Token i is sampled from row
-        rows[i] for samples[i], and its index within that sample is token_indices[i]. `adjustments`
-        maps i to the adjustment of token i, if that token has one. A sample with forced tokens
-        appears in the lists once per token. Samples whose mask is missing, and samples whose
-        grammar failed, are left out. `exhausted` has the samples whose text is complete and cannot
-        be continued.
+        Sample i has the rows rows[i] .. rows[i] + num_rows - 1. A sample with forced tokens has
+        several tokens. Samples whose mask is missing, and samples whose grammar failed, have none.
+        The text of an exhausted sample is complete and cannot be continued.
         """
         missing = [s.grammar for s in samples if s.grammar is not None and not s.grammar.is_ready]
         if missing:
@@ -818,40 +812,35 @@ class Sampler:
             # Without its mask, a sample would have to be decoded again in a later step. That would
             # advance a recurrent state twice, so models with such states wait without a limit.
             wait_for_masks(on_time, None if self._state_bytes else _MASK_SECONDS, for_all=True)
-        ready_samples: list[RunningSample] = []
-        ready_rows: list[int] = []
-        token_indices: list[int] = []
-        adjustments: dict[int, Adjustment] = {}
+        tokens: list[_TokenToSample] = []
         exhausted: list[RunningSample] = []
         for sample, row in zip(samples, rows, strict=True):
-            token_index = len(sample.tokens)
-            if sample.request.is_adjusted:
-                if sample.grammar is not None and not _has_mask(sample, sample.grammar):
-                    continue
-                # Each row of the sample gives the logprob of one token. If the mask was computed
-                # during this step, there may be more forced tokens than rows. The sample then
-                # takes one forced token per row, and later steps take the others.
-                forced = sample.forced[: sample.num_rows]
-                for number, token in enumerate(forced):
-                    adjustments[len(ready_samples)] = Adjustment(None, _NO_TOKENS, (), token)
-                    ready_samples.append(sample)
-                    ready_rows.append(row + number)
-                    token_indices.append(token_index + number)
-                if len(forced) == sample.num_rows:
-                    continue
-                row, token_index = row + len(forced), token_index + len(forced)
-                allowed = self._allowed(sample, token_index)
-                if allowed is None and sample.grammar is not None:
-                    exhausted.append(sample)
-                    continue
-                penalty = sample.request.op.sampling_params.repetition_penalty
-                prompt_tokens = sample.prompt.distinct_tokens if penalty != 1 else _NO_TOKENS
-                tokens = [*sample.tokens, *forced] if forced else sample.tokens
-                adjustments[len(ready_samples)] = Adjustment(allowed, prompt_tokens, tokens)
-            ready_samples.append(sample)
-            ready_rows.append(row)
-            token_indices.append(token_index)
-        return ready_samples, ready_rows, token_indices, adjustments, exhausted
+            index = len(sample.tokens)
+            if not sample.request.is_adjusted:
+                tokens.append(_TokenToSample(sample, row, index))
+                continue
+            if sample.grammar is not None and not _has_mask(sample, sample.grammar):
+                continue
+            # Each row of the sample gives the logprob of one token. If the mask was computed during
+            # this step, there may be more forced tokens than rows. The sample then takes one forced
+            # token per row, and later steps take the others.
+            forced = sample.forced[: sample.num_rows]
+            for number, token in enumerate(forced):
+                adjustment = Adjustment(None, _NO_TOKENS, (), token)
+                tokens.append(_TokenToSample(sample, row + number, index + number, adjustment))
+            if len(forced) == sample.num_rows:
+                continue
+            row, index = row + len(forced), index + len(forced)
+            allowed = self._allowed(sample, index)
+            if allowed is None and sample.grammar is not None:
+                exhausted.append(sample)
+                continue
+            penalty = sample.request.op.sampling_params.repetition_penalty
+            prompt_tokens = sample.prompt.distinct_tokens if penalty != 1 else _NO_TOKENS
+            earlier = [*sample.tokens, *forced] if forced else sample.tokens
+            adjustment = Adjustment(allowed, prompt_tokens, earlier)
+            tokens.append(_TokenToSample(sample, row, index, adjustment))
+        return tokens, exhausted
 
     def _allowed(self, sample: RunningSample, token_index: int) -> np.ndarray | None:
         """Return the tokens that may become token number `token_index` (see `Adjustment.allowed`).
