@@ -34,11 +34,11 @@ from planish.model.kernels.device import Device
 from planish.model.kv_cache import KVSpec, max_pool_bytes, max_reservable_bytes
 from planish.model.lora import LoraLayout
 from planish.model.weight_sizes import (
-    kept_bytes,
     linear_bytes,
     mxfp4_bytes,
     quantized_shapes,
     stored_scheme,
+    unquantized_bytes,
     weight_bytes,
 )
 from planish.service import AdapterBytes
@@ -268,7 +268,7 @@ class _ModelNeeds:
         # Weights that the checkpoint stores as MXFP4 codes have a single copy: the packed codes.
         stored_codes = mxfp4_bytes(config)
         all_copies = backend.weight_copies * (
-            kept_bytes(config, dtype.itemsize, scheme) - stored_codes
+            unquantized_bytes(config, dtype.itemsize, scheme) - stored_codes
         )
         all_copies += stored_codes + (linear_bytes(config, scheme) if scheme is not None else 0)
         is_quantized = scheme is not None or config.mxfp4_experts

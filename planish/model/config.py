@@ -141,26 +141,26 @@ _DEFAULTS: dict[Family, dict[str, Any]] = {
 every field that has its default, including the model's dimensions.
 """
 
-_MINISTRAL3_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 1_000_000.0,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16384,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
+_ROPE_DEFAULTS: dict[Family, dict[str, Any]] = {
+    "ministral3": {
+        "rope_type": "yarn",
+        "rope_theta": 1_000_000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+    "gpt_oss": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
 }
-"""The default of `rope_parameters` for Ministral 3, used if the config lacks this field."""
-
-_GPT_OSS_ROPE = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
-"""The default of `rope_parameters` for gpt-oss, used if the config lacks this field."""
+"""The default of `rope_parameters` in a family, used if the config lacks this field."""
 
 _LAYER_ROPES: dict[Family, tuple[LayerRope, LayerRope]] = {
     "gemma3": (
@@ -386,10 +386,8 @@ class ModelConfig:
                 fields |= _modelopt_fields(directory)
             family = FAMILIES[fields["architectures"][0] if is_multimodal(outer) else architecture]
             fields = _DEFAULTS.get(family, {}) | fields
-            if family == "ministral3" and not rope_parameters(fields):
-                fields["rope_parameters"] = _MINISTRAL3_ROPE
-            if family == "gpt_oss" and not rope_parameters(fields):
-                fields["rope_parameters"] = _GPT_OSS_ROPE
+            if family in _ROPE_DEFAULTS and not rope_parameters(fields):
+                fields["rope_parameters"] = _ROPE_DEFAULTS[family]
             _reject_unsupported(fields, family)
             return _from_fields(fields, family, eos_token_ids)
         except UnsupportedError as error:

@@ -44,7 +44,7 @@ from planish.model.operations import (
     reorder,
     rope,
 )
-from planish.model.quantization import Fp8Weight, Mxfp4Weight, check_quantizable
+from planish.model.quantization import Fp8Weight, Mxfp4Weight, check_quantizable, quantize
 from planish.model.rope import RotaryEmbedding, Rotation, paired_halves, query_scales
 from planish.model.weight_sizes import quantized_shapes
 from planish.model.weights import load_weights, scale_name
@@ -453,7 +453,8 @@ class _Loader:
                     self.unquantized(name, torch.float32).to(self.backend.device)
                     for name in weight_names
                 ]
-                return self.backend.pack_quantized(stored, biases, self.quantize)
+                codes = [quantize(weight, self.quantize) for weight in stored]
+                return self.backend.pack_codes(codes, biases)
             if all(_is_fp8(self.weights[name]) for name in weight_names):
                 return self.backend.pack_codes([self.fp8_weight(n) for n in weight_names], biases)
             return self.backend.pack(self.joint_weights(weight_names), biases, keep_unpacked=False)

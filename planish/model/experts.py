@@ -1,16 +1,18 @@
-"""A mixture of experts: the MLP of a layer in which each token uses a few of many small MLPs.
+"""A mixture of experts: an MLP layer of many small MLPs (experts), of which each token uses a few.
 
-For each token, the router gives each expert a probability, in float32. Only the k experts with the
-largest probabilities process the token. The layer's output is the sum of their outputs, weighted by
-the probabilities. The router is frozen, but gradients pass through its probabilities to the layer's
-input.
+For each token, the router computes a float32 probability for each expert. Only the k experts with
+the largest probabilities process the token. The layer's output is the sum of their outputs,
+weighted by the probabilities. The router is frozen, but gradients pass through its probabilities to
+the layer's input.
 
-In Qwen3.5, a layer also has a shared expert, which processes every token. The decoder computes it
-as a dense MLP, multiplies its output with a gate, and adds the product to the experts' sum.
+In Qwen3.5, a layer also has a shared expert, which processes every token. The decoder computes the
+shared expert as a dense MLP, multiplies its output by a gate, and adds the product to the sum over
+the chosen experts.
 
-Rows are sorted by expert, so that one matmul computes all rows of an expert. Sampler and trainer
-choose experts with the same code. The outputs of a token's experts are added in the order of their
-probabilities. So the layer is batch-invariant if the backend's matmuls are.
+One matmul computes all rows of an expert. For this, the pairs of a row and an expert are sorted by
+expert. Sampler and trainer choose experts with the same code, and add the outputs of a token's
+experts in the order of their probabilities. So the layer is batch-invariant if the backend's
+matmuls are.
 
 Shapes: T rows of a batch, D hidden, N experts, k experts per token, P = T * k pairs of a row and
 an expert, I hidden size of an expert, r rank.
@@ -47,7 +49,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """The frozen weights of an MLP that computes every token, beside the chosen experts."""
+    """The frozen weights of the shared expert, an MLP that processes every token."""
 
     gate_up: PackedLinear
     down: PackedLinear
@@ -71,32 +73,32 @@ class ExpertRows:
 
     @cached_property
     def _keys(self) -> np.ndarray:
-        """The sort key of each sorted pair, expert * T + row: int64 [P], ascending."""
+        """For each sorted pair, expert * T + row: int64 [P], ascending."""
         keys: np.ndarray = (self._experts * self.num_rows + self.rows).cpu().numpy()
         return keys
 
     @cached_property
     def parts(self) -> list[tuple[int, slice]]:
-        """The experts that any row has chosen, each with the slice of its sorted pairs."""
+        """The experts that at least one row uses, each with the slice of its sorted pairs."""
         return self.parts_of(0, self.num_rows)
 
     def bounds(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sorted pairs of rows start .. stop - 1, as a range per expert: two int64 [N].
+        """Return where the sorted pairs of the rows start .. stop - 1 are, for each expert.
 
-        The first array has the index of each expert's first pair in these rows. The second array
-        has the number of its pairs, which are consecutive.
+        The pairs of one expert in these rows are consecutive. The result is the index of each
+        expert's first pair, int64 [N], and the number of its pairs, int64 [N].
         """
         first = np.arange(self._num_experts) * self.num_rows
         begin = np.searchsorted(self._keys, first + start)
         return begin, np.searchsorted(self._keys, first + stop) - begin
 
     def parts_of(self, start: int, stop: int) -> list[tuple[int, slice]]:
-        """Return the experts of the rows start .. stop - 1, each with the slice of its pairs."""
-        first, count = (ends.tolist() for ends in self.bounds(start, stop))
+        """Return the experts that rows start .. stop - 1 use, each with the slice of its pairs."""
+        firsts, counts = (array.tolist() for array in self.bounds(start, stop))
         return [
-            (expert, slice(first[expert], first[expert] + size))
-            for expert, size in enumerate(count)
-            if size
+            (expert, slice(first, first + count))
+            for expert, (first, count) in enumerate(zip(firsts, counts, strict=True))
+            if count
         ]
 
     def by_row(self, values: Tensor) -> Tensor:
@@ -144,7 +146,9 @@ def mixture_of_experts(
 def route(
     backend: Backend, x: Tensor, router: PackedLinear, *, training: bool
 ) -> tuple[Tensor, ExpertRows]:
-    """Choose each row's experts. Return their weights, float32 [T, k], and the sorted pairs.
+    """Choose the k experts of each row.
+
+    Return the weights of the experts' outputs, float32 [T, k], and the sorted pairs.
 
     `x`: [T, D]. `training`: the rows are a micro-batch of the trainer, with gradients.
     """
@@ -186,9 +190,9 @@ class _Experts(torch.autograd.Function):
     Only the input, the router's weights, the output of gate and up, and the LoRA hidden states are
     stored. The backward pass recomputes the activations, but not the experts' outputs.
 
-    The gradient of a pair's weight is dot(output, gradient of the output). Without its bias, the
-    output is linear in the activations, so dot(activations, gradient of the activations) has the
-    same value and does not need the output. The backward pass computes this product, and adds
+    The gradient of a pair's weight is dot(output, gradient of the output). The backward pass gets
+    the same value without the output, which is not stored. Apart from its bias, the output is
+    linear in the activations. So the value is dot(activations, gradient of the activations), plus
     dot(bias, gradient of the output).
     """
 
@@ -212,9 +216,9 @@ class _Experts(torch.autograd.Function):
         backend, rows = run.backend, run.rows
         hidden = activated(backend, gate_up)
         pair_weights = weights.flatten()[rows.order].unsqueeze(1)
-        # Do not multiply `grad` by the pairs' weights: the gradient of a weight needs `grad_hidden`
-        # without that weight. The LoRA gradients need the weights. They are products of `grad`
-        # with `hidden` and with `lora_hidden_out`, so multiply these two by the weights instead.
+        # `grad` is not multiplied by the pairs' weights, because the gradient of a weight needs
+        # `grad_hidden` without that weight. But the LoRA gradients must contain the weights. They
+        # are products of `grad` with `hidden` and `lora_hidden_out`, so these two are multiplied.
         narrow = pair_weights.to(hidden.dtype)
         given = (hidden * narrow, None if lora_hidden_out is None else lora_hidden_out * narrow)
         grad_hidden, grads_out = _backward(
@@ -258,9 +262,9 @@ def _matmuls(
 def _add_lora_(
     backend: Backend, x: Tensor, out: Tensor, rows: ExpertRows, lora: LoraMatrices | None
 ) -> Tensor | None:
-    """Add the LoRA outputs of the experts to `out` [P, out]; return the LoRA hidden states.
+    """Add the LoRA outputs of the experts to `out` [P, out].
 
-    They are [P, r], padded to a multiple of LORA_COLUMNS columns.
+    Return the LoRA hidden states [P, r], padded to a multiple of LORA_COLUMNS columns.
     """
     if lora is None:
         return None
@@ -281,10 +285,10 @@ def _backward(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the gradients of the experts' inputs [P, in] and of the LoRA matrices, if any.
 
-    `grad`: gradient of the outputs [P, out]. `x`, `lora_hidden`: the inputs [P, in] and the LoRA hidden
-    states from which the gradients of the LoRA matrices are computed.
+    `grad`: the gradient of the outputs, [P, out]. `x`, `lora_hidden`: the inputs [P, in] and the
+    LoRA hidden states, from which the gradients of the LoRA matrices are computed.
     """
-    of_x = grad.new_empty(x.shape)
+    grad_x = grad.new_empty(x.shape)
     grads: list[Tensor] = []
     if lora is not None:
         grads = [
@@ -292,13 +296,15 @@ def _backward(
             for matrix in (lora.a, *lora.bs)
         ]
     for expert, part in run.rows.parts:
-        of_x[part] = run.backend.matmul_backward(grad[part], linears[expert])
+        grad_x[part] = run.backend.matmul_backward(grad[part], linears[expert])
         if lora is not None and lora_hidden is not None:
-            given = (grad[part], x[part], lora_hidden[part, : lora.rank], of_x[part])
-            of_a, of_bs = run.backend.lora_backward_(*given, [grad.shape[1]], lora.expert(expert))
-            for whole, own in zip(grads, (of_a, *of_bs), strict=True):
+            given = (grad[part], x[part], lora_hidden[part, : lora.rank], grad_x[part])
+            grad_a, grad_bs = run.backend.lora_backward_(
+                *given, [grad.shape[1]], lora.expert(expert)
+            )
+            for whole, own in zip(grads, (grad_a, *grad_bs), strict=True):
                 whole[expert] = own
-    return of_x, grads
+    return grad_x, grads
 
 
 def _weighted_sum(values: Tensor, rows: ExpertRows, weights: Tensor | None = None) -> Tensor:

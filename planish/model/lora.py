@@ -45,7 +45,7 @@ def expert_matrices(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Entry:
+class MatrixSpec:
     """The name, shape and position of one matrix of the flat vector."""
 
     name: str
@@ -89,7 +89,7 @@ class Entry:
         return matrix.reshape(self.file_shape).contiguous()
 
     def from_file(self, matrix: Tensor) -> Tensor:
-        """Return a matrix of PEFT's files in the shape of this entry."""
+        """Return a matrix of PEFT's files in the shape of this matrix."""
         if len(self.shape) == 3 and self.is_b:
             experts, rows, columns = self.shape
             return matrix.reshape(rows, columns, experts).permute(2, 0, 1)
@@ -148,8 +148,8 @@ class LoraLayout:
         self.model = model
         self.lora = lora
         self.scaling = self.ALPHA / lora.rank
-        self.entries: list[Entry] = []
-        self.sites: list[tuple[Entry, ...]] = []
+        self.entries: list[MatrixSpec] = []
+        self.sites: list[tuple[MatrixSpec, ...]] = []
         """The entries of each site (target module), the As before the Bs.
 
         A site is a group of linears that read the same input. The trained sites of each layer come
@@ -180,7 +180,7 @@ class LoraLayout:
         site = []
         for name, target, shape in parts:
             offset = self.entries[-1].offset + self.entries[-1].size if self.entries else 0
-            site.append(Entry(name, target, shape, offset))
+            site.append(MatrixSpec(name, target, shape, offset))
             self.entries.append(site[-1])
         self.sites.append(tuple(site))
 
@@ -252,7 +252,7 @@ class LoraWeights:
         ]
 
     def _matrices(
-        self, flat: Tensor, entries: tuple[Entry, ...], requires_grad: bool
+        self, flat: Tensor, entries: tuple[MatrixSpec, ...], requires_grad: bool
     ) -> LoraMatrices:
         """Return the joint A and the Bs of one target module as leaves."""
         a_entries = [e for e in entries if not e.is_b]

@@ -1,7 +1,7 @@
 """The differentiable operations of the decoder, computed by a backend.
 
-Each operation stores less for its backward pass than autograd would, and calls one kernel where
-autograd would call several.
+Each operation is an autograd function of its own. It stores fewer tensors for the backward pass
+than plain torch operations would, and calls one kernel instead of several.
 
 Shapes: T rows, H heads, E head_dim, I intermediate size of the MLP.
 """
@@ -75,9 +75,10 @@ def add_rms_norm(
 
 
 class _AddRMSNorm(torch.autograd.Function):
-    """The norm's weight is frozen, so only the two summands get gradients.
+    """The sum of two tensors, and the RMSNorm of the sum.
 
-    The backward pass needs only their sum and one scale factor per row.
+    The norm's weight is frozen, so only the two summands get gradients. The backward pass needs
+    only their sum and the norm's scale of each row.
     """
 
     @staticmethod
@@ -94,12 +95,12 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total: Tensor | None, grad: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
         total, weight, scale = ctx.saved_tensors
-        found = grad_total
         if grad is not None:
-            found = ctx.backend.rms_norm_backward(grad, total, weight, scale, grad_total)
-        assert found is not None
-        of_residual = None if ctx.residual_dtype is None else found.to(ctx.residual_dtype)
-        return None, found, of_residual, None, None
+            grad_total = ctx.backend.rms_norm_backward(grad, total, weight, scale, grad_total)
+        assert grad_total is not None
+        dtype = ctx.residual_dtype
+        grad_residual = None if dtype is None else grad_total.to(dtype)
+        return None, grad_total, grad_residual, None, None
 
 
 def rope(backend: Backend, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ def rope(backend: Backend, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rope(torch.autograd.Function):
-    """The gradient of a rotation is the rotation by the opposite angle."""
+    """RoPE. Its backward pass rotates the gradient by the negative angles."""
 
     @staticmethod
     def forward(ctx, backend: Backend, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -131,10 +132,10 @@ def reorder(x: Tensor, order: Tensor) -> Tensor:
 
 
 class _Reorder(torch.autograd.Function):
-    """A permutation whose backward pass selects with the inverse permutation.
+    """A permutation, whose backward pass applies the inverse permutation to the gradient.
 
-    Autograd's backward of `index_select` would add the gradient to a tensor of zeros, entry by
-    entry.
+    The backward pass of torch's `index_select` is slower: it adds the gradient to a tensor of
+    zeros, entry by entry.
     """
 
     @staticmethod
@@ -151,7 +152,8 @@ class _Reorder(torch.autograd.Function):
 def gated(backend: Backend, gate_up: Tensor) -> Tensor:
     """Return activation(gate) * up (Shazeer 2020): [T, I].
 
-    `gate_up`: [T, 2 * I], the gate before up. The activation is SiLU or GELU (see `ModelConfig`).
+    `gate_up`: [T, 2 * I], where the columns of the gate come first. The activation is SiLU or GELU
+    (see `ModelConfig.activation`).
     """
     if torch.is_grad_enabled():
         return _Gated.apply(backend, gate_up)  # type: ignore[no-any-return]
@@ -186,7 +188,7 @@ def activated_backward(backend: Backend, grad: Tensor, gate_up: Tensor) -> Tenso
 
 
 class _Gated(torch.autograd.Function):
-    """A gated activation whose backward pass recomputes the activation instead of storing it."""
+    """A gated activation, whose backward pass recomputes the activation instead of storing it."""
 
     @staticmethod
     def forward(ctx, backend: Backend, gate_up: Tensor) -> Tensor:
@@ -209,7 +211,7 @@ def gated_output(x: Tensor, gate: Tensor) -> Tensor:
 
 
 class _GatedOutput(torch.autograd.Function):
-    """The gate of an output, in float32. The backward pass recomputes the sigmoid."""
+    """The product with a sigmoid gate, in float32. The backward pass recomputes the sigmoid."""
 
     @staticmethod
     def forward(ctx, x: Tensor, gate: Tensor) -> Tensor:
@@ -219,6 +221,6 @@ class _GatedOutput(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, gate = ctx.saved_tensors
-        share, grad = sigmoid(gate), grad.float()
-        of_gate = (grad * x.float() * share * (1 - share)).sum_to_size(gate.shape)
-        return (grad * share).to(x.dtype), of_gate.to(gate.dtype)
+        factor, grad = sigmoid(gate), grad.float()
+        grad_gate = (grad * x.float() * factor * (1 - factor)).sum_to_size(gate.shape)
+        return (grad * factor).to(x.dtype), grad_gate.to(gate.dtype)

@@ -31,10 +31,11 @@ Shapes: out, in: outputs and inputs of a linear.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +44,6 @@ from torch import Tensor
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.weight_sizes import NF4_BLOCK, SCHEMES, quantized_shapes
-from planish.model.weights import MXFP4_BLOCK
 
 _SMALLEST_SCALE = 2.0**-100
 """Channels with smaller scales become zero, because kernels do not support denormal numbers."""
@@ -74,21 +74,51 @@ MXFP4_VALUES = (*_POSITIVE_MXFP4, *(-value for value in _POSITIVE_MXFP4))
 """The values of the mxfp4 codes: numbers with one sign, two exponent and one mantissa bit."""
 
 
-class QuantizedWeight(Protocol):
+class QuantizedWeight(ABC):
     """A quantized weight [out, in]."""
+
+    codes: Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
         """The shape of the weight: (out, in)."""
-        ...
+        return self.codes.shape[0], self.codes.shape[1]
 
+    @abstractmethod
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in]: value times scale in float32, rounded to `dtype`."""
-        ...
+
+
+class FourBitWeight(QuantizedWeight):
+    """A weight [out, in] with codes of 4 bits, which are indices into 16 values.
+
+    One byte of `codes` [out, in / 2] has the codes of two adjacent inputs.
+    """
+
+    is_high_first: ClassVar[bool]
+    """Whether the higher four bits of a byte are the code of the first of the two inputs."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the weight: (out, in)."""
+        return self.codes.shape[0], 2 * self.codes.shape[1]
+
+    @property
+    @abstractmethod
+    def scales(self) -> Tensor:
+        """The scales of the blocks of inputs: float32 [out, blocks]."""
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [out, in] in `dtype`."""
+        high, low, scales = self.codes >> 4, self.codes & 15, self.scales
+        codes = torch.stack((high, low) if self.is_high_first else (low, high), 2).int()
+        values = four_bit_values(type(self), codes.device)[codes.view(-1)]
+        blocks = values.view(*scales.shape, -1)
+        return blocks.mul_(scales[..., None]).view(self.shape).to(dtype)
 
 
 @dataclass(frozen=True)
-class Int8Weight:
+class Int8Weight(QuantizedWeight):
     """A weight [out, in] with codes of 8 bits and one scale per output channel."""
 
     codes: Tensor
@@ -105,22 +135,18 @@ class Int8Weight:
         codes = (wide / scales.where(scales > 0, 1.0)[:, None]).round_().clamp_(-127, 127)
         return cls(codes.where(scales[:, None] > 0, 0.0).to(torch.int8), scales)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The shape of the weight: (out, in)."""
-        return self.codes.shape[0], self.codes.shape[1]
-
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] in `dtype`."""
         return self.codes.float().mul_(self.scales[:, None]).to(dtype)
 
 
 @dataclass(frozen=True)
-class Nf4Weight:
+class Nf4Weight(FourBitWeight):
     """A weight [out, in] with codes of 4 bits, and quantized scales of blocks of 64 inputs."""
 
+    is_high_first = True
     codes: Tensor
-    """uint8 [out, in / 2]. The higher four bits are the code of the first of two inputs."""
+    """uint8 [out, in / 2]."""
     scale_codes: Tensor
     """uint8 [out, in / 64]: indices into `dynamic_values`."""
     scale_scales: Tensor
@@ -151,50 +177,31 @@ class Nf4Weight:
         )
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """The shape of the weight: (out, in)."""
-        return self.codes.shape[0], 2 * self.codes.shape[1]
-
-    @property
     def scales(self) -> Tensor:
         """The dequantized scales of the blocks: float32 [out, in / 64]."""
         values = dynamic_values(self.codes.device)[self.scale_codes.int()].view(-1)
         groups = self.scale_scales[:, None].expand(-1, _GROUP).reshape(-1)[: len(values)]
         return values.mul_(groups).add_(self.offset).view(self.scale_codes.shape)
 
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [out, in] in `dtype`."""
-        codes = torch.stack((self.codes >> 4, self.codes & 15), 2).int()
-        values = four_bit_values(Nf4Weight, codes.device)[codes.view(-1)]
-        blocks = values.view(*self.scale_codes.shape, NF4_BLOCK)
-        return blocks.mul_(self.scales[..., None]).view(self.shape).to(dtype)
-
 
 @dataclass(frozen=True)
-class Mxfp4Weight:
+class Mxfp4Weight(FourBitWeight):
     """A weight [out, in] in mxfp4, with the codes and exponents of the checkpoint."""
 
+    is_high_first = False
     codes: Tensor
-    """uint8 [out, in / 2]. The lower four bits are the code of the first of two inputs."""
+    """uint8 [out, in / 2]."""
     exponents: Tensor
     """uint8 [out, in / 32]: indices into `mxfp4_scales`."""
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """The shape of the weight: (out, in)."""
-        return self.codes.shape[0], 2 * self.codes.shape[1]
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [out, in] in `dtype`."""
-        codes = torch.stack((self.codes & 15, self.codes >> 4), 2).int()
-        values = four_bit_values(Mxfp4Weight, codes.device)[codes.view(-1)]
-        blocks = values.view(*self.exponents.shape, MXFP4_BLOCK)
-        scales = mxfp4_scales(codes.device)[self.exponents.int()]
-        return blocks.mul_(scales[..., None]).view(self.shape).to(dtype)
+    def scales(self) -> Tensor:
+        """The scales of the blocks: float32 [out, in / 32]."""
+        return mxfp4_scales(self.exponents.device)[self.exponents.int()]
 
 
 @dataclass(frozen=True)
-class Fp8Weight:
+class Fp8Weight(QuantizedWeight):
     """A weight [out, in] in fp8, with the codes and scales of the checkpoint."""
 
     codes: Tensor
@@ -219,11 +226,6 @@ class Fp8Weight:
         assert block is not None, "the weights are checked when they are loaded"
         grid = (-(-fan_out // block[0]), -(-fan_in // block[1]))
         return cls(codes, scales.to(codes.device, torch.float32).reshape(grid), block)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The shape of the weight: (out, in)."""
-        return self.codes.shape[0], self.codes.shape[1]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] in `dtype`."""

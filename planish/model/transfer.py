@@ -18,18 +18,18 @@ from planish.model.kernels.device import Device
 
 def on_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return `torch.tensor(numbers, dtype=dtype, device=device)`, copied asynchronously."""
-    return sent(torch.tensor(numbers, dtype=dtype), device)
+    return copy_async(torch.tensor(numbers, dtype=dtype), device)
 
 
-def sent(x: Tensor, device: torch.device) -> Tensor:
+def copy_async(x: Tensor, device: torch.device) -> Tensor:
     """Return `x.to(device)` for a host tensor `x`, without waiting for the copy.
 
     For a GPU the caller may overwrite `x` at once. For a CPU the result is `x` itself.
     """
-    return staged(x, device).to(device, non_blocking=True)
+    return pinned(x, device).to(device, non_blocking=True)
 
 
-def staged(x: Tensor, device: torch.device) -> Tensor:
+def pinned(x: Tensor, device: torch.device) -> Tensor:
     """Return a host tensor with the contents of `x`, ready to be copied with non_blocking=True.
 
     For a GPU this is a copy of `x` in pinned memory. torch reuses this memory only after the

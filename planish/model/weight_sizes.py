@@ -1,6 +1,7 @@
-"""Formulas for the memory of base weights, with and without quantization.
+"""The memory that base weights take, with and without quantization.
 
-This module does not import torch, because commands that list models do not need it.
+This module does not import torch, because importing torch takes seconds and commands that list
+models do not need it.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from planish.model.config import ModelConfig
 from planish.model.weights import expected_shapes
 
 SCHEMES = ("int8", "nf4")
-"""The names of the quantization schemes (model/quantization.py)."""
+"""The names of the schemes that planish can quantize weights with (model/quantization.py)."""
 NF4_BLOCK = 64
 """The number of inputs that share a scale in nf4."""
 _QUANTIZED_SUFFIXES = ("_proj.weight", ".in_proj_qkv.weight", ".in_proj_z.weight")
-"""The suffixes of the names of weights that planish quantizes: the linears of the decoder layers
-that adapters can train.
+"""The ends of the names of weights that planish quantizes. These weights are the linears of the
+decoder layers that adapters can train.
 """
 
 _MXFP4_SUFFIXES = (".blocks", ".scales")
-"""The suffixes of the names of mxfp4 tensors. Each element of these tensors has one byte."""
+"""The ends of the names of tensors in mxfp4. An element of such a tensor has one byte."""
 
 
 def quantized_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the shape (out, in) of each weight that quantization changes, by its name."""
+    """Return the shape (out, in) of each weight that planish quantizes, by the weight's name."""
     return {
         name: (shape[0], shape[1])
         for name, shape in expected_shapes(config).items()
@@ -38,41 +39,48 @@ def stored_scheme(config: ModelConfig) -> str | None:
 
 
 def linear_bytes(config: ModelConfig, scheme: str) -> int:
-    """Return the bytes of the quantized weights: their codes and scales.
+    """Return the bytes of the codes and scales of all quantized weights.
 
-    int8 takes one byte per weight and four bytes per output. nf4 takes half a byte per weight, one
-    byte per 64 weights, and four bytes per 64 * 256 weights. fp8 takes one byte per weight, and
-    four bytes per block or output.
+    `scheme`: a name in SCHEMES, or "fp8". nf4 takes half a byte per weight, one byte per 64
+    weights, and four bytes per 64 * 256 weights. int8 takes one byte per weight and four bytes per
+    output. fp8 takes one byte per weight and four bytes per block, or per output if the checkpoint
+    has no blocks.
     """
     shapes = quantized_shapes(config).values()
-    if scheme in ("int8", "fp8"):
-        rows, columns = (config.fp8.block if config.fp8 and scheme == "fp8" else None) or (1, 0)
-        return sum(
-            fan_out * fan_in + 4 * -(-fan_out // rows) * -(-fan_in // (columns or fan_in))
-            for fan_out, fan_in in shapes
-        )
-    blocks = [fan_out * fan_in // NF4_BLOCK for fan_out, fan_in in shapes]
-    return sum(NF4_BLOCK // 2 * count + count + 4 * -(-count // 256) for count in blocks)
+    if scheme == "nf4":
+        blocks = [fan_out * fan_in // NF4_BLOCK for fan_out, fan_in in shapes]
+        return sum(NF4_BLOCK // 2 * count + count + 4 * -(-count // 256) for count in blocks)
+    block = config.fp8.block if scheme == "fp8" and config.fp8 is not None else None
+    total = 0
+    for fan_out, fan_in in shapes:
+        rows, columns = block or (1, fan_in)
+        total += fan_out * fan_in + 4 * -(-fan_out // rows) * -(-fan_in // columns)
+    return total
 
 
 def weight_bytes(config: ModelConfig, itemsize: int, scheme: str | None = None) -> int:
     """Return the bytes of one copy of all weights.
 
-    `itemsize`: the bytes of an unquantized number. `scheme`: a name in SCHEMES, or None for the
-    weights as they are stored.
+    `itemsize`: the bytes of an element of the model's dtype. `scheme`: a name in SCHEMES, or None
+    for the weights as the checkpoint stores them.
     """
     scheme = scheme or stored_scheme(config)
-    return kept_bytes(config, itemsize, scheme) + (linear_bytes(config, scheme) if scheme else 0)
+    return unquantized_bytes(config, itemsize, scheme) + (
+        linear_bytes(config, scheme) if scheme else 0
+    )
 
 
 def mxfp4_bytes(config: ModelConfig) -> int:
-    """Return the bytes of the codes and scales of weights that the checkpoint stores in mxfp4."""
+    """Return the bytes of the codes and scales that the checkpoint stores in mxfp4."""
     shapes = expected_shapes(config)
     return sum(prod(shape) for name, shape in shapes.items() if name.endswith(_MXFP4_SUFFIXES))
 
 
-def kept_bytes(config: ModelConfig, itemsize: int, scheme: str | None) -> int:
-    """Return the bytes of one copy of the weights that `scheme` does not quantize."""
+def unquantized_bytes(config: ModelConfig, itemsize: int, scheme: str | None) -> int:
+    """Return the bytes of one copy of all weights, except those that `scheme` quantizes.
+
+    `itemsize`: as in `weight_bytes`. Weights that the checkpoint stores in mxfp4 are included.
+    """
     quantized = quantized_shapes(config) if scheme else {}
     return sum(
         prod(shape) * (1 if name.endswith(_MXFP4_SUFFIXES) else itemsize)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from planish.model.kernels.reference.attention import (
-    BlockKernel,
     ForestAttention,
-    FusedCpuKernel,
+    block_backward,
     dense_mask_attention,
+    fused_cpu_backward,
     rectangles,
     triangles,
 )
@@ -48,24 +48,24 @@ def inputs(rows: int, heads: int, kv_heads: int, dtype: torch.dtype, scale: floa
     return qkv, torch.randn(shapes[0], generator=generator).double()
 
 
-@pytest.mark.parametrize("kernel", [FusedCpuKernel(), BlockKernel()], ids=["fused", "blocks"])
+@pytest.mark.parametrize("backward", [fused_cpu_backward, block_backward], ids=["fused", "blocks"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4)])
-def test_prefix_tree_attention_equals_dense_masked_attention(kernel, heads: int, kv_heads: int):
+def test_prefix_tree_attention_equals_dense_masked_attention(backward, heads: int, kv_heads: int):
     for seed in range(3):
         packed = forest(seed)
         qkv, weight = inputs(len(packed), heads, kv_heads, torch.float64)
-        fast = attention_gradients(ForestAttention(packed, CPU, kernel), qkv, weight)
+        fast = attention_gradients(ForestAttention(packed, CPU, backward), qkv, weight)
         slow = attention_gradients(dense_mask_attention(packed, CPU), qkv, weight)
         for a, b in zip(fast, slow, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("kernel", [FusedCpuKernel(), BlockKernel()], ids=["fused", "blocks"])
+@pytest.mark.parametrize("backward", [fused_cpu_backward, block_backward], ids=["fused", "blocks"])
 @pytest.mark.parametrize("window", [1, 9, 40, 1000])
-def test_windowed_prefix_tree_attention_equals_dense_masked_attention(kernel, window: int):
+def test_windowed_prefix_tree_attention_equals_dense_masked_attention(backward, window: int):
     packed = forest(4)
     qkv, weight = inputs(len(packed), 6, 2, torch.float64)
-    fast = attention_gradients(ForestAttention(packed, CPU, kernel, (window,)), qkv, weight)
+    fast = attention_gradients(ForestAttention(packed, CPU, backward, (window,)), qkv, weight)
     slow = attention_gradients(dense_mask_attention(packed, CPU, (window,)), qkv, weight)
     for a, b in zip(fast, slow, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
@@ -73,14 +73,16 @@ def test_windowed_prefix_tree_attention_equals_dense_masked_attention(kernel, wi
     assert torch.equal(slow[0], unlimited) == (window == 1000)
 
 
-@pytest.mark.parametrize("kernel", [FusedCpuKernel(), BlockKernel()], ids=["fused", "blocks"])
+@pytest.mark.parametrize("backward", [fused_cpu_backward, block_backward], ids=["fused", "blocks"])
 @pytest.mark.parametrize("window", [None, 9])
-def test_prefix_tree_attention_with_sinks_equals_dense_masked_attention(kernel, window):
+def test_prefix_tree_attention_with_sinks_equals_dense_masked_attention(backward, window):
     packed = forest(4)
     qkv, weight = inputs(len(packed), 6, 2, torch.float64)
     # The first head's sink takes nearly the whole weight, and the last one's nearly nothing.
     sinks = torch.linspace(30, -30, 6).double()
-    fast = attention_gradients(ForestAttention(packed, CPU, kernel, (window,)), qkv, weight, sinks)
+    fast = attention_gradients(
+        ForestAttention(packed, CPU, backward, (window,)), qkv, weight, sinks
+    )
     slow = attention_gradients(dense_mask_attention(packed, CPU, (window,)), qkv, weight, sinks)
     for a, b in zip(fast, slow, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
@@ -89,14 +91,14 @@ def test_prefix_tree_attention_with_sinks_equals_dense_masked_attention(kernel, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [FusedCpuKernel(), BlockKernel()], ids=["fused", "blocks"])
+@pytest.mark.parametrize("backward", [fused_cpu_backward, block_backward], ids=["fused", "blocks"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)])
 def test_low_precision_prefix_tree_attention_is_close_to_float64(
-    kernel, dtype: torch.dtype, tolerance: float
+    backward, dtype: torch.dtype, tolerance: float
 ):
     packed = forest(5, longest=200)
     qkv, weight = inputs(len(packed), 6, 2, dtype)
-    fast = attention_gradients(ForestAttention(packed, CPU, kernel), qkv, weight)
+    fast = attention_gradients(ForestAttention(packed, CPU, backward), qkv, weight)
     slow = attention_gradients(dense_mask_attention(packed, CPU), [x.double() for x in qkv], weight)
     for a, b in zip(fast, slow, strict=True):
         assert a.dtype == dtype
@@ -106,10 +108,10 @@ def test_low_precision_prefix_tree_attention_is_close_to_float64(
 def test_splitting_queries_into_blocks_does_not_change_the_result(monkeypatch):
     packed = forest(2)
     qkv, weight = inputs(len(packed), 4, 2, torch.float64)
-    whole = attention_gradients(ForestAttention(packed, CPU, BlockKernel()), qkv, weight)
+    whole = attention_gradients(ForestAttention(packed, CPU, block_backward), qkv, weight)
     monkeypatch.setattr("planish.model.kernels.reference.attention._SCORE_ENTRIES", 1)
     for a, b in zip(
-        attention_gradients(ForestAttention(packed, CPU, BlockKernel()), qkv, weight),
+        attention_gradients(ForestAttention(packed, CPU, block_backward), qkv, weight),
         whole,
         strict=True,
     ):

@@ -24,7 +24,12 @@ from planish.model.fp8_config import Fp8Config
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kv_cache import max_pool_bytes
-from planish.model.weight_sizes import kept_bytes, linear_bytes, mxfp4_bytes, quantized_shapes
+from planish.model.weight_sizes import (
+    linear_bytes,
+    mxfp4_bytes,
+    quantized_shapes,
+    unquantized_bytes,
+)
 from planish.service import CreateSampler
 from planish.testing import tiny_model, use_mxfp4
 
@@ -405,7 +410,7 @@ def test_the_documented_sizes_of_the_weights_follow_the_formula(tmp_path):
         config = replace(config, fp8=Fp8Config((128, 128)))
         for cells, copies in ((documented[name][:4], 1), (documented[name][4:], 3)):
             for cell, scheme in zip(cells, (None, "int8", "nf4", "fp8"), strict=True):
-                size = copies * kept_bytes(config, 2, scheme)
+                size = copies * unquantized_bytes(config, 2, scheme)
                 size += linear_bytes(config, scheme) if scheme else 0
                 if scheme == "fp8" and copies == 3:
                     size += 2 * 2 * sum(map(prod, quantized_shapes(config).values()))
@@ -425,7 +430,7 @@ def test_the_memory_plan_of_a_cpu_has_all_copies_of_the_weights(tmp_path, machin
         pytest.skip("the formula is that of the C++ kernels")
     for scheme in (None, "int8", "nf4"):
         settings = EngineSettings(dtype="bfloat16", device="cpu", quantize=scheme)
-        expected = 3 * kept_bytes(config, 2, scheme)
+        expected = 3 * unquantized_bytes(config, 2, scheme)
         expected += linear_bytes(config, scheme) if scheme else 0
         assert DeviceMemory(settings).claim(tmp_path).weights == expected
 
@@ -438,7 +443,7 @@ def test_the_memory_plan_of_an_fp8_checkpoint(tmp_path, machine, gpu):
     stored = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stored}))
     config = ModelConfig.from_directory(tmp_path)
-    kept, codes = kept_bytes(config, 2, "fp8"), linear_bytes(config, "fp8")
+    kept, codes = unquantized_bytes(config, 2, "fp8"), linear_bytes(config, "fp8")
     shapes = quantized_shapes(config).values()
     linears = sum(map(prod, shapes))
     machine(64 * GIB)

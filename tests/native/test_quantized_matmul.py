@@ -6,7 +6,7 @@ from variants import slow_after
 
 from planish.model.kernels.cpp.matmul import PanelWeight, WeightArena
 from planish.model.kernels.cpp.quantized_matmul import QuantizedPanels, supports_quantized
-from planish.model.kernels.linear import QuantizedLinear
+from planish.model.kernels.linear import DequantizedWeights, QuantizedLinear
 from planish.model.quantization import dequantized, quantize
 from planish.model.weight_sizes import SCHEMES
 
@@ -41,8 +41,8 @@ def test_forward_and_backward_equal_those_of_the_dequantized_weights(sizes, fan_
 def test_the_kernels_agree_with_torch(scheme, dtype):
     weights = [quantize(torch.randn(size, 128) * 0.1, scheme) for size in (64, 32)]
     biases = [torch.randn(64).to(dtype), torch.randn(32).to(dtype)]
-    kernel = QuantizedLinear(weights, biases, dtype, QuantizedPanels(weights, WeightArena(0)))
-    reference = QuantizedLinear(weights, biases, dtype, None)
+    kernel = QuantizedLinear(weights, biases, QuantizedPanels(weights, WeightArena(0)))
+    reference = QuantizedLinear(weights, biases, DequantizedWeights(weights, dtype))
     x, grad = torch.randn(9, 128).to(dtype), torch.randn(9, 96).to(dtype)
     allowed = 0.02 if dtype == torch.bfloat16 else 1e-5
     for found, expected in (

@@ -512,7 +512,7 @@ def launched(width: int, head_dim: int, vocab: int) -> list[Case]:
     heads |= dict.fromkeys(("width", "q_heads", "k_heads", "half"), "i32") | {"eps": "fp32"}
     gated = {"gate_up": "*bf16", "out": "*bf16", "width": "i32"}
     row = {"logits": "*fp32", "vocab": "i32"}
-    sums = row | {"temperature": "*fp32", "peaks": "*fp32", "sums": "*fp32"}
+    sums = row | {"temperature": "*fp32", "split_maxima": "*fp32", "sums": "*fp32"}
     pairs = {"log_total": "*fp32", "first": "*i64", "targets": "*i64", "grads": "*fp32"}
     group, block, warps = own._norm_tile(width)
     tile = {"ROWS": group, "BLOCK": block}

@@ -130,6 +130,6 @@ def _type(name: str, dtype: torch.dtype) -> str:
         return "i32"
     if name in ("factor", "scale"):
         return "fp32"
-    if name in ("until", "items", "lists", "sums"):
+    if name in ("subtree_end", "items", "lists", "sums"):
         return "*i32"
     return "*fp32" if name in ("lse", "delta", "parts") or dtype == torch.float32 else "*bf16"

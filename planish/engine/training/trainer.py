@@ -40,7 +40,7 @@ from planish.model.kernels.device import Device
 from planish.model.linears import fused_modules
 from planish.model.lora import LoraWeights
 from planish.model.prefix_tree import Packed, pack
-from planish.model.transfer import sent
+from planish.model.transfer import copy_async
 from planish.service import complete_config
 from planish.types import Datum, ForwardBackwardOutput, TensorData
 
@@ -308,8 +308,8 @@ class Trainer:
             return torch.zeros(0, device=device)
         recompute = self.settings.recomputes(len(packed))
         hidden = self._decoder.forward(
-            sent(torch.from_numpy(packed.tokens), device),
-            sent(torch.from_numpy(packed.positions), device),
+            copy_async(torch.from_numpy(packed.tokens), device),
+            copy_async(torch.from_numpy(packed.positions), device),
             self._decoder.backend.tree_attention(packed),
             call.weights,
             recompute=recompute,
@@ -317,8 +317,8 @@ class Trainer:
         )
         scored, row_index = torch.unique_consecutive(pairs.rows, return_inverse=True)
         if len(scored) < len(packed):
-            hidden = hidden[sent(scored, device)]
-        rows, targets = sent(row_index, device), sent(pairs.targets, device)
+            hidden = hidden[copy_async(scored, device)]
+        rows, targets = copy_async(row_index, device), copy_async(pairs.targets, device)
         return scored_logprobs(
             self._decoder.backend,
             hidden,
@@ -356,7 +356,7 @@ class Trainer:
         grads = torch.zeros(len(unique) + 1, dtype=logprob_grads.dtype)
         at_pairs = grads.index_add_(0, pairs.pair_index, logprob_grads)[:-1]
         if unique.requires_grad and bool(at_pairs.any()):
-            unique.backward(sent(at_pairs, unique.device))
+            unique.backward(copy_async(at_pairs, unique.device))
         return call.weights.collect_grad()
 
 

@@ -24,7 +24,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from planish.model.experts import ExpertRows
-    from planish.model.kernels.reference.backend import TorchBackend
+    from planish.model.kernels.cpp.matmul import PanelAdapter, PanelModule
+    from planish.model.kernels.reference.backend import TorchBackend, TorchHeadAdapters
 
 Backend: TypeAlias = "TorchBackend"
 """The type of every backend. `TorchBackend` documents the operations."""
@@ -78,53 +79,13 @@ The rows are start .. stop - 1. The matrices are A [r, D] and a single B [V, r].
 """
 
 
-class PackedMatrices(Protocol):
-    """The LoRA matrices of one target module, packed for a compiled kernel."""
+PackedAdapter: TypeAlias = "PanelAdapter"
+"""All LoRA matrices of one version of an adapter, packed for a kernel.
 
-    has_backward: bool
-    """Whether the kernel supports the backward pass too."""
-
-    def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Do the same as `Backend.add_lora_`."""
-        ...
-
-    def backward_(self, grad: Tensor, grad_x: Tensor | None, sizes: Sequence[int]) -> Tensor:
-        """Return the gradient of the LoRA hidden states, and add that of the input to `grad_x`.
-
-        `grad_x` may be None if the gradient of the input is not needed.
-        """
-        ...
-
-    def gradients(
-        self,
-        x: Tensor,
-        lora_hidden: Tensor,
-        grad: Tensor,
-        hidden_grad: Tensor,
-        sizes: Sequence[int],
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients of A and of the Bs.
-
-        `x`, `grad`: the input and the gradient of the output. `lora_hidden`: the LoRA hidden
-        states, as `add_` returned them. `hidden_grad`: their gradient, as `backward_` returned it.
-        """
-        ...
-
-    def expert(self, index: int) -> PackedMatrices:
-        """Return the matrices of expert `index`. Only a target module of experts supports this."""
-        ...
-
-
-class PackedAdapter(Protocol):
-    """All LoRA matrices of one version of an adapter, packed for a compiled kernel."""
-
-    def target(self, index: int) -> PackedMatrices | None:
-        """Return the matrices of target module `index`, or None if torch computes them."""
-        ...
-
-    def drop_backward(self) -> None:
-        """Free the copies that only the backward pass needs."""
-        ...
+Only the C++ kernels have a packed form of them.
+"""
+PackedMatrices: TypeAlias = "PanelModule"
+"""The LoRA matrices of one target module within a `PackedAdapter`."""
 
 
 @dataclass(frozen=True)
@@ -172,21 +133,8 @@ class AdapterBatch(Protocol):
         ...
 
 
-class HeadAdapters(Protocol):
-    """The head adapters of the rows of one batch, applied to given hidden states [R, D]."""
-
-    @property
-    def hidden(self) -> Tensor:
-        """The LoRA hidden states [R, r or more]; undefined in rows without an adapter."""
-        ...
-
-    def add_(self, logits: Tensor) -> None:
-        """Add the adapters' part to `logits` [R, V], in place."""
-        ...
-
-    def add_single_(self, out: Tensor, rows: Tensor, tokens: Tensor) -> None:
-        """Add the adapters' part to single logits `out` [P] of `rows` and `tokens` [P]."""
-        ...
+HeadAdapters: TypeAlias = "TorchHeadAdapters"
+"""The head adapters of the rows of one batch, applied to given hidden states [R, D]."""
 
 
 ForwardPass = Callable[[Tensor, Tensor, Attend, AdapterBatch], Tensor]

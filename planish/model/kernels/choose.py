@@ -1,11 +1,14 @@
-"""The choice of a backend: C++ on CPUs with AVX2 or AVX-512, Triton on GPUs, or torch.
+"""The choice of the backend of a base model.
 
-A family of Triton kernels is used on a GPU only if its self-test passed on that GPU
-(triton/self_test.py). The C++ kernels test themselves when they are first loaded
-(cpp/self_test.py). torch computes the families that failed.
+CPUs with AVX2 or AVX-512 get the C++ kernels, and GPUs get the Triton kernels. All other devices,
+and other dtypes than float32 and bfloat16, get torch.
 
-PLANISH_KERNELS=torch turns all kernels off. PLANISH_KERNELS=triton is for tests: Triton is then
-used without a self-test, also on a CPU, where it is interpreted (TRITON_INTERPRET=1).
+Each family of kernels is tested before its first use: the Triton kernels by triton/self_test.py,
+and the C++ kernels by cpp/self_test.py when they are loaded. torch computes the families that
+failed.
+
+With PLANISH_KERNELS=torch, the choice is always torch. PLANISH_KERNELS=triton is for tests. Triton
+kernels are then used without a self-test. On a CPU, Triton interprets them (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -34,28 +37,28 @@ def choose_backend(
 ) -> TorchBackend:
     """Return the backend of a base model.
 
-    `deterministic`: whether results are batch-invariant. The default (None) depends on the device.
-    On a GPU, results are not batch-invariant. On a CPU, results are batch-invariant if padding the
-    matmuls is enough, because padding costs almost nothing.
+    `deterministic`: whether results must be batch-invariant. None: results on a GPU are not
+    batch-invariant. Results on a CPU are batch-invariant if padding the matmuls achieves that,
+    because padding costs almost nothing.
     `gpu_families`: the families of Triton kernels that passed their self-test for this model on
     this GPU.
     """
-    backend = _fastest(config, dtype, device, gpu_families)
+    backend = _fastest_backend(config, dtype, device, gpu_families)
     backend.make_batch_invariant(_row_tiling(backend, deterministic))
     return backend
 
 
-def _fastest(
+def _fastest_backend(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, gpu_families: Collection[str]
 ) -> TorchBackend:
-    wanted = ops.kernels_setting()
+    setting = ops.kernels_setting()
     if dtype in (torch.float32, torch.bfloat16):
-        if wanted == "triton":
+        if setting == "triton":
             return TritonBackend(config, dtype, device, FAMILIES)
         if Device(device).is_gpu:
-            if gpu_families and wanted != "torch":
+            if gpu_families and setting != "torch":
                 return TritonBackend(config, dtype, device, gpu_families)
-        elif wanted != "torch" and ops.load_library() is not None:
+        elif setting != "torch" and ops.load_library() is not None:
             return CppBackend(config, dtype, device)
     return TorchBackend(config, dtype, device)
 
@@ -63,7 +66,7 @@ def _fastest(
 def _row_tiling(backend: TorchBackend, deterministic: bool | None) -> RowTiling | None:
     if deterministic is False or (deterministic is None and Device(backend.device).is_gpu):
         return None
-    found = _probed(
+    tiling = _cached_probe(
         backend.config,
         backend.dtype,
         backend.device,
@@ -72,11 +75,11 @@ def _row_tiling(backend: TorchBackend, deterministic: bool | None) -> RowTiling 
         bool(deterministic),
     )
     # Fixed tiles make a rollout more than 10% slower, so use them only with deterministic=True.
-    return FIXED if found is None and deterministic else found
+    return FIXED if tiling is None and deterministic else tiling
 
 
 @lru_cache(maxsize=32)
-def _probed(
+def _cached_probe(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
@@ -84,6 +87,10 @@ def _probed(
     _threads: int,
     at_any_cost: bool,
 ) -> RowTiling | None:
-    """Return the cached result of `probe`; the number of threads is part of the cache key."""
-    # The probe gets its own backend, because a cached backend would keep its weights in memory.
-    return probe(_fastest(config, dtype, device, families), at_any_cost=at_any_cost)
+    """Return the result of `probe`, which is cached.
+
+    The number of threads is part of the cache key, because it may change the results of matmuls.
+    """
+    # The model's backend is not an argument, because the cache would keep it in memory, with the
+    # model's weights. So the probe gets a backend of its own.
+    return probe(_fastest_backend(config, dtype, device, families), at_any_cost=at_any_cost)

@@ -123,42 +123,25 @@ class PackedLinear:
 class QuantizedLinear(PackedLinear):
     """Frozen linears that read the same input, with quantized weights.
 
-    Each matmul has the same bits as a matmul with the dequantized weights. A kernel dequantizes
-    small tiles. torch, the reference implementation, dequantizes all weights for each matmul and
-    frees them.
+    Each matmul has the same bits as a matmul with the dequantized weights.
     """
 
     def __init__(
         self,
         weights: Sequence[QuantizedWeight],
         biases: Sequence[Tensor | None],
-        dtype: torch.dtype,
-        packed: PackedQuantizedWeight | None,
+        packed: PackedQuantizedWeight,
     ) -> None:
-        """`weights`: [out_i, in] each. `biases`: as in PackedLinear. `dtype`: the matmuls' dtype.
-
-        `packed`: the weights packed for a kernel, or None if torch computes the matmuls.
-        """
+        """`weights`: [out_i, in] each. `biases`: as in PackedLinear. `packed`: the same weights."""
         self.sizes = [weight.shape[0] for weight in weights]
         present = [bias for bias in biases if bias is not None]
         self.bias = torch.cat(present) if present else None
         self.packed = self._packed = packed
-        self._quantized = () if packed is not None else tuple(weights)
-        self._dtype = dtype
-
-    def matmul(self, x: Tensor) -> Tensor:
-        """Return x @ weights.T plus the bias: [T, out], without gradients. `x`: [T, in]."""
-        call_before_matmul()
-        if self._packed is not None:
-            return self._packed.matmul(x, self.bias)
-        return F.linear(x, dequantized(self._quantized, self._dtype), self.bias)
 
     def matmul_backward(self, grad: Tensor) -> Tensor:
         """Return grad @ weights, the gradient of the input: [T, in]. `grad`: [T, out]."""
         call_before_matmul()
-        if self._packed is not None:
-            return self._packed.matmul_backward(grad)
-        return grad @ dequantized(self._quantized, self._dtype)
+        return self._packed.matmul_backward(grad)
 
 
 class PackedWeight(Protocol):
@@ -186,6 +169,28 @@ class PackedQuantizedWeight(PackedWeight, Protocol):
     def matmul_backward(self, grad: Tensor) -> Tensor:
         """Return grad @ weight: [T, in]. `grad`: [T, out]."""
         ...
+
+
+class DequantizedWeights:
+    """Quantized weights [out, in], which torch dequantizes for each matmul and then frees.
+
+    This is the reference implementation. A kernel dequantizes small tiles instead.
+    """
+
+    is_batch_invariant = False
+    unpack = None
+
+    def __init__(self, weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> None:
+        """`weights`: [out_i, in] each. `dtype`: the matmuls' dtype."""
+        self._weights, self._dtype = tuple(weights), dtype
+
+    def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x @ weight.T plus the bias [out]: [T, out]. `x`: [T, in]."""
+        return F.linear(x, dequantized(self._weights, self._dtype), bias)
+
+    def matmul_backward(self, grad: Tensor) -> Tensor:
+        """Return grad @ weight: [T, in]. `grad`: [T, out]."""
+        return grad @ dequantized(self._weights, self._dtype)
 
 
 Packer = Callable[[Sequence[Tensor], bool], PackedWeight | None]

@@ -113,8 +113,8 @@ class CppBackend(TorchBackend):
             [(config.vocab_size, config.hidden_size)], dtype
         )
         self._has_delta_net = config.delta_net is None or supports_delta_net(config.delta_net)
-        self.has_attention = ops.supports_attention(config.head_dim)
-        if self.has_attention:
+        self.has_cpp_attention = ops.supports_attention(config.head_dim)
+        if self.has_cpp_attention:
             self.kv_dtype = dtype
 
     @property
@@ -129,7 +129,7 @@ class CppBackend(TorchBackend):
         served = {
             "matmul": self.packs(size, size),
             "lora": self.packs_layer_adapters,
-            "attention": self.has_attention,
+            "attention": self.has_cpp_attention,
             "delta_net": self._has_delta_net,
         }
         return frozenset(
@@ -156,7 +156,7 @@ class CppBackend(TorchBackend):
             return super()._packed(weights, transposed)
         return PanelWeight(joint(weights), self._arenas[dtype], transposed=transposed)
 
-    def _packed_codes(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight | None:
+    def _packed_codes(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight:
         if not supports_quantized(weights, self.dtype):
             return super()._packed_codes(weights)
         return QuantizedPanels(weights, self._codes_arena)
@@ -248,7 +248,7 @@ class CppBackend(TorchBackend):
             or config.delta_net is not None
         ):
             return None
-        if not (self.packs_layer_adapters and self.has_attention and "decode" in self.families):
+        if not (self.packs_layer_adapters and self.has_cpp_attention and "decode" in self.families):
             return None
         if self.config.num_experts:
             return None  # The native pass has no experts.
@@ -332,13 +332,13 @@ class CppBackend(TorchBackend):
 
     def tree_attention(self, packed: Packed) -> Attend:
         """Return the attention of a micro-batch of the trainer, with gradients."""
-        if not self.has_attention:
+        if not self.has_cpp_attention:
             return super().tree_attention(packed)
         return CppTreeAttention(packed, self.config.windows)
 
     def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
         """Return the causal attention of prompt rows, which stores their keys and values."""
-        if not self.has_attention:
+        if not self.has_cpp_attention:
             return super().prefill_attention(spans)
         return CppPrefillAttention(spans, self.config.windows)
 
@@ -364,7 +364,7 @@ class CppBackend(TorchBackend):
         row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> Attend:
         """Return the attention of a decoding step with new rows for each sample."""
-        if not self.has_attention:
+        if not self.has_cpp_attention:
             return super().decode_attention(rows, prompts, samples, row_counts)
         return CppDecodeAttention(rows, prompts, samples, self.config.windows, row_counts)
 

@@ -19,9 +19,8 @@ Shapes: T rows, Hq/Hkv heads, E head_dim, n queries and m keys of a piece.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ _BATCH_ROWS = 256
 _QUERY_BLOCK = 256
 # Blocks of at most this many rows share a batch even if their numbers of rows differ.
 _FEW_ROWS = 8
-# Maximum number of score entries in memory at a time, on devices without the CPU's fused kernel.
+# Maximum number of score entries in memory at a time, in `block_backward`.
 _SCORE_ENTRIES = 1 << 26
 
 
@@ -95,30 +94,14 @@ class Window:
         return self.keys[None, keys] <= self.queries[rows, None] - self.size
 
 
-class Kernel(Protocol):
-    """A kernel for the backward pass of a batch of pieces.
+PieceBackward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""A function that computes the backward pass of a batch of pieces:
+(grad, q, k, v, out, lse, causal, window) -> gradients of q, k and v.
 
-    Shapes: q, grad and out [B, Hq, n, E]; k and v [B, Hkv, m, E]; lse [B, Hq, n]. Causal attention
-    requires n == m.
-    """
-
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        window: Window | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v.
-
-        `out` and `lse`: the final output and log-sum-exp of the rows, over all their pieces.
-        `window`: the window of the layer, if it has one.
-        """
-        ...
+Shapes: q, grad and out [B, Hq, n, E]; k and v [B, Hkv, m, E]; lse [B, Hq, n]. `out` and `lse` are
+the final output and log-sum-exp of the rows, over all their pieces. `causal`: query i attends only
+to the keys 0 .. i, and n equals m. `window`: the window of the layer, or None.
+"""
 
 
 def rectangles(packed: Packed) -> tuple[Rectangle, ...]:
@@ -202,21 +185,21 @@ class ForestAttention:
         self,
         packed: Packed,
         device: torch.device,
-        kernel: Kernel | None = None,
+        piece_backward: PieceBackward | None = None,
         windows: Sequence[int | None] = (),
     ) -> None:
-        """`kernel`: computes the backward pass; by default the fastest kernel for the device.
+        """`piece_backward`: the backward pass of a piece; by default the fastest for the device.
 
         `windows`: the attention window of each layer (see `ModelConfig.windows`).
         """
-        fastest = FusedCpuKernel() if device.type == "cpu" else BlockKernel()
+        fastest = fused_cpu_backward if device.type == "cpu" else block_backward
         batches = [(group.length, *group.rows(device)) for group in triangles(packed)]
         self._plan = _Plan(
             _paths(packed, device),
             batches,
             rectangles(packed),
             torch.from_numpy(packed.positions).to(device),
-            kernel or fastest,
+            piece_backward or fastest,
         )
         self._windows = windows
 
@@ -286,7 +269,7 @@ class _Plan:
     rectangles: tuple[Rectangle, ...]
     positions: Tensor
     """int64 [T]: position of each row in its sequences."""
-    kernel: Kernel
+    piece_backward: PieceBackward
 
 
 class _Forest(torch.autograd.Function):
@@ -324,7 +307,7 @@ class _Forest(torch.autograd.Function):
             # of positions, so row numbers can replace the positions.
             number = torch.arange(length, device=q.device)
             window = None if ctx.window is None else Window(ctx.window, number, number)
-            parts = plan.kernel.backward(*tensors, batch_lse, True, window)
+            parts = plan.piece_backward(*tensors, batch_lse, True, window)
             for total, part in zip(grads, parts, strict=True):
                 by_row = part.transpose(1, 2).flatten(0, 1)  # [B, H, n, E] to [B * n, H, E]
                 total[rows[real]] = by_row[real].to(total.dtype)
@@ -334,7 +317,7 @@ class _Forest(torch.autograd.Function):
             window = None
             if ctx.window is not None:
                 window = Window(ctx.window, plan.positions[rows], plan.positions[keys])
-            parts = plan.kernel.backward(*tensors, lse[rows].transpose(0, 1)[None], False, window)
+            parts = plan.piece_backward(*tensors, lse[rows].transpose(0, 1)[None], False, window)
             for total, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
                 total[where] += part[0].transpose(0, 1)
         # The softmax's gradient of the scores is a function of `out` and `lse`, which contain the
@@ -371,73 +354,67 @@ def _attend_path(
     )
 
 
-class FusedCpuKernel:
-    """torch's fused flash attention for CPUs, which keeps the scores in the cache."""
+def fused_cpu_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    window: Window | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v in float32 or wider (see `PieceBackward`).
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        window: Window | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v in float32 or wider (see `Kernel`)."""
-        if window is not None:
-            return BlockKernel().backward(grad, q, k, v, out, lse, causal, window)
-        group = q.shape[1] // k.shape[1]
-        # Compute in float32: for bfloat16 this kernel repacks the operands of each block, which
-        # costs more than its faster matmuls save (measured: 15 to 60%).
-        wide = torch.promote_types(q.dtype, torch.float32)
-        grad, q, k, v, out = (x.to(wide) for x in (grad, q, k, v, out))
-        grad_q, grad_k, grad_v = (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, q, _expand(k, group), _expand(v, group), out, lse, 0.0, causal
-            )
-        )
-        return grad_q, _fold(grad_k, group), _fold(grad_v, group)
-
-
-class BlockKernel:
-    """Plain matmuls over blocks of queries, for any device.
-
-    The number of scores per block is bounded for any length of the piece.
+    torch's fused flash attention for CPUs computes them. It keeps the scores in the cache.
     """
+    if window is not None:
+        return block_backward(grad, q, k, v, out, lse, causal, window)
+    group = q.shape[1] // k.shape[1]
+    # Compute in float32: for bfloat16 this kernel repacks the operands of each block, which
+    # costs more than its faster matmuls save (measured: 15 to 60%).
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grad, q, k, v, out = (x.to(wide) for x in (grad, q, k, v, out))
+    grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, _expand(k, group), _expand(v, group), out, lse, 0.0, causal
+    )
+    return grad_q, _fold(grad_k, group), _fold(grad_v, group)
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        window: Window | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v (see `Kernel`)."""
-        group = q.shape[1] // k.shape[1]
-        k, v = _expand(k, group), _expand(v, group)
-        delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
-        grad_q = []
-        grad_k, grad_v = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
-        for start, stop in _blocks(q, k):
-            rows, keys = slice(start, stop), slice(0, stop if causal else k.shape[2])
-            scores = _scores(q[:, :, rows], k[:, :, keys], start if causal else None)
-            if window is not None:
-                scores.masked_fill_(window.hides(rows, keys), float("-inf"))
-            weights = scores.sub_(lse[:, :, rows, None]).exp_()
-            grad_v[:, :, keys] += weights.to(q.dtype).transpose(-1, -2) @ grad[:, :, rows]
-            inner = (grad[:, :, rows] @ v[:, :, keys].transpose(-1, -2)).to(lse.dtype)
-            grad_scores = (
-                inner.sub_(delta[:, :, rows]).mul_(weights).mul_(q.shape[-1] ** -0.5).to(q.dtype)
-            )
-            grad_q.append(grad_scores @ k[:, :, keys])
-            grad_k[:, :, keys] += grad_scores.transpose(-1, -2) @ q[:, :, rows]
-        return torch.cat(grad_q, 2), _fold(grad_k, group), _fold(grad_v, group)
+
+def block_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    window: Window | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v (see `PieceBackward`), computed on any device.
+
+    Plain matmuls over blocks of queries compute them. The number of scores per block is bounded for
+    any length of the piece.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = _expand(k, group), _expand(v, group)
+    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
+    grad_q = []
+    grad_k, grad_v = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
+    for start, stop in _blocks(q, k):
+        rows, keys = slice(start, stop), slice(0, stop if causal else k.shape[2])
+        scores = _scores(q[:, :, rows], k[:, :, keys], start if causal else None)
+        if window is not None:
+            scores.masked_fill_(window.hides(rows, keys), float("-inf"))
+        weights = scores.sub_(lse[:, :, rows, None]).exp_()
+        grad_v[:, :, keys] += weights.to(q.dtype).transpose(-1, -2) @ grad[:, :, rows]
+        inner = (grad[:, :, rows] @ v[:, :, keys].transpose(-1, -2)).to(lse.dtype)
+        grad_scores = (
+            inner.sub_(delta[:, :, rows]).mul_(weights).mul_(q.shape[-1] ** -0.5).to(q.dtype)
+        )
+        grad_q.append(grad_scores @ k[:, :, keys])
+        grad_k[:, :, keys] += grad_scores.transpose(-1, -2) @ q[:, :, rows]
+    return torch.cat(grad_q, 2), _fold(grad_k, group), _fold(grad_v, group)
 
 
 def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int]]:

@@ -32,6 +32,7 @@ from planish.model.kernels.backend import (
 )
 from planish.model.kernels.device import Device
 from planish.model.kernels.linear import (
+    DequantizedWeights,
     OneDnnWeight,
     PackedLinear,
     PackedQuantizedWeight,
@@ -58,9 +59,9 @@ from planish.model.kernels.reference.token_sampling import (
     keep_allowed_,
 )
 from planish.model.kv_cache import KVPools, SlotOwner
-from planish.model.lora import AdapterRows, LoraLayout, LoraStack, StackRows
+from planish.model.lora import AdapterRows, LoraLayout, StackRows
 from planish.model.prefix_tree import Packed
-from planish.model.quantization import Fp8Weight, QuantizedWeight, quantize
+from planish.model.quantization import Fp8Weight, QuantizedWeight
 from planish.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -112,11 +113,8 @@ class TorchBackend:
     """Whether a compiled kernel applies the adapters of the layers."""
     packs_head_adapters: bool
     """Whether a compiled kernel applies the adapters of the head."""
-    has_attention: bool
-    """Whether sampler and trainer use the C++ attention kernel.
-
-    The flag is False for the backends of torch and Triton.
-    """
+    has_cpp_attention: bool
+    """Whether sampler and trainer use the C++ attention kernel."""
     logits_dtype: torch.dtype
     """The dtype in which logits are computed, and stored for the backward pass."""
     kv_dtype: torch.dtype
@@ -154,7 +152,7 @@ class TorchBackend:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self.families = frozenset()
-        self.packs_layer_adapters = self.packs_head_adapters = self.has_attention = False
+        self.packs_layer_adapters = self.packs_head_adapters = self.has_cpp_attention = False
         self.make_batch_invariant(None)
         on_gpu = self.joins_weights = Device(device).is_gpu
         wide = torch.promote_types(dtype, torch.float32)
@@ -242,15 +240,6 @@ class TorchBackend:
         whole = joint(weights)
         return OneDnnWeight(whole.t() if transposed else whole)
 
-    def pack_quantized(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], scheme: str
-    ) -> PackedLinear:
-        """Quantize linears that read the same input, and return them as one packed linear.
-
-        `weights`, `biases`: as in `pack`. `scheme`: a name in weight_sizes.SCHEMES.
-        """
-        return self.pack_codes([quantize(weight, scheme) for weight in weights], biases)
-
     def pack_codes(
         self, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
     ) -> PackedLinear:
@@ -268,11 +257,13 @@ class TorchBackend:
             return PackedLinear(
                 restore(), biases, packer=self._packed, keep_unpacked=False, restore=restore
             )
-        return QuantizedLinear(weights, biases, self.dtype, self._packed_codes(weights))
+        return QuantizedLinear(weights, biases, self._packed_codes(weights))
 
-    def _packed_codes(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight | None:
-        """Return None, because torch computes the matmuls."""
-        return None
+    def _packed_codes(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight:
+        """Return the weights in the layout of the matmuls' kernel. Torch uses the codes as they
+        are.
+        """
+        return DequantizedWeights(weights, self.dtype)
 
     def matmul(self, x: Tensor, linear: PackedLinear, *, training: bool = False) -> Tensor:
         """Return x @ weights.T plus the bias: [T, out], without gradients.
@@ -735,15 +726,19 @@ class _TorchAdapters:
     def __init__(self, backend: TorchBackend, members: Sequence[AdapterRows | StackRows]) -> None:
         self._backend, self._members = backend, members
 
-    def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, module: str) -> None:
+    def _targets(
+        self, layer: int, module: str
+    ) -> Iterator[tuple[AdapterRows | StackRows, LoraMatrices]]:
+        """Yield the ranges of rows whose adapter trains the target module, with its matrices."""
         for rows in self._members:
-            if rows.weights is None:
-                continue
-            lora = rows.weights.layers[layer].target(module)
+            lora = None if rows.weights is None else rows.weights.layers[layer].target(module)
+            if lora is not None:
+                yield rows, lora
+
+    def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, module: str) -> None:
+        for rows, lora in self._targets(layer, module):
             part = slice(rows.start, rows.stop)
-            if lora is None:
-                continue
-            if isinstance(rows.weights, LoraStack):
+            if isinstance(rows, StackRows):
                 add_lora_stack_(x[part], out[part], sizes, lora)
             else:
                 self._backend.add_lora_(x[part], out[part], sizes, lora, training=False)
@@ -751,13 +746,8 @@ class _TorchAdapters:
     def add_expert_(
         self, x: Tensor, out: Tensor, rows: ExpertRows, layer: int, module: str
     ) -> None:
-        for member in self._members:
-            if member.weights is None:
-                continue
-            lora = member.weights.layers[layer].target(module)
-            if lora is None:
-                continue
-            assert not isinstance(member.weights, LoraStack)  # can_stack returns False
+        for member, lora in self._targets(layer, module):
+            assert isinstance(member, AdapterRows)  # can_stack returns False
             for expert, part in rows.parts_of(member.start, member.stop):
                 own = lora.expert(expert)
                 self._backend.add_lora_(x[part], out[part], [out.shape[1]], own, training=False)
@@ -765,6 +755,9 @@ class _TorchAdapters:
 
 class TorchHeadAdapters:
     """The head adapters of ranges of rows, applied one after another."""
+
+    hidden: Tensor
+    """The LoRA hidden states [R, r or more]; undefined in rows without an adapter."""
 
     def __init__(
         self,
@@ -836,8 +829,10 @@ def _log_sum_exp_(logits: Tensor, temperature: Tensor) -> Tensor:
 
     `logits` [R, V] are overwritten with exp(scaled logit - max of the row).
     """
-    peak = logits.div_(temperature.unsqueeze(1)).amax(1, keepdim=True)
-    return (peak.squeeze(1) + _run_sums(logits.sub_(peak).exp_()).sum(1).log()).to(logits.dtype)
+    row_max = logits.div_(temperature.unsqueeze(1)).amax(1, keepdim=True)
+    return (row_max.squeeze(1) + _run_sums(logits.sub_(row_max).exp_()).sum(1).log()).to(
+        logits.dtype
+    )
 
 
 def _run_sums(weights: Tensor) -> Tensor:

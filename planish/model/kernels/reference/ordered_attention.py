@@ -44,7 +44,9 @@ class Sums:
     weights: Tensor
 
 
-def scores(q: Tensor, keys: Tensor, visible: Tensor, first: Tensor | None = None) -> Tensor:
+def attention_scores(
+    q: Tensor, keys: Tensor, visible: Tensor, first: Tensor | None = None
+) -> Tensor:
     """Return the scaled scores [G, H, M, L] in float32 or wider.
 
     `q`: [G, H, M, E]. `keys`: [G, H, L, E]. `visible`: [G or 1, 1, M or 1], the number of leading
@@ -56,36 +58,36 @@ def scores(q: Tensor, keys: Tensor, visible: Tensor, first: Tensor | None = None
     wide = torch.promote_types(q.dtype, torch.float32)
     if keys.device.type == "cuda" and q.dtype != wide:
         flat = torch.bmm(q.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), out_dtype=wide)
-        found = flat.unflatten(0, q.shape[:2]).mul_(scale)
+        scores = flat.unflatten(0, q.shape[:2]).mul_(scale)
     else:
-        found = torch.matmul(q.to(wide) * scale, keys.to(wide).transpose(-1, -2))
+        scores = torch.matmul(q.to(wide) * scale, keys.to(wide).transpose(-1, -2))
     numbers = torch.arange(keys.shape[2], device=q.device)
     unseen = numbers >= visible.unsqueeze(-1)
     if first is not None:
         unseen = unseen | (numbers < first.unsqueeze(-1))
-    return found.masked_fill_(unseen, -torch.inf)
+    return scores.masked_fill_(unseen, -torch.inf)
 
 
-def peaks(found: Tensor) -> Tensor:
+def row_max(scores: Tensor) -> Tensor:
     """Return the max score of each row: [G, H, M, 1].
 
     The max is finite even for a row that attends to no key.
     """
-    return found.amax(-1, keepdim=True).clamp_(min=torch.finfo(found.dtype).min)
+    return scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
 
 
-def add_spans(found: Tensor, peak: Tensor, values: Tensor, sums: Sums | None) -> Sums:
-    """Add the values [G, H, L, E], weighted by exp(found - peak), to `sums` span by span.
+def add_spans(scores: Tensor, maxima: Tensor, values: Tensor, sums: Sums | None) -> Sums:
+    """Add the values [G, H, L, E], weighted by exp(scores - maxima), to `sums` span by span.
 
-    `found`: scores [G, H, M, L], which are overwritten. `sums` None: start at zero. `sums` may be
-    modified in place.
+    `scores`: [G, H, M, L]. They are overwritten. `maxima`: the max score of each row, [G, H, M, 1].
+    `sums` None: start at zero. `sums` may be modified in place.
 
     L and the position of key 0 in the sequence must be multiples of SPAN. The order of additions
     in a matmul depends on the length of its sums. With whole spans, this length is SPAN in every
     batch.
     """
     assert values.shape[2] % SPAN == 0
-    weights = found.sub_(peak).exp_()
+    weights = scores.sub_(maxima).exp_()
     for start in range(0, values.shape[2], SPAN):
         part = weights[..., start : start + SPAN]
         span = Sums(_product(part, values[:, :, start : start + SPAN]), part.sum(-1, keepdim=True))
@@ -116,15 +118,15 @@ def attend(
     missing = max(0, QUERY_ROWS - rows)
     visible = F.pad(visible, (0, missing), value=1)
     first = None if window is None else visible - window
-    found = scores(F.pad(q, (0, 0, 0, missing)), keys, visible, first)
-    peak = peaks(found)
+    scores = attention_scores(F.pad(q, (0, 0, 0, missing)), keys, visible, first)
+    maxima = row_max(scores)
     if sinks is not None:
         sinks = F.pad(sinks, (0, missing)).unsqueeze(-1)
-        peak = torch.maximum(peak, sinks)
-    sums = add_spans(found, peak, values, None)
+        maxima = torch.maximum(maxima, sinks)
+    sums = add_spans(scores, maxima, values, None)
     if sinks is not None:
-        sums.weights.add_((sinks - peak).exp_())
-    out, lse = sums.values / sums.weights, (peak + sums.weights.log()).squeeze(-1)
+        sums.weights.add_((sinks - maxima).exp_())
+    out, lse = sums.values / sums.weights, (maxima + sums.weights.log()).squeeze(-1)
     return out[:, :, :rows], lse[:, :, :rows]
 
 

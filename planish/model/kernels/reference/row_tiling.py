@@ -182,7 +182,7 @@ def probe(backend: Backend, *, at_any_cost: bool = False) -> RowTiling | None:
             return RowTiling(
                 multiple,
                 query_rows=QUERY_ROWS
-                if backend.has_attention
+                if backend.has_cpp_attention
                 else _probe_query_rows(config, device),
                 least=least,
                 lora=cache(needs) if sites else None,

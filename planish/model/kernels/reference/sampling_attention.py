@@ -15,7 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planish.model.kernels.reference.ordered_attention import Sums, add_spans, attend, peaks, scores
+from planish.model.kernels.reference.ordered_attention import (
+    Sums,
+    add_spans,
+    attend,
+    attention_scores,
+    row_max,
+)
 from planish.model.kv_cache import KVPool, KVPools, SlotOwner
 from planish.model.positions import SPAN, whole_spans
 
@@ -178,33 +184,35 @@ class DecodeAttention:
             part.store(layer, k, v)
         grouped = q.unflatten(1, (k.shape[1], -1))
         window = self._windows[layer] if self._windows else None
-        found = []
+        part_scores = []
         for part in self._parts:
             placed = self._arrange(part, grouped)
             first = None if window is None else part.window_starts(window, grouped.shape[2], placed)
-            found.append(scores(placed, part.keys(layer), part.visible, first))
-        wide = found[0].dtype
-        peak = torch.full(
+            part_scores.append(attention_scores(placed, part.keys(layer), part.visible, first))
+        wide = part_scores[0].dtype
+        maxima = torch.full(
             (*grouped.shape[:-1], 1), torch.finfo(wide).min, dtype=wide, device=q.device
         )
-        sums = Sums(torch.zeros_like(grouped, dtype=wide), torch.zeros_like(peak))
+        sums = Sums(torch.zeros_like(grouped, dtype=wide), torch.zeros_like(maxima))
         where = [part.rows if part.span is None else part.span for part in self._parts]
-        for part, rows, score in zip(self._parts, where, found, strict=True):
-            peak[rows] = torch.maximum(peak[rows], part.gather_rows(peaks(score), grouped.shape[2]))
+        for part, rows, scores in zip(self._parts, where, part_scores, strict=True):
+            maxima[rows] = torch.maximum(
+                maxima[rows], part.gather_rows(row_max(scores), grouped.shape[2])
+            )
         if sinks is not None:
             sinks = sinks.view(1, *grouped.shape[1:3], 1)
-            peak = torch.maximum(peak, sinks)
-        for part, rows, score in zip(self._parts, where, found, strict=True):
+            maxima = torch.maximum(maxima, sinks)
+        for part, rows, scores in zip(self._parts, where, part_scores, strict=True):
             # A row attends to its prompt's slot first, in one part, and to its sample's own slot
             # afterwards. So only the parts with samples' own slots continue earlier sums.
             before = None
             if part in self._own:
                 before = Sums(self._arrange(part, sums.values), self._arrange(part, sums.weights))
-            after = add_spans(score, self._arrange(part, peak), part.values(layer), before)
+            after = add_spans(scores, self._arrange(part, maxima), part.values(layer), before)
             sums.values[rows] = part.gather_rows(after.values, grouped.shape[2])
             sums.weights[rows] = part.gather_rows(after.weights, grouped.shape[2])
         if sinks is not None:
-            sums.weights.add_((sinks - peak).exp_())
+            sums.weights.add_((sinks - maxima).exp_())
         # Padding rows have no keys, so their weights sum to 0 and the clamp avoids 0 / 0.
         return (
             (sums.values / sums.weights.clamp_(min=torch.finfo(wide).tiny))

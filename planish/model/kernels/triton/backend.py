@@ -43,6 +43,10 @@ class TritonBackend(TorchBackend):
         families = set(families).intersection(supported_families(config))
         super().__init__(config, dtype, device)
         self.use_kernels(kernels, families)
+        if {"norms", "rope"} <= families:
+            # One kernel normalizes and rotates all heads, because launches take longer than the
+            # work.
+            self.qk_norm_rope = kernels.qk_norm_rope
         self._module = kernels
         self.kv_dtype = dtype
 
@@ -64,32 +68,18 @@ class TritonBackend(TorchBackend):
         """
         return self.tiling is None and {"attention", "lora"} <= self.families
 
-    def _packed_codes(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight | None:
+    def _packed_codes(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight:
         """Return the weights for the kernels of decoding steps. In deterministic mode, torch
         computes all rows.
         """
-        if self.tiling is not None or "quantized" not in self.families:
-            return None
         kernels: Any = import_module("planish.model.kernels.triton.quantized_kernels")
-        if not kernels.supports(weights):
-            return None
+        if (
+            self.tiling is not None
+            or "quantized" not in self.families
+            or not kernels.supports(weights)
+        ):
+            return super()._packed_codes(weights)
         found: PackedQuantizedWeight = kernels.QuantizedCodes(weights, self.dtype)
-        return found
-
-    def qk_norm_rope(
-        self,
-        qkv: Tensor,
-        heads: tuple[int, int],
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Return q [T, Hq, E] and k [T, Hkv, E] of `qkv`, normed and rotated by one kernel."""
-        # One kernel normalizes and rotates all heads, because launches take longer than the work.
-        if not {"norms", "rope"} <= self.families:
-            return super().qk_norm_rope(qkv, heads, norms, eps, cos, sin)
-        found: tuple[Tensor, Tensor] = self._module.qk_norm_rope(qkv, heads, norms, eps, cos, sin)
         return found
 
     def tree_attention(self, packed: Packed) -> Attend:

@@ -8,6 +8,7 @@ numpy. The tests use this on machines without a GPU.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,6 +40,14 @@ def shared_memory(device: torch.device) -> int:
 def power_of_two(least: int) -> int:
     """Return the smallest power of two that is at least `least`."""
     return 1 << (least - 1).bit_length()
+
+
+@cache
+def multiprocessors(device: torch.device, if_interpreted: int = 1) -> int:
+    """Return the number of multiprocessors, or `if_interpreted` if a CPU interprets the kernels."""
+    if device.type != "cuda":
+        return if_interpreted
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

@@ -121,8 +121,12 @@ def _keep_kernel(
 
 
 @triton.jit
-def _slot(bases, pool, slot, capacity, head, dtype: tl.constexpr, H: tl.constexpr, E: tl.constexpr):
-    """Return the pointers to the keys and the values of one head of a slot."""
+def _slot(bases, record, head, dtype: tl.constexpr, H: tl.constexpr, E: tl.constexpr):
+    """Return the pointers to the keys and the values of one head of a slot.
+
+    `record`: a piece or a block, which begins with the pool, the slot and its capacity.
+    """
+    pool, slot, capacity = tl.load(record), tl.load(record + 1), tl.load(record + 2)
     offset = (slot.to(tl.int64) * H + head) * capacity * E
     keys = tl.load(bases + 2 * pool).to(tl.pointer_type(dtype)) + offset
     values = tl.load(bases + 2 * pool + 1).to(tl.pointer_type(dtype)) + offset
@@ -132,12 +136,12 @@ def _slot(bases, pool, slot, capacity, head, dtype: tl.constexpr, H: tl.constexp
 
 @triton.jit
 def _attend(
-    q, peak, weights, sums, keys, values, first, stop, visible,
+    q, row_max, weights, sums, keys, values, first, stop, visible,
     SCALE: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the keys first .. stop - 1 to the online softmax of M rows and return its new state.
 
-    The state is the max `peak` [M], the sum of weights `weights` [M] and the weighted sum of values
+    The state is the max `row_max` [M], the sum of weights `weights` [M] and the weighted sum of values
     `sums` [M, BLOCK_E].
 
     MASKED: each row attends only to the keys before its `visible` [M]. Every row must attend to at
@@ -161,13 +165,13 @@ def _attend(
         scores = dot(q, tl.trans(key)) * SCALE
         if MASKED:
             scores = tl.where(n[None, :] < visible[:, None], scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        shrunk = tl.exp2(peak - higher)
-        found = tl.exp2(scores - higher[:, None])
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        shrunk = tl.exp2(row_max - new_max)
+        found = tl.exp2(scores - new_max[:, None])
         weights = weights * shrunk + tl.sum(found, 1)
         sums = sums * shrunk[:, None] + dot(rounded(found, value.dtype), value)
-        peak = higher
-    return peak, weights, sums
+        row_max = new_max
+    return row_max, weights, sums
 
 
 @triton.jit
@@ -192,23 +196,14 @@ def _piece(
     ) + heads
     mask = real[:, None] & (e < E)[None, :]
     query = tl.load(q + row[:, None] * E + e[None, :], mask=mask, other=0.0)
-    key_base, value_base = _slot(
-        bases,
-        tl.load(record),
-        tl.load(record + 1),
-        tl.load(record + 2),
-        head,
-        q.dtype.element_ty,
-        H,
-        E,
-    )
-    peak, weights, sums = _attend(
+    key_base, value_base = _slot(bases, record, head, q.dtype.element_ty, H, E)
+    row_max, weights, sums = _attend(
         query, tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32),
         tl.zeros((BLOCK_M, BLOCK_E), tl.float32), key_base, value_base, first, stop,
         tl.zeros((BLOCK_M,), tl.int32) + stop, SCALE, E, BLOCK_E, BLOCK_N, True,
     )  # fmt: skip
     tl.store(values + part[:, None] * E + e[None, :], sums, mask=mask)
-    tl.store(stats + part * 2, peak, mask=real)
+    tl.store(stats + part * 2, row_max, mask=real)
     tl.store(stats + part * 2 + 1, weights, mask=real)
 
 
@@ -224,48 +219,17 @@ def _pieces_kernel(
     """
     program, step = tl.program_id(0), tl.num_programs(0)
     wide, every = tl.load(counts) * H, tl.load(counts + 1) * H
-    turns = tl.cdiv(tl.maximum(wide - program, 0), step)
-    for turn in range(bound(turns)):
-        work = program + turn * step
-        _piece(
-            work // H,
-            work % H,
-            q,
-            pieces,
-            entries,
-            bases,
-            values,
-            stats,
-            SCALE,
-            H,
-            G,
-            E,
-            WIDE_M,
-            BLOCK_N,
-            BLOCK_E,
-        )
-    # The pieces of prompts may not divide evenly among the programs. The programs that computed one
-    # piece less get the first of the remaining pieces.
-    program += turns * step
-    for turn in range(bound(tl.cdiv(tl.maximum(every - program, 0), step))):
-        work = program + turn * step
-        _piece(
-            work // H,
-            work % H,
-            q,
-            pieces,
-            entries,
-            bases,
-            values,
-            stats,
-            SCALE,
-            H,
-            G,
-            E,
-            NARROW_M,
-            BLOCK_N,
-            BLOCK_E,
-        )
+    for kind in tl.static_range(2):
+        turns = tl.cdiv(tl.maximum((wide if kind == 0 else every) - program, 0), step)
+        for turn in range(bound(turns)):
+            work = program + turn * step
+            _piece(
+                work // H, work % H, q, pieces, entries, bases, values, stats,
+                SCALE, H, G, E, WIDE_M if kind == 0 else NARROW_M, BLOCK_N, BLOCK_E,
+            )  # fmt: skip
+        # The pieces of prompts may not divide evenly among the programs. The programs that computed
+        # one piece less get the first of the remaining pieces.
+        program += turns * step
 
 
 @triton.jit
@@ -275,23 +239,23 @@ def _combine_kernel(
     row, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     first, parts = tl.load(rows + row * _ROW + 4), tl.load(rows + row * _ROW + 5)
     e = tl.arange(0, BLOCK_E)
-    peak, weights = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
+    row_max, weights = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
     sums = tl.zeros((BLOCK_E,), tl.float32)
     for block in range(bound(tl.cdiv(parts, PARTS))):
         number = block * PARTS + tl.arange(0, PARTS)
         real = number < parts
         part = (first + number).to(tl.int64) * heads + head
-        peaks = tl.load(stats + part * 2, mask=real, other=float("-inf"))
-        higher = tl.maximum(peak, tl.max(peaks, 0))
-        factors = tl.exp2(peaks - higher)
-        shrunk = tl.exp2(peak - higher)
+        part_maxima = tl.load(stats + part * 2, mask=real, other=float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(part_maxima, 0))
+        factors = tl.exp2(part_maxima - new_max)
+        shrunk = tl.exp2(row_max - new_max)
         mask = real[:, None] & (e < E)[None, :]
         found = tl.load(values + part[:, None] * E + e[None, :], mask=mask, other=0.0)
         weights = weights * shrunk + tl.sum(
             factors * tl.load(stats + part * 2 + 1, mask=real, other=0.0), 0
         )
         sums = sums * shrunk + tl.sum(factors[:, None] * found, 0)
-        peak = higher
+        row_max = new_max
     # A row without a sample has no parts.
     result = sums / tl.where(parts > 0, weights, 1.0)
     place = (row.to(tl.int64) * heads + head) * E + e
@@ -311,23 +275,17 @@ def _prefill_kernel(
     places = place[:, None] * E + e[None, :]
     mask = (m // G < rows)[:, None] & (e < E)[None, :]
     query = tl.load(q + places, mask=mask, other=0.0)
-    keys, values = _slot(
-        bases,
-        tl.load(record),
-        tl.load(record + 1),
-        tl.load(record + 2),
-        head,
-        q.dtype.element_ty,
-        H,
-        E,
+    keys, values = _slot(bases, record, head, q.dtype.element_ty, H, E)
+    row_max, weights = (
+        tl.full((BLOCK_M,), float("-inf"), tl.float32),
+        tl.zeros((BLOCK_M,), tl.float32),
     )
-    peak, weights = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     sums = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     visible = position + 1 + tl.minimum(m // G, rows - 1)
     seen_by_all = (position + 1) // BLOCK_N * BLOCK_N
-    peak, weights, sums = _attend(
+    row_max, weights, sums = _attend(
         query,
-        peak,
+        row_max,
         weights,
         sums,
         keys,
@@ -341,8 +299,8 @@ def _prefill_kernel(
         BLOCK_N,
         False,
     )
-    peak, weights, sums = _attend(
-        query, peak, weights, sums, keys, values, seen_by_all, position + rows, visible, SCALE, E, BLOCK_E, BLOCK_N, True
+    row_max, weights, sums = _attend(
+        query, row_max, weights, sums, keys, values, seen_by_all, position + rows, visible, SCALE, E, BLOCK_E, BLOCK_N, True
     )  # fmt: skip
     tl.store(out + places, rounded(sums / weights[:, None], out.dtype.element_ty), mask=mask)
 
@@ -367,16 +325,12 @@ class Heads:
     @property
     def block_rows(self) -> int:
         """The maximum number of batch rows in a prefill block."""
-        return max(1, self._prefill_rows // self.group)
+        return max(1, self._prefill_cut[0] // self.group)
 
     @property
     def block_e(self) -> int:
         """The head_dim, rounded up to a power of two."""
         return power_of_two(self.size)
-
-    @property
-    def _prefill_rows(self) -> int:
-        return self._prefill_cut[0]
 
     @cached_property
     def _prefill_cut(self) -> tuple[int, int, int, int]:

@@ -248,6 +248,14 @@ def qk_norm_rope(
 
 
 @triton.jit
+def _norm_weights(q_norm, k_norm, column, inside, is_q):
+    """Return the norm's weights at some columns for each head: the heads of q and k differ."""
+    of_q = tl.load(q_norm + column, mask=inside, other=0.0)[None, :]
+    of_k = tl.load(k_norm + column, mask=inside, other=0.0)[None, :]
+    return tl.where(is_q[:, None], of_q, of_k)
+
+
+@triton.jit
 def _qk_norm_rope(
     qkv, width, q_norm, k_norm, eps, cos, sin, q, k, q_heads, k_heads, half,
     NORMED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
@@ -267,18 +275,9 @@ def _qk_norm_rope(
             tl.sum(first * first, 1) + tl.sum(second * second, 1), (2 * half).to(tl.float32)
         )
         factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))[:, None]
-        of_q, of_k = q_norm + column, k_norm + column
-        weight = tl.where(
-            is_q[:, None],
-            tl.load(of_q, mask=of_row, other=0.0)[None, :],
-            tl.load(of_k, mask=of_row, other=0.0)[None, :],
-        )
+        weight = _norm_weights(q_norm, k_norm, column, of_row, is_q)
         first = rounded(first * factor * weight, q.dtype.element_ty).to(tl.float32)
-        weight = tl.where(
-            is_q[:, None],
-            tl.load(of_q + half, mask=of_row, other=0.0)[None, :],
-            tl.load(of_k + half, mask=of_row, other=0.0)[None, :],
-        )
+        weight = _norm_weights(q_norm + half, k_norm + half, column, of_row, is_q)
         second = rounded(second * factor * weight, q.dtype.element_ty).to(tl.float32)
     c = tl.load(cos + row * half + column, mask=of_row, other=0.0)[None, :]
     s = tl.load(sin + row * half + column, mask=of_row, other=0.0)[None, :]
@@ -362,13 +361,15 @@ def log_sum_exp(
     (rows, vocab), block = logits.shape, _split(logits)
     splits = _quotient(vocab, block)
     out = torch.empty(rows, device=logits.device)
-    peaks, sums = (torch.empty(rows, splits, device=logits.device) for _ in range(2))
+    split_maxima, sums = (torch.empty(rows, splits, device=logits.device) for _ in range(2))
     warps = block // 512
-    _split_sums[rows, splits](logits, temperature, peaks, sums, vocab, BLOCK=block, num_warps=warps)
+    _split_sums[rows, splits](
+        logits, temperature, split_maxima, sums, vocab, BLOCK=block, num_warps=warps
+    )
     _row_sums[rows, splits if weights is not None else 1](
         logits,
         temperature,
-        peaks,
+        split_maxima,
         sums,
         weights,
         out,
@@ -414,12 +415,12 @@ def _split(logits: Tensor) -> int:
 
 
 @triton.jit
-def _exp_below(x, peak):
-    """Return exp(x - peak), where `peak` is at least the max of x.
+def _exp_below(x, row_max):
+    """Return exp(x - row_max), where `row_max` is at least the max of x.
 
-    The result is 0 if the peak is -inf, and NaN if the peak is +inf.
+    The result is 0 if the row_max is -inf, and NaN if the row_max is +inf.
     """
-    below = x - tl.where(tl.abs(peak) < float("inf"), peak, 0.0)
+    below = x - tl.where(tl.abs(row_max) < float("inf"), row_max, 0.0)
     return tl.exp(tl.where(below > 0.0, float("nan"), below))
 
 
@@ -431,21 +432,21 @@ def _scaled(logits, temperature, column, vocab):
 
 
 @triton.jit
-def _split_sums(logits, temperature, peaks, sums, vocab, BLOCK: tl.constexpr):
+def _split_sums(logits, temperature, split_maxima, sums, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     entries = _scaled(logits + row * vocab, tl.load(temperature + row), column, vocab)
-    peak = tl.max(entries, 0)
+    row_max = tl.max(entries, 0)
     at = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(peaks + at, peak)
-    tl.store(sums + at, tl.sum(_exp_below(entries, peak), 0))
+    tl.store(split_maxima + at, row_max)
+    tl.store(sums + at, tl.sum(_exp_below(entries, row_max), 0))
 
 
 @triton.jit
 def _row_sums(
     logits,
     temperature,
-    peaks,
+    split_maxima,
     sums,
     weights,
     out,
@@ -461,17 +462,17 @@ def _row_sums(
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLIT_BLOCK)
     at = row * SPLITS + split
-    their_peaks = tl.load(peaks + at, mask=split < SPLITS, other=-float("inf"))
-    peak = tl.max(their_peaks, 0)
+    maxima = tl.load(split_maxima + at, mask=split < SPLITS, other=-float("inf"))
+    row_max = tl.max(maxima, 0)
     if tl.program_id(1) == 0:
-        parts = tl.load(sums + at, mask=split < SPLITS, other=0.0) * _exp_below(their_peaks, peak)
+        parts = tl.load(sums + at, mask=split < SPLITS, other=0.0) * _exp_below(maxima, row_max)
         total = tl.sum(parts.to(tl.float64), 0)
         total = tl.where(total > 0.0, total, float("nan"))
-        tl.store(out + row, (peak.to(tl.float64) + tl.log(total)).to(tl.float32))
+        tl.store(out + row, (row_max.to(tl.float64) + tl.log(total)).to(tl.float32))
     if weights is not None:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         entries = _scaled(logits + row * vocab, tl.load(temperature + row), column, vocab)
-        tl.store(weights + row * vocab + column, _exp_below(entries, peak), mask=column < vocab)
+        tl.store(weights + row * vocab + column, _exp_below(entries, row_max), mask=column < vocab)
 
 
 def sample(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -24,14 +24,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from planish.model.kernels.triton.common import bound, dot
+from planish.model.kernels.triton.common import bound, dot, multiprocessors
 
 TILE = 16
 """The maximum number of rows of a tile. Matmuls on tensor cores need at least this many rows."""
@@ -298,7 +297,7 @@ def add_(
     count, length = _segments(x.shape[1])
     spread = parts.shape[0] > 1
     shared = (tiles, pointers, pointers.stride(0), site, parts, parts.stride(0), parts.stride(1))
-    processors = _processors(x.device)
+    processors = multiprocessors(x.device)
     shrink_kernel[(processors * _SHRINKS,)](
         x,
         x.stride(0),
@@ -337,13 +336,3 @@ def _segments(inner: int) -> tuple[int, int]:
     length = math.ceil(inner / min(max(inner // 1024, 4), _MOST_PARTS))
     length = max(length + -length % _BLOCK_IN, 2 * _BLOCK_IN)
     return math.ceil(inner / length), length
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    """Return the number of multiprocessors, or 1 if the kernels are interpreted on a CPU."""
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 1
-    )

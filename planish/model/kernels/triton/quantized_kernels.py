@@ -1,10 +1,10 @@
-"""Matmuls with quantized weights for few rows, as in decoding steps.
+"""Triton matmuls with quantized weights for few rows, as in decoding steps.
 
-torch would write a dequantized copy of the weights for each matmul. These kernels read the codes
-and dequantize a tile at a time in registers. The tile has the same bits as the tile of the
-dequantized weight, and its products are accumulated in float32.
+For each matmul, torch would write a dequantized copy of the weights to memory. These kernels read
+the codes and dequantize one tile of the weights at a time, in registers. The tile has the same bits
+as that part of the dequantized weights. Products are accumulated in float32.
 
-Shapes: T rows, `in` and `out` columns.
+Shapes: T rows, `in` inputs and `out` outputs of a linear.
 """
 
 # Launches take additional options, which the static types do not know:
@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from planish.model.kernels.linear import DequantizedWeights
 from planish.model.kernels.triton.common import bound, dot, rounded
 from planish.model.quantization import (
     Fp8Weight,
@@ -28,23 +28,25 @@ from planish.model.quantization import (
     Mxfp4Weight,
     Nf4Weight,
     QuantizedWeight,
-    dequantized,
     dynamic_values,
     four_bit_values,
     mxfp4_scales,
 )
 
 MAX_ROWS = 64
-"""The maximum number of rows for the kernels. With more rows, torch dequantizes the weights once."""
+"""The maximum number of rows for which the kernels are used.
+
+With more rows, torch dequantizes all weights and then multiplies by them.
+"""
 _BLOCK_OUT = 32
 _BLOCK_IN = 128
 
 
 @triton.jit
 def _decoded_fp8(codes):
-    """Return the float32 values of bytes in float8_e4m3fn.
+    """Return the float32 values of `codes`, which are bytes in the format float8_e4m3fn.
 
-    GPUs before Ada have no instruction for this conversion, so the kernel uses integer operations.
+    The conversion uses integer operations, because GPUs before Ada have no instruction for it.
     """
     exponent, mantissa = (codes >> 3) & 15, codes & 7
     normal = ((exponent + 120) << 23 | mantissa << 20).to(tl.float32, bitcast=True)
@@ -58,9 +60,9 @@ def _store(total, bias, out, out_stride, m, n, rows, fan_out, HAS_BIAS: tl.const
     """Write total + bias to the rows `m` and the columns `n` of `out`."""
     if HAS_BIAS:
         total += tl.load(bias + n, n < fan_out, other=0.0).to(tl.float32)[None, :]
-    where = out + m.to(tl.int64)[:, None] * out_stride + n[None, :]
-    found = rounded(total, out.dtype.element_ty)
-    tl.store(where, found, (m < rows)[:, None] & (n < fan_out)[None, :])
+    target = out + m.to(tl.int64)[:, None] * out_stride + n[None, :]
+    total = rounded(total, out.dtype.element_ty)
+    tl.store(target, total, (m < rows)[:, None] & (n < fan_out)[None, :])
 
 
 @triton.jit
@@ -83,28 +85,28 @@ def eight_bit_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
-    """Write x @ W.T + bias, where W = codes * scales.
+    """Write x @ W.T + bias to `out`, where W = codes * scales.
 
-    The element (n, k) of W has the scale (n // row_block, k // column_block). BLOCK_IN divides
-    `column_block`, or `column_block` is at least `fan_in`. FP8: the codes are bytes of
-    float8_e4m3fn. Otherwise they are int8.
+    The element (n, k) of W has the scale (n // row_block, k // column_block). BLOCK_IN must divide
+    `column_block`, unless `column_block` is at least `fan_in`. FP8: the codes are bytes in the
+    format float8_e4m3fn. Otherwise the codes are int8.
     """
     m = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     n = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     total = tl.zeros((BLOCK_ROWS, BLOCK_OUT), tl.float32)
     for begin in range(0, bound(fan_in), BLOCK_IN):
         k = begin + tl.arange(0, BLOCK_IN)
-        own = tl.load(
+        inputs = tl.load(
             x + m[:, None] * fan_in + k[None, :],
             (m < rows)[:, None] & (k < fan_in)[None, :],
             other=0.0,
         )
-        has = (n < fan_out)[:, None] & (k < fan_in)[None, :]
-        code = tl.load(codes + n[:, None] * fan_in + k[None, :], has, other=0)
-        wide = _decoded_fp8(code.to(tl.int32)) if FP8 else code.to(tl.float32)
-        place = scales + n // row_block * scale_stride + begin // column_block
-        wide *= tl.load(place, n < fan_out, other=0.0)[:, None]
-        total += dot(own, tl.trans(rounded(wide, own.dtype)))
+        inside = (n < fan_out)[:, None] & (k < fan_in)[None, :]
+        code = tl.load(codes + n[:, None] * fan_in + k[None, :], inside, other=0)
+        weights = _decoded_fp8(code.to(tl.int32)) if FP8 else code.to(tl.float32)
+        scale = scales + n // row_block * scale_stride + begin // column_block
+        weights *= tl.load(scale, n < fan_out, other=0.0)[:, None]
+        total += dot(inputs, tl.trans(rounded(weights, inputs.dtype)))
     _store(total, bias, out, out_stride, m, n, rows, fan_out, HAS_BIAS)
 
 
@@ -129,10 +131,11 @@ def four_bit_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
 ):
-    """Write x @ W.T + bias for a weight in nf4 or mxfp4.
+    """Write x @ W.T + bias to `out` for a weight W in nf4 or mxfp4.
 
-    Each iteration reads one block of inputs, 2 * BLOCK_BYTES, which share a scale. Even and odd
-    inputs are multiplied separately, because one byte has the codes of both.
+    Each iteration multiplies one block of 2 * BLOCK_BYTES inputs, which share a scale. One byte has
+    the codes of an even input and of the next odd input. So a first matmul multiplies the even
+    inputs, and a second one the odd inputs.
     """
     m = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     n = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -141,60 +144,53 @@ def four_bit_kernel(
     total = tl.zeros((BLOCK_ROWS, BLOCK_OUT), tl.float32)
     for block in range(0, bound(blocks)):
         j = block * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES)
-        place = x + m[:, None] * fan_in + 2 * j[None, :]
-        even = tl.load(place, has_row[:, None], other=0.0)
-        odd = tl.load(place + 1, has_row[:, None], other=0.0)
-        pair = tl.load(
+        inputs = x + m[:, None] * fan_in + 2 * j[None, :]
+        even = tl.load(inputs, has_row[:, None], other=0.0)
+        odd = tl.load(inputs + 1, has_row[:, None], other=0.0)
+        byte = tl.load(
             codes + n[:, None] * (fan_in // 2) + j[None, :], has_column[:, None], other=0
         ).to(tl.int32)
-        first, second = (pair >> 4, pair & 15) if NF4 else (pair & 15, pair >> 4)
-        number = n * blocks + block
-        scale_code = tl.load(scale_codes + number, has_column, other=0).to(tl.int32)
+        even_code, odd_code = (byte >> 4, byte & 15) if NF4 else (byte & 15, byte >> 4)
+        scale_index = n * blocks + block
+        scale_code = tl.load(scale_codes + scale_index, has_column, other=0).to(tl.int32)
         scale = tl.load(scale_values + scale_code)
         if NF4:
-            group = tl.load(scale_scales + number // 256, has_column, other=0.0)
-            scale = scale * group + tl.load(offset)
-        one = tl.load(values + first) * scale[:, None]
-        other = tl.load(values + second) * scale[:, None]
-        total += dot(even, tl.trans(rounded(one, even.dtype)))
-        total += dot(odd, tl.trans(rounded(other, odd.dtype)))
+            group_scale = tl.load(scale_scales + scale_index // 256, has_column, other=0.0)
+            scale = scale * group_scale + tl.load(offset)
+        even_weights = tl.load(values + even_code) * scale[:, None]
+        odd_weights = tl.load(values + odd_code) * scale[:, None]
+        total += dot(even, tl.trans(rounded(even_weights, even.dtype)))
+        total += dot(odd, tl.trans(rounded(odd_weights, odd.dtype)))
     _store(total, bias, out, out_stride, m, n, rows, fan_out, HAS_BIAS)
 
 
-class QuantizedCodes:
+class QuantizedCodes(DequantizedWeights):
     """Quantized weights [out, in] of linears that read the same input.
 
-    The kernels compute few rows. For more rows, and in the backward pass, torch dequantizes the
-    weights.
+    The kernels multiply up to MAX_ROWS rows. For more rows, and in the backward pass, torch
+    dequantizes the weights.
     """
-
-    is_batch_invariant = False
-    unpack = None
-
-    def __init__(self, weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> None:
-        """`weights`: [out_i, in] each, which `supports` accepts. `dtype`: the matmuls' dtype."""
-        self._weights, self._dtype = tuple(weights), dtype
 
     def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x @ weight.T plus the bias [out]: [T, out]. `x`: [T, in]."""
         if len(x) > MAX_ROWS:
-            return F.linear(x, dequantized(self._weights, self._dtype), bias)
+            return super().matmul(x, bias)
         sizes = [weight.shape[0] for weight in self._weights]
         out = x.new_empty(len(x), sum(sizes))
         x = x.contiguous()
         biases = [None] * len(sizes) if bias is None else bias.split(sizes)
         if len(x):
-            for weight, part, own in zip(self._weights, out.split(sizes, 1), biases, strict=True):
-                _matmul(x, weight, own, part)
+            columns = out.split(sizes, 1)
+            for weight, own_bias, part in zip(self._weights, biases, columns, strict=True):
+                _matmul(x, weight, own_bias, part)
         return out
-
-    def matmul_backward(self, grad: Tensor) -> Tensor:
-        """Return grad @ weight: [T, in]. `grad`: [T, out]."""
-        return grad @ dequantized(self._weights, self._dtype)
 
 
 def supports(weights: Sequence[QuantizedWeight]) -> bool:
-    """Return whether the kernels support these weights."""
+    """Return whether the kernels support these weights.
+
+    Blocks of fp8 are supported if they contain whole tiles.
+    """
     return all(
         not isinstance(weight, Fp8Weight)
         or weight.block[1] >= weight.shape[1]
@@ -204,14 +200,15 @@ def supports(weights: Sequence[QuantizedWeight]) -> bool:
 
 
 def _matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
-    """Write x @ weight.T + bias to `out` [T, out], whose columns are contiguous."""
+    """Write x @ weight.T + bias to `out` [T, out]. Each row of `out` must be contiguous."""
     fan_out, fan_in = weight.shape
     rows = len(x)
     # Larger float32 tiles would not fit into the registers.
     is_wide = x.dtype == torch.float32
     block_rows = 16 if rows <= 16 or is_wide else 32
     grid = (triton.cdiv(fan_out, _BLOCK_OUT), triton.cdiv(rows, block_rows))
-    # Disable fused multiply-add: it rounds once where the reference implementation rounds twice.
+    # Fused multiply-add is off, because it rounds once where the reference implementation rounds
+    # twice.
     options: dict[str, Any] = {
         "BLOCK_ROWS": block_rows,
         "BLOCK_OUT": _BLOCK_OUT,

@@ -28,7 +28,7 @@ from torch import Tensor
 from planish.model.kernels.reference.sampling_attention import PrefillSpan, PromptSlot, SampleSlot
 from planish.model.kv_cache import KVPool, KVPools, KVSpec, SlotOwner
 from planish.model.positions import SPAN, capacity_for
-from planish.model.transfer import on_device, staged
+from planish.model.transfer import on_device, pinned
 
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 """The programs per multiprocessor.
@@ -164,7 +164,8 @@ class DecodeTables:
         """
         kernels, shape, device = _kernels(), bases.shape, bases.shape.device
         self._bases, self._heads = bases, _heads(shape, q_heads)
-        self._programs = _PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device)
+        multiprocessors = _common().multiprocessors(device, _INTERPRETER_MULTIPROCESSORS)
+        self._programs = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
         # Each slot has one piece, and additional pieces if it is cut. `_piece_length` ensures this
         # maximum of additional pieces of all slots together.
         self._max_additional_pieces = max(1, self._programs // shape.heads)
@@ -393,19 +394,11 @@ def _send(numbers: np.ndarray, target: Tensor) -> None:
 
     The caller may overwrite `numbers` at once, because a pinned copy of it is sent.
     """
-    target.copy_(staged(torch.from_numpy(numbers), target.device), non_blocking=True)
+    target.copy_(pinned(torch.from_numpy(numbers), target.device), non_blocking=True)
 
 
 def _num_pieces(counts: np.ndarray, length: int) -> np.ndarray:
     return -(-counts // length)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else _INTERPRETER_MULTIPROCESSORS
-    )
 
 
 def _heads(shape: KVSpec, q_heads: int) -> Any:
@@ -414,15 +407,14 @@ def _heads(shape: KVSpec, q_heads: int) -> Any:
         q_heads // shape.heads,
         shape.head_dim,
         shape.dtype,
-        shared_memory(shape.device),
+        _common().shared_memory(shape.device),
     )
-
-
-def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may use on this device."""
-    return int(import_module("planish.model.kernels.triton.common").shared_memory(device))
 
 
 def _kernels() -> Any:
     # Triton comes with torch for CUDA and is absent elsewhere.
     return import_module("planish.model.kernels.triton.decode_kernels")
+
+
+def _common() -> Any:
+    return import_module("planish.model.kernels.triton.common")

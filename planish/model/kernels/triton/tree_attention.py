@@ -1,12 +1,12 @@
 """The trainer's attention on a GPU: the plan of visible tiles for the kernels of tree_kernels.py.
 
-Tiles are runs of consecutive rows; they ignore the borders of segments. `until` is the
-`subtree_end` of each row (model/prefix_tree.py): query i attends to key j if j <= i < until[j].
+Tiles are runs of consecutive rows; they ignore the borders of segments. Query i attends to key j
+if j <= i < subtree_end[j] (model/prefix_tree.py).
 
 For a query tile and a key tile there are three cases: no (query, key) pair is visible, all pairs
-are visible, or the kernel needs a mask. The case follows from the largest and the smallest `until`
-of the key tile, so no tree traversal is necessary. The plan is one table, which is copied to the
-device asynchronously. All layers and the backward pass use the same table.
+are visible, or the kernel needs a mask. The case follows from the largest and the smallest
+`subtree_end` of the key tile, so no tree traversal is necessary. The plan is one table, which is
+copied to the device asynchronously. All layers and the backward pass use the same table.
 
 In the backward pass, a key tile may have few query tiles or very many (a prefix that all sequences
 share). A long run of query tiles is divided among programs, and their sums are added afterwards.
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from planish.model.prefix_tree import Packed
-from planish.model.transfer import sent
+from planish.model.transfer import copy_async
 
 if TYPE_CHECKING:
     from planish.model.kernels.triton.tree_kernels import Table, Tiles
@@ -53,7 +53,7 @@ class GpuForest:
     def __init__(self, packed: Packed, device: torch.device) -> None:
         # Triton is absent on machines without a GPU.
         self._kernels = import_module("planish.model.kernels.triton.tree_kernels")
-        self._until = packed.subtree_end
+        self._subtree_end = packed.subtree_end
         self._device = device
         self._tables: dict[tuple[torch.dtype, torch.Size, int], Table] = {}
 
@@ -83,10 +83,10 @@ class GpuForest:
             shared = common.shared_memory(self._device)
             tiles = self._kernels.tiles_for(q.dtype, q.shape[2], group, shared)
             queries, keys = (
-                query_plan(self._until, tiles, group),
-                key_plan(self._until, tiles, group, k.shape[1]),
+                query_plan(self._subtree_end, tiles, group),
+                key_plan(self._subtree_end, tiles, group, k.shape[1]),
             )
-            arrays = [self._until, queries.items, queries.lists, keys.items, keys.sums]
+            arrays = [self._subtree_end, queries.items, queries.lists, keys.items, keys.sums]
             self._tables[shape] = self._kernels.Table(
                 tiles, *_on_device(arrays, self._device), keys.places
             )
@@ -123,17 +123,17 @@ class KeyPlan:
     places: int
 
 
-def query_plan(until: np.ndarray, tiles: Tiles, group: int) -> QueryPlan:
+def query_plan(subtree_end: np.ndarray, tiles: Tiles, group: int) -> QueryPlan:
     """Return the key tiles that each query tile attends to.
 
     Key tiles whose pairs are all visible come first. The others need a mask. `group`: G.
     """
     rows = tiles.forward.queries // group
-    first = np.arange(0, len(until), rows)[:, None]
+    first = np.arange(0, len(subtree_end), rows)[:, None]
     stop = first + rows
-    keys = _KeyTiles.of(until, tiles.forward.keys)
-    met = (keys.first < stop) & (keys.longest > first)
-    whole = met & (keys.last <= first) & (keys.shortest >= stop)
+    keys = _KeyTiles.of(subtree_end, tiles.forward.keys)
+    met = (keys.first < stop) & (keys.max_end > first)
+    whole = met & (keys.last <= first) & (keys.min_end >= stop)
     counts, whole_counts = met.sum(1), whole.sum(1)
     lists = np.nonzero(np.hstack([whole, met & ~whole]))[1] % len(keys.first)
     ends = np.cumsum(counts)
@@ -142,17 +142,17 @@ def query_plan(until: np.ndarray, tiles: Tiles, group: int) -> QueryPlan:
     return QueryPlan(items[np.argsort(-counts, kind="stable")], lists)
 
 
-def key_plan(until: np.ndarray, tiles: Tiles, group: int, heads: int) -> KeyPlan:
+def key_plan(subtree_end: np.ndarray, tiles: Tiles, group: int, heads: int) -> KeyPlan:
     """Return the run of query tiles that attend to each key tile.
 
     The query tiles of a key tile are consecutive. A run that is too long for one program is
     divided. `group`: G. `heads`: Hkv.
     """
     rows = tiles.backward_keys.queries // group
-    keys = _KeyTiles.of(until, tiles.backward_keys.keys)
-    begin, end = keys.first // rows, -(-keys.longest // rows)
+    keys = _KeyTiles.of(subtree_end, tiles.backward_keys.keys)
+    begin, end = keys.first // rows, -(-keys.max_end // rows)
     full = -(-keys.last // rows)
-    full_end = np.maximum(keys.shortest // rows, full)
+    full_end = np.maximum(keys.min_end // rows, full)
     most = max(_FEWEST_TILES, -(-int((end - begin).sum()) * heads // _PROGRAMS))
     parts = -(-(end - begin) // most)
     tile = np.repeat(np.arange(len(parts)), parts)
@@ -174,23 +174,23 @@ class _KeyTiles:
     """The rows and the subtree ends of key tiles, as arrays with one entry per tile.
 
     `first`, `last`: the first and the last row. `last` may exceed the number of rows in the last
-    tile. `longest`, `shortest`: the largest and the smallest `until` of the tile's rows.
+    tile. `max_end`, `min_end`: the largest and the smallest `subtree_end` of the tile's rows.
     """
 
     first: np.ndarray
     last: np.ndarray
-    longest: np.ndarray
-    shortest: np.ndarray
+    max_end: np.ndarray
+    min_end: np.ndarray
 
     @classmethod
-    def of(cls, until: np.ndarray, keys: int) -> _KeyTiles:
+    def of(cls, subtree_end: np.ndarray, keys: int) -> _KeyTiles:
         """Return the tiles of `keys` rows each."""
-        first = np.arange(0, len(until), keys)
+        first = np.arange(0, len(subtree_end), keys)
         return cls(
             first,
             first + keys - 1,
-            np.maximum.reduceat(until, first),
-            np.minimum.reduceat(until, first),
+            np.maximum.reduceat(subtree_end, first),
+            np.minimum.reduceat(subtree_end, first),
         )
 
 
@@ -201,5 +201,5 @@ def _on_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
     starts = np.cumsum([0, *sizes[:-1]])
     for start, array in zip(starts, arrays, strict=True):
         joined[start : start + array.size] = array.ravel()
-    table = sent(torch.from_numpy(joined), device)
+    table = copy_async(torch.from_numpy(joined), device)
     return [table[s : s + a.size].view(a.shape) for s, a in zip(starts, arrays, strict=True)]

@@ -85,7 +85,7 @@ class Table:
     """
 
     tiles: Tiles
-    until: Tensor
+    subtree_end: Tensor
     """[T]: the end of the subtree of each row."""
     query_items: Tensor
     """[n, 4]: (query tile, a, b, c).
@@ -188,7 +188,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, table: Table) -> tuple[Tensor, Tenso
     )
     shape = _Shape.of(q, k)
     forward[(len(table.query_items), shape.heads)](
-        q, k, v, out, lse, table.until, table.query_items, table.lists,
+        q, k, v, out, lse, table.subtree_end, table.query_items, table.lists,
         q.stride(0), k.stride(0), v.stride(0), len(q), shape.factor,
         **shape.constants, **table.tiles.forward.options,
     )  # fmt: skip
@@ -210,14 +210,14 @@ def attend_backward(
     delta = torch.empty_like(lse)
     strides = (grad.stride(0), q.stride(0), k.stride(0), v.stride(0))
     backward_queries[(len(table.query_items), shape.heads)](
-        grad, q, k, v, out, lse, delta, grad_q, table.until, table.query_items, table.lists,
+        grad, q, k, v, out, lse, delta, grad_q, table.subtree_end, table.query_items, table.lists,
         *strides, len(q), shape.factor, shape.scale,
         **shape.constants, **table.tiles.backward_queries.options,
     )  # fmt: skip
     cut = table.tiles.backward_keys
     parts = lse.new_empty((max(table.places, 1), shape.heads, 2, cut.keys, shape.width))
     backward_keys[(len(table.key_items), shape.heads)](
-        grad, q, k, v, lse, delta, grad_k, grad_v, parts, table.until, table.key_items,
+        grad, q, k, v, lse, delta, grad_k, grad_v, parts, table.subtree_end, table.key_items,
         *strides, len(q), shape.factor, shape.scale,
         **shape.constants, **cut.options,
     )  # fmt: skip
@@ -305,7 +305,7 @@ def _queries(tile, rows, G: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _meet(
-    tile, query, k, v, i, until, k_row, v_row, head, rows, factor,
+    tile, query, k, v, i, subtree_end, k_row, v_row, head, rows, factor,
     MASKED: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Return the keys and values of a tile, and the scores of the queries of rows `i` [M].
@@ -320,7 +320,7 @@ def _meet(
     value = _load(v, near.to(tl.int64) * v_row + head * E, E, EP)
     scores = dot(query, tl.trans(key)) * factor
     if MASKED:
-        ends = tl.load(until + near)
+        ends = tl.load(subtree_end + near)
         scores = tl.where(
             (j[None, :] <= i[:, None]) & (i[:, None] < ends[None, :]), scores, float("-inf")
         )
@@ -329,11 +329,11 @@ def _meet(
 
 @triton.jit
 def _forward_step(
-    tile, best, total, acc, query, k, v, i, until, k_row, v_row, head, rows, factor,
+    tile, best, total, acc, query, k, v, i, subtree_end, k_row, v_row, head, rows, factor,
     MASKED: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     _, value, scores = _meet(
-        tile, query, k, v, i, until, k_row, v_row, head, rows, factor, MASKED, E, EP, N
+        tile, query, k, v, i, subtree_end, k_row, v_row, head, rows, factor, MASKED, E, EP, N
     )
     found = tl.maximum(best, tl.max(scores, 1))
     shift = found
@@ -348,7 +348,7 @@ def _forward_step(
 
 @triton.jit(do_not_specialize=["rows"])
 def forward(
-    q, k, v, out, lse, until, items, lists, q_row, k_row, v_row, rows, factor,
+    q, k, v, out, lse, subtree_end, items, lists, q_row, k_row, v_row, rows, factor,
     HEADS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Compute the output and the log-sum-exp of one query tile for one key head."""
@@ -363,7 +363,7 @@ def forward(
     for part in tl.static_range(2):
         for n in range(bound(tl.load(item + 1 + part)), bound(tl.load(item + 2 + part))):
             best, total, acc = _forward_step(
-                tl.load(lists + n), best, total, acc, query, k, v, i, until, k_row, v_row, head, rows, factor,
+                tl.load(lists + n), best, total, acc, query, k, v, i, subtree_end, k_row, v_row, head, rows, factor,
                 part == 1, E, EP, N,
             )  # fmt: skip
     at = i.to(tl.int64) * (HEADS * G) + own
@@ -373,11 +373,11 @@ def forward(
 
 @triton.jit
 def _queries_step(
-    tile, acc, query, grads, k, v, i, log_total, delta, until, k_row, v_row, head, rows, factor,
+    tile, acc, query, grads, k, v, i, log_total, delta, subtree_end, k_row, v_row, head, rows, factor,
     MASKED: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     key, value, scores = _meet(
-        tile, query, k, v, i, until, k_row, v_row, head, rows, factor, MASKED, E, EP, N
+        tile, query, k, v, i, subtree_end, k_row, v_row, head, rows, factor, MASKED, E, EP, N
     )
     weights = tl.exp2(scores - log_total[:, None])
     grad_scores = weights * (dot(grads, tl.trans(value)) - delta[:, None])
@@ -386,7 +386,7 @@ def _queries_step(
 
 @triton.jit(do_not_specialize=["rows"])
 def backward_queries(
-    grad, q, k, v, out, lse, delta, grad_q, until, items, lists, grad_row, q_row, k_row, v_row, rows, factor, scale,
+    grad, q, k, v, out, lse, delta, grad_q, subtree_end, items, lists, grad_row, q_row, k_row, v_row, rows, factor, scale,
     HEADS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of one query tile for one key head.
@@ -407,7 +407,7 @@ def backward_queries(
     for part in tl.static_range(2):
         for n in range(bound(tl.load(item + 1 + part)), bound(tl.load(item + 2 + part))):
             acc = _queries_step(
-                tl.load(lists + n), acc, query, grads, k, v, i, log_total, inner_product, until, k_row, v_row, head, rows,
+                tl.load(lists + n), acc, query, grads, k, v, i, log_total, inner_product, subtree_end, k_row, v_row, head, rows,
                 factor, part == 1, E, EP, N,
             )  # fmt: skip
     _store(grad_q, at * E, acc * scale, there, E, EP)
@@ -437,7 +437,7 @@ def _keys_step(
 
 @triton.jit(do_not_specialize=["rows"])
 def backward_keys(
-    grad, q, k, v, lse, delta, grad_k, grad_v, parts, until, items, grad_row, q_row, k_row, v_row, rows, factor, scale,
+    grad, q, k, v, lse, delta, grad_k, grad_v, parts, subtree_end, items, grad_row, q_row, k_row, v_row, rows, factor, scale,
     HEADS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of one key tile for one key head, from one run of query tiles.
@@ -451,7 +451,7 @@ def backward_keys(
     head = tl.program_id(1)
     j = tile * N + tl.arange(0, N)
     near = tl.minimum(j, rows - 1)
-    ends = tl.load(until + near)
+    ends = tl.load(subtree_end + near)
     key = _load(k, near.to(tl.int64) * k_row + head * E, E, EP)
     value = _load(v, near.to(tl.int64) * v_row + head * E, E, EP)
     sum_k = tl.zeros([N, EP], tl.float32)
