@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +25,19 @@ from torch import Tensor
 from planish.engine.checkpoints.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, read_manifest
 from planish.engine.checkpoints.store import CheckpointStore, Label, SavedAdapter
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
-from planish.export.lora_update import check_plain, read_tensors
+from planish.export.lora_update import PREFIX, Matrices, check_plain, read_matrices
 from planish.export.writing import MARKER
 from planish.model.config import ModelConfig, read_json
 from planish.model.lora import EXPERT_FILE_NAMES, LoraLayout, expert_matrices
 from planish.model.quantization import check_quantizable
 from planish.model.sources import resolve_model
 from planish.model.weight_sizes import SCHEMES
-from planish.model.weights import load_weights, text_name, weights_fingerprint
+from planish.model.weights import load_weights, weights_fingerprint
 from planish.types import CheckpointPath, LoraConfig
 
 MAX_RANK = 256
 """The maximum rank of an adapter."""
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
-_PREFIXES = ("base_model.model.", "")
-_HEADS = ("model.unembed_tokens", "unembed_tokens", "model.lm_head")
-"""Names of lm_head in the adapters of hosted services."""
-_PARTS = {".lora_A.weight": 0, ".lora_B.weight": 1, ".lora_A.default.weight": 0}
-_PARTS |= {".lora_B.default.weight": 1}
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "eva_residual", "lora_ga")
 """Values of init_lora_weights that also change the base weights."""
 
@@ -175,48 +171,26 @@ def _config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _matrices(directory: Path, base: Path, model: ModelConfig) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return A and B in float32 by the name of the linear layer."""
-    found: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in read_tensors(directory).items():
-        linear, part = _named(name)
-        if part is None:
-            if _is_copy_of_base(name, tensor, base, model):
-                continue
-            raise UnsupportedError(
-                f"{directory / ADAPTER} contains {name}, which planish does not support; give a "
-                "plain LoRA adapter"
-            )
-        found.setdefault(linear, {})[part] = tensor.to(torch.float32)
-    for linear, parts in found.items():
-        if parts.keys() != {0, 1} or any(part.dim() != 2 for part in parts.values()):
-            raise DamagedFileError(
-                f"{directory / ADAPTER}: {linear} lacks lora_A or lora_B; download the adapter "
-                "again"
-            )
-        if parts[0].shape[0] != parts[1].shape[1]:
-            raise DamagedFileError(
-                f"{directory / ADAPTER}: lora_A and lora_B of {linear} have the ranks "
-                f"{parts[0].shape[0]} and {parts[1].shape[1]}, which must be equal; download the "
-                "adapter again"
-            )
-        if not all(bool(torch.isfinite(part).all()) for part in parts.values()):
+def _matrices(directory: Path, base: Path, model: ModelConfig) -> dict[str, Matrices]:
+    """Return the matrices by the name of the linear layer, without copies of base weights."""
+    found = read_matrices(directory, partial(_is_copy_of_base, base=base, model=model))
+    for linear, matrices in found.items():
+        if not (torch.isfinite(matrices.a).all() and torch.isfinite(matrices.b).all()):
             raise DamagedFileError(
                 f"{directory / ADAPTER}: {linear} contains NaN or infinity; give another adapter"
             )
-    if not found:
-        raise DamagedFileError(f"{directory / ADAPTER} has no matrices; download the adapter again")
-    return {linear: (parts[0], parts[1]) for linear, parts in found.items()}
+    return found
 
 
 def _by_target(
-    matrices: Mapping[str, tuple[Tensor, Tensor]], model: ModelConfig
+    matrices: Mapping[str, Matrices], model: ModelConfig
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the name of each linear in a `LoraLayout`, with A and B.
 
     The matrices of a layer's experts get a first dimension for the expert.
     """
-    for linear, (a, b) in matrices.items():
+    for linear, found in matrices.items():
+        a, b = found.a, found.b
         for ours, theirs in EXPERT_FILE_NAMES.items():
             # PEFT adds ".base_layer" to the name of one of the two linears of the experts. The name
             # tells which of them it is only if both have matrices.
@@ -239,23 +213,12 @@ def _is_copy_of_base(name: str, tensor: Tensor, base: Path, model: ModelConfig) 
 
     PEFT does this for a head or an embedding with an adapter.
     """
-    short = name.removeprefix(_PREFIXES[0]).replace(".base_layer.", ".")
+    short = name.removeprefix(PREFIX).replace(".base_layer.", ".")
     if short not in ("lm_head.weight", "model.embed_tokens.weight"):
         return False
     weights = load_weights(base, model)
     base_weight = weights.get(short, weights["model.embed_tokens.weight"])
     return base_weight.shape == tensor.shape and torch.equal(base_weight.to(tensor.dtype), tensor)
-
-
-def _named(tensor: str) -> tuple[str, int | None]:
-    """Return the linear layer of a tensor and 0 for A, 1 for B, None for any other tensor."""
-    for suffix, part in _PARTS.items():
-        if tensor.endswith(suffix):
-            linear = tensor.removesuffix(suffix)
-            prefix = next(prefix for prefix in _PREFIXES if linear.startswith(prefix))
-            linear = text_name(linear.removeprefix(prefix))
-            return ("lm_head" if linear in _HEADS else linear), part
-    return tensor, None
 
 
 def _factor(config: Mapping[str, Any], linear: str, rank: int) -> float:

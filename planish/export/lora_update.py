@@ -7,7 +7,8 @@ biases, whole modules) are rejected by name.
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,16 @@ from planish.engine.checkpoints.files import (
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError
 from planish.model.config import ModelConfig, read_json
 from planish.model.lora import EXPERT_FILE_NAMES, expert_matrices
-from planish.model.weights import expected_shapes
+from planish.model.weights import expected_shapes, text_name
 
 HEAD = "lm_head"
 """The name of the output head."""
-_PREFIX = "base_model.model."
-_PARTS = (".lora_A.weight", ".lora_B.weight")
+PREFIX = "base_model.model."
+_HEADS = ("model.unembed_tokens", "unembed_tokens", "model.lm_head")
+"""Names of the output head in adapters that other programs saved."""
+_TENSOR_NAME = re.compile(
+    rf"(?:{re.escape(PREFIX)})?(?P<linear>.+)\.lora_(?P<matrix>[AB])(?:\.default)?\.weight"
+)
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "use_dora": ((False, None), "DoRA scales the columns of the weight instead of adding to it"),
     "use_qalora": ((False, None), "QALoRA pools the inputs"),
@@ -162,18 +167,52 @@ def read_update(directory: Path) -> LoraUpdate:
                 f"{where}: {name} is {config[name]!r}; planish exports adapters with one rank and "
                 "one alpha"
             )
-    tensors = read_tensors(directory)
-    return LoraUpdate(config, _linears(tensors, config["r"], directory), manifest)
+    linears = read_matrices(directory)
+    _check_ranks(linears, config["r"], directory / ADAPTER)
+    return LoraUpdate(config, linears, manifest)
 
 
-def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Return the tensors of an adapter. Raise DamagedFileError if they cannot be read."""
+def read_matrices(
+    directory: Path, is_ignored: Callable[[str, Tensor], bool] = lambda name, tensor: False
+) -> dict[str, Matrices]:
+    """Return the matrices of an adapter in float32 by the name of the linear layer.
+
+    `is_ignored` decides from its name and value whether a tensor that is no LoRA matrix is left
+    out; any other such tensor raises UnsupportedError. DamagedFileError if the file cannot be read
+    or a matrix is missing.
+    """
+    where = directory / ADAPTER
     try:
-        return load_file(directory / ADAPTER)
+        tensors = load_file(where)
     except (SafetensorError, OSError) as error:
         raise DamagedFileError(
-            f"{directory / ADAPTER} cannot be read ({error}); get the adapter again"
+            f"{where} cannot be read ({error}); get the adapter again"
         ) from error
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        named = _TENSOR_NAME.fullmatch(name)
+        if named is not None:
+            linear = text_name(named["linear"])
+            linear = HEAD if linear in _HEADS else linear
+            found.setdefault(linear, {})[named["matrix"]] = tensor.to(torch.float32)
+        elif not is_ignored(name, tensor):
+            raise UnsupportedError(
+                f"{where} contains {name}, which planish does not support; give a plain LoRA adapter"
+            )
+    for linear, parts in found.items():
+        if len(parts) < 2 or any(part.dim() != 2 for part in parts.values()):
+            raise DamagedFileError(
+                f"{where}: {linear} lacks lora_A or lora_B; download the adapter again"
+            )
+        ranks = (parts["A"].shape[0], parts["B"].shape[1])
+        if ranks[0] != ranks[1]:
+            raise DamagedFileError(
+                f"{where}: lora_A and lora_B of {linear} have the ranks {ranks[0]} and {ranks[1]}, "
+                "which must be equal; download the adapter again"
+            )
+    if not found:
+        raise DamagedFileError(f"{where} has no matrices; download the adapter again")
+    return {linear: Matrices(parts["A"], parts["B"]) for linear, parts in found.items()}
 
 
 def check_plain(config: Mapping[str, Any], where: Path) -> None:
@@ -197,47 +236,23 @@ def check_plain(config: Mapping[str, Any], where: Path) -> None:
             )
 
 
-def _linears(tensors: Mapping[str, Tensor], rank: int, directory: Path) -> dict[str, Matrices]:
-    names: dict[str, None] = {}
-    for name in tensors:
-        linear = name.removeprefix(_PREFIX)
-        for part in _PARTS:
-            linear = linear.removesuffix(part)
-        if name not in (f"{_PREFIX}{linear}{part}" for part in _PARTS):
-            raise UnsupportedError(
-                f"{directory / ADAPTER} contains {name}, which planish does not support; give a "
-                "plain LoRA adapter"
-            )
-        names[linear] = None
-    linears: dict[str, Matrices] = {}
-    for linear in names:
-        pair = [tensors.get(f"{_PREFIX}{linear}{part}") for part in _PARTS]
-        a, b = (None if tensor is None else tensor.to(torch.float32) for tensor in pair)
-        if (
-            a is None
-            or b is None
-            or a.dim() != 2
-            or b.dim() != 2
-            or a.shape[0] != b.shape[1]
-            or (a.shape[0] % rank if _expert_linear(linear) else a.shape[0] != rank)
-        ):
+def _check_ranks(linears: Mapping[str, Matrices], rank: int, where: Path) -> None:
+    """Raise an error unless each linear has the rank of adapter_config.json."""
+    for linear, matrices in linears.items():
+        found, is_expert = matrices.a.shape[0], _expert_linear(linear) is not None
+        if found % rank if is_expert else found != rank:
             raise DamagedFileError(
-                f"{directory / ADAPTER}: {linear} lacks a matrix of rank {rank}, lora_A or lora_B; "
-                "download the adapter again"
+                f"{where}: {linear} lacks a matrix of rank {rank}, lora_A or lora_B; download the "
+                "adapter again"
             )
-        linears[linear] = Matrices(a, b)
-    if not linears:
-        raise DamagedFileError(f"{directory / ADAPTER} has no matrices; download the adapter again")
-    for linear in linears:
         # If PEFT adapts only one of the two parameters, its name does not tell which of them.
         short = linear.removesuffix(".base_layer")
         other = short if short != linear else f"{linear}.base_layer"
-        if _expert_linear(linear) and other not in linears:
+        if is_expert and other not in linears:
             raise UnsupportedError(
-                f"{directory / ADAPTER} has matrices of {linear} and not of {other}; adapt both gate_up_proj and "
+                f"{where} has matrices of {linear} and not of {other}; adapt both gate_up_proj and "
                 "down_proj of the experts"
             )
-    return linears
 
 
 def _expert_linear(linear: str) -> str | None:

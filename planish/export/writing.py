@@ -144,7 +144,7 @@ def _write_adapter(update: LoraUpdate, base: Base, out: Path, dtype: torch.dtype
     inner = "model."
     if base.directory is not None and is_multimodal(read_json(base.directory / "config.json")):
         inner = "model.language_model."
-        if config["target_modules"]:
+        if isinstance(config["target_modules"], list):
             # The pattern excludes the vision tower, whose modules have the same names.
             names = "|".join(config["target_modules"])
             config["target_modules"] = rf".*language_model.*\.({names})"

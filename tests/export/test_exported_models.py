@@ -178,6 +178,13 @@ def test_exports_for_a_multimodal_base_equal_planish(family, attn, tmp_path):
     assert logprobs(tuned) == pytest.approx(made.logprobs, abs=TOLERANCE)
     whole = weights.build_hf_model(**given, output_path=tmp_path / "whole")
     assert logprobs(loaded(whole)) == pytest.approx(made.logprobs, abs=TOLERANCE)
+    # The adapter's card says that this command merges the exported adapter too.
+    exported: Any = {"base_model": str(base), "adapter_path": adapter}
+    merged = weights.build_hf_model(**exported, output_path=tmp_path / "merged")
+    assert logprobs(loaded(merged)) == logprobs(loaded(whole))
+    again = weights.build_lora_adapter(**exported, output_path=tmp_path / "again")
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (Path(again) / name).read_bytes() == (Path(adapter) / name).read_bytes()
 
 
 CARD = """
