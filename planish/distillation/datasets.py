@@ -14,7 +14,7 @@ import chz
 
 from planish.distillation.teachers import TeacherConfig
 from planish.errors import UserError
-from planish.rl.environments.datasets import ConcatenatedRLDataset, RebatchedRLDataset
+from planish.rl.environments.datasets import ConcatenatedRLDataset, rebatched
 from planish.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder, WrappedGroup
 
 
@@ -76,11 +76,6 @@ class DistillationDatasetBuilder(RLDatasetBuilder):
         if not self.parts:
             raise UserError("parts is empty; give at least one data set with its teacher")
         built = [(part, *await part.dataset_builder()) for part in self.parts]
-        train = [
-            dataset
-            if part.groups_per_batch is None
-            else RebatchedRLDataset(dataset, part.groups_per_batch)
-            for part, dataset, _ in built
-        ]
+        train = [rebatched(dataset, part.groups_per_batch) for part, dataset, _ in built]
         tests = [test for _, _, test in built if test is not None]
         return TaughtDataset(train), ConcatenatedRLDataset(tests) if tests else None

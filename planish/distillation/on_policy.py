@@ -122,7 +122,7 @@ class TeacherKL:
     ) -> tuple[list[TrainingSequence], Metrics]:
         log_ratios_D = await log_ratios(data_D, self._teacher_of)
         taught_D = list(zip(data_D, log_ratios_D, strict=True))
-        pulled_D = [
+        shaped_D = [
             add_kl_term(sequence, log_ratio_N, self.coefficient, self.discount)
             for sequence, log_ratio_N in taught_D
         ]
@@ -138,7 +138,7 @@ class TeacherKL:
             )
             for key, part in parts.items()
         }
-        return pulled_D, {key: mean for key, mean in means.items() if mean is not None}
+        return shaped_D, {key: mean for key, mean in means.items() if mean is not None}
 
     def _teacher_of(self, sequence: TrainingSequence) -> Any:
         assert sequence.teacher is not None, "every group of a TaughtDataset has a teacher"

@@ -9,11 +9,11 @@ target prevents this: N pairs aim at a probability of (N + 1) / (N + 2) instead 
 import math
 from collections.abc import Sequence
 
-HOTTEST = 1e3
+MAX_TEMPERATURE = 1e3
 """The largest temperature, which brings every preference close to 0. It is fitted if log-odds are
 uninformative or mostly wrong.
 """
-COLDEST = 1e-3
+MIN_TEMPERATURE = 1e-3
 """The smallest temperature."""
 
 
@@ -32,7 +32,7 @@ def fit_temperature(chosen_log_odds: Sequence[float], pairs: int | None = None) 
         """Return the derivative of the log loss, which is convex in sharpness = 1 / temperature."""
         return sum((_sigmoid(sharpness * x) - target) * x for x in chosen_log_odds)
 
-    low, high = math.log(1 / HOTTEST), math.log(1 / COLDEST)
+    low, high = math.log(1 / MAX_TEMPERATURE), math.log(1 / MIN_TEMPERATURE)
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if slope(math.exp(middle)) < 0 else (low, middle)

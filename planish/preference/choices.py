@@ -40,10 +40,10 @@ class Choice:
         Raise UserError if two answers share the token at the first position where any answers
         differ.
         """
-        written = [_written(renderer, PROBE, answer) for answer in answers]
-        columns = zip(*(each.output for each in written), strict=False)
+        outputs = [_written(renderer, PROBE, answer)[1] for answer in answers]
+        columns = zip(*outputs, strict=False)
         lead = next(place for place, column in enumerate(columns) if len(set(column)) > 1)
-        tokens = tuple(each.output[lead] for each in written)
+        tokens = tuple(output[lead] for output in outputs)
         if len(set(tokens)) < len(tokens):
             raise UserError(
                 f"the answers {', '.join(answers)} do not differ in their first token with "
@@ -60,11 +60,11 @@ class Choice:
 
     def prompt(self, conversation: Conversation) -> list[int]:
         """Return all tokens before the deciding one."""
-        written = _written(self.renderer, conversation, self.answers[0])
-        assert written.output[self.lead] == self.tokens[0], (
+        before, output = _written(self.renderer, conversation, self.answers[0])
+        assert output[self.lead] == self.tokens[0], (
             "an answer has the same tokens after every conversation"
         )
-        return written.before + written.output[: self.lead]
+        return before + output[: self.lead]
 
     def datum(self, conversation: Conversation, weights: Sequence[float]) -> Datum:
         """Return a datum whose loss weights the logprobs of the K answers at the deciding position.
@@ -104,18 +104,14 @@ class Choice:
         return response.target_prompt_logprobs.to_numpy()[-1].tolist()
 
 
-@dataclass(frozen=True)
-class _Written:
-    before: list[int]
-    output: list[int]
-    """The tokens that the model writes."""
-
-
-def _written(renderer: Renderer, conversation: Conversation, answer: str) -> _Written:
+def _written(
+    renderer: Renderer, conversation: Conversation, answer: str
+) -> tuple[list[int], list[int]]:
+    """Return (the tokens before the assistant's output, the tokens that the model writes)."""
     tokens, weights = renderer.build_supervised_example(
         [*conversation, {"role": "assistant", "content": answer}],
         TrainOnWhat.LAST_ASSISTANT_MESSAGE,
     )
     begin = int(weights.argmax())
     ids = tokens.to_ints()
-    return _Written(ids[:begin], ids[begin:])
+    return ids[:begin], ids[begin:]

@@ -146,7 +146,7 @@ async def wins_of(
 
 
 @dataclass(frozen=True)
-class Contest:
+class ComparisonResults:
     """The answers of an evaluation and its win rates."""
 
     comparisons: Sequence[Comparison]
@@ -199,7 +199,7 @@ class ComparisonEvaluator(SamplingClientEvaluator):
     async def __call__(self, sampling_client: SamplingClient) -> Mapping[str, float]:
         return (await self.compare(sampling_client)).metrics(self.name)
 
-    async def compare(self, sampling_client: SamplingClient) -> Contest:
+    async def compare(self, sampling_client: SamplingClient) -> ComparisonResults:
         """Sample the policy's answers and let every judge compare them with the reference."""
         completions = await self.reference.completions(self.prompts, self.answer_sampler)
         answers = await self.answer_sampler(sampling_client, self.prompts, POLICY)
@@ -211,7 +211,7 @@ class ComparisonEvaluator(SamplingClientEvaluator):
             name: await wins_of(judge, comparisons, both_ways=self.both_ways)
             for name, judge in self.judges.items()
         }
-        return Contest(comparisons, answers, wins)
+        return ComparisonResults(comparisons, answers, wins)
 
 
 @chz.chz

@@ -8,7 +8,7 @@ of an answer, the pair is left out and counted.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import chz
 from planish.errors import UserError
 from planish.preference.types import LabeledComparison, Messages, read_comparison
 from planish.renderers import Renderer, TrainOnWhat
-from planish.supervised.datasets import RowDataset, row_splits, with_locations
+from planish.supervised.datasets import RowDataset, read_splits
 from planish.supervised.objective import Metrics
 from planish.supervised.rendering import conversation_to_data
 from planish.supervised.types import (
@@ -119,10 +119,7 @@ class ComparisonBuilderFromRows(ComparisonBuilder):
     shuffle_seed: int | None = 0
 
     def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
-        splits = row_splits(self.dataset, self.test_size, self.shuffle_seed)
-        return _read(splits.train, f"dataset={self.dataset}, train"), _read(
-            splits.test, f"dataset={self.dataset}, test"
-        )
+        return read_splits(self.dataset, self.test_size, self.shuffle_seed, read_comparison)
 
 
 @chz.chz
@@ -194,7 +191,3 @@ def require_answers_alone(config: ChatDatasetBuilderCommonConfig) -> None:
             f"train_on_what={config.train_on_what.value}: pairs train on their answers only; leave "
             "it out"
         )
-
-
-def _read(rows: Sequence[Mapping[str, Any]], where: str) -> list[LabeledComparison]:
-    return [read_comparison(row, place) for place, row in with_locations(rows, where)]

@@ -31,7 +31,7 @@ from planish.processes.interruption import gather_or_cancel
 from planish.runlog.evaluators import SamplingClientEvaluator
 from planish.runlog.statistics import Mean
 
-SMALLEST = 1e-6
+MIN_PROBABILITY = 1e-6
 """The smallest probability in log_loss."""
 BINS = 10
 """The number of bins of ece."""
@@ -102,7 +102,7 @@ def measures(judgments: Sequence[Judgment]) -> dict[str, float]:
     by_pair = [_mean([_rightness(p) for p in judgment.probabilities]) for judgment in judgments]
     found = {
         **Mean.from_values(by_pair).as_metrics("accuracy"),
-        "log_loss": _mean([-math.log(max(p, SMALLEST)) for p in chosen]),
+        "log_loss": _mean([-math.log(max(p, MIN_PROBABILITY)) for p in chosen]),
         "brier": _mean([(1 - p) ** 2 for p in chosen]),
         "ece": expected_calibration_error(chosen),
         "num_pairs": len(judgments),
@@ -118,17 +118,17 @@ def expected_calibration_error(chosen: Sequence[float]) -> float:
     """Return the ece for the probabilities of preferred answers, with equally wide bins from 1/2 to
     1.
     """
-    held: list[list[float]] = [[] for _ in range(BINS)]
+    bins: list[list[float]] = [[] for _ in range(BINS)]
     for p in chosen:
-        sure = max(p, 1 - p)
-        held[min(int((sure - 0.5) * 2 * BINS), BINS - 1)].append(p)
-    gaps = [
+        confidence = max(p, 1 - p)
+        bins[min(int((confidence - 0.5) * 2 * BINS), BINS - 1)].append(p)
+    errors = [
         len(group)
         * abs(_mean([max(p, 1 - p) for p in group]) - _mean([_rightness(p) for p in group]))
-        for group in held
+        for group in bins
         if group
     ]
-    return sum(gaps) / len(chosen)
+    return sum(errors) / len(chosen)
 
 
 @dataclass(eq=False)

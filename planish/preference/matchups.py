@@ -38,7 +38,7 @@ class Matchup:
 
 
 @dataclass(frozen=True)
-class Result:
+class MatchupResult:
     """A matchup and the judge's preference."""
 
     matchup: Matchup
@@ -100,7 +100,7 @@ def require_chunks(matchup_group_size: int) -> None:
         )
 
 
-def standings(num_answers: int, results: Sequence[Result]) -> list[Standing]:
+def standings(num_answers: int, results: Sequence[MatchupResult]) -> list[Standing]:
     """Return the standing of each answer, in the order of the group."""
     met_G = [0] * num_answers
     balance_G = [0.0] * num_answers

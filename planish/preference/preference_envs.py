@@ -28,7 +28,7 @@ from planish.completers import StopCondition
 from planish.errors import UserError
 from planish.preference.judging import judge_comparisons
 from planish.preference.matchups import (
-    Result,
+    MatchupResult,
     Standing,
     TournamentPattern,
     matchups_of,
@@ -143,7 +143,7 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
                 for matchup in matchups
             ],
         )
-        results = [Result(*pair) for pair in zip(matchups, preferences, strict=True)]
+        results = [MatchupResult(*pair) for pair in zip(matchups, preferences, strict=True)]
         standings_G = standings(len(answers_G), results)
         _log_matchups(results)
         return [
@@ -177,7 +177,7 @@ def require_tournament(
     require_chunks(matchup_group_size)
 
 
-def _log_matchups(results: Sequence[Result]) -> None:
+def _log_matchups(results: Sequence[MatchupResult]) -> None:
     with logtree.scope_header("Matchups"):
         rows = [
             {"A": r.matchup.a, "B": r.matchup.b, "preference": f"{r.preference:.4f}"}

@@ -14,7 +14,7 @@ from planish.preference.datasets import ComparisonBuilder
 from planish.preference.types import Messages, read_comparison
 from planish.renderers import Renderer
 from planish.supervised.conversations import conversation_of, messages_of
-from planish.supervised.datasets import row_splits, with_locations
+from planish.supervised.datasets import read_splits
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,7 @@ class PromptsFromRows(PromptBuilder):
     shuffle_seed: int | None = 0
 
     def __call__(self) -> Prompts:
-        splits = row_splits(self.dataset, self.test_size, self.shuffle_seed)
-        train, test = (
-            [
-                read_prompt(row, place)
-                for place, row in with_locations(rows, f"dataset={self.dataset}, {name}")
-            ]
-            for name, rows in (("train", splits.train), ("test", splits.test))
-        )
-        return Prompts(train, test)
+        return Prompts(*read_splits(self.dataset, self.test_size, self.shuffle_seed, read_prompt))
 
 
 def read_prompt(row: Mapping[str, Any], where: str) -> Messages:
@@ -91,9 +83,9 @@ def read_prompt(row: Mapping[str, Any], where: str) -> Messages:
 
 
 def checked_prompts(
-    prompts: Sequence[Messages], renderer: Renderer, split: str, most: int | None
+    prompts: Sequence[Messages], renderer: Renderer, split: str, max_tokens: int | None
 ) -> list[Messages]:
-    """Return the prompts of at most `most` tokens; None keeps all.
+    """Return the prompts of at most `max_tokens` tokens; None keeps all.
 
     Raise UserError for the first prompt that the chat format cannot express.
     """
@@ -103,7 +95,7 @@ def checked_prompts(
             length = renderer.build_generation_prompt(prompt).length
         except ValueError as error:
             raise UserError(f"{split} prompt {number}: {error}") from error
-        if most is None or length <= most:
+        if max_tokens is None or length <= max_tokens:
             kept.append(prompt)
     return kept
 

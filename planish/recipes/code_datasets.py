@@ -28,7 +28,8 @@ from planish.rl.types import Env, Metrics, RLDataset
 
 SHOWN_EXAMPLES = 3
 TEST_FUNCTIONS = 64
-FRUITLESS_DRAWS = 300
+MAX_KNOWN_IN_A_ROW = 300
+"""The search for new test functions ends after this many known functions in a row."""
 
 
 @chz.chz
@@ -102,7 +103,7 @@ class FunctionDatasetBuilder(AttemptsBuilder):
         count = TEST_FUNCTIONS if self.eval_problems is None else self.eval_problems
         found: dict[str, CodeProblem] = {}
         since_last = 0
-        while len(found) < count + count // 3 and since_last < FRUITLESS_DRAWS:
+        while len(found) < count + count // 3 and since_last < MAX_KNOWN_IN_A_ROW:
             problem = sample_function(rng, self.steps).problem
             is_new = problem.question not in shown and problem.question not in found
             since_last = 0 if is_new else since_last + 1

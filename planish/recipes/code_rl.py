@@ -162,9 +162,7 @@ def rules(options: Options) -> Rules:
         wall_seconds=options.wall_seconds,
         memory_bytes=options.memory_mb * MIB,
     )
-    return Rules(
-        max_turns=turns, reward=options.reward, format_coef=options.format_coef, limits=limits
-    )
+    return training_run.build(Rules, options, max_turns=turns, limits=limits)
 
 
 def dataset_builder(options: Options) -> RLDatasetBuilder:

@@ -207,9 +207,9 @@ def split_sums(config: Config) -> tuple[list[Sum], list[Sum]]:
     pairs = [(a, b) for a in range(config.largest + 1) for b in range(a, config.largest + 1)]
     shown = {example.pair for example in SHOWN}
     pairs = [pair for pair in pairs if pair not in shown]
-    draw = random.Random(config.seed)
-    draw.shuffle(pairs)
-    sums = [Sum(*(pair if draw.random() < 0.5 else pair[::-1])) for pair in pairs]
+    rng = random.Random(config.seed)
+    rng.shuffle(pairs)
+    sums = [Sum(*(pair if rng.random() < 0.5 else pair[::-1])) for pair in pairs]
     return sums[: config.held_out], sums[config.held_out :]
 
 

@@ -32,7 +32,6 @@ from planish.preference.types import LabeledComparison
 from planish.recipes import training_run
 from planish.recipes.preference_pairs import KINDS, generated_pairs
 from planish.recipes.sums import count_of_sums
-from planish.supervised.types import ChatDatasetBuilderCommonConfig
 from planish.training.run_options import RecipeOptions
 
 PAIRS, LARGEST = "style", 30
@@ -93,11 +92,8 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 def dpo_config(options: Options) -> dpo.Config:
     """Return the config of `planish.preference.dpo`."""
     training_run.require_at_least(options, batch_size=1, max_length=2, test_size=0, largest=1)
-    common_config = training_run.build(
-        ChatDatasetBuilderCommonConfig, options, model_name_for_tokenizer=options.model_name
-    )
     builder = DPODatasetBuilderFromComparisons(
-        common_config=common_config,
+        common_config=training_run.chat_config(options),
         comparison_builder=comparisons(options),
         shuffle_seed=options.seed,
     )
@@ -112,9 +108,7 @@ def comparisons(options: Options) -> ComparisonBuilder:
             ("pairs", "drawn", "largest"),
             "is for generated pairs, and dataset is given; leave it out",
         )
-        return ComparisonBuilderFromRows(
-            dataset=options.dataset, test_size=options.test_size, shuffle_seed=options.seed
-        )
+        return training_run.build(ComparisonBuilderFromRows, options, shuffle_seed=options.seed)
     if options.pairs is not None and options.drawn is not None:
         raise UserError("pairs and drawn are one option; give pairs only")
     kind = options.pairs or options.drawn or PAIRS

@@ -31,7 +31,6 @@ from planish.preference.model_datasets import PreferenceDatasetBuilder
 from planish.recipes import training_run
 from planish.recipes.courteous_answers import CourteousAnswersBuilder
 from planish.recipes.exchanged_answers import ExchangedSolutionsBuilder, ExchangedSumsBuilder
-from planish.supervised.types import ChatDatasetBuilderCommonConfig
 from planish.training.run_options import RecipeOptions
 
 Pairs = Literal["courtesy", "sums", "solutions"]
@@ -92,10 +91,6 @@ class Options(ComparisonOptions, RecipeOptions):
         doc="maximum tokens in a conversation; longer comparisons are skipped and counted",
     )
     learning_rate: float = chz.field(default=3e-4, doc="learning rate before the schedule")
-    grad_clip_norm: float = chz.field(
-        default=0.0, doc="maximum norm of the gradient; 0 = no clipping"
-    )
-
     eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
 
 
@@ -115,14 +110,11 @@ def model_config(options: Options) -> model_training.Config:
         training_run.reject_unused(
             options, ("question",), "is for kind=bradley_terry; leave it out"
         )
-    builder = PreferenceDatasetBuilder(
-        common_config=training_run.build(
-            ChatDatasetBuilderCommonConfig, options, model_name_for_tokenizer=options.model_name
-        ),
+    builder = training_run.build_with_defaults(
+        PreferenceDatasetBuilder,
+        options,
+        common_config=training_run.chat_config(options),
         comparison_builder=comparisons(options),
-        kind=options.kind,
-        question=QUESTION if options.question is None else options.question,
-        calibration_size=options.calibration_size,
         shuffle_seed=options.seed,
     )
     return training_run.build(
@@ -137,9 +129,7 @@ def comparisons(options: Options) -> ComparisonBuilder:
         training_run.reject_unused(
             options, generated_options, "is for generated pairs, and dataset is given; leave it out"
         )
-        return ComparisonBuilderFromRows(
-            dataset=options.dataset, test_size=options.test_size, shuffle_seed=options.seed
-        )
+        return training_run.build(ComparisonBuilderFromRows, options, shuffle_seed=options.seed)
     if options.test_size is None:
         raise UserError("test_size=none: only a dataset has a test split of its own; give a number")
     split = {"test_size": options.test_size, "seed": options.seed}

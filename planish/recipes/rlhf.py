@@ -29,16 +29,16 @@ import chz
 from planish import ServiceClient
 from planish.files import write_atomically
 from planish.preference import model_training
-from planish.preference.comparison_evaluator import Contest
+from planish.preference.comparison_evaluator import ComparisonResults
 from planish.preference.model_files import Description
 from planish.recipes import training_run
 from planish.recipes.rlhf_options import (
     EVALUATION,
     Options,
-    Trained,
+    TrainedModels,
     check,
     check_data,
-    contest,
+    comparison_evaluator_builder,
     preference_config,
     rl_config,
     sft_config,
@@ -85,7 +85,7 @@ def run_stages(options: Options, service_client: ServiceClient) -> Path:
     )
     # Keep the path of the checkpoint, not of the run directory. If the first stage is extended
     # later, its directory gets newer checkpoints, but the next stages must start from the same one.
-    trained = Trained(checkpoint_of(str(sft)), Description.read(judge).builder())
+    trained = TrainedModels(checkpoint_of(str(sft)), Description.read(judge).builder())
     say("3 of 4: reinforcement learning against the preference model")
     policy = training_run.run_coroutine(
         train_rl.main(rl_config(options, trained, service_client), service_client)
@@ -96,13 +96,13 @@ def run_stages(options: Options, service_client: ServiceClient) -> Path:
 
 
 def evaluate(
-    options: Options, trained: Trained, policy: Path, service_client: ServiceClient
+    options: Options, trained: TrainedModels, policy: Path, service_client: ServiceClient
 ) -> None:
     """Compare the RL policy with the SFT policy, and write metrics and answers. The comparison is
     done once for each number of RL steps.
     """
     newest = resume_points(policy)[0]
-    build = contest(options, trained, service_client, options.seed + 1)
+    build = comparison_evaluator_builder(options, trained, service_client, options.seed + 1)
     config = chz.asdict(build, shallow=True, include_type=True)
     with RunDirectory(
         options.stage_path(EVALUATION),
@@ -117,7 +117,7 @@ def evaluate(
         print(summary(run.metrics()[-1], run.path))
 
 
-def comparison_rows(found: Contest) -> str:
+def comparison_rows(found: ComparisonResults) -> str:
     """Return JSON lines with the prompt, both answers, and each judge's result."""
     wins = zip(*found.wins.values(), strict=True)
     rows = [

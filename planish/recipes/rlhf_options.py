@@ -201,7 +201,7 @@ class Options(LoraOptions):
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModels:
     """The results of the first two stages."""
 
     sft_path: str
@@ -233,7 +233,7 @@ def check_rl(options: Options) -> None:
     """Raise UserError for an invalid option of the RL stage."""
     require_tournament(options.rl.group_size, options.rl.matchup_group_size)
     training_run.require_at_least(options.rl, batch_size=1)
-    rl.check(rl_config(options, Trained("the checkpoint to come", RuleBuilder()), None))
+    rl.check(rl_config(options, TrainedModels("the checkpoint to come", RuleBuilder()), None))
 
 
 def check_data(options: Options, renderer: Renderer) -> None:
@@ -280,7 +280,7 @@ def preference_config(options: Options) -> model_training.Config:
 
 
 def rl_config(
-    options: Options, trained: Trained, service_client: ServiceClient | None
+    options: Options, trained: TrainedModels, service_client: ServiceClient | None
 ) -> rl.Config:
     """Return the config of the RL stage."""
     stage = options.rl
@@ -300,12 +300,12 @@ def rl_config(
         seed=options.seed,
         service_client=service_client,
     )
-    tests = [contest(options, trained, service_client, options.seed)]
+    tests = [comparison_evaluator_builder(options, trained, service_client, options.seed)]
     return train_config(rl_options, builder, recipe_name=RECIPE, evaluator_builders=tests)
 
 
-def contest(
-    options: Options, trained: Trained, service_client: ServiceClient | None, seed: int
+def comparison_evaluator_builder(
+    options: Options, trained: TrainedModels, service_client: ServiceClient | None, seed: int
 ) -> ComparisonEvaluatorBuilder:
     """Return the evaluator that compares a policy with the SFT policy. The judges are the
     preference model and, for generated sums, the rule.
@@ -313,15 +313,14 @@ def contest(
     known: dict[str, PreferenceModelBuilder] = (
         {"rule": RuleBuilder()} if options.generates_sums else {}
     )
-    return ComparisonEvaluatorBuilder(
+    return training_run.build(
+        ComparisonEvaluatorBuilder,
+        options.rl,
         prompt_builder=prompts(options),
         judge_builders={"preference_model": trained.judge, **known},
         policy_model_name=options.model_name,
         policy_renderer_name=options.renderer_name,
         reference_checkpoint_path=trained.sft_path,
-        max_tokens=options.rl.max_tokens,
-        temperature=options.rl.temperature,
-        max_prompt_tokens=options.rl.max_prompt_tokens,
         max_prompts=options.test_prompts,
         seed=seed,
         service_client=service_client,
@@ -341,20 +340,17 @@ def shared(options: Options, stage: Any, directory: str, target: type) -> dict[s
 
 def comparisons(options: Options) -> ComparisonBuilder:
     """Return the builder of the comparisons."""
-    stage = options.preference
-    if stage.dataset is None:
+    if options.generates_sums:
         return WordySumComparisons(sums=options.sums)
-    return ComparisonBuilderFromRows(
-        dataset=stage.dataset, test_size=stage.test_size, shuffle_seed=options.seed
+    return training_run.build(
+        ComparisonBuilderFromRows, options.preference, shuffle_seed=options.seed
     )
 
 
 def prompts(options: Options) -> PromptBuilder:
     """Return the builder of the prompts for RL and evaluation."""
     if options.rl.dataset is not None:
-        return PromptsFromRows(
-            dataset=options.rl.dataset, test_size=options.rl.test_size, shuffle_seed=options.seed
-        )
+        return training_run.build(PromptsFromRows, options.rl, shuffle_seed=options.seed)
     if options.generates_sums:
         return WordySumPrompts(sums=options.sums)
     return PromptsOfComparisons(comparison_builder=comparisons(options))

@@ -30,10 +30,10 @@ from planish.recipes.rl_options import RLOptions, run
 from planish.recipes.rubric_sums import SHOWN_VERDICTS, generated_rubrics
 from planish.rubric.env import UNFINISHED_REWARD, RubricDatasetBuilder, RubricRows
 from planish.rubric.grading import Grader
-from planish.rubric.rubrics import RubricRow, read_rubric_row
+from planish.rubric.rubrics import read_rubric_row
 from planish.runlog.model_renderer import learn_renderer
 from planish.runlog.run_directory import checkpoint_of, model_argument
-from planish.supervised.datasets import row_splits, with_locations
+from planish.supervised.datasets import read_splits
 from planish.training.run_loop import open_client
 
 LARGEST = 20
@@ -216,15 +216,7 @@ def rows_of(options: Options) -> Callable[[], RubricRows]:
 
 def rows_of_dataset(dataset: str, *, test_size: int | None, seed: int) -> RubricRows:
     """Return the rows of a dataset. Without a test split, `test_size` rows are held out."""
-    splits = row_splits(dataset, test_size, seed)
-    return RubricRows(
-        _read(splits.train, f"dataset={dataset}, train"),
-        _read(splits.test, f"dataset={dataset}, test"),
-    )
-
-
-def _read(rows: Any, where: str) -> list[RubricRow]:
-    return [read_rubric_row(row, place) for place, row in with_locations(rows, where)]
+    return RubricRows(*read_splits(dataset, test_size, seed, read_rubric_row))
 
 
 def check(options: Options) -> None:

@@ -184,9 +184,7 @@ def prompt_builder(options: Options) -> PromptBuilder:
     """Return the builder of the questions."""
     if options.dataset is None:
         return GeneratedPrompts(seed=options.seed)
-    return PromptsFromRows(
-        dataset=options.dataset, test_size=options.test_size, shuffle_seed=options.seed
-    )
+    return training_run.build(PromptsFromRows, options, shuffle_seed=options.seed)
 
 
 if __name__ == "__main__":

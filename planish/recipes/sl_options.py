@@ -11,11 +11,11 @@ import chz
 
 from planish import ServiceClient
 from planish.datasets.gsm8k import QUESTION_SUFFIX, read_problem
-from planish.recipes.training_run import build, require_at_least, run_main
+from planish.recipes.training_run import build, chat_config, require_at_least, run_main
 from planish.renderers import TrainOnWhat
 from planish.supervised.conversations import Conversation, Row, conversation_of, is_worked_solution
 from planish.supervised.datasets import FromRowsBuilder
-from planish.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
+from planish.supervised.types import SupervisedDatasetBuilder
 from planish.training import train_supervised
 from planish.training.learning_rates import get_lr
 from planish.training.run_options import RecipeOptions
@@ -52,9 +52,6 @@ class SLOptions(RecipeOptions):
         default=None, doc="learning rate before the schedule; none = get_lr(model_name)"
     )
     weight_decay: float = chz.field(default=0.0, doc="weight decay of AdamW")
-    grad_clip_norm: float = chz.field(
-        default=0.0, doc="maximum norm of the gradient; 0 = no clipping"
-    )
     submit_ahead: int = chz.field(
         default=1, doc="maximum number of unfinished steps while the next step is prepared"
     )
@@ -99,13 +96,11 @@ def learning_rate(options: SLOptions) -> float:
 def chat_builder(options: SLOptions, dataset: str) -> FromRowsBuilder:
     """Return the builder of the conversations in `dataset`."""
     require_at_least(options, batch_size=1, max_length=2, test_size=0)
-    common_config = build(
-        ChatDatasetBuilderCommonConfig, options, model_name_for_tokenizer=options.model_name
-    )
-    return FromRowsBuilder(
-        common_config=common_config,
+    return build(
+        FromRowsBuilder,
+        options,
+        common_config=chat_config(options),
         dataset=dataset,
-        test_size=options.test_size,
         shuffle_seed=options.seed,
         read_row=read_chat,
     )

@@ -38,7 +38,7 @@ from planish.rl.environments.self_play import Player, PlayerEnv, Turns
 from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, Trajectory
 from planish.runlog.model_renderer import model_renderer
 
-MOST_OPENING_MOVES = 4
+MAX_OPENING_MOVES = 4
 """Limit of `opening_moves`. No player can win in four moves, so no game is over at its start."""
 SHOWN_GAME = (5, 2, 1, 9, 4, 6, 7)
 PRESETS: dict[str, dict[str, Any]] = {
@@ -271,8 +271,8 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     training_run.require(
         options,
         opening_moves=(
-            0 <= options.opening_moves <= MOST_OPENING_MOVES,
-            f"0 to {MOST_OPENING_MOVES}",
+            0 <= options.opening_moves <= MAX_OPENING_MOVES,
+            f"0 to {MAX_OPENING_MOVES}",
         ),
         test_games=(options.test_games >= 0, "0 or more"),
     )

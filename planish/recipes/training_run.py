@@ -22,6 +22,7 @@ from planish import ServiceClient
 from planish.errors import PlanishError, UserError
 from planish.processes.interruption import Terminated, run_coroutine, sigterm_as_interrupt
 from planish.runlog.model_renderer import learn_renderer
+from planish.supervised.types import ChatDatasetBuilderCommonConfig
 from planish.training.run_loop import open_client
 from planish.training.run_options import require, require_at_least, run_in_place_of_training
 
@@ -187,3 +188,10 @@ def build_with_defaults(target: type[T], options: Any, **others: Any) -> T:
     names = chz.chz_fields(target).keys() & chz.chz_fields(type(options)).keys()
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return target(**{**given, **others})
+
+
+def chat_config(options: Any) -> ChatDatasetBuilderCommonConfig:
+    """Return the part of a chat dataset builder's config that all recipes set in the same way."""
+    return build(
+        ChatDatasetBuilderCommonConfig, options, model_name_for_tokenizer=options.model_name
+    )

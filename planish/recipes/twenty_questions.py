@@ -45,7 +45,7 @@ from planish.training.run_loop import open_client
 PRESETS: dict[str, dict[str, Any]] = {
     "classic": {"choices": 0, "max_questions": 20, "max_tokens": 64, "temperature": 1.0},
 }
-MOST_CHOICES = 40
+MAX_CHOICES = 40
 GUESS = re.compile(r"\s*guess\s*:\s*(?:an?\s|the\s)?", re.IGNORECASE)
 GUESS_END = string.whitespace + ".!?"
 
@@ -239,8 +239,8 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     training_run.require(
         options,
         choices=(
-            options.choices == 0 or 2 <= options.choices <= MOST_CHOICES,
-            f"0, or 2 to {MOST_CHOICES}",
+            options.choices == 0 or 2 <= options.choices <= MAX_CHOICES,
+            f"0, or 2 to {MAX_CHOICES}",
         ),
         waste_cost=(options.waste_cost >= 0, "0 or more"),
         rollout_processes=(options.rollout_processes == 0, "0: the answerer runs in this process"),

@@ -16,6 +16,7 @@ continue. The exception is `sampling_turn_timeout_seconds`: a policy that takes 
 TimeoutError.
 """
 
+import time
 from typing import Literal
 
 import chz
@@ -98,6 +99,14 @@ class RolloutLimits:
         """Whether these limits can cut off an answer."""
         budgets = (self.max_trajectory_tokens, self.max_sampled_tokens, self.max_turn_tokens)
         return any(budget is not None for budget in budgets)
+
+    def seconds_left(self, began: float) -> float | None:
+        """Return the seconds left of an episode that began at `began` on the monotonic clock; None
+        = no limit.
+        """
+        if self.rollout_timeout_seconds is None:
+            return None
+        return self.rollout_timeout_seconds - (time.monotonic() - began)
 
     def turn_tokens(self, prompt_tokens: int, sampled_tokens: int) -> int | None:
         """Return the maximum number of tokens in the next answer; None = no limit. `prompt_tokens`

@@ -8,7 +8,7 @@ runs. Rows are rendered when their batch is requested, so memory holds only the 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Self, overload
+from typing import Any, Self, TypeVar, overload
 
 import chz
 import numpy as np
@@ -20,6 +20,7 @@ from planish.supervised.conversations import Conversation, Row, conversation_of
 from planish.supervised.rendering import rendering_of
 from planish.supervised.types import Batch, ChatDatasetBuilder, SupervisedDataset
 
+T = TypeVar("T")
 ReadRow = Callable[[Row, str], Conversation]
 """Converts a row to a conversation. The text names the row in errors."""
 
@@ -150,6 +151,23 @@ def with_locations(rows: Sequence[Row], where: str) -> Iterator[tuple[str, Row]]
     """
     numbers = rows.indices if isinstance(rows, Rows) else range(len(rows))
     return ((f"{where} row {number + 1}", row) for number, row in zip(numbers, rows, strict=True))
+
+
+def read_splits(
+    dataset: str,
+    test_size: int | None,
+    shuffle_seed: int | None,
+    read_row: Callable[[Row, str], T],
+) -> tuple[list[T], list[T]]:
+    """Return the rows of `row_splits`, converted by `read_row`: (training, test). `read_row` gets
+    each row and its location for error messages.
+    """
+    splits = row_splits(dataset, test_size, shuffle_seed)
+    train, test = (
+        [read_row(row, place) for place, row in with_locations(rows, f"dataset={dataset}, {name}")]
+        for name, rows in (("train", splits.train), ("test", splits.test))
+    )
+    return train, test
 
 
 def check_rows(

@@ -74,9 +74,6 @@ class LossOptions:
         doc="leave out groups whose rewards are all equal, because their advantages are 0",
     )
     num_substeps: int = chz.field(default=1, doc="optimizer steps per batch")
-    grad_clip_norm: float = chz.field(
-        default=0.0, doc="maximum norm of the gradient; 0 = no clipping"
-    )
     kl_penalty_coef: float = chz.field(default=0.0, doc="coefficient of the KL penalty; 0 = none")
     kl_discount_factor: float = chz.field(
         default=0.0,

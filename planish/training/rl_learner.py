@@ -47,7 +47,7 @@ from planish.training.run_loop import RunLoop
 
 
 @dataclass
-class Batch:
+class PendingBatch:
     """The groups of one step, while they are rolled out and afterwards."""
 
     groups: list[asyncio.Task[GroupRollout | None]]
@@ -67,7 +67,7 @@ class RLLearner:
     evaluators: Sequence[Evaluator]
     shaping: AdvantageShaping | None
     context_window: int | None
-    in_flight: deque[Batch] = field(default_factory=deque)
+    in_flight: deque[PendingBatch] = field(default_factory=deque)
     """Batches that have not been trained on, the next one first."""
     update: TrainingStep | None = None
     """The update of the step that is being trained on."""
@@ -116,7 +116,7 @@ class RLLearner:
         self,
         step: int,
         update: TrainingStep,
-        batch: Batch,
+        batch: PendingBatch,
         rollouts: Sequence[GroupRollout],
         evals: Metrics,
         spans: Spans,
@@ -190,7 +190,7 @@ class RLLearner:
                 )
                 for group_idx, builder in enumerate(builders)
             ]
-            self.in_flight.append(Batch(groups, progress, errors_of_dropped))
+            self.in_flight.append(PendingBatch(groups, progress, errors_of_dropped))
 
     def builders(self, index: int) -> list[EnvGroupBuilder]:
         """Return the groups of a batch. An error of the data set names the batch."""

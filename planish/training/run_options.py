@@ -95,6 +95,9 @@ class ScheduleOptions:
     warmup_steps: int = chz.field(
         default=0, doc="number of steps in which the learning rate rises to learning_rate"
     )
+    grad_clip_norm: float = chz.field(
+        default=0.0, doc="maximum norm of the gradient; 0 = no clipping"
+    )
     num_epochs: int = chz.field(default=1, doc="number of passes through the data")
     max_steps: int | None = chz.field(
         default=None, doc="maximum number of steps; none = num_epochs passes"
@@ -142,9 +145,6 @@ class RunOptions(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOpt
     recipe_name: str | None = chz.field(default=None, doc="name that the checkpoints record")
     rolling_ttl_seconds: int = chz.field(
         default=7200, doc="seconds until a rolling checkpoint expires"
-    )
-    grad_clip_norm: float = chz.field(
-        default=0.0, doc="maximum norm of the gradient; 0 = no clipping"
     )
     eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
 

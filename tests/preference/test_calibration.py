@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planish.preference.calibration import HOTTEST, fit_temperature
+from planish.preference.calibration import MAX_TEMPERATURE, fit_temperature
 
 
 def drawn(temperature, count, seed=0):
@@ -42,7 +42,7 @@ def test_calibration_minimises_the_smoothed_log_loss(odds, factor):
             for x in odds
         )
 
-    assert loss(found) <= loss(min(max(found * factor, 1e-3), HOTTEST)) + 1e-6
+    assert loss(found) <= loss(min(max(found * factor, 1e-3), MAX_TEMPERATURE)) + 1e-6
 
 
 def test_a_perfect_model_gets_a_bounded_temperature():
@@ -55,5 +55,5 @@ def test_a_perfect_model_gets_a_bounded_temperature():
 
 
 def test_a_wrong_model_is_flattened_and_no_data_change_nothing():
-    assert fit_temperature([-1.0, -2.0]) == pytest.approx(HOTTEST, rel=1e-3)
+    assert fit_temperature([-1.0, -2.0]) == pytest.approx(MAX_TEMPERATURE, rel=1e-3)
     assert fit_temperature([]) == 1.0

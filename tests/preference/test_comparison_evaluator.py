@@ -140,7 +140,7 @@ def test_answers_are_compared_with_fixed_texts(renderer):
 
 
 def test_several_judges_see_the_same_answers(renderer):
-    contest = asyncio.run(
+    results = asyncio.run(
         evaluator(
             renderer,
             FixedReference([said("x")] * 4),
@@ -149,14 +149,14 @@ def test_several_judges_see_the_same_answers(renderer):
             name="held_out",
         ).compare(Policy(renderer, 2))  # pyright: ignore[reportArgumentType]
     )
-    assert contest.wins == {"longer": [1] * 4, "b": [1] * 4}
-    assert [text_of(comparison.completion_B) for comparison in contest.comparisons] == [
+    assert results.wins == {"longer": [1] * 4, "b": [1] * 4}
+    assert [text_of(comparison.completion_B) for comparison in results.comparisons] == [
         "00",
         "11",
         "22",
         "33",
     ]
-    assert set(contest.metrics("held_out")) == {
+    assert set(results.metrics("held_out")) == {
         *(
             f"held_out/win_rate{part}/{judge}"
             for part in ("", "_stderr")

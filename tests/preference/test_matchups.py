@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planish.errors import UserError
 from planish.preference.matchups import (
     Matchup,
-    Result,
+    MatchupResult,
     Standing,
     TournamentPattern,
     chunks_of,
@@ -73,7 +73,7 @@ def test_answers_meet_exactly_the_others_of_their_chunk(answers, size, pattern):
 @given(st.integers(2, 40), st.integers(2, 9), PATTERNS)
 def test_a_position_biased_judge_favours_no_answer(answers, size, pattern):
     """Up to the single matchup that remains for an odd number."""
-    results = [Result(matchup, 1.0) for matchup in matchups_of(answers, pattern, size)]
+    results = [MatchupResult(matchup, 1.0) for matchup in matchups_of(answers, pattern, size)]
     most = 0 if pattern is BOTH else 1
     assert all(abs(standing.balance) <= most for standing in standings(answers, results))
 
@@ -81,14 +81,20 @@ def test_a_position_biased_judge_favours_no_answer(answers, size, pattern):
 @pytest.mark.slow
 @given(st.integers(2, 12), PATTERNS, st.randoms())
 def test_matchup_rewards_sum_to_zero(answers, pattern, rng):
-    results = [Result(matchup, rng.uniform(-1, 1)) for matchup in matchups_of(answers, pattern)]
+    results = [
+        MatchupResult(matchup, rng.uniform(-1, 1)) for matchup in matchups_of(answers, pattern)
+    ]
     found = standings(answers, results)
     assert sum(standing.balance for standing in found) == pytest.approx(0, abs=1e-9)
     assert all(-1 <= standing.win_minus_loss <= 1 for standing in found)
 
 
 def test_standings_equal_a_hand_computation():
-    results = [Result(Matchup(0, 1), 1.0), Result(Matchup(1, 0), -0.5), Result(Matchup(0, 2), 0.25)]
+    results = [
+        MatchupResult(Matchup(0, 1), 1.0),
+        MatchupResult(Matchup(1, 0), -0.5),
+        MatchupResult(Matchup(0, 2), 0.25),
+    ]
     assert standings(4, results) == [
         Standing(3, -1.75),
         Standing(2, 1.5),

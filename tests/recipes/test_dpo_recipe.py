@@ -109,6 +109,12 @@ def test_an_invalid_option_is_rejected_by_name(small_model, tmp_path, name, valu
     assert not (tmp_path / "run").exists()
 
 
+def test_the_gradient_can_be_clipped(small_model, tmp_path):
+    assert dpo.dpo_config(options_of(small_model, tmp_path)).grad_clip_norm == 0.0
+    clipped = dpo.dpo_config(options_of(small_model, tmp_path, grad_clip_norm=2.0))
+    assert clipped.grad_clip_norm == 2.0
+
+
 def test_drawn_is_the_former_name_of_pairs(small_model, tmp_path):
     former, present = (
         dpo.comparisons(options_of(small_model, tmp_path, **{name: "result"}))

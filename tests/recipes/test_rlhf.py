@@ -20,7 +20,7 @@ from planish.recipes.rlhf_options import (
     PreferenceStage,
     RLStage,
     SFTStage,
-    Trained,
+    TrainedModels,
     check,
     pattern,
     preference_config,
@@ -310,15 +310,22 @@ def test_options_from_the_command_line_reach_their_stages():
     options = read_options(
         Options,
         rlhf.PRESETS,
-        ["preset=seed", "preference.dataset=pairs.jsonl", "rl.group_size=8", "seed=3"],
+        [
+            "preset=seed",
+            "preference.dataset=pairs.jsonl",
+            "rl.group_size=8",
+            "seed=3",
+            *(f"{stage}.grad_clip_norm=2.0" for stage in ("sft", "preference", "rl")),
+        ],
     )
     check(options)
     sft, judge = sft_config(options), preference_config(options)
-    trained = Trained("planish://x/weights/final", RuleBuilder())
+    trained = TrainedModels("planish://x/weights/final", RuleBuilder())
     policy = rl_config(options, trained, None)
     assert [config.learning_rate for config in (sft, judge, policy)] == [2e-4, 3e-4, 1e-5]
     assert {config.lora_rank for config in (sft, judge, policy)} == {64}
     assert {config.seed for config in (sft, judge, policy)} == {3}
+    assert {config.grad_clip_norm for config in (sft, judge, policy)} == {2.0}
     assert (policy.max_tokens, policy.load_checkpoint_path) == (1024, "planish://x/weights/final")
     assert {config.recipe_name for config in (sft, judge, policy)} == {"rlhf"}
 

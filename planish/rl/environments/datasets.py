@@ -216,6 +216,11 @@ class RebatchedRLDataset(RLDataset):
         return -(-len(self._groups) // self.groups_per_batch)
 
 
+def rebatched(dataset: RLDataset, groups_per_batch: int | None) -> RLDataset:
+    """Return the dataset in batches of `groups_per_batch` groups; None = its own batches."""
+    return dataset if groups_per_batch is None else RebatchedRLDataset(dataset, groups_per_batch)
+
+
 @dataclass(eq=False)
 class InterleavedRLDataset(RLDataset):
     """Batches that mix the groups of several datasets in proportion to `weights`.

@@ -270,7 +270,7 @@ class EnvFromMessageEnv(Env):
         return replace(outcome, replies=[reply])
 
     async def _step_env(self, turn: Turn) -> Outcome:
-        clock = asyncio.timeout(self._seconds_left())
+        clock = asyncio.timeout(self._limits.seconds_left(self._began))
         self.message_env.timed_by(clock)
         try:
             async with clock:
@@ -341,10 +341,6 @@ class EnvFromMessageEnv(Env):
             len(self._conversation.tokens) + (self.max_generation_tokens or 0)
             > self.max_trajectory_tokens
         )
-
-    def _seconds_left(self) -> float | None:
-        seconds = self._limits.rollout_timeout_seconds
-        return None if seconds is None else seconds - (time.monotonic() - self._began)
 
     def _check_limits(self) -> None:
         if self._limits.max_tool_calls is not None:

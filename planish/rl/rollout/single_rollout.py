@@ -108,7 +108,7 @@ class PolicyTurns:
         """Return the policy's next action; None if `rollout_timeout_seconds` is over."""
         if self.limits is None:
             return await self.policy(observation, stop)
-        seconds_left = self._seconds_left()
+        seconds_left = self.limits.seconds_left(self._began)
         if seconds_left is not None and seconds_left <= 0:
             return None
         max_tokens = self.limits.turn_tokens(observation.length, self._sampled_tokens)
@@ -129,11 +129,6 @@ class PolicyTurns:
             raise
         self._sampled_tokens += len(action.tokens)
         return action
-
-    def _seconds_left(self) -> float | None:
-        assert self.limits is not None
-        seconds = self.limits.rollout_timeout_seconds
-        return None if seconds is None else seconds - (time.monotonic() - self._began)
 
 
 def accepts_extra(env: Env) -> bool:
