@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory, planish_home):
-    """A directory with a tiny model in place of the embedded one, and a data set of a few sums."""
+    """A directory with a tiny model in place of the embedded one, and a dataset of a few sums."""
     directory = tmp_path_factory.mktemp("workplace")
     tiny_model(directory / "model")
     planish_home(directory / "home")
@@ -228,5 +228,5 @@ def test_the_demo_on_a_model_that_cannot_add(in_process):
 def test_a_recipe_runs_from_the_command_line_and_names_what_is_wrong(workplace):
     done = start(workplace, "-m", "planish.recipes.rl_loop", "dataset=nowhere.jsonl", "max_steps=1")
     assert done.returncode == 1
-    assert "data set nowhere.jsonl: no such file" in done.stderr
+    assert "dataset nowhere.jsonl: no such file" in done.stderr
     assert "Traceback" not in done.stderr

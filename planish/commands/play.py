@@ -158,7 +158,7 @@ def _builder(data: RLDataset, number: int) -> EnvGroupBuilder:
         if left < len(batch):
             return batch[left]
         left -= len(batch)
-    raise UserError(f"number={number}: the data set has {number - left} problems, from 0 on")
+    raise UserError(f"number={number}: the dataset has {number - left} problems, from 0 on")
 
 
 class PersonAtTerminal(AnswersAsTokens):

@@ -53,7 +53,7 @@ MODULES: dict[str, CookbookModule] = {
             "PromptOnlyEnv": "planish.distillation.prompts:PromptOnlyEnv",
             "TeacherConfig": "planish.distillation.teachers:TeacherConfig",
         },
-        "PromptOnlyDatasetBuilder has `dataset`, any data set of prompts, instead of `dataset_name`",
+        "PromptOnlyDatasetBuilder has `dataset`, any dataset of prompts, instead of `dataset_name`",
     ),
     "distillation.train_off_policy": CookbookModule("planish.distillation.off_policy"),
     "distillation.train_on_policy": CookbookModule(

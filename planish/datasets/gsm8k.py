@@ -54,7 +54,7 @@ def load_problems(dataset: str, split: str) -> list[Problem]:
     """
     rows = load_rows(dataset, split)
     return [
-        read_problem(row, f"the data set {dataset}, {split} row {number}")
+        read_problem(row, f"the dataset {dataset}, {split} row {number}")
         for number, row in enumerate(rows, start=1)
     ]
 

@@ -38,12 +38,12 @@ def open_rows(dataset: str, split: str) -> Sequence[Row]:
     if files is not None:
         rows = [row for file in files for _, row in _located_in(file)]
     elif _is_path(dataset):
-        raise UserError(f"the data set {dataset}: no such file or directory; check the path")
+        raise UserError(f"the dataset {dataset}: no such file or directory; check the path")
     else:
         rows = _open_on_hub(dataset, split)
     if not len(rows):
         raise UserError(
-            f"the data set {dataset} has no rows in its {split} split; give a data set with rows"
+            f"the dataset {dataset} has no rows in its {split} split; give a dataset with rows"
         )
     return rows
 
@@ -57,7 +57,7 @@ def located_rows(dataset: str, split: str) -> list[tuple[str, Row]]:
     if files is None:
         rows = open_rows(dataset, split)
         return [
-            (f"the data set {dataset}, {split} row {number}", dict(row))
+            (f"the dataset {dataset}, {split} row {number}", dict(row))
             for number, row in enumerate(rows, start=1)
         ]
     return [located for file in files for located in _located_in(file)]
@@ -108,11 +108,11 @@ def _files(dataset: str, split: str) -> Sequence[Path] | None:
         hides_hub = not _is_path(dataset) and "/" in dataset
         if hides_hub and dataset not in _noted:
             _noted.add(dataset)
-            _log.warning("data set %s: the directory of this name is read, not the hub", dataset)
+            _log.warning("dataset %s: the directory of this name is read, not the hub", dataset)
         return _split_files(path, split, config, hides_hub=hides_hub)
     if path.is_file() and split != "train":
         raise UserError(
-            f"the data set {path} is one file and has no {split} split; give a directory with "
+            f"the dataset {path} is one file and has no {split} split; give a directory with "
             f"train.jsonl and {split}.jsonl, or turn evaluation off (eval_problems=0)"
         )
     return [path] if path.is_file() else None
@@ -132,10 +132,10 @@ def _split_files(
             ", ".join(data_files[:8]) + (", ..." if len(data_files) > 8 else "") or "no data files"
         )
         raise UserError(
-            f"the data set {directory} has no {split}.jsonl (or {split}*.parquet), neither in the "
+            f"the dataset {directory} has no {split}.jsonl (or {split}*.parquet), neither in the "
             f"directory itself nor in {'its folder ' + config if config else 'a folder of it'}; "
             f"found {file_list}. Add that file, or name a configuration: DIRECTORY:CONFIG"
-            + ("; rename the directory to read the hub's data set of its name" if hides_hub else "")
+            + ("; rename the directory to read the hub's dataset of its name" if hides_hub else "")
         )
     return found
 
@@ -156,7 +156,7 @@ def _found_files(directory: Path, split: str, config: str | None = None) -> Sequ
         return folders[usual]
     if len(folders) > 1:
         raise UserError(
-            f"the data set {directory} has several configurations: {', '.join(folders)}; name one, "
+            f"the dataset {directory} has several configurations: {', '.join(folders)}; name one, "
             f"such as {directory}:{next(iter(folders))}"
         )
     return next(iter(folders.values()), [])
@@ -236,7 +236,7 @@ def _hub_name(dataset: str) -> tuple[str, str | None]:
 def _no_answer(dataset: str, asked: str, error: Exception) -> UserError:
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return UserError(
-        f"the data set {dataset}: the hub did not give {asked} ({first_line}); check the name, or "
+        f"the dataset {dataset}: the hub did not give {asked} ({first_line}); check the name, or "
         "give a local directory with train.jsonl and test.jsonl"
     )
 

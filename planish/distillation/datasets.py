@@ -1,9 +1,9 @@
-"""RL data sets for distillation from several teachers.
+"""RL datasets for distillation from several teachers.
 
-A data set has several parts, each with its own teacher, and each of its groups stores the name of
+A dataset has several parts, each with its own teacher, and each of its groups stores the name of
 its teacher. A batch consists of one batch of each part, so every step learns from every teacher. An
 epoch has as many batches as the shortest part, and the next epoch restarts all parts. The test set
-concatenates the test sets of the parts. Groups keep the logging tags of the original data set, so
+concatenates the test sets of the parts. Groups keep the logging tags of the original dataset, so
 metrics (env/TAG/...) are reported per part only if the parts have different tags.
 """
 
@@ -20,12 +20,12 @@ from planish.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder, Wrapp
 
 @chz.chz
 class DistillationDatasetConfig:
-    """One part: a data set and its teacher."""
+    """One part: a dataset and its teacher."""
 
     dataset_builder: RLDatasetBuilder
     teacher_config: TeacherConfig
     groups_per_batch: int | None = chz.field(
-        default=None, doc="groups per batch; none = the data set's own batches"
+        default=None, doc="groups per batch; none = the dataset's own batches"
     )
 
 
@@ -51,7 +51,7 @@ class TaughtGroup(WrappedGroup):
 
 @dataclass(frozen=True)
 class TaughtDataset(RLDataset):
-    """A data set whose batches join one batch of each part."""
+    """A dataset whose batches join one batch of each part."""
 
     parts: Sequence[RLDataset]
 
@@ -68,13 +68,13 @@ class TaughtDataset(RLDataset):
 
 @chz.chz
 class DistillationDatasetBuilder(RLDatasetBuilder):
-    """Builds the data sets of all parts. UserError if `parts` is empty."""
+    """Builds the datasets of all parts. UserError if `parts` is empty."""
 
     parts: Sequence[DistillationDatasetConfig]
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         if not self.parts:
-            raise UserError("parts is empty; give at least one data set with its teacher")
+            raise UserError("parts is empty; give at least one dataset with its teacher")
         built = [(part, *await part.dataset_builder()) for part in self.parts]
         train = [rebatched(dataset, part.groups_per_batch) for part, dataset, _ in built]
         tests = [test for _, _, test in built if test is not None]

@@ -81,7 +81,7 @@ def check(config: Config) -> None:
     rl.check_all_but_reference(config)
     if not config.dataset_builder.parts:
         raise UserError(
-            "dataset_builder.parts is empty; give at least one data set with its teacher"
+            "dataset_builder.parts is empty; give at least one dataset with its teacher"
         )
     if config.kl_penalty_coef == 0:
         raise UserError(

@@ -222,7 +222,7 @@ class ComparisonEvaluatorBuilder:
     """
 
     prompt_builder: PromptBuilder = chz.field(
-        doc="builder of the data set whose held-out prompts are answered"
+        doc="builder of the dataset whose held-out prompts are answered"
     )
     judge_builders: Mapping[str, PreferenceModelBuilder] = chz.field(
         doc="judges by the name that they have in the metrics"

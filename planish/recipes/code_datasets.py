@@ -34,7 +34,7 @@ MAX_KNOWN_IN_A_ROW = 300
 
 @chz.chz
 class AttemptsBuilder(ProblemDatasetBuilder):
-    """Options of a data set whose groups are attempts at a programming problem."""
+    """Options of a dataset whose groups are attempts at a programming problem."""
 
     rules: Rules = Rules()
     batch_size: int = 8

@@ -68,7 +68,7 @@ class Options(TeacherModelOptions, math_rl.Options):
     )
     more: tuple[Source, ...] = chz.field(
         default=(),
-        doc="further data sets, each with its teacher, such as more.0.env=gsm8k "
+        doc="further datasets, each with its teacher, such as more.0.env=gsm8k "
         "more.0.teacher_checkpoint=RUN",
     )
     advantage: str = chz.field(

@@ -121,7 +121,7 @@ class RubricRows:
 
 @chz.chz
 class RubricDatasetBuilder(RLDatasetBuilder):
-    """A data set of rubric rows: groups for training, single answers for tests."""
+    """A dataset of rubric rows: groups for training, single answers for tests."""
 
     model_name: str
     renderer_name: str | None = None

@@ -35,7 +35,7 @@ from planish.tokenizer import ModelTokenizer
 logger = logging.getLogger(__name__)
 
 DATA_SIZE = "data_size"
-"""The field of a checkpoint's row that holds the size of the data set."""
+"""The field of a checkpoint's row that holds the size of the dataset."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RunStart:
     training_client: TrainingClient
     record: CheckpointRecord | None = None
     data_size: int | None = None
-    """The size of the data set, which determines the order of a run's batches; None leaves it out
+    """The size of the dataset, which determines the order of a run's batches; None leaves it out
     of the checkpoints' rows.
     """
 
@@ -81,7 +81,7 @@ def start_training(
 
     `lora_switches` holds the explicitly given values of `train_mlp`, `train_attn` and
     `train_unembed`. Raises UserError if the weights at `load_checkpoint_path` have other values.
-    Also raises UserError if the directory's run was trained on a data set of another size.
+    Also raises UserError if the directory's run was trained on a dataset of another size.
 
     The metadata of every checkpoint contains `user_metadata` and the run's directory (`log_path`).
     """
@@ -91,9 +91,9 @@ def start_training(
     if records:
         if (recorded_size := records[0].extra.get(DATA_SIZE, data_size)) != data_size:
             raise UserError(
-                f"log_path={run.path} has a run on a data set of size {recorded_size}, but this "
-                f"data set has size {data_size}. Resuming would leave out examples or train on "
-                "them again. Give the data set of that run, or start a new run from its weights: "
+                f"log_path={run.path} has a run on a dataset of size {recorded_size}, but this "
+                f"dataset has size {data_size}. Resuming would leave out examples or train on "
+                "them again. Give the dataset of that run, or start a new run from its weights: "
                 f"load_checkpoint_path={run.path} with another log_path"
             )
         return _resume(service_client, run, records, data_size, metadata)

@@ -1,4 +1,4 @@
-"""Data sets of rows, and the builders that open them.
+"""Datasets of rows, and the builders that open them.
 
 An epoch goes through the rows in an order that depends only on (shuffle_seed, epoch). In training,
 rows that do not fill the last batch are dropped, and each epoch drops different rows. With
@@ -119,7 +119,7 @@ class RowSplits:
 def row_splits(dataset: str, test_size: int | None, shuffle_seed: int | None) -> RowSplits:
     """Return rows to train on, and the first `test_size` rows of the test split (None = all).
 
-    If the data set has no test split, `test_size` randomly chosen rows are held out of training.
+    If the dataset has no test split, `test_size` randomly chosen rows are held out of training.
     With None, nothing is held out then.
     """
     if test_size is not None and test_size < 0:

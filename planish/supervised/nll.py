@@ -117,7 +117,7 @@ class NLLEvaluator(TrainingClientEvaluator):
 
     @classmethod
     def from_dataset(cls, dataset: SupervisedDataset, name: str = "test") -> Self:
-        """Return an evaluator of the data set's first epoch, which is rendered now. UserError if it
+        """Return an evaluator of the dataset's first epoch, which is rendered now. UserError if it
         has no datums.
         """
         return cls(held_out_data(dataset), name)

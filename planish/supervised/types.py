@@ -1,6 +1,6 @@
-"""The types of supervised training: batches of datums, data sets of batches, and their builders.
+"""The types of supervised training: batches of datums, datasets of batches, and their builders.
 
-Names are those of the public cookbooks. `set_epoch` selects an epoch of a data set, and `get_batch`
+Names are those of the public cookbooks. `set_epoch` selects an epoch of a dataset, and `get_batch`
 returns a batch by its index in that epoch. Epoch and index determine the batch in every process, so
 a run can be resumed at any batch.
 """
@@ -42,12 +42,12 @@ class Batch(list[Datum]):
 
     @classmethod
     def from_data(cls, data: Sequence[Datum]) -> "Batch":
-        """Return a Batch unchanged. Convert a plain list, as some data sets return, to a Batch."""
+        """Return a Batch unchanged. Convert a plain list, as some datasets return, to a Batch."""
         return data if isinstance(data, Batch) else cls(data)
 
 
 class SupervisedDataset(ABC):
-    """A data set that returns batches by epoch and index."""
+    """A dataset that returns batches by epoch and index."""
 
     @abstractmethod
     def get_batch(self, index: int) -> Sequence[Datum]:
@@ -59,7 +59,7 @@ class SupervisedDataset(ABC):
 
     def data_size(self) -> int:
         """Return the number of examples; by default, of batches. A run can be resumed only with a
-        data set of the same size.
+        dataset of the same size.
         """
         return len(self)
 
@@ -70,7 +70,7 @@ class SupervisedDataset(ABC):
 
 
 class SupervisedDatasetBuilder(ABC):
-    """The options of a data set. Calling the builder returns the training set, and the test set or
+    """The options of a dataset. Calling the builder returns the training set, and the test set or
     None.
     """
 
@@ -99,7 +99,7 @@ class ChatDatasetBuilderCommonConfig:
 
 @chz.chz
 class ChatDatasetBuilder(SupervisedDatasetBuilder):
-    """A builder of a data set of conversations, with the renderer that its options name."""
+    """A builder of a dataset of conversations, with the renderer that its options name."""
 
     common_config: ChatDatasetBuilderCommonConfig
 

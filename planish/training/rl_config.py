@@ -39,7 +39,7 @@ class AsyncConfig:
         "trains on it"
     )
     groups_per_batch: int | None = chz.field(
-        default=None, doc="groups per step; none = the data set's own batches"
+        default=None, doc="groups per step; none = the dataset's own batches"
     )
 
 
@@ -51,7 +51,7 @@ class StreamMinibatchConfig:
 
     num_minibatches: int = chz.field(doc="minibatches per substep; each is one forward_backward")
     groups_per_batch: int | None = chz.field(
-        default=None, doc="groups per step; none = the data set's own batches"
+        default=None, doc="groups per step; none = the dataset's own batches"
     )
 
 
@@ -131,7 +131,7 @@ class Config(RolloutOptions, LossOptions, RunOptions):
 
     @property
     def groups_per_batch(self) -> int | None:
-        """Groups per step; None for the data set's own batches. UserError if two options differ."""
+        """Groups per step; None for the dataset's own batches. UserError if two options differ."""
         sizes = {
             part.groups_per_batch
             for part in (self.async_config, self.stream_minibatch_config)

@@ -2,7 +2,7 @@
 
 Legend: P groups of a batch, G trajectories of a group.
 
-Batches are rolled out in the order of the data set, and step j trains on batch j. The rollouts of
+Batches are rolled out in the order of the dataset, and step j trains on batch j. The rollouts of
 batch j begin as soon as the weights have had j - `max_steps_off_policy` updates. So no group is
 staler than `max_steps_off_policy` steps, no group is thrown away, and no group is rolled out twice.
 The price is that a step waits for the slowest group of its own batch.
@@ -193,16 +193,14 @@ class RLLearner:
             self.in_flight.append(PendingBatch(groups, progress, errors_of_dropped))
 
     def builders(self, index: int) -> list[EnvGroupBuilder]:
-        """Return the groups of a batch. An error of the data set names the batch."""
+        """Return the groups of a batch. An error of the dataset names the batch."""
         try:
             builders = list(self.dataset.get_batch(index) or ())
         except Exception as error:
             error.add_note(f"in batch {index} of {type(self.dataset).__name__}")
             raise
         if not builders:
-            raise UserError(
-                f"the data set's batch {index} has no groups; give at least one in each"
-            )
+            raise UserError(f"the dataset's batch {index} has no groups; give at least one in each")
         return builders
 
     async def publish(self) -> Any:

@@ -15,7 +15,7 @@ C = TypeVar("C", bound=Config)
 async def within_context(
     config: C, service_client: ServiceClient, readers: Sequence[tuple[str, int]] = ()
 ) -> C:
-    """Return `config` with its data set's `max_length` lowered to the smallest context window.
+    """Return `config` with its dataset's `max_length` lowered to the smallest context window.
 
     A message is printed if `max_length` changes. `readers` are other base models that read each
     example, such as a teacher, with the number of tokens that each needs beyond `max_length`. A

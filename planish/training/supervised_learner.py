@@ -85,7 +85,7 @@ class SupervisedLearner:
     def __post_init__(self) -> None:
         self.training_client = self.loop.training_client
         self.epoch: int | None = None
-        """The current epoch of the data set."""
+        """The current epoch of the dataset."""
         self.last_row = time.perf_counter()
 
     async def run_steps(self) -> None:

@@ -57,7 +57,7 @@ async def train(
     steps = len(dataset) if config.max_steps is None else min(len(dataset), config.max_steps)
     if steps == 0:
         raise UserError(
-            "dataset_builder returned a data set without batches; give a data set with at least one"
+            "dataset_builder returned a dataset without batches; give a dataset with at least one"
         )
     evaluators = build_evaluators(config, test_set)
 
@@ -102,13 +102,13 @@ def checked_datasets(built: Any) -> tuple[RLDataset, RLDataset | None]:
     """
     if not isinstance(built, tuple) or len(built) != 2:
         raise UserError(
-            f"dataset_builder returned a {type(built).__name__}; return a tuple of two data sets, "
+            f"dataset_builder returned a {type(built).__name__}; return a tuple of two datasets, "
             "for training and for evaluation (or None)"
         )
     train_set, test_set = built
     if train_set is None:
         raise UserError(
-            "dataset_builder returned None for training; return a data set (only the second one, "
+            "dataset_builder returned None for training; return a dataset (only the second one, "
             "for evaluation, may be None)"
         )
     return train_set, test_set
@@ -117,7 +117,7 @@ def checked_datasets(built: Any) -> tuple[RLDataset, RLDataset | None]:
 def with_epochs(train_set: RLDataset, config: Config) -> RLDataset:
     """Return the batches of all epochs. `groups_per_batch` sets their size, if it is given.
 
-    The first epoch has the data set's own order, and every later epoch is shuffled differently. The
+    The first epoch has the dataset's own order, and every later epoch is shuffled differently. The
     order of an epoch does not depend on `num_epochs`, so a run can be extended by further epochs.
     """
     dataset = rebatched(train_set, config.groups_per_batch)

@@ -76,10 +76,10 @@ async def train(
 
 
 def planned_steps(train_set: SupervisedDataset, config: Config) -> int:
-    """Return the number of steps of the run. UserError if the data set has no batches."""
+    """Return the number of steps of the run. UserError if the dataset has no batches."""
     if len(train_set) == 0:
         raise UserError(
-            "dataset_builder returned a data set without batches; give a data set with at least "
+            "dataset_builder returned a dataset without batches; give a dataset with at least "
             "one, or a smaller batch_size"
         )
     steps = config.num_epochs * len(train_set)

@@ -122,7 +122,7 @@ def test_missing_data_are_named_as_typed(mapped, tmp_path, capsys, monkeypatch):
         (".", " has no test.jsonl"),
     ):
         assert main(["eval", "gsm8k", "--model", "mine", "--data", data]) == 1
-        assert capsys.readouterr().err.startswith(f"planish: the data set {data}{problem}")
+        assert capsys.readouterr().err.startswith(f"planish: the dataset {data}{problem}")
     assert main(["eval", "multiple_choice", "--model", "mine"]) == 1
     assert "it has no data of its own; give --data ..." in capsys.readouterr().err
 

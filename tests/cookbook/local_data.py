@@ -1,4 +1,4 @@
-"""Small data sets under hub names, which `datasets.load_dataset` finds in the working directory."""
+"""Small datasets under hub names, which `datasets.load_dataset` finds in the working directory."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Data sets in GSM8K's form, by directory, file and hub name. An error names the invalid row."""
+"""Datasets in GSM8K's form, by directory, file and hub name. An error names the invalid row."""
 
 import json
 

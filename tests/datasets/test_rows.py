@@ -1,4 +1,4 @@
-"""Data sets on disk, in the directory layouts that are supported."""
+"""Datasets on disk, in the directory layouts that are supported."""
 
 import json
 import logging
@@ -73,14 +73,14 @@ def test_a_directory_with_the_name_of_a_hub_dataset_is_reported_once(tmp_path, m
         for _ in range(2):
             assert load_rows("openai/gsm8k", "train") == [{"n": 1}]
     assert caplog.messages == [
-        "data set openai/gsm8k: the directory of this name is read, not the hub"
+        "dataset openai/gsm8k: the directory of this name is read, not the hub"
     ]
 
 
 def test_an_empty_directory_that_hides_a_hub_name_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "openai/gsm8k").mkdir(parents=True)
-    with pytest.raises(UserError, match="rename the directory to read the hub's data set"):
+    with pytest.raises(UserError, match="rename the directory to read the hub's dataset"):
         load_rows("openai/gsm8k", "train")
 
 

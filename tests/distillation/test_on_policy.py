@@ -130,7 +130,7 @@ def test_in_expectation_the_gradient_is_that_of_the_reverse_kl(client, models):
 
 
 def builder_of(models, prompts, *teachers, **changes):
-    """Return a data set of prompts for each teacher, given by its model or by (model, checkpoint)."""
+    """Return a dataset of prompts for each teacher, given by its model or by (model, checkpoint)."""
     parts = [
         DistillationDatasetConfig(
             dataset_builder=PromptOnlyDatasetBuilder(
@@ -443,7 +443,7 @@ def test_a_batch_holds_one_of_each_part_and_there_are_as_many_as_the_shortest_ha
         (
             {"dataset_builder": DistillationDatasetBuilder(parts=[])},
             UserError,
-            "at least one data set",
+            "at least one dataset",
         ),
     ],
 )

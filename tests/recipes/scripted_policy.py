@@ -39,7 +39,7 @@ class ScriptedPolicy(TokenCompleter):
 
 
 def made(builder: RLDatasetBuilder) -> Any:
-    """Return the builder's data sets for training and for evaluation."""
+    """Return the builder's datasets for training and for evaluation."""
     return asyncio.run(builder())
 
 

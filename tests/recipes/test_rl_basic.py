@@ -158,7 +158,7 @@ def test_an_invalid_option_is_rejected_by_name(model, sums_dataset, tmp_path, na
 
 
 def test_a_dataset_that_does_not_exist_is_rejected(model, tmp_path):
-    with pytest.raises(UserError, match="the data set ./nowhere: no such file"):
+    with pytest.raises(UserError, match="the dataset ./nowhere: no such file"):
         rl_basic.main(options(model, Path("./nowhere"), tmp_path, dataset="./nowhere"))
 
 

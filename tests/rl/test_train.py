@@ -466,7 +466,7 @@ BAD = {
     "evaluators that never run": ({"evaluator_builders": [dict]}, "eval_every"),
     "no pair": (
         {"dataset_builder": OnlyTrainingBuilder()},
-        "dataset_builder returned a .*; return a tuple of two data sets",
+        "dataset_builder returned a .*; return a tuple of two datasets",
     ),
     "empty": ({"dataset_builder": DigitsBuilder(batches=0)}, "without batches"),
 }
@@ -499,7 +499,7 @@ def test_a_dataset_of_another_size_is_rejected_on_resume(service, tmp_path, monk
     train(service, tmp_path, max_steps=2)
     monkeypatch.setattr(Digits, "__len__", lambda self: STEPS + 1)
     with pytest.raises(
-        UserError, match=rf"data set of size {STEPS}, but this data set has size {STEPS + 1}"
+        UserError, match=rf"dataset of size {STEPS}, but this dataset has size {STEPS + 1}"
     ):
         train(service, tmp_path, max_steps=4)
 

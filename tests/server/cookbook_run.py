@@ -5,7 +5,7 @@ process with a tiny model.
 
 ENVIRONMENT has tinker-cookbook 0.6 with its extra math-rl, inspect-ai and peft, as .venv-extras
 after `make test-extras`. This program's own environment has planish with its extra age. No network
-is needed: data sets are small files under the names by which recipes ask the hub.
+is needed: datasets are small files under the names by which recipes ask the hub.
 Each trial must end by itself with every step once in its metrics, and its numbers must say
 that it learned. Some trials, or the server, are killed in the middle and started again. What a user
 must pass, and what cannot work: docs/server.md.
@@ -192,7 +192,7 @@ TRIALS = {
 
 
 def write_data(directory: Path) -> None:
-    """Small data sets under the names of the real ones, which `datasets.load_dataset` finds in the
+    """Small datasets under the names of the real ones, which `datasets.load_dataset` finds in the
     working directory.
     """
 

@@ -19,7 +19,7 @@ ROWS = [{"n": n} for n in range(10)]
 
 
 def numbers(dataset):
-    """Return a data set of numbers in place of datums."""
+    """Return a dataset of numbers in place of datums."""
     return [dataset.get_batch(index) for index in range(len(dataset))]
 
 

@@ -453,7 +453,7 @@ def test_a_run_can_start_from_the_weights_of_another_run(service, chats, tmp_pat
 
 
 class Numbered(SupervisedDataset):
-    """A data set as users write it for the public cookbooks: plain lists, and a method that sets
+    """A dataset as users write it for the public cookbooks: plain lists, and a method that sets
     the epoch.
     """
 
@@ -496,7 +496,7 @@ def test_a_dataset_of_another_size_is_rejected_on_resume(service, chats, tmp_pat
     train(service, growing, tmp_path / "run", lr_schedule="constant", max_steps=2)
     growing.write_text(growing.read_text() + chats.read_text().splitlines()[0] + "\n")
     with pytest.raises(
-        UserError, match=r"data set of size 13, but this data set has size 14.*load_checkpoint_path"
+        UserError, match=r"dataset of size 13, but this dataset has size 14.*load_checkpoint_path"
     ):
         train(service, growing, tmp_path / "run", lr_schedule="constant", max_steps=4)
     assert len(rows_of(tmp_path / "run")) == 2

@@ -1,4 +1,4 @@
-"""The mathematics of the cookbook's recipes: answers in a box, and the published data sets."""
+"""The mathematics of the cookbook's recipes: answers in a box, and the published datasets."""
 
 from functools import cache
 from typing import Any
@@ -46,7 +46,7 @@ def grade_answer_math_verify(given_answer: str, ground_truth: str) -> bool:
 
 @chz.chz
 class _CollectionBuilder(RLDatasetBuilder):
-    """A published data set, which planish's own builder reads."""
+    """A published dataset, which planish's own builder reads."""
 
     batch_size: int
     model_name_for_tokenizer: str

@@ -1,4 +1,4 @@
-"""Batches from data sets of Hugging Face's `datasets`, and metrics of a batch."""
+"""Batches from datasets of Hugging Face's `datasets`, and metrics of a batch."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Data sets of groups from the data of a verifiers environment."""
+"""Datasets of groups from the data of a verifiers environment."""
 
 import json
 from collections.abc import Mapping, Sequence
