@@ -50,6 +50,7 @@ from planish.types import (
     check_metadata,
     check_name,
     check_ttl,
+    keep_flag,
     whole_number,
 )
 
@@ -161,7 +162,7 @@ class _Save:
         if self.ttl_seconds is not None:
             _keep_whole(self, "ttl_seconds")
         check_ttl(self.ttl_seconds)
-        _keep_flag(self, "overwrite")
+        keep_flag(self, "overwrite")
         _keep_metadata(self)
 
 
@@ -287,8 +288,8 @@ class Sample(Operation[SampleResponse]):
             _keep_whole(self, name, remedy="a whole number of at least 0", low=0)
         if self.prompt_logprobs_last_n is not None:
             _keep_whole(self, "prompt_logprobs_last_n")
-        _keep_flag(self, "prompt_logprobs")
-        _keep_flag(self, "record_stability_info")
+        keep_flag(self, "prompt_logprobs")
+        keep_flag(self, "record_stability_info")
         targets = self.target_prompt_logprobs
         if targets is not None and not isinstance(targets, TensorData):
             kind = type(targets).__name__
@@ -344,14 +345,6 @@ def _keep_whole(operation: Any, name: str, remedy: str = "a whole number", **bou
     """
     value = whole_number(name, getattr(operation, name), remedy, **bounds)
     object.__setattr__(operation, name, value)
-
-
-def _keep_flag(operation: Any, name: str) -> None:
-    """Convert the field to a Python bool. Raise UserError unless it is a Python or numpy bool."""
-    value = getattr(operation, name)
-    if not isinstance(value, (bool, np.bool_)):
-        raise UserError(f"{name}={value!r}: give True or False")
-    object.__setattr__(operation, name, bool(value))
 
 
 @dataclass(frozen=True)

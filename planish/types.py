@@ -429,10 +429,7 @@ class LoraConfig:
         if self.seed is not None:
             _keep_whole(self, "seed", _SEED, high=2**64 - 1)
         for name in ("train_unembed", "train_mlp", "train_attn"):
-            value = getattr(self, name)
-            if not isinstance(value, (bool, np.bool_)):
-                raise UserError(f"LoraConfig.{name}={value!r}: give True or False")
-            object.__setattr__(self, name, bool(value))
+            keep_flag(self, name, "LoraConfig.")
         if not (self.train_unembed or self.train_mlp or self.train_attn):
             raise UserError(
                 "train_attn, train_mlp and train_unembed are all False: nothing would be trained; set one to True"
@@ -797,6 +794,16 @@ def whole_number(
     if not _is_int(value) or not low <= value <= high:
         raise UserError(f"{name}={value!r}: give {remedy}")
     return int(value)
+
+
+def keep_flag(options: Any, name: str, prefix: str = "") -> None:
+    """Convert a field to a Python bool. Raise UserError unless it is a Python or numpy bool. The
+    message names the field with `prefix` before its name.
+    """
+    value = getattr(options, name)
+    if not isinstance(value, (bool, np.bool_)):
+        raise UserError(f"{prefix}{name}={value!r}: give True or False")
+    object.__setattr__(options, name, bool(value))
 
 
 def _keep_whole(

@@ -36,9 +36,9 @@ from planish.server.durable.records import (
     PAGE_BYTES,
     ModelRow,
     count,
-    ids,
     moment,
     page_bytes,
+    page_of_ids,
     put,
     put_checkpoint,
     select,
@@ -335,13 +335,7 @@ class Server(Services):
         """Return a page of the tenant's runs, newest first. A page ends early when the metadata of
         its runs exceed PAGE_BYTES. `Page.limit` is then the number of runs on the page.
         """
-        newest_first = "tenant = ? ORDER BY created DESC LIMIT ? OFFSET ?"
-        found, total = await self.store.read(
-            lambda db: (
-                ids(db, ModelRow, newest_first, [tenant.name, limit, offset]),
-                count(db, ModelRow, "tenant = ?", [tenant.name]),
-            )
-        )
+        found, total = await self.store.read(page_of_ids, ModelRow, tenant.name, limit, offset)
         runs, size = list[TrainingRun](), 0
         for run_id in found:
             with suppress(NotFound):  # the run was removed meanwhile

@@ -29,6 +29,7 @@ from planish.server.durable.records import (
     count,
     ids,
     moment,
+    page_of_ids,
     put,
     remove,
     select,
@@ -263,18 +264,7 @@ class Sessions:
 
     async def page(self, tenant: Tenant, limit: int, offset: int) -> Page[str]:
         """Return a page of the tenant's session ids, newest first."""
-        where = "tenant = ?"
-        found, total = await self._store.read(
-            lambda db: (
-                ids(
-                    db,
-                    SessionRow,
-                    f"{where} ORDER BY created DESC LIMIT ? OFFSET ?",
-                    [tenant.name, limit, offset],
-                ),
-                count(db, SessionRow, where, [tenant.name]),
-            )
-        )
+        found, total = await self._store.read(page_of_ids, SessionRow, tenant.name, limit, offset)
         return Page(found, offset, limit, total)
 
     async def record(self, tenant: Tenant, session_id: str) -> SessionRecord:

@@ -128,7 +128,7 @@ class Fields:
         value = self._get(name)
         if not isinstance(value, str):
             raise self._wrong(name, "a string")
-        self._check_count(name, len(value), most, "characters")
+        check_count(self.path(name), len(value), most, "characters")
         return value
 
     def identifier(self, name: str) -> str:
@@ -174,7 +174,7 @@ class Fields:
         value = self._get(name)
         if not isinstance(value, list):
             raise self._wrong(name, "a list")
-        self._check_count(name, len(value), most, "items")
+        check_count(self.path(name), len(value), most, "items")
         return value
 
     def object(self, name: str) -> Fields:
@@ -191,7 +191,7 @@ class Fields:
         value = self._get(name)
         if not isinstance(value, dict):
             raise self._wrong(name, "an object")
-        self._check_count(name, len(value), most, "entries")
+        check_count(self.path(name), len(value), most, "entries")
         return value
 
     def strings(self, name: str, most: int = MAX_LIST) -> dict[str, str]:
@@ -208,10 +208,6 @@ class Fields:
         """Return the value, which may have any type, or None if the field is absent."""
         self._read.add(name)
         return self._values.get(name)
-
-    def _check_count(self, name: str, count: int, most: int, kind: str) -> None:
-        if count > most:
-            raise UserError(f"{self.path(name)} has {count:,} {kind}; give at most {most:,}")
 
     def _object(self, name: str, value: Any) -> Fields:
         if not isinstance(value, dict):
@@ -279,6 +275,12 @@ def _depth_exceeds(value: Any, most: int) -> bool:
         if not level:
             return False
     return True
+
+
+def check_count(name: str, count: int, most: int, kind: str) -> None:
+    """Raise UserError if a field has more than `most` things of a kind, such as "entries"."""
+    if count > most:
+        raise UserError(f"{name} has {count:,} {kind}; give at most {most:,}")
 
 
 def check_identifier(name: str, value: str) -> None:

@@ -15,7 +15,10 @@ from google.protobuf.descriptor_pb2 import (
     FileDescriptorProto,
 )
 from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
+
+from planish.errors import UserError
 
 PROTOBUF = "application/x-protobuf"
 """The media type of a body."""
@@ -132,3 +135,16 @@ TensorMessage = message_class("Tensor")
 
 STOP, LENGTH = range(2)
 FLOAT32, INT64, INT32, BFLOAT16 = range(1, 5)
+
+
+def parse_message(message: Any, body: bytes) -> Any:
+    """Parse `body` into an empty message, and return the message. Raise UserError if the body is
+    not such a message.
+    """
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise UserError(
+            f"the body is not a {message.DESCRIPTOR.name} in protobuf: {error}"
+        ) from None
+    return message

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from google.protobuf.message import DecodeError
 
 from planish.errors import UserError
 from planish.service import MAX_SAMPLES, Sample
@@ -27,7 +26,7 @@ from planish.types import (
     TopkLogprobs,
 )
 from planish.wire.fields import Fields, shown
-from planish.wire.messages import LENGTH, STOP, SampleResponseMessage
+from planish.wire.messages import LENGTH, STOP, SampleResponseMessage, parse_message
 from planish.wire.tensors import (
     check_dense_elements,
     csr_dense_elements,
@@ -156,11 +155,7 @@ def sample_response_from_message(
     """Read a response from protobuf. `sequence_ids` are the ids that the server sent when it
     accepted the request. Without them, the sequences have empty ids.
     """
-    message = SampleResponseMessage()
-    try:
-        message.ParseFromString(body)
-    except DecodeError as error:
-        raise UserError(f"the body is not a SampleResponse in protobuf: {error}") from None
+    message = parse_message(SampleResponseMessage(), body)
     ids = [""] * len(message.sequences) if sequence_ids is None else sequence_ids
     if len(message.sequences) != len(ids):
         raise UserError(

@@ -18,7 +18,7 @@ import numpy as np
 from planish.errors import UnsupportedError, UserError
 from planish.tensors import TensorData, TensorDtype
 from planish.types import EncodedTextChunk, ModelInput
-from planish.wire.fields import MAX_VALUES, Fields, shown
+from planish.wire.fields import MAX_VALUES, Fields, check_count, shown
 from planish.wire.messages import BFLOAT16, FLOAT32, INT32, INT64, TensorMessage
 
 MAX_DENSE_ELEMENTS = 1 << 26
@@ -76,11 +76,11 @@ def tensor_from_message(message: Any, where: str) -> TensorData:
     match message.WhichOneof("encoding"):
         case "dense":
             values, dtype = stored_numbers(message.dense, message.dtype, where)
-            _check_dimensions(len(message.shape), f"{where}.shape")
+            check_count(f"{where}.shape", len(message.shape), MAX_DIMENSIONS, "dimensions")
             return _tensor(where, values, dtype, _shape(message.shape, values.size, where))
         case "sparse_csr":
             csr = message.sparse_csr
-            _check_dimensions(len(message.shape), f"{where}.shape")
+            check_count(f"{where}.shape", len(message.shape), MAX_DIMENSIONS, "dimensions")
             values, dtype = stored_numbers(csr.values, message.dtype, f"{where}.values")
             crow = numbers(csr.crow_indices, "<i8", f"{where}.crow_indices").tolist()
             col = numbers(csr.col_indices, "<i8", f"{where}.col_indices").tolist()
@@ -114,7 +114,7 @@ def tensor_from_json(fields: Fields) -> TensorData:
             raise UserError(f"{fields.path('dtype')}={dtype[:40]!r}: give 'float32' or 'int64'")
         values = _from_list(fields.array("data", MAX_VALUES), dtype, where)
         shape = _integers(fields, "shape")
-        _check_dimensions(len(shape or ()), fields.path("shape"))
+        check_count(fields.path("shape"), len(shape or ()), MAX_DIMENSIONS, "dimensions")
         crow, col = (
             _integers(fields, "sparse_crow_indices"),
             _integers(fields, "sparse_col_indices"),
@@ -151,7 +151,7 @@ def model_input_from_messages(chunks: Sequence[Any], where: str) -> ModelInput:
             raise _unsupported_chunk(f"{where}[{index}]", kind)
         tokens = numbers(chunk.encoded_text.tokens, "<i4", f"{where}[{index}].tokens")
         count += tokens.size
-        _check_tokens(count, where)
+        check_count(where, count, MAX_TOKENS, "token ids")
         found.append(EncodedTextChunk(tokens.tolist()))
     return ModelInput(found)
 
@@ -179,7 +179,7 @@ def model_input_from_json(fields: Fields) -> ModelInput:
                     raise _unsupported_chunk(chunk.path("type"), kind)
                 tokens = chunk.array("tokens", MAX_VALUES)
                 count += len(tokens)
-                _check_tokens(count, fields.path("chunks"))
+                check_count(fields.path("chunks"), count, MAX_TOKENS, "token ids")
                 _check_integers(tokens, chunk.path("tokens"))
                 found.append(EncodedTextChunk(tokens))
     return ModelInput(found)
@@ -235,16 +235,6 @@ def check_parts(where: str, parts: int) -> None:
             f"{where} has more than {MAX_PARTS:,} datums, chunks of tokens and tensors; send fewer "
             "in one call"
         )
-
-
-def _check_tokens(count: int, where: str) -> None:
-    if count > MAX_TOKENS:
-        raise UserError(f"{where} has {count:,} token ids; give at most {MAX_TOKENS:,}")
-
-
-def _check_dimensions(count: int, where: str) -> None:
-    if count > MAX_DIMENSIONS:
-        raise UserError(f"{where} has {count:,} dimensions; give at most {MAX_DIMENSIONS}")
 
 
 def csr_dense_elements(tensor: TensorData) -> int:

@@ -14,7 +14,6 @@ from itertools import groupby, islice, pairwise
 from typing import Any
 
 import numpy as np
-from google.protobuf.message import DecodeError
 
 from planish.errors import UnsupportedError, UserError
 from planish.service import ForwardBackward, OptimStep
@@ -25,6 +24,7 @@ from planish.wire.fields import (
     MAX_TEXT,
     MAX_VALUES,
     Fields,
+    check_count,
     check_identifier,
     shown,
 )
@@ -32,6 +32,7 @@ from planish.wire.messages import (
     ForwardBackwardOutputMessage,
     ForwardBackwardRequestMessage,
     TensorMessage,
+    parse_message,
 )
 from planish.wire.tensors import (
     MAX_DIMENSIONS,
@@ -96,7 +97,7 @@ def parse_forward_backward_head(body: bytes) -> Any:
     """
     fields = islice(_fields_of(body, 0, len(body)), MAX_FIELDS)
     head = [body[begin:end] for number, begin, _, end in fields if number != _DATA_FIELD]
-    return _parsed(ForwardBackwardRequestMessage(), b"".join(head))
+    return parse_message(ForwardBackwardRequestMessage(), b"".join(head))
 
 
 def parse_forward_backward(body: bytes) -> Any:
@@ -115,7 +116,7 @@ def parse_forward_backward(body: bytes) -> Any:
         # A dimension has one byte in the body, and takes eight when it is parsed.
         if number == _SHAPE and end - begin > MAX_DIMENSIONS * _LONGEST_VARINT:
             raise UserError(f"a tensor has more than {MAX_DIMENSIONS} dimensions; give fewer")
-    return _parsed(ForwardBackwardRequestMessage(), body)
+    return parse_message(ForwardBackwardRequestMessage(), body)
 
 
 def _walk(body: bytes) -> Iterator[tuple[tuple[int, ...], int, int]]:
@@ -141,9 +142,9 @@ def _walk(body: bytes) -> Iterator[tuple[tuple[int, ...], int, int]]:
 def forward_backward_from_message(message: Any) -> ForwardBackward:
     """Read an operation from a parsed message."""
     check_parts("data", len(message.data))
-    _check_count("loss_fn", len(message.loss_fn), MAX_TEXT, "characters")
+    check_count("loss_fn", len(message.loss_fn), MAX_TEXT, "characters")
     for name in ("loss_fn_config", "loss_fn_config_v2"):
-        _check_count(name, len(getattr(message, name)), MAX_MAP, "entries")
+        check_count(name, len(getattr(message, name)), MAX_MAP, "entries")
     data = _within_bounds(
         _datum_from_message(datum, f"data[{index}]") for index, datum in enumerate(message.data)
     )
@@ -209,7 +210,7 @@ def output_to_message(output: ForwardBackwardOutput) -> bytes:
 
 def output_from_message(body: bytes) -> ForwardBackwardOutput:
     """Read an output from protobuf."""
-    message = _parsed(ForwardBackwardOutputMessage(), body)
+    message = parse_message(ForwardBackwardOutputMessage(), body)
     outputs: list[dict[str, TensorData]] = []
     for record in message.loss_fn_outputs:
         columns = {name: _read_batch(batch, name) for name, batch in record.fields.items()}
@@ -305,16 +306,6 @@ def _varint(body: bytes, begin: int, end: int) -> tuple[int, int]:
     raise UserError(f"the body is not a {_REQUEST} in protobuf: it is cut off")
 
 
-def _parsed(message: Any, body: bytes) -> Any:
-    try:
-        message.ParseFromString(body)
-    except DecodeError as error:
-        raise UserError(
-            f"the body is not a {message.DESCRIPTOR.name} in protobuf: {error}"
-        ) from None
-    return message
-
-
 def _config(message: Any) -> Mapping[str, float]:
     """Read the options of a loss. Newer clients write every option to `loss_fn_config_v2`, and the
     numbers to `loss_fn_config` too. A string is returned as it is; the loss then rejects it.
@@ -327,16 +318,11 @@ def _config(message: Any) -> Mapping[str, float]:
     }
 
 
-def _check_count(name: str, count: int, most: int, kind: str) -> None:
-    if count > most:
-        raise UserError(f"{name} has {count:,} {kind}; give at most {most:,}")
-
-
 def _within_bounds(data: Iterable[Datum]) -> list[Datum]:
     found, elements, parts, tokens = [], 0, 0, 0
     for datum in data:
         tokens += datum.model_input.length
-        _check_count("data", tokens, MAX_VALUES, "token ids")
+        check_count("data", tokens, MAX_VALUES, "token ids")
         parts += 1 + len(datum.model_input.chunks) + len(datum.loss_fn_inputs)
         check_parts("data", parts)
         elements += sum(csr_dense_elements(tensor) for tensor in datum.loss_fn_inputs.values())
@@ -346,7 +332,7 @@ def _within_bounds(data: Iterable[Datum]) -> list[Datum]:
 
 
 def _datum_from_message(message: Any, where: str) -> Datum:
-    _check_count(f"{where}.loss_fn_inputs", len(message.loss_fn_inputs), MAX_MAP, "entries")
+    check_count(f"{where}.loss_fn_inputs", len(message.loss_fn_inputs), MAX_MAP, "entries")
     tensors = {
         name: tensor_from_message(tensor, f"{where}.loss_fn_inputs[{name[:40]!r}]")
         for name, tensor in message.loss_fn_inputs.items()

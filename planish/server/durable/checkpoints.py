@@ -300,10 +300,9 @@ class CheckpointCatalog:
 
     async def _is_alive(self, path: str) -> bool:
         """Return whether the checkpoint can be read and has not expired."""
-        try:
+        with suppress(DamagedFileError):
             return await self._engine.exists(path)
-        except DamagedFileError:
-            return False
+        return False
 
     async def _remove(self, row: CheckpointRow) -> asyncio.Future[None]:
         """Delete the files and queue the deletion of the row. The returned future is done when the

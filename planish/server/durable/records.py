@@ -293,6 +293,17 @@ def ids(source: Source, kind: type[Record], where: str, values: Sequence[Any] = 
     return [row[0] for row in found]
 
 
+def page_of_ids(
+    source: Source, kind: type[Record], tenant: str, limit: int, offset: int
+) -> tuple[list[str], int]:
+    """Return the keys on a page of a tenant's records, newest first, and the number of all its
+    records.
+    """
+    newest_first = "tenant = ? ORDER BY created DESC LIMIT ? OFFSET ?"
+    found = ids(source, kind, newest_first, [tenant, limit, offset])
+    return found, count(source, kind, "tenant = ?", [tenant])
+
+
 def count(source: Source, kind: type[Record], where: str, values: Sequence[Any] = ()) -> int:
     """Return the number of selected records."""
     return source.execute(f"SELECT COUNT(*) FROM {kind.table} WHERE {where}", values).fetchone()[0]

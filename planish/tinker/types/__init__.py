@@ -104,127 +104,45 @@ _NO_DIMUON = "the update rule of Dimuon is not public; AdamW is the one optimize
 _MESSAGE = "it is a message of the SDK's HTTP protocol, which planish does not expose"
 _NO_ACCOUNTS = "there are no accounts, sessions, audits or bills here"
 
+_ACCOUNT_TYPES = """
+    AuditLogEntry AuditLogResponse BillingEventInfo BillingUsageEvent BillingUsageResponse
+    BillingUsageSession CheckpointBillingEvent CurrentCheckpointStorageUsageItem
+    CurrentCheckpointStorageUsageResponse GetBillingUsageRequest
+    GetCurrentCheckpointStorageUsageRequest GetSessionResponse ListSessionsResponse
+    AccessibleSearchOwner OwnSearchOwner UserSearchOwner SearchOwner SamplingPrefillBillingEvent
+    SamplingSampleBillingEvent StorageBillingEvent TrainingBillingEvent WhoamiResponse
+    ActiveSessionStatusQuery CancelledSessionStatusQuery ClientFinishedSessionStatusQuery
+    FailedSessionStatusQuery SessionStatusQuery ClientSessionFinished ClientSessionFinishErrored
+    ClientSessionFinishInterrupted ClientSessionFinishReason ClientSessionFinishReasonType
+    ClientSessionFinishSuccess SessionActive SessionCancelled SessionFailed SessionFailedReason
+    SessionFailedRequestReason SessionFailedSamplingSessionReason SessionFailedTrainingRunReason
+    SessionStatus SessionSearchCursor SessionSearchRequest SessionSearchResponse SessionSummary
+"""
+_MESSAGE_TYPES = """
+    AuthTokenResponse ClientConfigRequest ClientConfigResponse ClientDynamicConfigResponse
+    CopyWeightsRequest CopyWeightsResponse CreateCustomLossRequest CreateCustomLossResponse
+    CreateModelRequest CreateModelResponse CreateSamplingSessionRequest
+    CreateSamplingSessionResponse CreateSessionRequest CreateSessionResponse CustomLossGraph
+    CustomLossInput CustomLossInputRank CustomLossNode CustomLossNodeOp EventType
+    ExternalWeightsUrlsResponse ForwardBackwardInput ForwardBackwardRequest ForwardRequest
+    FutureCompletion FutureFailed FutureFinished FutureRetrieveRequest FutureRetrieveResponse
+    FuturesRetrieveRequest FuturesRetrieveResponse GenericEvent GetInfoRequest
+    GetSamplerResponse HealthResponse JoinSamplingSessionRequest JoinSamplingSessionResponse
+    LoadWeightsRequest OptimStepRequest RequestFailedResponse SampleRequest
+    SamplingSessionFuturesTarget SaveWeightsExternalRequest SaveWeightsExternalResponse
+    SaveWeightsExternalResponseInternal SaveWeightsForSamplerRequest
+    SaveWeightsForSamplerResponseInternal SaveWeightsRequest SessionEndEvent
+    SessionHeartbeatRequest SessionHeartbeatResponse SessionStartEvent Severity TelemetryBatch
+    TelemetryEvent TelemetryResponse TelemetrySendRequest TryAgainResponse
+    UnhandledExceptionEvent UnloadModelRequest UnloadModelResponse UntypedAPIFuture
+"""
+
 REFUSED = {
     **dict.fromkeys(("DmelChunk", "ImageAssetPointerChunk", "ImageChunk"), _TEXT_ONLY),
     **dict.fromkeys(("DimuonOptimizerConfig", "DimuonParams"), _NO_DIMUON),
     **dict.fromkeys(("OptimizerConfigBase", "OptimParamsBase"), _NO_DIMUON),
-    **dict.fromkeys(
-        [
-            "AuditLogEntry",
-            "AuditLogResponse",
-            "BillingEventInfo",
-            "BillingUsageEvent",
-            "BillingUsageResponse",
-            "BillingUsageSession",
-            "CheckpointBillingEvent",
-            "CurrentCheckpointStorageUsageItem",
-            "CurrentCheckpointStorageUsageResponse",
-            "GetBillingUsageRequest",
-            "GetCurrentCheckpointStorageUsageRequest",
-            "GetSessionResponse",
-            "ListSessionsResponse",
-            "AccessibleSearchOwner",
-            "OwnSearchOwner",
-            "UserSearchOwner",
-            "SearchOwner",
-            "SamplingPrefillBillingEvent",
-            "SamplingSampleBillingEvent",
-            "StorageBillingEvent",
-            "TrainingBillingEvent",
-            "WhoamiResponse",
-            "ActiveSessionStatusQuery",
-            "CancelledSessionStatusQuery",
-            "ClientFinishedSessionStatusQuery",
-            "FailedSessionStatusQuery",
-            "SessionStatusQuery",
-            "ClientSessionFinished",
-            "ClientSessionFinishErrored",
-            "ClientSessionFinishInterrupted",
-            "ClientSessionFinishReason",
-            "ClientSessionFinishReasonType",
-            "ClientSessionFinishSuccess",
-            "SessionActive",
-            "SessionCancelled",
-            "SessionFailed",
-            "SessionFailedReason",
-            "SessionFailedRequestReason",
-            "SessionFailedSamplingSessionReason",
-            "SessionFailedTrainingRunReason",
-            "SessionStatus",
-            "SessionSearchCursor",
-            "SessionSearchRequest",
-            "SessionSearchResponse",
-            "SessionSummary",
-        ],
-        _NO_ACCOUNTS,
-    ),
-    **dict.fromkeys(
-        [
-            "AuthTokenResponse",
-            "ClientConfigRequest",
-            "ClientConfigResponse",
-            "ClientDynamicConfigResponse",
-            "CopyWeightsRequest",
-            "CopyWeightsResponse",
-            "CreateCustomLossRequest",
-            "CreateCustomLossResponse",
-            "CreateModelRequest",
-            "CreateModelResponse",
-            "CreateSamplingSessionRequest",
-            "CreateSamplingSessionResponse",
-            "CreateSessionRequest",
-            "CreateSessionResponse",
-            "CustomLossGraph",
-            "CustomLossInput",
-            "CustomLossInputRank",
-            "CustomLossNode",
-            "CustomLossNodeOp",
-            "EventType",
-            "ExternalWeightsUrlsResponse",
-            "ForwardBackwardInput",
-            "ForwardBackwardRequest",
-            "ForwardRequest",
-            "FutureCompletion",
-            "FutureFailed",
-            "FutureFinished",
-            "FutureRetrieveRequest",
-            "FutureRetrieveResponse",
-            "FuturesRetrieveRequest",
-            "FuturesRetrieveResponse",
-            "GenericEvent",
-            "GetInfoRequest",
-            "GetSamplerResponse",
-            "HealthResponse",
-            "JoinSamplingSessionRequest",
-            "JoinSamplingSessionResponse",
-            "LoadWeightsRequest",
-            "OptimStepRequest",
-            "RequestFailedResponse",
-            "SampleRequest",
-            "SamplingSessionFuturesTarget",
-            "SaveWeightsExternalRequest",
-            "SaveWeightsExternalResponse",
-            "SaveWeightsExternalResponseInternal",
-            "SaveWeightsForSamplerRequest",
-            "SaveWeightsForSamplerResponseInternal",
-            "SaveWeightsRequest",
-            "SessionEndEvent",
-            "SessionHeartbeatRequest",
-            "SessionHeartbeatResponse",
-            "SessionStartEvent",
-            "Severity",
-            "TelemetryBatch",
-            "TelemetryEvent",
-            "TelemetryResponse",
-            "TelemetrySendRequest",
-            "TryAgainResponse",
-            "UnhandledExceptionEvent",
-            "UnloadModelRequest",
-            "UnloadModelResponse",
-            "UntypedAPIFuture",
-        ],
-        _MESSAGE,
-    ),
+    **dict.fromkeys(_ACCOUNT_TYPES.split(), _NO_ACCOUNTS),
+    **dict.fromkeys(_MESSAGE_TYPES.split(), _MESSAGE),
 }
 """The SDK's types that planish does not support, with the reason for each."""
 
