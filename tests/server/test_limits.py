@@ -16,12 +16,12 @@ import orjson
 import pytest
 from blow_ups import places
 from full_requests import API, FullRequest, Ids, full_requests
+from limits_page import openai_fields, page
+from request_limits import JSON_LIMITS, PROTOBUF_LIMITS, Limit
 from starlette.testclient import TestClient
 from test_app import BASE, Caller, client_of
 
-from planish.server.limits_page import openai_fields, page
 from planish.server.openai.openapi import openapi
-from planish.server.request_limits import JSON_LIMITS, PROTOBUF_LIMITS, Limit
 from planish.testing import tiny_model
 from planish.wire.fields import Fields
 from planish.wire.messages import ForwardBackwardRequestMessage
@@ -85,7 +85,7 @@ def limit_of(field: str, limits: Mapping[str, Limit]) -> Limit | None:
 
 def test_the_page_is_current():
     written = (Path(__file__).parents[2] / "docs/limits.md").read_text()
-    assert written == page(), "run python -m planish.server.limits_page > docs/limits.md"
+    assert written == page(), "run python tests/server/limits_page.py > docs/limits.md"
 
 
 @pytest.mark.parametrize("name", _JSON_FORMS)

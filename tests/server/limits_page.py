@@ -1,4 +1,4 @@
-"""Write docs/limits.md: `python -m planish.server.limits_page > docs/limits.md`."""
+"""Write docs/limits.md: `python tests/server/limits_page.py > docs/limits.md`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
+from request_limits import BODIES, JSON_LIMITS, PROTOBUF_LIMITS, Limit
+
 from planish.server.openai import requests
 from planish.server.openai.models import CHARACTERS_PER_TOKEN, TEXT_AT_ONCE
 from planish.server.openai.openapi import openapi
 from planish.server.openai.requests import MAX_OPTION_BYTES
-from planish.server.request_limits import BODIES, JSON_LIMITS, PROTOBUF_LIMITS, Limit
 from planish.server.settings import ServerSettings
 
 _OPENING = """\
@@ -18,7 +19,7 @@ _OPENING = """\
 
 The server limits every list, string, object and number of every request. This page is generated
 from the tables and constants with which the server checks requests
-(`python -m planish.server.limits_page > docs/limits.md`). One test compares the page with the code
+(`python tests/server/limits_page.py > docs/limits.md`). One test compares the page with the code
 and fails for a field without a limit. Another test sends each field of the JSON requests at its
 limit and just above it. A third test sends every field with a value that is far too large
 ([reliability.md](reliability.md#test-sizes-and-counts)).
