@@ -29,7 +29,9 @@ EXTRAS_TESTS ?= tests/cookbook tests/evaluation/test_inspect.py tests/export/tes
 	tests/rl/test_verifiers_env.py tests/runlog/test_metrics_log.py tests/server/openai_clients \
 	tests/server/test_serve.py tests/test_moved_modules.py
 # All tests of a file run in one process, which starts their servers and loads their models once.
-# Three processes keep two cores busy, because tests wait for the programs that they start.
+# Three processes keep two cores busy, because tests wait for the programs that they start. The
+# processes of `make test` share out the files before they read them, which saves a tenth of the
+# time. The times of the other tests vary more, so a process takes its next file when it is ready.
 TEST_PROCESSES ?= 3
 
 help:
@@ -48,17 +50,18 @@ demo: $(VENV)/.model
 # One thread per process: tiny models gain nothing from two. Bytecode is written once for all
 # processes.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 \
-	$(1)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+	$(1)/bin/python -m pytest -n $(TEST_PROCESSES)
 
 test: $(VENV)/.dev $(VENV)/.model
-	$(call PYTEST,$(VENV)) $(TESTS)
+	$(call PYTEST,$(VENV)) --dist each --share-files --max-worker-restart 0 \
+		-o console_output_style=classic $(TESTS)
 
 test-all: $(VENV)/.dev $(VENV)/.model
-	$(call PYTEST,$(VENV)) -m "slow and not gpu" --timeout 600 $(TESTS)
+	$(call PYTEST,$(VENV)) --dist loadfile -m "slow and not gpu" --timeout 600 $(TESTS)
 
 # A skipped test fails the run here.
 test-extras: $(EXTRAS_VENV)/.made $(VENV)/.model
-	$(call PYTEST,$(EXTRAS_VENV)) -m "not gpu" --timeout 600 --no-skips $(EXTRAS_TESTS)
+	$(call PYTEST,$(EXTRAS_VENV)) --dist loadfile -m "not gpu" --timeout 600 --no-skips $(EXTRAS_TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

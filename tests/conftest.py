@@ -1,108 +1,52 @@
-"""Rules for all tests.
+"""Loads the rules of each_process.py, and shares out the test files over processes.
 
-Without a GPU, Triton kernels are interpreted on the CPU. CPU kernels are compiled once, also for
-tests with a cache of their own. Every test starts from the same random seed, PLANISH_TEST_SEED
-(default 0).
+With `pytest -n 3 --dist each --share-files`, each of three processes collects and runs its share of
+the files. With `--dist loadfile`, each process would collect all files, which takes as long as a
+tenth of all tests.
 """
 
-import asyncio
-import gc
-import inspect
-import os
-import random
-import signal
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 
-import hypothesis.core
-import numpy as np
 import pytest
-import torch
-
-from planish.files import cache_home
-from planish.model.kernels.cpp import ops
-from planish.sandbox import Sandbox, SandboxUnavailableError
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before their first import
-    import interpreted_faster
-
-    interpreted_faster.install()
-
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell lets background jobs ignore SIGINT, which some tests send.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# Collection makes more than a million objects, all of which last to the end. The garbage collector
-# would search them again and again, in collection and in the tests.
-gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    """Turn the garbage collector on and let it ignore the objects that collection made."""
-    gc.freeze()
-    gc.enable()
-
-
-SEED = int(os.environ.get("PLANISH_TEST_SEED", "0"))
-
-# A busy machine can pause a test for seconds, so examples have no deadline.
-hypothesis.settings.register_profile("planish", deadline=None)
-hypothesis.settings.load_profile("planish")
-hypothesis.core.global_force_seed = SEED  # pytest's option --hypothesis-seed overrides it
-
-
-@cache
-def why_no_sandbox() -> str | None:
-    """Return why this machine cannot run model-written programs; None if it can."""
-    try:
-        asyncio.run(Sandbox().check())
-    except SandboxUnavailableError as error:
-        return str(error)
-    return None
-
-
-def _seed_random_numbers(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-# The first test that needs a fixture of a module or session sets it up. Seeding before the fixtures
-# and again before the test makes the numbers of both independent of which other tests run.
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Function) -> None:
-    """Skip a test whose requirement this machine lacks, and seed the global random number
-    generators before the fixtures of the others.
-    """
-    needs_sandbox = item.get_closest_marker("sandbox") or "sandbox" in item.fixturenames
-    if needs_sandbox and (reason := why_no_sandbox()):
-        pytest.skip(reason)
-    _seed_random_numbers(SEED)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_call() -> None:
-    """Seed the global random number generators before a test.
-
-    The seed differs from that of the fixtures, so that their tensors are independent.
-    """
-    _seed_random_numbers(SEED + 1_000_003)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine function in an event loop of its own."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    names = inspect.signature(pyfuncitem.obj).parameters
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
-    return True
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a skipped test fails the run")
+    parser.addoption(
+        "--share-files",
+        action="store_true",
+        help="with --dist each: each process collects and runs only its share of the test files",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        # This process runs no test, so it does without torch, whose import takes seconds.
+        return
+    config.pluginmanager.import_plugin("each_process")
+    worker = getattr(config, "workerinput", None)
+    if worker is not None and config.getoption("share_files"):
+        number = int(worker["workerid"].removeprefix("gw"))
+        config.args = shares(config.args, worker["workercount"])[number]
+
+
+def shares(arguments: Sequence[str], processes: int) -> list[list[str]]:
+    """Divide the test files that pytest's arguments name into shares of about equal size in bytes.
+    The tests of such shares take about equally long.
+    """
+    sizes: dict[str, int] = {}
+    for argument in arguments:
+        path = Path(argument.partition("::")[0])
+        for name in map(str, path.rglob("test_*.py")) if path.is_dir() else [argument]:
+            sizes[name] = Path(name.partition("::")[0]).stat().st_size
+    found: list[list[str]] = [[] for _ in range(processes)]
+    totals = [0] * processes
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least = totals.index(min(totals))
+        found[least].append(name)
+        totals[least] += sizes[name]
+    return [sorted(share) for share in found]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -110,26 +54,3 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.config.getoption("no_skips") and reporter and reporter.stats.get("skipped"):
         reporter.write_line("\nFAILED: tests were skipped in spite of --no-skips", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-@pytest.fixture(scope="session")
-def planish_home() -> Callable[[Path], Path]:
-    """Return a function that makes a PLANISH_HOME directory, empty except for the kernels.
-
-    The kernels are linked because their compilation takes twenty seconds.
-    """
-    kernels = cache_home() / "kernels"
-
-    def made(directory: Path) -> Path:
-        directory.mkdir(parents=True)
-        if ops.load_library() is not None:
-            (directory / "kernels").symlink_to(kernels)
-        return directory
-
-    return made
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _kernels_are_loaded() -> None:
-    """Load the CPU kernels before a test gives this process another cache."""
-    ops.load_library()
