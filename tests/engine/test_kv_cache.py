@@ -27,7 +27,7 @@ def held(pool: KVPool, owner: Owner) -> set[float]:
     }
 
 
-def test_slots_stay_dense_and_keep_their_contents():
+def test_slots_stay_dense_keep_their_contents_and_are_zeroed_when_freed():
     pool, owners = KVPool(SHAPE, 64), [Owner() for _ in range(40)]
     for number, owner in enumerate(owners):
         pool.allocate(owner)
@@ -38,6 +38,7 @@ def test_slots_stay_dense_and_keep_their_contents():
         kept = [(n, owner) for n, owner in kept if n != number]
         assert sorted(owner.slot for _, owner in kept) == list(range(len(kept)))
         assert all(held(pool, owner) == {n} for n, owner in kept)
+        assert not any(tensor[len(kept) :].any() for tensor in (*pool.keys, *pool.values))
         assert pool.num_slots <= 2 * len(kept) + 8
     for _, owner in kept:
         pool.free(owner)

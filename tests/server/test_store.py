@@ -12,7 +12,7 @@ import pytest
 from older_databases import downgrade_to_3
 
 from planish.errors import DamagedFileError, StorageError, UserError
-from planish.server.durable.journal import row
+from planish.server.durable.journal import of_model, row
 from planish.server.durable.store import BODIES, DATABASE, VERSION, Store, Transaction
 
 LARGE = bytes(300_000)
@@ -32,13 +32,13 @@ def files(directory: Path) -> list[str]:
     return os.listdir(directory / BODIES)
 
 
-def journal(name: str, body: bytes):
+def journal(name: str, body: bytes, seq: int = 1):
     def change(transaction: Transaction) -> None:
         stored = transaction.store(body)
         transaction.execute(
             "INSERT INTO requests (id, tenant, kind, owner, seq, state, accepted, body, body_file) "
-            "VALUES (?, 't', 'k', 'o', 1, 'accepted', 0, ?, ?)",
-            (name, stored.inline, stored.file),
+            "VALUES (?, 't', 'k', 'o', ?, 'accepted', 0, ?, ?)",
+            (name, seq, stored.inline, stored.file),
         )
 
     return change
@@ -100,6 +100,15 @@ async def test_large_bodies_are_files_that_come_and_go_with_their_rows(tmp_path)
 
     await store.write(drop)
     assert files(tmp_path) == []
+    store.close()
+
+
+async def test_the_requests_of_a_model_are_in_the_order_of_their_numbers(tmp_path):
+    store = Store(tmp_path)
+    for seq in range(12):
+        await store.write(journal(f"o:{seq}", b"", seq))
+    found = await store.read(lambda connection: of_model(connection, "o", after=7))
+    assert [request.seq for request in found] == [8, 9, 10, 11]
     store.close()
 
 
