@@ -27,7 +27,6 @@ from weakref import WeakValueDictionary
 
 from planish.errors import CheckpointError, DamagedFileError, EngineClosedError, UserError
 from planish.server.durable.checkpoints import check_source, source_path
-from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.quotas import ROW_BYTES, check_samplers
 from planish.server.durable.records import SamplerRow, change, put, select
 from planish.server.durable.request_log import (
@@ -40,7 +39,6 @@ from planish.server.durable.request_log import (
     run_uncancelled,
 )
 from planish.server.durable.store import Transaction, crash_point
-from planish.server.engine_client import EngineClient
 from planish.server.results import (
     Abandoned,
     Accepted,
@@ -71,8 +69,7 @@ class Sampler:
     """One sampler, in memory or not. The adapter cache calls `load` and `unload`."""
 
     row: SamplerRow
-    _engine: EngineClient
-    _crash_guard: CrashGuard
+    _services: Services
     origin: CachedAdapter | None
     """The training model that publishes the sampler; None for other samplers."""
     failure: str | None = None
@@ -105,20 +102,20 @@ class Sampler:
         """Create the sampler in the engine. Raise UserError if it is closed during the creation,
         DamagedFileError or CheckpointError if its weights cannot be read.
         """
-        async with self._crash_guard.running(self.id):
+        async with self._services.crash_guard.running(self.id):
             try:
-                await self._engine.perform(await self._creation())
+                await self._services.engine.perform(await self._creation())
             except (DamagedFileError, CheckpointError) as error:
                 _log.error("%s cannot be loaded: %s", self.id, error)
                 raise
         if self.failure is not None:
-            await self._engine.perform(ReleaseSampler(self.id))
+            await self._services.engine.perform(ReleaseSampler(self.id))
             self.check()
 
     async def unload(self) -> None:
         """Remove the sampler from the engine."""
         with suppress(UserError):  # a simultaneous `close` may have removed it
-            await self._engine.perform(ReleaseSampler(self.id))
+            await self._services.engine.perform(ReleaseSampler(self.id))
 
     async def _creation(self) -> CreateSampler:
         row = self.row
@@ -127,7 +124,7 @@ class Sampler:
                 f"{row.id} has no weights of its own: only its model can create it again"
             )
             return CreateSampler(row.id, row.base_model)
-        made_for = (await self._engine.checkpoint_info(row.source)).base_model
+        made_for = (await self._services.engine.checkpoint_info(row.source)).base_model
         # The engine rejects a checkpoint that was trained on other base weights, unless the
         # operation names the base model. A row does not store whether the client named one. If the
         # row's base model differs from the checkpoint's, the client must have named it.
@@ -276,7 +273,7 @@ class Samplers:
 
     def add(self, row: SamplerRow, origin: CachedAdapter | None = None) -> Sampler:
         """Open a sampler. `origin` is the model that publishes it."""
-        sampler = Sampler(row, self._services.engine, self._services.crash_guard, origin)
+        sampler = Sampler(row, self._services, origin)
         self._samplers[row.id] = sampler
         if row.model is not None and row.seq is not None:
             self._published[row.model, row.seq] = sampler

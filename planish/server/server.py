@@ -2,11 +2,14 @@
 
 Each of these is stored durably and belongs to one tenant. The parts:
 
-    models/       training models: each is an actor with one ordered request queue
-    samplers      samplers: each sample request is a task
-    durable/      the journal of requests, their answers, checkpoints, and the crash guard
-    scheduling    the fair queues of training and sampling, and the adapter cache
-    maintenance   recovers the state of an earlier process, and removes expired state
+    services       creates the parts
+    sessions       sessions, and the open models in them
+    models/        training models: each is an actor with one ordered request queue
+    samplers       samplers: each sample request is a task
+    durable/       the journal of requests, their answers, checkpoints, and the crash guard
+    scheduling     the fair queues of training and sampling, and the adapter cache
+    engine_client  the engine, called from the event loop
+    maintenance    recovers the state of an earlier process, and removes expired state
 
 All methods are called in the event loop, and no method blocks it. Every lookup is by (tenant, id).
 An id of another tenant raises NotFound. The methods raise UserError and the errors of results.py,

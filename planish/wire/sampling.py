@@ -258,18 +258,13 @@ def _params_to_json(params: SamplingParams) -> dict[str, Any]:
         "top_k": params.top_k,
         "top_p": params.top_p,
     }
-    fields |= {
-        name: value
-        for name in ("max_tokens", "seed")
-        if (value := getattr(params, name)) is not None
-    }
-    if params.stop is not None:
-        fields["stop"] = params.stop if isinstance(params.stop, str) else list(params.stop)
-    # The SDK knows none of these fields, so they are sent only where they are set.
+    # The SDK does not know most of these fields, so they are sent only where they are set.
     defaults = SamplingParams()
     fields |= {
         name: value
         for name in (
+            "max_tokens",
+            "seed",
             "min_p",
             "min_tokens",
             "repetition_penalty",
@@ -278,6 +273,8 @@ def _params_to_json(params: SamplingParams) -> dict[str, Any]:
         )
         if (value := getattr(params, name)) != getattr(defaults, name)
     }
+    if params.stop is not None:
+        fields["stop"] = params.stop if isinstance(params.stop, str) else list(params.stop)
     if params.stop_token_ids:
         fields["stop_token_ids"] = list(params.stop_token_ids)
     if (constraint := params.constraint) is not None:
