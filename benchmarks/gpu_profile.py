@@ -107,7 +107,7 @@ def training_profile(base: BaseModel, work: Mapping[str, Any]) -> Profile:
             try:
                 next(call)
             except StopIteration as end:
-                sizes.append(end.value.metrics["forest_tokens:sum"])
+                sizes.append(end.value.metrics["computed_tokens:sum"])
                 return
 
     found = profiled("a micro-batch", train, 1)

@@ -93,11 +93,6 @@ class BaseModel:
         )
         self.sampler.record_cuda_graphs()
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the weights and matmuls."""
-        return self.decoder.dtype
-
     def numerics(self) -> Numerics:
         """Return a description of the numerics: kernels, batch invariance, and how closely sampler
         and trainer agree.

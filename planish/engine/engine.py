@@ -41,13 +41,12 @@ from planish.engine.training_models import (
     QueuedForwardBackward,
     QueuedLoad,
     QueuedOperation,
-    QueuedOptimStep,
     QueuedPublish,
-    QueuedRelease,
     QueuedSample,
     QueuedSamplerCreation,
+    QueuedSampling,
     QueuedSave,
-    QueuedUnload,
+    QueuedTraining,
     SamplerSession,
     TrainingModel,
 )
@@ -312,10 +311,10 @@ class Engine:
                 return QueuedPublish(op, future, model, session)
             case ReleaseSampler():
                 released = self._sampler_sessions.pop(op.sampler_id, None)
-                return QueuedRelease(op, future, released or self._session(op.sampler_id))
+                return QueuedSampling(op, future, released or self._session(op.sampler_id))
             case UnloadModel():
                 unloaded = self._training_models.pop(op.model_id, None)
-                return QueuedUnload(op, future, unloaded or self._model(op.model_id))
+                return QueuedTraining(op, future, unloaded or self._model(op.model_id))
             case Sample():
                 session = self._session(op.sampler_id)
                 self._check_request(session.base, op)
@@ -338,7 +337,7 @@ class Engine:
                 loss_fn = self._computed_loss(op.loss_fn)
                 return QueuedDeferredForwardBackward(op, future, self._model(op.model_id), loss_fn)
             case OptimStep():
-                return QueuedOptimStep(op, future, self._model(op.model_id))
+                return QueuedTraining(op, future, self._model(op.model_id))
         raise TypeError(f"operation is a {type(op).__name__}, which the engine does not support")
 
     def _computed_loss(self, loss_fn: str) -> str:

@@ -32,7 +32,6 @@ from planish.engine.training_models import (
     QueuedForwardBackward,
     QueuedOperation,
     QueuedPublish,
-    QueuedRelease,
     QueuedSample,
     QueuedSamplerCreation,
     QueuedSampling,
@@ -47,6 +46,7 @@ from planish.model.kernels.cpp.threads import short_switch_interval
 from planish.model.kernels.linear import before_each_matmul
 from planish.model.lora import LoraWeights
 from planish.processes.background import BackgroundThread, wait_for_saves
+from planish.service import ReleaseSampler
 
 Side = Literal["sampling", "training"]
 
@@ -289,7 +289,7 @@ class EngineThread:
                 self._start_sample(queued)
             case QueuedSamplerCreation():
                 self._create_sampler(queued)
-            case QueuedRelease():
+            case QueuedSampling(operation=ReleaseSampler()):
                 session.is_released = True
                 self._drop_unused_sessions()
                 queued.future.set_result(None)

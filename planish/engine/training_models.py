@@ -20,7 +20,6 @@ from planish.service import (
     ForwardBackward,
     LoadWeights,
     Operation,
-    OptimStep,
     Sample,
     SaveWeights,
     SaveWeightsForSampler,
@@ -147,7 +146,10 @@ class QueuedOperation:
 
 @dataclass(frozen=True, eq=False)
 class QueuedTraining(QueuedOperation):
-    """An operation in the queue of a training model."""
+    """An operation in the queue of a training model.
+
+    Operations without data of their own, such as an optimizer step, have no subclass.
+    """
 
     model: TrainingModel
 
@@ -157,11 +159,6 @@ class QueuedCreation(QueuedTraining):
     """The creation of a training model, from a checkpoint if `loaded` is given."""
 
     loaded: LoadedAdapter | None
-
-
-@dataclass(frozen=True, eq=False)
-class QueuedUnload(QueuedTraining):
-    """The unloading of a training model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,13 +176,6 @@ class QueuedDeferredForwardBackward(QueuedTraining):
     operation: DeferredForwardBackward
     loss_fn: str
     """The loss to compute: the requested loss, or its substitute."""
-
-
-@dataclass(frozen=True, eq=False)
-class QueuedOptimStep(QueuedTraining):
-    """An optimizer step."""
-
-    operation: OptimStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,8 +220,3 @@ class QueuedSample(QueuedSampling):
     """A sampling request."""
 
     operation: Sample
-
-
-@dataclass(frozen=True, eq=False)
-class QueuedRelease(QueuedSampling):
-    """The release of a sampler."""

@@ -19,13 +19,11 @@ from planish.engine.training_models import (
     QueuedDeferredForwardBackward,
     QueuedForwardBackward,
     QueuedLoad,
-    QueuedOptimStep,
     QueuedPublish,
     QueuedSave,
     QueuedTraining,
-    QueuedUnload,
 )
-from planish.service import SaveWeights
+from planish.service import OptimStep, SaveWeights, UnloadModel
 from planish.types import (
     ForwardBackwardOutput,
     LoadWeightsResponse,
@@ -52,14 +50,16 @@ class TrainingOperations:
         match queued:
             case QueuedCreation():
                 self._create(queued)
-            case QueuedUnload():
-                self._unload(queued)
+            case QueuedTraining(operation=UnloadModel()):
+                # Later operations on the model fail.
+                queued.model.adapter, queued.model.failure = None, "it was unloaded"
+                queued.future.set_result(None)
             case QueuedForwardBackward():
                 yield from self._forward_backward(queued)
             case QueuedDeferredForwardBackward():
                 yield from self._deferred_forward_backward(queued)
-            case QueuedOptimStep():
-                self._optim_step(queued)
+            case QueuedTraining(operation=OptimStep() as step):
+                queued.future.set_result(queued.model.created().optim_step(step.adam_params))
             case QueuedSave():
                 self._save(queued)
             case QueuedLoad():
@@ -85,11 +85,6 @@ class TrainingOperations:
         model.adapter = adapter
         queued.future.set_result(model.info())
 
-    def _unload(self, queued: QueuedUnload) -> None:
-        """Drop the adapter. Later operations on the model fail."""
-        queued.model.adapter, queued.model.failure = None, "it was unloaded"
-        queued.future.set_result(None)
-
     def _forward_backward(self, queued: QueuedForwardBackward) -> Work:
         """Run the forward pass, and the backward pass unless the operation is forward-only."""
         model, op = queued.model, queued.operation
@@ -114,11 +109,6 @@ class TrainingOperations:
             adapter, data, queued.loss_fn, op.loss_fn_config
         )
         queued.future.set_result(_with_substitution_metric(op.loss_fn, queued.loss_fn, output))
-
-    def _optim_step(self, queued: QueuedOptimStep) -> None:
-        """Apply the accumulated gradient."""
-        adapter = queued.model.created()
-        queued.future.set_result(adapter.optim_step(queued.operation.adam_params))
 
     def _load(self, queued: QueuedLoad) -> None:
         """Replace the adapter's state by that of a checkpoint."""

@@ -24,7 +24,7 @@ name.
 _ENVIRONMENT = re.compile(r"((?:[^/]+/)?env/[^/]+)/(.+)")
 _DETAIL = re.compile(
     r"time/.+:(count|mean|max)|time/sampling_time_\w+|progress/.+|tokens/(cumulative|prefill).+"
-    r"|optim/(adam_step|step|micro_batches:sum|forest_tokens:sum|tokens:sum|kl_sample_train_v1|ratio:min)"
+    r"|optim/(adam_step|step|micro_batches:sum|(computed_|forest_)?tokens:sum|kl_sample_train_v1|ratio:min)"
     r"|(sampling|training)_client/.+|async/staleness_(min|mean)"
     r"|(.+/)?env/.+/(total_\w+|ob_tokens_per_turn|stop/completed|by_group/frac_(all|degenerate)\w*)"
 )

@@ -56,7 +56,7 @@ def test_sampling_and_training_keep_tensors_on_the_gpu(
         max_batch=3, kv_cache_bytes=1 << 24, prefix_cache_bytes=1 << 20, deterministic=deterministic
     )
     base = BaseModel(directory, settings, DeviceMemory(settings).claim(directory))
-    assert (base.device, base.dtype) == (GPU, torch.bfloat16)
+    assert (base.device, base.backend.dtype) == (GPU, torch.bfloat16)
     assert isinstance(base.sampler._runner, EagerRunner if deterministic else CudaGraphRunner)
     adapters = [
         adapted(base, LoraConfig(rank=8, seed=0)),

@@ -449,11 +449,13 @@ def _combine_results(
 ) -> ForwardBackwardOutput:
     losses = {datum: value for part in parts for datum, value in part.losses.items()}
     logprobs = {datum: value for part in parts for datum, value in part.logprobs.items()}
+    computed_tokens = float(sum(len(micro_batch) for micro_batch in packed))
     metrics = {
         # Sum in the order of the data, so that the packing cannot change the result.
         "loss:sum": math.fsum(losses[datum] for datum in range(len(examples))),
         "tokens:sum": float(sum(len(example.tokens) for example in examples)),
-        "forest_tokens:sum": float(sum(len(micro_batch) for micro_batch in packed)),
+        "computed_tokens:sum": computed_tokens,
+        "forest_tokens:sum": computed_tokens,  # the former name of this metric
         "micro_batches:sum": float(len(packed)),
     }
     ratios = [part.ratios for part in parts if part.ratios is not None]
