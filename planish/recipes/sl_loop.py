@@ -5,10 +5,12 @@
 
 A row with "messages" is a conversation (planish/supervised/conversations.py lists other forms). All
 its assistant messages are trained on. A row with only "question" and "answer" also becomes a
-conversation: the user message is the prompt of rl_loop, and the assistant message is the worked
-solution with its result in \\boxed{}. So sl_loop can teach a model this answer format before
-rl_loop trains it. The learning rate falls linearly to 0. The order of each epoch depends on the
-seed only, so an interrupted run resumes with the next batch and sees each batch once.
+conversation: the prompt of rl_loop, then the worked solution with its result in \\boxed{}. So
+sl_loop can teach a model this answer format before rl_loop trains it. The prompt begins with a
+worked example, whose answer is trained on too.
+
+The learning rate falls linearly to 0. The order of each epoch depends on the seed only, so an
+interrupted run resumes with the next batch and sees each batch once.
 """
 
 import math

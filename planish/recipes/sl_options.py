@@ -108,7 +108,7 @@ def chat_builder(options: SLOptions, dataset: str) -> FromRowsBuilder:
 
 def read_chat(row: Row, where: str) -> Conversation:
     """Return the conversation of a row of chat data, or of a question with its worked solution,
-    which ends with the answer in a box.
+    which ends with the answer in a box. Unlike in sl_loop, no worked example precedes the question.
 
     A row that has both forms is read as chat data.
     """

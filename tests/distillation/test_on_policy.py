@@ -260,7 +260,7 @@ def test_the_student_comes_nearer_to_its_teacher_and_every_metric_is_defined(
     ] == []
 
 
-def test_each_data_set_is_taught_by_its_own_teacher(client, models, prompts, tmp_path, monkeypatch):
+def test_each_dataset_is_taught_by_its_own_teacher(client, models, prompts, tmp_path, monkeypatch):
     calls = recorded(client, monkeypatch)
     builder = builder_of(models, prompts, models[1], models[2])
     run = asyncio.run(main(config_of(models, builder, tmp_path / "run"), client))

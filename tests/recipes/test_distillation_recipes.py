@@ -62,7 +62,7 @@ def test_on_policy_with_the_tests_of_its_env(small_model, tmp_path, engine):
     assert (config["recipe_name"], config["advantage"]) == ("on_policy_distillation", "none")
 
 
-def test_on_policy_with_several_data_sets_and_a_teacher_for_each(
+def test_on_policy_with_several_datasets_and_a_teacher_for_each(
     small_model, tmp_path, engine, questions
 ):
     other = str(tiny_model(tmp_path / "other", seed=1))

@@ -105,7 +105,7 @@ def test_a_judge_that_fails_is_a_failed_rollout(model):
     assert group(MinViableGroup(min_successful=1, max_retries=0), "?") is None
 
 
-def test_a_data_set_of_groups(model):
+def test_a_dataset_of_groups(model):
     rows = RubricRows([RubricRow(QUESTION, (Criterion(f"{n}?"),)) for n in range(5)], [ROW])
     builder = RubricDatasetBuilder(
         model_name=model,
