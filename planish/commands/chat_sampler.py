@@ -157,11 +157,8 @@ def open_chat_sampler(
     """
     url = resolve_server_url(base_url, api_key, {"data_dir": data_dir, "quantize": quantize})
     with as_user_errors("--base-url"):
-        service = (
-            connect(url, api_key, {})
-            if url
-            else start_engine(None, data_dir, {"quantize": quantize})
-        )
+        options = {"quantize": quantize}
+        service = connect(url, api_key, {}) if url else start_engine(None, data_dir, options)
     try:
         with as_user_errors("--model"):
             sampler = _sampler(service, weights_of(model), renderer_name, streams=url is None)

@@ -41,25 +41,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_source_arguments(added)
         return added
 
+    def action_on_path(name: str, text: str) -> argparse.ArgumentParser:
+        added = action(name, text)
+        added.add_argument(
+            "path", metavar="PATH", help="path of the checkpoint: tinker://RUN/KIND/NAME"
+        )
+        return added
+
     listing = action("list", "list checkpoints, newest first")
     listing.add_argument("--run", metavar="RUN", help="list only checkpoints of this training run")
     add_limit_argument(listing, "checkpoints")
-    action("show", "show the details of a checkpoint").add_argument(
-        "path", metavar="PATH", help="path of the checkpoint: tinker://RUN/KIND/NAME"
-    )
+    action_on_path("show", "show the details of a checkpoint")
     delete = action("delete", "delete checkpoints permanently")
     delete.add_argument("paths", metavar="PATH", nargs="+", help="paths of the checkpoints")
     delete.add_argument(
         "--yes", "-y", action="store_true", help="delete without asking for confirmation"
     )
-    action("publish", "let every API key of the server read a checkpoint").add_argument(
-        "path", metavar="PATH", help="path of the checkpoint"
-    )
-    action("unpublish", "make a published checkpoint private again").add_argument(
-        "path", metavar="PATH", help="path of the checkpoint"
-    )
-    ttl = action("ttl", "set the time after which a checkpoint expires, or keep it forever")
-    ttl.add_argument("path", metavar="PATH", help="path of the checkpoint")
+    action_on_path("publish", "let every API key of the server read a checkpoint")
+    action_on_path("unpublish", "make a published checkpoint private again")
+    ttl = action_on_path("ttl", "set the time after which a checkpoint expires, or keep it forever")
     ttl.add_argument(
         "time",
         metavar="TIME",
@@ -92,11 +92,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     imported.add_argument(
         "--overwrite", action="store_true", help="replace an existing checkpoint of the same path"
     )
-    download = action(
+    download = action_on_path(
         "download",
         "download the files of a checkpoint: a PEFT adapter, and for weights/ the optimizer state",
     )
-    download.add_argument("path", metavar="PATH", help="path of the checkpoint")
     download.add_argument(
         "--out",
         type=Path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -61,11 +62,7 @@ def extras() -> Iterator[Finding]:
 
 def _project(requirement: str) -> str:
     """Return the name in a requirement such as "wandb>=0.31" or "planish[age]"."""
-    end = next(
-        (at for at, sign in enumerate(requirement) if not (sign.isalnum() or sign in "-_.")),
-        len(requirement),
-    )
-    return requirement[:end]
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
 
 
 def _version(name: str) -> str | None:

@@ -333,11 +333,7 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine and return its result. If an event loop is running already, as in a notebook,
     the coroutine runs in a thread with its own loop.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    return run_in_thread(work)
+    return run_in_thread(work) if _runs_a_loop() else asyncio.run(work)
 
 
 def run_in_thread(work: Coroutine[Any, Any, T]) -> T:

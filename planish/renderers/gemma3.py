@@ -49,14 +49,9 @@ class Gemma3(StopTokenFormat):
             text = message.text.strip()
             if system is not None:
                 text, system = system + text, None
-            turns.append(
-                Turn(
-                    header=self.suffix(messages[:index], message.role),
-                    output=(text, Control(END)),
-                    message=index,
-                    sampled=message.role == "assistant",
-                )
-            )
+            header = self.suffix(messages[:index], message.role)
+            output = (text, Control(END))
+            turns.append(Turn(header, output, index, sampled=message.role == "assistant"))
         return turns
 
     def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:

@@ -30,15 +30,12 @@ class Llama3(StopTokenFormat):
 
     def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
         """Return one turn per message, with trimmed text."""
-        return [
-            Turn(
-                header=self.suffix((), message.role),
-                output=(message.text.strip(), Control(EOT)),
-                message=index,
-                sampled=message.role == "assistant",
-            )
-            for index, message in enumerate(messages)
-        ]
+        turns = []
+        for index, message in enumerate(messages):
+            header = self.suffix((), message.role)
+            output = (message.text.strip(), Control(EOT))
+            turns.append(Turn(header, output, index, sampled=message.role == "assistant"))
+        return turns
 
     def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
         """Return the header of the next message, which `role` will write."""

@@ -225,15 +225,8 @@ def _read(
     calls, unparsed = _read_calls(message, where, role, abilities, renderer)
     tools = _read_tools(message, where, index, abilities, renderer)
     name, call_id = (_read_optional_text(message, key, where) for key in ("name", "tool_call_id"))
-    for written in (
-        text,
-        thinking or "",
-        *chain.from_iterable(calls),
-        *unparsed,
-        *tools,
-        name,
-        call_id,
-    ):
+    texts = (text, thinking or "", *chain.from_iterable(calls), *unparsed, *tools, name, call_id)
+    for written in texts:
         check_characters(written, where)
     trainable = message.get("trainable")
     if trainable is not None and not isinstance(trainable, bool):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.errors import UnknownModelError
-from planish.model.config import read_json
+from planish.model.config import FAMILIES, MODEL_TYPES, MULTIMODAL, read_json
 from planish.renderers.chat_format import ChatFormat
 from planish.renderers.chatml import ChatML
 from planish.renderers.llama3 import BOS, EOT, START
@@ -25,7 +25,7 @@ from planish.renderers.templates import (
     writes_reasoning_like,
 )
 
-FAMILIES: tuple[tuple[str, str], ...] = (
+RENDERERS_BY_NAME: tuple[tuple[str, str], ...] = (
     (r"(?:meta-)?llama-3(?:\.\d)?-\d+b-instruct", "llama3"),
     (r"(?:meta-)?llama-3(?:\.\d)?-\d+b", "role_colon"),
     (r"qwen3-[\d.]+b(?:-a[\d.]+b)?-base", "role_colon"),
@@ -63,24 +63,11 @@ FAMILIES: tuple[tuple[str, str], ...] = (
 _FP8 = re.compile(r"-fp8(-dynamic|-block)?$")
 """How the names of fp8 checkpoints end. They have the renderers of the original models."""
 
-ARCHITECTURES = (
-    "llama",
-    "mistral",
-    "ministral3",
-    "mistral3",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_5",
-    "qwen3_5_text",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-    "smollm3",
-    "gemma3",
-    "gemma3_text",
-    "olmo3",
-    "phi3",
-)
+MODEL_TYPES_OF_BASE_MODELS = {
+    MODEL_TYPES.get(architecture, family)
+    for architecture, family in FAMILIES.items()
+    if family != "gpt_oss"
+} | {model_type for model_type, _ in MULTIMODAL.values()}
 """The model types (config.json) for which a directory without a chat template gets role_colon."""
 
 
@@ -96,7 +83,7 @@ def recommended_renderer_name(model_name_or_path: str | Path) -> str:
         return _of_directory(path)
     name = str(model_name_or_path)
     family = _FP8.sub("", name.rstrip("/").rpartition("/")[2].lower())
-    for pattern, renderer in FAMILIES:
+    for pattern, renderer in RENDERERS_BY_NAME:
         if re.fullmatch(pattern, family):
             return renderer
     raise UnknownModelError(
@@ -116,7 +103,7 @@ def _of_directory(path: Path) -> str:
         )
     template = _template(path)
     if template is None:
-        if config.get("model_type") in ARCHITECTURES:
+        if config.get("model_type") in MODEL_TYPES_OF_BASE_MODELS:
             return "role_colon"
         raise UnknownModelError(
             f"{path} has no chat template and is of model type {config.get('model_type')!r}; {_choose()}"

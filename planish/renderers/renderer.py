@@ -14,7 +14,7 @@ A Renderer combines a tokenizer with a chat format. Its invariants hold for ever
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from planish.renderers.messages import (
     Message,
     ToolSpec,
     check_characters,
+    get_text_content,
     read_messages,
     tool_json,
 )
@@ -309,6 +310,20 @@ class Renderer:
         while border < len(header) and whole[border] == header[border]:
             border += 1
         return whole[:border], whole[border:]
+
+
+def with_tools(
+    renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSpec]
+) -> list[Message]:
+    """Return a conversation that offers `tools` to the model, in the form that the renderer
+    defines. The text of a system message at its start is kept.
+    """
+    if not tools:
+        return list(messages)
+    system = [message for message in messages[:1] if message["role"] == "system"]
+    text = get_text_content(system[0]) if system else ""
+    prefix = renderer.create_conversation_prefix_with_tools(tools, text)
+    return [*cast(list[Message], prefix), *messages[len(system) :]]
 
 
 def _last(ids: Sequence[int]) -> int | None:

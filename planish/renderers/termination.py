@@ -60,9 +60,7 @@ def cut_at_stop(
     """Return the tokens before the first stop or end-of-sequence token, and how they ended."""
     ends = eos_ids(codec).union(stop_ids)
     position = next((position for position, token in enumerate(tokens) if token in ends), None)
-    if position is None:
-        return list(tokens), Termination.MALFORMED
-    if position + 1 < len(tokens):
+    if position is None or position + 1 < len(tokens):
         return list(tokens[:position]), Termination.MALFORMED
     ending = Termination.STOP_SEQUENCE if tokens[position] in stop_ids else Termination.EOS
     return list(tokens[:position]), ending

@@ -27,7 +27,7 @@ import chz
 
 from planish.errors import UserError
 from planish.renderers import Message, Renderer, get_text_content
-from planish.renderers.renderer import Messages
+from planish.renderers.renderer import Messages, with_tools
 from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
 from planish.rl.limits import (
     ParseErrorPolicy,
@@ -196,11 +196,7 @@ def offer_tools(renderer: Renderer, tools: Sequence[Tool], messages: Messages) -
         )
     if offered or not tools:
         return given
-    text = get_text_content(system) if system else ""
-    prefix = renderer.create_conversation_prefix_with_tools(
-        [tool_spec(tool) for tool in tools], text
-    )
-    return cast(list[Message], [*prefix, *given[1 if system else 0 :]])
+    return with_tools(renderer, given, [tool_spec(tool) for tool in tools])
 
 
 def build_agent_tool_env(

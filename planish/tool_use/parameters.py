@@ -107,7 +107,9 @@ def read_parameters(function: Callable[..., Any], documented: Mapping[str, str])
         )
     config = ConfigDict(extra="forbid", coerce_numbers_to_str=True, arbitrary_types_allowed=False)
     try:
-        adapter = TypeAdapter(_typed_dict(name, fields, config))
+        arguments: Any = TypedDict(name, fields)  # type: ignore[misc]
+        arguments.__pydantic_config__ = config
+        adapter = TypeAdapter(arguments)
         schema = adapter.json_schema(schema_generator=_PlainSchema)
     except (PydanticSchemaGenerationError, PydanticUserError) as error:
         first_line = str(error).splitlines()[0]
@@ -174,14 +176,6 @@ def _shown_default(value: Any) -> dict[str, Any]:
     except (TypeError, ValueError):
         return {}
     return {"default": plain}
-
-
-def _typed_dict(name: str, fields: dict[str, Any], config: ConfigDict) -> Any:
-    # A pydantic model class has attributes such as "schema" and "copy", which could clash with
-    # parameters; a TypedDict has none.
-    made: Any = TypedDict(name, fields)  # type: ignore[misc]
-    made.__pydantic_config__ = config
-    return made
 
 
 def _inlined(schema: dict[str, Any], name: str) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from planish.integrations.verifiers.messages import (
     read_answer,
     read_message,
     read_tool,
-    with_tools,
 )
 from planish.renderers import Message, get_renderer
+from planish.renderers.renderer import with_tools
 
 CALL = {"type": "function", "id": "call_0", "function": {"name": "add", "arguments": '{"a": 1}'}}
 

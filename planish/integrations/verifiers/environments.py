@@ -33,9 +33,9 @@ from planish.integrations.verifiers.messages import (
     read_answer,
     read_message,
     read_tool,
-    with_tools,
 )
 from planish.renderers import Message, Renderer
+from planish.renderers.renderer import with_tools
 from planish.rl.environments.conversation import Conversation
 from planish.rl.types import (
     Action,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from planish.errors import UnsupportedError
-from planish.renderers import Message, Renderer, ToolSpec, get_text_content
+from planish.renderers import Message, ToolSpec, get_text_content
 from planish.renderers.chatml import with_thought
 from planish.renderers.messages import get_thinking_content
 
@@ -38,18 +38,6 @@ def read_tool(given: Any) -> ToolSpec:
         "description": given.description,
         "parameters": dict(given.parameters),
     }
-
-
-def with_tools(
-    renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSpec]
-) -> list[Message]:
-    """Return the conversation, preceded by the tools in the form that the renderer defines."""
-    if not tools:
-        return list(messages)
-    has_system = bool(messages) and messages[0]["role"] == "system"
-    system = str(messages[0]["content"]) if has_system else ""
-    prefix = renderer.create_conversation_prefix_with_tools(tools, system)
-    return [*cast(list[Message], prefix), *messages[1 if has_system else 0 :]]
 
 
 def answer_fields(message: Mapping[str, Any]) -> dict[str, Any]:
