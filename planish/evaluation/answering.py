@@ -1,6 +1,7 @@
 """Ask a model one question: sample answers, or score the given choices."""
 
 from dataclasses import dataclass
+from functools import partial
 from string import ascii_uppercase as LETTERS
 from typing import Any
 
@@ -103,17 +104,16 @@ class Answerer:
         If the longest choice exceeds the context window, the answer has an error and no scores.
         """
         question, prompt = rendered.question, rendered.prompt
+        text = self._text(prompt.to_ints())
+        answer = partial(ChosenAnswer, question.number, text, reference=question.reference)
         longest = prompt.length + max(map(len, rendered.messages))
         if self.context_window is not None and longest > self.context_window:
-            return ChosenAnswer(
-                question.number,
-                self._text(prompt.to_ints()),
+            return answer(
                 choices=[],
                 answer=None,
                 answer_length_normalized=None,
                 reward=0.0,
                 reward_length_normalized=0.0,
-                reference=question.reference,
                 error=self._too_long(longest),
             )
         scores = await gather_or_cancel(
@@ -126,15 +126,12 @@ class Answerer:
         ]
         likeliest = max(choices, key=lambda choice: choice.logprob).letter
         normalized = max(choices, key=lambda choice: choice.mean_logprob).letter
-        return ChosenAnswer(
-            question.number,
-            self._text(prompt.to_ints()),
-            choices,
-            likeliest,
-            normalized,
+        return answer(
+            choices=choices,
+            answer=likeliest,
+            answer_length_normalized=normalized,
             reward=float(likeliest == question.reference),
             reward_length_normalized=float(normalized == question.reference),
-            reference=question.reference,
         )
 
     async def _score(self, prompt: ModelInput, message: list[int]) -> float:

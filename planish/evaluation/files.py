@@ -16,13 +16,12 @@ only select from the saved answers.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
 from planish.errors import DamagedFileError, UserError
 from planish.evaluation.types import ChoiceTask, ChosenAnswer, SampledAnswer, ScoredChoice, Task
-from planish.files import RowFile, differences, lock_directory, read_rows, write_atomically
+from planish.files import Row, RowFile, differences, lock_directory, read_rows, write_atomically
 
 CONFIG = "config.json"
 SAMPLES = "samples.jsonl"
@@ -63,20 +62,15 @@ class EvaluationDirectory:
         """
         rows = read_rows(self.path / SAMPLES)
         try:
-            counts = {
-                number: len(list(group))
-                for number, group in groupby(sorted(row["question"] for row in rows))
+            by_question: dict[int, list[Row]] = {}
+            for row in rows:
+                by_question.setdefault(row["question"], []).append(row)
+            whole = {
+                number: found for number, found in by_question.items() if len(found) == samples
             }
-            whole = {number for number, count in counts.items() if count == samples}
             self._rows.keep(lambda row: row["question"] in whole)
-            kept = sorted(
-                (row for row in rows if row["question"] in whole), key=lambda row: row["question"]
-            )
             read = _read_chosen if isinstance(task, ChoiceTask) else _read_sampled
-            return {
-                number: read(list(group))
-                for number, group in groupby(kept, key=lambda row: row["question"])
-            }
+            return {number: read(found) for number, found in sorted(whole.items())}
         except (KeyError, TypeError) as error:
             raise DamagedFileError(
                 f"{self.path / SAMPLES} has rows that do not belong to this evaluation "

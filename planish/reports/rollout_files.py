@@ -111,11 +111,8 @@ class RolloutFiles:
         title = title or f"{split} · iteration {iteration}"
         logged = groups[: self.num_groups_to_log]
         trace = iteration_trace(title, page_path, logged, self._texts, sections)
-        exported = [
-            self.path(split, iteration, kind)
-            for kind in (TREE, SUMMARIES, TEXTS)
-            if self.json_export
-        ]
+        kinds = (TREE, SUMMARIES, TEXTS) if self.json_export else ()
+        exported = [self.path(split, iteration, kind) for kind in kinds]
         page = rollout_page(
             title,
             iteration,

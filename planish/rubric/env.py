@@ -10,14 +10,13 @@ the judge against it. The reward comes from the judge alone.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import chz
 
 from planish import logtree
 from planish.errors import UserError
 from planish.renderers import Message, get_text_content
-from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.datasets import ProblemDataset, evaluation_dataset
 from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
 from planish.rl.rollout.metrics import mean
 from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder
@@ -149,12 +148,9 @@ class RubricDatasetBuilder(RLDatasetBuilder):
             self.batch_size,
             shuffle_seed=self.seed,
         )
-        test = list(rows.test)
-        return train, ProblemDataset(test, partial(self._group, 1), len(test)) if test else None
+        return train, evaluation_dataset(rows.test, partial(self._group, 1))
 
     def _group(self, size: int, row: RubricRow) -> RubricGroupBuilder:
-        shared: dict[str, Any] = {
-            "grader": self.grader,
-            "unfinished_reward": self.unfinished_reward,
-        }
-        return RubricGroupBuilder(self.model_name, self.renderer_name, row, size=size, **shared)
+        return RubricGroupBuilder(
+            self.model_name, self.renderer_name, row, self.grader, size, self.unfinished_reward
+        )
