@@ -279,7 +279,7 @@ class Samplers:
             self._published[row.model, row.seq] = sampler
         return sampler
 
-    async def published(self, sampler: Sampler) -> None:
+    async def note_published(self, sampler: Sampler) -> None:
         """Note that the engine has published a sampler. If the sampler was closed before, release
         it.
         """
@@ -289,7 +289,7 @@ class Samplers:
         self._services.adapter_cache.insert_loaded(sampler)
         sampler.ready.set()
 
-    def not_published(self, model_id: str, seq: int, message: str) -> None:
+    def note_unpublished(self, model_id: str, seq: int, message: str) -> None:
         """Note that request `seq` of a model failed. If the request should have published a
         sampler, the sampler fails with `message`.
         """
@@ -449,7 +449,7 @@ class Samplers:
         try:
             # After a disk fault, `_answer` is called again. Each call waits for a turn of its own,
             # so the request holds no slots while it waits for the disk.
-            answer = await self._services.request_log.disk_faults.outlasted(
+            answer = await self._services.request_log.disk_faults.retry_until_fixed(
                 lambda: self._answer(sampler, request), sampler.id
             )
         except EngineClosedError:
@@ -482,7 +482,7 @@ class Samplers:
         try:
             yield
         finally:
-            turn.give_back()
+            turn.release()
 
     async def _sample(self, tenant: str, operation: Sample) -> SampleResponse:
         counters, queue = self._services.counters, self._services.sampling_queue

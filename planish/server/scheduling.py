@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from planish.server.durable.retries import retried
+from planish.server.durable.retries import retry_briefly
 from planish.server.metrics import Counters
 
 _log = logging.getLogger(__name__)
@@ -45,17 +45,17 @@ class _Waiting:
 
 
 class Turn:
-    """The slots of one request in the engine. The request holds them until `give_back`."""
+    """The slots of one request in the engine. The request holds them until `release`."""
 
-    def __init__(self, give_back: Callable[[], None]) -> None:
-        """`give_back` returns the slots to the queue. It is called once."""
-        self._give_back: Callable[[], None] | None = give_back
+    def __init__(self, release: Callable[[], None]) -> None:
+        """`release` returns the slots to the queue. It is called once."""
+        self._release: Callable[[], None] | None = release
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Give the slots back. Idempotent."""
-        give_back, self._give_back = self._give_back, None
-        if give_back is not None:
-            give_back()
+        release, self._release = self._release, None
+        if release is not None:
+            release()
 
 
 class FairQueue:
@@ -361,7 +361,7 @@ class AdapterCache:
             if not entry.pins:  # all callers were cancelled while they waited for memory
                 return
         try:
-            await retried(entry.adapter.load, entry.adapter.id)
+            await retry_briefly(entry.adapter.load, entry.adapter.id)
         except BaseException:
             entry.reserved = 0
             raise

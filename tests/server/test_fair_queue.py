@@ -24,14 +24,14 @@ def test_the_tenant_with_the_fewest_tokens_is_next():
             turn = await gate.turn(tenant, 1, 10)
             order.append(tenant)
             await quiet()
-            turn.give_back()
+            turn.release()
 
         asked = [
             asyncio.create_task(ask(name)) for name in ("long", "long", "short", "short", "short")
         ]
         await quiet()
         assert gate.waiting == 5
-        first.give_back()
+        first.release()
         await asyncio.gather(*asked)
         return order
 
@@ -47,11 +47,11 @@ def test_tokens_charged_after_a_turn_count():
         async def ask(tenant: str) -> None:
             turn = await gate.turn(tenant, 1, 30)
             order.append(tenant)
-            turn.give_back()
+            turn.release()
 
         asked = [asyncio.create_task(ask(name)) for name in ("a", "b", "b", "b", "b")]
         await quiet()
-        first.give_back()
+        first.release()
         await asyncio.gather(*asked)
         return order
 
@@ -67,12 +67,12 @@ async def test_turns_stay_within_capacity_and_large_ones_are_not_overtaken():
     assert not large.done()
     assert not small.done()
     for turn in three:
-        turn.give_back()
-        turn.give_back()  # again: nothing
+        turn.release()
+        turn.release()  # again: nothing
     await quiet()
     assert large.done()
     assert not small.done()
-    (await large).give_back()
+    (await large).release()
     await small
 
 
@@ -86,9 +86,9 @@ async def test_a_cancelled_request_leaves_the_queue():
         with pytest.raises(asyncio.CancelledError):
             await task
     assert gate.waiting == 1
-    first.give_back()
+    first.release()
     last = asyncio.create_task(gate.turn("a", 1, 1))
-    (await stays).give_back()
+    (await stays).release()
     await last
     assert gate.waiting == 0
 
@@ -110,7 +110,7 @@ async def test_a_turn_granted_to_a_cancelled_request_is_returned():
     first = await gate.turn("a", 1, 1)
     gone = asyncio.create_task(gate.turn("a", 1, 1))
     await quiet()
-    first.give_back()  # granted, but the task has not run yet
+    first.release()  # granted, but the task has not run yet
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone
@@ -126,17 +126,17 @@ async def test_one_tenant_cannot_take_all_slots_while_others_are_active():
     other = asyncio.create_task(gate.turn("other", 4, 1))
     await quiet()
     for turn in alone:
-        turn.give_back()
-    (await other).give_back()
+        turn.release()
+    (await other).release()
     held = [await gate.turn("long", 2, 1000) for _ in range(3)]
     more = asyncio.create_task(gate.turn("long", 2, 1000))
     await quiet()
     assert not more.done()
     async with asyncio.timeout(1):
         # it does not wait for those that keep their places
-        (await gate.turn("third", 4, 1)).give_back()
+        (await gate.turn("third", 4, 1)).release()
     assert not more.done()
-    held.pop().give_back()
+    held.pop().release()
     await more
     now = 601.0  # nobody else was heard of for so long
     held += [await gate.turn("long", 2, 1000) for _ in range(2)]
@@ -154,16 +154,16 @@ async def test_long_requests_do_not_take_all_slots():
     assert not third.done()
     async with asyncio.timeout(1):
         for tenant in ("d", "d", "a"):
-            (await gate.turn(tenant, 1, 100)).give_back()
+            (await gate.turn(tenant, 1, 100)).release()
     behind_its_own = asyncio.create_task(gate.turn("a", 1, 0, ahead=5000))
     await quiet()
     assert not behind_its_own.done()
-    second.give_back()
+    second.release()
     third.cancel()  # granted, but the task has not run yet
     await asyncio.wait([third])
     async with asyncio.timeout(1):
-        (await behind_its_own).give_back()
-    first.give_back()
+        (await behind_its_own).release()
+    first.release()
     async with asyncio.timeout(1):
         for tenant in ("b", "c"):
             await gate.turn(tenant, 1, 5000)
@@ -171,11 +171,11 @@ async def test_long_requests_do_not_take_all_slots():
 
 async def test_a_first_turn_may_be_larger_than_the_share():
     gate = FairQueue(10, max_per_tenant=2)
-    (await gate.turn("other", 1, 1)).give_back()
+    (await gate.turn("other", 1, 1)).release()
     async with asyncio.timeout(1):
         turn = await gate.turn("large", 100, 1)
     assert gate.used == 10
-    turn.give_back()
+    turn.release()
     assert gate.used == 0
 
 
@@ -199,7 +199,7 @@ def test_tokens_are_shared_evenly_with_a_tenant_of_long_jobs():
                         served[tenant] += 0 if is_over else piece
                 # what was drawn is known behind it
                 gate.charge(tenant, sizes[tenant] - sizes[tenant] // 2)
-                turn.give_back()
+                turn.release()
                 is_over = is_over or sum(served.values()) >= 300_000
 
         await asyncio.gather(*(work(tenant) for tenant in sizes for _ in range(8)))

@@ -14,7 +14,7 @@ from server_client import TENANT, Client, adam, gradient, running, sample
 from planish.engine.engine import Engine
 from planish.errors import CheckpointError, StorageError
 from planish.server.durable import retries
-from planish.server.durable.retries import is_lasting
+from planish.server.durable.retries import is_lasting_fault
 from planish.server.durable.store import Store, StoredBody
 from planish.server.results import Done, TryAgain, Unavailable
 from planish.server.settings import ServerSettings
@@ -129,8 +129,8 @@ def test_only_faults_of_the_disk_last(number, lasts):
         return error
 
     fault = OSError("no tokenizer") if number is None else OSError(number, "")
-    assert is_lasting(fault) is lasts
-    assert is_lasting(caused(CheckpointError(""), fault)) is lasts
+    assert is_lasting_fault(fault) is lasts
+    assert is_lasting_fault(caused(CheckpointError(""), fault)) is lasts
     busy = sqlite3.OperationalError("disk I/O error")
     busy.sqlite_errorcode = sqlite3.SQLITE_IOERR_READ if lasts else sqlite3.SQLITE_ERROR
-    assert is_lasting(caused(StorageError(""), busy)) is lasts
+    assert is_lasting_fault(caused(StorageError(""), busy)) is lasts

@@ -1158,7 +1158,7 @@ async def test_saving_a_checkpoint_again_does_not_disturb_waiting_requests(model
         waiting = [asyncio.create_task(models.sample(TENANT, old, operation)) for _ in range(2)]
         await asyncio.sleep(0)
         new = await saved()
-        turn.give_back()
+        turn.release()
         assert all(response.sequences for response in await asyncio.gather(*waiting))
         assert [sampler.id for sampler in server.samplers.all()] == [new]
 

@@ -352,7 +352,7 @@ async def test_a_waiting_request_is_read_from_the_journal_when_its_turn_comes(mo
         while server.sampling_queue.waiting < 3:
             await asyncio.sleep(0.01)
         assert not read
-        turn.give_back()
+        turn.release()
         for one in accepted:
             await client.done(one.request_id)
         assert len(read) == 3

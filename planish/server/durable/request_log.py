@@ -30,7 +30,7 @@ from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.failed_requests import FailedRequests
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import change
-from planish.server.durable.retries import DiskFaults, retried
+from planish.server.durable.retries import DiskFaults, retry_briefly
 from planish.server.durable.store import BODIES, DATABASE, Store, Transaction, crash_point
 from planish.server.metrics import Counters
 from planish.server.results import (
@@ -261,9 +261,11 @@ class RequestLog:
 
         async def read() -> Operation[Any]:
             async with self._crash_guard.reading(request.id):
-                return await retried(lambda: self.journaled_operation(request.row), request.id)
+                return await retry_briefly(
+                    lambda: self.journaled_operation(request.row), request.id
+                )
 
-        return await self.disk_faults.outlasted(read, request.row.owner)
+        return await self.disk_faults.retry_until_fixed(read, request.row.owner)
 
     async def journaled_operation(self, row: RequestRow) -> Operation[Any]:
         """Read the operation of a row from the journal. Raise DamagedFileError if the stored body

@@ -1,8 +1,9 @@
 """Repeats work that a disk fault interrupted, so that it does not fail any accepted request.
 
-`retried` covers short faults: it repeats a single read or load for about 4 seconds. Beyond that,
-`DiskFaults.outlasted` repeats the work of one model or sampler until the disk works again. Only
-errors that another disk, more space or more open files would prevent are repeated for that long.
+`retry_briefly` covers short faults: it repeats a single read or load for about 4 seconds. Beyond
+that, `DiskFaults.retry_until_fixed` repeats the work of one model or sampler until the disk works
+again. Only errors that another disk, more space or more open files would prevent are repeated for
+that long.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _LASTING_SQLITE = {
 }
 
 
-async def retried(work: Callable[[], Awaitable[R]], name: str) -> R:
+async def retry_briefly(work: Callable[[], Awaitable[R]], name: str) -> R:
     """Return the result of `work()`. If a fault of the disk interrupts `work`, call it again after
     a pause, at most four times. The log names the interrupted work `name`.
     """
@@ -66,10 +67,10 @@ class DiskFaults:
         """
 
     def stop(self) -> None:
-        """Let `outlasted` wait no longer, because the server stops."""
+        """Let `retry_until_fixed` wait no longer, because the server stops."""
         self._stopping.set()
 
-    async def outlasted(self, work: Callable[[], Awaitable[R]], owner: str) -> R:
+    async def retry_until_fixed(self, work: Callable[[], Awaitable[R]], owner: str) -> R:
         """Return the result of `work()`. While a lasting fault of the disk interrupts it, call it
         again after growing pauses. `owner` is the model or the sampler that needs the result. Raise
         EngineClosedError if the server stops meanwhile; the next start runs the work again.
@@ -80,7 +81,7 @@ class DiskFaults:
                 try:
                     return await work()
                 except Exception as error:
-                    if not is_lasting(error):
+                    if not is_lasting_fault(error):
                         raise
                     if not attempts:
                         self._count(owner, 1)
@@ -106,7 +107,7 @@ class DiskFaults:
         self.are_widespread = len(self._waiting) > 1
 
 
-def is_lasting(error: BaseException) -> bool:
+def is_lasting_fault(error: BaseException) -> bool:
     """Return whether a broken or full disk, or a lack of open files, caused an error."""
     for cause in _causes(error):
         if isinstance(cause, OSError) and cause.errno in _LASTING:

@@ -327,7 +327,7 @@ class RequestContext:
         try:
             return await asyncio.to_thread(work)
         finally:
-            turn.give_back()
+            turn.release()
 
 
 async def _next(stream: AsyncIterator[bytes]) -> bytes | None:
@@ -360,11 +360,11 @@ def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
                 UserError("the connection was closed before the body was complete")
             )
         except Exception as error:
-            told = client_error(error)
-            if not isinstance(told, Unavailable):
+            sent_error = client_error(error)
+            if not isinstance(sent_error, Unavailable):
                 raise
             _log.error("%s %s", request.method, request.url.path, exc_info=error)
-            return error_response(told)
+            return error_response(sent_error)
 
     return Route(API + path, answer, methods=[method])
 
@@ -573,9 +573,9 @@ def error_body(error: Exception) -> dict[str, Any]:
     """Return the body that reports an error to an OpenAI client. The details of internal errors are
     logged, and the client gets only the error's class.
     """
-    told = client_error(error)
-    status, message = status_of(told), str(told)
-    if told is not error or status == 500:
+    sent_error = client_error(error)
+    status, message = status_of(sent_error), str(sent_error)
+    if sent_error is not error or status == 500:
         _log.error("an OpenAI-compatible request failed", exc_info=error)
     if status == 500:
         message = f"internal error of the server ({type(error).__name__}); its log has the details"
@@ -593,5 +593,5 @@ def body_of(
 
 def openai_error_response(error: Exception) -> Response:
     """Return the response for an error to an OpenAI client."""
-    told = client_error(error)
-    return json_response(error_body(error), status_of(told), retry_headers(told))
+    sent_error = client_error(error)
+    return json_response(error_body(error), status_of(sent_error), retry_headers(sent_error))

@@ -136,7 +136,9 @@ class Model:
     async def _work(self) -> None:
         try:
             if not self._services.adapter_cache.is_ready(self):
-                await self._services.request_log.disk_faults.outlasted(self._load_once, self.id)
+                await self._services.request_log.disk_faults.retry_until_fixed(
+                    self._load_once, self.id
+                )
             async with self._services.adapter_cache.pinned(self):
                 await self._run_queue()
         except EngineClosedError:
@@ -168,7 +170,7 @@ class Model:
         await self.in_flight.wait_until_idle()
         if self.adapter.lost_work and not self._services.store.is_refused:
             await self._free()
-            await self._services.request_log.disk_faults.outlasted(self._restore, self.id)
+            await self._services.request_log.disk_faults.retry_until_fixed(self._restore, self.id)
 
     async def _load_once(self) -> None:
         async with self._services.adapter_cache.pinned(self):
@@ -245,9 +247,9 @@ class Model:
             submitted = self._services.clock.now()
             future = await self._services.engine.submit(operation)
         except BaseException:
-            turn.give_back()
+            turn.release()
             raise
-        future.add_done_callback(lambda _: turn.give_back())
+        future.add_done_callback(lambda _: turn.release())
         self._services.request_log.release_operation(request)
         self.adapter.note_gradient(operation)
         self._answer_when_done(steps.Step(request, operation, future, submitted))
@@ -283,7 +285,7 @@ class Model:
         future = await self._begin_publishing(request.seq, operation)
 
         async def make_ready() -> None:
-            await samplers.published(sampler)
+            await samplers.note_published(sampler)
 
         self._answer_when_done(steps.Step(request, operation, future, submitted, make_ready))
 
@@ -350,7 +352,7 @@ class Model:
     ) -> None:
         """Answer a request, and remember the answer until it is on disk."""
         if isinstance(answer, Failed):
-            self._services.samplers.not_published(self.id, request.seq, answer.message)
+            self._services.samplers.note_unpublished(self.id, request.seq, answer.message)
         self._services.crash_guard.leave(request.id)
         written = self._services.request_log.settle(request, answer, also, state)
         unwritten = self.in_flight.unwritten
@@ -469,7 +471,7 @@ class Model:
             )
         else:
             await (await self._begin_publishing(seq, operation))
-            await samplers.published(sampler)
+            await samplers.note_published(sampler)
 
     # Snapshots.
 

@@ -165,7 +165,7 @@ class OpenAIModels:
             async with guard.running(key):
                 return await asyncio.to_thread(work)
         finally:
-            turn.give_back()
+            turn.release()
 
     async def find(self, tenant: Tenant, name: str) -> Served:
         """Return the model with this name. Raise ModelNotFoundError if the name is neither a base
