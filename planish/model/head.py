@@ -162,22 +162,18 @@ class _ScoredLogprobs(torch.autograd.Function):
             where = pairs.distinct_rows(chunk)
             if where.numel() == 0:
                 continue
+            given = (run.temperature, log_total[where], *pairs.by_row(where))
             if run.keep:
-                stored = [
-                    tensor[where - chunk.start]
-                    for tensor in kept[per_chunk * number : per_chunk * (number + 1)]
-                ]
+                stored = kept[per_chunk * number : per_chunk * (number + 1)]
+                grad_logits = run.backend.log_sum_exp_backward(
+                    stored[-1], where - chunk.start, *given, _exact_part(stored)
+                )
             else:
                 lora = run.adapters(hidden[where], ctx.lora, where)
                 stored = run.stored_logits(hidden[where], lora)
-            run.backend.log_sum_exp_backward_(
-                stored[-1],
-                run.temperature,
-                log_total[where],
-                *pairs.by_row(where),
-                _exact_part(stored),
-            )
-            grads.add(where, stored[-1].to(hidden.dtype))
+                grad_logits = stored[-1]
+                run.backend.log_sum_exp_backward_(grad_logits, *given, _exact_part(stored))
+            grads.add(where, grad_logits.to(hidden.dtype))
         return grads.hidden, *grads.matrices, None, None, None
 
 

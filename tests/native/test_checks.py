@@ -19,7 +19,7 @@ OUTPUTS = {
     "clamped_swiglu": ("swiglu", (1,)),
     "clamped_swiglu_backward": ("swiglu", (2,)),
     "normalizers": ("log_sum_exp", (5, 6)),
-    "normalizers_backward": ("log_sum_exp", (0,)),
+    "normalizers_backward": ("log_sum_exp", (10,)),
     "attend": ("attention", (3, 4)),
     "attend_backward": ("attention", (8, 9, 10)),
     "invert": ("sampling", (2,)),

@@ -126,6 +126,23 @@ def test_logprobs_and_their_gradients_equal_torch(dtype, vocab):
     both(logprobs, [normal(70, 32, dtype=dtype)], upstream, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("corrected", [False, True])
+def test_the_gradient_of_some_rows_has_the_bits_of_selected_rows(dtype, corrected):
+    logits, rows = normal(9, 300, dtype=dtype) * 5, torch.tensor([0, 3, 4, 8])
+    exact = (torch.arange(18).view(9, 2) * 7, normal(9, 2)) if corrected else None
+    first, targets, grads = torch.tensor([0, 1, 3, 3, 4]), torch.tensor([5, 0, 299, 7]), normal(4)
+    before = logits.clone()
+    given = (0.7, normal(4).abs() + 20, first, targets, grads)
+    found = ops.log_sum_exp_backward(logits, rows, *given, exact)
+    assert torch.equal(logits, before)
+    expected = logits[rows]
+    of_rows = None if exact is None else (exact[0][rows], exact[1][rows])
+    ops.log_sum_exp_backward_(expected, *given, of_rows)
+    assert torch.equal(found, expected)
+    assert not found[2].any()
+
+
 def test_the_normalizer_kernel_leaves_the_sampling_weights():
     logits, temperature = normal(9, 300) * 5, torch.linspace(0.5, 2, 9)
     weights = logits.clone()

@@ -102,6 +102,8 @@ class CppBackend(TorchBackend):
             self.geglu, self.geglu_backward = ops.geglu, ops.geglu_backward
             self.clamped_swiglu = ops.clamped_swiglu
             self.clamped_swiglu_backward = ops.clamped_swiglu_backward
+        if "log_sum_exp" in self.families:
+            self.log_sum_exp_backward = ops.log_sum_exp_backward
         # The routers of experts are float32 in a model of any dtype.
         self._arenas = {kind: WeightArena() for kind in {dtype, torch.float32}}
         self._codes_arena = WeightArena()

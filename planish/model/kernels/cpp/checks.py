@@ -327,6 +327,18 @@ def _log_sum_exp(dtype: torch.dtype, tolerance: float) -> None:
         given = logits.clone()
         ops.log_sum_exp_backward_(given, 0.7, totals.float(), first, targets, grads, exact)
         _close("the gradient", given, expected, tolerance)
+        rows = torch.tensor([1, 2, 8])
+        found = ops.log_sum_exp_backward(
+            logits,
+            rows,
+            0.7,
+            totals.float()[rows],
+            first[:4],
+            targets.view(9, 2)[rows].flatten(),
+            grads.view(9, 2)[rows].flatten(),
+            exact,
+        )
+        _same("the gradient", found, given[rows])
 
 
 def _sampling() -> None:

@@ -46,7 +46,7 @@ _SIGNATURES = {
     "clamped_swiglu": "ppffnni",
     "clamped_swiglu_backward": "pppffnni",
     "normalizers": "pppnpppnni",
-    "normalizers_backward": "pppnfppppnni",
+    "normalizers_backward": "ppppnfpppppnni",
     "keep": "ppnpnpnnni",
     "attend": "pnpppi",
     "attend_backward": "ppnpppppppppni",
@@ -396,7 +396,24 @@ def log_sum_exp_backward_(
 ) -> None:
     """Do the same as `Backend.log_sum_exp_backward_`."""
     given = (*_corrections(exact), temperature, log_total, first, targets, grads)
-    call("normalizers_backward", logits.dtype, logits, *given, *logits.shape)
+    call("normalizers_backward", logits.dtype, logits, None, *given, logits, *logits.shape)
+
+
+def log_sum_exp_backward(
+    logits: Tensor,
+    rows: Tensor,
+    temperature: float,
+    log_total: Tensor,
+    first: Tensor,
+    targets: Tensor,
+    grads: Tensor,
+    exact: Exact | None = None,
+) -> Tensor:
+    """Do the same as `Backend.log_sum_exp_backward`."""
+    out = logits.new_empty(len(rows), logits.shape[1])
+    given = (*_corrections(exact), temperature, log_total, first, targets, grads)
+    call("normalizers_backward", logits.dtype, logits, rows, *given, out, *out.shape)
+    return out
 
 
 def _corrections(exact: Exact | None) -> tuple[Tensor | None, Tensor | None, int]:

@@ -605,6 +605,27 @@ class TorchBackend:
             )
             logits[part] = wide
 
+    def log_sum_exp_backward(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        temperature: float,
+        log_total: Tensor,
+        first: Tensor,
+        targets: Tensor,
+        grads: Tensor,
+        exact: Exact | None = None,
+    ) -> Tensor:
+        """Return the gradient of `log_sum_exp_backward_` for some rows of `logits` [R, V]: [N, V].
+
+        `rows`: int64 [N]. `logits` stays unchanged. `exact`: for all rows of `logits`. The other
+        arguments are for `rows` only.
+        """
+        found = logits[rows]
+        of_rows = None if exact is None else (exact[0][rows], exact[1][rows])
+        self.log_sum_exp_backward_(found, temperature, log_total, first, targets, grads, of_rows)
+        return found
+
     def _wide_parts(self, logits: Tensor, exact: Exact | None) -> Iterator[tuple[slice, Tensor]]:
         """Yield the logits in float32 or wider with their exact values, a few rows at a time.
 

@@ -144,18 +144,20 @@ void draw(const float* logits, const int64_t* rows, const float* temperature,
     });
 }
 
-// Logits become the gradient of the sum of (pair gradient * log-softmax at the pair's target): the
-// pairs of row r are first[r] .. first[r + 1].
+// out [rows, v]: the gradient of the sum of (pair gradient * log-softmax at the pair's target), by
+// the logits of rows from[0], from[1], ... (null: 0, 1, ...); then `out` may be the logits. The
+// pairs of row r of `out` are first[r] .. first[r + 1].
 template <class X>
-void normalizers_backward(X* logits, const int64_t* tokens, const float* exact, int64_t k,
-                          float temperature, const float* log_total, const int64_t* first,
-                          const int64_t* targets, const float* grads, int64_t rows, int64_t v,
-                          int threads) {
+void normalizers_backward(const X* logits, const int64_t* from, const int64_t* tokens,
+                          const float* exact, int64_t k, float temperature, const float* log_total,
+                          const int64_t* first, const int64_t* targets, const float* grads, X* out,
+                          int64_t rows, int64_t v, int threads) {
     parallel(rows, rows * v, threads, [=](int64_t a, int64_t b) {
         std::vector<float> room(v);
         float* row = room.data();
         for (int64_t r = a; r < b; r++) {
-            scaled_row(logits + r * v, tokens + r * k, exact + r * k, k, temperature, row, v);
+            const int64_t own = from ? from[r] : r;
+            scaled_row(logits + own * v, tokens + own * k, exact + own * k, k, temperature, row, v);
             float total = 0;
             for (int64_t p = first[r]; p < first[r + 1]; p++) total += grads[p];
             for (int64_t i = 0; i < v; i += LANES) {
@@ -164,7 +166,7 @@ void normalizers_backward(X* logits, const int64_t* tokens, const float* exact, 
             }
             for (int64_t p = first[r]; p < first[r + 1]; p++) row[targets[p]] += grads[p];
             for (int64_t i = 0; i < v; i += LANES)
-                store(logits + r * v + i, load(row + i, tail(v - i)), tail(v - i));
+                store(out + r * v + i, load(row + i, tail(v - i)), tail(v - i));
         }
     });
 }

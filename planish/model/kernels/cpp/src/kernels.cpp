@@ -78,12 +78,13 @@ Told told(F f) {
         });                                                                                        \
     }                                                                                              \
     EXPORT Told normalizers_backward_##S(                                                          \
-        X* logits, const int64_t* tokens, const float* exact, int64_t k, float temperature,        \
-        const float* log_total, const int64_t* first, const int64_t* targets, const float* grads,  \
-        int64_t rows, int64_t v, int threads) {                                                    \
+        const X* logits, const int64_t* from, const int64_t* tokens, const float* exact,           \
+        int64_t k, float temperature, const float* log_total, const int64_t* first,                \
+        const int64_t* targets, const float* grads, X* out, int64_t rows, int64_t v,               \
+        int threads) {                                                                             \
         return told([&] {                                                                          \
-            normalizers_backward<X>(logits, tokens, exact, k, temperature, log_total, first,       \
-                                    targets, grads, rows, v, threads);                             \
+            normalizers_backward<X>(logits, from, tokens, exact, k, temperature, log_total, first, \
+                                    targets, grads, out, rows, v, threads);                        \
         });                                                                                        \
     }                                                                                              \
     EXPORT Told keep_##S(const Range* own, const int64_t* rows, int64_t n, const X* k,             \
