@@ -144,10 +144,11 @@ def _write_adapter(update: LoraUpdate, base: Base, out: Path, dtype: torch.dtype
     inner = "model."
     if base.directory is not None and is_multimodal(read_json(base.directory / "config.json")):
         inner = "model.language_model."
-        if isinstance(config["target_modules"], list):
+        modules = config["target_modules"]
+        # An export has a pattern already, and an adapter of experts alone has an empty list.
+        if modules and isinstance(modules, list):
             # The pattern excludes the vision tower, whose modules have the same names.
-            names = "|".join(config["target_modules"])
-            config["target_modules"] = rf".*language_model.*\.({names})"
+            config["target_modules"] = rf".*language_model.*\.({'|'.join(modules)})"
     tensors = {}
     for linear, matrices in update.linears.items():
         name = inner + linear.removeprefix("model.") if linear.startswith("model.") else linear
