@@ -8,6 +8,7 @@ tests with a cache of their own. Every test starts from the same random seed, PL
 import asyncio
 import gc
 import inspect
+import logging
 import os
 import random
 import signal
@@ -40,7 +41,12 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Turn the garbage collector on and let it ignore the objects that collection made."""
+    """Turn the garbage collector on and let it ignore the objects that collection made. Let torch's
+    loggers propagate: six times per test, pytest attaches a handler to each logger that does not.
+    """
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.freeze()
     gc.enable()
 
@@ -66,7 +72,11 @@ def why_no_sandbox() -> str | None:
 def _seed_random_numbers(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    # torch.manual_seed also defers the seeding of absent devices, with a stack trace for each. That
+    # takes a millisecond.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
 
 
 # The first test that needs a fixture of a module or session sets it up. Seeding before the fixtures

@@ -19,6 +19,7 @@ from test_trainer import (
     run,
     with_policy_logprobs,
 )
+from variants import slow_after
 
 from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
@@ -112,7 +113,7 @@ def recorded(monkeypatch) -> Iterator[dict[bytes, bytes]]:
 
 
 @pytest.mark.parametrize("family", OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_after(1, [torch.bfloat16, torch.float32]))
 def test_sampler_and_trainer_choose_the_same_experts(tmp_path, dtype, family, monkeypatch):
     """Every row of the sampler comes again in the trainer, with the same bits, experts and weights,
     although one computes it alone and the other with many rows.
@@ -136,7 +137,7 @@ def test_sampler_and_trainer_choose_the_same_experts(tmp_path, dtype, family, mo
     assert sampled.items() <= trained.items()
 
 
-@pytest.mark.parametrize("family", OPTIONS)
+@pytest.mark.parametrize("family", slow_after(1, list(OPTIONS)))
 def test_a_saved_state_of_an_engine_continues_bit_for_bit(tmp_path, family):
     path = tiny_model(tmp_path / "model", family, **OPTIONS[family])
     tokens = list(range(40, 70))

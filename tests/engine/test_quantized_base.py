@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from test_sampler_equals_trainer import gap, trained_adapter
+from variants import slow_after
 
 from planish.engine.checkpoints.files import MANIFEST
 from planish.engine.engine import Engine
@@ -144,7 +145,7 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]}
 
 
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_after(1, [torch.float32, torch.bfloat16]))
 def test_sampled_and_trained_logprobs_agree_with_an_fp8_checkpoint(tmp_path, dtype):
     path = tiny_model(tmp_path, "qwen3", dtype="bfloat16")
     use_fp8(path, FP8, (32, 32), "weight_scale_inv")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from backends import with_tiling
 from transformers import AutoModelForCausalLM
+from variants import slow_after
 
 from planish.engine.sampling import grammars as grammars_module
 from planish.engine.sampling.grammars import GrammarCache
@@ -109,7 +110,7 @@ def test_greedy_samples_equal_transformers(decoder, model_dir, tiling):
     assert ours[: len(greedy)] == greedy  # transformers stops at the end of a turn
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_prefill_tokens_per_step": 96}])
+@pytest.mark.parametrize("settings", slow_after(1, [{"max_prefill_tokens_per_step": 96}, {}]))
 @pytest.mark.parametrize("common", [STATE_CHUNK - 1, STATE_CHUNK, 2 * STATE_CHUNK + 40])
 def test_a_cached_prefix_changes_no_bit(decoder, tiling, settings, common):
     """The prompts differ within a chunk or at its end, so the hit ends at the chunk's start."""

@@ -10,6 +10,7 @@ from peft import get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from variants import slow_after
 
 from planish.engine.checkpoints.files import peft_config
 from planish.model.config import ModelConfig
@@ -218,7 +219,14 @@ def test_rope_tables_of_each_layer_type_equal_transformers_bitwise(tmp_path, fam
 
 
 @pytest.mark.parametrize(  # test_experts.py has this test for mixtures of experts.
-    "family", sorted(CONFIGS.keys() - {"qwen3_moe", "qwen3_5_moe"})
+    "family",
+    slow_after(
+        4,
+        sorted(
+            CONFIGS.keys() - {"qwen3_moe", "qwen3_5_moe"},
+            key=lambda family: (family not in ("gemma3", "gpt_oss", "llama", "qwen3_5"), family),
+        ),
+    ),
 )
 def test_bf16_is_as_close_to_float32_as_transformers_bf16(tmp_path, family):
     tiny_model(tmp_path, family=family, layers=4)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from test_decoder import CPU, logits_of, peft_twin, random_tokens
 from transformers import AutoModelForCausalLM
+from variants import slow_after
 
 from planish.errors import DamagedFileError, UnsupportedError
 from planish.model.config import ModelConfig
@@ -159,7 +160,7 @@ def test_bf16_is_as_close_to_float32_as_transformers_bf16(tmp_path, family):
 
 @pytest.mark.usefixtures("_kernels")
 @EVERY
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_after(1, [torch.bfloat16, torch.float32]))
 def test_adapters_in_one_batch_equal_each_adapter_alone(tmp_path, dtype, family):
     tiny_model(tmp_path, family, intermediate=128, **OPTIONS_OF[family])
     decoder = Decoder.load(tmp_path, dtype, CPU)

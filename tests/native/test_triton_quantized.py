@@ -66,7 +66,7 @@ def test_matmuls_equal_those_of_the_dequantized_weights(
     assert torch.equal(codes.matmul(x[:0], None), x.new_empty(0, sum(sizes)))
 
 
-@pytest.mark.parametrize("scheme", ["int8", "nf4", "mxfp4", "fp8 blocks"])
+@pytest.mark.parametrize("scheme", slow_after(2, ["int8", "mxfp4", "nf4", "fp8 blocks"]))
 def test_a_tile_has_the_bits_of_the_dequantized_weight(scheme: str, device: torch.device):
     """A one-hot input selects a column of the weight, without rounding."""
     weights = weights_of(scheme, [40], torch.bfloat16, device)
