@@ -225,7 +225,7 @@ def test_a_policy_call_can_be_cancelled_without_its_group(play):
 
 
 def test_a_cancelled_group_runs_its_cleanup(runner, pool, tmp_path):
-    policy = Stuck()
+    policy, cleaned = Stuck(), tmp_path / "cleaned"
 
     async def run():
         task = asyncio.create_task(
@@ -236,11 +236,12 @@ def test_a_cancelled_group_runs_its_cleanup(runner, pool, tmp_path):
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
-        while not (tmp_path / "cleaned").exists():
+        # The worker creates the file first and writes its line later.
+        while not (cleaned.exists() and cleaned.read_text()):
             await asyncio.sleep(0.005)
 
     runner.run(run())
-    assert (tmp_path / "cleaned").read_text() == "1\n"
+    assert cleaned.read_text() == "1\n"
     assert policy.events.count("cancelled") == 4
 
 
