@@ -14,6 +14,7 @@ from planish.server.durable.store import Store
 from planish.server.results import BadRequest, NotFound, SessionSpec, Tenant, Unavailable
 from planish.server.server import Server
 from planish.server.settings import ServerSettings
+from planish.service import UnloadModel
 
 OTHER = Tenant("other")
 
@@ -95,6 +96,18 @@ async def test_files_that_only_a_sampler_keeps_are_counted(model_dir, data_dir):
         await server.samplers.close(sampler, "it was released")
         assert await stored(server) == before
         assert (await server.metrics()).unnamed_sampler_bytes == 0
+
+
+async def test_the_snapshot_of_an_open_model_is_counted(model_dir, data_dir):
+    async with running(model_dir, data_dir, ServerSettings(replay_bytes=1)) as server:
+        model = await (await Client.start(server)).model()
+        before = await stored(server)
+        await model.step()
+        async with asyncio.timeout(30):
+            while await stored(server) == before:
+                await asyncio.sleep(0.01)
+        await model.run(UnloadModel(model.model_id))
+        assert await stored(server) == before
 
 
 async def test_private_copies_do_not_repeat_the_metadata(model_dir, data_dir):
