@@ -1,5 +1,5 @@
-"""`RemoteService` implements `Service` over HTTP, with the messages of planish/wire. So a script runs
-unchanged on an engine in its own process or on a server.
+"""`RemoteService` implements `Service` over HTTP, with the messages of planish/wire. So a script
+runs unchanged on an engine in its own process or on a server.
 
     remote_model_queue  sends the operations of one model in order
     remote_samplers     samplers and sampling requests
@@ -111,9 +111,9 @@ class RemoteService:
         # `close` must see every submitted operation. The lock is reentrant, because garbage
         # collection within `submit` may release a sampler, which calls `submit` again.
         self._submit_lock = threading.RLock()
-        # When this object is garbage-collected, its connection is closed. If the object still exists
-        # at the exit of the interpreter, `at_exit` first waits for running saves and ends the
-        # session.
+        # When this object is garbage-collected, its connection is closed. If the object still
+        # exists at the exit of the interpreter, `at_exit` first waits for running saves and ends
+        # the session.
         weakref.finalize(self, self._thread.stop).atexit = False
         self._thread.at_exit = _weak_close(self)
 
@@ -178,7 +178,9 @@ class RemoteService:
                 return found
 
     def checkpoint_info(self, path: str) -> CheckpointInfo:
-        """Return base model and adapter shape of the checkpoint at a tinker:// path."""
+        """Return the base model, LoRA configuration and description of the checkpoint at a
+        tinker:// path.
+        """
         parsed = CheckpointPath.parse(path)
         info = self._post(Posted.json("/weights_info", {"tinker_path": str(parsed)}))
         return CheckpointInfo(
@@ -208,7 +210,7 @@ class RemoteService:
             self._thread.stop()
             self._fail_open()
 
-    # Sending a checked operation.
+    # Sending an operation.
 
     def _dispatch(self, operation: Operation[Any], answer: Future[Any]) -> None:
         match operation:
@@ -286,8 +288,8 @@ class RemoteService:
         return sampler
 
     def _checkpoint(self, path: CheckpointPath, info: Fields) -> Checkpoint:
-        """Return the checkpoint in `info`. Servers other than planish's leave it out; then look it
-        up in the list of the run's checkpoints.
+        """Return the checkpoint in `info`. Servers other than planish's leave it out. In that case,
+        find the checkpoint in the list of the run's checkpoints.
         """
         if info.has("checkpoint"):
             return checkpoint_from_json(info.object("checkpoint"))
@@ -351,7 +353,7 @@ def _set_ready(sampler: RemoteSampler, queue: ModelQueue, published: Future[str]
 
 
 def _checkpoints(page: Fields) -> list[Checkpoint]:
-    """Return the checkpoints of a page without external weights, which clients cannot load."""
+    """Return the checkpoints of a page, except external ones, which clients cannot load."""
     return [
         checkpoint_from_json(fields)
         for fields in page.objects("checkpoints")

@@ -83,7 +83,7 @@ class ExpertRows:
         return self.parts_of(0, self.num_rows)
 
     def bounds(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return where the sorted pairs of the rows start .. stop - 1 are, for each expert.
+        """Return the range of sorted pairs of each expert, for the rows start .. stop - 1.
 
         The pairs of one expert in these rows are consecutive. The result is the index of each
         expert's first pair, int64 [N], and the number of its pairs, int64 [N].
@@ -190,10 +190,10 @@ class _Experts(torch.autograd.Function):
     Only the input, the router's weights, the output of gate and up, and the LoRA hidden states are
     stored. The backward pass recomputes the activations, but not the experts' outputs.
 
-    The gradient of a pair's weight is dot(output, gradient of the output). The backward pass gets
-    the same value without the output, which is not stored. Apart from its bias, the output is
-    linear in the activations. So the value is dot(activations, gradient of the activations), plus
-    dot(bias, gradient of the output).
+    The gradient of a pair's weight is dot(output, gradient of the output). The output is not
+    stored, so the backward pass computes this value from the activations. Apart from its bias, the
+    output is linear in the activations. So the value is dot(activations, gradient of the
+    activations), plus dot(bias, gradient of the output).
     """
 
     @staticmethod
@@ -218,7 +218,8 @@ class _Experts(torch.autograd.Function):
         pair_weights = weights.flatten()[rows.order].unsqueeze(1)
         # `grad` is not multiplied by the pairs' weights, because the gradient of a weight needs
         # `grad_hidden` without that weight. But the LoRA gradients must contain the weights. They
-        # are products of `grad` with `hidden` and `lora_hidden_out`, so these two are multiplied.
+        # are products of `grad` with `hidden` and `lora_hidden_out`, so `hidden` and
+        # `lora_hidden_out` are multiplied by the weights instead.
         narrow = pair_weights.to(hidden.dtype)
         given = (hidden * narrow, None if lora_hidden_out is None else lora_hidden_out * narrow)
         grad_hidden, grads_out = _backward(

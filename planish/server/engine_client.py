@@ -61,8 +61,8 @@ class EngineClient:
         self.fault: str | None = None
         """The error that stopped the engine; None while the engine works."""
         self.accepts_requests = False
-        """Whether clients may send requests. The server sets it to True at the end of its start, and
-        to False at the beginning of its stop.
+        """Whether clients may send requests. The server sets it to True at the end of its start,
+        and to False at the beginning of its stop.
         """
         self._is_closed = False
         self._slow = ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="planish-load")
@@ -78,7 +78,9 @@ class EngineClient:
             raise stopping()
 
     async def submit(self, operation: Operation[R]) -> asyncio.Future[R]:
-        """Queue an operation. Errors of the submission are raised here, later ones by the future."""
+        """Queue an operation. Errors of the submission are raised here, and later errors by the
+        future.
+        """
         slow = isinstance(operation, CreateModel | CreateSampler | LoadWeights)
         future = await self._call(
             self._slow if slow else self._quick, lambda: self._service.submit(operation)
@@ -91,14 +93,14 @@ class EngineClient:
         return await (await self.submit(operation))
 
     def check_sample_now(self, base_model: str, operation: Sample) -> None:
-        """Raise ValueError if the sample request is invalid for every sampler of the base model. The
-        check runs in the calling thread.
+        """Raise ValueError if the sample request is invalid for every sampler of the base model.
+        The check runs in the calling thread.
         """
         self._service.check_sample(base_model, operation)
 
     async def check_sample(self, base_model: str, operation: Sample) -> None:
-        """Do the same as `check_sample_now`, in another thread. The check loads the base model if
-        it is not loaded.
+        """Raise ValueError if the sample request is invalid for every sampler of the base model.
+        The check runs in another thread, and loads the base model if necessary.
         """
         await self._in_thread(lambda: self._service.check_sample(base_model, operation))
 
@@ -226,7 +228,7 @@ class EngineClient:
 
 
 class StallWatch:
-    """Detects an engine that hangs: it has work, and makes no progress."""
+    """Detects an engine that hangs, which means that it has work but makes no progress."""
 
     def __init__(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`timeout` is the longest time without progress that is normal, in seconds."""
@@ -241,6 +243,7 @@ class StallWatch:
         """Return whether the engine hangs. Call this every second with `Engine.progress()`."""
         now = self._clock()
         # If the whole process was stopped for a while, the engine had no chance to make progress.
+        # So at most `_LONGEST_CHECK` seconds count per check.
         passed, self._checked = min(now - self._checked, _LONGEST_CHECK), now
         if progress is None or progress != self._progress:
             self._progress, self._seconds = progress, 0.0
@@ -250,8 +253,9 @@ class StallWatch:
 
 
 class DeviceClock:
-    """Divides the time of one device among requests. A request is charged for the time until its end,
-    beginning at its submission or at the end of the previous request, whichever was later.
+    """Divides the time of one device among requests. Each request is charged for a period that ends
+    when the request ends. The period begins at the submission of the request, or at the end of the
+    previous request if that is later.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -83,21 +83,23 @@ ENGINE_FAULT = 70
 _FAULT_SECONDS = 3 * STOP_SECONDS
 """After a fault of the engine, the process exits within this time, even if its shutdown hangs."""
 _STALL_STOP_SECONDS = 10.0
-"""A process whose engine hangs exits within this time."""
+"""After the server has detected that the engine hangs, the process exits within this time."""
 _ASSUMED_FILES, _MANY_FILES = 512, 1 << 20
-"""The assumed limit of open files if the system cannot report it, and if there is no limit."""
+"""The assumed limits of open files. The first is used if the system cannot report its limit, and
+the second if the system has no limit.
+"""
 _TICKS_PER_SECOND = 10
 """How often uvicorn calls `on_tick`."""
 
 _GC_THRESHOLDS = (1000, 10, 1 << 30)
-"""The thresholds of garbage collection. The last one is never reached, because `GarbageCollector`
-decides when a full collection runs.
+"""The thresholds of garbage collection. The last one is so high that Python never starts a full
+collection. `GarbageCollector` starts the full collections.
 """
 
 _SWITCH_SECONDS = 5e-5
-"""Python's switch interval in seconds. A thread that decodes a large body delays the event loop and
-the engine by up to this time whenever they take the interpreter lock, which is several times per
-request and dozens of times per sampled token.
+"""Python's switch interval in seconds. The event loop takes the interpreter lock several times per
+request, and the engine dozens of times per sampled token. Each time, a thread that decodes a large
+body may delay them by up to this interval.
 """
 
 _log = logging.getLogger("planish.server")
@@ -315,9 +317,9 @@ class _Server(uvicorn.Server):
 class GarbageCollector:
     """Runs full garbage collections while few objects exist.
 
-    A full collection holds the interpreter lock for about 200 ms per million objects, and no request
-    is answered for that time. A large JSON body is up to 131,072 objects and lists while it is
-    decoded, so a collection waits until no such body is being decoded.
+    A full collection holds the interpreter lock for about 200 ms per million objects, and no
+    request is answered during this time. A large JSON body becomes up to 131,072 objects and lists
+    when it is decoded, so a collection waits until no such body is being decoded.
     """
 
     SECONDS = 30.0
@@ -340,7 +342,7 @@ class GarbageCollector:
 
 
 def _end_process_after(seconds: float) -> None:
-    """End the process with status ENGINE_FAULT after some time, whatever it does then."""
+    """End the process with status ENGINE_FAULT after `seconds`, even if its shutdown hangs."""
     end = Timer(seconds, os._exit, (ENGINE_FAULT,))
     end.daemon = True
     end.start()
@@ -348,8 +350,9 @@ def _end_process_after(seconds: float) -> None:
 
 def _freeze_objects() -> None:
     """Exclude all present objects from garbage collection. Modules and base models are about
-    250,000 objects and stay for the life of the process. A full collection of them holds the
-    interpreter lock for 120 ms, and a request that creates many objects causes one.
+    250,000 objects and stay for the life of the process. Without this, requests that create many
+    objects would trigger full collections, and each collection of the 250,000 objects would hold
+    the interpreter lock for 120 ms.
     """
     gc.collect()
     gc.freeze()
@@ -428,8 +431,8 @@ def notify(state: str) -> None:
 
 
 def raise_file_limit() -> int:
-    """Raise the limit of open files as far as possible, and return it. Each waiting request is a
-    connection, and each connection a file.
+    """Raise the limit of open files as far as possible, and return the limit. Each waiting request
+    holds a connection, and each connection is an open file.
     """
     try:
         import resource  # not available on every system
@@ -469,7 +472,7 @@ class MemoryPlan:
 
     @property
     def serving(self) -> int:
-        """Bytes for the process, requests and results, in main memory whatever the device is."""
+        """Bytes for the process, requests and results. They are in main memory on every device."""
         return RUNTIME_BYTES + self.requests
 
     def __str__(self) -> str:

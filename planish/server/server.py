@@ -247,7 +247,9 @@ class Server(Services):
         return accepted
 
     def _run_lock(self, run_id: str) -> asyncio.Lock:
-        """Return the lock of a run's id. Hold it while a model or a copied checkpoint takes the id."""
+        """Return the lock of a run's id. A caller holds this lock while it creates a model with the
+        id, or copies a checkpoint into a run with the id.
+        """
         return self._run_locks.setdefault(run_id, asyncio.Lock())
 
     async def reject(
@@ -402,8 +404,8 @@ class Server(Services):
         named = CheckpointPath.parse(source)
         path = str(CheckpointPath(run_id, named.checkpoint_type, named.name))
         why_closed = f"it holds a copy of {source}"
-        # Without this lock, two sources with one name could both be copied to `path`. The files
-        # could then be from one source, and the rows from the other.
+        # Without this lock, two sources with the same name could both be copied to `path`. The
+        # files could then be from one source, and the rows from the other.
         async with self._run_lock(run_id):
             if await self._is_copied(run_id, why_closed):
                 return path
@@ -437,8 +439,8 @@ class Server(Services):
         return path
 
     async def _is_copied(self, run_id: str, why_closed: str) -> bool:
-        """Return whether the run already contains this copy. Raise UserError if another model uses
-        the id of the run.
+        """Return whether the run already contains this copy. Raise UserError if a model, or a copy
+        of another checkpoint, uses the id of the run.
         """
         runs = await self.store.read(select, ModelRow, "id = ?", [run_id])
         if runs and runs[0].closed != why_closed:

@@ -2,7 +2,7 @@
 
 A parser written in C holds Python's interpreter lock until it returns: for 8 MiB of small values,
 80 to 250 ms. All other threads wait, and so does the event loop of a server. `parse_pieces` cuts
-the text at commas, into pieces of about 64 KiB. It completes each piece with the brackets that are
+the text at commas, into pieces of about 16 KiB. It completes each piece with the brackets that are
 open at its ends, parses it, and merges the result into the value of the pieces before it.
 
 A search for the commas must know which of them are within strings. It runs in numpy functions,
@@ -19,7 +19,9 @@ import numpy as np
 import orjson
 
 PIECE_BYTES = 1 << 14
-"""The size of the pieces. orjson parses one in at most 0.5 ms. Other threads wait for that long."""
+"""The size of the pieces, in bytes. orjson parses a piece in at most 0.5 ms, during which other
+threads wait.
+"""
 _OPENING, _CLOSING = {ord("["): b"[", ord("{"): b"{"}, {ord("["): b"]", ord("{"): b"}"}
 _SPACE = b" \t\n\r"
 
@@ -155,11 +157,11 @@ class _Cutter:
 class _PartialValue:
     """The value of the pieces so far.
 
-    A piece begins and ends within open containers, that is objects and lists. To parse it, the
-    opening brackets of the containers are written before it, and their closing brackets after it.
-    An inner bracket before the piece needs a key if its container is an object. This key is a
-    random string, the mark. The mark is also written at the end of each container that the piece
-    opens and does not close, so that this container can be found in the parsed value.
+    A piece begins and ends within open containers (objects and lists). To make a piece parsable,
+    the opening brackets of these containers are written before the piece, and their closing
+    brackets after it. Within an object, the bracket of the next inner container needs a key. This
+    key is a random string, the mark. The mark is also written at the end of each container that the
+    piece opens and does not close, so that this container can be found in the parsed value.
     """
 
     def __init__(self, max_items: int) -> None:
@@ -167,7 +169,7 @@ class _PartialValue:
         self._max_items = max_items
         self._open: list[Any] = []
         """The containers that are not closed yet, the outermost first."""
-        # The key has 128 random bits, so a text cannot contain it by accident or on purpose.
+        # The key has 122 random bits, so a text cannot contain it by accident or on purpose.
         self._mark = uuid4().hex
         self._quoted = b'"%b"' % self._mark.encode()
 
@@ -219,8 +221,9 @@ class _PartialValue:
 
     def _continuations(self, parsed: Any, before: bytes) -> list[Any]:
         """Return one value for each container that is open before the piece, the outermost first.
-        The value has the items that the piece adds to this container. It is removed from the value
-        of the enclosing container, because there it is a second copy of an existing item.
+        Each value has the items that the piece adds to its container. In the parsed piece, this
+        value is also an item of the enclosing container. It is removed there, because the enclosing
+        container already has this item from earlier pieces.
         """
         found = []
         for level in range(len(before)):

@@ -1,9 +1,9 @@
 """Operations and their results as requests and responses: kinds, paths and bodies.
 
-The client sends these requests, and the server's journal stores the same bodies. Operations have
-the ids that the server uses: `{session}:train:{n}` for a model, and `{session}:sample:{n}` for a
-sampler. The same operation always has the same body, because the server recognizes a repeated
-request by its body.
+The client sends these requests, and the server's journal stores the same bodies. An operation names
+a model by the server's id, `{session}:train:{n}`, and a sampler by the server's id,
+`{session}:sample:{n}`. The same operation always has the same body, because the server recognizes a
+repeated request by its body.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ _PATHS = {
     "publish_sampler": "/save_weights_for_sampler",
     "sample": "/asample",
 }
-"""The paths of the kinds that are not named like their path."""
+"""The paths of the kinds whose path is not `/{kind}`."""
 
 
 @dataclass(frozen=True)
 class Posted:
-    """A request as it is sent."""
+    """A POST request: path, body and media type."""
 
     path: str
     """The path after /api/v1."""
@@ -103,8 +103,9 @@ class Posted:
 
 
 def request_of(operation: Operation[Any], seq_id: int = 0) -> Posted:
-    """Return the request for an operation. `seq_id` is its number: in its model starting at 1, in
-    its sampling session starting at 0. The creation of a model or a sampler has no such number.
+    """Return the request for an operation. `seq_id` is the sequence number of the operation. It
+    starts at 1 for each model, and at 0 for each sampler. The creation of a model or a sampler has
+    no sequence number.
     """
     kind = kind_of(operation)
     media = PROTOBUF if isinstance(operation, ForwardBackward) else JSON

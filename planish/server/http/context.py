@@ -10,7 +10,8 @@ name belong to one tenant. So a new key with this name can use the models and ch
 made with the old key. Without a name, the tenant is named by the key's digest. A key with the name
 `metrics` reads /metrics only.
 
-OpenAI's clients expect errors as {"error": {"message", "type", "param", "code"}}.
+The OpenAI-compatible endpoints report errors as {"error": {"message", "type", "param", "code"}}, as
+OpenAI's clients expect.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class BodyBudget:
         self.held[tenant.name] += size
 
     def release(self, tenant: Tenant, size: int) -> None:
-        """Return reserved bytes."""
+        """Give `size` reserved bytes of a tenant back to the budget."""
         self.held[tenant.name] -= size
 
 
@@ -160,8 +161,8 @@ class HttpState:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to stop, which ends waiting polls."""
     is_loading: bool = False
-    """Whether the server is still loading base models. It accepts requests, which wait for their
-    base model.
+    """Whether the server is still loading base models. The server already accepts requests, and
+    each request waits for its base model.
     """
 
     @cached_property
@@ -541,7 +542,7 @@ _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_
 
 
 class UnsupportedParameterError(UserError):
-    """A parameter of OpenAI, or a value of one, that is not supported here."""
+    """A parameter of OpenAI's API, or a value of a parameter, that this server does not support."""
 
     code = "unsupported_parameter"
 

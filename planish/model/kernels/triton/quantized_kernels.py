@@ -1,8 +1,8 @@
 """Triton matmuls with quantized weights for few rows, as in decoding steps.
 
 For each matmul, torch would write a dequantized copy of the weights to memory. These kernels read
-the codes and dequantize one tile of the weights at a time, in registers. The tile has the same bits
-as that part of the dequantized weights. Products are accumulated in float32.
+the codes and dequantize one tile of the weights at a time, in registers. Each tile is bitwise equal
+to the same part of the weights that torch would dequantize. Products are accumulated in float32.
 
 Shapes: T rows, `in` inputs and `out` outputs of a linear.
 """
