@@ -317,7 +317,7 @@ class _Server(uvicorn.Server):
 class GarbageCollector:
     """Runs full garbage collections while few objects exist.
 
-    A full collection holds the interpreter lock for about 200 ms per million objects, and no
+    A full collection holds the interpreter lock for 70 to 200 ms while such objects exist, and no
     request is answered during this time. A large JSON body becomes up to 131,072 objects and lists
     when it is decoded, so a collection waits until no such body is being decoded.
     """
