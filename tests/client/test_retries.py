@@ -1,6 +1,7 @@
 """Which failed requests a client repeats, after which delay, and for how long."""
 
 import asyncio
+import threading
 
 import pytest
 from httpx2 import Request, Response
@@ -16,9 +17,13 @@ URL = "http://server"
 def delays(monkeypatch) -> list[float]:
     """The delays between requests, which are not waited for."""
     waited: list[float] = []
+    real_sleep, test_thread = asyncio.sleep, threading.get_ident()
 
     async def sleep(seconds: float) -> None:
-        waited.append(seconds)
+        if threading.get_ident() == test_thread:
+            waited.append(seconds)
+        else:  # a client that an earlier test left in another thread
+            await real_sleep(seconds)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
     return waited

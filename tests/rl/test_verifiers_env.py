@@ -194,19 +194,23 @@ def test_errors_of_a_verifiers_environment_fail_the_rollout(kind, error, told, m
         play(group_of(model, kind=kind, group_size=1), policy)
 
 
-async def test_a_cancelled_verifiers_rollout_runs_its_cleanup(model):
+def test_a_cancelled_verifiers_rollout_runs_its_cleanup(model):
     from verifiers_environments import CLEANED
 
     group_of_slow = group_of(model, kind="slow", group_size=3)
     CLEANED.clear()
-    playing = asyncio.create_task(
-        do_group_rollout(group_of_slow, Policy(model, lambda _: ["a", "b", "c"]))
-    )
-    await asyncio.sleep(0.5)
-    playing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await playing
-    assert len(asyncio.all_tasks()) == 1
+
+    async def play_and_cancel() -> None:
+        playing = asyncio.create_task(
+            do_group_rollout(group_of_slow, Policy(model, lambda _: ["a", "b", "c"]))
+        )
+        await asyncio.sleep(0.5)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(play_and_cancel())
     assert len(CLEANED) == 3
 
 
