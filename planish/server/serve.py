@@ -317,9 +317,9 @@ class _Server(uvicorn.Server):
 class GarbageCollector:
     """Runs full garbage collections while few objects exist.
 
-    A full collection holds the interpreter lock for 70 to 200 ms while such objects exist, and no
-    request is answered during this time. A large JSON body becomes up to 131,072 objects and lists
-    when it is decoded, so a collection waits until no such body is being decoded.
+    A large JSON body becomes up to 131,072 objects and lists when it is decoded. While such bodies
+    exist, a full collection holds the interpreter lock for 70 to 200 ms, and no request is answered
+    during this time. So a collection waits until no such body is being decoded.
     """
 
     SECONDS = 30.0
@@ -349,10 +349,11 @@ def _end_process_after(seconds: float) -> None:
 
 
 def _freeze_objects() -> None:
-    """Exclude all present objects from garbage collection. Modules and base models are about
-    250,000 objects and stay for the life of the process. Without this, requests that create many
-    objects would trigger full collections, and each collection of the 250,000 objects would hold
-    the interpreter lock for 120 ms.
+    """Exclude all present objects from garbage collection, and leave full collections to
+    `GarbageCollector`.
+
+    Modules and base models are about 250,000 objects and stay for the life of the process. Without
+    this, each full collection would hold the interpreter lock for 120 ms to examine them.
     """
     gc.collect()
     gc.freeze()

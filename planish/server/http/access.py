@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from queue import Queue
+from threading import Lock
 from typing import Any, Literal, TextIO
 
 import orjson
@@ -204,6 +205,8 @@ class BackgroundHandler(logging.Handler):
         self._descriptor = descriptor
         self._lines: Queue[str | None] = Queue()
         self._dropped = 0
+        self._counting = Lock()
+        """Held while `_dropped` is changed."""
         BackgroundThread(
             self._write_lines,
             "planish-log",
@@ -214,7 +217,8 @@ class BackgroundHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Queue the line of a record."""
         if self._lines.qsize() >= self.MAX_LINES:
-            self._dropped += 1
+            with self._counting:
+                self._dropped += 1
             return
         try:
             self._lines.put(self.format(record))
@@ -224,7 +228,8 @@ class BackgroundHandler(logging.Handler):
     def _write_lines(self) -> None:
         while (line := self._lines.get()) is not None:
             self._write(line)
-            dropped, self._dropped = self._dropped, 0
+            with self._counting:
+                dropped, self._dropped = self._dropped, 0
             if dropped:
                 _log.warning("%d lines of the log were dropped, because nobody read it", dropped)
 
