@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from older_databases import downgrade_to_3
@@ -126,16 +127,22 @@ async def test_orphaned_files_are_removed_at_the_next_start(tmp_path):
     again.close()
 
 
-@pytest.mark.slow
-async def test_a_full_disk_fails_writes_and_retries_keeps(tmp_path, monkeypatch):
-    store = Store(tmp_path)
-    full = True
+@pytest.fixture
+def disk(monkeypatch) -> SimpleNamespace:
+    """A disk that refuses commits while `is_full` is true, as it is at first."""
+    disk = SimpleNamespace(is_full=True)
 
     def refuse(name: str) -> None:
-        if full and name == "before commit":
+        if disk.is_full and name == "before commit":
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("planish.server.durable.store.crash_point", refuse)
+    return disk
+
+
+@pytest.mark.slow
+async def test_a_full_disk_fails_writes_and_retries_keeps(tmp_path, disk):
+    store = Store(tmp_path)
     kept = [store.keep(put("kept")), store.keep(put("kept too"))]
     with pytest.raises(StorageError, match="disk is full") as refused:
         await store.write(journal("large", LARGE))
@@ -143,7 +150,7 @@ async def test_a_full_disk_fails_writes_and_retries_keeps(tmp_path, monkeypatch)
     assert store.is_refused
     assert files(tmp_path) == []
     assert not any(future.done() for future in kept)
-    full = False
+    disk.is_full = False
     await asyncio.gather(*kept)
     assert not store.is_refused
     await store.write(put("new"))
@@ -233,19 +240,12 @@ def _is_link(number: str) -> bool:
 
 
 @pytest.mark.slow
-async def test_a_disk_error_is_cleared_by_the_next_successful_write(tmp_path, monkeypatch):
+async def test_a_disk_error_is_cleared_by_the_next_successful_write(tmp_path, disk):
     store = Store(tmp_path)
-    full = True
-
-    def refuse(name: str) -> None:
-        if full and name == "before commit":
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("planish.server.durable.store.crash_point", refuse)
     with pytest.raises(StorageError):
         await store.write(put("refused"))
     assert store.is_refused
-    full = False
+    disk.is_full = False
     while store.is_refused:  # though nobody writes
         await asyncio.sleep(0.02)
     store.close()
