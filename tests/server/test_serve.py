@@ -326,6 +326,27 @@ def test_dropped_lines_of_the_log_are_counted(monkeypatch):
     assert found.count(b"\ndropped\n") < 100
 
 
+LOG_IN_A_SIGNAL_HANDLER = """
+import logging, os, signal, time
+from planish.server.http.access import BackgroundHandler
+
+log = logging.getLogger("example")
+log.addHandler(BackgroundHandler(os.open(os.devnull, os.O_WRONLY)))
+log.propagate = False
+signal.signal(signal.SIGALRM, lambda *_: log.error("a signal"))
+signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    log.error("a line")
+signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+
+
+def test_a_signal_handler_logs_while_its_thread_logs():
+    """SIGTERM is logged. A signal during another log call made the event loop wait for itself."""
+    subprocess.run([sys.executable, "-c", LOG_IN_A_SIGNAL_HANDLER], check=True, timeout=60)
+
+
 def test_a_second_signal_ends_the_server_at_once(tmp_path: Path, model_dir: Path):
     with (
         running_server(tmp_path / "data", model_dir, "--max-batch", "1") as server,

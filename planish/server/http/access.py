@@ -26,8 +26,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from queue import Queue
-from threading import Lock
+from queue import SimpleQueue
+from threading import RLock
 from typing import Any, Literal, TextIO
 
 import orjson
@@ -203,9 +203,11 @@ class BackgroundHandler(logging.Handler):
         """Start the thread. `descriptor` is the file descriptor, by default that of stderr."""
         super().__init__()
         self._descriptor = descriptor
-        self._lines: Queue[str | None] = Queue()
+        # A signal handler may log while its own thread logs. So the queue and the lock must be ones
+        # that a thread can enter twice: with `Queue` and `Lock`, the thread would wait for itself.
+        self._lines: SimpleQueue[str | None] = SimpleQueue()
         self._dropped = 0
-        self._counting = Lock()
+        self._counting = RLock()
         """Held while `_dropped` is changed."""
         BackgroundThread(
             self._write_lines,
