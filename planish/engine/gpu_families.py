@@ -47,7 +47,7 @@ from planish.model.kernels.triton.adapters import AdapterTables
 from planish.model.kernels.triton.families import FAMILIES
 from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
 from planish.model.kernels.triton.self_test import Request
-from planish.model.kernels.triton.tree_attention import GpuForest
+from planish.model.kernels.triton.tree_attention import TritonTreeAttention
 from planish.model.kernels.verdicts import Verdict
 from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVSpec, SlotOwner
 from planish.model.linears import fused_modules
@@ -392,8 +392,8 @@ def check_tree_attention(case: Case) -> None:
     """Check the training attention over a prefix tree, and its gradients."""
     config, sizes = case.config, case.sizes
     heads, e = (config.num_heads, config.num_kv_heads), config.head_dim
-    (packed,) = pack([np.array(sequence) for sequence in _tree(sizes)], 1 << 20)
-    rows = len(packed)
+    (micro_batch,) = pack([np.array(sequence) for sequence in _tree(sizes)], 1 << 20)
+    rows = len(micro_batch)
     joint = case.random(rows, (heads[0] + 2 * heads[1]) * e)
     q, k, v = joint.unflatten(1, (-1, e)).split([heads[0], heads[1], heads[1]], 1)
     # Scale the queries, so that the attention weights are peaked. Each row then depends on only a
@@ -402,8 +402,8 @@ def check_tree_attention(case: Case) -> None:
     grad = case.random(rows, heads[0], e)
     ours = [x.detach().requires_grad_() for x in (q, k, v)]
     theirs = [x.detach().float().requires_grad_() for x in (q, k, v)]
-    found = GpuForest(packed, case.device)(0, *ours)
-    reference = dense_mask_attention(packed, case.device)(0, *theirs)
+    found = TritonTreeAttention(micro_batch, case.device)(0, *ours)
+    reference = dense_mask_attention(micro_batch, case.device)(0, *theirs)
     compare(f"attention over {rows} rows", found, reference)
     found_grads = torch.autograd.grad(found, ours, grad)
     wanted = torch.autograd.grad(reference, theirs, grad.float())

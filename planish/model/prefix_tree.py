@@ -45,7 +45,7 @@ class Segment:
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class MicroBatch:
     """One micro-batch of T rows. All arrays are int64."""
 
     tokens: np.ndarray
@@ -66,7 +66,7 @@ class Packed:
         return len(self.tokens)
 
 
-def pack(sequences: Sequence[np.ndarray], budget: int) -> list[Packed]:
+def pack(sequences: Sequence[np.ndarray], budget: int) -> list[MicroBatch]:
     """Pack token sequences into micro-batches of at most `budget` rows each.
 
     The micro-batches are ordered by their smallest datum index. A sequence that is longer than the
@@ -86,17 +86,19 @@ def pack(sequences: Sequence[np.ndarray], budget: int) -> list[Packed]:
     for i in range(1, len(order)):
         shared[i] = _common_prefix(arrays[order[i - 1]], arrays[order[i]])
     cuts = _micro_batch_borders([len(arrays[index]) for index in order], shared, budget)
-    packed = [_layout(arrays, order[i:j], [0, *shared[i + 1 : j]]) for i, j in pairwise(cuts)]
-    return sorted(packed, key=lambda part: part.datums[0])
+    micro_batches = [
+        _layout(arrays, order[i:j], [0, *shared[i + 1 : j]]) for i, j in pairwise(cuts)
+    ]
+    return sorted(micro_batches, key=lambda micro_batch: micro_batch.datums[0])
 
 
-def mask(packed: Packed) -> np.ndarray:
+def attention_mask(micro_batch: MicroBatch) -> np.ndarray:
     """Return the attention mask, bool [T, T]: entry (i, j) is True if query i attends to key j.
 
     The mask takes quadratic memory, so only tests and the reference implementation use it.
     """
-    row = np.arange(len(packed))
-    return (row[None, :] <= row[:, None]) & (row[:, None] < packed.subtree_end[None, :])
+    row = np.arange(len(micro_batch))
+    return (row[None, :] <= row[:, None]) & (row[:, None] < micro_batch.subtree_end[None, :])
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
@@ -148,7 +150,9 @@ def _micro_batch_borders(lengths: list[int], shared: list[int], budget: int) -> 
     return cuts[::-1]
 
 
-def _layout(arrays: Sequence[np.ndarray], order: Sequence[int], shared: Sequence[int]) -> Packed:
+def _layout(
+    arrays: Sequence[np.ndarray], order: Sequence[int], shared: Sequence[int]
+) -> MicroBatch:
     """Return the forest of the sequences `order`, which are sorted by their tokens.
 
     `shared`: length of the common prefix of each sequence with the previous one.
@@ -169,7 +173,7 @@ def _layout(arrays: Sequence[np.ndarray], order: Sequence[int], shared: Sequence
         rows[index] = path
         size = new.stop
     datums = tuple(sorted(order))
-    return Packed(
+    return MicroBatch(
         tokens,
         positions,
         subtree_end,

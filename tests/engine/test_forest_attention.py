@@ -7,19 +7,19 @@ import pytest
 import torch
 
 from planish.model.kernels.reference.attention import (
-    ForestAttention,
+    TorchTreeAttention,
     block_backward,
     dense_mask_attention,
     fused_cpu_backward,
     rectangles,
     triangles,
 )
-from planish.model.prefix_tree import Packed, mask, pack
+from planish.model.prefix_tree import MicroBatch, attention_mask, pack
 
 CPU = torch.device("cpu")
 
 
-def forest(seed: int, prompts: int = 3, samples: int = 4, longest: int = 40) -> Packed:
+def forest(seed: int, prompts: int = 3, samples: int = 4, longest: int = 40) -> MicroBatch:
     rng = np.random.default_rng(seed)
     shared = rng.integers(0, 50, 17)
     sequences = []
@@ -30,8 +30,8 @@ def forest(seed: int, prompts: int = 3, samples: int = 4, longest: int = 40) -> 
         completions = [rng.integers(0, 2, rng.integers(1, longest)) for _ in range(samples)]
         sequences += [np.concatenate([prompt, completion]) for completion in completions]
     sequences.append(rng.integers(50, 60, longest))
-    (packed,) = pack(sequences, 100_000)
-    return packed
+    (micro_batch,) = pack(sequences, 100_000)
+    return micro_batch
 
 
 def attention_gradients(attend, inputs, weight, sinks=None):
@@ -52,10 +52,10 @@ def inputs(rows: int, heads: int, kv_heads: int, dtype: torch.dtype, scale: floa
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4)])
 def test_prefix_tree_attention_equals_dense_masked_attention(backward, heads: int, kv_heads: int):
     for seed in range(3):
-        packed = forest(seed)
-        qkv, weight = inputs(len(packed), heads, kv_heads, torch.float64)
-        fast = attention_gradients(ForestAttention(packed, CPU, backward), qkv, weight)
-        slow = attention_gradients(dense_mask_attention(packed, CPU), qkv, weight)
+        micro_batch = forest(seed)
+        qkv, weight = inputs(len(micro_batch), heads, kv_heads, torch.float64)
+        fast = attention_gradients(TorchTreeAttention(micro_batch, CPU, backward), qkv, weight)
+        slow = attention_gradients(dense_mask_attention(micro_batch, CPU), qkv, weight)
         for a, b in zip(fast, slow, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
@@ -63,30 +63,34 @@ def test_prefix_tree_attention_equals_dense_masked_attention(backward, heads: in
 @pytest.mark.parametrize("backward", [fused_cpu_backward, block_backward], ids=["fused", "blocks"])
 @pytest.mark.parametrize("window", [1, 9, 40, 1000])
 def test_windowed_prefix_tree_attention_equals_dense_masked_attention(backward, window: int):
-    packed = forest(4)
-    qkv, weight = inputs(len(packed), 6, 2, torch.float64)
-    fast = attention_gradients(ForestAttention(packed, CPU, backward, (window,)), qkv, weight)
-    slow = attention_gradients(dense_mask_attention(packed, CPU, (window,)), qkv, weight)
+    micro_batch = forest(4)
+    qkv, weight = inputs(len(micro_batch), 6, 2, torch.float64)
+    fast = attention_gradients(
+        TorchTreeAttention(micro_batch, CPU, backward, (window,)), qkv, weight
+    )
+    slow = attention_gradients(dense_mask_attention(micro_batch, CPU, (window,)), qkv, weight)
     for a, b in zip(fast, slow, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-    unlimited = dense_mask_attention(packed, CPU)(0, *qkv)
+    unlimited = dense_mask_attention(micro_batch, CPU)(0, *qkv)
     assert torch.equal(slow[0], unlimited) == (window == 1000)
 
 
 @pytest.mark.parametrize("backward", [fused_cpu_backward, block_backward], ids=["fused", "blocks"])
 @pytest.mark.parametrize("window", [None, 9])
 def test_prefix_tree_attention_with_sinks_equals_dense_masked_attention(backward, window):
-    packed = forest(4)
-    qkv, weight = inputs(len(packed), 6, 2, torch.float64)
+    micro_batch = forest(4)
+    qkv, weight = inputs(len(micro_batch), 6, 2, torch.float64)
     # The first head's sink takes nearly the whole weight, and the last one's nearly nothing.
     sinks = torch.linspace(30, -30, 6).double()
     fast = attention_gradients(
-        ForestAttention(packed, CPU, backward, (window,)), qkv, weight, sinks
+        TorchTreeAttention(micro_batch, CPU, backward, (window,)), qkv, weight, sinks
     )
-    slow = attention_gradients(dense_mask_attention(packed, CPU, (window,)), qkv, weight, sinks)
+    slow = attention_gradients(
+        dense_mask_attention(micro_batch, CPU, (window,)), qkv, weight, sinks
+    )
     for a, b in zip(fast, slow, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-    plain = dense_mask_attention(packed, CPU, (window,))(0, *qkv)
+    plain = dense_mask_attention(micro_batch, CPU, (window,))(0, *qkv)
     assert not torch.allclose(slow[0], plain)
 
 
@@ -96,22 +100,24 @@ def test_prefix_tree_attention_with_sinks_equals_dense_masked_attention(backward
 def test_low_precision_prefix_tree_attention_is_close_to_float64(
     backward, dtype: torch.dtype, tolerance: float
 ):
-    packed = forest(5, longest=200)
-    qkv, weight = inputs(len(packed), 6, 2, dtype)
-    fast = attention_gradients(ForestAttention(packed, CPU, backward), qkv, weight)
-    slow = attention_gradients(dense_mask_attention(packed, CPU), [x.double() for x in qkv], weight)
+    micro_batch = forest(5, longest=200)
+    qkv, weight = inputs(len(micro_batch), 6, 2, dtype)
+    fast = attention_gradients(TorchTreeAttention(micro_batch, CPU, backward), qkv, weight)
+    slow = attention_gradients(
+        dense_mask_attention(micro_batch, CPU), [x.double() for x in qkv], weight
+    )
     for a, b in zip(fast, slow, strict=True):
         assert a.dtype == dtype
         assert float((a.double() - b).norm() / b.norm()) < tolerance
 
 
 def test_splitting_queries_into_blocks_does_not_change_the_result(monkeypatch):
-    packed = forest(2)
-    qkv, weight = inputs(len(packed), 4, 2, torch.float64)
-    whole = attention_gradients(ForestAttention(packed, CPU, block_backward), qkv, weight)
+    micro_batch = forest(2)
+    qkv, weight = inputs(len(micro_batch), 4, 2, torch.float64)
+    whole = attention_gradients(TorchTreeAttention(micro_batch, CPU, block_backward), qkv, weight)
     monkeypatch.setattr("planish.model.kernels.reference.attention._SCORE_ENTRIES", 1)
     for a, b in zip(
-        attention_gradients(ForestAttention(packed, CPU, block_backward), qkv, weight),
+        attention_gradients(TorchTreeAttention(micro_batch, CPU, block_backward), qkv, weight),
         whole,
         strict=True,
     ):
@@ -119,21 +125,21 @@ def test_splitting_queries_into_blocks_does_not_change_the_result(monkeypatch):
 
 
 def test_pieces_cover_each_visible_pair_exactly_once():
-    packed = forest(3)
-    count = np.zeros((len(packed), len(packed)), int)
-    for piece in rectangles(packed):
+    micro_batch = forest(3)
+    count = np.zeros((len(micro_batch), len(micro_batch)), int)
+    for piece in rectangles(micro_batch):
         count[piece.q_start : piece.q_end, piece.k_start : piece.k_end] += 1
-    batches = triangles(packed)
+    batches = triangles(micro_batch)
     for start, end in (span for batch in batches for span in batch.spans):
         count[start:end, start:end] += np.tril(np.ones((end - start, end - start), int))
-    assert np.array_equal(count, mask(packed).astype(int))
-    assert len(batches) < len(packed.segments) / 2
+    assert np.array_equal(count, attention_mask(micro_batch).astype(int))
+    assert len(batches) < len(micro_batch.segments) / 2
 
 
 def test_thousands_of_rows_need_no_quadratic_memory():
-    (packed,) = pack([np.arange(6000) % 97], 10_000)
+    (micro_batch,) = pack([np.arange(6000) % 97], 10_000)
     qkv, weight = inputs(6000, 2, 1, torch.float32)
-    out, *grads = attention_gradients(ForestAttention(packed, CPU), qkv, weight)
+    out, *grads = attention_gradients(TorchTreeAttention(micro_batch, CPU), qkv, weight)
     last = torch.softmax((qkv[0][-1] @ qkv[1][:, 0].T) * 16**-0.5, -1) @ qkv[2][:, 0]
     torch.testing.assert_close(out[-1], last, rtol=1e-4, atol=1e-5)
     assert all(torch.isfinite(grad).all() for grad in grads)

@@ -19,12 +19,12 @@ from planish.model.kernels.reference.attention import dense_mask_attention
 from planish.model.kernels.triton import backend as triton_backend
 from planish.model.kernels.triton import tree_attention
 from planish.model.kernels.triton.tree_attention import (
-    GpuForest,
+    TritonTreeAttention,
     key_plan,
     query_plan,
 )
 from planish.model.lora import LoraLayout
-from planish.model.prefix_tree import Packed, mask, pack
+from planish.model.prefix_tree import MicroBatch, attention_mask, pack
 from planish.testing import tiny_model
 from planish.types import Datum, LoraConfig, ModelInput, TensorData
 
@@ -33,12 +33,12 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
 
 
-def packed(*sequences) -> Packed:
-    (whole,) = pack([np.asarray(sequence) for sequence in sequences], 100_000)
-    return whole
+def pack_one(*sequences) -> MicroBatch:
+    (micro_batch,) = pack([np.asarray(sequence) for sequence in sequences], 100_000)
+    return micro_batch
 
 
-def nested(seed: int, longest: int) -> Packed:
+def nested(seed: int, longest: int) -> MicroBatch:
     """Return sequences whose prompts share a prefix and whose completions share prefixes.
 
     Segments of one row occur, and one sequence shares nothing.
@@ -51,15 +51,15 @@ def nested(seed: int, longest: int) -> Packed:
         sequences += [
             np.concatenate([prompt, rng.integers(0, 2, rng.integers(1, longest))]) for _ in range(3)
         ]
-    return packed(*sequences)
+    return pack_one(*sequences)
 
 
 FORESTS = {
     "nested": nested(0, 12),
-    "one long": packed(np.arange(70)),
-    "one row": packed([7]),
-    "nothing shared": packed(*(np.full(n, n) for n in (3, 25, 17, 1, 13))),
-    "single rows": packed(*([*range(20), 40 + n] for n in range(25))),
+    "one long": pack_one(np.arange(70)),
+    "one row": pack_one([7]),
+    "nothing shared": pack_one(*(np.full(n, n) for n in (3, 25, 17, 1, 13))),
+    "single rows": pack_one(*([*range(20), 40 + n] for n in range(25))),
 }
 
 
@@ -89,10 +89,10 @@ def assert_near(found: list[Tensor], expected: list[Tensor], tolerance: float) -
 
 @pytest.mark.parametrize("name", slow_after(2, list(FORESTS)))
 def test_gpu_prefix_tree_attention_equals_dense_masked_attention(name: str):
-    whole = FORESTS[name]
-    inputs = tensors(len(whole), 3, 1, 16)
-    expected = gradients(dense_mask_attention(whole, DEVICE), inputs)
-    assert_near(gradients(GpuForest(whole, DEVICE), inputs), expected, 1e-5)
+    micro_batch = FORESTS[name]
+    inputs = tensors(len(micro_batch), 3, 1, 16)
+    expected = gradients(dense_mask_attention(micro_batch, DEVICE), inputs)
+    assert_near(gradients(TritonTreeAttention(micro_batch, DEVICE), inputs), expected, 1e-5)
 
 
 @pytest.mark.slow
@@ -110,11 +110,11 @@ def test_gpu_prefix_tree_attention_equals_dense_masked_attention(name: str):
 def test_every_group_head_size_and_dtype_equals_dense_attention(
     heads: int, kv_heads: int, size: int, dtype: torch.dtype
 ):
-    whole = nested(1, 12)
-    inputs = tensors(len(whole), heads, kv_heads, size, dtype)
-    expected = gradients(dense_mask_attention(whole, DEVICE), inputs)
+    micro_batch = nested(1, 12)
+    inputs = tensors(len(micro_batch), heads, kv_heads, size, dtype)
+    expected = gradients(dense_mask_attention(micro_batch, DEVICE), inputs)
     assert_near(
-        gradients(GpuForest(whole, DEVICE), inputs),
+        gradients(TritonTreeAttention(micro_batch, DEVICE), inputs),
         expected,
         1e-5 if dtype == torch.float32 else 0.03,
     )
@@ -122,57 +122,59 @@ def test_every_group_head_size_and_dtype_equals_dense_attention(
 
 @pytest.mark.slow
 def test_a_query_group_larger_than_a_tile_gets_a_larger_tile():
-    whole = packed(np.arange(5), [0, 1, 7])
-    inputs = tensors(len(whole), 33, 1, 16)
-    expected = gradients(dense_mask_attention(whole, DEVICE), inputs)
-    assert_near(gradients(GpuForest(whole, DEVICE), inputs), expected, 1e-5)
+    micro_batch = pack_one(np.arange(5), [0, 1, 7])
+    inputs = tensors(len(micro_batch), 33, 1, 16)
+    expected = gradients(dense_mask_attention(micro_batch, DEVICE), inputs)
+    assert_near(gradients(TritonTreeAttention(micro_batch, DEVICE), inputs), expected, 1e-5)
 
 
 @pytest.mark.slow
 def test_split_sums_are_added_deterministically(monkeypatch):
     """The queries of the first keys are split among several programs."""
     monkeypatch.setattr(tree_attention, "_FEWEST_TILES", 2)
-    whole = FORESTS["one long"]
-    plan = key_plan(whole.subtree_end, triton_forest.tiles_for(torch.float32, 16, 3), 3, 1)
+    micro_batch = FORESTS["one long"]
+    plan = key_plan(micro_batch.subtree_end, triton_forest.tiles_for(torch.float32, 16, 3), 3, 1)
     assert plan.sums[:, 2].max() > 2
-    inputs = tensors(len(whole), 3, 1, 16)
-    first, second = (gradients(GpuForest(whole, DEVICE), inputs) for _ in range(2))
-    assert_near(first, gradients(dense_mask_attention(whole, DEVICE), inputs), 1e-5)
+    inputs = tensors(len(micro_batch), 3, 1, 16)
+    first, second = (gradients(TritonTreeAttention(micro_batch, DEVICE), inputs) for _ in range(2))
+    assert_near(first, gradients(dense_mask_attention(micro_batch, DEVICE), inputs), 1e-5)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.slow
 def test_strided_rows_give_the_same_result():
     """v is a slice of a joint matmul's output, so its rows are strided."""
-    whole = nested(2, 10)
-    inputs = tensors(len(whole), 2, 2, 16)
+    micro_batch = nested(2, 10)
+    inputs = tensors(len(micro_batch), 2, 2, 16)
     joint = torch.cat(inputs[:3], 1)
     apart = [*joint.split([2, 2, 2], 1), inputs[3].transpose(1, 2).contiguous().transpose(1, 2)]
     assert not any(x.is_contiguous() for x in apart)
-    expected = gradients(GpuForest(whole, DEVICE), inputs)
-    found = gradients(GpuForest(whole, DEVICE), apart)
+    expected = gradients(TritonTreeAttention(micro_batch, DEVICE), inputs)
+    found = gradients(TritonTreeAttention(micro_batch, DEVICE), apart)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.slow
 def test_other_trees_in_the_batch_change_only_rounding():
     own = np.arange(40)
-    alone, among = packed(own), packed(own, [*range(15), *range(100, 110)], np.arange(200, 217))
+    alone, among = pack_one(own), pack_one(own, [*range(15), *range(100, 110)], np.arange(200, 217))
     rows = torch.from_numpy(among.rows[0])
     inputs = tensors(len(among), 3, 1, 16)
     inputs[3][[n for n in range(len(among)) if n not in set(rows.tolist())]] = 0
-    expected = gradients(GpuForest(alone, DEVICE), [x[rows] for x in inputs])
-    assert_near([x[rows] for x in gradients(GpuForest(among, DEVICE), inputs)], expected, 1e-6)
+    expected = gradients(TritonTreeAttention(alone, DEVICE), [x[rows] for x in inputs])
+    assert_near(
+        [x[rows] for x in gradients(TritonTreeAttention(among, DEVICE), inputs)], expected, 1e-6
+    )
 
 
 def test_non_finite_values_stay_in_their_own_rows():
-    whole = nested(3, 10)
-    q, k, v, _ = tensors(len(whole), 3, 1, 16)
-    clean = GpuForest(whole, DEVICE)(0, q, k, v)
+    micro_batch = nested(3, 10)
+    q, k, v, _ = tensors(len(micro_batch), 3, 1, 16)
+    clean = TritonTreeAttention(micro_batch, DEVICE)(0, q, k, v)
     q[-4] = torch.nan
-    found = GpuForest(whole, DEVICE)(0, q, k, v)
+    found = TritonTreeAttention(micro_batch, DEVICE)(0, q, k, v)
     assert found[-4].isnan().all()
-    others = torch.arange(len(whole)) != len(whole) - 4
+    others = torch.arange(len(micro_batch)) != len(micro_batch) - 4
     assert torch.equal(found[others], clean[others])
 
 
@@ -191,26 +193,26 @@ def test_plans_list_exactly_the_tiles_with_visible_pairs(
     """Each pair of tiles with a visible entry occurs once. It needs no mask if both tiles are whole
     and all entries are visible.
     """
-    whole = packed(*sequences)
+    micro_batch = pack_one(*sequences)
     one = triton_forest.Launch(4, 8, 4, 1)
     tiles = triton_forest.Tiles(one, one, replace(one, keys=4))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_attention, "_FEWEST_TILES", fewest)
         queries, keys = (
-            query_plan(whole.subtree_end, tiles, group),
-            key_plan(whole.subtree_end, tiles, group, 2),
+            query_plan(micro_batch.subtree_end, tiles, group),
+            key_plan(micro_batch.subtree_end, tiles, group, 2),
         )
     by_queries = {}
     for tile, first, masked, end in queries.items.tolist():
         assert sorted(set(queries.lists[first:end])) == sorted(queries.lists[first:end])
         by_queries |= {(tile, int(queries.lists[n])): n < masked for n in range(first, end)}
-    assert by_queries == tiles_of(whole, 4 // group, 8)
+    assert by_queries == tiles_of(micro_batch, 4 // group, 8)
     by_keys = {}
     for tile, first, full, full_end, end, _ in keys.items.tolist():
         met = {(n, tile): full <= n < full_end for n in range(first, end)}
         assert not met.keys() & by_keys.keys()
         by_keys |= met
-    assert by_keys == tiles_of(whole, 4 // group, 4)
+    assert by_keys == tiles_of(micro_batch, 4 // group, 4)
     places = sorted(item[5] for item in keys.items.tolist() if item[5] >= 0)
     assert places == list(range(keys.places))
     for tile, first, count in keys.sums.tolist():
@@ -219,13 +221,13 @@ def test_plans_list_exactly_the_tiles_with_visible_pairs(
         )
 
 
-def tiles_of(whole: Packed, rows: int, keys: int) -> dict[tuple[int, int], bool]:
+def tiles_of(micro_batch: MicroBatch, rows: int, keys: int) -> dict[tuple[int, int], bool]:
     """Return the pairs of tiles with a visible entry, computed from the mask, and whether both
     tiles are whole and all entries visible.
     """
-    visible, found = mask(whole), {}
-    for query in range(0, len(whole), rows):
-        for key in range(0, len(whole), keys):
+    visible, found = attention_mask(micro_batch), {}
+    for query in range(0, len(micro_batch), rows):
+        for key in range(0, len(micro_batch), keys):
             part = visible[query : query + rows, key : key + keys]
             if part.any():
                 found[query // rows, key // keys] = bool(part.all()) and part.shape == (rows, keys)
@@ -253,7 +255,9 @@ def test_the_trainer_gradient_with_gpu_attention_equals_the_reference(tmp_path, 
     used = []
     monkeypatch.setenv("PLANISH_KERNELS", "triton")
     monkeypatch.setattr(
-        triton_backend, "GpuForest", lambda *given: used.append(given) or GpuForest(*given)
+        triton_backend,
+        "TritonTreeAttention",
+        lambda *given: used.append(given) or TritonTreeAttention(*given),
     )
     found = gradient(Decoder.load(directory, torch.float32, DEVICE), data)
     assert used

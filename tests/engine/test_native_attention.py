@@ -20,7 +20,7 @@ from planish.model.kernels.reference.attention import dense_mask_attention
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
 from planish.model.kv_cache import KVPools, KVSpec, SlotOwner
 from planish.model.positions import SPAN, capacity_for
-from planish.model.prefix_tree import Packed, pack
+from planish.model.prefix_tree import MicroBatch, pack
 
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow
@@ -32,7 +32,7 @@ def here():
         pytest.skip("this machine has no AVX2 or no C++ compiler")
 
 
-def forest(seed: int, prompts: int = 3, samples: int = 5, longest: int = 90) -> Packed:
+def forest(seed: int, prompts: int = 3, samples: int = 5, longest: int = 90) -> MicroBatch:
     rng = np.random.default_rng(seed)
     shared = rng.integers(0, 50, 37)
     sequences = [rng.integers(50, 60, longest)]
@@ -42,8 +42,8 @@ def forest(seed: int, prompts: int = 3, samples: int = 5, longest: int = 90) -> 
         # occur.
         completions = [rng.integers(0, 2, rng.integers(1, longest)) for _ in range(samples)]
         sequences += [np.concatenate([prompt, completion]) for completion in completions]
-    (packed,) = pack(sequences, 100_000)
-    return packed
+    (micro_batch,) = pack(sequences, 100_000)
+    return micro_batch
 
 
 def tensors(rows: int, shape: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
@@ -70,10 +70,10 @@ def gradients(
 @pytest.mark.parametrize("window", slow_after(2, [None, 20, 2, 70]))
 def test_prefix_tree_attention_equals_dense_masked_attention(shape, dtype, tolerance, window):
     for seed in range(2):
-        packed = forest(seed)
-        *qkv, upstream = tensors(len(packed), shape, dtype)
-        fast = gradients(CppTreeAttention(packed, (window,)), qkv, upstream)
-        slow = gradients(dense_mask_attention(packed, CPU, (window,)), qkv, upstream)
+        micro_batch = forest(seed)
+        *qkv, upstream = tensors(len(micro_batch), shape, dtype)
+        fast = gradients(CppTreeAttention(micro_batch, (window,)), qkv, upstream)
+        slow = gradients(dense_mask_attention(micro_batch, CPU, (window,)), qkv, upstream)
         for ours, theirs in zip(fast, slow, strict=True):
             assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
 
@@ -81,12 +81,12 @@ def test_prefix_tree_attention_equals_dense_masked_attention(shape, dtype, toler
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-5), (torch.bfloat16, 0.03)])
 @pytest.mark.parametrize("window", [None, 20])
 def test_attention_with_sinks_equals_dense_masked_attention(dtype, tolerance, window):
-    packed = forest(1)
-    *qkv, upstream = tensors(len(packed), (9, 3, 64), dtype)
+    micro_batch = forest(1)
+    *qkv, upstream = tensors(len(micro_batch), (9, 3, 64), dtype)
     # The first head's sink takes nearly the whole weight, and the last one's nearly nothing.
     sinks = torch.linspace(30, -30, 9)
-    fast = gradients(CppTreeAttention(packed, (window,)), qkv, upstream, sinks)
-    slow = gradients(dense_mask_attention(packed, CPU, (window,)), qkv, upstream, sinks)
+    fast = gradients(CppTreeAttention(micro_batch, (window,)), qkv, upstream, sinks)
+    slow = gradients(dense_mask_attention(micro_batch, CPU, (window,)), qkv, upstream, sinks)
     for ours, theirs in zip(fast, slow, strict=True):
         assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
 
@@ -94,11 +94,11 @@ def test_attention_with_sinks_equals_dense_masked_attention(dtype, tolerance, wi
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(9, 3, 64), (5, 5, 16)])
 def test_bf16_errors_are_as_small_as_rounding_the_exact_result(shape):
-    packed = forest(3)
-    *qkv, upstream = tensors(len(packed), shape, torch.bfloat16)
-    found = gradients(CppTreeAttention(packed), qkv, upstream)
+    micro_batch = forest(3)
+    *qkv, upstream = tensors(len(micro_batch), shape, torch.bfloat16)
+    found = gradients(CppTreeAttention(micro_batch), qkv, upstream)
     exact = gradients(
-        dense_mask_attention(packed, CPU), [x.double() for x in qkv], upstream.double()
+        dense_mask_attention(micro_batch, CPU), [x.double() for x in qkv], upstream.double()
     )
     # The tolerances are for the output, whose attention weights are rounded too; for the gradients
     # of queries and keys, likewise; and for the gradient of values, whose weights are not rounded.
@@ -108,13 +108,13 @@ def test_bf16_errors_are_as_small_as_rounding_the_exact_result(shape):
 
 @pytest.mark.parametrize("shape", [(6, 2, 64), (3, 3, 80)])
 def test_results_do_not_depend_on_the_number_of_threads(shape):
-    packed = forest(5)
-    *qkv, upstream = tensors(len(packed), shape, torch.bfloat16)
+    micro_batch = forest(5)
+    *qkv, upstream = tensors(len(micro_batch), shape, torch.bfloat16)
     threads, found = torch.get_num_threads(), []
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            found.append(gradients(CppTreeAttention(packed), qkv, upstream))
+            found.append(gradients(CppTreeAttention(micro_batch), qkv, upstream))
     finally:
         torch.set_num_threads(threads)
     for other in found[1:]:
@@ -123,14 +123,14 @@ def test_results_do_not_depend_on_the_number_of_threads(shape):
 
 def test_gradients_of_a_layer_do_not_depend_on_the_previous_layer():
     """All layers accumulate gradients in the same buffer."""
-    packed = forest(6)
-    *first, upstream = tensors(len(packed), (6, 2, 64), torch.float32)
+    micro_batch = forest(6)
+    *first, upstream = tensors(len(micro_batch), (6, 2, 64), torch.float32)
     second = [x.flip(0) for x in first]
-    attend = CppTreeAttention(packed)
+    attend = CppTreeAttention(micro_batch)
     gradients(attend, first, upstream)
     for found, alone in zip(
         gradients(attend, second, upstream),
-        gradients(CppTreeAttention(packed), second, upstream),
+        gradients(CppTreeAttention(micro_batch), second, upstream),
         strict=True,
     ):
         assert torch.equal(found, alone)
@@ -168,7 +168,7 @@ def test_prefill_and_decode_equal_training_attention_bitwise(
     Tiles with few and with many queries read keys and values differently; both occur in each form.
     """
     total, (_, kv_heads, size) = prompt_tokens + 70, shape
-    (packed,) = pack([np.arange(total)], total)
+    (micro_batch,) = pack([np.arange(total)], total)
     q, k, v, _ = tensors(total, shape, dtype)
     # Scores are sums of large terms that nearly cancel, so a different summation order would change
     # them.
@@ -178,7 +178,7 @@ def test_prefill_and_decode_equal_training_attention_bitwise(
     k[..., half:] = -k[..., :half]
     sinks = torch.linspace(-2, 2, shape[0]) if has_sinks else None
     with torch.no_grad():
-        whole = CppTreeAttention(packed, (window,))(0, q, k, v, sinks)
+        whole = CppTreeAttention(micro_batch, (window,))(0, q, k, v, sinks)
     shape = KVSpec(layers=1, heads=kv_heads, head_dim=size, dtype=dtype, device=CPU)
     prompts, samples = KVPools(shape), KVPools(shape)
     prompt = Prompt(prompt_tokens)
@@ -214,12 +214,12 @@ def test_prefill_and_decode_equal_training_attention_bitwise(
 
 
 def test_non_finite_values_stay_in_their_own_rows():
-    packed = forest(7)
-    q, k, v, _ = tensors(len(packed), (4, 2, 16), torch.float32)
-    clean = CppTreeAttention(packed)(0, q, k, v)
-    bad = len(packed) - 40
+    micro_batch = forest(7)
+    q, k, v, _ = tensors(len(micro_batch), (4, 2, 16), torch.float32)
+    clean = CppTreeAttention(micro_batch)(0, q, k, v)
+    bad = len(micro_batch) - 40
     q[bad] = torch.nan
-    found = CppTreeAttention(packed)(0, q, k, v)
+    found = CppTreeAttention(micro_batch)(0, q, k, v)
     assert found[bad].isnan().all()
-    others = torch.arange(len(packed)) != bad
+    others = torch.arange(len(micro_batch)) != bad
     assert torch.equal(found[others], clean[others])

@@ -29,7 +29,7 @@ from planish.model.kernels.cpp.delta_net import (
 )
 from planish.model.kernels.linear import PackedLinear
 from planish.model.kernels.reference.delta_net import SequenceRecurrence, TreeRecurrence
-from planish.model.prefix_tree import Packed, pack
+from planish.model.prefix_tree import MicroBatch, pack
 from planish.model.weights import load_weights
 from planish.testing import save_weights, tiny_model
 
@@ -87,21 +87,21 @@ def theirs(inputs: DeltaNetInputs) -> torch.Tensor:
     return out[0]
 
 
-def forest(seed: int = 0) -> tuple[list[np.ndarray], Packed]:
+def forest(seed: int = 0) -> tuple[list[np.ndarray], MicroBatch]:
     """Return sequences with shared prefixes of several depths, and their forest."""
     rng = np.random.default_rng(seed)
     common = rng.integers(0, 9, 40)
     sequences = [common[:2], rng.integers(10, 19, 70), rng.integers(20, 29, 1)]
     for prefix in (common, np.append(common, rng.integers(0, 9, 33))):
         sequences += [np.append(prefix, rng.integers(30, 99, n)) for n in (1, 2, 5, 37, 37)]
-    (packed,) = pack(sequences, 10_000)
-    return sequences, packed
+    (micro_batch,) = pack(sequences, 10_000)
+    return sequences, micro_batch
 
 
 def test_the_recurrence_equals_transformers(kernels):
     inputs = inputs_of(70)
-    (packed,) = pack([np.arange(70)], 100)
-    ours = kernels[0](packed, CONFIG, CPU)(0, inputs)
+    (micro_batch,) = pack([np.arange(70)], 100)
+    ours = kernels[0](micro_batch, CONFIG, CPU)(0, inputs)
     torch.testing.assert_close(ours, theirs(inputs), atol=1e-5, rtol=1e-5)
 
 
@@ -113,14 +113,16 @@ def test_a_forest_has_the_outputs_and_the_gradients_of_its_sequences(
     if few_entries:
         name = "planish.model.kernels.reference.delta_net.BLOCK_ENTRIES"
         monkeypatch.setattr(name, 1)
-    _, packed = forest()
-    inputs = inputs_of(len(packed))
+    _, micro_batch = forest()
+    inputs = inputs_of(len(micro_batch))
     leaves = (inputs.qkv.requires_grad_(), inputs.beta_decay.requires_grad_())
-    probe = noise(len(packed), CONFIG.num_value_heads, CONFIG.value_dim, seed=9)
-    outputs = [(theirs(rows_of(inputs, rows.tolist())) * probe[rows]).sum() for rows in packed.rows]
+    probe = noise(len(micro_batch), CONFIG.num_value_heads, CONFIG.value_dim, seed=9)
+    outputs = [
+        (theirs(rows_of(inputs, rows.tolist())) * probe[rows]).sum() for rows in micro_batch.rows
+    ]
     expected = torch.autograd.grad(torch.stack(outputs).sum(), leaves)
-    found = kernels[0](packed, CONFIG, CPU)(0, inputs)
-    ours = torch.stack([(found[rows] * probe[rows]).sum() for rows in packed.rows]).sum()
+    found = kernels[0](micro_batch, CONFIG, CPU)(0, inputs)
+    ours = torch.stack([(found[rows] * probe[rows]).sum() for rows in micro_batch.rows]).sum()
     for own, their in zip(torch.autograd.grad(ours, leaves), expected, strict=True):
         assert their.norm() > 1
         assert (own - their).norm() < 1e-5 * their.norm()
@@ -129,11 +131,11 @@ def test_a_forest_has_the_outputs_and_the_gradients_of_its_sequences(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_row_has_the_same_bits_in_every_batch(kernels, dtype):
     """A forest, sequences alone, chunks from stored states, and single steps agree bit for bit."""
-    sequences, packed = forest()
-    inputs = inputs_of(len(packed), dtype)
+    sequences, micro_batch = forest()
+    inputs = inputs_of(len(micro_batch), dtype)
     tree, sequence = kernels
-    together = tree(packed, CONFIG, CPU)(0, inputs)
-    paths = dict(zip(packed.datums, packed.rows, strict=True))
+    together = tree(micro_batch, CONFIG, CPU)(0, inputs)
+    paths = dict(zip(micro_batch.datums, micro_batch.rows, strict=True))
     for index in range(len(sequences)):
         rows = paths[index]
         own = rows_of(inputs, rows.tolist())
@@ -142,7 +144,7 @@ def test_every_row_has_the_same_bits_in_every_batch(kernels, dtype):
     # One prefill of all sequences, in which each second run continues another one of the batch.
     runs, rows, row = [], [], 0
     finals = []
-    for path in packed.rows:
+    for path in micro_batch.rows:
         cut = max(1, len(path) // 2)
         states = [RecurrentState(CONFIG, dtype, CPU) for _ in range(3)]
         parts = ((row, row + cut), (row + cut, row + len(path)))
@@ -157,11 +159,11 @@ def test_every_row_has_the_same_bits_in_every_batch(kernels, dtype):
     assert torch.equal(found[:row], together[rows])
     assert not found[row:].any()
     # Decoding steps reach the same outputs and the same states.
-    stepping = [RecurrentState(CONFIG, dtype, CPU) for _ in packed.rows]
-    for step in range(max(map(len, packed.rows))):
+    stepping = [RecurrentState(CONFIG, dtype, CPU) for _ in micro_batch.rows]
+    for step in range(max(map(len, micro_batch.rows))):
         at = [
             (path[step], state)
-            for path, state in zip(packed.rows, stepping, strict=True)
+            for path, state in zip(micro_batch.rows, stepping, strict=True)
             if step < len(path)
         ]
         runs = [StateRun(row, row + 1, state, state) for row, (_, state) in enumerate(at)]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hopper import Case, resources
 
-from planish.model.kernels.triton.tree_attention import GpuForest
-from planish.model.prefix_tree import mask, pack
+from planish.model.kernels.triton.tree_attention import TritonTreeAttention
+from planish.model.prefix_tree import attention_mask, pack
 
 triton_forest = pytest.importorskip("planish.model.kernels.triton.tree_kernels")
 
@@ -23,10 +23,10 @@ def test_log_sum_exp_covers_exactly_the_visible_scores(device: torch.device, dty
         torch.randn(len(whole), heads, 16, generator=generator).to(device, dtype)
         for heads in (6, 2, 2)
     )
-    out, lse = GpuForest(whole, device).attend(q, k, v)
+    out, lse = TritonTreeAttention(whole, device).attend(q, k, v)
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     scores = torch.einsum("the,she->ths", q.float(), k.float().repeat_interleave(3, 1)) / 4
-    hidden = ~torch.from_numpy(mask(whole)).to(device)
+    hidden = ~torch.from_numpy(attention_mask(whole)).to(device)
     expected = scores.masked_fill(hidden[:, None], float("-inf")).logsumexp(-1)
     torch.testing.assert_close(lse, expected, rtol=1e-5, atol=1e-5)
 

@@ -39,7 +39,7 @@ from planish.model.kernels.backend import Backend, padded_lora_columns
 from planish.model.kernels.device import Device
 from planish.model.linears import fused_modules
 from planish.model.lora import LoraWeights
-from planish.model.prefix_tree import Packed, pack
+from planish.model.prefix_tree import MicroBatch, pack
 from planish.model.transfer import copy_async
 from planish.service import complete_config
 from planish.types import Datum, ForwardBackwardOutput, TensorData
@@ -245,18 +245,18 @@ class Trainer:
         examples = batch.examples
         try:
             call = _Call(batch, adapter.weights, backward=not forward_only)
-            packed = pack(
+            micro_batches = pack(
                 [example.tokens for example in examples], self.settings.micro_batch_tokens
             )
-            parts = []
+            results = []
             grad: Tensor | None = None
-            for number, micro_batch in enumerate(packed):
+            for number, micro_batch in enumerate(micro_batches):
                 if number:
                     yield
-                part, part_grad = self._run(call, micro_batch)
-                if part_grad is not None:
-                    grad = part_grad if grad is None else grad.add_(part_grad)
-                parts.append(part)
+                result, micro_batch_grad = self._run(call, micro_batch)
+                if micro_batch_grad is not None:
+                    grad = micro_batch_grad if grad is None else grad.add_(micro_batch_grad)
+                results.append(result)
             if grad is not None and not is_finite(grad):
                 raise NonFiniteError(
                     "the gradient is not finite; check the advantages and weights of data, or "
@@ -271,22 +271,22 @@ class Trainer:
                 trim_heap(self._kept_bytes)
         if grad is not None:
             adapter.add_grad(grad)
-        return _combine_results(examples, packed, parts)
+        return _combine_results(examples, micro_batches, results)
 
-    def _run(self, call: _Call, packed: Packed) -> tuple[_MicroBatchResult, Tensor | None]:
+    def _run(self, call: _Call, micro_batch: MicroBatch) -> tuple[_MicroBatchResult, Tensor | None]:
         """Run one micro-batch; return its results, and its gradient unless `forward_only`."""
-        pairs = _Pairs.from_micro_batch(packed, call.batch, self._decoder.config.vocab_size)
+        pairs = _Pairs.from_micro_batch(micro_batch, call.batch, self._decoder.config.vocab_size)
         try:
             with torch.set_grad_enabled(call.backward):
-                unique = self._score(call, packed, pairs)
+                unique = self._score(call, micro_batch, pairs)
             # Compute the losses on the CPU: they are small sums, and on a GPU the check for finite
             # values would synchronize once per datum. This way the GPU synchronizes once.
             unique_logprobs = torch.cat([unique.detach().cpu(), torch.zeros(1, dtype=unique.dtype)])
             logprobs = unique_logprobs[pairs.pair_index].requires_grad_(call.backward)
             with torch.set_grad_enabled(call.backward):
-                losses = _losses(call, packed, logprobs)
+                losses = _losses(call, micro_batch, logprobs)
             grad = (
-                self._backward(call, packed, pairs, unique, logprobs, losses)
+                self._backward(call, micro_batch, pairs, unique, logprobs, losses)
                 if call.backward
                 else None
             )
@@ -296,27 +296,29 @@ class Trainer:
         flat = logprobs.detach()
         arrays = {
             datum: part.view(call.batch.examples[datum].targets.shape).numpy().copy()
-            for datum, part in zip(packed.datums, flat.split(_sizes(call, packed)), strict=True)
+            for datum, part in zip(
+                micro_batch.datums, flat.split(_sizes(call, micro_batch)), strict=True
+            )
         }
-        loss_by_datum = dict(zip(packed.datums, losses.tolist(), strict=True))
+        loss_by_datum = dict(zip(micro_batch.datums, losses.tolist(), strict=True))
         return _MicroBatchResult(loss_by_datum, arrays, _ratio_range(call, arrays)), grad
 
-    def _score(self, call: _Call, packed: Packed, pairs: _Pairs) -> Tensor:
+    def _score(self, call: _Call, micro_batch: MicroBatch, pairs: _Pairs) -> Tensor:
         """Return the logprobs [P] of the distinct pairs."""
         device = self._decoder.device
         if not len(pairs.rows):
             return torch.zeros(0, device=device)
-        recompute = self.settings.recomputes(len(packed))
+        recompute = self.settings.recomputes(len(micro_batch))
         hidden = self._decoder.forward(
-            copy_async(torch.from_numpy(packed.tokens), device),
-            copy_async(torch.from_numpy(packed.positions), device),
-            self._decoder.backend.tree_attention(packed),
+            copy_async(torch.from_numpy(micro_batch.tokens), device),
+            copy_async(torch.from_numpy(micro_batch.positions), device),
+            self._decoder.backend.tree_attention(micro_batch),
             call.weights,
             recompute=recompute,
-            recurrence=self._decoder.backend.tree_recurrence(packed),
+            recurrence=self._decoder.backend.tree_recurrence(micro_batch),
         )
         scored, row_index = torch.unique_consecutive(pairs.rows, return_inverse=True)
-        if len(scored) < len(packed):
+        if len(scored) < len(micro_batch):
             hidden = hidden[copy_async(scored, device)]
         rows, targets = copy_async(row_index, device), copy_async(pairs.targets, device)
         return scored_logprobs(
@@ -333,7 +335,7 @@ class Trainer:
     def _backward(
         self,
         call: _Call,
-        packed: Packed,
+        micro_batch: MicroBatch,
         pairs: _Pairs,
         unique: Tensor,
         logprobs: Tensor,
@@ -346,7 +348,7 @@ class Trainer:
         """
         (logprob_grads,) = torch.autograd.grad(losses.sum(), logprobs)
         for datum, part in zip(
-            packed.datums, logprob_grads.split(_sizes(call, packed)), strict=True
+            micro_batch.datums, logprob_grads.split(_sizes(call, micro_batch)), strict=True
         ):
             if not bool(torch.isfinite(part).all()):
                 raise NonFiniteError(
@@ -377,10 +379,12 @@ class _Pairs:
     """
 
     @classmethod
-    def from_micro_batch(cls, packed: Packed, batch: TrainingBatch, vocab_size: int) -> _Pairs:
+    def from_micro_batch(
+        cls, micro_batch: MicroBatch, batch: TrainingBatch, vocab_size: int
+    ) -> _Pairs:
         """Collect the pairs of all datums of a micro-batch and remove duplicates."""
         keys, scored = [], []
-        for datum, rows in zip(packed.datums, packed.rows, strict=True):
+        for datum, rows in zip(micro_batch.datums, micro_batch.rows, strict=True):
             targets = batch.examples[datum].targets
             keys.append(
                 (rows.reshape(-1, *[1] * (targets.ndim - 1)) * vocab_size + targets).reshape(-1)
@@ -394,27 +398,31 @@ class _Pairs:
         return cls(torch.from_numpy(rows), torch.from_numpy(targets), torch.from_numpy(pair_index))
 
 
-def _sizes(call: _Call, packed: Packed) -> list[int]:
+def _sizes(call: _Call, micro_batch: MicroBatch) -> list[int]:
     """Return the number of targets of each datum of the micro-batch."""
-    return [call.batch.examples[datum].targets.size for datum in packed.datums]
+    return [call.batch.examples[datum].targets.size for datum in micro_batch.datums]
 
 
-def _losses(call: _Call, packed: Packed, logprobs: Tensor) -> Tensor:
+def _losses(call: _Call, micro_batch: MicroBatch, logprobs: Tensor) -> Tensor:
     """Return the loss of each datum.
 
     Raises NonFiniteError that names the first datum whose loss is not finite.
     """
     losses = []
-    for datum, part in zip(packed.datums, logprobs.split(_sizes(call, packed)), strict=True):
+    for datum, datum_logprobs in zip(
+        micro_batch.datums, logprobs.split(_sizes(call, micro_batch)), strict=True
+    ):
         example = call.batch.examples[datum]
         inputs = {name: torch.tensor(values) for name, values in example.inputs.items()}
         losses.append(
-            call.batch.loss.fn(part.view(example.targets.shape), inputs, call.batch.config)
+            call.batch.loss.fn(
+                datum_logprobs.view(example.targets.shape), inputs, call.batch.config
+            )
         )
     stacked = torch.stack(losses)
     finite = torch.isfinite(stacked).tolist()
     if not all(finite):
-        datum = packed.datums[finite.index(False)]
+        datum = micro_batch.datums[finite.index(False)]
         raise NonFiniteError(
             f"the loss of data[{datum}] is not finite; check that its logprobs belong to its "
             "target_tokens and that its advantages are not too large"
@@ -429,15 +437,15 @@ def _ratio_range(call: _Call, logprobs: Mapping[int, np.ndarray]) -> tuple[float
     """
     if not call.batch.loss.has_ratio:
         return None
-    differences = []
+    log_ratios_of_datums = []
     for datum, values in logprobs.items():
         inputs = call.batch.examples[datum].inputs
-        differences.append((values - inputs["logprobs"])[inputs["advantages"] != 0])
-    joined = np.concatenate(differences)
+        log_ratios_of_datums.append((values - inputs["logprobs"])[inputs["advantages"] != 0])
+    log_ratios = np.concatenate(log_ratios_of_datums)
     # math.exp raises OverflowError beyond 709, so `_exp` clips the logprob difference at 700. The
     # check for finite losses does not exclude larger differences: ppo clips the ratio, and dro
     # squares the difference instead of computing a ratio.
-    return (_exp(joined.min()), _exp(joined.max())) if joined.size else None
+    return (_exp(log_ratios.min()), _exp(log_ratios.max())) if log_ratios.size else None
 
 
 def _exp(value: float) -> float:
@@ -445,20 +453,20 @@ def _exp(value: float) -> float:
 
 
 def _combine_results(
-    examples: list[Example], packed: list[Packed], parts: list[_MicroBatchResult]
+    examples: list[Example], micro_batches: list[MicroBatch], results: list[_MicroBatchResult]
 ) -> ForwardBackwardOutput:
-    losses = {datum: value for part in parts for datum, value in part.losses.items()}
-    logprobs = {datum: value for part in parts for datum, value in part.logprobs.items()}
-    computed_tokens = float(sum(len(micro_batch) for micro_batch in packed))
+    losses = {datum: value for result in results for datum, value in result.losses.items()}
+    logprobs = {datum: value for result in results for datum, value in result.logprobs.items()}
+    computed_tokens = float(sum(len(micro_batch) for micro_batch in micro_batches))
     metrics = {
         # Sum in the order of the data, so that the packing cannot change the result.
         "loss:sum": math.fsum(losses[datum] for datum in range(len(examples))),
         "tokens:sum": float(sum(len(example.tokens) for example in examples)),
         "computed_tokens:sum": computed_tokens,
         "forest_tokens:sum": computed_tokens,  # the former name of this metric
-        "micro_batches:sum": float(len(packed)),
+        "micro_batches:sum": float(len(micro_batches)),
     }
-    ratios = [part.ratios for part in parts if part.ratios is not None]
+    ratios = [result.ratios for result in results if result.ratios is not None]
     if ratios:
         metrics["ratio:min"] = min(smallest for smallest, _ in ratios)
         metrics["ratio:max"] = max(largest for _, largest in ratios)

@@ -30,7 +30,7 @@ from planish.model.kernels.reference.sampling_attention import (
 )
 from planish.model.kv_cache import KVPool, KVPools, SlotOwner
 from planish.model.positions import SPAN
-from planish.model.prefix_tree import Packed
+from planish.model.prefix_tree import MicroBatch
 
 _LANE = 8
 """The maximum number of rows of one prompt in a block.
@@ -48,10 +48,10 @@ The number is fixed, so that sums do not depend on the number of threads.
 class CppTreeAttention:
     """The attention of the trainer for one micro-batch, with gradients (see `Attend`)."""
 
-    def __init__(self, packed: Packed, windows: Sequence[int | None] = ()) -> None:
+    def __init__(self, micro_batch: MicroBatch, windows: Sequence[int | None] = ()) -> None:
         """`windows`: the attention window of each layer (see `ModelConfig.windows`)."""
         blocks, ranges = [], []
-        for segment in packed.segments:
+        for segment in micro_batch.segments:
             for start in range(segment.start, segment.end, ATTENDED_ROWS):
                 stop = min(start + ATTENDED_ROWS, segment.end)
                 spans = [*segment.ancestors, (segment.start, stop)]
@@ -61,8 +61,8 @@ class CppTreeAttention:
         self._plan = AttentionPlan(
             blocks=np.array(blocks, ops.Block),
             ranges=np.zeros((1, len(ranges)), ops.Range),
-            rows=np.arange(len(packed)),
-            visible=packed.positions + 1,
+            rows=np.arange(len(micro_batch)),
+            visible=micro_batch.positions + 1,
             windows=windows,
         )
         self._sums: Tensor | None = None

@@ -79,7 +79,7 @@ from planish.model.lora import (
     StackRows,
     fused_module_names,
 )
-from planish.model.prefix_tree import Packed
+from planish.model.prefix_tree import MicroBatch
 from planish.model.quantization import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -332,11 +332,11 @@ class CppBackend(TorchBackend):
 
     # Attention
 
-    def tree_attention(self, packed: Packed) -> Attend:
+    def tree_attention(self, micro_batch: MicroBatch) -> Attend:
         """Return the attention of a micro-batch of the trainer, with gradients."""
         if not self.has_cpp_attention:
-            return super().tree_attention(packed)
-        return CppTreeAttention(packed, self.config.windows)
+            return super().tree_attention(micro_batch)
+        return CppTreeAttention(micro_batch, self.config.windows)
 
     def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
         """Return the causal attention of prompt rows, which stores their keys and values."""
@@ -344,12 +344,12 @@ class CppBackend(TorchBackend):
             return super().prefill_attention(spans)
         return CppPrefillAttention(spans, self.config.windows)
 
-    def tree_recurrence(self, packed: Packed) -> Recurrence | None:
+    def tree_recurrence(self, micro_batch: MicroBatch) -> Recurrence | None:
         """Return the recurrence of a micro-batch of the trainer, with gradients."""
         config = self.config.delta_net
         if config is None or not self._has_delta_net:
-            return super().tree_recurrence(packed)
-        return CppTreeRecurrence(packed, config, self.device)
+            return super().tree_recurrence(micro_batch)
+        return CppTreeRecurrence(micro_batch, config, self.device)
 
     def sequence_recurrence(self, runs: Sequence[StateRun], rows: int) -> Recurrence | None:
         """Return the recurrence of rows that continue stored states, without gradients."""

@@ -29,7 +29,7 @@ from torch import Tensor
 from planish.model.kernels.backend import Attend
 from planish.model.kernels.reference import ordered_attention
 from planish.model.positions import whole_spans
-from planish.model.prefix_tree import Packed, mask
+from planish.model.prefix_tree import MicroBatch, attention_mask
 
 # Maximum number of rows per batch of short segments. Larger batches would save calls, but they do
 # not fit into the CPU's cache and are slower.
@@ -104,24 +104,24 @@ to the keys 0 .. i, and n equals m. `window`: the window of the layer, or None.
 """
 
 
-def rectangles(packed: Packed) -> tuple[Rectangle, ...]:
+def rectangles(micro_batch: MicroBatch) -> tuple[Rectangle, ...]:
     """Return one rectangle per segment with descendants. It has the segment's rows as keys, and the
     descendants' rows as queries.
     """
     return tuple(
         Rectangle(s.end, s.subtree_end, s.start, s.end)
-        for s in packed.segments
+        for s in micro_batch.segments
         if s.end < s.subtree_end
     )
 
 
-def triangles(packed: Packed) -> tuple[Triangles, ...]:
+def triangles(micro_batch: MicroBatch) -> tuple[Triangles, ...]:
     """Return the causal triangles of all segments in batches; every row is in exactly one.
 
     Segments share a batch if the shortest has at least 3/4 of the length of the longest.
     """
     groups: list[list[tuple[int, int]]] = []
-    by_length = sorted(packed.segments, key=lambda s: (s.start - s.end, s.start))
+    by_length = sorted(micro_batch.segments, key=lambda s: (s.start - s.end, s.start))
     for span in ((s.start, s.end) for s in by_length):
         if groups:
             longest = groups[-1][0][1] - groups[-1][0][0]
@@ -135,13 +135,13 @@ def triangles(packed: Packed) -> tuple[Triangles, ...]:
     return tuple(Triangles(tuple(group)) for group in groups)
 
 
-def _paths(packed: Packed, device: torch.device) -> list[_Path]:
+def _paths(micro_batch: MicroBatch, device: torch.device) -> list[_Path]:
     """Return batches of query blocks for the forward pass; every row is a query in exactly one.
 
     A block has rows of one segment. Blocks of similar shape share a batch.
     """
     blocks = []
-    for segment in packed.segments:
+    for segment in micro_batch.segments:
         before = np.concatenate(
             [np.arange(*span) for span in (*segment.ancestors, (segment.start, segment.end))]
         )
@@ -178,12 +178,12 @@ def _path(batch: list[tuple[np.ndarray, int]], device: torch.device) -> _Path:
     return _Path(*stacked)
 
 
-class ForestAttention:
+class TorchTreeAttention:
     """The decoder's attention function (`Attend`) for one micro-batch."""
 
     def __init__(
         self,
-        packed: Packed,
+        micro_batch: MicroBatch,
         device: torch.device,
         piece_backward: PieceBackward | None = None,
         windows: Sequence[int | None] = (),
@@ -193,12 +193,12 @@ class ForestAttention:
         `windows`: the attention window of each layer (see `ModelConfig.windows`).
         """
         fastest = fused_cpu_backward if device.type == "cpu" else block_backward
-        batches = [(group.length, *group.rows(device)) for group in triangles(packed)]
+        batches = [(group.length, *group.rows(device)) for group in triangles(micro_batch)]
         self._plan = _Plan(
-            _paths(packed, device),
+            _paths(micro_batch, device),
             batches,
-            rectangles(packed),
-            torch.from_numpy(packed.positions).to(device),
+            rectangles(micro_batch),
+            torch.from_numpy(micro_batch.positions).to(device),
             piece_backward or fastest,
         )
         self._windows = windows
@@ -212,14 +212,14 @@ class ForestAttention:
 
 
 def dense_mask_attention(
-    packed: Packed, device: torch.device, windows: Sequence[int | None] = ()
+    micro_batch: MicroBatch, device: torch.device, windows: Sequence[int | None] = ()
 ) -> Attend:
-    """Return the slow reference implementation of ForestAttention.
+    """Return the slow reference implementation of TorchTreeAttention.
 
     It uses one T x T mask and computes everything in float32 or wider.
     """
-    whole = torch.from_numpy(mask(packed)).to(device)
-    position = torch.from_numpy(packed.positions).to(device)
+    whole = torch.from_numpy(attention_mask(micro_batch)).to(device)
+    position = torch.from_numpy(micro_batch.positions).to(device)
     distance = position[:, None] - position
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:

@@ -41,7 +41,7 @@ from planish.model.kernels.linear import (
     joint,
     onednn_packs_bfloat16,
 )
-from planish.model.kernels.reference.attention import ForestAttention
+from planish.model.kernels.reference.attention import TorchTreeAttention
 from planish.model.kernels.reference.delta_net import SequenceRecurrence, TreeRecurrence
 from planish.model.kernels.reference.lora import add_lora_, add_lora_stack_, lora_backward_
 from planish.model.kernels.reference.row_tiling import RowTiling
@@ -60,7 +60,7 @@ from planish.model.kernels.reference.token_sampling import (
 )
 from planish.model.kv_cache import KVPools, SlotOwner
 from planish.model.lora import AdapterRows, LoraLayout, StackRows
-from planish.model.prefix_tree import Packed
+from planish.model.prefix_tree import MicroBatch
 from planish.model.quantization import Fp8Weight, QuantizedWeight
 from planish.types import SamplingParams
 
@@ -652,21 +652,21 @@ class TorchBackend:
         """
         return None
 
-    def tree_attention(self, packed: Packed) -> Attend:
+    def tree_attention(self, micro_batch: MicroBatch) -> Attend:
         """Return the attention of a micro-batch of the trainer, with gradients."""
-        return ForestAttention(packed, self.device, windows=self.config.windows)
+        return TorchTreeAttention(micro_batch, self.device, windows=self.config.windows)
 
     def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
         """Return the causal attention of prompt rows, which stores their keys and values."""
         return PrefillAttention(spans, self.config.windows)
 
-    def tree_recurrence(self, packed: Packed) -> Recurrence | None:
+    def tree_recurrence(self, micro_batch: MicroBatch) -> Recurrence | None:
         """Return the recurrence of a micro-batch of the trainer, with gradients.
 
         Return None if the model has no gated delta-net layers.
         """
         config = self.config.delta_net
-        return None if config is None else TreeRecurrence(packed, config, self.device)
+        return None if config is None else TreeRecurrence(micro_batch, config, self.device)
 
     def sequence_recurrence(self, runs: Sequence[StateRun], rows: int) -> Recurrence | None:
         """Return the recurrence of batch rows that continue stored states, without gradients.

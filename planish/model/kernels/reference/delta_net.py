@@ -32,7 +32,7 @@ from planish.model.delta_net import (
     DeltaNetWeights,
     StateRun,
 )
-from planish.model.prefix_tree import Packed
+from planish.model.prefix_tree import MicroBatch
 
 _EPS = 1e-6
 """The constant in the L2 norm of queries and keys."""
@@ -74,18 +74,20 @@ def _levels(spans: Sequence[tuple[int, int]], parents: Sequence[int]) -> list[_L
 class TreeRecurrence:
     """The recurrence of a micro-batch of the trainer, with gradients (see `Recurrence`)."""
 
-    def __init__(self, packed: Packed, config: DeltaNetConfig, device: torch.device) -> None:
-        """Each segment of `packed` starts from the final state of its parent."""
+    def __init__(
+        self, micro_batch: MicroBatch, config: DeltaNetConfig, device: torch.device
+    ) -> None:
+        """Each segment of `micro_batch` starts from the final state of its parent."""
         self._config = config
-        spans = [(segment.start, segment.end) for segment in packed.segments]
+        spans = [(segment.start, segment.end) for segment in micro_batch.segments]
         run_of = {end - 1: run for run, (_, end) in enumerate(spans)}
         parents = [
             run_of[segment.ancestors[-1][1] - 1] if segment.ancestors else -1
-            for segment in packed.segments
+            for segment in micro_batch.segments
         ]
         self._spans, self._parents = spans, parents
         self._levels = _levels(spans, parents)
-        previous = np.arange(-1, len(packed) - 1)
+        previous = np.arange(-1, len(micro_batch) - 1)
         for (start, _), parent in zip(spans, parents, strict=True):
             previous[start] = spans[parent][1] - 1 if parent >= 0 else -1
         self._taps = _taps(previous, config.conv_width).to(device)

@@ -22,8 +22,8 @@ from planish.model.kernels.backend import Attend
 from planish.model.kernels.linear import PackedQuantizedWeight
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.triton.families import FAMILIES, supported_families
-from planish.model.kernels.triton.tree_attention import GpuForest
-from planish.model.prefix_tree import Packed
+from planish.model.kernels.triton.tree_attention import TritonTreeAttention
+from planish.model.prefix_tree import MicroBatch
 from planish.model.quantization import QuantizedWeight
 
 
@@ -82,11 +82,11 @@ class TritonBackend(TorchBackend):
         found: PackedQuantizedWeight = kernels.QuantizedCodes(weights, self.dtype)
         return found
 
-    def tree_attention(self, packed: Packed) -> Attend:
+    def tree_attention(self, micro_batch: MicroBatch) -> Attend:
         """Return the attention of the trainer. torch computes it in deterministic mode."""
         if self.tiling is not None or "tree attention" not in self.families:
-            return super().tree_attention(packed)
-        return GpuForest(packed, self.device)
+            return super().tree_attention(micro_batch)
+        return TritonTreeAttention(micro_batch, self.device)
 
     def invert(self, weights: Tensor, uniforms: Tensor) -> Tensor:
         """Sample tokens [N, K] at uniform numbers. The kernel supports only K = 1."""

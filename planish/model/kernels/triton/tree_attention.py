@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.model.prefix_tree import Packed
+from planish.model.prefix_tree import MicroBatch
 from planish.model.transfer import copy_async
 
 if TYPE_CHECKING:
@@ -47,13 +47,13 @@ Four entries have 16 bytes, the alignment for which Triton specializes kernels.
 """
 
 
-class GpuForest:
+class TritonTreeAttention:
     """The attention of the trainer for one micro-batch, with gradients (see `Attend`)."""
 
-    def __init__(self, packed: Packed, device: torch.device) -> None:
+    def __init__(self, micro_batch: MicroBatch, device: torch.device) -> None:
         # Triton is absent on machines without a GPU.
         self._kernels = import_module("planish.model.kernels.triton.tree_kernels")
-        self._subtree_end = packed.subtree_end
+        self._subtree_end = micro_batch.subtree_end
         self._device = device
         self._tables: dict[tuple[torch.dtype, torch.Size, int], Table] = {}
 
@@ -95,7 +95,7 @@ class GpuForest:
 
 class _Forest(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, forest: GpuForest) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, forest: TritonTreeAttention) -> Tensor:
         out, lse = forest.attend(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.forest = forest
