@@ -186,7 +186,7 @@ class Recovery:
 _TICK_SECONDS = 1.0
 _ROUND_SECONDS = 30.0
 _FRESH_SECONDS = 600.0
-"""A result younger than this is not deleted, even if all results exceed `result_bytes`."""
+"""A result younger than this is not deleted, even if all results exceed `max_result_bytes`."""
 _ENDED_SECONDS = 7 * 86400.0
 """How long ended sessions and their samplers stay in the database, in seconds."""
 _BATCH = 5000
@@ -280,7 +280,7 @@ class Cleanup:
             await self._guarded(self._expire_missing_requests)
             await self._guarded(
                 lambda: self._services.adapter_cache.unload_idle(
-                    self._services.settings.idle_seconds
+                    self._services.settings.adapter_idle_timeout
                 )
             )
             self._clock.steady_seconds()
@@ -319,8 +319,8 @@ class Cleanup:
 
     async def _close_samplers(self) -> None:
         """Close the least recently used unnamed samplers of a tenant that has more than
-        `max_samplers`. Then reduce the size of all unnamed samplers to `unnamed_sampler_bytes`: of
-        the tenant that stores the most, repeatedly close the least recently used sampler.
+        `max_samplers`. Then reduce the size of all unnamed samplers to `max_unnamed_sampler_bytes`:
+        of the tenant that stores the most, repeatedly close the least recently used sampler.
         """
         settings, saved = self._services.settings, defaultdict[str, list[Sampler]](list)
         for sampler in sorted(self._services.samplers.all(), key=lambda sampler: sampler.used):
@@ -338,14 +338,15 @@ class Cleanup:
             tenant: sum(sampler.row.bytes for sampler in published)
             for tenant, published in saved.items()
         }
-        while sum(sizes.values()) > settings.unnamed_sampler_bytes:
+        while sum(sizes.values()) > settings.max_unnamed_sampler_bytes:
             largest = max(sizes, key=lambda tenant: sizes[tenant])
             sampler = saved[largest].pop(0)
             sizes[largest] -= sampler.row.bytes
             await self._services.samplers.close(
                 sampler,
                 "it was the least recently used one when unnamed samplers took more than "
-                f"{settings.unnamed_sampler_bytes:,} bytes; save weights under a name to keep them",
+                f"{settings.max_unnamed_sampler_bytes:,} bytes; save weights under a name to keep "
+                "them",
             )
 
     async def _drop_results(self) -> None:
@@ -370,10 +371,10 @@ class Cleanup:
         )
 
     def _drop_large(self, transaction: Transaction, now: float) -> None:
-        """Delete the oldest results until all results together take at most `result_bytes`."""
+        """Delete the oldest results until all results together take at most `max_result_bytes`."""
         query = "SELECT SUM(result_bytes) FROM requests WHERE finished IS NOT NULL"
         total = transaction.execute(query).fetchone()[0] or 0
-        if total <= self._services.settings.result_bytes:
+        if total <= self._services.settings.max_result_bytes:
             return
         rows = transaction.execute(
             "SELECT id, result_bytes FROM requests WHERE finished < ? AND result_bytes > 0 ORDER "
@@ -381,7 +382,7 @@ class Cleanup:
             [now - _FRESH_SECONDS],
         )
         for request_id, size in rows.fetchall():
-            if total <= self._services.settings.result_bytes:
+            if total <= self._services.settings.max_result_bytes:
                 return
             total -= size
             journal.drop_results(transaction, "id = ?", [request_id])

@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=VALUE",
         dest="settings",
-        help="a setting, such as tokens_per_minute=100000 or storage_bytes=20GiB; "
+        help="a setting, such as max_tokens_per_minute=100000 or max_storage_bytes=20GiB; "
         "may be repeated. One of " + ", ".join(field.name for field in fields(ServerSettings)),
     )
     parser.add_argument(
@@ -138,12 +138,19 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-cache-gib",
         type=float,
-        help="memory for keys and values of running samples (4; on a GPU all that is left)",
+        metavar="GIB",
+        help="maximum size of the KV cache of running samples, for each base model. Samples that "
+        "do not fit wait. By default 4 on a CPU (less if the memory is small); on a GPU, the "
+        "memory that weights, adapters, training and the prefix cache leave",
     )
     parser.add_argument(
         "--prefix-cache-gib",
         type=float,
-        help="memory for cached prefixes, 0 for none (1; on a GPU an eighth of its memory)",
+        metavar="GIB",
+        help="maximum size of the prefix cache, for each base model, in addition to "
+        "--kv-cache-gib; the least recently used prefixes are evicted. 0 turns the cache off. By "
+        "default 1 on a CPU (less if the memory is small); on a GPU, an eighth of the memory that "
+        "the weights and adapters leave",
     )
     parser.add_argument(
         "--share-prefix-cache",

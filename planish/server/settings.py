@@ -12,32 +12,33 @@ _MIB, _GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
-class _Positive:
+class _PositiveSettings:
     """A group of settings. Every value must be a number above 0, else UserError."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            whole = each.type == "int"
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            is_integer = setting.type == "int"
             if (
                 isinstance(value, bool)
-                or not isinstance(value, int if whole else (int, float))
+                or not isinstance(value, int if is_integer else (int, float))
                 or not value > 0
             ):
                 raise UserError(
-                    f"{each.name}={value!r}: give a {'whole ' if whole else ''}number above 0"
+                    f"{setting.name}={value!r}: give a "
+                    f"{'whole ' if is_integer else ''}number above 0"
                 )
 
 
 @dataclass(frozen=True)
-class MemorySettings(_Positive):
+class MemorySettings(_PositiveSettings):
     """How much memory the adapters, requests and results of a server use."""
 
     adapter_memory_bytes: int = 4 * _GIB
     """Memory for adapters, for training and sampling together. Adapters that do not fit stay on
     disk. An adapter larger than this limit is loaded alone.
     """
-    idle_seconds: float = 900
+    adapter_idle_timeout: float = 900
     """An adapter that is not used for this long is moved to disk."""
     request_memory_bytes: int = 256 * _MIB
     """Memory for the decoded operations of accepted requests. The size of an operation is taken
@@ -49,7 +50,7 @@ class MemorySettings(_Positive):
 
 
 @dataclass(frozen=True)
-class SlotSettings(_Positive):
+class SlotSettings(_PositiveSettings):
     """How many operations and sequences run in the engine at once. Others wait in fair queues."""
 
     training_slots: int = 4
@@ -69,16 +70,16 @@ class SlotSettings(_Positive):
 
 
 @dataclass(frozen=True)
-class TenantSettings(_Positive):
+class TenantSettings(_PositiveSettings):
     """Limits for each tenant."""
 
     max_queued_requests: int = 20_000
     """Unanswered requests."""
     max_queued_bytes: int = 2 * _GIB
     """Size of the bodies of all unanswered requests."""
-    tokens_per_minute: int = 1 << 40
+    max_tokens_per_minute: int = 1 << 40
     """Tokens of prompts, training data and samples. The default is practically unlimited."""
-    storage_bytes: int = 1 << 50
+    max_storage_bytes: int = 1 << 50
     """Size of everything that a tenant stores: named checkpoints, snapshots of its models, and the
     records of its sessions and runs. By default, practically unlimited.
     """
@@ -92,14 +93,14 @@ class TenantSettings(_Positive):
     """Open samplers of base models and checkpoints. The same limit applies separately to the
     unnamed samplers that the tenant's models publish. The least recently used of these are closed.
     """
-    rejected_request_bytes: int = 16 * _MIB
+    max_rejected_request_bytes: int = 16 * _MIB
     """Size of the rows of rejected and failed requests in the database. A row counts as 512 bytes
     plus its message. At this limit, the oldest rows are deleted earlier than `result_retention`.
     """
 
 
 @dataclass(frozen=True)
-class TimeSettings(_Positive):
+class TimeSettings(_PositiveSettings):
     """How long a server waits, and how long it keeps results and sessions."""
 
     missing_request_timeout: float = 600
@@ -123,21 +124,21 @@ class TimeSettings(_Positive):
 
 
 @dataclass(frozen=True)
-class DiskSettings(_Positive):
+class DiskSettings(_PositiveSettings):
     """How much disk space a server uses."""
 
-    result_bytes: int = 4 * _GIB
+    max_result_bytes: int = 4 * _GIB
     """Size of all results on disk. Beyond it, the oldest results are deleted. No result is deleted
     in its first ten minutes.
     """
-    unnamed_sampler_bytes: int = 16 * _GIB
+    max_unnamed_sampler_bytes: int = 16 * _GIB
     """Size of all unnamed samplers on disk. Beyond it, the least recently used ones are closed and
     deleted.
     """
     min_free_disk_bytes: int = 512 * _MIB
     """Free disk space to keep. With less free space, the server accepts no new work."""
 
-    journal_bytes: int = 8 * _GIB
+    max_gradient_request_bytes: int = 8 * _GIB
     """Size of the requests that contribute to one gradient. A snapshot cannot contain a gradient,
     so the journal keeps these requests. Beyond the limit, every forward_backward is rejected until
     the next optim_step.
@@ -145,17 +146,17 @@ class DiskSettings(_Positive):
 
 
 @dataclass(frozen=True)
-class ReplaySettings(_Positive):
+class ReplaySettings(_PositiveSettings):
     """A model takes a snapshot when its requests since the last snapshot reach one of these limits.
 
     So after a crash, the server replays at most about this much work.
     """
 
-    replay_seconds: float = 30
+    max_replay_seconds: float = 30
     """Device time of the requests since the last snapshot."""
-    replay_bytes: int = 64 * _MIB
+    max_replay_bytes: int = 64 * _MIB
     """Size of the bodies of the requests since the last snapshot."""
-    replay_requests: int = 20_000
+    max_replay_requests: int = 20_000
     """Requests of any kind since the last snapshot. Each request has a row in the database until a
     snapshot includes it.
     """
@@ -163,7 +164,7 @@ class ReplaySettings(_Positive):
 
 @dataclass(frozen=True)
 class ServerSettings(
-    # In a dataclass, the fields of the last base class come first. So this list is in reverse order.
+    # In a dataclass, the fields of the last base class come first, so this order is reversed.
     ReplaySettings,
     DiskSettings,
     TimeSettings,
@@ -185,7 +186,17 @@ RENAMED_SETTINGS = {
     "reserve_bytes": "min_free_disk_bytes",
     "training_share": "max_training_slots_per_tenant",
     "sampling_share": "max_sampling_slots_per_tenant",
-    "ephemeral_bytes": "unnamed_sampler_bytes",
+    "ephemeral_bytes": "max_unnamed_sampler_bytes",
+    "idle_seconds": "adapter_idle_timeout",
+    "tokens_per_minute": "max_tokens_per_minute",
+    "storage_bytes": "max_storage_bytes",
+    "rejected_request_bytes": "max_rejected_request_bytes",
+    "result_bytes": "max_result_bytes",
+    "unnamed_sampler_bytes": "max_unnamed_sampler_bytes",
+    "journal_bytes": "max_gradient_request_bytes",
+    "replay_seconds": "max_replay_seconds",
+    "replay_bytes": "max_replay_bytes",
+    "replay_requests": "max_replay_requests",
 }
 """Old names of settings, which `planish serve --set` accepts for one more release."""
 
@@ -200,7 +211,7 @@ class HttpSettings:
     """
     tokenizer_directories: Mapping[str, Path] = field(default_factory=dict)
     """The directory of each base model's tokenizer, by the model's name."""
-    keys: Mapping[str, str] | None = None
+    tenants_by_key: Mapping[str, str] | None = None
     """Maps each API key to the name of its tenant. None: no key is needed. The server then accepts
     only requests from its own machine, and none from web pages.
     """

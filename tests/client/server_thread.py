@@ -100,7 +100,7 @@ def serving(
         {name: str(path) for name, path in models.items()}, data, EngineSettings(dtype="float32")
     )
     server = Server(engine, data, list(models))
-    settings = HttpSettings(tokenizer_directories=models, keys=keys)
+    settings = HttpSettings(tokenizer_directories=models, tenants_by_key=keys)
     app = create_app(server, settings, more=routes_sampling.PLANISH_ROUTES)
     network = Network(app)
     with serving_app(network, port, lifespan="on") as url:

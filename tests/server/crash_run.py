@@ -43,7 +43,10 @@ from planish.testing import tiny_model
 # Small, so that snapshots are taken, adapters leave memory, and large bodies go to files, all
 # within seconds; by requests too, as a quick machine computes for less than that.
 SETTINGS = ServerSettings(
-    replay_seconds=0.2, replay_requests=3, idle_seconds=0.4, adapter_memory_bytes=3_000_000
+    max_replay_seconds=0.2,
+    max_replay_requests=3,
+    adapter_idle_timeout=0.4,
+    adapter_memory_bytes=3_000_000,
 )
 CALM = ServerSettings()
 KEYS = {"tml-crash-one": "one", "tml-crash-two": "two"}

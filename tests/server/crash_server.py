@@ -142,7 +142,7 @@ def _serve(start: Start) -> None:
     else:  # or one of so many kills in a row might be taken for the doing of a request
         crash_guard._ENDS_ALONE = 20
     server = make_core(start.model_dir, start.data_dir, start.settings)
-    app = create_app(server, HttpSettings(_POLL_SECONDS, keys=start.keys))
+    app = create_app(server, HttpSettings(_POLL_SECONDS, tenants_by_key=start.keys))
     config = uvicorn.Config(
         app, host="127.0.0.1", port=start.port, lifespan="on", log_level="error", access_log=False
     )

@@ -42,10 +42,10 @@ SETTINGS = {
     "max_sessions": 40,
     "max_models": 8,
     "max_samplers": 16,
-    "storage_bytes": 3 << 20,
+    "max_storage_bytes": 3 << 20,
     "max_queued_requests": 40,
     "max_queued_bytes": 40 << 10,
-    "rejected_request_bytes": 32 << 10,
+    "max_rejected_request_bytes": 32 << 10,
 }
 _OPEN_FILES = 1024
 _POLLS, _CONNECTIONS = 32, 300
@@ -156,8 +156,8 @@ class Greedy:
         for number in range(1000):
             answer = await self._save(f"{number}")
             if not isinstance(answer, Done):
-                assert "storage_bytes" in answer.message, answer
-                self.bounds["storage_bytes"] += 1
+                assert "max_storage_bytes" in answer.message, answer
+                self.bounds["max_storage_bytes"] += 1
                 return
 
     async def _append(self, found: list[str], work: Awaitable[str]) -> None:
@@ -361,7 +361,7 @@ def main() -> int:
     missed = [name for name in (*SETTINGS, "connections") if not reached.get(name)]
     # The rows of rejected requests are deleted at their bound, so they reject nothing.
     result["bounds that were not reached"] = [
-        name for name in missed if name != "rejected_request_bytes"
+        name for name in missed if name != "max_rejected_request_bytes"
     ]
     result["tracebacks"] = traced
     record(result, arguments.record)

@@ -31,17 +31,17 @@ training request uses up its sequence number.
 _TENANT = (
     ("accepted requests without an answer", "max_queued_requests", "429"),
     ("bytes of their bodies", "max_queued_bytes", "429"),
-    ("tokens per minute", "tokens_per_minute", "429"),
+    ("tokens per minute", "max_tokens_per_minute", "429"),
     ("sessions", "max_sessions", "400, or the oldest ended ones are removed"),
     ("open training models", "max_models", "400"),
     ("open samplers", "max_samplers", "400; for unnamed samplers instead, the oldest are closed"),
-    ("bytes on disk: checkpoints, snapshots, records", "storage_bytes", "400"),
+    ("bytes on disk: checkpoints, snapshots, records", "max_storage_bytes", "400"),
     (
         "rejected and failed requests in the journal: 512 bytes each and their messages",
-        "rejected_request_bytes",
+        "max_rejected_request_bytes",
         "the oldest are deleted; 429 for another invalid request while a replay needs all of them",
     ),
-    ("bytes of one gradient in the journal", "journal_bytes", "400 until the next optim_step"),
+    ("bytes of one gradient in the journal", "max_gradient_request_bytes", "400 until the next optim_step"),
     ("sequences in the engine while others wait", "max_sampling_slots_per_tenant", "they wait"),
     ("training operations in the engine while others wait", "max_training_slots_per_tenant",
      "they wait"),
@@ -58,8 +58,12 @@ _SHARED = (
         "others are read again from the journal",
     ),
     ("results in memory", "result_memory_bytes", "others are read from disk"),
-    ("results on disk", "result_bytes", "the oldest are deleted"),
-    ("unnamed samplers on disk", "unnamed_sampler_bytes", "the least recently used are deleted"),
+    ("results on disk", "max_result_bytes", "the oldest are deleted"),
+    (
+        "unnamed samplers on disk",
+        "max_unnamed_sampler_bytes",
+        "the least recently used are deleted",
+    ),
     ("free disk space", "min_free_disk_bytes", "503 for new work"),
 )
 

@@ -42,13 +42,13 @@ from planish.testing import tiny_model
 from planish.types import LoraConfig
 
 SETTINGS = ServerSettings(
-    replay_seconds=1.0,
-    idle_seconds=5.0,
+    max_replay_seconds=1.0,
+    adapter_idle_timeout=5.0,
     adapter_memory_bytes=4_000_000,
     result_retention=30.0,
     expiry_delay=10.0,
     result_memory_bytes=1 << 20,
-    unnamed_sampler_bytes=4_000_000,
+    max_unnamed_sampler_bytes=4_000_000,
 )
 _EVERY_SECONDS = 5.0
 _STEPS = 4

@@ -57,7 +57,7 @@ def client() -> TestClient:
     registry = CollectorRegistry()
     app = Starlette(routes=[endpoint("/whoami", whoami, "GET"), metrics_route(registry)])
     server: Any = StubServer()
-    app.state.http = HttpState(server, HttpSettings(keys=KEYS))
+    app.state.http = HttpState(server, HttpSettings(tenants_by_key=KEYS))
     app.add_middleware(access.Access, metrics=access.RequestMetrics(registry))
     return TestClient(app)
 

@@ -20,7 +20,7 @@ from planish.service import LoadWeights, SaveWeights
 
 OTHER = Tenant("other")
 LIMIT = 20 * (ROW_BYTES + 100)
-SMALL = ServerSettings(rejected_request_bytes=LIMIT)
+SMALL = ServerSettings(max_rejected_request_bytes=LIMIT)
 WRONG = UserError("x" * 100)
 
 
@@ -77,7 +77,7 @@ async def test_rows_that_a_replay_needs_are_kept_and_more_are_rejected(model_dir
                 await server.reject(TENANT, model.model_id, model.seq + 1, WRONG, "optim_step")
                 model.seq += 1
 
-        with pytest.raises(TooManyRequests, match="rejected_request_bytes"):
+        with pytest.raises(TooManyRequests, match="max_rejected_request_bytes"):
             await fill()
         assert await failed_rows(server) <= 21
         await model.run(adam(model.model_id))  # the number is still free
@@ -137,7 +137,7 @@ async def test_a_restart_computes_the_same_without_the_deleted_rows(model_dir, d
 
     expected, many = await play(ServerSettings(), tmp_path / "all")
     found, few = await play(
-        ServerSettings(rejected_request_bytes=30 * (ROW_BYTES + 100)), tmp_path / "few"
+        ServerSettings(max_rejected_request_bytes=30 * (ROW_BYTES + 100)), tmp_path / "few"
     )
     assert few < 31 < many
     assert found == expected

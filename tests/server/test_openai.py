@@ -114,7 +114,7 @@ def served(model_dir, tmp_path_factory) -> Iterator[Served]:
     )
     server = Server(engine, data, list(models))
     more = [*routes_sampling.PLANISH_ROUTES, *routes.routes(server, models)]
-    app = create_app(server, HttpSettings(tokenizer_directories=models, keys=KEYS), more)
+    app = create_app(server, HttpSettings(tokenizer_directories=models, tenants_by_key=KEYS), more)
     with serving_app(app, lifespan="on", log_level="warning") as url:
         yield Served(url, server, engine, load_tokenizer(model_dir))
         app.state.http.stopping.set()

@@ -64,14 +64,14 @@ async def test_metadata_counts_against_the_storage_quota(model_dir, data_dir):
 
 
 async def test_a_tenant_over_its_quota_can_still_delete(model_dir, data_dir):
-    async with running(model_dir, data_dir, ServerSettings(storage_bytes=50_000)) as server:
+    async with running(model_dir, data_dir, ServerSettings(max_storage_bytes=50_000)) as server:
         client = await Client.start(server)
         model = await client.model()
         path = await model.save("a")
         assert await stored(server) >= 50_000
-        with pytest.raises(BadRequest, match=r"storage_bytes.*delete some"):
+        with pytest.raises(BadRequest, match=r"max_storage_bytes.*delete some"):
             await client.model()
-        with pytest.raises(BadRequest, match="storage_bytes"):
+        with pytest.raises(BadRequest, match="max_storage_bytes"):
             await server.copy_checkpoint(TENANT, path, client.session_id, 8, None)
         await Client.start(server)
         await server.checkpoints.delete(TENANT, path)
@@ -99,7 +99,7 @@ async def test_files_that_only_a_sampler_keeps_are_counted(model_dir, data_dir):
 
 
 async def test_the_snapshot_of_an_open_model_is_counted(model_dir, data_dir):
-    async with running(model_dir, data_dir, ServerSettings(replay_bytes=1)) as server:
+    async with running(model_dir, data_dir, ServerSettings(max_replay_bytes=1)) as server:
         model = await (await Client.start(server)).model()
         before = await stored(server)
         await model.step()
@@ -174,7 +174,7 @@ async def test_the_tenant_with_most_unnamed_samplers_loses_them_first(model_dir,
             await model.publish()
         await published(server)
         size = server.samplers.all()[0].row.bytes
-        limited = ServerSettings(unnamed_sampler_bytes=2 * size)
+        limited = ServerSettings(max_unnamed_sampler_bytes=2 * size)
         object.__setattr__(server.cleanup._services, "settings", limited)
         await server.cleanup.clean()
         left = server.samplers.all()

@@ -33,7 +33,7 @@ from planish.server.settings import ServerSettings
 from planish.service import CreateModel, ForwardBackward, LoadWeights, SaveWeights
 from planish.types import Checkpoint, Datum, ModelInput
 
-SMALL = ServerSettings(adapter_memory_bytes=1, replay_seconds=0.01, replay_bytes=1000)
+SMALL = ServerSettings(adapter_memory_bytes=1, max_replay_seconds=0.01, max_replay_bytes=1000)
 
 
 @pytest.mark.slow
@@ -357,7 +357,7 @@ async def test_requests_for_a_base_model_no_longer_served_fail_by_name(model_dir
 
 async def test_a_replay_with_other_gradient_norms_is_logged(model_dir, data_dir, caplog):
     with caplog.at_level(logging.WARNING):
-        async with running(model_dir, data_dir, ServerSettings(idle_seconds=1e6)) as server:
+        async with running(model_dir, data_dir, ServerSettings(adapter_idle_timeout=1e6)) as server:
             client = await Client.start(server)
             model = await client.model()
             for _ in range(2):

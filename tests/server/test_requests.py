@@ -173,7 +173,7 @@ async def test_bodies_that_no_replay_needs_are_removed(model_dir, data_dir):
 
 
 async def test_requests_that_change_nothing_also_trigger_a_snapshot(model_dir, data_dir):
-    async with running(model_dir, data_dir, ServerSettings(replay_requests=5)) as server:
+    async with running(model_dir, data_dir, ServerSettings(max_replay_requests=5)) as server:
         model = await (await Client.start(server)).model()
         for _ in range(6):
             await model.run(gradient(model.model_id, forward_only=True))
@@ -183,12 +183,13 @@ async def test_requests_that_change_nothing_also_trigger_a_snapshot(model_dir, d
 
 
 async def test_the_data_of_one_gradient_are_limited(model_dir, data_dir):
-    settings = ServerSettings(journal_bytes=2000)
+    settings = ServerSettings(max_gradient_request_bytes=2000)
     async with running(model_dir, data_dir, settings) as server:
         client = await Client.start(server)
         model = await client.model()
         while (
-            next(iter(server.sessions.models.values())).adapter.cost.bytes <= settings.journal_bytes
+            next(iter(server.sessions.models.values())).adapter.cost.bytes
+            <= settings.max_gradient_request_bytes
         ):
             await model.run(gradient(model.model_id))
         with pytest.raises(BadRequest, match="the data of one gradient"):

@@ -313,7 +313,7 @@ async def test_a_sampler_closed_before_publication_is_not_in_memory(model_dir, d
 
 
 async def test_a_cancelled_sample_is_charged_for_its_tokens(model_dir, data_dir):
-    async with running(model_dir, data_dir, ServerSettings(tokens_per_minute=50)) as server:
+    async with running(model_dir, data_dir, ServerSettings(max_tokens_per_minute=50)) as server:
         client = await Client.start(server)
         drawn, enough = [], asyncio.Event()
         loop = asyncio.get_running_loop()

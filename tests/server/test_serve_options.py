@@ -47,14 +47,14 @@ def parsed(*options: str) -> argparse.Namespace:
         (["--max-batch", "0"], "max_batch"),
         (["--micro-batch-tokens", "0"], "micro_batch_tokens"),
         (["--poll-seconds", "60"], "--poll-seconds"),
-        (["--set", "tokens_per_minute"], "NAME=VALUE"),
+        (["--set", "max_tokens_per_minute"], "NAME=VALUE"),
         (["--set", "no_such_limit=1"], "no_such_limit"),
         (["--set", "training_slots=0"], "training_slots"),
         (["--set", "training_slots=1.5"], "training_slots"),
         (["--set", "training_slots=1GiB"], "training_slots"),
         (
-            ["--set", "storage_bytes=much"],
-            "storage_bytes=much: give a number, or one with a unit such as 64MiB",
+            ["--set", "max_storage_bytes=much"],
+            "max_storage_bytes=much: give a number, or one with a unit such as 64MiB",
         ),
     ],
 )
@@ -139,7 +139,7 @@ def test_the_docs_page_lists_every_setting_with_its_default():
         told |= zip(re.findall(r"`(\w+)`", names), defaults.split(", "), strict=True)
     assert told.keys() == {field.name for field in fields(ServerSettings)}
     unlimited = {name for name, default in told.items() if default == "no limit"}
-    assert unlimited == {"tokens_per_minute", "storage_bytes"}
+    assert unlimited == {"max_tokens_per_minute", "max_storage_bytes"}
     given = [f"--set={name}={default}" for name, default in told.items() if name not in unlimited]
     assert options_of(parsed(*given)).settings == ServerSettings()
 
@@ -152,14 +152,16 @@ def test_limits_are_given_by_name():
     settings = options_of(
         parsed(
             "--set",
-            "storage_bytes=1.5GiB",
+            "max_storage_bytes=1.5GiB",
             "--set",
-            "idle_seconds=2.5",
+            "adapter_idle_timeout=2.5",
             "--set",
             "training_slots=1_0",
         )
     ).settings
-    assert settings == ServerSettings(storage_bytes=3 << 29, idle_seconds=2.5, training_slots=10)
+    assert settings == ServerSettings(
+        max_storage_bytes=3 << 29, adapter_idle_timeout=2.5, training_slots=10
+    )
 
 
 def test_old_names_of_settings_work_with_a_warning(caplog):

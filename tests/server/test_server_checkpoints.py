@@ -388,7 +388,7 @@ async def test_sessions_have_time_to_return_after_the_server_was_suspended(
 async def test_results_expire_and_published_samplers_use_bounded_space(model_dir, data_dir):
     settings = ServerSettings(
         result_retention=0.3,
-        unnamed_sampler_bytes=100_000,
+        max_unnamed_sampler_bytes=100_000,
         result_memory_bytes=1,
         expiry_delay=1e-3,
     )

@@ -6,7 +6,7 @@ from planish.server.settings import ServerSettings
 
 
 async def test_metrics_count_events_and_report_gauges(model_dir, data_dir):
-    async with running(model_dir, data_dir, ServerSettings(replay_bytes=1)) as server:
+    async with running(model_dir, data_dir, ServerSettings(max_replay_bytes=1)) as server:
         client = await Client.start(server)
         model = await client.model()
         await model.step()

@@ -36,7 +36,7 @@ def test_waiting_bytes_are_limited_but_one_request_is_always_accepted():
 
 def test_the_token_budget_refills_over_time():
     now = 0.0
-    limits = TenantLimits(ServerSettings(tokens_per_minute=600), clock=lambda: now)
+    limits = TenantLimits(ServerSettings(max_tokens_per_minute=600), clock=lambda: now)
     limits.use("a", 650)
     with pytest.raises(TooManyRequests, match="600 tokens per minute") as refused:
         limits.check("a", 1)
@@ -53,7 +53,7 @@ def test_the_token_budget_refills_over_time():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"idle_seconds": 0}, {"training_slots": 1.5}, {"result_bytes": True}]
+    "settings", [{"adapter_idle_timeout": 0}, {"training_slots": 1.5}, {"max_result_bytes": True}]
 )
 def test_invalid_limits_are_rejected(settings):
     with pytest.raises(UserError, match=next(iter(settings))):

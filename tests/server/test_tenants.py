@@ -127,7 +127,7 @@ async def test_limits_apply_to_each_tenant_separately(model_dir, data_dir):
 
 
 async def test_a_request_rejected_by_a_limit_keeps_its_number(model_dir, data_dir):
-    async with running(model_dir, data_dir, ServerSettings(tokens_per_minute=600)) as server:
+    async with running(model_dir, data_dir, ServerSettings(max_tokens_per_minute=600)) as server:
         model = await (await Client.start(server)).model()
         request = gradient(model.model_id)
         refused, again = 0, 0.0
@@ -144,7 +144,7 @@ async def test_a_request_rejected_by_a_limit_keeps_its_number(model_dir, data_di
 
 
 async def test_exceeding_the_storage_quota_fails_the_save(model_dir, data_dir):
-    async with running(model_dir, data_dir, ServerSettings(storage_bytes=150_000)) as server:
+    async with running(model_dir, data_dir, ServerSettings(max_storage_bytes=150_000)) as server:
         anna, ben = await two(server)
         model, other = await anna.model(), await ben.model()
         await model.save("a")

@@ -188,7 +188,7 @@ class CheckpointCatalog:
         )
 
     async def check_quota(self, tenant: Tenant) -> None:
-        """Raise BadRequest if the tenant has used up its storage quota, `storage_bytes`."""
+        """Raise BadRequest if the tenant has used up its storage quota, `max_storage_bytes`."""
         await self._store.read(check_storage, tenant.name, self._settings)
 
     async def bytes_by_tenant(self) -> dict[str, int]:

@@ -2,8 +2,8 @@
 
 Each rejected or failed request has a row with an error message. The row is kept for
 `result_retention`, or longer if a replay of its model needs it. A tenant can send any number of
-invalid requests, so the rows of one tenant have a limit: `rejected_request_bytes`. The size of a
-row is ROW_BYTES plus the length of its message. When the rows reach the limit, the server deletes
+invalid requests, so the rows of one tenant have a limit: `max_rejected_request_bytes`. The size of
+a row is ROW_BYTES plus the length of its message. When the rows reach the limit, the server deletes
 the oldest rows early, until the rest takes three quarters of the limit.
 
 A replay needs few of these rows. A failed forward_backward makes the next optim_step fail, and a
@@ -81,7 +81,7 @@ class FailedRequests:
         """Delete the tenant's oldest rows if its rows reach the limit. Raise TooManyRequests if the
         rows that a replay needs still reach the limit.
         """
-        limit = self._settings.rejected_request_bytes
+        limit = self._settings.max_rejected_request_bytes
         if self._bytes[tenant] < limit:
             return
         if time.monotonic() - self._full.get(tenant, -_RETRY_SECONDS) >= _RETRY_SECONDS:
@@ -89,19 +89,19 @@ class FailedRequests:
         if self._bytes[tenant] >= limit:
             raise TooManyRequests(
                 f"the rejected and failed requests of this tenant take {self._bytes[tenant]:,} "
-                f"bytes in the server's journal, and may take {limit:,} (rejected_request_bytes); "
-                "unload some models, or wait until the server has saved them",
+                f"bytes in the server's journal, and may take {limit:,} "
+                "(max_rejected_request_bytes); unload some models, or wait until the server has saved them",
                 _RETRY_SECONDS,
             )
 
     async def trim(self) -> None:
         """Delete the oldest rows of every tenant whose rows reach the limit."""
         for tenant, size in list(self._bytes.items()):
-            if size >= self._settings.rejected_request_bytes:
+            if size >= self._settings.max_rejected_request_bytes:
                 await self._trim(tenant)
 
     async def _trim(self, tenant: str) -> None:
-        limit = self._settings.rejected_request_bytes
+        limit = self._settings.max_rejected_request_bytes
         rows = await self._store.read(_removable, tenant)
         self._bytes[tenant] = await self._store.write(_remove, tenant, rows, int(_KEPT * limit))
         self._full.pop(tenant, None)

@@ -34,19 +34,19 @@ def stored_bytes(source: Source, tenant: str) -> int:
 
     The sum includes named checkpoints with their manifests, snapshots of open models, and the rows
     of sessions and runs. It includes the files of a sampler only if the sampler's checkpoint was
-    deleted or replaced. It does not include unnamed samplers, because `unnamed_sampler_bytes`
+    deleted or replaced. It does not include unnamed samplers, because `max_unnamed_sampler_bytes`
     limits them.
     """
     return source.execute(_STORED_BYTES, [tenant]).fetchone()[0]
 
 
 def check_storage(source: Source, tenant: str, settings: TenantSettings) -> None:
-    """Raise BadRequest if a tenant stores `storage_bytes` or more."""
+    """Raise BadRequest if a tenant stores `max_storage_bytes` or more."""
     used = stored_bytes(source, tenant)
-    if used >= settings.storage_bytes:
+    if used >= settings.max_storage_bytes:
         raise BadRequest(
-            f"this tenant stores {used:,} bytes, and may store {settings.storage_bytes:,} "
-            "(storage_bytes); delete some checkpoints, or give ttl_seconds when you save"
+            f"this tenant stores {used:,} bytes, and may store {settings.max_storage_bytes:,} "
+            "(max_storage_bytes); delete some checkpoints, or give ttl_seconds when you save"
         )
 
 

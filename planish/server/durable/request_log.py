@@ -635,10 +635,10 @@ class TenantLimits:
                 _BUSY_SECONDS,
             )
         if account.tokens < 0:
-            rate = settings.tokens_per_minute
+            rate = settings.max_tokens_per_minute
             raise TooManyRequests(
-                f"this tenant may use {rate:,} tokens per minute (tokens_per_minute), and has used "
-                "more; wait",
+                f"this tenant may use {rate:,} tokens per minute (max_tokens_per_minute), and has "
+                "used more; wait",
                 _MINUTE * -account.tokens / rate,
             )
 
@@ -667,7 +667,7 @@ class TenantLimits:
         }
 
     def _account(self, tenant: str) -> _Account:
-        now, rate = self._clock(), self._settings.tokens_per_minute
+        now, rate = self._clock(), self._settings.max_tokens_per_minute
         account = self._accounts.setdefault(tenant, _Account(tokens=rate, filled=now))
         account.tokens = min(rate, account.tokens + rate * (now - account.filled) / _MINUTE)
         account.filled = now

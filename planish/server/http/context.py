@@ -110,7 +110,10 @@ class BodyBudget:
         """Reserve `size` bytes for a tenant. Raise Unavailable if they exceed the limit."""
         if self.used + size > self.limit or self.held[tenant.name] + size > self.limit // 2:
             raise Unavailable(
-                "too many large requests at once; send it again when others are done", 2.0
+                f"the bodies of the requests in progress fill the {self.limit >> 20} MiB that this "
+                "server has for them, or the half that one tenant may use; send the request again "
+                "in a few seconds, or fewer large requests at once",
+                2.0,
             )
         self.held[tenant.name] += size
 
@@ -168,7 +171,7 @@ class HttpState:
     @cached_property
     def keyring(self) -> ApiKeys:
         """Finds the tenant of each request."""
-        return ApiKeys(self.settings.keys)
+        return ApiKeys(self.settings.tenants_by_key)
 
 
 @dataclass(frozen=True)
@@ -380,7 +383,7 @@ def context_of(request: Request, key: str | None, is_metrics_page: bool = False)
     page may have sent. Raise Unavailable if the tenant has too many connections.
     """
     state: HttpState = request.app.state.http
-    has_keys = state.settings.keys is not None
+    has_keys = state.settings.tenants_by_key is not None
     if not has_keys:
         _reject_web_pages(request)
     tenant = state.keyring.tenant(key)

@@ -67,9 +67,9 @@ class ReplayCost:
     def exceeds(self, settings: ReplaySettings) -> bool:
         """Return whether the settings ask for a snapshot."""
         return (
-            self.seconds >= settings.replay_seconds
-            or self.bytes >= settings.replay_bytes
-            or self.requests >= settings.replay_requests
+            self.seconds >= settings.max_replay_seconds
+            or self.bytes >= settings.max_replay_bytes
+            or self.requests >= settings.max_replay_requests
         )
 
 

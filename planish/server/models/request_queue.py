@@ -305,7 +305,7 @@ class RequestIntake:
 
     async def _check(self, operation: Operation[Any]) -> None:
         """Raise BadRequest, NotFound or UserError if the operation is already known to fail."""
-        limit = self._services.settings.journal_bytes
+        limit = self._services.settings.max_gradient_request_bytes
         match operation:
             case ForwardBackward(forward_only=False) if self._model.adapter.cost.bytes > limit:
                 raise BadRequest(
