@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
-from planish.engine.sampling.stopping import StopCondition, StopMatcher, TokenTexts
+from planish.engine.sampling.stopping import Detokenizer, StopCondition, StopMatcher
 from planish.model.decoder import Decoder
 from planish.service import Sample
 from planish.testing import tiny_model
@@ -127,7 +127,7 @@ def main() -> None:
         def written(token: int) -> str:
             return str(tokenizer.convert_ids_to_tokens(token))
 
-        texts = TokenTexts(decode, written)
+        texts = Detokenizer(decode, written)
     print(f"a step of {SAMPLES} samples of the tiny model: {step * 1e3:.2f} ms")
     worst = 0.0
     for case, strings in CASES.items():

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner
-from planish.engine.sampling.model_runner import Rows
+from planish.engine.sampling.model_runner import InputBatch
 from planish.engine.sampling.sampling_head import RowLayout
 from planish.engine.settings import DTYPES
 from planish.model.config import ModelConfig
@@ -565,7 +565,7 @@ def check_graphs(case: Case) -> None:
             batch.begin(40, [5])
         members = [(own[index % len(own)], 1) for index in range(count)]
         members.sort(key=lambda member: id(member[0]))
-        rows = Rows(
+        rows = InputBatch(
             case.choices(config.vocab_size, count).tolist(),
             [sample.stored for sample in batch.running],
             RowLayout(members),

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
 from planish.engine import base_models
-from planish.engine.sampling.cuda_graph_runner import GraphRecorder, Step
+from planish.engine.sampling.cuda_graph_runner import DecodeStep, GraphRecorder
 from planish.engine.sampling.sampler import Sampler
 from planish.model.kernels.triton import common
 from planish.model.kernels.triton.families import FAMILIES
@@ -215,7 +215,7 @@ def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[Marks]:
         yield marks
 
 
-def recorded(marks: Marks, step: Step) -> Step:
+def recorded(marks: Marks, step: DecodeStep) -> DecodeStep:
     """Do the same as GraphRecorder.record; a launch computes the step again."""
 
     def computed() -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from json_schema_samples import Case, check
 import planish
 from planish.engine.sampling import grammars as grammars_module
 from planish.engine.sampling.grammars import GrammarCache, GrammarState, wait_for_masks
-from planish.engine.sampling.model_runner import EagerRunner, Rows
+from planish.engine.sampling.model_runner import EagerRunner, InputBatch
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.errors import UserError
 from planish.model.decoder import Decoder
@@ -125,7 +125,7 @@ def ready(state: GrammarState) -> GrammarState:
 
 def allowed_after(state: GrammarState) -> tuple[np.ndarray, bool]:
     """The tokens that may come next, bool [V], and whether the text is complete."""
-    forced, mask = ready(state).forced, state.mask
+    forced, mask = ready(state).forced_tokens, state.mask
     if forced:
         return np.arange(VOCAB_SIZE) == forced[0], False
     assert mask is not None
@@ -136,8 +136,8 @@ def allowed_after(state: GrammarState) -> tuple[np.ndarray, bool]:
 
 def take(cache: GrammarCache, state: GrammarState, token: int) -> None:
     """Continue the text with a token, as the sampler does."""
-    if state.forced:
-        assert state.forced.pop(0) == token
+    if state.forced_tokens:
+        assert state.forced_tokens.pop(0) == token
     else:
         cache.advance([(state, token)])
 
@@ -157,7 +157,7 @@ def test_masks_equal_brute_force_over_the_vocabulary(cache, constraint, pattern)
     raw = regex.compile(pattern.encode())
     rng = np.random.default_rng(0)
     for _ in range(20):
-        state, written = cache.start(constraint, ""), b""
+        state, written = cache.new_state(constraint, ""), b""
         for _ in range(12):
             allowed, is_complete = allowed_after(state)
             expected = [
@@ -174,9 +174,9 @@ def test_masks_equal_brute_force_over_the_vocabulary(cache, constraint, pattern)
 
 
 def test_control_tokens_are_allowed_only_where_a_grammar_names_them(cache):
-    free = cache.start(Constraint("lark", "start: /(.|\\n)*/"), "")
+    free = cache.new_state(Constraint("lark", "start: /(.|\\n)*/"), "")
     assert not allowed_after(free)[0][256:].any()
-    named = cache.start(Constraint("lark", 'start: <|im_start|> "a"'), "")
+    named = cache.new_state(Constraint("lark", 'start: <|im_start|> "a"'), "")
     assert np.flatnonzero(allowed_after(named)[0]).tolist() == [257]
 
 
@@ -273,7 +273,7 @@ def test_a_step_has_no_more_rows_than_the_batch(decoder, cache, monkeypatch):
     rows = []
     decode = EagerRunner.decode
 
-    def counted(self: Any, given: Rows, *rest: Any) -> Any:
+    def counted(self: Any, given: InputBatch, *rest: Any) -> Any:
         rows.append(len(given.tokens))
         return decode(self, given, *rest)
 
@@ -419,12 +419,12 @@ def test_owners_share_no_grammars_and_each_has_a_limit(model_dir):
         cache.check(Constraint("regex", f"a{number}"), "second")
     assert len(cache) == grammars_module.MAX_GRAMMARS_PER_OWNER + 1
     # A grammar that was evicted after the check is compiled again.
-    assert allowed_after(cache.start(Constraint("regex", "a0"), "second"))[0].sum() == 1
+    assert allowed_after(cache.new_state(Constraint("regex", "a0"), "second"))[0].sum() == 1
 
 
 def test_grammars_that_compile_without_end_delay_nobody(model_dir, monkeypatch):
     cache = GrammarCache(lambda: load_tokenizer(model_dir), VOCAB_SIZE)
-    monkeypatch.setattr(grammars_module, "COMPILE_SECONDS", 0.05)
+    monkeypatch.setattr(grammars_module, "COMPILE_TIMEOUT_SECONDS", 0.05)
     release = threading.Event()
     compile_grammar = GrammarCache._compile
 
@@ -434,15 +434,15 @@ def test_grammars_that_compile_without_end_delay_nobody(model_dir, monkeypatch):
         return compile_grammar(self, constraint)
 
     monkeypatch.setattr(GrammarCache, "_compile", slow)
-    for number in range(grammars_module.MAX_COMPILING):
+    for number in range(grammars_module.MAX_COMPILE_THREADS_PER_OWNER):
         with pytest.raises(UserError, match=r"more than 0\.05 s to compile"):
             cache.check(Constraint("regex", f"slow{number}"), "first")
     with pytest.raises(UserError, match="to compile"):
         cache.check(Constraint("regex", "a"), "first")
-    monkeypatch.setattr(grammars_module, "COMPILE_SECONDS", 30)
+    monkeypatch.setattr(grammars_module, "COMPILE_TIMEOUT_SECONDS", 30)
     cache.check(Constraint("regex", "a"), "second")
     release.set()
-    for number in range(grammars_module.MAX_COMPILING):
+    for number in range(grammars_module.MAX_COMPILE_THREADS_PER_OWNER):
         cache.check(Constraint("regex", f"slow{number}"), "first")
     cache.check(Constraint("regex", "a"), "first")
 
@@ -488,7 +488,7 @@ def test_a_sentencepiece_tokenizer_writes_the_text_of_the_grammar(tmp_path):
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
     cache = GrammarCache(lambda: fast, 272)
-    state, seen = cache.start(Constraint("regex", "a ab日"), ""), []
+    state, seen = cache.new_state(Constraint("regex", "a ab日"), ""), []
     for token in tokenizer.encode("a ab日").ids:
         allowed, is_complete = allowed_after(state)
         assert allowed[token]
@@ -512,7 +512,7 @@ def test_the_byte_tokenizer_has_no_end_of_text_token(tmp_path):
     tokenizer = load_tokenizer(save_byte_tokenizer(tmp_path))
     before = len(tokenizer)
     cache = GrammarCache(lambda: tokenizer, VOCAB_SIZE)
-    allowed, is_complete = allowed_after(cache.start(Constraint("regex", "a?"), ""))
+    allowed, is_complete = allowed_after(cache.new_state(Constraint("regex", "a?"), ""))
     assert np.flatnonzero(allowed).tolist() == [ord("a")]
     assert is_complete
     assert len(tokenizer) == before

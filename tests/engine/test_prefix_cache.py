@@ -8,7 +8,9 @@ from planish.engine.sampling.prefix_cache import PrefixCache
 
 def store(cache: PrefixCache[tuple], version: str, tokens: list[int]) -> None:
     cache.add(
-        version, tokens, [tuple(tokens[: (i + 1) * 2]) for i in cache.missing(version, tokens)]
+        version,
+        tokens,
+        [tuple(tokens[: (i + 1) * 2]) for i in cache.missing_chunks(version, tokens)],
     )
 
 

@@ -22,7 +22,7 @@ from planish.engine import base_models
 from planish.engine.base_models import BaseModel
 from planish.engine.gpu_families import case_of, check
 from planish.engine.memory import DeviceMemory
-from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner, GraphRecorder, Step
+from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner, DecodeStep, GraphRecorder
 from planish.engine.sampling.model_runner import EagerRunner
 from planish.engine.settings import EngineSettings
 from planish.engine.training.adapters import Adapter
@@ -223,7 +223,7 @@ def test_a_captured_step_is_checked_against_its_eager_run(
     case = case_of(directory, torch.bfloat16, GPU)
     assert check("graphs", case).reason == ""
 
-    def recorded_once(_: GraphRecorder, step: Step) -> Step:
+    def recorded_once(_: GraphRecorder, step: DecodeStep) -> DecodeStep:
         """Return a graph that ignores changes of the tables."""
         out = tuple(x.clone() for x in step())
         return lambda: out  # type: ignore[return-value]

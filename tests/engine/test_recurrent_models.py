@@ -79,9 +79,9 @@ def finish(sampler: Sampler) -> None:
             break
         sampler.step()
     assert not sampler.busy
-    assert not sampler._states
+    assert not sampler._recurrent_states
     assert not sampler._chunk_states
-    assert sampler._scheduler._reserved == 0
+    assert sampler._scheduler._reserved_positions == 0
 
 
 def answer(sampler: Sampler, op: Sample, weights: LoraWeights | None = None) -> SampleResponse:
@@ -120,7 +120,7 @@ def test_a_cached_prefix_changes_no_bit(decoder, tiling, settings, common):
         alone = answer(sampler_of(decoder, tiling), request(prompt, 2))
         found = answer(sampler, request(prompt, 2))
         assert bits(found) == bits(alone)
-        chunk = sampler._chunk
+        chunk = sampler._chunk_size
         assert found.prompt_cache_hit_tokens == (common // chunk * chunk if index else 0)
 
 
@@ -138,14 +138,14 @@ def test_the_prefix_cache_counts_the_bytes_of_states(decoder, tiling):
     sampler = sampler_of(decoder, tiling)
     prompt = tokens(STATE_CHUNK + 1)
     answer(sampler, request(prompt))
-    (chunk,) = sampler._cache.find((id(None), ""), prompt)
+    (chunk,) = sampler._prefix_cache.find((id(None), ""), prompt)
     assert chunk.state is not None
     parts = (chunk.keys, chunk.values, chunk.hidden, chunk.state.conv, chunk.state.matrices)
     total = sum(part.nbytes for part in parts)
     assert total > size
     for slack in (-1, 0):
         sampler = sampler_of(decoder, tiling, prefix_cache_bytes=total + slack)
-        assert sampler._cache.capacity == 1 + slack
+        assert sampler._prefix_cache.capacity == 1 + slack
         assert bits(answer(sampler, request(prompt))) == bits(answer(sampler, request(prompt)))
 
 
@@ -184,7 +184,7 @@ def test_requests_beyond_memory_wait(decoder, tiling):
     most = 0
     while sampler.busy:
         sampler.step()
-        most = max(most, len(sampler._states))
+        most = max(most, len(sampler._recurrent_states))
     assert 2 <= most <= 4
     for op, future in zip(ops, futures, strict=True):
         expected = answer(sampler_of(decoder, tiling), op)

@@ -1,4 +1,5 @@
-# pyright: reportOptionalSubscript=false, reportOptionalIterable=false, reportOptionalMemberAccess=false, reportArgumentType=false
+# pyright: reportOptionalSubscript=false, reportOptionalIterable=false,
+# reportOptionalMemberAccess=false, reportArgumentType=false
 """The sampler equals transformers, and every fast path equals its slow reference: shared prompts,
 prefix cache, batching, adapters.
 """
@@ -16,7 +17,7 @@ from backends import with_tiling
 from transformers import AutoModelForCausalLM
 
 from planish.engine.sampling import scheduler
-from planish.engine.sampling.prompt_logprobs import PromptLogprobs
+from planish.engine.sampling.prompt_logprobs import PromptScores
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.errors import NonFiniteError
 from planish.model.decoder import Decoder
@@ -87,12 +88,12 @@ def run(sampler: Sampler, *ops: Sample | Job) -> list[SampleResponse]:
 
 
 def assert_nothing_left(sampler: Sampler) -> None:
-    assert sampler._scheduler._reserved == 0
-    assert not sampler._prompts.in_use()
-    assert not sampler._samples.in_use()
+    assert sampler._scheduler._reserved_positions == 0
+    assert not sampler._prompt_pools.in_use()
+    assert not sampler._sample_pools.in_use()
     assert not sampler._last_hidden
-    assert not sampler._hidden
-    assert not sampler._states
+    assert not sampler._chunk_hidden
+    assert not sampler._recurrent_states
     assert not sampler._chunk_states
     assert not sampler._requests
 
@@ -265,14 +266,14 @@ def test_owners_share_cached_prefixes_only_if_told_to(decoder, shared):
     ops = [request(prompt, 2, seed=0, cache_owner=owner) for owner in ("first", "second")]
     both = run(sampler, *ops)
     prompts = 1 if shared else 2
-    assert len(sampler._cache) == prompts * 3
+    assert len(sampler._prefix_cache) == prompts * 3
     assert bits_equal(both[0], both[1])
     for op in ops:
         assert run(sampler, op)[0].prompt_cache_hit_tokens == 96
     (other,) = run(sampler, request(prompt, seed=0, cache_owner="third"))
     assert other.prompt_cache_hit_tokens == (96 if shared else 0)
     sampler.evict_prefixes("base")
-    assert not len(sampler._cache)
+    assert not len(sampler._prefix_cache)
 
 
 @pytest.mark.parametrize("chunk", [32, 50, 1000])
@@ -347,7 +348,7 @@ def test_prompt_logprobs_top_k_targets_and_alternatives_equal_transformers(decod
 def test_alternative_prompt_tokens_do_not_depend_on_chunked_prefill(decoder, tiling, monkeypatch):
     op = request(tokens(150), prompt_alt_tokens_k=9, seed=3, temperature=0.8)
     whole = run(sampler_of(decoder, tiling), op)[0].prompt_alt_tokens
-    monkeypatch.setattr(scheduler, "_MAX_ALTERNATIVES", 9 * 70)
+    monkeypatch.setattr(scheduler, "_MAX_ALT_TOKENS_PER_STEP", 9 * 70)
     sampler, computed = sampler_of(decoder, tiling), []
     original = sampler._prefill
     monkeypatch.setattr(
@@ -392,9 +393,9 @@ def test_scoring_a_prompt_uses_its_cached_prefix(decoder, tiling, options):
 
 def test_scoring_a_cached_prompt_is_limited_per_step(decoder, tiling, monkeypatch):
     sampler, rows = sampler_of(decoder, tiling, max_prefill_tokens_per_step=64), []
-    score = sampler._score
+    score = sampler._add_prompt_scores
     monkeypatch.setattr(
-        sampler, "_score", lambda *given: rows.append(len(given[2])) or score(*given)
+        sampler, "_add_prompt_scores", lambda *given: rows.append(len(given[2])) or score(*given)
     )
     op = request(tokens(300), prompt_logprobs=True, prompt_only=True)
     first, again = (run(sampler, op)[0].prompt_logprobs for _ in range(2))
@@ -492,7 +493,7 @@ def test_requests_beyond_memory_wait_and_give_the_same_samples(decoder, tiling):
         max_batch=3,
     )
     assert drawn(run(tight, *mixed_requests())) == unlimited
-    assert len(tight._cache) <= 2
+    assert len(tight._prefix_cache) <= 2
 
 
 def of_all_lengths() -> list[Sample]:
@@ -527,12 +528,12 @@ def test_kv_pools_allocate_at_most_an_eighth_more_than_the_budget(
 
     def noted(pool: KVPool, slots: int) -> None:
         resize(pool, slots)
-        taken.append(sampler._budget.allocated_positions)
+        taken.append(sampler._kv_budget.allocated_positions)
 
     monkeypatch.setattr(KVPool, "_resize", noted)
     run(sampler, *asked())
     assert 0.8 * most < max(taken) <= most * 9 // 8
-    assert sampler._budget.allocated_positions == 0
+    assert sampler._kv_budget.allocated_positions == 0
 
 
 def test_samples_that_end_together_are_freed_in_one_call(decoder, monkeypatch):
@@ -725,10 +726,10 @@ def test_an_error_while_handling_one_request_fails_only_that_request(decoder, mo
 
     sampler = sampler_of(decoder)
     if fault == "text":
-        monkeypatch.setattr(sampler._texts, "decode", broken)
+        monkeypatch.setattr(sampler._detokenizer, "decode", broken)
         op = request(tokens(30), 2, stop="x")
     else:
-        monkeypatch.setattr(PromptLogprobs, "add", broken)
+        monkeypatch.setattr(PromptScores, "add", broken)
         op = request(tokens(30), 2, prompt_logprobs=True)
     futures: list[Future[SampleResponse]] = [Future(), Future()]
     for future, asked in zip(futures, (op, request(tokens(30), 2)), strict=True):

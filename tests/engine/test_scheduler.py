@@ -9,7 +9,7 @@ import pytest
 
 from planish.engine.sampling.prefix_cache import PrefixCache
 from planish.engine.sampling.scheduler import Prompt, Request, RunningSample, Scheduler
-from planish.engine.sampling.stopping import StopCondition, TokenTexts
+from planish.engine.sampling.stopping import Detokenizer, StopCondition
 from planish.model.positions import CHUNK
 from planish.service import Sample
 from planish.types import ModelInput, SamplingParams
@@ -33,7 +33,7 @@ def request(
         max_tokens,
         None,
         "base",
-        StopCondition(TokenTexts(str)),
+        StopCondition(Detokenizer(str)),
         0,
         scores,
         Future(),
@@ -72,24 +72,28 @@ class Run:
     def step(self) -> None:
         scheduler = self.scheduler
         for prompt in scheduler.admit(self.cache):
-            prompt.num_computed = len(self.cache.find(prompt.version, prompt.tokens)) * CHUNK
-        assert scheduler._reserved <= scheduler.max_positions
+            prompt.num_computed_tokens = (
+                len(self.cache.find(prompt.cache_namespace, prompt.tokens)) * CHUNK
+            )
+        assert scheduler._reserved_positions <= scheduler.max_positions
         assert len(scheduler.running) <= scheduler.max_batch
         for prompt, count in scheduler.prefill_batch():
-            prompt.num_computed += count
-            if prompt.ready:
+            prompt.num_computed_tokens += count
+            if prompt.is_ready:
                 self.cache.add(
-                    prompt.version, prompt.tokens, self.cache.missing(prompt.version, prompt.tokens)
+                    prompt.cache_namespace,
+                    prompt.tokens,
+                    self.cache.missing_chunks(prompt.cache_namespace, prompt.tokens),
                 )
                 for asked in [
                     asked
                     for asked in self._left
                     if asked.prompt is prompt and not asked.num_samples
                 ]:
-                    prompt.pending_samples -= 1
+                    prompt.num_pending_samples -= 1
                     self._count(asked)
                 self._release(prompt)
-        for sample in [sample for sample in scheduler.running if sample.prompt.ready]:
+        for sample in [sample for sample in scheduler.running if sample.prompt.is_ready]:
             self.drawn[sample] = self.drawn.get(sample, 0) + 1
             if self.drawn[sample] == sample.request.max_tokens:
                 scheduler.finish(sample)
@@ -103,7 +107,7 @@ class Run:
             self.step()
         assert not self._left, f"{len(self._left)} requests wait for ever"
         assert not self.scheduler.busy
-        assert self.scheduler._reserved == 0
+        assert self.scheduler._reserved_positions == 0
 
     def _count(self, asked: Request) -> None:
         self._left[asked] -= 1
@@ -112,7 +116,7 @@ class Run:
             self.answered.append(asked.number)
 
     def _release(self, prompt: Prompt) -> None:
-        if not prompt.pending_samples and prompt in self.scheduler.prompts:
+        if not prompt.num_pending_samples and prompt in self.scheduler.prompts:
             self.scheduler.release(prompt)
 
 

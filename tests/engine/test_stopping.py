@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from planish.engine.sampling.stopping import StopCondition, StopMatcher, TokenTexts
+from planish.engine.sampling.stopping import Detokenizer, StopCondition, StopMatcher
 from planish.testing import tiny_model
 from planish.tokenizer import load_tokenizer
 from planish.types import SamplingParams
@@ -23,14 +23,14 @@ def as_written(token: int) -> str | None:
     return f"<0x{token:02X}>" if token < 256 else None
 
 
-TEXTS = TokenTexts(decode, as_written)
+TEXTS = Detokenizer(decode, as_written)
 
 
 def condition_of(
-    stop: Any = None, eos: Sequence[int] = (), texts: TokenTexts = TEXTS, min_tokens: int = 0
+    stop: Any = None, eos: Sequence[int] = (), texts: Detokenizer = TEXTS, min_tokens: int = 0
 ) -> StopCondition:
     return StopCondition.from_params(
-        SamplingParams(stop=stop, min_tokens=min_tokens), eos_token_ids=eos, texts=texts
+        SamplingParams(stop=stop, min_tokens=min_tokens), eos_token_ids=eos, detokenizer=texts
     )
 
 
@@ -88,7 +88,7 @@ def test_a_stop_string_is_found_with_a_sentencepiece_tokenizer(
     text: str, stop: str, vocabulary: Callable[[int], str | None]
 ):
     tokens = list(text.encode())
-    matcher = StopMatcher(condition_of(stop, texts=TokenTexts(sentencepiece, vocabulary)))
+    matcher = StopMatcher(condition_of(stop, texts=Detokenizer(sentencepiece, vocabulary)))
     met = [matcher.is_met(tokens[:n]) for n in range(1, len(tokens) + 1)]
     assert met == [False] * (len(tokens) - 1) + [True]
 
@@ -110,7 +110,7 @@ def test_matching_bytes_never_misses_a_stop_string(
     """The reference decodes the whole window after every token."""
     source = random.Random(1)
     alphabet = list("ab é€😀".encode())
-    texts = TokenTexts(decoder, vocabulary)
+    texts = Detokenizer(decoder, vocabulary)
     met = 0
     for _ in range(400):
         tokens = [source.choice(alphabet) for _ in range(40)]
@@ -123,7 +123,7 @@ def test_matching_bytes_never_misses_a_stop_string(
         condition = condition_of(stop, texts=texts, min_tokens=source.choice((0, 0, 5)))
         matcher = StopMatcher(condition)
         for end in range(1, len(tokens) + 1):
-            reference = end > condition.min_tokens and condition.is_found(tokens[:end])
+            reference = end > condition.min_tokens and condition.contains_stop_string(tokens[:end])
             assert matcher.is_met(tokens[:end]) == reference, (stop, tokens[:end])
             met += reference
             if reference:
@@ -143,15 +143,15 @@ def test_matching_bytes_never_misses_a_stop_string(
 def test_the_bytes_of_a_part_of_a_character_are_in_the_vocabulary(
     decoder: Callable[[Sequence[int]], str], vocabulary: Any, expected: bytes | None
 ):
-    texts = TokenTexts(decoder, vocabulary)
-    assert texts.bytes_of(0xC3) == expected
-    assert texts.bytes_of(0x61) == b"a"
-    assert texts.bytes_of(300) == b""
+    texts = Detokenizer(decoder, vocabulary)
+    assert texts.token_bytes(0xC3) == expected
+    assert texts.token_bytes(0x61) == b"a"
+    assert texts.token_bytes(300) == b""
 
 
 def test_a_space_that_only_the_start_of_a_text_loses_belongs_to_the_token():
-    assert TokenTexts(words).bytes_of(0) == b" abc"
-    assert TokenTexts(sentencepiece).bytes_of(0x20) == b" "
+    assert Detokenizer(words).token_bytes(0) == b" abc"
+    assert Detokenizer(sentencepiece).token_bytes(0x20) == b" "
 
 
 def test_tokens_without_text_do_not_hide_a_stop_string():
@@ -172,7 +172,7 @@ def test_the_text_is_decoded_only_where_a_stop_string_ends():
         (["\n\nUser:", "x" * 100], b"The cat sat on the mat: " * 20),
         (near, "é".encode() * 300),
     ]:
-        matcher = StopMatcher(condition_of(stop, texts=TokenTexts(counted, as_written)))
+        matcher = StopMatcher(condition_of(stop, texts=Detokenizer(counted, as_written)))
         assert not any(matcher.is_met(text[:end]) for end in range(1, len(text) + 1))
         assert sum(calls) <= 3 * len(set(text))
         calls.clear()
@@ -180,7 +180,7 @@ def test_the_text_is_decoded_only_where_a_stop_string_ends():
 
 def test_a_real_tokenizer_has_the_bytes_of_every_token(tmp_path: Path):
     tokenizer = load_tokenizer(tiny_model(tmp_path))
-    texts = TokenTexts(
+    texts = Detokenizer(
         lambda tokens: str(
             tokenizer.decode(
                 list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -190,5 +190,5 @@ def test_a_real_tokenizer_has_the_bytes_of_every_token(tmp_path: Path):
     )
     for text in ("a é日€😀\n\n", "".join(map(chr, range(32, 400)))):
         tokens = tokenizer.encode(text)
-        found = [texts.bytes_of(token) for token in tokens]
+        found = [texts.token_bytes(token) for token in tokens]
         assert b"".join(part or b"?" for part in found) == text.encode()

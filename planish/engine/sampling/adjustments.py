@@ -38,17 +38,17 @@ def _is_penalized(params: SamplingParams) -> bool:
 class Adjustment:
     """How one row's logits are adjusted before a token is sampled."""
 
-    allowed: np.ndarray | None
+    allowed_bits: np.ndarray | None
     """The allowed tokens, at least one: uint32 [(V + 31) // 32], one bit per token, with bit 0 of
     word 0 first. None: all tokens are allowed.
     """
-    prompt: np.ndarray
-    """The distinct tokens of the prompt, for the repetition penalty. If that penalty is 1, the array
-    may be empty.
+    prompt_tokens: np.ndarray
+    """The distinct tokens of the prompt, for the repetition penalty. If that penalty is 1, the
+    array may be empty.
     """
     tokens: Sequence[int]
     """The tokens sampled so far, for all penalties."""
-    forced: int | None = None
+    forced_token: int | None = None
     """The token to take, whatever the logits are."""
 
 
@@ -64,9 +64,9 @@ def sample_batch(
 
     `adjustments` maps indices of `rows` to the adjustments of these rows. `logits` is not changed.
     """
-    plain = [i for i in range(len(rows)) if i not in adjustments]
+    unadjusted = [i for i in range(len(rows)) if i not in adjustments]
     adjusted = sorted(adjustments)
-    sampled = _sample_adjusted(
+    adjusted_tokens = _sample_adjusted(
         backend,
         logits,
         [params[i] for i in adjusted],
@@ -74,20 +74,20 @@ def sample_batch(
         [rows[i] for i in adjusted],
         [adjustments[i] for i in adjusted],
     )
-    if not plain:
-        return sampled
-    others = sample_tokens(
+    if not unadjusted:
+        return adjusted_tokens
+    unadjusted_tokens = sample_tokens(
         backend,
         logits,
-        [params[i] for i in plain],
-        [uniforms[i] for i in plain],
-        [rows[i] for i in plain],
+        [params[i] for i in unadjusted],
+        [uniforms[i] for i in unadjusted],
+        [rows[i] for i in unadjusted],
     )
-    output_index = {row: index for index, row in enumerate([*adjusted, *plain])}
+    output_index = {row: index for index, row in enumerate([*adjusted, *unadjusted])}
     order = on_device([output_index[i] for i in range(len(rows))], torch.int64, logits.device)
     return SampledTokens(
-        torch.cat([sampled.tokens, others.tokens])[order],
-        torch.cat([sampled.log_normalizer, others.log_normalizer])[order],
+        torch.cat([adjusted_tokens.tokens, unadjusted_tokens.tokens])[order],
+        torch.cat([adjusted_tokens.log_normalizer, unadjusted_tokens.log_normalizer])[order],
     )
 
 
@@ -95,9 +95,9 @@ def penalize_(logits: Tensor, params: SamplingParams, adjustment: Adjustment) ->
     """Apply the penalties to one row of logits [V], in the order of vLLM: repetition first."""
     ids, counts = np.unique(np.array(adjustment.tokens, np.int64), return_counts=True)
     if params.repetition_penalty != 1:
-        seen = torch.from_numpy(np.union1d(adjustment.prompt, ids)).to(logits.device)
-        values, penalty = logits[seen], params.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        repeated = torch.from_numpy(np.union1d(adjustment.prompt_tokens, ids)).to(logits.device)
+        values, penalty = logits[repeated], params.repetition_penalty
+        logits[repeated] = torch.where(values > 0, values / penalty, values * penalty)
     if len(ids):
         subtracted = counts * params.frequency_penalty + params.presence_penalty
         logits[torch.from_numpy(ids).to(logits.device)] -= torch.from_numpy(
@@ -115,37 +115,45 @@ def _sample_adjusted(
 ) -> SampledTokens:
     """Sample one token from each of the rows in `rows` [N] of float32 logits [R, V]."""
     device = logits.device
-    at = on_device(rows, torch.int64, device)
+    row_index = on_device(rows, torch.int64, device)
     temperatures = on_device([p.temperature or 1.0 for p in params], torch.float32, device)
-    numbers = on_device(uniforms, torch.float64, device)
+    uniforms_tensor = on_device(uniforms, torch.float64, device)
     masks = _masks(adjustments, logits.shape[1], device)
-    tokens, normalizer = backend.sample(logits, at, temperatures, numbers, masks)
+    tokens, normalizer = backend.sample(logits, row_index, temperatures, uniforms_tensor, masks)
     # `backend.sample` applies only the masks. Its token is -1 if all allowed tokens are very
     # unlikely. These rows, and rows with penalties, filters or temperature 0, are sampled again.
-    slow = [
+    resampled = [
         row
         for row, (p, token) in enumerate(zip(params, tokens.tolist(), strict=True))
-        if adjustments[row].forced is None
+        if adjustments[row].forced_token is None
         and (token < 0 or is_filtered(p) or p.temperature == 0 or _is_penalized(p))
     ]
-    if slow:
-        chosen = on_device(slow, torch.int64, device)
-        some = logits[at[chosen]]
-        for row, adjusted in zip(slow, some, strict=True):
+    if resampled:
+        resampled_index = on_device(resampled, torch.int64, device)
+        resampled_logits = logits[row_index[resampled_index]]
+        for row, adjusted in zip(resampled, resampled_logits, strict=True):
             penalize_(adjusted, params[row], adjustments[row])
         if masks is not None:
-            some.masked_fill_(~unpacked(masks[chosen], logits.shape[1]), -torch.inf)
-        best = some.argmax(1)
-        backend.log_sum_exp(some, temperatures[chosen], weights=some)
-        backend.filter_(some, [params[row] for row in slow])
-        tokens[chosen] = backend.invert(some, numbers[chosen].unsqueeze(1)).squeeze(1)
-        for row, likeliest in zip(slow, best, strict=True):
+            resampled_logits.masked_fill_(
+                ~unpacked(masks[resampled_index], logits.shape[1]), -torch.inf
+            )
+        best = resampled_logits.argmax(1)
+        backend.log_sum_exp(
+            resampled_logits, temperatures[resampled_index], weights=resampled_logits
+        )
+        backend.filter_(resampled_logits, [params[row] for row in resampled])
+        tokens[resampled_index] = backend.invert(
+            resampled_logits, uniforms_tensor[resampled_index].unsqueeze(1)
+        ).squeeze(1)
+        for row, likeliest in zip(resampled, best, strict=True):
             if params[row].temperature == 0:
                 tokens[row] = likeliest
-    forced = {row: a.forced for row, a in enumerate(adjustments) if a.forced is not None}
-    if forced:
-        forced_tokens = on_device(list(forced.values()), torch.int64, device)
-        tokens[on_device(list(forced), torch.int64, device)] = forced_tokens
+    forced_by_row = {
+        row: a.forced_token for row, a in enumerate(adjustments) if a.forced_token is not None
+    }
+    if forced_by_row:
+        forced_tokens = on_device(list(forced_by_row.values()), torch.int64, device)
+        tokens[on_device(list(forced_by_row), torch.int64, device)] = forced_tokens
     return SampledTokens(tokens, normalizer)
 
 
@@ -153,10 +161,10 @@ def _masks(
     adjustments: Sequence[Adjustment], vocab_size: int, device: torch.device
 ) -> Tensor | None:
     """Return the masks of all rows: int32 [N, (V + 31) // 32], or None if no row has a mask."""
-    if all(adjustment.allowed is None for adjustment in adjustments):
+    if all(adjustment.allowed_bits is None for adjustment in adjustments):
         return None
     masks = np.full((len(adjustments), -(-vocab_size // 32)), -1, np.int32)
     for row, adjustment in zip(masks, adjustments, strict=True):
-        if adjustment.allowed is not None:
-            row[:] = adjustment.allowed.view(np.int32)
+        if adjustment.allowed_bits is not None:
+            row[:] = adjustment.allowed_bits.view(np.int32)
     return torch.from_numpy(masks).to(device)

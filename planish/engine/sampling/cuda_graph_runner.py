@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from planish.engine.release_memory import clear_frames
-from planish.engine.sampling.model_runner import Rows
+from planish.engine.sampling.model_runner import InputBatch
 from planish.model.decoder import Decoder
 from planish.model.kernels.device import Device
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
@@ -40,17 +40,17 @@ from planish.model.kv_cache import KVPools, KVSpec, SlotOwner
 from planish.model.lora import AdapterRows
 from planish.model.transfer import on_device
 
-_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """The batch sizes that graphs are recorded for, up to `max_batch`. Above the last of these sizes,
 the recorded sizes are 256 rows apart (see `graph_sizes`).
 """
 
-_RECORDING = threading.Lock()
+_RECORDING_LOCK = threading.Lock()
 """torch can record only one graph at a time per process. Before a recording it synchronizes the
 whole GPU, which makes any other recording in progress fail.
 """
 
-Step = Callable[[], tuple[Tensor, Tensor]]
+DecodeStep = Callable[[], tuple[Tensor, Tensor]]
 """A function that runs a decoding step on the contents of the tables. It returns hidden states and
 logits.
 """
@@ -73,22 +73,28 @@ class CudaGraphRunner:
         """
         config, device = decoder.config, decoder.device
         self._decoder = decoder
-        self._sizes = graph_sizes(max_batch)
-        self._bases = PoolBases(kv_spec, config.max_context)
-        self._attention = DecodeTables(self._bases, self._sizes[-1], config.num_heads)
-        self._adapters = AdapterTables(config, decoder.dtype, device, self._sizes[-1], max_batch)
+        self._batch_sizes = graph_sizes(max_batch)
+        self._pool_bases = PoolBases(kv_spec, config.max_context)
+        self._attention = DecodeTables(self._pool_bases, self._batch_sizes[-1], config.num_heads)
+        self._adapters = AdapterTables(
+            config, decoder.dtype, device, self._batch_sizes[-1], max_batch
+        )
         self._prefill_adapters = AdapterTables(
             config, decoder.dtype, device, max_prefill_tokens_per_step, max_batch
         )
         self._no_adapters = decoder.backend.adapter_batch(())
-        self._places = torch.zeros(2, self._sizes[-1], dtype=torch.int64, device=device)
+        self._tokens_and_positions = torch.zeros(
+            2, self._batch_sizes[-1], dtype=torch.int64, device=device
+        )
         self._logits: Tensor | None = None
         """The logits of every step, in one buffer that all graphs share. Otherwise each graph would
         permanently allocate its own [rows, vocab_size].
         """
-        self._steps: dict[tuple[int, bool, bool], Step] = {}
-        records = Device(device).is_gpu and wants_graphs() and "graphs" in decoder.backend.families
-        self.recorder = GraphRecorder(device) if records else None
+        self._steps: dict[tuple[int, bool, bool], DecodeStep] = {}
+        uses_graphs = (
+            Device(device).is_gpu and wants_graphs() and "graphs" in decoder.backend.families
+        )
+        self.recorder = GraphRecorder(device) if uses_graphs else None
         """The graph recorder. None: steps run eagerly, kernel by kernel."""
 
     @staticmethod
@@ -97,55 +103,55 @@ class CudaGraphRunner:
         backend = decoder.backend
         return isinstance(backend, TritonBackend) and backend.supports_graph_runner
 
-    def row_multiple(self, adapters: int) -> int:
+    def row_multiple(self, num_adapters: int) -> int:
         """Return 1: no padding is needed, because the kernels process several adapters at once."""
         return 1
 
-    def prefill(self, rows: Rows, spans: Sequence[PrefillSpan]) -> Tensor:
+    def prefill(self, batch: InputBatch, spans: Sequence[PrefillSpan]) -> Tensor:
         """Return the hidden states [T, D] of prompt rows, and store the rows' keys and values.
 
         A prefill runs eagerly, without a CUDA graph.
         """
         tokens, positions = on_device(
-            [rows.tokens, rows.positions], torch.int64, self._decoder.device
+            [batch.tokens, batch.positions], torch.int64, self._decoder.device
         )
-        adapters = _adapted(rows)
+        adapters = _adapted_rows(batch)
         self._prefill_adapters.fill(adapters)
-        given = self._prefill_adapters if adapters else self._no_adapters
-        attention = GpuPrefill(spans, self._bases, self._decoder.config.num_heads)
-        return self._decoder.forward(tokens, positions, attention, given)
+        adapter_batch = self._prefill_adapters if adapters else self._no_adapters
+        attention = GpuPrefill(spans, self._pool_bases, self._decoder.config.num_heads)
+        return self._decoder.forward(tokens, positions, attention, adapter_batch)
 
     def decode(
         self,
-        rows: Rows,
-        row_of: dict[SlotOwner, int],
-        prompts: KVPools,
-        samples: KVPools,
+        batch: InputBatch,
+        first_rows: dict[SlotOwner, int],
+        prompt_pools: KVPools,
+        sample_pools: KVPools,
         row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the hidden states [T, D] and float32 logits [T, V] of a decoding step.
 
         Both are views of buffers that the next step overwrites.
         """
-        count = len(rows.tokens)
-        size = self._sizes[bisect_left(self._sizes, count)]
-        adapters = _adapted(rows)
-        self._places[:, :count] = on_device(
-            [rows.tokens, rows.positions], torch.int64, self._places.device
+        num_rows = len(batch.tokens)
+        size = self._batch_sizes[bisect_left(self._batch_sizes, num_rows)]
+        adapters = _adapted_rows(batch)
+        self._tokens_and_positions[:, :num_rows] = on_device(
+            [batch.tokens, batch.positions], torch.int64, self._tokens_and_positions.device
         )
-        self._attention.fill(row_of, prompts, samples, row_counts)
+        self._attention.fill(first_rows, prompt_pools, sample_pools, row_counts)
         self._adapters.fill(adapters)
-        kind = (
+        graph_key = (
             size,
             bool(adapters),
             any(a.weights is not None and a.weights.head is not None for a in adapters),
         )
         # `record` leaves out batches whose adapters do not adapt the LM head. Their graph is
         # recorded at its first use.
-        if kind not in self._steps:
-            self._steps[kind] = self._make_step(*kind)
-        hidden, logits = self._steps[kind]()
-        return hidden[:count], logits[:count]
+        if graph_key not in self._steps:
+            self._steps[graph_key] = self._make_step(*graph_key)
+        hidden, logits = self._steps[graph_key]()
+        return hidden[:num_rows], logits[:num_rows]
 
     @torch.inference_mode()
     def record(self) -> None:
@@ -160,7 +166,7 @@ class CudaGraphRunner:
         """
         if self.recorder is None:
             return
-        for size in reversed(self._sizes):
+        for size in reversed(self._batch_sizes):
             for adapted in (False, True):
                 try:
                     self._steps[size, adapted, adapted] = self._make_step(size, adapted, adapted)
@@ -182,17 +188,19 @@ class CudaGraphRunner:
         self._adapters.fill(())
         self._prefill_adapters.fill(())
 
-    def _make_step(self, size: int, adapted: bool, head_adapted: bool) -> Step:
+    def _make_step(self, size: int, adapted: bool, head_adapted: bool) -> DecodeStep:
         """Return a decoding step of `size` rows: a CUDA graph, or an eager function."""
-        tokens, positions = self._places[:, :size]
+        tokens, positions = self._tokens_and_positions[:, :size]
         if self._logits is None:
             vocab, device = self._decoder.config.vocab_size, self._decoder.device
-            self._logits = torch.empty(self._sizes[-1], vocab, dtype=torch.float32, device=device)
+            self._logits = torch.empty(
+                self._batch_sizes[-1], vocab, dtype=torch.float32, device=device
+            )
         logits = self._logits[:size]
 
         def step() -> tuple[Tensor, Tensor]:
-            given = self._adapters if adapted else self._no_adapters
-            hidden = self._decoder.forward(tokens, positions, self._attention, given)
+            adapter_batch = self._adapters if adapted else self._no_adapters
+            hidden = self._decoder.forward(tokens, positions, self._attention, adapter_batch)
             logits.copy_(self._decoder.backend.base_logits(hidden, self._decoder.head))
             if head_adapted:
                 self._adapters.add_head_(hidden, logits)
@@ -203,14 +211,14 @@ class CudaGraphRunner:
 
 def graph_sizes(max_batch: int) -> list[int]:
     """Return the batch sizes that graphs are recorded for, ascending; `max_batch` is the last."""
-    sizes = [size for size in _SIZES if size < max_batch]
-    sizes += range(_SIZES[-1] + 256, max_batch, 256)
+    sizes = [size for size in _BATCH_SIZES if size < max_batch]
+    sizes += range(_BATCH_SIZES[-1] + 256, max_batch, 256)
     return [*sizes, max_batch]
 
 
-def _adapted(rows: Rows) -> list[AdapterRows]:
+def _adapted_rows(batch: InputBatch) -> list[AdapterRows]:
     """Return the row ranges that have an adapter."""
-    return [adapter for adapter in rows.layout.adapters if adapter.weights is not None]
+    return [adapter for adapter in batch.layout.adapters if adapter.weights is not None]
 
 
 class GraphRecorder:
@@ -225,14 +233,14 @@ class GraphRecorder:
         # torch's own capture stream belongs to the first GPU that recorded in this process. A
         # recorder for another GPU cannot use it.
         self._stream = torch.cuda.Stream(device)
-        self._memory: Any = None
+        self._memory_pool: Any = None
 
-    def record(self, step: Step) -> Step:
+    def record(self, step: DecodeStep) -> DecodeStep:
         """Record `step` and return a function that launches its graph.
 
         The function returns the same tensors at every launch.
         """
-        with _RECORDING:
+        with _RECORDING_LOCK:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             # After a failed recording, torch.cuda.graph may leave its stream as the current stream.
             # This context restores the previous one.
@@ -243,26 +251,29 @@ class GraphRecorder:
                 graph = torch.cuda.CUDAGraph()
                 # If the first recording in a pool fails, torch does not accept that pool again. So
                 # a pool is kept only after its first successful recording.
-                memory = self._memory or torch.cuda.graph_pool_handle()
+                memory_pool = self._memory_pool or torch.cuda.graph_pool_handle()
                 try:
                     # Other threads of this process may use the GPU during the recording, so only
                     # the work of this thread is recorded.
                     with torch.cuda.graph(
-                        graph, pool=memory, stream=self._stream, capture_error_mode="thread_local"
+                        graph,
+                        pool=memory_pool,
+                        stream=self._stream,
+                        capture_error_mode="thread_local",
                     ):
-                        out = step()
+                        outputs = step()
                 except BaseException:
-                    self._close_pool(memory)
+                    self._close_pool(memory_pool)
                     raise
-                self._memory = memory
+                self._memory_pool = memory_pool
 
         def launch() -> tuple[Tensor, Tensor]:
             graph.replay()
-            return out
+            return outputs
 
         return launch
 
-    def _close_pool(self, memory: Any) -> None:
+    def _close_pool(self, memory_pool: Any) -> None:
         """Close a memory pool after a failed recording.
 
         Otherwise torch keeps the pool open with all of its allocations (pytorch issue 190308). A
@@ -272,7 +283,7 @@ class GraphRecorder:
         # Which of these calls are necessary depends on where the recording failed. An unnecessary
         # call raises RuntimeError.
         with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(index, memory)
-        if memory != self._memory:
+            torch._C._cuda_endAllocateToPool(index, memory_pool)
+        if memory_pool != self._memory_pool:
             with suppress(RuntimeError):
-                torch._C._cuda_releasePool(index, memory)
+                torch._C._cuda_releasePool(index, memory_pool)

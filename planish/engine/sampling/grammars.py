@@ -2,8 +2,8 @@
 
 `llguidance` compiles the grammars and computes the masks, on the CPU. Both happen in threads of
 their own, which release the interpreter lock: a mask is computed while the decoder runs the next
-step. llguidance's own limits (`_LIMITS`) end most of these computations after some tenths of a
-second. Some grammars take minutes to compile nevertheless. So each owner (such as a server's
+step. llguidance's own limits (`_PARSER_LIMITS`) end most of these computations after some tenths of
+a second. Some grammars take minutes to compile nevertheless. So each owner (such as a server's
 tenant) has compile threads of its own, and the threads that compute masks compile nothing.
 
 Where only one text can follow, such as a property name, llguidance returns the tokens of that text.
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
-COMPILE_SECONDS = 5.0
+COMPILE_TIMEOUT_SECONDS = 5.0
 """The maximum time that `GrammarCache.check` waits until a grammar is compiled."""
 MAX_GRAMMARS_PER_OWNER = 32
 MAX_GRAMMARS = 512
-MAX_COMPILING = 4
+MAX_COMPILE_THREADS_PER_OWNER = 4
 """The maximum numbers of cached grammars of one owner, of cached grammars of all owners, and of
 threads that compile grammars of one owner.
 """
-_WORKERS = min(4, os.cpu_count() or 1)
+_NUM_MASK_WORKERS = min(4, os.cpu_count() or 1)
 
-_LIMITS = {
+_PARSER_LIMITS = {
     # The first limit is a third of llguidance's default. At the default, one step of the regular
     # expression ((a{1000}){1000}){1000} takes 0.7 s and 190 MB; at this limit, 0.2 s.
     "initial_lexer_fuel": 300_000,
@@ -62,7 +62,7 @@ _JSON_OPTIONS: Any = {
 """JSON is written in one line, with at most one space after each comma and colon. If any whitespace
 were allowed, a model could write nothing else up to `max_tokens`.
 """
-_END = "<|planish: end of the text|>"
+_END_TOKEN = "<|planish: end of the text|>"
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,16 @@ class MaskLayout:
     """The bit positions of the model's tokens and of the end token in llguidance's masks."""
 
     vocab_size: int
-    end: int
+    end_token: int
     """The id of the end token, which is also the position of its bit."""
 
-    def read(self, matcher: LLMatcher) -> Mask:
+    def compute_mask(self, matcher: LLMatcher) -> Mask:
         """Compute the mask of a matcher's next token."""
         words = np.frombuffer(matcher.compute_bitmask(), np.uint32)
-        is_complete = bool(words[self.end // 32] >> np.uint32(self.end % 32) & 1)
+        is_complete = bool(words[self.end_token // 32] >> np.uint32(self.end_token % 32) & 1)
         bits = words[: -(-self.vocab_size // 32)].copy()
-        if self.end // 32 < len(bits):
-            bits[self.end // 32] &= ~np.uint32(1 << self.end % 32)
+        if self.end_token // 32 < len(bits):
+            bits[self.end_token // 32] &= ~np.uint32(1 << self.end_token % 32)
         if self.vocab_size % 32:
             bits[-1] &= np.uint32((1 << self.vocab_size % 32) - 1)
         return Mask(bits, is_complete, not bits.any())
@@ -104,29 +104,30 @@ class Grammar:
     matcher: LLMatcher
     """The matcher after the first forced tokens. It is copied for each sample, never changed."""
     layout: MaskLayout
-    forced: Sequence[int]
+    forced_tokens: Sequence[int]
     """The tokens that every text begins with."""
     mask: Mask
-    """The mask of the token after `forced`."""
+    """The mask of the token after `forced_tokens`."""
 
 
 class GrammarState:
     """The position of one sample in its grammar.
 
-    The future `done` completes when the next mask is computed. Until then the other attributes must
-    not be read, except `is_late`. Only the sampler sets `is_late`, and takes tokens from `forced`.
+    The future `mask_future` completes when the next mask is computed. Until then the other
+    attributes must not be read, except `is_late`. Only the sampler sets `is_late`, and takes tokens
+    from `forced_tokens`.
     """
 
     def __init__(self, owner: str) -> None:
         """Create a state whose first mask is not computed yet."""
         self.owner = owner
-        self.done: Future[None] = Future()
+        self.mask_future: Future[None] = Future()
         self.matcher: LLMatcher | None = None
         self.layout: MaskLayout | None = None
-        self.forced: list[int] = []
+        self.forced_tokens: list[int] = []
         """The tokens that must come next, in this order."""
         self.mask: Mask | None = None
-        """The mask of the token after `forced`."""
+        """The mask of the token after `forced_tokens`."""
         self.error: Exception | None = None
         """Why no further token can be sampled."""
         self.is_late = False
@@ -137,7 +138,7 @@ class GrammarState:
     @property
     def is_ready(self) -> bool:
         """Whether the next mask is computed, or its computation has failed."""
-        return self.done.done()
+        return self.mask_future.done()
 
 
 class GrammarCache:
@@ -157,64 +158,70 @@ class GrammarCache:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._tokenizer_lock = threading.Lock()
-        self._compiled: OrderedDict[tuple[str, Constraint], Future[Grammar]] = OrderedDict()
-        self._compilers: Counter[str] = Counter()
+        self._grammars: OrderedDict[tuple[str, Constraint], Future[Grammar]] = OrderedDict()
+        self._num_compile_threads: Counter[str] = Counter()
         """The number of threads that compile grammars of each owner."""
-        self._uncompiled: dict[str, deque[tuple[Constraint, Future[Grammar]]]] = {}
-        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="planish-grammar")
-        weakref.finalize(self, self._workers.shutdown, wait=False)
+        self._compile_queues: dict[str, deque[tuple[Constraint, Future[Grammar]]]] = {}
+        self._mask_workers = ThreadPoolExecutor(
+            _NUM_MASK_WORKERS, thread_name_prefix="planish-grammar"
+        )
+        weakref.finalize(self, self._mask_workers.shutdown, wait=False)
 
     def __len__(self) -> int:
         """Return the number of grammars in the cache."""
-        return len(self._compiled)
+        return len(self._grammars)
 
     def check(self, constraint: Constraint, owner: str) -> None:
         """Compile a grammar, unless it is cached. Raise UserError if it cannot be compiled."""
-        future = self._grammar(constraint, owner)
+        future = self._grammar_future(constraint, owner)
         try:
-            future.result(COMPILE_SECONDS)
+            future.result(COMPILE_TIMEOUT_SECONDS)
         except TimeoutError:
             raise UserError(
                 f"SamplingParams.constraint of kind {constraint.kind} took more than "
-                f"{COMPILE_SECONDS:g} s to compile; give a simpler one"
+                f"{COMPILE_TIMEOUT_SECONDS:g} s to compile; give a simpler one"
             ) from None
 
-    def start(self, constraint: Constraint, owner: str) -> GrammarState:
+    def new_state(self, constraint: Constraint, owner: str) -> GrammarState:
         """Return the state of a new sample."""
         state = GrammarState(owner)
         # No worker may wait for a grammar, because it would delay the masks of other owners. So a
-        # callback fills the state: in the thread that completes the grammar, or here if it is cached.
-        self._grammar(constraint, owner).add_done_callback(lambda grammar: _begin(state, grammar))
+        # callback fills the state: in the thread that completes the grammar, or here if it is
+        # cached.
+        self._grammar_future(constraint, owner).add_done_callback(
+            lambda grammar: _set_first_mask(state, grammar)
+        )
         return state
 
-    def advance(self, taken: Sequence[tuple[GrammarState, int]]) -> None:
+    def advance(self, sampled_tokens: Sequence[tuple[GrammarState, int]]) -> None:
         """Start computing the masks that follow the sampled tokens.
 
-        `taken` has the state and the newest token of each sample. All samples of an owner form one
-        job. So a slow grammar does not delay the samples of other owners while a worker is free.
+        `sampled_tokens` has the state and the newest token of each sample. All samples of an owner
+        form one job. So a slow grammar does not delay the samples of other owners while a worker is
+        free.
         """
         by_owner: dict[str, list[tuple[GrammarState, int]]] = {}
-        for state, token in taken:
+        for state, token in sampled_tokens:
             by_owner.setdefault(state.owner, []).append((state, token))
         for group in by_owner.values():
-            done = self._workers.submit(_advance, group)
+            mask_future = self._mask_workers.submit(_advance, group)
             for state, _ in group:
-                state.done = done
+                state.mask_future = mask_future
 
-    def _grammar(self, constraint: Constraint, owner: str) -> Future[Grammar]:
+    def _grammar_future(self, constraint: Constraint, owner: str) -> Future[Grammar]:
         """Return the future of a compiled grammar. If it is not cached, start to compile it."""
         key = (owner, constraint)
         with self._lock:
-            future = self._compiled.get(key)
+            future = self._grammars.get(key)
             if future is None:
-                future = self._compiled[key] = self._start_compiling(constraint, owner)
-                mine = [other for other in self._compiled if other[0] == owner]
-                if len(mine) > MAX_GRAMMARS_PER_OWNER:
-                    del self._compiled[mine[0]]
-                if len(self._compiled) > MAX_GRAMMARS:
-                    self._compiled.popitem(last=False)
+                future = self._grammars[key] = self._start_compiling(constraint, owner)
+                owner_keys = [other for other in self._grammars if other[0] == owner]
+                if len(owner_keys) > MAX_GRAMMARS_PER_OWNER:
+                    del self._grammars[owner_keys[0]]
+                if len(self._grammars) > MAX_GRAMMARS:
+                    self._grammars.popitem(last=False)
             else:
-                self._compiled.move_to_end(key)
+                self._grammars.move_to_end(key)
             return future
 
     def _start_compiling(self, constraint: Constraint, owner: str) -> Future[Grammar]:
@@ -225,10 +232,10 @@ class GrammarCache:
         its owner. The threads are daemons, so they do not keep the process from exiting.
         """
         future: Future[Grammar] = Future()
-        queue = self._uncompiled.setdefault(owner, deque())
+        queue = self._compile_queues.setdefault(owner, deque())
         queue.append((constraint, future))
-        if self._compilers[owner] < MAX_COMPILING:
-            self._compilers[owner] += 1
+        if self._num_compile_threads[owner] < MAX_COMPILE_THREADS_PER_OWNER:
+            self._num_compile_threads[owner] += 1
             threading.Thread(
                 target=self._compile_all, args=(owner, queue), name="planish-grammar", daemon=True
             ).start()
@@ -239,9 +246,9 @@ class GrammarCache:
         while True:
             with self._lock:
                 if not queue:
-                    self._compilers[owner] -= 1
-                    if not self._compilers[owner]:
-                        del self._compilers[owner], self._uncompiled[owner]
+                    self._num_compile_threads[owner] -= 1
+                    if not self._num_compile_threads[owner]:
+                        del self._num_compile_threads[owner], self._compile_queues[owner]
                     return
                 constraint, future = queue.popleft()
             try:
@@ -256,20 +263,23 @@ class GrammarCache:
         with self._tokenizer_lock:
             tokenizer = self._tokenizer
         matcher = LLMatcher(
-            tokenizer, _grammar_text(constraint), log_level=0, limits=LLParserLimits(**_LIMITS)
+            tokenizer,
+            _grammar_text(constraint),
+            log_level=0,
+            limits=LLParserLimits(**_PARSER_LIMITS),
         )
         if not matcher.is_error():
             layout = MaskLayout(self._vocab_size, tokenizer.eos_token)
-            forced = _take_forced(matcher)
+            forced_tokens = _consume_forced_tokens(matcher)
             # The state of a matcher changes while it computes a mask.
-            first = matcher.deep_copy()
-            mask = layout.read(first)
-            if not first.is_error():
-                return Grammar(matcher, layout, forced, mask)
-            matcher = first
+            mask_matcher = matcher.deep_copy()
+            mask = layout.compute_mask(mask_matcher)
+            if not mask_matcher.is_error():
+                return Grammar(matcher, layout, forced_tokens, mask)
+            matcher = mask_matcher
         raise UserError(
             f"SamplingParams.constraint of kind {constraint.kind} cannot be used: "
-            f"{_reason(matcher)}"
+            f"{_error_message(matcher)}"
         )
 
     @cached_property
@@ -286,11 +296,11 @@ class GrammarCache:
         tokenizer = Tokenizer.from_str(backend.to_str())
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        tokenizer.add_special_tokens([AddedToken(_END, special=True, normalized=False)])
-        end = tokenizer.token_to_id(_END)
-        assert end is not None
+        tokenizer.add_special_tokens([AddedToken(_END_TOKEN, special=True, normalized=False)])
+        end_token = tokenizer.token_to_id(_END_TOKEN)
+        assert end_token is not None
         return LLTokenizer(
-            tokenizer.to_str(), n_vocab=max(self._vocab_size, end + 1), eos_token=end
+            tokenizer.to_str(), n_vocab=max(self._vocab_size, end_token + 1), eos_token=end_token
         )
 
 
@@ -302,55 +312,55 @@ def wait_for_masks(
     `seconds` None: wait without a limit.
     """
     wait(
-        [state.done for state in states],
+        [state.mask_future for state in states],
         seconds,
         ALL_COMPLETED if for_all else FIRST_COMPLETED,
     )
 
 
-def _begin(state: GrammarState, grammar: Future[Grammar]) -> None:
+def _set_first_mask(state: GrammarState, grammar_future: Future[Grammar]) -> None:
     try:
-        compiled = grammar.result()
-        state.matcher, state.layout = compiled.matcher.deep_copy(), compiled.layout
-        state.forced, state.mask = list(compiled.forced), compiled.mask
+        grammar = grammar_future.result()
+        state.matcher, state.layout = grammar.matcher.deep_copy(), grammar.layout
+        state.forced_tokens, state.mask = list(grammar.forced_tokens), grammar.mask
     except Exception as error:
         state.error = error
-    state.done.set_result(None)
+    state.mask_future.set_result(None)
 
 
-def _advance(taken: Sequence[tuple[GrammarState, int]]) -> None:
-    for state, token in taken:
+def _advance(sampled_tokens: Sequence[tuple[GrammarState, int]]) -> None:
+    for state, token in sampled_tokens:
         try:
             assert state.matcher is not None
             assert state.layout is not None
             state.mask = None
             if state.matcher.consume_token(token):
-                state.forced = _take_forced(state.matcher)
-                state.mask = state.layout.read(state.matcher)
+                state.forced_tokens = _consume_forced_tokens(state.matcher)
+                state.mask = state.layout.compute_mask(state.matcher)
             if state.matcher.is_error():
                 state.error = UserError(
                     "SamplingParams.constraint became too complex at one of the sampled tokens: "
-                    f"{_reason(state.matcher)}; give a simpler constraint"
+                    f"{_error_message(state.matcher)}; give a simpler constraint"
                 )
         except Exception as error:
             state.error = error
 
 
-def _take_forced(matcher: LLMatcher) -> list[int]:
+def _consume_forced_tokens(matcher: LLMatcher) -> list[int]:
     """Consume and return the tokens that must come next."""
-    forced = matcher.compute_ff_tokens()
-    if forced:
-        matcher.consume_tokens(forced)
-    return forced
+    forced_tokens = matcher.compute_ff_tokens()
+    if forced_tokens:
+        matcher.consume_tokens(forced_tokens)
+    return forced_tokens
 
 
-def _reason(matcher: LLMatcher) -> str:
+def _error_message(matcher: LLMatcher) -> str:
     """Return llguidance's error message without the dump of its state.
 
     The message may quote the whole grammar, so its middle is cut out beyond 600 characters.
     """
-    reason = matcher.get_error().partition("\n<")[0].strip()
-    return reason if len(reason) <= 600 else f"{reason[:300]} ... {reason[-300:]}"
+    message = matcher.get_error().partition("\n<")[0].strip()
+    return message if len(message) <= 600 else f"{message[:300]} ... {message[-300:]}"
 
 
 def _grammar_text(constraint: Constraint) -> str:

@@ -24,7 +24,7 @@ from planish.model.lora import AdapterRows, StackRows
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class InputBatch:
     """The T rows of one pass through the decoder, including padding rows.
 
     Row i has token tokens[i] at position positions[i] of its sequence. `layout` groups the rows by
@@ -48,62 +48,66 @@ class EagerRunner:
         self._stacks = AdapterStacks()
         self._decode_pass = decoder.backend.decode_pass(decoder) or decoder.forward
 
-    def row_multiple(self, adapters: int) -> int:
+    def row_multiple(self, num_adapters: int) -> int:
         """Return the multiple to which the caller should pad the rows of each adapter.
 
-        `adapters`: the number of adapters in the decoding step. Adapters with the same number of
-        rows can share a batched matmul, and padding makes this likelier. The result is 1 (no
+        `num_adapters`: the number of adapters in the decoding step. Adapters with the same number
+        of rows can share a batched matmul, and padding makes this likelier. The result is 1 (no
         padding) for a single adapter, and if a compiled kernel applies the adapters.
         """
-        return ROWS if adapters > 1 and not self._backend.packs_layer_adapters else 1
+        return ROWS if num_adapters > 1 and not self._backend.packs_layer_adapters else 1
 
-    def prefill(self, rows: Rows, spans: Sequence[PrefillSpan]) -> Tensor:
+    def prefill(self, batch: InputBatch, spans: Sequence[PrefillSpan]) -> Tensor:
         """Return the hidden states [T, D] of prompt rows.
 
         The rows' keys and values are stored in the slots that `spans` name.
         """
         attention = self._backend.prefill_attention(spans)
-        adapters = self._backend.adapter_batch(rows.layout.adapters)
-        tokens_and_positions = self._tokens_and_positions(rows)
+        adapter_batch = self._backend.adapter_batch(batch.layout.adapters)
+        tokens_and_positions = self._tokens_and_positions(batch)
         return self._decoder.forward(
-            *tokens_and_positions, attention, adapters, recurrence=rows.recurrence
+            *tokens_and_positions, attention, adapter_batch, recurrence=batch.recurrence
         )
 
     def decode(
         self,
-        rows: Rows,
-        row_of: dict[SlotOwner, int],
-        prompts: KVPools,
-        samples: KVPools,
+        batch: InputBatch,
+        first_rows: dict[SlotOwner, int],
+        prompt_pools: KVPools,
+        sample_pools: KVPools,
         row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the hidden states [T, D] and float32 logits [T, V] of a decoding step.
 
-        `row_of` maps each sample in `samples` to its first row. `row_counts` has the number of
-        consecutive rows of each sample; samples that it does not contain have one row.
+        `first_rows` maps each sample in `sample_pools` to its first row. `row_counts` has the
+        number of consecutive rows of each sample; samples that it does not contain have one row.
         """
-        adapters = rows.layout.adapters
-        given: Sequence[AdapterRows | StackRows] = adapters
+        adapters = batch.layout.adapters
+        decode_adapters: Sequence[AdapterRows | StackRows] = adapters
         if self.row_multiple(len(adapters)) > 1:
-            given = self._stacks.of(adapters, self._backend.can_stack)
+            decode_adapters = self._stacks.of(adapters, self._backend.can_stack)
         else:
             self._stacks.forget()
-        attention = self._backend.decode_attention(row_of, prompts, samples, row_counts)
-        batch = self._backend.adapter_batch(given)
-        tokens_and_positions = self._tokens_and_positions(rows)
-        if rows.recurrence is not None:
+        attention = self._backend.decode_attention(
+            first_rows, prompt_pools, sample_pools, row_counts
+        )
+        adapter_batch = self._backend.adapter_batch(decode_adapters)
+        tokens_and_positions = self._tokens_and_positions(batch)
+        if batch.recurrence is not None:
             hidden = self._decoder.forward(
-                *tokens_and_positions, attention, batch, recurrence=rows.recurrence
+                *tokens_and_positions, attention, adapter_batch, recurrence=batch.recurrence
             )
         else:
-            hidden = self._decode_pass(*tokens_and_positions, attention, batch)
+            hidden = self._decode_pass(*tokens_and_positions, attention, adapter_batch)
         return hidden, self._head.logits(hidden, adapters)
 
     def release_adapters(self) -> None:
         """Free the stacked adapter weights. The sampler calls this when no request is running."""
         self._stacks.forget()
 
-    def _tokens_and_positions(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def _tokens_and_positions(self, batch: InputBatch) -> tuple[Tensor, Tensor]:
         """Return the tokens and positions of the rows, int64 [T] each."""
         device = self._backend.device
-        return torch.tensor(rows.tokens, device=device), torch.tensor(rows.positions, device=device)
+        return torch.tensor(batch.tokens, device=device), torch.tensor(
+            batch.positions, device=device
+        )

@@ -1,7 +1,7 @@
 """A prefix cache: an LRU cache of prompt prefixes in chunks of a fixed number of tokens.
 
-The key of a chunk is (version, number of the previous chunk, tokens of the chunk). The sampler's
-versions are pairs: the version of the weights, and the owner of the prefixes, such as a server's
+The key of a chunk is (namespace, number of the previous chunk, tokens of the chunk). The sampler's
+namespaces are pairs: the version of the weights, and the owner of the prefixes, such as a server's
 tenant. Keys are compared exactly, never by a hash alone. A lookup walks from the start of a prompt.
 
 The least recently used chunks are evicted first. A chunk always counts as more recently used than
@@ -28,11 +28,11 @@ class _Chunk(Generic[V]):
 
 
 class PrefixCache(Generic[V]):
-    """An LRU cache of at most `capacity` prefix chunks of `chunk_tokens` tokens each."""
+    """An LRU cache of at most `capacity` prefix chunks of `chunk_size` tokens each."""
 
-    def __init__(self, chunk_tokens: int, capacity: int) -> None:
+    def __init__(self, chunk_size: int, capacity: int) -> None:
         """Create an empty cache."""
-        self.chunk_tokens = chunk_tokens
+        self.chunk_size = chunk_size
         self.capacity = capacity
         self._chunks: OrderedDict[ChunkKey, _Chunk[V]] = OrderedDict()
         self._next_number = 1  # 0 stands for the start of every prompt.
@@ -41,35 +41,35 @@ class PrefixCache(Generic[V]):
         """Return the number of chunks in the cache."""
         return len(self._chunks)
 
-    def find(self, version: Hashable, tokens: Sequence[int]) -> list[V]:
+    def find(self, namespace: Hashable, tokens: Sequence[int]) -> list[V]:
         """Return the values of the longest cached prefix of `tokens`, one per chunk.
 
         The prefix never includes the last token. So every prompt computes at least one token, which
         yields the prompt's last hidden state.
         """
-        found = self._walk(version, tokens, (len(tokens) - 1) // self.chunk_tokens)
+        found = self._walk(namespace, tokens, (len(tokens) - 1) // self.chunk_size)
         for key, _ in reversed(found):
             self._chunks.move_to_end(key)
         return [chunk.value for _, chunk in found]
 
-    def missing(self, version: Hashable, tokens: Sequence[int]) -> range:
+    def missing_chunks(self, namespace: Hashable, tokens: Sequence[int]) -> range:
         """Return the indices of the whole chunks of `tokens` that are not in the cache."""
-        whole = len(tokens) // self.chunk_tokens
-        return range(len(self._walk(version, tokens, whole)), whole)
+        num_whole_chunks = len(tokens) // self.chunk_size
+        return range(len(self._walk(namespace, tokens, num_whole_chunks)), num_whole_chunks)
 
-    def add(self, version: Hashable, tokens: Sequence[int], values: Sequence[V]) -> None:
-        """Store `values` for the chunks that `missing` returned.
+    def add(self, namespace: Hashable, tokens: Sequence[int], values: Sequence[V]) -> None:
+        """Store `values` for the chunks that `missing_chunks` returned.
 
         Then evict the least recently used chunks beyond `capacity`.
         """
-        whole = len(tokens) // self.chunk_tokens
-        known = self._walk(version, tokens, whole)
-        parent = known[-1][1].number if known else 0
-        keys = [key for key, _ in known]
-        for index, value in zip(range(len(known), whole), values, strict=True):
-            key = (version, parent, self._tokens(tokens, index))
+        num_whole_chunks = len(tokens) // self.chunk_size
+        cached = self._walk(namespace, tokens, num_whole_chunks)
+        parent_number = cached[-1][1].number if cached else 0
+        keys = [key for key, _ in cached]
+        for index, value in zip(range(len(cached), num_whole_chunks), values, strict=True):
+            key = (namespace, parent_number, self._chunk_tokens(tokens, index))
             self._chunks[key] = _Chunk(self._next_number, value)
-            parent = self._next_number
+            parent_number = self._next_number
             self._next_number += 1
             keys.append(key)
         for key in reversed(keys):
@@ -78,27 +78,27 @@ class PrefixCache(Generic[V]):
             self._chunks.popitem(last=False)
 
     def evict(self, is_unused: Callable[[Any], bool]) -> None:
-        """Evict every chunk of the versions for which `is_unused` is true."""
+        """Evict every chunk of the namespaces for which `is_unused` is true."""
         for key in [key for key in self._chunks if is_unused(key[0])]:
             del self._chunks[key]
 
     def _walk(
-        self, version: Hashable, tokens: Sequence[int], limit: int
+        self, namespace: Hashable, tokens: Sequence[int], max_chunks: int
     ) -> list[tuple[ChunkKey, _Chunk[V]]]:
-        """Walk through the first `limit` chunks of `tokens` until one is not in the cache.
+        """Walk through the first `max_chunks` chunks of `tokens` until one is not in the cache.
 
         Return the keys and chunks before it.
         """
         found: list[tuple[ChunkKey, _Chunk[V]]] = []
-        parent = 0
-        for index in range(limit):
-            key = (version, parent, self._tokens(tokens, index))
+        parent_number = 0
+        for index in range(max_chunks):
+            key = (namespace, parent_number, self._chunk_tokens(tokens, index))
             chunk = self._chunks.get(key)
             if chunk is None:
                 break
             found.append((key, chunk))
-            parent = chunk.number
+            parent_number = chunk.number
         return found
 
-    def _tokens(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
-        return tuple(tokens[index * self.chunk_tokens : (index + 1) * self.chunk_tokens])
+    def _chunk_tokens(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
+        return tuple(tokens[index * self.chunk_size : (index + 1) * self.chunk_size])

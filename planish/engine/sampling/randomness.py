@@ -7,7 +7,7 @@ what else is sampled.
 import numpy as np
 from numpy.random import Generator, Philox
 
-_WORDS = 4
+_NUMBERS_PER_COUNTER = 4
 """The number of random numbers that Philox generates per counter value."""
 
 
@@ -17,7 +17,7 @@ class UniformStream:
     The seed is the Philox key.
     """
 
-    _BLOCK = 64
+    _BLOCK_SIZE = 64
     """How many numbers are generated at a time."""
 
     def __init__(self, seed: int, index: int, purpose: int = 0) -> None:
@@ -30,7 +30,7 @@ class UniformStream:
     def at(self, position: int) -> float:
         """Return the random number at `position`, which does not depend on earlier calls."""
         while position >= len(self._numbers):
-            self._numbers += self._generator.random(self._BLOCK).tolist()
+            self._numbers += self._generator.random(self._BLOCK_SIZE).tolist()
         return self._numbers[position]
 
 
@@ -40,15 +40,15 @@ def uniforms(seed: int, purpose: int, positions: range, indices: range) -> np.nd
     The numbers equal those of `UniformStream(seed, index, purpose).at(position)`.
     """
     numbers = np.empty((len(indices), len(positions)))
-    source = Philox(key=seed % (1 << 128))
-    generator = Generator(source)
-    state = source.state
-    first = positions.start // _WORDS
+    philox = Philox(key=seed % (1 << 128))
+    generator = Generator(philox)
+    state = philox.state
+    first = positions.start // _NUMBERS_PER_COUNTER
     for row, index in zip(numbers, indices, strict=True):
         # A new generator for each index would take four times as long as setting the state.
         state["state"]["counter"][:] = (first, 0, index, purpose)
-        source.state = state
-        row[:] = generator.random(positions.stop - first * _WORDS)[
-            positions.start - first * _WORDS :
+        philox.state = state
+        row[:] = generator.random(positions.stop - first * _NUMBERS_PER_COUNTER)[
+            positions.start - first * _NUMBERS_PER_COUNTER :
         ]
     return np.ascontiguousarray(numbers.T)

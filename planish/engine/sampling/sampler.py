@@ -33,16 +33,16 @@ from planish.engine.release_memory import clear_frames
 from planish.engine.sampling.adjustments import Adjustment, is_adjusted, sample_batch
 from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner
 from planish.engine.sampling.grammars import GrammarCache, GrammarState, wait_for_masks
-from planish.engine.sampling.model_runner import EagerRunner, Rows
+from planish.engine.sampling.model_runner import EagerRunner, InputBatch
 from planish.engine.sampling.prefix_cache import PrefixCache
 from planish.engine.sampling.prompt_logprobs import (
-    SCORED_ROWS,
-    PromptLogprobs,
-    wants_prompt_logprobs,
+    MAX_SCORED_ROWS,
+    PromptScores,
+    wants_prompt_scores,
 )
 from planish.engine.sampling.sampling_head import RowLayout, SamplingHead
 from planish.engine.sampling.scheduler import Prompt, Request, RunningSample, Scheduler
-from planish.engine.sampling.stopping import StopCondition, TokenTexts
+from planish.engine.sampling.stopping import Detokenizer, StopCondition
 from planish.engine.sampling.token_sampling import sample_tokens, top_logprobs
 from planish.engine.sampling.validation import check_sample, max_tokens_of
 from planish.errors import NonFiniteError, UserError
@@ -66,16 +66,17 @@ from planish.model.transfer import on_device
 from planish.service import Sample, SampledToken
 from planish.types import SampledSequence, SampleResponse, TopkLogprobs
 
-_MASK_SECONDS = 0.02
+_MAX_MASK_WAIT_SECONDS = 0.02
 """The maximum time that a step waits for the grammar masks of constrained samples. A sample whose
 mask is still missing gets no token in this step, so that other samples do not wait any longer.
 """
-_FORCED_SECONDS, _FORCED_SAMPLES = 0.001, 16
+_MAX_FORCED_WAIT_SECONDS, _MAX_FORCED_WAIT_SAMPLES = 0.001, 16
 """The limits of the wait for forced tokens before a decoding step. Forced tokens are the tokens
 that a grammar determines completely, so they are not sampled. A grammar worker computes them
-together with the mask. If masks of at most _FORCED_SAMPLES samples are pending, the step waits for
-these masks up to _FORCED_SECONDS. The step then decodes their forced tokens too. If more masks are
-pending, the step does not wait, because the grammar workers would need longer than that.
+together with the mask. If masks of at most _MAX_FORCED_WAIT_SAMPLES samples are pending, the step
+waits for these masks up to _MAX_FORCED_WAIT_SECONDS. The step then decodes their forced tokens too.
+If more masks are pending, the step does not wait, because the grammar workers would need longer
+than that.
 """
 _NO_TOKENS = np.zeros(0, np.int64)
 
@@ -135,27 +136,27 @@ class SamplerSettings:
         config = backend.config
         # There are three float32 logits tensors: the logits of the step, the copy that tokens are
         # sampled from, and the logits of the prompts' last positions.
-        logits_bytes = 3 * 4 * config.vocab_size * max(self.max_batch, SCORED_ROWS)
+        logits_bytes = 3 * 4 * config.vocab_size * max(self.max_batch, MAX_SCORED_ROWS)
         query_size, kv_size = (
             config.num_heads * config.head_dim,
             config.num_kv_heads * config.head_dim,
         )
-        mlp_numbers = 3 * config.intermediate_size
+        mlp_size = 3 * config.intermediate_size
         if config.num_experts:
             # Each token is computed by several experts, so the experts' inputs and outputs have one
             # row per pair of a token and one of its experts.
-            numbers_per_pair = 3 * config.expert_size + 3 * config.hidden_size
-            pairs = config.experts_per_token * numbers_per_pair
+            expert_size = 3 * config.expert_size + 3 * config.hidden_size
+            experts_size = config.experts_per_token * expert_size
             if config.has_shared_expert:
-                mlp_numbers += pairs
+                mlp_size += experts_size
             else:
-                mlp_numbers = max(mlp_numbers if config.dense_layers else 0, pairs)
-        numbers_per_token = 4 * config.hidden_size + 3 * query_size + 4 * kv_size + mlp_numbers
+                mlp_size = max(mlp_size if config.dense_layers else 0, experts_size)
+        values_per_token = 4 * config.hidden_size + 3 * query_size + 4 * kv_size + mlp_size
         return (
             logits_bytes
             + backend.workspace_bytes
             + self.max_prefill_tokens_per_step
-            * (8 * config.hidden_size + backend.dtype.itemsize * numbers_per_token)
+            * (8 * config.hidden_size + backend.dtype.itemsize * values_per_token)
             + sampling_bytes(
                 config, backend.dtype, self.max_batch, self.max_prefill_tokens_per_step
             )
@@ -180,14 +181,14 @@ class Sampler:
         """Create a sampler. It is deterministic (batch-invariant) if the decoder's backend is.
 
         `decode_text` turns tokens into text, to look for stop strings. `vocabulary` returns the raw
-        vocabulary entry of a token (see `TokenTexts`). Requests with a constraint need `grammars`.
+        vocabulary entry of a token (see `Detokenizer`). Requests with a constraint need `grammars`.
         With `shares_prefixes`, requests of different owners (`Sample.cache_owner`) use each other's
         cached prefixes.
         """
         self._shares_prefixes = shares_prefixes
         self._grammars = grammars
         self._decoder = decoder
-        self._texts = TokenTexts(decode_text, vocabulary)
+        self._detokenizer = Detokenizer(decode_text, vocabulary)
         self._backend = decoder.backend
         self._head = SamplingHead(decoder)
         self._kv_spec = KVSpec.from_backend(decoder.backend)
@@ -200,15 +201,15 @@ class Sampler:
             self._runner = EagerRunner(decoder, self._head)
         self.settings = settings
         self._state_bytes = state_bytes(decoder.config, decoder.dtype)
-        self._chunk = self._cache_chunk()
+        self._chunk_size = self._prefix_chunk_size()
         self._scheduler = self._make_scheduler()
         self._make_pools()
         hidden_bytes = decoder.config.hidden_size * decoder.dtype.itemsize
-        chunk_bytes = (self._kv_spec.bytes_per_position + hidden_bytes) * self._chunk
-        self._cache: PrefixCache[_CachedChunk] = PrefixCache(
-            self._chunk, settings.prefix_cache_bytes // (chunk_bytes + self._state_bytes)
+        chunk_bytes = (self._kv_spec.bytes_per_position + hidden_bytes) * self._chunk_size
+        self._prefix_cache: PrefixCache[_CachedChunk] = PrefixCache(
+            self._chunk_size, settings.prefix_cache_bytes // (chunk_bytes + self._state_bytes)
         )
-        self._states: dict[Prompt | RunningSample, RecurrentState] = {}
+        self._recurrent_states: dict[Prompt | RunningSample, RecurrentState] = {}
         """The recurrent states of active prompts and of samples after their first token. The states
         of prompts are never changed in place.
         """
@@ -216,16 +217,16 @@ class Sampler:
         """For each prompt in prefill, the recurrent state after each complete chunk. The entry is
         removed when the prompt is ready.
         """
-        self._hidden: dict[Prompt, list[Tensor]] = {}
+        self._chunk_hidden: dict[Prompt, list[Tensor]] = {}
         """For each prompt in prefill, the final hidden states of each complete chunk. The entry is
         removed when the prompt is ready.
         """
         self._last_hidden: dict[Prompt, Tensor] = {}
         """The hidden state [1, D] of each ready prompt's last token."""
         self._requests: list[Request] = []
-        self._next_number = 0
+        self._next_request_number = 0
 
-    def _cache_chunk(self) -> int:
+    def _prefix_chunk_size(self) -> int:
         """Return the positions of one prefix cache entry."""
         if not self._state_bytes:
             return CHUNK
@@ -239,7 +240,7 @@ class Sampler:
             self.settings.max_batch,
             self.settings.kv_cache_bytes // per_position,
             self.settings.max_prefill_tokens_per_step,
-            self._chunk,
+            self._chunk_size,
             -(-self._state_bytes // per_position),
         )
 
@@ -259,12 +260,12 @@ class Sampler:
         This method may be called from any thread.
         """
         check_sample(op, self._decoder.config)
-        tokens, max_tokens = op.prompt.length, max_tokens_of(op, self._decoder.config)
-        needed = self._scheduler.positions_needed(tokens, max_tokens)
-        if needed > self._scheduler.max_positions:
+        prompt_length, max_tokens = op.prompt.length, max_tokens_of(op, self._decoder.config)
+        positions = self._scheduler.positions_needed(prompt_length, max_tokens)
+        if positions > self._scheduler.max_positions:
             raise UserError(
-                f"a prompt of {tokens} tokens with max_tokens={max_tokens} needs "
-                f"{needed * self._kv_spec.bytes_per_position:,} bytes for keys and values, more "
+                f"a prompt of {prompt_length} tokens with max_tokens={max_tokens} needs "
+                f"{positions * self._kv_spec.bytes_per_position:,} bytes for keys and values, more "
                 f"than the limit kv_cache_bytes={self.settings.kv_cache_bytes:,}; "
                 "lower max_tokens or raise kv_cache_bytes"
             )
@@ -291,25 +292,27 @@ class Sampler:
         params = op.sampling_params
         new_grammar = None
         if params.constraint is not None and self._grammars is not None:
-            new_grammar = partial(self._grammars.start, params.constraint, op.cache_owner)
+            new_grammar = partial(self._grammars.new_state, params.constraint, op.cache_owner)
         seed = params.seed if params.seed is not None else secrets.randbits(64)
         request = Request(
             op=op,
-            number=self._next_number,
+            number=self._next_request_number,
             tokens=tokens,
             is_adjusted=is_adjusted(params),
             max_tokens=max_tokens_of(op, self._decoder.config),
             weights=weights,
-            version=(version, "" if self._shares_prefixes else op.cache_owner),
-            stop=StopCondition.from_params(params, self._decoder.config.eos_token_ids, self._texts),
+            cache_namespace=(version, "" if self._shares_prefixes else op.cache_owner),
+            stop_condition=StopCondition.from_params(
+                params, self._decoder.config.eos_token_ids, self._detokenizer
+            ),
             seed=seed,
-            scores=PromptLogprobs(op, tokens, seed, self._backend)
-            if wants_prompt_logprobs(op)
+            prompt_scores=PromptScores(op, tokens, seed, self._backend)
+            if wants_prompt_scores(op)
             else None,
             new_grammar=new_grammar,
             future=future,
         )
-        self._next_number += 1
+        self._next_request_number += 1
         self._requests.append(request)
         self._scheduler.waiting.append(request)
 
@@ -317,33 +320,33 @@ class Sampler:
     def step(self) -> None:
         """Start the requests that fit, prefill prompts, and sample the next tokens."""
         self._drop_finished_requests()
-        admitted = self._scheduler.admit(self._cache)
-        self._prompts.ensure_free_slots(prompt.capacity for prompt in admitted)
-        for prompt in admitted:
-            self._start_prompt(prompt)
+        new_prompts = self._scheduler.admit(self._prefix_cache)
+        self._prompt_pools.ensure_free_slots(prompt.capacity for prompt in new_prompts)
+        for prompt in new_prompts:
+            self._allocate_prompt(prompt)
         batch = self._scheduler.prefill_batch()
         if batch:
             self._prefill(batch)
-        starting = [
+        new_samples = [
             sample
             for sample in self._scheduler.running
-            if not sample.tokens and sample.prompt.ready and not sample.awaits_mask
+            if not sample.tokens and sample.prompt.is_ready and not sample.awaits_mask
         ]
-        if starting:
-            self._sample_first(starting)
-        decoding = [sample for sample in self._scheduler.running if sample.tokens]
+        if new_samples:
+            self._sample_first(new_samples)
+        decoding_samples = [sample for sample in self._scheduler.running if sample.tokens]
         # The runner decodes every sample that has a slot. This includes a sample whose mask is
         # missing: its logits are discarded, and a later step decodes it again.
-        if decoding and not all(sample.awaits_mask for sample in decoding):
-            self._decode(decoding)
-        elif not starting and not batch:
+        if decoding_samples and not all(sample.awaits_mask for sample in decoding_samples):
+            self._decode(decoding_samples)
+        elif not new_samples and not batch:
             self._wait_for_masks()
         if not self.busy:
             self._runner.release_adapters()
 
     def evict_prefixes(self, version: Hashable) -> None:
         """Free the cached prefixes of a version of the weights that is no longer in use."""
-        self._cache.evict(lambda key: key[0] == version)
+        self._prefix_cache.evict(lambda key: key[0] == version)
 
     def abort_all(self, error: Exception) -> None:
         """Fail every request with `error` and reset the scheduler and the pools.
@@ -354,40 +357,47 @@ class Sampler:
         requests, self._requests = self._requests, []
         self._scheduler = self._make_scheduler()
         self._make_pools()
-        for per_prompt in (self._last_hidden, self._hidden, self._states, self._chunk_states):
+        for per_prompt in (
+            self._last_hidden,
+            self._chunk_hidden,
+            self._recurrent_states,
+            self._chunk_states,
+        ):
             per_prompt.clear()
         for request in requests:
             request.fail(error)
 
     def _make_pools(self) -> None:
         pool_class = GappedKVPool if isinstance(self._runner, CudaGraphRunner) else KVPool
-        self._budget = KVBudget(
+        self._kv_budget = KVBudget(
             max_pool_bytes(self.settings.kv_cache_bytes) // self._kv_spec.bytes_per_position
         )
-        self._prompts, self._samples = (
-            KVPools(self._kv_spec, pool_class, self._budget) for _ in range(2)
+        self._prompt_pools, self._sample_pools = (
+            KVPools(self._kv_spec, pool_class, self._kv_budget) for _ in range(2)
         )
 
     # Prompts
 
-    def _start_prompt(self, prompt: Prompt) -> None:
+    def _allocate_prompt(self, prompt: Prompt) -> None:
         """Assign a slot to a new prompt and fill it with the cached prefix."""
-        pool = self._prompts.pool_for(prompt.capacity)
+        pool = self._prompt_pools.pool_for(prompt.capacity)
         pool.allocate(prompt)
         cached_chunks = (
-            self._cache.find(prompt.version, prompt.tokens) if not prompt.num_alternatives else []
+            self._prefix_cache.find(prompt.cache_namespace, prompt.tokens)
+            if not prompt.num_alt_tokens
+            else []
         )
-        request = prompt.scored_for
+        request = prompt.scores_request
         first_scored_chunk = (
             len(cached_chunks)
-            if request is None or request.scores is None
-            else request.scores.first_position // self._chunk
+            if request is None or request.prompt_scores is None
+            else request.prompt_scores.first_position // self._chunk_size
         )
         # Cached positions that need scores are all scored in this step, while other requests wait.
         # So their number is limited to `max_prefill_tokens_per_step`. The rest of the cache hit is
         # discarded, and later steps prefill those positions again.
         cached_chunks = cached_chunks[
-            : first_scored_chunk + self.settings.max_prefill_tokens_per_step // self._chunk
+            : first_scored_chunk + self.settings.max_prefill_tokens_per_step // self._chunk_size
         ]
         if cached_chunks:
             pool.write(
@@ -398,16 +408,20 @@ class Sampler:
                     torch.cat([chunk.values for chunk in cached_chunks], 2),
                 ),
             )
-        hidden = self._hidden[prompt] = [chunk.hidden for chunk in cached_chunks]
+        hidden = self._chunk_hidden[prompt] = [chunk.hidden for chunk in cached_chunks]
         if self._state_bytes:
             states = [chunk.state for chunk in cached_chunks if chunk.state is not None]
             self._chunk_states[prompt] = states
-            self._states[prompt] = states[-1] if states else self._new_state()
+            self._recurrent_states[prompt] = states[-1] if states else self._new_state()
         if request is not None and hidden[first_scored_chunk:]:
-            self._score(
-                request, first_scored_chunk * self._chunk, torch.cat(hidden[first_scored_chunk:])
+            self._add_prompt_scores(
+                request,
+                first_scored_chunk * self._chunk_size,
+                torch.cat(hidden[first_scored_chunk:]),
             )
-        prompt.num_computed = prompt.num_cached = len(cached_chunks) * self._chunk
+        prompt.num_computed_tokens = prompt.num_cached_tokens = (
+            len(cached_chunks) * self._chunk_size
+        )
 
     def _new_state(self) -> RecurrentState:
         """Return the recurrent state before position 0."""
@@ -421,22 +435,27 @@ class Sampler:
         The first of these positions is at batch row `row`, and the others follow. Return an empty
         list if the model has no recurrent state.
 
-        Each run ends at the end of a chunk, or at the last of these positions. `_states` receives
-        the state after the last run. `_chunk_states` receives the state after each complete chunk,
-        up to as many chunks as the prefix cache can hold.
+        Each run ends at the end of a chunk, or at the last of these positions. `_recurrent_states`
+        receives the state after the last run. `_chunk_states` receives the state after each
+        complete chunk, up to as many chunks as the prefix cache can hold.
         """
         if not self._state_bytes:
             return []
-        start, stop = prompt.num_computed, prompt.num_computed + count
-        first_border = (start // self._chunk + 1) * self._chunk
-        ends = [*range(first_border, stop, self._chunk), stop]
-        runs, kept_states = [], self._chunk_states[prompt]
+        start, stop = prompt.num_computed_tokens, prompt.num_computed_tokens + count
+        first_boundary = (start // self._chunk_size + 1) * self._chunk_size
+        ends = [*range(first_boundary, stop, self._chunk_size), stop]
+        runs, chunk_states = [], self._chunk_states[prompt]
         for end in ends:
-            after = self._new_state()
-            runs.append(StateRun(row, row + end - start, self._states[prompt], after))
-            self._states[prompt] = after
-            if end % self._chunk == 0 and end // self._chunk <= self._cache.capacity:
-                kept_states.append(after)
+            next_state = self._new_state()
+            runs.append(
+                StateRun(row, row + end - start, self._recurrent_states[prompt], next_state)
+            )
+            self._recurrent_states[prompt] = next_state
+            if (
+                end % self._chunk_size == 0
+                and end // self._chunk_size <= self._prefix_cache.capacity
+            ):
+                chunk_states.append(next_state)
             row, start = row + end - start, end
         return runs
 
@@ -444,19 +463,21 @@ class Sampler:
         """Compute the next `count` tokens of each (prompt, count) in one decoder pass."""
         batch = sorted(batch, key=lambda item: id(item[0].weights))
         layout = RowLayout([(prompt.weights, count) for prompt, count in batch])
-        tokens, positions = [0] * layout.total, [0] * layout.total
+        tokens, positions = [0] * layout.num_rows, [0] * layout.num_rows
         spans, runs = [], []
-        for (prompt, count), row in zip(batch, layout.starts, strict=True):
-            start = prompt.num_computed
+        for (prompt, count), row in zip(batch, layout.first_rows, strict=True):
+            start = prompt.num_computed_tokens
             runs += self._prefill_state_runs(prompt, row, count)
             tokens[row : row + count] = prompt.tokens[start : start + count]
             positions[row : row + count] = range(start, start + count)
             spans.append(
-                PrefillSpan(self._prompts.pool_for(prompt.capacity), prompt.slot, row, start, count)
+                PrefillSpan(
+                    self._prompt_pools.pool_for(prompt.capacity), prompt.slot, row, start, count
+                )
             )
-        recurrence = self._backend.sequence_recurrence(runs, layout.total)
-        hidden = self._runner.prefill(Rows(tokens, positions, layout, recurrence), spans)
-        for (prompt, count), row in zip(batch, layout.starts, strict=True):
+        recurrence = self._backend.sequence_recurrence(runs, layout.num_rows)
+        hidden = self._runner.prefill(InputBatch(tokens, positions, layout, recurrence), spans)
+        for (prompt, count), row in zip(batch, layout.first_rows, strict=True):
             self._add_hidden_states(prompt, hidden[row : row + count])
 
     def _add_hidden_states(self, prompt: Prompt, hidden: Tensor) -> None:
@@ -464,48 +485,50 @@ class Sampler:
 
         A prompt that is complete now is added to the prefix cache.
         """
-        request = prompt.scored_for
+        request = prompt.scores_request
         if request is not None:
-            self._score(request, prompt.num_computed, hidden)
-        chunk_hidden = self._hidden[prompt]
-        size = self._chunk
-        chunk_hidden += [chunk.clone() for chunk in hidden.split(size) if len(chunk) == size]
-        prompt.num_computed += hidden.shape[0]
-        if not prompt.ready:
+            self._add_prompt_scores(request, prompt.num_computed_tokens, hidden)
+        chunk_hidden = self._chunk_hidden[prompt]
+        chunk_size = self._chunk_size
+        chunk_hidden += [
+            chunk.clone() for chunk in hidden.split(chunk_size) if len(chunk) == chunk_size
+        ]
+        prompt.num_computed_tokens += hidden.shape[0]
+        if not prompt.is_ready:
             return
-        del self._hidden[prompt]
+        del self._chunk_hidden[prompt]
         self._last_hidden[prompt] = hidden[-1:].clone()
         tokens, states = prompt.tokens, self._chunk_states.pop(prompt, [])
         if self._state_bytes:
             # A chunk is of no use in the cache without its recurrent state, so only the chunks with
             # a kept state are added.
-            tokens = tokens[: len(states) * size]
-        missing = self._cache.missing(prompt.version, tokens)
-        pool = self._prompts.pool_for(prompt.capacity)
+            tokens = tokens[: len(states) * chunk_size]
+        missing_chunks = self._prefix_cache.missing_chunks(prompt.cache_namespace, tokens)
+        pool = self._prompt_pools.pool_for(prompt.capacity)
         chunks = [
             _CachedChunk(
-                *pool.read(prompt.slot, i * size, (i + 1) * size),
+                *pool.read(prompt.slot, i * chunk_size, (i + 1) * chunk_size),
                 chunk_hidden[i],
                 states[i] if states else None,
             )
-            for i in missing
+            for i in missing_chunks
         ]
-        self._cache.add(prompt.version, tokens, chunks)
+        self._prefix_cache.add(prompt.cache_namespace, tokens, chunks)
         if request is not None and not request.num_samples:
-            prompt.pending_samples -= 1
-            self._deliver(request)
-            self._release_unused([prompt])
+            prompt.num_pending_samples -= 1
+            self._deliver_response(request)
+            self._release_unused_prompts([prompt])
 
-    def _score(self, request: Request, start: int, hidden: Tensor) -> None:
+    def _add_prompt_scores(self, request: Request, start: int, hidden: Tensor) -> None:
         """Compute the prompt scores that the request wants at positions start .. start + R - 1.
 
         `hidden` [R, D] has the hidden states of these positions. An error fails this request only.
         """
-        if request.scores is None:
+        if request.prompt_scores is None:
             return
         weights, head = request.weights, self._head
         try:
-            request.scores.add(
+            request.prompt_scores.add(
                 start,
                 hidden,
                 lambda h: head.logits(h, [AdapterRows(0, len(h), weights)]),
@@ -519,19 +542,19 @@ class Sampler:
             clear_frames(error)
             request.fail(error)
 
-    def _release_unused(self, prompts: Sequence[Prompt]) -> None:
+    def _release_unused_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Free the slots of all `prompts` that no sample or response needs any more."""
         unused = [
             p
             for p in dict.fromkeys(prompts)
-            if p.pending_samples == 0 and p in self._scheduler.prompts
+            if p.num_pending_samples == 0 and p in self._scheduler.prompts
         ]
-        _remove(self._prompts, unused)
+        _free_slots(self._prompt_pools, unused)
         for prompt in unused:
             self._scheduler.release(prompt)
             self._last_hidden.pop(prompt, None)
-            self._hidden.pop(prompt, None)
-            self._states.pop(prompt, None)
+            self._chunk_hidden.pop(prompt, None)
+            self._recurrent_states.pop(prompt, None)
             self._chunk_states.pop(prompt, None)
 
     # Samples
@@ -545,16 +568,16 @@ class Sampler:
         prompts = list(dict.fromkeys(sample.prompt for sample in samples))
         layout = RowLayout([(prompt.weights, 1) for prompt in prompts])
         hidden = torch.zeros(
-            layout.total,
+            layout.num_rows,
             self._decoder.config.hidden_size,
             dtype=self._decoder.dtype,
             device=self._decoder.device,
         )
-        row_of = dict(zip(prompts, layout.starts, strict=True))
+        row_of_prompt = dict(zip(prompts, layout.first_rows, strict=True))
         for prompt in prompts:
-            hidden[row_of[prompt]] = self._last_hidden[prompt][0]
+            hidden[row_of_prompt[prompt]] = self._last_hidden[prompt][0]
         logits = self._head.logits(hidden, layout.adapters)
-        rows = [row_of[sample.prompt] for sample in samples]
+        rows = [row_of_prompt[sample.prompt] for sample in samples]
         self._sample_tokens(samples, rows, hidden, logits, layout.adapters)
 
     def _decode(self, samples: list[RunningSample]) -> None:
@@ -562,18 +585,18 @@ class Sampler:
 
         The forced tokens of a sample's grammar go through the decoder in the same step.
         """
-        self._count_rows(samples)
+        self._set_row_counts(samples)
         self._ensure_slots(samples)
-        rows_of: Counter[LoraWeights | None] = Counter()
+        rows_per_adapter: Counter[LoraWeights | None] = Counter()
         for sample in samples:
-            rows_of[sample.prompt.weights] += sample.num_rows
-        multiple = self._runner.row_multiple(len(rows_of))
+            rows_per_adapter[sample.prompt.weights] += sample.num_rows
+        row_multiple = self._runner.row_multiple(len(rows_per_adapter))
 
         def batch_order(sample: RunningSample) -> tuple[Any, ...]:
             weights = sample.prompt.weights
             return (
                 shape_of(weights),
-                -rows_of[weights] // multiple,
+                -rows_per_adapter[weights] // row_multiple,
                 id(weights),
                 sample.capacity,
                 sample.slot,
@@ -583,66 +606,71 @@ class Sampler:
         # the order of their slots. Attention can then read adjacent slots without copying them.
         samples = sorted(samples, key=batch_order)
         layout = RowLayout(
-            [(sample.prompt.weights, sample.num_rows) for sample in samples], multiple
+            [(sample.prompt.weights, sample.num_rows) for sample in samples], row_multiple
         )
-        tokens, positions = [0] * layout.total, [0] * layout.total
+        tokens, positions = [0] * layout.num_rows, [0] * layout.num_rows
         row_counts: dict[SlotOwner, int] = {}
-        for sample, row in zip(samples, layout.starts, strict=True):
+        for sample, row in zip(samples, layout.first_rows, strict=True):
             tokens[row] = sample.tokens[-1]
             positions[row] = sample.position
             if sample.num_rows > 1:
                 stop = row + sample.num_rows
-                tokens[row + 1 : stop] = sample.forced[: sample.num_rows - 1]
+                tokens[row + 1 : stop] = sample.forced_tokens[: sample.num_rows - 1]
                 positions[row + 1 : stop] = range(
                     sample.position + 1, sample.position + sample.num_rows
                 )
                 row_counts[sample] = sample.num_rows
-        rows: dict[SlotOwner, int] = dict(zip(samples, layout.starts, strict=True))
+        first_rows: dict[SlotOwner, int] = dict(zip(samples, layout.first_rows, strict=True))
         recurrence = self._backend.sequence_recurrence(
-            self._decode_state_runs(samples, layout.starts), layout.total
+            self._decode_state_runs(samples, layout.first_rows), layout.num_rows
         )
         hidden, logits = self._runner.decode(
-            Rows(tokens, positions, layout, recurrence),
-            rows,
-            self._prompts,
-            self._samples,
+            InputBatch(tokens, positions, layout, recurrence),
+            first_rows,
+            self._prompt_pools,
+            self._sample_pools,
             row_counts,
         )
-        self._sample_tokens(samples, layout.starts, hidden, logits, layout.adapters)
+        self._sample_tokens(samples, layout.first_rows, hidden, logits, layout.adapters)
 
-    def _count_rows(self, samples: Sequence[RunningSample]) -> None:
+    def _set_row_counts(self, samples: Sequence[RunningSample]) -> None:
         """Set the number of rows of each sample in the next decoding step.
 
         Forced tokens add rows only while the whole step has at most `max_batch` rows.
         """
         constrained = [sample for sample in samples if sample.grammar is not None]
         pending = [s.grammar for s in constrained if s.grammar and not s.grammar.is_ready]
-        if 0 < len(pending) <= _FORCED_SAMPLES:
-            wait_for_masks(pending, _FORCED_SECONDS, for_all=True)
+        if 0 < len(pending) <= _MAX_FORCED_WAIT_SAMPLES:
+            wait_for_masks(pending, _MAX_FORCED_WAIT_SECONDS, for_all=True)
         for sample in samples:
             sample.num_rows = 1
         rows_left = self.settings.max_batch - len(samples)
         for sample in constrained:
             tokens_left = sample.request.max_tokens - len(sample.tokens) - 1
-            num_forced = min(len(sample.forced), tokens_left, rows_left)
+            num_forced = min(len(sample.forced_tokens), tokens_left, rows_left)
             sample.num_rows, rows_left = 1 + num_forced, rows_left - num_forced
 
     def _decode_state_runs(
-        self, samples: Sequence[RunningSample], rows: Sequence[int]
+        self, samples: Sequence[RunningSample], first_rows: Sequence[int]
     ) -> list[StateRun]:
         """Return the runs of a decoding step, one per sample.
 
-        Each run updates the recurrent state of its sample in place. `rows`: the first row of each
-        sample.
+        Each run updates the recurrent state of its sample in place. `first_rows`: the first row of
+        each sample.
         """
         if not self._state_bytes:
             return []
         for sample in samples:
-            if sample not in self._states:
-                self._states[sample] = self._states[sample.prompt].copy()
+            if sample not in self._recurrent_states:
+                self._recurrent_states[sample] = self._recurrent_states[sample.prompt].copy()
         return [
-            StateRun(row, row + sample.num_rows, self._states[sample], self._states[sample])
-            for sample, row in zip(samples, rows, strict=True)
+            StateRun(
+                row,
+                row + sample.num_rows,
+                self._recurrent_states[sample],
+                self._recurrent_states[sample],
+            )
+            for sample, row in zip(samples, first_rows, strict=True)
         ]
 
     def _ensure_slots(self, samples: list[RunningSample]) -> None:
@@ -651,40 +679,50 @@ class Sampler:
         A sample's first slot also receives a copy of the keys and values of the prompt's last
         `length % SPAN` positions. Samples share only whole spans of SPAN prompt positions.
         """
-        needs = [(sample, self._needed_capacity(sample)) for sample in samples]
-        needs = [(sample, need) for sample, need in needs if need > sample.capacity]
-        if self._budget.fits(sum(need for _, need in needs)):
-            self._grow_slots(needs)
+        needed_capacities = [(sample, self._needed_capacity(sample)) for sample in samples]
+        needed_capacities = [
+            (sample, capacity)
+            for sample, capacity in needed_capacities
+            if capacity > sample.capacity
+        ]
+        if self._kv_budget.fits(sum(capacity for _, capacity in needed_capacities)):
+            self._grow_slots(needed_capacities)
             return
         # A sample being moved occupies its old and its new slot at the same time. Memory is short
         # here, so one eighth of the samples move at a time.
-        self._grow_slots([(sample, need) for sample, need in needs if not sample.capacity])
-        moving = [(sample, need) for sample, need in needs if sample.capacity]
+        self._grow_slots(
+            [(sample, capacity) for sample, capacity in needed_capacities if not sample.capacity]
+        )
+        moving = [(sample, capacity) for sample, capacity in needed_capacities if sample.capacity]
         size = max(1, len(moving) // 8)
         for first in range(0, len(moving), size):
             self._grow_slots(moving[first : first + size])
 
-    def _grow_slots(self, needs: list[tuple[RunningSample, int]]) -> None:
+    def _grow_slots(self, needed_capacities: list[tuple[RunningSample, int]]) -> None:
         """Move each sample to a new slot of the given capacity, or assign its first slot."""
-        self._samples.ensure_free_slots(need for _, need in needs)
-        fresh: dict[tuple[int, int], list[RunningSample]] = {}
-        grown: dict[tuple[int, int], list[RunningSample]] = {}
-        for sample, need in needs:
+        self._sample_pools.ensure_free_slots(
+            needed_capacity for _, needed_capacity in needed_capacities
+        )
+        new_groups: dict[tuple[int, int], list[RunningSample]] = {}
+        moved_groups: dict[tuple[int, int], list[RunningSample]] = {}
+        for sample, needed_capacity in needed_capacities:
             if sample.capacity:
-                grown.setdefault((need, sample.capacity), []).append(sample)
+                moved_groups.setdefault((needed_capacity, sample.capacity), []).append(sample)
             else:
-                self._samples.pool_for(need).allocate(sample)
-                fresh.setdefault((need, sample.prompt.capacity), []).append(sample)
-            sample.capacity = need
-        for (capacity, old_capacity), same in grown.items():
-            self._samples.pool_for(old_capacity).move(same, self._samples.pool_for(capacity))
-        for (capacity, prompt_capacity), same in fresh.items():
-            lengths = [sample.prompt.length for sample in same]
-            self._samples.pool_for(capacity).copy_from(
-                self._prompts.pool_for(prompt_capacity),
-                [sample.prompt.slot for sample in same],
+                self._sample_pools.pool_for(needed_capacity).allocate(sample)
+                new_groups.setdefault((needed_capacity, sample.prompt.capacity), []).append(sample)
+            sample.capacity = needed_capacity
+        for (capacity, old_capacity), group in moved_groups.items():
+            self._sample_pools.pool_for(old_capacity).move(
+                group, self._sample_pools.pool_for(capacity)
+            )
+        for (capacity, prompt_capacity), group in new_groups.items():
+            lengths = [sample.prompt.length for sample in group]
+            self._sample_pools.pool_for(capacity).copy_from(
+                self._prompt_pools.pool_for(prompt_capacity),
+                [sample.prompt.slot for sample in group],
                 [length - length % SPAN for length in lengths],
-                [sample.slot for sample in same],
+                [sample.slot for sample in group],
                 max(length % SPAN for length in lengths),
             )
 
@@ -716,15 +754,15 @@ class Sampler:
         the last row give the logprobs of forced tokens, which are appended too. A logprob that is
         not finite fails its request.
         """
-        tokens, exhausted = self._tokens_to_sample(samples, rows)
-        ended = self._append_tokens(tokens, hidden, logits, adapters) if tokens else []
-        for sample in exhausted:
+        tokens, exhausted_samples = self._tokens_to_sample(samples, rows)
+        ended_samples = self._append_tokens(tokens, hidden, logits, adapters) if tokens else []
+        for sample in exhausted_samples:
             if sample.stop_reason is None:
                 sample.stop_reason = "stop"
-                ended.append(sample)
-        self._remove_samples(ended)
-        for sample in ended:
-            self._finish(sample)
+                ended_samples.append(sample)
+        self._remove_samples(ended_samples)
+        for sample in ended_samples:
+            self._finish_sample(sample)
 
     def _append_tokens(
         self,
@@ -735,7 +773,7 @@ class Sampler:
     ) -> list[RunningSample]:
         """Sample the tokens and append them to their samples. Return the samples that stop."""
         params = [token.sample.request.op.sampling_params for token in tokens]
-        uniforms = [token.sample.stream.at(token.index) for token in tokens]
+        uniforms = [token.sample.uniform_stream.at(token.index) for token in tokens]
         rows = [token.row for token in tokens]
         adjustments = {
             i: token.adjustment for i, token in enumerate(tokens) if token.adjustment is not None
@@ -752,14 +790,14 @@ class Sampler:
         max_topk = max(token.sample.request.op.topk_sample_logprobs for token in tokens)
         if max_topk and rows != list(range(logits.shape[0])):
             logits = logits[on_device(rows, torch.int64, logits.device)]
-        tops = (
+        top_k = (
             top_logprobs(logits, sampled.log_normalizer, temperature, max_topk)
             if max_topk
             else None
         )
-        top_ids, top_values = (tops[0].tolist(), tops[1].tolist()) if tops else ([], [])
-        stopped: list[RunningSample] = []
-        constrained: list[tuple[GrammarState, int]] = []
+        top_ids, top_values = (top_k[0].tolist(), top_k[1].tolist()) if top_k else ([], [])
+        stopped_samples: list[RunningSample] = []
+        grammar_tokens: list[tuple[GrammarState, int]] = []
         for i, (token_id, logprob) in enumerate(
             zip(sampled.tokens.tolist(), logprobs, strict=True)
         ):
@@ -769,17 +807,17 @@ class Sampler:
             if not math.isfinite(logprob):
                 # Only this request fails: the rows of a batch are independent, so the NaN or inf
                 # cannot have reached the other rows.
-                sample.request.fail(_not_finite(sample.request.op.sampler_id))
+                sample.request.fail(_non_finite_error(sample.request.op.sampler_id))
                 continue
             k = sample.request.op.topk_sample_logprobs
             sample.tokens.append(token_id)
             sample.logprobs.append(min(logprob, 0.0))
             if k:
-                sample.top.append((top_ids[i][:k], top_values[i][:k]))
+                sample.top_logprobs.append((top_ids[i][:k], top_values[i][:k]))
             if sample.request.op.on_token is not None:
                 _call_on_token(sample, sample.request.op.on_token)
             try:
-                if sample.stop.is_met(sample.tokens):
+                if sample.stop_matcher.is_met(sample.tokens):
                     sample.stop_reason = "stop"
                 elif len(sample.tokens) == sample.request.max_tokens:
                     sample.stop_reason = "length"
@@ -787,15 +825,15 @@ class Sampler:
                 # The tokenizer failed on these tokens, which belong to this request alone.
                 sample.request.fail(error)
             if sample.stop_reason is not None:
-                stopped.append(sample)
+                stopped_samples.append(sample)
             elif sample.grammar is not None:
-                if adjustments[i].forced is None:
-                    constrained.append((sample.grammar, token_id))
+                if adjustments[i].forced_token is None:
+                    grammar_tokens.append((sample.grammar, token_id))
                 else:
-                    del sample.grammar.forced[0]
-        if constrained and self._grammars is not None:
-            self._grammars.advance(constrained)
-        return stopped
+                    del sample.grammar.forced_tokens[0]
+        if grammar_tokens and self._grammars is not None:
+            self._grammars.advance(grammar_tokens)
+        return stopped_samples
 
     def _tokens_to_sample(
         self, samples: list[RunningSample], rows: list[int]
@@ -806,14 +844,18 @@ class Sampler:
         several tokens. Samples whose mask is missing, and samples whose grammar failed, have none.
         The text of an exhausted sample is complete and cannot be continued.
         """
-        missing = [s.grammar for s in samples if s.grammar is not None and not s.grammar.is_ready]
-        if missing:
-            on_time = [state for state in missing if not state.is_late]
+        pending_states = [
+            s.grammar for s in samples if s.grammar is not None and not s.grammar.is_ready
+        ]
+        if pending_states:
+            on_time = [state for state in pending_states if not state.is_late]
             # Without its mask, a sample would have to be decoded again in a later step. That would
             # advance a recurrent state twice, so models with such states wait without a limit.
-            wait_for_masks(on_time, None if self._state_bytes else _MASK_SECONDS, for_all=True)
+            wait_for_masks(
+                on_time, None if self._state_bytes else _MAX_MASK_WAIT_SECONDS, for_all=True
+            )
         tokens: list[_TokenToSample] = []
-        exhausted: list[RunningSample] = []
+        exhausted_samples: list[RunningSample] = []
         for sample, row in zip(samples, rows, strict=True):
             index = len(sample.tokens)
             if not sample.request.is_adjusted:
@@ -824,25 +866,25 @@ class Sampler:
             # Each row of the sample gives the logprob of one token. If the mask was computed during
             # this step, there may be more forced tokens than rows. The sample then takes one forced
             # token per row, and later steps take the others.
-            forced = sample.forced[: sample.num_rows]
-            for number, token in enumerate(forced):
+            forced_tokens = sample.forced_tokens[: sample.num_rows]
+            for number, token in enumerate(forced_tokens):
                 adjustment = Adjustment(None, _NO_TOKENS, (), token)
                 tokens.append(_TokenToSample(sample, row + number, index + number, adjustment))
-            if len(forced) == sample.num_rows:
+            if len(forced_tokens) == sample.num_rows:
                 continue
-            row, index = row + len(forced), index + len(forced)
-            allowed = self._allowed(sample, index)
-            if allowed is None and sample.grammar is not None:
-                exhausted.append(sample)
+            row, index = row + len(forced_tokens), index + len(forced_tokens)
+            allowed_bits = self._allowed_tokens(sample, index)
+            if allowed_bits is None and sample.grammar is not None:
+                exhausted_samples.append(sample)
                 continue
             penalty = sample.request.op.sampling_params.repetition_penalty
             prompt_tokens = sample.prompt.distinct_tokens if penalty != 1 else _NO_TOKENS
-            earlier = [*sample.tokens, *forced] if forced else sample.tokens
-            adjustment = Adjustment(allowed, prompt_tokens, earlier)
+            previous_tokens = [*sample.tokens, *forced_tokens] if forced_tokens else sample.tokens
+            adjustment = Adjustment(allowed_bits, prompt_tokens, previous_tokens)
             tokens.append(_TokenToSample(sample, row, index, adjustment))
-        return tokens, exhausted
+        return tokens, exhausted_samples
 
-    def _allowed(self, sample: RunningSample, token_index: int) -> np.ndarray | None:
+    def _allowed_tokens(self, sample: RunningSample, token_index: int) -> np.ndarray | None:
         """Return the tokens that may become token number `token_index` (see `Adjustment.allowed`).
 
         For a sample without a constraint, None means that all tokens are allowed. For a sample with
@@ -859,7 +901,7 @@ class Sampler:
             others = mask.bits & ~stop_tokens
             if others.any():
                 return others
-        if mask.is_complete and sample.request.stop.token_ids:
+        if mask.is_complete and sample.request.stop_condition.token_ids:
             return mask.bits | stop_tokens
         return None if mask.is_empty else mask.bits
 
@@ -867,9 +909,9 @@ class Sampler:
         """Wait a moment for the masks of samples that cannot run without them."""
         states = [s.grammar for s in self._scheduler.running if s.grammar and s.awaits_mask]
         if states:
-            wait_for_masks(states, _MASK_SECONDS)
+            wait_for_masks(states, _MAX_MASK_WAIT_SECONDS)
 
-    def _finish(self, sample: RunningSample) -> None:
+    def _finish_sample(self, sample: RunningSample) -> None:
         """Build the sample's sequence. Deliver the response after the last one."""
         assert sample.stop_reason is not None
         request = sample.request
@@ -877,8 +919,8 @@ class Sampler:
         top = None
         if k:
             top = TopkLogprobs(
-                np.array([ids for ids, _ in sample.top], np.int32).reshape(-1, k),
-                np.array([values for _, values in sample.top], np.float32).reshape(-1, k),
+                np.array([ids for ids, _ in sample.top_logprobs], np.int32).reshape(-1, k),
+                np.array([values for _, values in sample.top_logprobs], np.float32).reshape(-1, k),
             )
         request.sequences[sample.index] = SampledSequence(
             stop_reason=sample.stop_reason,
@@ -888,27 +930,27 @@ class Sampler:
             topk_logprobs_np=top,
         )
         if len(request.sequences) == request.num_samples:
-            self._deliver(request)
+            self._deliver_response(request)
 
     def _remove_samples(self, samples: Sequence[RunningSample]) -> None:
         """Remove samples from the batch and free their slots and unused prompts."""
-        _remove(self._samples, [sample for sample in samples if sample.capacity])
+        _free_slots(self._sample_pools, [sample for sample in samples if sample.capacity])
         for sample in samples:
             self._scheduler.finish(sample)
-            self._states.pop(sample, None)
-        self._release_unused([sample.prompt for sample in samples])
+            self._recurrent_states.pop(sample, None)
+        self._release_unused_prompts([sample.prompt for sample in samples])
 
-    def _deliver(self, request: Request) -> None:
+    def _deliver_response(self, request: Request) -> None:
         """Set the response on the request's future."""
-        scores = request.scores
+        scores = request.prompt_scores
         assert request.prompt is not None
         response = SampleResponse(
             sequences=[request.sequences[i] for i in range(request.num_samples)],
             prompt_logprobs_np=scores.logprobs if scores else None,
-            topk_prompt_logprobs_np=scores.top if scores else None,
-            target_prompt_logprobs=scores.targets if scores else None,
+            topk_prompt_logprobs_np=scores.top_logprobs if scores else None,
+            target_prompt_logprobs=scores.target_logprobs if scores else None,
             prompt_alt_tokens=scores.alternatives if scores else None,
-            prompt_cache_hit_tokens=request.prompt.num_cached,
+            prompt_cache_hit_tokens=request.prompt.num_cached_tokens,
         )
         self._requests.remove(request)
         if request.claim_response():
@@ -922,10 +964,10 @@ class Sampler:
             self._requests.remove(request)
             self._remove_samples(self._scheduler.withdraw(request))
             if request.prompt is not None:
-                self._release_unused([request.prompt])
+                self._release_unused_prompts([request.prompt])
 
 
-def _remove(pools: KVPools, owners: Sequence[Prompt] | Sequence[RunningSample]) -> None:
+def _free_slots(pools: KVPools, owners: Sequence[Prompt] | Sequence[RunningSample]) -> None:
     """Remove all owners from their pools with one call per pool.
 
     Removing the owners one by one could move slots or copy the pool each time.
@@ -953,14 +995,14 @@ def _call_on_token(sample: RunningSample, on_token: Callable[[SampledToken], Non
     """
     if sample.request.future.done():
         return
-    top = list(zip(*sample.top[-1], strict=True)) if sample.top else []
+    top = list(zip(*sample.top_logprobs[-1], strict=True)) if sample.top_logprobs else []
     try:
         on_token(SampledToken(sample.index, sample.tokens[-1], sample.logprobs[-1], top))
     except BaseException as error:  # asyncio.CancelledError does not derive from Exception.
         sample.request.fail(error)
 
 
-def _not_finite(sampler_id: str) -> NonFiniteError:
+def _non_finite_error(sampler_id: str) -> NonFiniteError:
     return NonFiniteError(
         f"sampler_id={sampler_id!r}: the logits are not finite, so no token can be sampled. The "
         "sampler's weights are too large; load an earlier checkpoint and lower learning_rate"

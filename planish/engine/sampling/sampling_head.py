@@ -17,28 +17,29 @@ from planish.model.transfer import on_device
 class RowLayout:
     """The batch rows of each member (a prompt or a sample), grouped by adapter.
 
-    `starts` has each member's first row, and `total` is the number of rows including padding.
+    `first_rows` has each member's first row, and `num_rows` is the number of rows including
+    padding.
     """
 
     def __init__(
-        self, members: Sequence[tuple[LoraWeights | None, int]], multiple: int = 1
+        self, members: Sequence[tuple[LoraWeights | None, int]], row_multiple: int = 1
     ) -> None:
         """Lay out members, each given as (weights, number of rows).
 
         Members of one adapter must be neighbours. After the last member of each adapter, padding
-        rows round the adapter's rows up to a multiple of `multiple`.
+        rows round the adapter's rows up to a multiple of `row_multiple`.
         """
-        self.starts: list[int] = []
+        self.first_rows: list[int] = []
         self.adapters: list[AdapterRows] = []
         row = first = 0
         for index, (weights, count) in enumerate(members):
-            self.starts.append(row)
+            self.first_rows.append(row)
             row += count
             if index + 1 == len(members) or members[index + 1][0] is not weights:
-                row += -(row - first) % multiple
+                row += -(row - first) % row_multiple
                 self.adapters.append(AdapterRows(first, row, weights))
                 first = row
-        self.total = row
+        self.num_rows = row
 
 
 class SamplingHead:
@@ -79,10 +80,10 @@ class SamplingHead:
         `Backend.logits_are_exact`, the result is read from `logits`, which saves one matmul per
         adapter.
         """
-        at = on_device(rows, torch.int64, logits.device)
+        row_index = on_device(rows, torch.int64, logits.device)
         if self._backend.logits_are_exact:
-            return logits[at, tokens]
-        return self.token_logits(hidden, at, tokens, adapters)
+            return logits[row_index, tokens]
+        return self.token_logits(hidden, row_index, tokens, adapters)
 
 
 def _members(adapters: list[AdapterRows]) -> list[HeadMember]:

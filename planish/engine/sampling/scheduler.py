@@ -28,10 +28,10 @@ from planish.types import SampledSequence, SampleResponse, StopReason
 
 if TYPE_CHECKING:  # These classes hold tensors, which the scheduler only passes on.
     from planish.engine.sampling.grammars import GrammarState
-    from planish.engine.sampling.prompt_logprobs import PromptLogprobs
+    from planish.engine.sampling.prompt_logprobs import PromptScores
     from planish.model.lora import LoraWeights
 
-_MAX_ALTERNATIVES = 1 << 18
+_MAX_ALT_TOKENS_PER_STEP = 1 << 18
 """The maximum number of alternative tokens (prompt_alt_tokens_k per prompt position) that one step
 samples. Sampling this many tokens takes some tenths of a second. If a single chunk of a prompt
 exceeds the limit, the step samples its tokens nevertheless, because a chunk cannot be divided.
@@ -48,22 +48,22 @@ class Request:
     max_tokens: int
     """The maximum tokens per sample. 0: the request samples nothing and scores its prompt only."""
     weights: LoraWeights | None
-    version: Hashable
+    cache_namespace: Hashable
     """The pair (version of the weights, owner) under which the request's prefixes are cached. The
     owner is "" if all owners share prefixes. Requests with different pairs do not share an active
     prompt either. Otherwise a fast response or its count of cached tokens would reveal another
     owner's prompt.
     """
-    stop: StopCondition
+    stop_condition: StopCondition
     seed: int
-    scores: PromptLogprobs | None
+    prompt_scores: PromptScores | None
     future: Future[SampleResponse]
     is_adjusted: bool = False
     """Whether its tokens are sampled from adjusted logits (see adjustments.py)."""
     new_grammar: Callable[[], GrammarState] | None = None
     """Returns the grammar state of a new sample; None without a constraint."""
     prompt: Prompt | None = None
-    num_started: int = 0
+    num_started_samples: int = 0
     """The number of samples that have started."""
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
     """The finished samples by their index."""
@@ -76,7 +76,7 @@ class Request:
         """Return the stop tokens as bits (see `Adjustment.allowed`)."""
         if self._stop_bits is None:
             self._stop_bits = np.zeros(-(-vocab_size // 32), np.uint32)
-            for token in self.stop.token_ids:
+            for token in self.stop_condition.token_ids:
                 self._stop_bits[token // 32] |= np.uint32(1 << token % 32)
         return self._stop_bits
 
@@ -107,20 +107,20 @@ class Prompt:
     """An active prompt, whose keys and values are shared by all samples that continue it."""
 
     tokens: list[int]
-    version: Hashable
+    cache_namespace: Hashable
     weights: LoraWeights | None
-    scored_for: Request | None
+    scores_request: Request | None
     """The request that wants scores of this prompt; None without such a request. A prompt with
     scores is not shared with other requests. It still starts from the cached prefix, unless the
     request wants alternative tokens sampled at each position of the prompt.
     """
     slot: int = -1
     """The slot's index in its pool; -1 without a slot."""
-    num_computed: int = 0
+    num_computed_tokens: int = 0
     """The number of positions in the KV cache so far, including the cached prefix."""
-    num_cached: int = 0
+    num_cached_tokens: int = 0
     """The number of positions taken from the prefix cache."""
-    pending_samples: int = 0
+    num_pending_samples: int = 0
     """The number of samples (or prompt-only responses) still to come. The prompt is freed at 0."""
 
     @property
@@ -129,9 +129,9 @@ class Prompt:
         return len(self.tokens)
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether all positions are computed, so that samples can continue the prompt."""
-        return self.num_computed == len(self.tokens)
+        return self.num_computed_tokens == len(self.tokens)
 
     @cached_property
     def distinct_tokens(self) -> np.ndarray:
@@ -139,9 +139,9 @@ class Prompt:
         return np.unique(np.array(self.tokens, np.int64))
 
     @property
-    def num_alternatives(self) -> int:
+    def num_alt_tokens(self) -> int:
         """The number of tokens to sample at each position of the prompt (prompt_alt_tokens_k)."""
-        return self.scored_for.op.prompt_alt_tokens_k if self.scored_for is not None else 0
+        return self.scores_request.op.prompt_alt_tokens_k if self.scores_request is not None else 0
 
     @property
     def capacity(self) -> int:
@@ -160,7 +160,7 @@ class RunningSample:
     request: Request
     index: int
     prompt: Prompt
-    stream: UniformStream
+    uniform_stream: UniformStream
     grammar: GrammarState | None = None
     """The sample's position in the grammar of its constraint; None without a constraint."""
     slot: int = -1
@@ -171,13 +171,13 @@ class RunningSample:
     """
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    top: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    top_logprobs: list[tuple[list[int], list[float]]] = field(default_factory=list)
     stop_reason: StopReason | None = None
     """Why the sample ended; None while it runs."""
-    stop: StopMatcher = field(init=False)
+    stop_matcher: StopMatcher = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stop = StopMatcher(self.request.stop)
+        self.stop_matcher = StopMatcher(self.request.stop_condition)
 
     @property
     def stored(self) -> int:
@@ -185,12 +185,12 @@ class RunningSample:
         return self.prompt.length % SPAN + len(self.tokens) - 1
 
     @property
-    def forced(self) -> Sequence[int]:
+    def forced_tokens(self) -> Sequence[int]:
         """The known tokens that must come next, because no other text matches the constraint."""
         grammar = self.grammar
         if grammar is None or not grammar.is_ready or grammar.error is not None:
             return ()
-        return grammar.forced
+        return grammar.forced_tokens
 
     @property
     def awaits_mask(self) -> bool:
@@ -219,44 +219,44 @@ class Scheduler:
         max_batch: int,
         max_positions: int,
         max_prefill_tokens_per_step: int,
-        chunk: int = CHUNK,
+        chunk_size: int = CHUNK,
         state_positions: int = 0,
     ) -> None:
         """Create a scheduler without requests.
 
         `max_batch` limits the running samples, `max_positions` the reserved KV cache positions, and
-        `max_prefill_tokens_per_step` the prompt tokens of one step. `chunk`: the positions of one
-        prefix cache entry. `state_positions`: the number of KV cache positions that take as much
-        memory as one recurrent state. Each prompt and each sample reserves this many additional
-        positions.
+        `max_prefill_tokens_per_step` the prompt tokens of one step. `chunk_size`: the positions of
+        one prefix cache entry. `state_positions`: the number of KV cache positions that take as
+        much memory as one recurrent state. Each prompt and each sample reserves this many
+        additional positions.
         """
-        self.chunk, self.state_positions = chunk, state_positions
+        self.chunk_size, self.state_positions = chunk_size, state_positions
         self.max_batch = max_batch
         self.max_positions = max_positions
         self.max_prefill_tokens_per_step = max_prefill_tokens_per_step
         self.waiting: list[Request] = []
         self.prompts: list[Prompt] = []
         self.running: list[RunningSample] = []
-        self._reserved = 0
+        self._reserved_positions = 0
 
     @property
     def busy(self) -> bool:
         """Whether any request is waiting or running."""
         return bool(self.waiting or self.prompts or self.running)
 
-    def positions_needed(self, prompt_tokens: int, max_tokens: int) -> int:
+    def positions_needed(self, prompt_length: int, max_tokens: int) -> int:
         """Return the KV cache positions that a request with one sample reserves."""
-        return self._prompt_positions(prompt_tokens) + (
-            self._sample_positions(prompt_tokens, max_tokens) if max_tokens else 0
+        return self._prompt_positions(prompt_length) + (
+            self._sample_positions(prompt_length, max_tokens) if max_tokens else 0
         )
 
-    def _prompt_positions(self, prompt_tokens: int) -> int:
+    def _prompt_positions(self, prompt_length: int) -> int:
         """Return the positions that a prompt reserves for its keys, values and state."""
-        return capacity_for(prompt_tokens) + self.state_positions
+        return capacity_for(prompt_length) + self.state_positions
 
-    def _sample_positions(self, prompt_tokens: int, max_tokens: int) -> int:
+    def _sample_positions(self, prompt_length: int, max_tokens: int) -> int:
         """Return the positions that a sample reserves for its keys, values and state."""
-        return sample_capacity(prompt_tokens, max_tokens) + self.state_positions
+        return sample_capacity(prompt_length, max_tokens) + self.state_positions
 
     def admit(self, cache: PrefixCache[Any]) -> list[Prompt]:
         """Start the requests that fit, in order, and return the prompts that became active.
@@ -266,59 +266,62 @@ class Scheduler:
         request. It cannot starve: one of its samples fits at the latest when all other requests
         have ended.
         """
-        activated: list[Prompt] = []
+        new_prompts: list[Prompt] = []
         for request in sorted(self.waiting, key=lambda request: request.prompt is None):
             if request.prompt is None:
                 if self._awaits_shared_prefix(request, cache):
                     continue
-                if not self._activate(request, activated):
+                if not self._activate(request, new_prompts):
                     break
             self._start_samples(request)
-            if request.num_started == request.num_samples:
+            if request.num_started_samples == request.num_samples:
                 self.waiting.remove(request)
             else:
                 break
-        return activated
+        return new_prompts
 
     def prefill_batch(self) -> list[tuple[Prompt, int]]:
         """Return the prompts to prefill in this step, each with its number of tokens.
 
-        The numbers are multiples of `chunk`, except at the end of a prompt. The batch has at most
-        `max_batch` adapters. Alternative tokens have a separate limit (`_MAX_ALTERNATIVES`), so a
-        prompt with many alternative tokens does not delay other prompts.
+        The numbers are multiples of `chunk_size`, except at the end of a prompt. The batch has at
+        most `max_batch` adapters. Alternative tokens have a separate limit
+        (`_MAX_ALT_TOKENS_PER_STEP`), so a prompt with many alternative tokens does not delay other
+        prompts.
         """
-        tokens_left, alternatives_left = self.max_prefill_tokens_per_step, _MAX_ALTERNATIVES
+        tokens_left, alt_tokens_left = self.max_prefill_tokens_per_step, _MAX_ALT_TOKENS_PER_STEP
         adapters: set[LoraWeights | None] = set()
         batch = []
         for prompt in self.prompts:
             if prompt.weights not in adapters and len(adapters) == self.max_batch:
                 continue
-            remaining = prompt.length - prompt.num_computed
+            remaining = prompt.length - prompt.num_computed_tokens
             count = min(remaining, tokens_left)
-            if prompt.num_alternatives:
+            if prompt.num_alt_tokens:
                 # The batch's first prompt with alternatives gets at least one chunk. Otherwise a
                 # prompt with very many alternatives would never be prefilled.
-                min_tokens = self.chunk if alternatives_left == _MAX_ALTERNATIVES else 0
-                count = min(count, max(alternatives_left // prompt.num_alternatives, min_tokens))
+                min_tokens = self.chunk_size if alt_tokens_left == _MAX_ALT_TOKENS_PER_STEP else 0
+                count = min(count, max(alt_tokens_left // prompt.num_alt_tokens, min_tokens))
             if count < remaining:
-                count -= count % self.chunk
+                count -= count % self.chunk_size
             if count > 0:
                 batch.append((prompt, count))
                 adapters.add(prompt.weights)
                 tokens_left -= count
-                alternatives_left -= count * prompt.num_alternatives
+                alt_tokens_left -= count * prompt.num_alt_tokens
         return batch
 
     def finish(self, sample: RunningSample) -> None:
         """Remove a sample from the batch and end its reservation."""
         self.running.remove(sample)
-        self._reserved -= self._sample_positions(sample.prompt.length, sample.request.max_tokens)
-        sample.prompt.pending_samples -= 1
+        self._reserved_positions -= self._sample_positions(
+            sample.prompt.length, sample.request.max_tokens
+        )
+        sample.prompt.num_pending_samples -= 1
 
     def release(self, prompt: Prompt) -> None:
         """Remove a prompt that no sample or response needs and end its reservation."""
         self.prompts.remove(prompt)
-        self._reserved -= self._prompt_positions(prompt.length)
+        self._reserved_positions -= self._prompt_positions(prompt.length)
 
     def withdraw(self, request: Request) -> list[RunningSample]:
         """Withdraw a request that was cancelled or failed, and return its running samples.
@@ -328,21 +331,22 @@ class Scheduler:
         if request in self.waiting:
             self.waiting.remove(request)
         if request.prompt is not None:
-            request.prompt.pending_samples -= request.num_samples - request.num_started
+            request.prompt.num_pending_samples -= request.num_samples - request.num_started_samples
             if not request.num_samples:
-                request.prompt.pending_samples -= 1
+                request.prompt.num_pending_samples -= 1
         return [sample for sample in self.running if sample.request is request]
 
-    def _activate(self, request: Request, activated: list[Prompt]) -> bool:
+    def _activate(self, request: Request, new_prompts: list[Prompt]) -> bool:
         """Assign a prompt to the request, and return whether the request has a prompt now.
 
         The request shares an active prompt if possible. Otherwise it gets a new prompt, which is
-        appended to `activated`, provided that the new prompt and one sample fit into the budget.
+        appended to `new_prompts`, provided that the new prompt and one sample fit into the budget.
         """
         prompt = next((p for p in self.prompts if self._can_share(p, request)), None)
         if prompt is None:
             if (
-                self._reserved + self.positions_needed(len(request.tokens), request.max_tokens)
+                self._reserved_positions
+                + self.positions_needed(len(request.tokens), request.max_tokens)
                 > self.max_positions
             ):
                 return False
@@ -350,45 +354,57 @@ class Scheduler:
                 return False
             prompt = Prompt(
                 request.tokens,
-                request.version,
+                request.cache_namespace,
                 request.weights,
-                request if request.scores else None,
+                request if request.prompt_scores else None,
             )
-            self._reserved += self._prompt_positions(prompt.length)
+            self._reserved_positions += self._prompt_positions(prompt.length)
             self.prompts.append(prompt)
-            activated.append(prompt)
-        prompt.pending_samples += request.num_samples or 1
+            new_prompts.append(prompt)
+        prompt.num_pending_samples += request.num_samples or 1
         request.prompt = prompt
         return True
 
     def _start_samples(self, request: Request) -> None:
         """Start as many of the request's samples as fit."""
         assert request.prompt is not None
-        while request.num_started < request.num_samples and len(self.running) < self.max_batch:
-            need = self._sample_positions(request.prompt.length, request.max_tokens)
-            if self._reserved + need > self.max_positions:
+        while (
+            request.num_started_samples < request.num_samples and len(self.running) < self.max_batch
+        ):
+            positions = self._sample_positions(request.prompt.length, request.max_tokens)
+            if self._reserved_positions + positions > self.max_positions:
                 return
-            self._reserved += need
-            index, prompt = request.num_started, request.prompt
+            self._reserved_positions += positions
+            index, prompt = request.num_started_samples, request.prompt
             stream = UniformStream(request.seed, index)
             grammar = request.new_grammar() if request.new_grammar is not None else None
             self.running.append(RunningSample(request, index, prompt, stream, grammar))
-            request.num_started += 1
+            request.num_started_samples += 1
 
     def _can_share(self, prompt: Prompt, request: Request) -> bool:
         """Return whether the request can share this prompt."""
-        unscored = prompt.scored_for is None and request.scores is None
-        return unscored and prompt.version == request.version and prompt.tokens == request.tokens
+        unscored = prompt.scores_request is None and request.prompt_scores is None
+        return (
+            unscored
+            and prompt.cache_namespace == request.cache_namespace
+            and prompt.tokens == request.tokens
+        )
 
     def _awaits_shared_prefix(self, request: Request, cache: PrefixCache[Any]) -> bool:
         """Return whether a prompt in prefill will soon provide a longer cached prefix.
 
         The request then waits for that prompt instead of computing the same prefix again.
         """
-        in_prefill = [p for p in self.prompts if not p.ready and p.version == request.version]
+        in_prefill = [
+            p
+            for p in self.prompts
+            if not p.is_ready and p.cache_namespace == request.cache_namespace
+        ]
         if not in_prefill or any(self._can_share(p, request) for p in in_prefill):
             return False
-        shared_length = (len(cache.find(request.version, request.tokens)) + 1) * self.chunk
+        shared_length = (
+            len(cache.find(request.cache_namespace, request.tokens)) + 1
+        ) * self.chunk_size
         if request.op.prompt_alt_tokens_k or shared_length > len(request.tokens) - 1:
             return False
         return any(

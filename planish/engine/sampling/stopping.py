@@ -16,7 +16,7 @@ from functools import cached_property
 
 from planish.types import SamplingParams
 
-_MAX_CACHED = 4096
+_MAX_CACHE_ENTRIES = 4096
 """The maximum number of entries in a condition's cache. A full cache is cleared.
 
 The stop strings of a request have at most 4,096 bytes together. While a text spells out a stop
@@ -24,11 +24,11 @@ string, each token adds at most one entry. So spelling out all stop strings adds
 entry per byte of these strings.
 """
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-_REPLACEMENT = "\ufffd"
+_REPLACEMENT_CHARACTER = "\ufffd"
 """The character that decoding returns for bytes that are not valid UTF-8."""
 
 
-class TokenTexts:
+class Detokenizer:
     """The text of single tokens of one tokenizer, as bytes."""
 
     def __init__(
@@ -46,21 +46,21 @@ class TokenTexts:
         self._vocabulary = vocabulary
         self._cache: dict[int, bytes | None] = {}
 
-    def bytes_of(self, token: int) -> bytes | None:
+    def token_bytes(self, token: int) -> bytes | None:
         """Return the bytes that a token adds after other tokens, or None if they are unknown."""
         try:
             return self._cache[token]
         except KeyError:
-            text_bytes = self._cache[token] = self._bytes_of(token)
+            text_bytes = self._cache[token] = self._compute_token_bytes(token)
             return text_bytes
 
-    def _bytes_of(self, token: int) -> bytes | None:
+    def _compute_token_bytes(self, token: int) -> bytes | None:
         # Some tokenizers drop the space at the start of a text, so look at the second token.
         first, twice = self.decode([token]), self.decode([token, token])
         text = twice[len(first) :]
         if not twice.startswith(first) or (first and not text):
             return None
-        if _REPLACEMENT not in text:
+        if _REPLACEMENT_CHARACTER not in text:
             return text.encode("utf-8", "surrogatepass")
         entry = self._vocabulary(token)
         if entry is None:
@@ -91,7 +91,7 @@ class StopCondition:
     If both are empty, samples run to `max_tokens`.
     """
 
-    texts: TokenTexts = field(repr=False, compare=False)
+    detokenizer: Detokenizer = field(repr=False, compare=False)
     token_ids: frozenset[int] = frozenset()
     strings: tuple[str, ...] = ()
     min_tokens: int = 0
@@ -103,7 +103,7 @@ class StopCondition:
 
     @classmethod
     def from_params(
-        cls, params: SamplingParams, eos_token_ids: Sequence[int], texts: TokenTexts
+        cls, params: SamplingParams, eos_token_ids: Sequence[int], detokenizer: Detokenizer
     ) -> StopCondition:
         """Return the stop condition for `stop`, `stop_token_ids` and `min_tokens` of `params`.
 
@@ -113,26 +113,26 @@ class StopCondition:
         items: Sequence[str | int] = (stop,) if isinstance(stop, str) else stop
         ids = [item for item in items if not isinstance(item, str)]
         return cls(
-            texts,
+            detokenizer,
             token_ids=frozenset([*ids, *params.stop_token_ids]),
             strings=tuple(item for item in items if isinstance(item, str)),
             min_tokens=params.min_tokens,
         )
 
     @cached_property
-    def _sorted(self) -> list[bytes]:
+    def _sorted_strings(self) -> list[bytes]:
         return sorted(string.encode("utf-8", "surrogatepass") for string in self.strings)
 
     @cached_property
     def _by_last_byte(self) -> dict[int, tuple[bytes, ...]]:
         """The stop strings by their last byte."""
         return {
-            last: tuple(string for string in self._sorted if string[-1] == last)
-            for last in {string[-1] for string in self._sorted}
+            last: tuple(string for string in self._sorted_strings if string[-1] == last)
+            for last in {string[-1] for string in self._sorted_strings}
         }
 
     @cached_property
-    def window(self) -> int:
+    def window_size(self) -> int:
         """The number of tokens that are decoded to confirm a match.
 
         Every token with text adds at least one byte. So a stop string of n bytes starts at most n
@@ -140,32 +140,32 @@ class StopCondition:
         first tokens of a text differently. Some drop a leading space. Others return replacement
         characters for a whole run of byte tokens that starts in the middle of a character.
         """
-        return max(len(string) for string in self._sorted) + 3
+        return max(len(string) for string in self._sorted_strings) + 3
 
-    def advance(self, matched: bytes, token: int) -> tuple[bytes, bool] | None:
-        """Extend the suffix `matched` of a text by one token.
+    def advance(self, matched_suffix: bytes, token: int) -> tuple[bytes, bool] | None:
+        """Extend the suffix `matched_suffix` of a text by one token.
 
-        `matched` is the longest suffix of the text that is a prefix of a stop string. Return this
-        suffix of the new text, and whether a stop string ends in the token. Return None if the
+        `matched_suffix` is the longest suffix of the text that is a prefix of a stop string. Return
+        this suffix of the new text, and whether a stop string ends in the token. Return None if the
         token's bytes are unknown.
         """
-        key = (matched, token)
+        key = (matched_suffix, token)
         try:
             return self._cache[key]
         except KeyError:
-            if len(self._cache) >= _MAX_CACHED:
+            if len(self._cache) >= _MAX_CACHE_ENTRIES:
                 self._cache.clear()
-            result = self._cache[key] = self._advance(matched, token)
+            result = self._cache[key] = self._advance(matched_suffix, token)
             return result
 
-    def _advance(self, matched: bytes, token: int) -> tuple[bytes, bool] | None:
-        added = self.texts.bytes_of(token)
-        if added is None:
+    def _advance(self, matched_suffix: bytes, token: int) -> tuple[bytes, bool] | None:
+        token_bytes = self.detokenizer.token_bytes(token)
+        if token_bytes is None:
             return None
-        text, strings = matched + added, self._sorted
+        text, strings = matched_suffix + token_bytes, self._sorted_strings
         is_match = any(
             text.endswith(self._by_last_byte.get(byte, ()), 0, at)
-            for at, byte in enumerate(added, len(matched) + 1)
+            for at, byte in enumerate(token_bytes, len(matched_suffix) + 1)
         )
         # The loop tries the suffixes of the text, the longest first. Each failed try shortens the
         # result by one byte, and each token lengthens it by at most the token's bytes. So over a
@@ -177,22 +177,22 @@ class StopCondition:
                 return suffix, is_match
         return b"", is_match
 
-    def is_found(self, tokens: Sequence[int]) -> bool:
+    def contains_stop_string(self, tokens: Sequence[int]) -> bool:
         """Return whether the text of the last tokens contains a stop string."""
-        recent: list[int] = []
+        recent_tokens: list[int] = []
         for token in reversed(tokens[self.min_tokens :]):
-            if self.texts.bytes_of(token) != b"":
-                recent.append(token)
-                if len(recent) == self.window:
+            if self.detokenizer.token_bytes(token) != b"":
+                recent_tokens.append(token)
+                if len(recent_tokens) == self.window_size:
                     break
-        recent.reverse()
+        recent_tokens.reverse()
         # The window may start in the middle of a UTF-8 character, whose remaining bytes are at most
         # three tokens. So skip tokens until the text starts with a whole character.
-        for skipped in range(4):
-            text = self.texts.decode(recent[skipped:])
+        for num_skipped in range(4):
+            text = self.detokenizer.decode(recent_tokens[num_skipped:])
             if any(string in text for string in self.strings):
                 return True
-            if not text.startswith(_REPLACEMENT):
+            if not text.startswith(_REPLACEMENT_CHARACTER):
                 break
         return False
 
@@ -203,8 +203,8 @@ class StopMatcher:
     def __init__(self, condition: StopCondition) -> None:
         """Start before the first token of a sample."""
         self._condition = condition
-        self._matched = b""
-        self._unknown_until = 0
+        self._matched_suffix = b""
+        self._decode_until_length = 0
         """A number of tokens. Up to this length, the end of the text is decoded after every token.
         A token with unknown bytes sets this number, because a stop string may include that token.
         """
@@ -221,9 +221,14 @@ class StopMatcher:
             return True
         if not condition.strings or len(tokens) <= condition.min_tokens:
             return False
-        advanced = condition.advance(self._matched, token)
+        advanced = condition.advance(self._matched_suffix, token)
         if advanced is None:
-            self._matched, self._unknown_until = b"", len(tokens) + condition.window
-            return condition.is_found(tokens)
-        self._matched, is_match = advanced
-        return (is_match or len(tokens) <= self._unknown_until) and condition.is_found(tokens)
+            self._matched_suffix, self._decode_until_length = (
+                b"",
+                len(tokens) + condition.window_size,
+            )
+            return condition.contains_stop_string(tokens)
+        self._matched_suffix, is_match = advanced
+        return (
+            is_match or len(tokens) <= self._decode_until_length
+        ) and condition.contains_stop_string(tokens)

@@ -47,18 +47,18 @@ def sample_tokens(
     """
     device = logits.device
     temperatures = on_device([p.temperature or 1.0 for p in params], torch.float32, device)
-    numbers = on_device(uniforms, torch.float64, device)
-    at = None if rows is None else on_device(rows, torch.int64, device)
+    uniforms_tensor = on_device(uniforms, torch.float64, device)
+    row_index = None if rows is None else on_device(rows, torch.int64, device)
     if any(map(is_filtered, params)):
-        weights = logits.clone() if at is None else logits[at]
+        weights = logits.clone() if row_index is None else logits[row_index]
         normalizer = backend.log_sum_exp(weights, temperatures, weights=weights)
         backend.filter_(weights, params)
-        tokens = backend.invert(weights, numbers.unsqueeze(1)).squeeze(1)
+        tokens = backend.invert(weights, uniforms_tensor.unsqueeze(1)).squeeze(1)
     else:
-        tokens, normalizer = backend.sample(logits, at, temperatures, numbers)
+        tokens, normalizer = backend.sample(logits, row_index, temperatures, uniforms_tensor)
     if any(p.temperature == 0 for p in params):
         greedy = on_device([p.temperature == 0 for p in params], torch.bool, device)
-        best = logits.argmax(-1) if at is None else logits.argmax(-1)[at]
+        best = logits.argmax(-1) if row_index is None else logits.argmax(-1)[row_index]
         tokens = torch.where(greedy, best, tokens)
     return SampledTokens(tokens, normalizer)
 

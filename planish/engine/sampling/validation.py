@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from planish.engine.sampling.adjustments import is_adjusted
-from planish.engine.sampling.prompt_logprobs import wants_prompt_logprobs
+from planish.engine.sampling.prompt_logprobs import wants_prompt_scores
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.service import Sample
@@ -22,8 +22,8 @@ def max_tokens_of(op: Sample, config: ModelConfig) -> int:
     """
     if op.prompt_only:
         return 0
-    asked_for = op.sampling_params.max_tokens
-    return config.max_context - op.prompt.length if asked_for is None else asked_for
+    requested = op.sampling_params.max_tokens
+    return config.max_context - op.prompt.length if requested is None else requested
 
 
 def check_sample(op: Sample, config: ModelConfig) -> None:
@@ -63,9 +63,9 @@ def check_sample(op: Sample, config: ModelConfig) -> None:
 def _check_vocabulary(name: str, tokens: Sequence[int], vocab_size: int) -> None:
     """Raise UserError if a token id of the argument `name` is outside the vocabulary."""
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
-        bad = next(token for token in tokens if not 0 <= token < vocab_size)
+        invalid_token = next(token for token in tokens if not 0 <= token < vocab_size)
         raise UserError(
-            f"{name} contains token id {bad}, which is outside the vocabulary; give token ids from "
+            f"{name} contains token id {invalid_token}, which is outside the vocabulary; give token ids from "
             f"0 to {vocab_size - 1}"
         )
 
@@ -91,7 +91,7 @@ def _check_adjusted(op: Sample) -> None:
         )
 
 
-def _check_prompt_scores(op: Sample, prompt_tokens: int, vocab_size: int) -> None:
+def _check_prompt_scores(op: Sample, prompt_length: int, vocab_size: int) -> None:
     """Raise UserError if the request's options for logprobs or prompt scores are invalid."""
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         if not 0 <= getattr(op, name) <= vocab_size:
@@ -108,7 +108,7 @@ def _check_prompt_scores(op: Sample, prompt_tokens: int, vocab_size: int) -> Non
                 "prompt_logprobs_last_n limits prompt logprobs, but none are requested; set "
                 "include_prompt_logprobs=True"
             )
-    if op.prompt_only and not wants_prompt_logprobs(op):
+    if op.prompt_only and not wants_prompt_scores(op):
         raise UserError(
             "prompt_only samples nothing, and no logprobs of the prompt are requested; set "
             "include_prompt_logprobs=True"
@@ -119,30 +119,30 @@ def _check_prompt_scores(op: Sample, prompt_tokens: int, vocab_size: int) -> Non
             targets.dtype != "int64"
             or targets.shape is None
             or len(targets.shape) != 2
-            or targets.shape[0] != prompt_tokens - 1
+            or targets.shape[0] != prompt_length - 1
             or targets.shape[1] > vocab_size
         ):
             raise UserError(
                 f"target_prompt_logprobs has dtype {targets.dtype} and shape {targets.shape}; give int64 "
-                f"[prompt length - 1, K] = [{prompt_tokens - 1}, K] with K at most {vocab_size}, "
+                f"[prompt length - 1, K] = [{prompt_length - 1}, K] with K at most {vocab_size}, "
                 "and -1 for no target"
             )
-        wanted = targets.to_numpy()
-        if wanted.size and (wanted.min() < -1 or wanted.max() >= vocab_size):
+        target_ids = targets.to_numpy()
+        if target_ids.size and (target_ids.min() < -1 or target_ids.max() >= vocab_size):
             raise UserError(
                 f"target_prompt_logprobs contains ids outside -1 to {vocab_size - 1}; give token "
                 "ids, or -1 for no target"
             )
 
 
-def _check_response_size(op: Sample, prompt_tokens: int, max_tokens: int) -> None:
+def _check_response_size(op: Sample, prompt_length: int, max_tokens: int) -> None:
     """Raise UserError if the response could exceed MAX_RESPONSE_BYTES bytes.
 
     All sampled tokens stay in memory until the last sample of the request has ended.
     """
     targets = op.target_prompt_logprobs
     size = op.num_samples * max_tokens * (8 + 8 * op.topk_sample_logprobs)
-    size += prompt_tokens * (4 + 8 * op.topk_prompt_logprobs + 12 * op.prompt_alt_tokens_k)
+    size += prompt_length * (4 + 8 * op.topk_prompt_logprobs + 12 * op.prompt_alt_tokens_k)
     size += 4 * math.prod(targets.shape or ()) if targets is not None else 0
     if size > MAX_RESPONSE_BYTES:
         raise UserError(
