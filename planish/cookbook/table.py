@@ -85,7 +85,9 @@ MODULES: dict[str, CookbookModule] = {
         difference="facts about a model come from its files, not from a table of names",
     ),
     "preference.comparison_policy_evaluator": CookbookModule(
-        "planish.preference.comparison_evaluator"
+        "planish.preference.comparison_evaluator",
+        difference="ComparisonEvaluator takes prompts and a reference: FixedReference or "
+        "PolicyReference",
     ),
     "preference.dpo_datasets": CookbookModule("planish.preference.datasets"),
     "preference.preference_datasets": CookbookModule(

@@ -89,20 +89,20 @@ class Reference(ABC):
 
 @dataclass(frozen=True)
 class FixedReference(Reference):
-    """Reference answers that are given, in the order of the prompts."""
+    """Fixed reference answers, in the order of the prompts."""
 
-    given: Sequence[Messages]
+    answers: Sequence[Messages]
 
     async def completions(
         self, prompts: Sequence[Messages], answer_sampler: AnswerSampler
     ) -> Sequence[Messages]:
-        """Return the given answers; UserError if their number is not that of the prompts."""
-        if len(self.given) != len(prompts):
+        """Return the answers; UserError if their number is not that of the prompts."""
+        if len(self.answers) != len(prompts):
             raise UserError(
-                f"there are {len(prompts)} prompts and {len(self.given)} reference completions; "
+                f"there are {len(prompts)} prompts and {len(self.answers)} reference answers; "
                 "give one for each"
             )
-        return self.given
+        return self.answers
 
 
 @dataclass

@@ -105,6 +105,14 @@ def test_fail_fast_names_the_trajectory_and_cancels_the_rest():
     assert builder.graded == []
 
 
+@pytest.mark.parametrize("group", [Group, Duel])
+def test_an_error_tells_of_rollouts_that_failed_at_the_same_time(group):
+    with pytest.raises(Flaky) as caught:
+        play(group(plan=[["flaky"], ["odd"], [""]]), FailFast())
+    note = "1 more tasks failed, the first of them with: Odd('this: that')"
+    assert note in caught.value.__notes__
+
+
 def test_error_messages_describe_the_builder_briefly_and_lazily():
     class Large(Group):
         told = 0

@@ -25,7 +25,7 @@ from typing import TypeVar
 from planish import logtree
 from planish.completers import TokenCompleter, derived_seed
 from planish.errors import EngineClosedError, UserError
-from planish.processes.interruption import exits_as_errors
+from planish.processes.interruption import exits_as_errors, first_error
 from planish.rl.rollout.single_rollout import OnTurn, do_single_rollout
 from planish.rl.rollout.strategy import RolloutStrategy
 from planish.rl.types import Env, EnvGroupBuilder, RolloutError, Trajectory
@@ -71,7 +71,7 @@ class GroupRun:
         self.rules = self.strategy.rules(len(envs))
         if plays_together(self.builder):
             return await self._run_together(envs)
-        with raise_first_error():
+        with first_error():
             async with asyncio.TaskGroup() as tasks:
                 running = [
                     tasks.create_task(self._run_one(index, env)) for index, env in enumerate(envs)
@@ -109,7 +109,7 @@ class GroupRun:
             try:
                 if attempt > 0:
                     envs = await self._make_envs()
-                with raise_first_error():
+                with first_error():
                     async with asyncio.TaskGroup() as tasks:
                         running = [
                             tasks.create_task(self._attempt(i, env, attempt))
@@ -201,18 +201,6 @@ def error_context(place: str, builder: EnvGroupBuilder) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"in {place} of {describe(builder)}")
         raise
-
-
-@contextmanager
-def raise_first_error() -> Iterator[None]:
-    """Raise the first error of a task group instead of an exception group. The other errors mostly
-    follow from the first.
-    """
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        error = group.exceptions[0]
-        raise error from error.__cause__
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ from itertools import count
 from typing import Any, Self
 
 from planish.errors import PlanishError
-from planish.rl.rollout.group_rollout import raise_first_error
+from planish.processes.interruption import first_error
 
 GRACE_SECONDS = 10.0
 """Seconds that a worker may take to end after its socket is closed. It is killed afterwards."""
@@ -208,7 +208,7 @@ class Peer:
         unfinished answers and return that message.
         """
         tasks: dict[int, asyncio.Task[None]] = {}
-        with raise_first_error():
+        with first_error():
             async with asyncio.TaskGroup() as group:
                 while True:
                     match await inbox.get():
