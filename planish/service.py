@@ -458,6 +458,10 @@ class HostedService(Service, Protocol):
         """Let a checkpoint expire `ttl_seconds` from now; None keeps it for ever."""
         ...
 
+    def keep_expired_checkpoints(self) -> None:
+        """Let reads of checkpoints remove no expired checkpoints; the server removes them."""
+        ...
+
     def checkpoint_paths(self) -> list[str]:
         """Return the tinker:// paths of all checkpoints on disk, damaged and expired ones too,
         without reading them.

@@ -266,6 +266,10 @@ class Engine:
         """Make a checkpoint expire `ttl_seconds` from now; None keeps it forever."""
         self._store.set_ttl(CheckpointPath.parse(path), ttl_seconds)
 
+    def keep_expired_checkpoints(self) -> None:
+        """Let reads of checkpoints remove no expired checkpoints."""
+        self._store.removes_expired = False
+
     def checkpoint_paths(self) -> list[str]:
         """Return the paths of all checkpoints on disk, without reading them."""
         return [str(path) for path in self._store.paths()]

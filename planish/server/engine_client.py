@@ -53,6 +53,7 @@ class EngineClient:
         """`service` is the engine. Errors of this class name files relative to `data_dir`, because
         most errors reach clients, and clients must not learn where the server stores its data.
         """
+        service.keep_expired_checkpoints()
         self._service = service
         self._directory = re.compile(rf"{re.escape(str(data_dir))}(/|(?![\w.-]))")
         # There are two pools, so that a call that loads a model or reads a disk cannot delay the

@@ -35,13 +35,9 @@ from planish.server.models.request_queue import QueueItem, RequestQueue
 from planish.server.results import Failed
 from planish.server.samplers import Sampler
 from planish.server.services import Services
-from planish.server.sessions import drop_sessions
+from planish.server.sessions import AHEAD_SECONDS, drop_sessions
 from planish.service import UnloadModel
 from planish.types import CheckpointPath
-
-_LONG_ABSENCE = 7 * 86400.0
-"""If a data directory was not used for longer than this, the clock may be wrong, in seconds."""
-_ABSENCE_FACTOR = 24.0
 
 _log = logging.getLogger(__name__)
 
@@ -194,81 +190,12 @@ _BATCH = 5000
 _PAGES = 1000
 """The maximum number of database pages that one transaction returns to the file system."""
 
-_JUMP_SECONDS = 60.0
-"""If the difference between the system's clock and the monotonic clock changes by more than this
-between two checks, the system's clock has jumped.
-"""
-
-
-class ClockWatch:
-    """Measures how long the system's clock has run without a jump. With a wrong clock, the server
-    would delete checkpoints that have not expired. Time synchronization or an operator usually
-    corrects a wrong clock within an hour.
-    """
-
-    def __init__(
-        self,
-        clock: Callable[[], float] = lambda: time.time(),
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`clock` returns the system's time and `monotonic` a time without jumps, in seconds."""
-        self._clock, self._monotonic = clock, monotonic
-        self._since = monotonic()
-        self._offset = clock() - self._since
-        self.delay_factor = 1.0
-        """By how much `expiry_delay` is longer, because the clock may have been wrong at the start."""
-
-    def note_last_use(self, moment: float) -> None:
-        """Compare the clock with the time at which the data directory was last used. If that is
-        long ago, the server was off, or its clock is wrong. Then wait longer.
-        """
-        absence = self._clock() - moment
-        if absence > _LONG_ABSENCE:
-            self.delay_factor = _ABSENCE_FACTOR
-            _log.warning(
-                "by the system's clock, this data directory was last used %.0f days ago. If the "
-                "clock is wrong, correct it: nothing that has expired is deleted for %g times "
-                "expiry_delay",
-                absence / 86400,
-                _ABSENCE_FACTOR,
-            )
-
-    def steady_seconds(self) -> float:
-        """Return the seconds since the start or the last jump. A suspended machine counts as a
-        jump. Call this often, because each call compares the clocks with the previous call.
-        """
-        now = self._monotonic()
-        offset = self._clock() - now
-        jump, self._offset = offset - self._offset, offset
-        if abs(jump) > _JUMP_SECONDS:
-            self._since = now
-            _log.warning(
-                "the system's clock has jumped by %+.0f seconds, or the machine was suspended; "
-                "nothing that has expired is deleted until the clock has run for expiry_delay "
-                "without another jump",
-                jump,
-            )
-        return now - self._since
-
 
 @dataclass(frozen=True)
 class Cleanup:
     """Removes expired and excess data in a background task."""
 
     _services: Services
-    _clock: ClockWatch = field(default_factory=ClockWatch)
-
-    @property
-    def _may_expire(self) -> bool:
-        """Whether the clock has run long enough without a jump to delete expired data."""
-        delay = self._services.settings.expiry_delay * self._clock.delay_factor
-        return self._clock.steady_seconds() >= delay
-
-    async def begin(self) -> None:
-        """Check whether the clock may be wrong. Call this before the first cleanup."""
-        last = "1 ORDER BY seen DESC LIMIT 1"
-        for session in await self._services.store.read(select, SessionRow, last, without="spec"):
-            self._clock.note_last_use(session.seen)
 
     async def run(self) -> None:
         """Clean up until the task is cancelled."""
@@ -283,7 +210,7 @@ class Cleanup:
                     self._services.settings.adapter_idle_timeout
                 )
             )
-            self._clock.steady_seconds()
+            self._services.expiry_clock.earliest()
             if time.monotonic() - last >= _ROUND_SECONDS:
                 last = time.monotonic()
                 await self.clean()
@@ -292,8 +219,7 @@ class Cleanup:
         """Run the parts of the cleanup that run every 30 seconds. Delete files first, because on a
         full disk every write to the database waits for space.
         """
-        if self._may_expire:
-            await self._guarded(self._services.checkpoints.remove_expired)
+        await self._guarded(self._services.checkpoints.remove_expired)
         await self._guarded(self._services.sessions.write_seen)
         await self._guarded(self._end_stale_sessions)
         await self._guarded(self._close_samplers)
@@ -313,9 +239,10 @@ class Cleanup:
             await model.intake.expire_missing_request()
 
     async def _end_stale_sessions(self) -> None:
-        sessions = self._services.sessions
-        for session_id in sessions.stale(self._services.settings.session_timeout):
-            await sessions.end(session_id, "its client has sent nothing for too long")
+        services = self._services
+        oldest = services.expiry_clock.before(services.settings.session_timeout)
+        for session_id in services.sessions.stale(oldest):
+            await services.sessions.end(session_id, "its client has sent nothing for too long")
 
     async def _close_samplers(self) -> None:
         """Close the least recently used unnamed samplers of a tenant that has more than
@@ -350,17 +277,18 @@ class Cleanup:
             )
 
     async def _drop_results(self) -> None:
-        now = time.time()
-        if self._may_expire:
-            while await self._services.store.keep(self._drop_before, now) == _BATCH:
-                pass
-            await self._services.store.keep(drop_sessions, "ended < ?", [now - _ENDED_SECONDS])
-        await self._services.store.keep(self._drop_large, now)
+        store, clock = self._services.store, self._services.expiry_clock
+        await store.keep(_correct_times, time.time())
+        await store.keep(clock.record)
+        oldest = clock.before(self._services.settings.result_retention)
+        while await store.keep(self._drop_before, oldest) == _BATCH:
+            pass
+        await store.keep(drop_sessions, "ended < ?", [clock.before(_ENDED_SECONDS)])
+        await store.keep(self._drop_large, clock.before(_FRESH_SECONDS))
         await self._services.request_log.failed.trim()
-        await self._services.store.keep(lambda transaction: transaction.reclaim(_PAGES))
+        await store.keep(lambda transaction: transaction.reclaim(_PAGES))
 
-    def _drop_before(self, transaction: Transaction, now: float) -> int:
-        oldest = now - self._services.settings.result_retention
+    def _drop_before(self, transaction: Transaction, oldest: float) -> int:
         aged = "finished < ? AND result_bytes > 0"
         journal.drop_results(transaction, aged, [oldest])
         return journal.delete(
@@ -370,8 +298,10 @@ class Cleanup:
             [oldest],
         )
 
-    def _drop_large(self, transaction: Transaction, now: float) -> None:
-        """Delete the oldest results until all results together take at most `max_result_bytes`."""
+    def _drop_large(self, transaction: Transaction, before: float) -> None:
+        """Delete the oldest results that were finished before `before`, until all results together
+        take at most `max_result_bytes`.
+        """
         query = "SELECT SUM(result_bytes) FROM requests WHERE finished IS NOT NULL"
         total = transaction.execute(query).fetchone()[0] or 0
         if total <= self._services.settings.max_result_bytes:
@@ -379,10 +309,19 @@ class Cleanup:
         rows = transaction.execute(
             "SELECT id, result_bytes FROM requests WHERE finished < ? AND result_bytes > 0 ORDER "
             "BY finished",
-            [now - _FRESH_SECONDS],
+            [before],
         )
         for request_id, size in rows.fetchall():
             if total <= self._services.settings.max_result_bytes:
                 return
             total -= size
             journal.drop_results(transaction, "id = ?", [request_id])
+
+
+def _correct_times(transaction: Transaction, now: float) -> None:
+    """Replace times in the future, which come from a clock that was ahead. Otherwise the data would
+    be kept for too long.
+    """
+    latest = now + AHEAD_SECONDS
+    for table, column in (("requests", "finished"), ("sessions", "ended")):
+        transaction.execute(f"UPDATE {table} SET {column} = ? WHERE {column} > ?", [now, latest])

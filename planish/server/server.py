@@ -119,7 +119,7 @@ class Server(Services):
         await base_weights.check(self.store, self.engine, self.base_models)
         await self.crash_guard.begin()
         await self.request_log.failed.begin()
-        await self.cleanup.begin()
+        await self.expiry_clock.begin(self.store)
         recovered = await self._recovery.recover()
         self._background = [
             asyncio.create_task(self.cleanup.run(), name="cleanup"),
@@ -411,7 +411,7 @@ class Server(Services):
                 return path
             await self.checkpoints.check_quota(tenant)
             self.request_log.check_room(tenant.name, 0)
-            await self.engine.copy_checkpoint(source, path, ttl_seconds)
+            await self.engine.copy_checkpoint(source, path, self.expiry_clock.extended(ttl_seconds))
             # Describe the copy and not `source`, which its owner may overwrite at any time.
             info = await self.engine.checkpoint_info(path)
             copied = await self.checkpoints.saved(tenant, path)

@@ -11,6 +11,7 @@ from pathlib import Path
 from planish.errors import UnknownModelError
 from planish.server.durable.checkpoints import CheckpointCatalog
 from planish.server.durable.crash_guard import CrashGuard
+from planish.server.durable.expiry_clock import ExpiryClock
 from planish.server.durable.failed_requests import FailedRequests
 from planish.server.durable.request_log import RequestLog, TenantLimits
 from planish.server.durable.store import Store
@@ -55,7 +56,8 @@ class Services:
             FailedRequests(self.store, settings),
         )
         self.adapter_cache = AdapterCache(settings.adapter_memory_bytes, self.counters)
-        self.checkpoints = CheckpointCatalog(self.engine, self.store, settings)
+        self.expiry_clock = ExpiryClock(settings.expiry_delay)
+        self.checkpoints = CheckpointCatalog(self.engine, self.store, settings, self.expiry_clock)
         self.training_queue = FairQueue(
             settings.training_slots,
             settings.max_training_slots_per_tenant,

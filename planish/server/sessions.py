@@ -52,6 +52,10 @@ _RETURN_SECONDS = 600.0
 """After a start or a suspension, no session counts as stale for this long. In this time, clients
 can reconnect.
 """
+AHEAD_SECONDS = 60.0
+"""A time further in the future than this comes from a clock that was wrong, and is replaced by the
+present time.
+"""
 
 _MAX_DETAIL = 1000
 """The maximum length, in characters, of a client's reason for ending its session. The rest is cut
@@ -87,7 +91,7 @@ class Sessions:
         self._seen: dict[str, float] = {}
         """The times of last requests that are not on disk yet, by session id."""
         self._clearing: set[asyncio.Task[None]] = set()
-        self._looked = self._returned = time.time()
+        self._looked = self._returned = time.monotonic()
 
     def add(self, row: SessionRow) -> None:
         """Add an open session."""
@@ -209,17 +213,20 @@ class Sessions:
         """Return whether a session is open."""
         return session_id in self._open
 
-    def stale(self, seconds: float) -> list[str]:
-        """Return the ids of the sessions whose clients sent nothing for `seconds`. Shortly after a
+    def stale(self, oldest: float) -> list[str]:
+        """Return the ids of the sessions whose clients sent nothing after `oldest`. Shortly after a
         start or a suspension of the server, return none.
         """
-        now = time.time()
-        if now - self._looked > _AWAY_SECONDS:
-            self._returned = now
-        self._looked = now
-        if now - self._returned < min(seconds, _RETURN_SECONDS):
+        looked, now = time.monotonic(), time.time()
+        if looked - self._looked > _AWAY_SECONDS:
+            self._returned = looked
+        self._looked = looked
+        for row in list(self._open.values()):
+            if max(row.seen, self._seen.get(row.id, 0)) > now + AHEAD_SECONDS:
+                self._seen[row.id] = now
+                self._open[row.id] = replace(row, seen=now)
+        if looked - self._returned < min(now - oldest, _RETURN_SECONDS):
             return []
-        oldest = now - seconds
         return [
             row.id
             for row in self._open.values()

@@ -117,9 +117,10 @@ class TimeSettings(_PositiveSettings):
     seconds. Each matmul, each step of a sampler and each micro-batch is progress. The loading of
     base models and the compilation of CPU kernels are not watched.
     """
-    expiry_delay: float = 3600
-    """Expired checkpoints, results and sessions are deleted only when the system's clock has run
-    for this long without a jump, in seconds. The time before the server's start does not count.
+    expiry_delay: float = 7 * 86400
+    """Time that passed while no server ran, or in a jump of the system's clock, counts for the
+    deletion of expired checkpoints, results and sessions only when the system's clock has run for
+    this long without a jump, in seconds.
     """
 
 

@@ -6,11 +6,13 @@ import asyncio
 import time
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from server_client import BASE, RANK, TENANT, Client, adam, gradient, running, state
 
 from planish.errors import DamagedFileError
+from planish.server.durable.expiry_clock import ExpiryClock
 from planish.server.results import BadRequest, Gone, NotFound
 from planish.server.settings import ServerSettings
 from planish.service import CreateModel, LoraConfig, SaveWeights, SaveWeightsForSampler
@@ -367,11 +369,16 @@ async def test_a_session_without_heartbeats_ends(model_dir, data_dir):
 async def test_sessions_have_time_to_return_after_the_server_was_suspended(
     model_dir, data_dir, monkeypatch
 ):
-    """The server, or its whole machine, was stopped for days."""
-    now, waited = time.time(), 0.0
-    monkeypatch.setattr("planish.server.sessions.time.time", lambda: now + waited)
+    """The process was stopped for days."""
+    waited = 0.0
+    clock = SimpleNamespace(
+        time=lambda: time.time() + waited, monotonic=lambda: time.monotonic() + waited
+    )
+    monkeypatch.setattr("planish.server.sessions.time", clock)
 
     async with running(model_dir, data_dir) as server:
+        watch = ExpiryClock(server.settings.expiry_delay, clock.time, clock.monotonic)
+        monkeypatch.setattr(server, "expiry_clock", watch)
         silent, heard = await Client.start(server), await Client.start(server)
         waited = 3 * 86400.0
         await server.cleanup.clean()

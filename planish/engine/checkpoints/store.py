@@ -116,6 +116,8 @@ class CheckpointStore:
     def __init__(self, directory: Path) -> None:
         """Create a store for `directory`, which need not exist yet."""
         self.directory = directory
+        self.removes_expired = True
+        """Whether reads remove expired checkpoints. A server removes them itself."""
 
     def save(self, label: Label, adapter: SavedAdapter) -> None:
         """Write one checkpoint.
@@ -185,7 +187,8 @@ class CheckpointStore:
             self._restore_previous(self._directory_of(path))
             manifest = self._read_manifest(path)
         if _has_expired(manifest):
-            self._remove_expired(self._directory_of(path))
+            if self.removes_expired:
+                self._remove_expired(self._directory_of(path))
             raise CheckpointError(
                 f"the checkpoint {path} expired at {manifest.expires_at:%Y-%m-%d %H:%M:%S} UTC; "
                 "save with a longer ttl_seconds, or None"

@@ -45,6 +45,7 @@ from planish.errors import (
     UnsupportedError,
     UserError,
 )
+from planish.server.durable.expiry_clock import ExpiryClock
 from planish.server.durable.links import LinkSigner
 from planish.server.durable.quotas import check_storage
 from planish.server.durable.records import CheckpointRow, change, count, remove, select, select_page
@@ -63,9 +64,18 @@ _ALIVE = "(expires IS NULL OR expires > ?)"
 class CheckpointCatalog:
     """The named checkpoints of all tenants."""
 
-    def __init__(self, engine: EngineClient, store: Store, settings: TenantSettings) -> None:
-        """`engine` manages the files of checkpoints, and `store` has a row for each checkpoint."""
+    def __init__(
+        self,
+        engine: EngineClient,
+        store: Store,
+        settings: TenantSettings,
+        expiry_clock: ExpiryClock,
+    ) -> None:
+        """`engine` manages the files of checkpoints, and `store` has a row for each checkpoint.
+        `expiry_clock` decides when an expired checkpoint is deleted.
+        """
         self._engine = engine
+        self._expiry_clock = expiry_clock
         self._store = store
         self._settings = settings
         self._links = LinkSigner(store.directory)
@@ -177,6 +187,7 @@ class CheckpointCatalog:
         """Let a checkpoint expire `ttl_seconds` from now. With None it never expires."""
         row = await self.owned(tenant, path)
         async with self.changing(row.path):
+            ttl_seconds = self._expiry_clock.extended(ttl_seconds)
             await self._engine.set_checkpoint_ttl(row.path, ttl_seconds)
             expires = (await self.saved(tenant, row.path)).expires
             await self._store.write(change, CheckpointRow, row.path, expires=expires)
@@ -197,8 +208,9 @@ class CheckpointCatalog:
         return await self._store.read(lambda db: dict(db.execute(query)))
 
     async def remove_expired(self) -> None:
-        """Delete expired checkpoints."""
-        expired = await self._store.read(select, CheckpointRow, f"NOT {_ALIVE}", [time.time()])
+        """Delete the checkpoints that have certainly expired."""
+        now = self._expiry_clock.earliest()
+        expired = await self._store.read(select, CheckpointRow, f"NOT {_ALIVE}", [now])
         removed = []
         for row in expired:
             async with self.changing(row.path):

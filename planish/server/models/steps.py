@@ -136,7 +136,8 @@ async def _save_at(
     request: QueuedRequest,
     operation: SaveWeights | SaveWeightsForSampler,
 ) -> Step:
-    saving = operation
+    ttl_seconds = services.expiry_clock.extended(operation.ttl_seconds)
+    saving = replace(operation, ttl_seconds=ttl_seconds)
     if (
         request.row.state == "started"
         or operation.overwrite
@@ -144,7 +145,7 @@ async def _save_at(
     ):
         await services.request_log.mark(request, "started")
         crash_point("save marked")
-        saving = replace(operation, overwrite=True)
+        saving = replace(saving, overwrite=True)
     submitted = services.clock.now()
     future = await services.engine.submit(saving)
 
