@@ -14,10 +14,10 @@ from planish.recipes.twenty_questions import read_guess
 from planish.recipes.wordy_sums import QUESTION
 from planish.renderers.messages import THINK_BLOCK
 from planish.renderers.tool_calls import PLAIN_CALL
-from planish.sandbox.program_tests import same_text
+from planish.sandbox.program_tests import texts_match
 
 READERS = {
-    "printed number": lambda text: same_text(text, "0.5"),
+    "printed number": lambda text: texts_match(text, "0.5"),
     "boxed answer": extract_boxed,
     "number": number_of,
     "letter": lambda text: letter_of("A. " + text, 4),

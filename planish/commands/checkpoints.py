@@ -160,14 +160,14 @@ def _import(arguments: argparse.Namespace) -> None:
         "base_model": found.base_model,
         "quantize": found.quantize,
         "rank": found.lora.rank,
-        "linears": found.linears,
+        "linears": found.num_linears,
         "notes": list(found.notes),
     }
     if arguments.json:
         print(as_json(row))
         return
     scheme = f" quantized with {found.quantize}" if found.quantize else ""
-    linears = f"{found.linears} linears of {found.base_model}{scheme}"
+    linears = f"{found.num_linears} linears of {found.base_model}{scheme}"
     print(f"{found.path}: rank {found.lora.rank}, {linears}")
     for note in found.notes:
         print(f"  {note}")

@@ -11,7 +11,7 @@ from planish.client.checkpoint_records import as_json, open_records
 from planish.commands.runs import add_source_arguments
 from planish.commands.tables import size
 from planish.errors import UserError
-from planish.export.origin import found_checkpoint
+from planish.export.origin import open_checkpoint
 from planish.export.writing import DTYPES, FORMATS, ExportOptions, check_target, write_export
 
 
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     check_target(arguments.directory, options)
     records = open_records(arguments.base_url, arguments.api_key, arguments.data_dir)
-    with found_checkpoint(arguments.checkpoint, records, arguments.run) as origin:
+    with open_checkpoint(arguments.checkpoint, records, arguments.run) as origin:
         exported = write_export(origin, arguments.directory, options)
     files = sorted(exported.directory.expanduser().iterdir())
     if arguments.json:
@@ -85,14 +85,15 @@ def run(arguments: argparse.Namespace) -> None:
             "format": options.format,
             "base_model": exported.base.name,
             "files": [file.name for file in files],
-            "rounding": exported.rounding.share if options.format == "merged" else None,
+            "rounding": exported.rounding.relative_error if options.format == "merged" else None,
         }
         print(as_json(row))
         return
     for file in files:
         print(f"{file}  {size(file.stat().st_size)}")
-    if exported.rounding.share > 0.01:
+    if exported.rounding.relative_error > 0.01:
         print(
-            f"rounding to the files' dtype lost {exported.rounding.share:.1%} of the update's norm; --dtype float32 or --format peft "
+            f"rounding to the files' dtype lost {exported.rounding.relative_error:.1%} of the "
+            f"update's norm; --dtype float32 or --format peft "
             "keeps it"
         )

@@ -138,7 +138,9 @@ class Grader:
         elif is_one_value(known) and not is_one_value(given):
             return False
         try:
-            reply = self._process.ask({"answer": given, "expected": known}, self.timeout_seconds)
+            reply = self._process.request(
+                {"answer": given, "expected": known}, self.timeout_seconds
+            )
         except SandboxUnavailableError as error:
             if numbers[1] is None:
                 raise

@@ -25,8 +25,8 @@ from torch import Tensor
 from planish.engine.checkpoints.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, read_manifest
 from planish.engine.checkpoints.store import CheckpointStore, Label, SavedAdapter
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
-from planish.export.lora_update import PREFIX, Matrices, check_plain, read_matrices
-from planish.export.writing import MARKER
+from planish.export.lora_update import PEFT_PREFIX, LoraMatrices, check_plain_lora, read_matrices
+from planish.export.writing import MARKER_FILE
 from planish.model.config import ModelConfig, read_json
 from planish.model.lora import EXPERT_FILE_NAMES, LoraLayout, expert_matrices
 from planish.model.quantization import check_quantizable
@@ -37,8 +37,8 @@ from planish.types import CheckpointPath, LoraConfig
 
 MAX_RANK = 256
 """The maximum rank of an adapter."""
-_PICKLES = ("adapter_model.bin", "adapter_model.pt")
-_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "eva_residual", "lora_ga")
+_PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt")
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "eva_residual", "lora_ga")
 """Values of init_lora_weights that also change the base weights."""
 
 
@@ -51,17 +51,17 @@ class ImportedAdapter:
     lora: LoraConfig
     quantize: str | None
     """The quantization scheme of the base weights that the adapter was trained on, or None."""
-    linears: int
+    num_linears: int
     """The number of linear layers that the adapter changes."""
     notes: tuple[str, ...]
     """Sentences that tell the user what the import changed or ignored."""
 
 
 @dataclass(frozen=True)
-class _Linear:
+class _ScaledLoraMatrices:
     a: Tensor
     b: Tensor
-    factor: float
+    scaling: float
 
 
 def import_adapter(
@@ -85,149 +85,166 @@ def import_adapter(
     Raise CheckpointError if the adapter does not fit the base model; UnsupportedError if it is not
     plain LoRA; DamagedFileError if a file is damaged.
     """
-    config = _config(directory)
+    config = _read_adapter_config(directory)
     base_model = base_model or config.get("base_model_name_or_path")
     if not base_model:
         raise UserError(f"{directory / ADAPTER_CONFIG} names no base model; give --base-model NAME")
-    scheme = _scheme(directory, quantize)
-    weights = resolve_model(base_model, models)
-    model = ModelConfig.from_directory(weights)
-    check_quantizable(model, scheme)
+    quantization = _base_quantization(directory, quantize)
+    base_directory = resolve_model(base_model, models)
+    model_config = ModelConfig.from_directory(base_directory)
+    check_quantizable(model_config, quantization)
     linears = {
-        linear: _Linear(a, b, _factor(config, linear, a.shape[-2]))
-        for linear, a, b in _by_target(_matrices(directory, weights, model), model)
+        linear: _ScaledLoraMatrices(a, b, _lora_scaling(config, linear, a.shape[-2]))
+        for linear, a, b in _matrices_by_target(
+            _read_finite_matrices(directory, base_directory, model_config), model_config
+        )
     }
-    layout = LoraLayout(model, _shape(linears, directory))
-    master = _master(layout, linears, base_model, directory)
+    layout = LoraLayout(model_config, _lora_config(linears, directory))
+    master_weights = _master_weights(layout, linears, base_model, directory)
     state = {
-        "master": master,
-        "exp_avg": torch.zeros_like(master),
-        "exp_avg_sq": torch.zeros_like(master),
+        "master": master_weights,
+        "exp_avg": torch.zeros_like(master_weights),
+        "exp_avg_sq": torch.zeros_like(master_weights),
         "step": torch.tensor(0),
     }
     run_id = run_id or f"imported-{re.sub(r'[^A-Za-z0-9_.-]+', '-', directory.resolve().name)}"
     path = CheckpointPath(run_id, "training", name)
     metadata = {"imported": directory.resolve().name}
-    saved = SavedAdapter(
-        state, layout, base_model, model.fingerprint(), weights_fingerprint(weights), scheme
+    saved_adapter = SavedAdapter(
+        state,
+        layout,
+        base_model,
+        model_config.fingerprint(),
+        weights_fingerprint(base_directory),
+        quantization,
     )
-    store.save(Label(path, overwrite=overwrite, user_metadata=metadata), saved)
+    store.save(Label(path, overwrite=overwrite, user_metadata=metadata), saved_adapter)
     notes = _notes(config, layout, linears)
-    return ImportedAdapter(path, base_model, layout.lora, scheme, len(linears), notes)
+    return ImportedAdapter(path, base_model, layout.lora, quantization, len(linears), notes)
 
 
-def _scheme(directory: Path, quantize: str | None) -> str | None:
+def _base_quantization(directory: Path, quantize: str | None) -> str | None:
     """Return the quantization scheme of the base weights that an adapter was trained on.
 
     `quantize`: the scheme that the user gave, or None.
     """
     if quantize not in (None, *SCHEMES):
         raise UserError(f"quantize={quantize!r}: give {' or '.join(map(repr, SCHEMES))}")
-    found: str | None = None
+    recorded: str | None = None
     if (directory / MANIFEST).is_file():
-        file, found = MANIFEST, read_manifest(directory).quantize
-    elif (directory / MARKER).is_file():
+        file_name, recorded = MANIFEST, read_manifest(directory).quantize
+    elif (directory / MARKER_FILE).is_file():
         # Exports of earlier versions of planish do not name the scheme.
-        file, found = MARKER, read_json(directory / MARKER).get("base_quantization", quantize)
+        file_name, recorded = (
+            MARKER_FILE,
+            read_json(directory / MARKER_FILE).get("base_quantization", quantize),
+        )
     else:
         return quantize
-    if found not in (None, *SCHEMES):
+    if recorded not in (None, *SCHEMES):
         raise UnsupportedError(
-            f"{directory / file} names the quantization scheme {found!r}; this planish has "
+            f"{directory / file_name} names the quantization scheme {recorded!r}; this planish has "
             f"{', '.join(SCHEMES)}"
         )
-    if quantize not in (None, found):
+    if quantize not in (None, recorded):
         raise UserError(
-            f"quantize={quantize!r}: {directory / file} says that the adapter was trained on base "
-            f"weights {f'quantized with {found}' if found else 'without quantization'}; leave "
+            f"quantize={quantize!r}: {directory / file_name} says that the adapter was trained on "
+            f"base "
+            f"weights {f'quantized with {recorded}' if recorded else 'without quantization'}; "
+            f"leave "
             "quantize out"
         )
-    return found
+    return recorded
 
 
-def _config(directory: Path) -> dict[str, Any]:
-    where = directory / ADAPTER_CONFIG
-    if not where.is_file():
+def _read_adapter_config(directory: Path) -> dict[str, Any]:
+    config_path = directory / ADAPTER_CONFIG
+    if not config_path.is_file():
         raise CheckpointError(
             f"{directory} has no {ADAPTER_CONFIG}, so it is not an adapter; give a directory that "
             "PEFT saved"
         )
     if not (directory / ADAPTER).is_file():
-        pickled = next((name for name in _PICKLES if (directory / name).exists()), None)
+        pickled = next((name for name in _PICKLE_FILES if (directory / name).exists()), None)
         if pickled:
             raise UnsupportedError(
                 f"{directory / pickled} is a pickle, which could run code; save it again with "
                 "save_pretrained(..., safe_serialization=True)"
             )
         raise CheckpointError(f"{directory} has no {ADAPTER}; get the adapter again")
-    config = read_json(where)
-    check_plain(config, where)
+    config = read_json(config_path)
+    check_plain_lora(config, config_path)
     init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.lower().startswith(_CHANGED_BASE):
+    if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
         raise UnsupportedError(
-            f"{where}: init_lora_weights is {init!r}, which changes the base weights; convert it with "
+            f"{config_path}: init_lora_weights is {init!r}, which changes the base weights; "
+            f"convert it with "
             "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
     return config
 
 
-def _matrices(directory: Path, base: Path, model: ModelConfig) -> dict[str, Matrices]:
+def _read_finite_matrices(
+    directory: Path, base_directory: Path, model: ModelConfig
+) -> dict[str, LoraMatrices]:
     """Return the matrices by the name of the linear layer, without copies of base weights."""
-    found = read_matrices(directory, partial(_is_copy_of_base, base=base, model=model))
-    for linear, matrices in found.items():
+    matrices_by_linear = read_matrices(
+        directory, partial(_is_copy_of_base, base_directory=base_directory, model=model)
+    )
+    for linear, matrices in matrices_by_linear.items():
         if not (torch.isfinite(matrices.a).all() and torch.isfinite(matrices.b).all()):
             raise DamagedFileError(
                 f"{directory / ADAPTER}: {linear} contains NaN or infinity; give another adapter"
             )
-    return found
+    return matrices_by_linear
 
 
-def _by_target(
-    matrices: Mapping[str, Matrices], model: ModelConfig
+def _matrices_by_target(
+    matrices_by_linear: Mapping[str, LoraMatrices], model: ModelConfig
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the name of each linear in a `LoraLayout`, with A and B.
 
     The matrices of a layer's experts get a first dimension for the expert.
     """
-    for linear, found in matrices.items():
-        a, b = found.a, found.b
-        for ours, theirs in EXPERT_FILE_NAMES.items():
+    for linear, pair in matrices_by_linear.items():
+        a, b = pair.a, pair.b
+        for layout_name, file_name in EXPERT_FILE_NAMES.items():
             # PEFT adds ".base_layer" to the name of one of the two linears of the experts. The name
             # tells which of them it is only if both have matrices.
-            both = {linear, linear.removesuffix(".base_layer"), f"{linear}.base_layer"}
+            possible_names = {linear, linear.removesuffix(".base_layer"), f"{linear}.base_layer"}
             if (
-                linear.endswith(f".{theirs}")
+                linear.endswith(f".{file_name}")
                 and model.num_experts
                 and a.shape[0] % model.num_experts == 0
-                and len(both & matrices.keys()) == 2
+                and len(possible_names & matrices_by_linear.keys()) == 2
             ):
-                prefix = linear.removesuffix(theirs)
-                yield f"{prefix}{ours}", *expert_matrices(a, b, model.num_experts)
+                prefix = linear.removesuffix(file_name)
+                yield f"{prefix}{layout_name}", *expert_matrices(a, b, model.num_experts)
                 break
         else:
             yield linear, a, b
 
 
-def _is_copy_of_base(name: str, tensor: Tensor, base: Path, model: ModelConfig) -> bool:
+def _is_copy_of_base(name: str, tensor: Tensor, base_directory: Path, model: ModelConfig) -> bool:
     """Return whether a tensor is a weight of the base model that PEFT saved too.
 
     PEFT does this for a head or an embedding with an adapter.
     """
-    short = name.removeprefix(PREFIX).replace(".base_layer.", ".")
-    if short not in ("lm_head.weight", "model.embed_tokens.weight"):
+    weight_name = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
+    if weight_name not in ("lm_head.weight", "model.embed_tokens.weight"):
         return False
-    weights = load_weights(base, model)
-    base_weight = weights.get(short, weights["model.embed_tokens.weight"])
+    weights = load_weights(base_directory, model)
+    base_weight = weights.get(weight_name, weights["model.embed_tokens.weight"])
     return base_weight.shape == tensor.shape and torch.equal(base_weight.to(tensor.dtype), tensor)
 
 
-def _factor(config: Mapping[str, Any], linear: str, rank: int) -> float:
+def _lora_scaling(config: Mapping[str, Any], linear: str, rank: int) -> float:
     """Return the scaling factor of B A for one linear layer."""
-    alpha = _of_pattern(config.get("alpha_pattern"), linear, config["lora_alpha"])
+    alpha = _pattern_value(config.get("alpha_pattern"), linear, config["lora_alpha"])
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _of_pattern(pattern: Mapping[str, float] | None, linear: str, default: float) -> float:
+def _pattern_value(pattern: Mapping[str, float] | None, linear: str, default: float) -> float:
     """Return the value for a layer as PEFT looks it up: keys are regular expressions for the name's
     end.
     """
@@ -237,7 +254,7 @@ def _of_pattern(pattern: Mapping[str, float] | None, linear: str, default: float
     return default
 
 
-def _shape(linears: Mapping[str, _Linear], directory: Path) -> LoraConfig:
+def _lora_config(linears: Mapping[str, _ScaledLoraMatrices], directory: Path) -> LoraConfig:
     rank = max(linear.a.shape[-2] for linear in linears.values())
     if rank > MAX_RANK:
         raise UnsupportedError(
@@ -246,52 +263,53 @@ def _shape(linears: Mapping[str, _Linear], directory: Path) -> LoraConfig:
     return LoraConfig(
         rank=rank,
         train_attn=any(
-            part in name for name in linears for part in (".self_attn.", ".linear_attn.")
+            module in name for name in linears for module in (".self_attn.", ".linear_attn.")
         ),
         train_mlp=any(".mlp." in name for name in linears),
         train_unembed="lm_head" in linears,
     )
 
 
-def _master(
-    layout: LoraLayout, linears: Mapping[str, _Linear], base_model: str, directory: Path
+def _master_weights(
+    layout: LoraLayout, linears: Mapping[str, _ScaledLoraMatrices], base_model: str, directory: Path
 ) -> Tensor:
     """Return the adapter as one flat float32 vector in the order of `layout`."""
-    shapes = {entry.target: entry for entry in layout.entries if entry.is_b}
+    b_entries = {entry.target: entry for entry in layout.entries if entry.is_b}
     for name, linear in linears.items():
-        entry = shapes.get(name)
-        if entry is None:
+        b_entry = b_entries.get(name)
+        if b_entry is None:
             raise UnsupportedError(
                 f"{directory / ADAPTER} changes {name}, which has no adapter in planish; its targets are the "
                 f"linears of attention and MLP and lm_head of {base_model}"
             )
-        other = next(e for e in layout.entries if e.target == name and not e.is_b)
-        found, expected = (
+        a_entry = next(e for e in layout.entries if e.target == name and not e.is_b)
+        shape, expected_shape = (
             (*linear.b.shape[:-1], linear.a.shape[-1]),
-            (*entry.shape[:-1], other.shape[-1]),
+            (*b_entry.shape[:-1], a_entry.shape[-1]),
         )
-        if found != expected:
+        if shape != expected_shape:
             raise CheckpointError(
-                f"{directory / ADAPTER}: {name} has the shape {found}, but that linear of "
-                f"{base_model} has the shape {expected}; give the base model that the adapter was "
+                f"{directory / ADAPTER}: {name} has the shape {shape}, but that linear of "
+                f"{base_model} has the shape {expected_shape}; give the base model that the "
+                f"adapter was "
                 "trained on"
             )
-    master = torch.zeros(layout.size)
-    views = layout.views(master)
+    master_weights = torch.zeros(layout.size)
+    views = layout.views(master_weights)
     for entry in layout.entries:
         linear = linears.get(entry.target)
         if linear is None:
             continue
         rank, view = linear.a.shape[-2], views[entry.name]
         if entry.is_b:
-            view[..., :rank] = linear.b * (linear.factor / layout.scaling)
+            view[..., :rank] = linear.b * (linear.scaling / layout.scaling)
         else:
             view[..., :rank, :] = linear.a
-    return master
+    return master_weights
 
 
 def _notes(
-    config: Mapping[str, Any], layout: LoraLayout, linears: Mapping[str, _Linear]
+    config: Mapping[str, Any], layout: LoraLayout, linears: Mapping[str, _ScaledLoraMatrices]
 ) -> tuple[str, ...]:
     notes = []
     targets = {entry.target for entry in layout.entries}

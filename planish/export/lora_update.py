@@ -33,13 +33,13 @@ from planish.model.weights import expected_shapes, text_name
 
 HEAD = "lm_head"
 """The name of the output head."""
-PREFIX = "base_model.model."
-_HEADS = ("model.unembed_tokens", "unembed_tokens", "model.lm_head")
+PEFT_PREFIX = "base_model.model."
+_HEAD_ALIASES = ("model.unembed_tokens", "unembed_tokens", "model.lm_head")
 """Names of the output head in adapters that other programs saved."""
 _TENSOR_NAME = re.compile(
-    rf"(?:{re.escape(PREFIX)})?(?P<linear>.+)\.lora_(?P<matrix>[AB])(?:\.default)?\.weight"
+    rf"(?:{re.escape(PEFT_PREFIX)})?(?P<linear>.+)\.lora_(?P<matrix>[AB])(?:\.default)?\.weight"
 )
-_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+_PLAIN_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "use_dora": ((False, None), "DoRA scales the columns of the weight instead of adding to it"),
     "use_qalora": ((False, None), "QALoRA pools the inputs"),
     "bias": (("none", None), "biases are not trained here"),
@@ -57,7 +57,7 @@ rejected.
 
 
 @dataclass(frozen=True)
-class Matrices:
+class LoraMatrices:
     """The matrices of one linear layer: A [rank, in] and B [out, rank], float32."""
 
     a: Tensor
@@ -70,7 +70,7 @@ class LoraUpdate:
 
     config: Mapping[str, Any]
     """The content of adapter_config.json."""
-    linears: Mapping[str, Matrices]
+    matrices_by_linear: Mapping[str, LoraMatrices]
     """The matrices by the layer's name in the file, such as "model.layers.0.self_attn.q_proj" or
     "lm_head". The experts of a layer have one pair of matrices for gate and up, named
     "model.layers.0.mlp.experts.base_layer", and one for down, named "model.layers.0.mlp.experts".
@@ -100,49 +100,52 @@ class LoraUpdate:
             return self.manifest.base_model
         return self.config.get("base_model_name_or_path")
 
-    def by_weight(self, model: ModelConfig) -> Mapping[str, Matrices]:
+    def matrices_by_weight(self, config: ModelConfig) -> Mapping[str, LoraMatrices]:
         """Return the matrices by the name of a weight of the base model without ".weight":
-        `linears`, with separate matrices for each expert.
+        `matrices_by_linear`, with separate matrices for each expert.
         """
-        found: dict[str, Matrices] = {}
-        for linear, matrices in self.linears.items():
-            name = _expert_linear(linear)
+        result: dict[str, LoraMatrices] = {}
+        for linear, matrices in self.matrices_by_linear.items():
+            name = _expert_projection(linear)
             if name is None:
-                found[linear] = matrices
+                result[linear] = matrices
                 continue
-            experts = matrices.a.shape[0] // self.rank
-            stacked = expert_matrices(matrices.a, matrices.b, experts)
+            num_experts = matrices.a.shape[0] // self.rank
+            stacked = expert_matrices(matrices.a, matrices.b, num_experts)
             for expert, (a, b) in enumerate(zip(*stacked, strict=True)):
-                is_split = name == "gate_up_proj" and not model.expert_biases
-                parts = ("gate_proj", "up_proj") if is_split else (name,)
+                is_split = name == "gate_up_proj" and not config.expert_biases
+                projections = ("gate_proj", "up_proj") if is_split else (name,)
                 prefix = f"{linear.removesuffix('.base_layer')}.{expert}"
-                for part, rows in zip(parts, b.chunk(len(parts)), strict=True):
-                    found[f"{prefix}.{part}"] = Matrices(a, rows)
-        return found
+                for projection, projection_b in zip(
+                    projections, b.chunk(len(projections)), strict=True
+                ):
+                    result[f"{prefix}.{projection}"] = LoraMatrices(a, projection_b)
+        return result
 
     @property
     def trains_head(self) -> bool:
         """Whether the adapter changes the output head."""
-        return HEAD in self.linears
+        return HEAD in self.matrices_by_linear
 
-    def check_fits(self, model: ModelConfig, name: str) -> None:
+    def check_fits(self, config: ModelConfig, model_name: str) -> None:
         """Raise CheckpointError unless the model has every linear layer of the adapter, in the same
         shape.
         """
         # A linear in mxfp4 has the shape of its dequantized weight.
-        dequantized_shapes = expected_shapes(replace(model, mxfp4_experts=False))
-        shapes = {**dequantized_shapes, f"{HEAD}.weight": (model.vocab_size, model.hidden_size)}
-        for linear, matrices in self.by_weight(model).items():
-            found = (matrices.b.shape[0], matrices.a.shape[1])
-            if shapes.get(f"{linear}.weight") != found:
+        dequantized_shapes = expected_shapes(replace(config, mxfp4_experts=False))
+        shapes = {**dequantized_shapes, f"{HEAD}.weight": (config.vocab_size, config.hidden_size)}
+        for linear, matrices in self.matrices_by_weight(config).items():
+            shape = (matrices.b.shape[0], matrices.a.shape[1])
+            if shapes.get(f"{linear}.weight") != shape:
                 raise CheckpointError(
-                    f"the adapter changes {linear} of the shape {found}, but {name} has the shape "
+                    f"the adapter changes {linear} of the shape {shape}, but {model_name} has the "
+                    f"shape "
                     f"{shapes.get(f'{linear}.weight')}; give the base model that the adapter was "
                     "trained on"
                 )
 
 
-def read_update(directory: Path) -> LoraUpdate:
+def read_adapter(directory: Path) -> LoraUpdate:
     """Read the adapter in `directory`.
 
     Raise CheckpointError if there is none; DamagedFileError if a file is damaged; UnsupportedError
@@ -158,106 +161,116 @@ def read_update(directory: Path) -> LoraUpdate:
     if manifest is not None:
         for name in (ADAPTER, ADAPTER_CONFIG):
             check_file(directory / name, manifest.files.get(name))
-    where = directory / ADAPTER_CONFIG
-    config = read_json(where)
-    check_plain(config, where)
+    config_path = directory / ADAPTER_CONFIG
+    config = read_json(config_path)
+    check_plain_lora(config, config_path)
     for name in ("rank_pattern", "alpha_pattern"):
         if config.get(name):
             raise UnsupportedError(
-                f"{where}: {name} is {config[name]!r}; planish exports adapters with one rank and "
+                f"{config_path}: {name} is {config[name]!r}; planish exports adapters with one "
+                f"rank and "
                 "one alpha"
             )
-    linears = read_matrices(directory)
-    _check_ranks(linears, config["r"], directory / ADAPTER)
-    return LoraUpdate(config, linears, manifest)
+    matrices_by_linear = read_matrices(directory)
+    _check_ranks(matrices_by_linear, config["r"], directory / ADAPTER)
+    return LoraUpdate(config, matrices_by_linear, manifest)
 
 
 def read_matrices(
     directory: Path, is_ignored: Callable[[str, Tensor], bool] = lambda name, tensor: False
-) -> dict[str, Matrices]:
+) -> dict[str, LoraMatrices]:
     """Return the matrices of an adapter in float32 by the name of the linear layer.
 
     `is_ignored` decides from its name and value whether a tensor that is no LoRA matrix is left
     out; any other such tensor raises UnsupportedError. DamagedFileError if the file cannot be read
     or a matrix is missing.
     """
-    where = directory / ADAPTER
+    adapter_path = directory / ADAPTER
     try:
-        tensors = load_file(where)
+        tensors = load_file(adapter_path)
     except (SafetensorError, OSError) as error:
         raise DamagedFileError(
-            f"{where} cannot be read ({error}); get the adapter again"
+            f"{adapter_path} cannot be read ({error}); get the adapter again"
         ) from error
-    found: dict[str, dict[str, Tensor]] = {}
+    tensors_by_linear: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        named = _TENSOR_NAME.fullmatch(name)
-        if named is not None:
-            linear = text_name(named["linear"])
-            linear = HEAD if linear in _HEADS else linear
-            found.setdefault(linear, {})[named["matrix"]] = tensor.to(torch.float32)
+        match = _TENSOR_NAME.fullmatch(name)
+        if match is not None:
+            linear = text_name(match["linear"])
+            linear = HEAD if linear in _HEAD_ALIASES else linear
+            tensors_by_linear.setdefault(linear, {})[match["matrix"]] = tensor.to(torch.float32)
         elif not is_ignored(name, tensor):
             raise UnsupportedError(
-                f"{where} contains {name}, which planish does not support; give a plain LoRA adapter"
+                f"{adapter_path} contains {name}, which planish does not support; give a plain "
+                f"LoRA adapter"
             )
-    for linear, parts in found.items():
-        if len(parts) < 2 or any(part.dim() != 2 for part in parts.values()):
+    for linear, pair in tensors_by_linear.items():
+        if len(pair) < 2 or any(matrix.dim() != 2 for matrix in pair.values()):
             raise DamagedFileError(
-                f"{where}: {linear} lacks lora_A or lora_B; download the adapter again"
+                f"{adapter_path}: {linear} lacks lora_A or lora_B; download the adapter again"
             )
-        ranks = (parts["A"].shape[0], parts["B"].shape[1])
+        ranks = (pair["A"].shape[0], pair["B"].shape[1])
         if ranks[0] != ranks[1]:
             raise DamagedFileError(
-                f"{where}: lora_A and lora_B of {linear} have the ranks {ranks[0]} and {ranks[1]}, "
+                f"{adapter_path}: lora_A and lora_B of {linear} have the ranks {ranks[0]} and "
+                f"{ranks[1]}, "
                 "which must be equal; download the adapter again"
             )
-    if not found:
-        raise DamagedFileError(f"{where} has no matrices; download the adapter again")
-    return {linear: Matrices(parts["A"], parts["B"]) for linear, parts in found.items()}
+    if not tensors_by_linear:
+        raise DamagedFileError(f"{adapter_path} has no matrices; download the adapter again")
+    return {
+        linear: LoraMatrices(pair["A"], pair["B"]) for linear, pair in tensors_by_linear.items()
+    }
 
 
-def check_plain(config: Mapping[str, Any], where: Path) -> None:
+def check_plain_lora(config: Mapping[str, Any], config_path: Path) -> None:
     """Raise an error unless an adapter is plain LoRA, possibly with a rank or alpha per linear.
 
-    `where`: the path of the adapter_config.json with the content `config`. Raises UnsupportedError
-    for another kind of adapter, and DamagedFileError if the rank or alpha is not a positive number.
+    `config_path`: the path of the adapter_config.json with the content `config`. Raises
+    UnsupportedError for another kind of adapter, and DamagedFileError if the rank or alpha is not a
+    positive number.
     """
     if config.get("peft_type") != "LORA":
         raise UnsupportedError(
-            f"{where}: peft_type is {config.get('peft_type')!r}; planish takes LORA"
+            f"{config_path}: peft_type is {config.get('peft_type')!r}; planish takes LORA"
         )
-    for name, (plain, reason) in _REFUSED.items():
-        if name in config and config[name] not in plain:
-            raise UnsupportedError(f"{where}: {name} is {config[name]!r}, and {reason}")
+    for name, (plain_values, reason) in _PLAIN_VALUES.items():
+        if name in config and config[name] not in plain_values:
+            raise UnsupportedError(f"{config_path}: {name} is {config[name]!r}, and {reason}")
     for name in ("r", "lora_alpha"):
         value = config.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise DamagedFileError(
-                f"{where}: {name} is {value!r}, not a positive number; get the adapter again"
+                f"{config_path}: {name} is {value!r}, not a positive number; get the adapter again"
             )
 
 
-def _check_ranks(linears: Mapping[str, Matrices], rank: int, where: Path) -> None:
+def _check_ranks(
+    matrices_by_linear: Mapping[str, LoraMatrices], rank: int, adapter_path: Path
+) -> None:
     """Raise an error unless each linear has the rank of adapter_config.json."""
-    for linear, matrices in linears.items():
-        found, is_expert = matrices.a.shape[0], _expert_linear(linear) is not None
-        if found % rank if is_expert else found != rank:
+    for linear, matrices in matrices_by_linear.items():
+        file_rank, is_expert = matrices.a.shape[0], _expert_projection(linear) is not None
+        if file_rank % rank if is_expert else file_rank != rank:
             raise DamagedFileError(
-                f"{where}: {linear} lacks a matrix of rank {rank}, lora_A or lora_B; download the "
+                f"{adapter_path}: {linear} lacks a matrix of rank {rank}, lora_A or lora_B; "
+                f"download the "
                 "adapter again"
             )
         # If PEFT adapts only one of the two parameters, its name does not tell which of them.
-        short = linear.removesuffix(".base_layer")
-        other = short if short != linear else f"{linear}.base_layer"
-        if is_expert and other not in linears:
+        outer_name = linear.removesuffix(".base_layer")
+        other_name = outer_name if outer_name != linear else f"{linear}.base_layer"
+        if is_expert and other_name not in matrices_by_linear:
             raise UnsupportedError(
-                f"{where} has matrices of {linear} and not of {other}; adapt both gate_up_proj and "
+                f"{adapter_path} has matrices of {linear} and not of {other_name}; adapt both "
+                f"gate_up_proj and "
                 "down_proj of the experts"
             )
 
 
-def _expert_linear(linear: str) -> str | None:
+def _expert_projection(linear: str) -> str | None:
     """Return gate_up_proj or down_proj for PEFT's name of the experts' matrices, else None."""
-    for ours, theirs in EXPERT_FILE_NAMES.items():
-        if linear.endswith(f".{theirs}"):
-            return ours.rsplit(".", 1)[1]
+    for layout_name, file_name in EXPERT_FILE_NAMES.items():
+        if linear.endswith(f".{file_name}"):
+            return layout_name.rsplit(".", 1)[1]
     return None

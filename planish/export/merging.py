@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from planish.errors import NonFiniteError, StorageError
-from planish.export.lora_update import HEAD, LoraUpdate, Matrices
+from planish.export.lora_update import HEAD, LoraMatrices, LoraUpdate
 from planish.files import set_default_mode
 from planish.model.config import ModelConfig, read_json, text_fields
 from planish.model.quantization import Fp8Weight, Mxfp4Weight
@@ -29,22 +29,22 @@ from planish.model.weights import INDEX_FILE, SINGLE_FILE, load_weights, scale_n
 
 SHARD_BYTES = 4 << 30
 """The default maximum size of a file."""
-_BLOCK_NUMBERS = 1 << 24
-_EMBEDDING = "model.embed_tokens.weight"
+_BLOCK_ELEMENTS = 1 << 24
+_EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 _HEAD_WEIGHT = f"{HEAD}.weight"
-Stored = Mxfp4Weight | Fp8Weight
+QuantizedWeight = Mxfp4Weight | Fp8Weight
 """A weight that the checkpoint stores with codes and scales."""
 
 
 @dataclass
-class Rounding:
+class RoundingError:
     """How much of the trained update was lost by rounding to the dtype of the files."""
 
     squared_update: float = 0.0
     squared_error: float = 0.0
 
     @property
-    def share(self) -> float:
+    def relative_error(self) -> float:
         """The norm of the rounding errors divided by the norm of the update, over all weights that
         the adapter changes.
         """
@@ -52,190 +52,213 @@ class Rounding:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A tensor of the base model with the update to add to it."""
+class MergedTensor:
+    """A tensor of the merged model: a tensor of the base model, and the update to add to it."""
 
     name: str
-    weight: Tensor | Stored
+    base_weight: Tensor | QuantizedWeight
     """The tensor of the base model, memory-mapped."""
-    matrices: Matrices | None
+    matrices: LoraMatrices | None
     dtype: torch.dtype
 
     @property
     def size(self) -> int:
         """The size of the merged tensor in bytes."""
-        return math.prod(self.weight.shape) * self.dtype.itemsize
+        return math.prod(self.base_weight.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
-class JointSource:
+class StackedExperts:
     """The tensors of all experts of a layer that one tensor of the file contains (gpt-oss)."""
 
     name: str
-    parts: Sequence[Source]
+    experts: Sequence[MergedTensor]
     """The tensors of the experts. The file has matrices transposed: [experts, in, out]."""
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the merged tensor."""
-        return self.parts[0].dtype
+        return self.experts[0].dtype
 
     @property
     def size(self) -> int:
         """The size of the merged tensor in bytes."""
-        return sum(part.size for part in self.parts)
+        return sum(expert.size for expert in self.experts)
 
 
-def _dequantizable(
+def _join_codes_and_scales(
     weights: Mapping[str, Tensor], config: ModelConfig
-) -> dict[str, Tensor | Stored]:
+) -> dict[str, Tensor | QuantizedWeight]:
     """Return the weights, with one entry for the two tensors of each weight in mxfp4 or fp8."""
-    found: dict[str, Tensor | Stored] = {}
-    scales = {scale_name(name) for name in weights}
+    result: dict[str, Tensor | QuantizedWeight] = {}
+    scale_names = {scale_name(name) for name in weights}
     for name, weight in weights.items():
-        linear, _, part = name.rpartition(".")
-        if part == "blocks":
-            found[f"{linear}.weight"] = Mxfp4Weight(weight.flatten(1), weights[f"{linear}.scales"])
+        linear, _, kind = name.rpartition(".")
+        if kind == "blocks":
+            result[f"{linear}.weight"] = Mxfp4Weight(weight.flatten(1), weights[f"{linear}.scales"])
         elif weight.dtype == torch.float8_e4m3fn and config.fp8 is not None:
-            found[name] = Fp8Weight.from_stored(weight, weights[scale_name(name)], config.fp8.block)
-        elif part != "scales" and name not in scales:
-            found[name] = weight
-    return found
+            result[name] = Fp8Weight.from_stored(
+                weight, weights[scale_name(name)], config.fp8.block
+            )
+        elif kind != "scales" and name not in scale_names:
+            result[name] = weight
+    return result
 
 
-def _dtype(weight: Tensor | Stored) -> torch.dtype:
-    return torch.bfloat16 if isinstance(weight, Stored) else weight.dtype
+def _stored_dtype(weight: Tensor | QuantizedWeight) -> torch.dtype:
+    return torch.bfloat16 if isinstance(weight, QuantizedWeight) else weight.dtype
 
 
-def _joint(sources: Sequence[Source]) -> list[Source | JointSource]:
+def _stack_experts(tensors: Sequence[MergedTensor]) -> list[MergedTensor | StackedExperts]:
     """Return the tensors of a file of gpt-oss, which has one tensor for all experts of a layer."""
-    found: list[Source | JointSource] = []
-    parts: dict[str, list[Source]] = {}
-    for source in sources:
-        layer, separator, part = source.name.rpartition(".experts.")
+    result: list[MergedTensor | StackedExperts] = []
+    experts_by_name: dict[str, list[MergedTensor]] = {}
+    for tensor in tensors:
+        layer, separator, expert_name = tensor.name.rpartition(".experts.")
         if not separator:
-            found.append(source)
+            result.append(tensor)
             continue
-        linear, _, kind = part.split(".", 1)[1].rpartition(".")
+        linear, _, kind = expert_name.split(".", 1)[1].rpartition(".")
         name = f"{layer}.experts.{linear}" + ("_bias" if kind == "bias" else "")
-        if name not in parts:
-            parts[name] = []
-            found.append(JointSource(name, parts[name]))
-        parts[name].append(source)
-    return found
+        if name not in experts_by_name:
+            experts_by_name[name] = []
+            result.append(StackedExperts(name, experts_by_name[name]))
+        experts_by_name[name].append(tensor)
+    return result
 
 
-def _merged(source: Source | JointSource, scaling: float, rounding: Rounding) -> Tensor:
+def _compute(
+    tensor: MergedTensor | StackedExperts, scaling: float, rounding: RoundingError
+) -> Tensor:
     """Return one tensor of the merged model's files."""
-    if isinstance(source, Source):
-        return merged(source, scaling, rounding)
-    tensors = [merged(part, scaling, rounding) for part in source.parts]
-    return torch.stack([x.t() if x.dim() == 2 else x for x in tensors])
+    if isinstance(tensor, MergedTensor):
+        return merge(tensor, scaling, rounding)
+    experts = [merge(expert, scaling, rounding) for expert in tensor.experts]
+    return torch.stack([x.t() if x.dim() == 2 else x for x in experts])
 
 
 def write_merged(
-    base: Path,
+    base_directory: Path,
     config: ModelConfig,
     update: LoraUpdate,
-    out: Path,
+    output_directory: Path,
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
-) -> Rounding:
-    """Write weights, their index and config.json into `out`, and return the rounding error.
+) -> RoundingError:
+    """Write weights, their index and config.json into `output_directory`.
 
-    If `dtype` is None, each tensor keeps its dtype.
+    Return the rounding error. If `dtype` is None, each tensor keeps its dtype.
     """
-    weights = load_weights(base, config)
+    weights = load_weights(base_directory, config)
     if config.tied_head and update.trains_head:
-        weights[_HEAD_WEIGHT] = weights[_EMBEDDING]
-    matrices = update.by_weight(config)
-    single = [
-        Source(name, weight, matrices.get(name.removesuffix(".weight")), dtype or _dtype(weight))
-        for name, weight in _dequantizable(weights, config).items()
-    ]
-    sources = _joint(single) if config.expert_biases else single
-    rounding = Rounding()
-    shards = _shards(sources, shard_bytes)
-    files = dict(zip(_file_names(len(shards)), shards, strict=True))
-    for file, shard in files.items():
-        save_tensors(
-            {source.name: _merged(source, update.scaling, rounding) for source in shard}, out / file
+        weights[_HEAD_WEIGHT] = weights[_EMBEDDING_WEIGHT]
+    matrices_by_weight = update.matrices_by_weight(config)
+    separate_tensors = [
+        MergedTensor(
+            name,
+            weight,
+            matrices_by_weight.get(name.removesuffix(".weight")),
+            dtype or _stored_dtype(weight),
         )
-    if len(files) > 1:
-        write_json(out / INDEX_FILE, _index(files))
-    write_json(out / "config.json", _config(base, config, update, sources))
+        for name, weight in _join_codes_and_scales(weights, config).items()
+    ]
+    tensors = _stack_experts(separate_tensors) if config.expert_biases else separate_tensors
+    rounding = RoundingError()
+    shards = _split_into_shards(tensors, shard_bytes)
+    shard_of_file = dict(zip(_file_names(len(shards)), shards, strict=True))
+    for file, shard in shard_of_file.items():
+        save_tensors(
+            {tensor.name: _compute(tensor, update.scaling, rounding) for tensor in shard},
+            output_directory / file,
+        )
+    if len(shard_of_file) > 1:
+        write_json(output_directory / INDEX_FILE, _weight_index(shard_of_file))
+    write_json(
+        output_directory / "config.json", _merged_config(base_directory, config, update, tensors)
+    )
     return rounding
 
 
-def merged(source: Source, scaling: float, rounding: Rounding) -> Tensor:
+def merge(tensor: MergedTensor, scaling: float, rounding: RoundingError) -> Tensor:
     """Return one tensor of the merged model; NonFiniteError if it overflows float16."""
-    weight = source.weight
-    if isinstance(weight, Stored):
+    base_weight = tensor.base_weight
+    if isinstance(base_weight, QuantizedWeight):
         # Unless the files are float32, planish trained with the bf16 weights.
-        weight = weight.dequantize(torch.promote_types(source.dtype, torch.bfloat16))
-    if source.matrices is None:
-        out = weight.to(source.dtype)
+        base_weight = base_weight.dequantize(torch.promote_types(tensor.dtype, torch.bfloat16))
+    if tensor.matrices is None:
+        result = base_weight.to(tensor.dtype)
     else:
-        out = torch.empty(weight.shape, dtype=source.dtype)
-        rows = max(1, _BLOCK_NUMBERS // weight.shape[1])
-        for start in range(0, weight.shape[0], rows):
-            part = slice(start, start + rows)
-            change = (source.matrices.b[part] * scaling) @ source.matrices.a
-            exact = weight[part].float() + change
-            out[part] = exact.to(source.dtype)
-            rounding.squared_update += float(change.double().square().sum())
-            rounding.squared_error += float((out[part].float() - exact).double().square().sum())
-    if source.dtype is torch.float16 and not out.isfinite().all():
-        raise NonFiniteError(f"{source.name} does not fit float16; export as bfloat16 or float32")
-    return out
+        result = torch.empty(base_weight.shape, dtype=tensor.dtype)
+        block_rows = max(1, _BLOCK_ELEMENTS // base_weight.shape[1])
+        for start in range(0, base_weight.shape[0], block_rows):
+            block = slice(start, start + block_rows)
+            delta = (tensor.matrices.b[block] * scaling) @ tensor.matrices.a
+            unrounded = base_weight[block].float() + delta
+            result[block] = unrounded.to(tensor.dtype)
+            rounding.squared_update += float(delta.double().square().sum())
+            rounding.squared_error += float(
+                (result[block].float() - unrounded).double().square().sum()
+            )
+    if tensor.dtype is torch.float16 and not result.isfinite().all():
+        raise NonFiniteError(f"{tensor.name} does not fit float16; export as bfloat16 or float32")
+    return result
 
 
-def _shards(
-    sources: Sequence[Source | JointSource], shard_bytes: int
-) -> list[list[Source | JointSource]]:
+def _split_into_shards(
+    tensors: Sequence[MergedTensor | StackedExperts], shard_bytes: int
+) -> list[list[MergedTensor | StackedExperts]]:
     """Split the tensors, in order, into shards that are as full as possible.
 
     A tensor larger than `shard_bytes` has a shard to itself.
     """
-    shards: list[list[Source | JointSource]] = []
-    filled = 0
-    for source in sources:
-        if not shards or filled + source.size > shard_bytes:
+    shards: list[list[MergedTensor | StackedExperts]] = []
+    shard_size = 0
+    for tensor in tensors:
+        if not shards or shard_size + tensor.size > shard_bytes:
             shards.append([])
-            filled = 0
-        shards[-1].append(source)
-        filled += source.size
+            shard_size = 0
+        shards[-1].append(tensor)
+        shard_size += tensor.size
     return shards
 
 
-def _file_names(count: int) -> list[str]:
-    if count == 1:
+def _file_names(num_shards: int) -> list[str]:
+    if num_shards == 1:
         return [SINGLE_FILE]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    return [
+        f"model-{number:05d}-of-{num_shards:05d}.safetensors" for number in range(1, num_shards + 1)
+    ]
 
 
-def _index(files: Mapping[str, Sequence[Source | JointSource]]) -> dict[str, Any]:
+def _weight_index(
+    shard_of_file: Mapping[str, Sequence[MergedTensor | StackedExperts]],
+) -> dict[str, Any]:
     return {
         "metadata": {
-            "total_size": sum(source.size for shard in files.values() for source in shard)
+            "total_size": sum(tensor.size for shard in shard_of_file.values() for tensor in shard)
         },
-        "weight_map": {source.name: file for file, shard in files.items() for source in shard},
+        "weight_map": {
+            tensor.name: file for file, shard in shard_of_file.items() for tensor in shard
+        },
     }
 
 
-def _config(
-    base: Path, config: ModelConfig, update: LoraUpdate, sources: Sequence[Source | JointSource]
+def _merged_config(
+    base_directory: Path,
+    config: ModelConfig,
+    update: LoraUpdate,
+    tensors: Sequence[MergedTensor | StackedExperts],
 ) -> dict[str, Any]:
     """Return the base model's config.json with the fields that a merge changes.
 
     A multimodal base model becomes its text model. A checkpoint in mxfp4 or fp8 becomes one in
     bf16.
     """
-    fields = text_fields(read_json(base / "config.json"))
+    fields = text_fields(read_json(base_directory / "config.json"))
     fields.pop("_name_or_path", None)
     fields.pop("quantization_config", None)
-    dtypes = {source.dtype for source in sources}
+    dtypes = {tensor.dtype for tensor in tensors}
     dtype_name = str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None
     for key in ("dtype", "torch_dtype"):
         if dtype_name and (key in fields or key == "dtype"):

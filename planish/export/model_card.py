@@ -15,7 +15,7 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 
 from planish.export.lora_update import LoraUpdate
-from planish.export.merging import Rounding
+from planish.export.merging import RoundingError
 from planish.export.origin import Origin
 from planish.model.config import ModelConfig
 from planish.model.embedded import EMBEDDED_MODELS
@@ -23,18 +23,18 @@ from planish.model.sources import HUB_NAME, models_home
 
 Format = Literal["peft", "merged"]
 README = "README.md"
-_SHOWN_METRICS = 40
-_IN_CACHE = re.compile(r"/models--([A-Za-z0-9_.-]+?)--([A-Za-z0-9_.-]+)/snapshots/")
+_MAX_METRICS = 40
+_HUB_CACHE_PATH = re.compile(r"/models--([A-Za-z0-9_.-]+?)--([A-Za-z0-9_.-]+)/snapshots/")
 
 
 @dataclass(frozen=True)
-class Base:
+class ExportBase:
     """The base model of an export."""
 
     name: str
     directory: Path | None
     """The directory with its files; None if they are not on this machine and were not needed."""
-    is_own: bool = True
+    is_training_base: bool = True
     """Whether these are the weights that the adapter was trained on, as far as is known."""
 
     @property
@@ -45,8 +45,10 @@ class Base:
     @property
     def hub_name(self) -> str:
         """The model's name on the hub if its files are in the hub's cache; otherwise `name`."""
-        found = _IN_CACHE.search(self.directory.absolute().as_posix()) if self.directory else None
-        return "/".join(found.groups()) if found else self.name
+        match = (
+            _HUB_CACHE_PATH.search(self.directory.absolute().as_posix()) if self.directory else None
+        )
+        return "/".join(match.groups()) if match else self.name
 
     @property
     def was_converted(self) -> bool:
@@ -77,25 +79,30 @@ class Base:
 
 
 def model_card(
-    kind: Format, base: Base, update: LoraUpdate, origin: Origin, dtype: str, rounding: Rounding
+    export_format: Format,
+    base: ExportBase,
+    update: LoraUpdate,
+    origin: Origin,
+    dtype: str,
+    rounding: RoundingError,
 ) -> str:
     """Return the text of the model card."""
-    parts = [
-        f"---\n{_header(kind, base)}\n---",
-        f"# {_title(kind, base)}",
-        _what(kind, base, update, dtype),
+    sections = [
+        f"---\n{_hub_metadata(export_format, base)}\n---",
+        f"# {_title(export_format, base)}",
+        _summary(export_format, base, update, dtype),
         _provenance(base, update, origin),
-        *([_rounded(dtype, rounding)] if kind == "merged" else []),
+        *([_rounding_note(dtype, rounding)] if export_format == "merged" else []),
         "## Use",
-        *(_use_peft(base, update) if kind == "peft" else _use_merged()),
-        *_run(origin),
+        *(_use_peft(base, update) if export_format == "peft" else _use_merged()),
+        *_run_sections(origin),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(sections) + "\n"
 
 
-def _header(kind: Format, base: Base) -> str:
+def _hub_metadata(export_format: Format, base: ExportBase) -> str:
     data: dict[str, Any] = {
-        "library_name": "peft" if kind == "peft" else "transformers",
+        "library_name": "peft" if export_format == "peft" else "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["planish", "lora"],
         **base.license(),
@@ -103,20 +110,20 @@ def _header(kind: Format, base: Base) -> str:
     if base.is_on_hub:
         data |= {
             "base_model": base.hub_name,
-            "base_model_relation": "adapter" if kind == "peft" else "finetune",
+            "base_model_relation": "adapter" if export_format == "peft" else "finetune",
         }
     return ModelCardData(**data).to_yaml().strip()
 
 
-def _title(kind: Format, base: Base) -> str:
-    return f"{'Adapter for' if kind == 'peft' else 'Fine-tuned'} {Path(base.name).name}"
+def _title(export_format: Format, base: ExportBase) -> str:
+    return f"{'Adapter for' if export_format == 'peft' else 'Fine-tuned'} {Path(base.name).name}"
 
 
-def _what(kind: Format, base: Base, update: LoraUpdate, dtype: str) -> str:
+def _summary(export_format: Format, base: ExportBase, update: LoraUpdate, dtype: str) -> str:
     model = "A Hugging Face model with the adapter merged into its weights"
-    files = "A PEFT adapter" if kind == "peft" else model
+    files = "A PEFT adapter" if export_format == "peft" else model
     licence = base.license().get("license")
-    modules = sorted({name.rpartition(".")[2] for name in update.linears})
+    modules = sorted({name.rpartition(".")[2] for name in update.matrices_by_linear})
     rows = {
         "base model": f"`{_public_name(base)}`",
         "licence of the base model": licence
@@ -128,12 +135,12 @@ def _what(kind: Format, base: Base, update: LoraUpdate, dtype: str) -> str:
     return f"{files}, made by planish.\n\n" + _table(rows)
 
 
-def _public_name(base: Base) -> str:
+def _public_name(base: ExportBase) -> str:
     """Return a name fit to publish: the hub's name, or only the last part of a local path."""
     return base.hub_name if base.is_on_hub else Path(base.name).name
 
 
-def _provenance(base: Base, update: LoraUpdate, origin: Origin) -> str:
+def _provenance(base: ExportBase, update: LoraUpdate, origin: Origin) -> str:
     manifest = update.manifest
     rows: dict[str, str] = {}
     if origin.name:
@@ -152,13 +159,13 @@ def _provenance(base: Base, update: LoraUpdate, origin: Origin) -> str:
         notes.append(
             "The base weights were converted from a GGUF file, so they differ from those that the hub has under this name."
         )
-    directory = base.directory if base.is_own else None
+    directory = base.directory if base.is_training_base else None
     if directory is not None and ModelConfig.from_directory(directory).fp8 is not None:
         notes.append(
             "The checkpoint of the base model stores the linears in fp8. The adapter was trained on "
             "their dequantized weights."
         )
-    if not base.is_own:
+    if not base.is_training_base:
         notes.append("This is another base model than the adapter was trained on.")
     if manifest is not None and manifest.quantize:
         notes.append(
@@ -170,18 +177,19 @@ def _provenance(base: Base, update: LoraUpdate, origin: Origin) -> str:
     return "## Origin\n\n" + "\n\n".join(filter(None, [_table(rows) if rows else "", *notes]))
 
 
-def _rounded(dtype: str, rounding: Rounding) -> str:
+def _rounding_note(dtype: str, rounding: RoundingError) -> str:
     return (
-        f"The sums were computed in float32 and rounded once to {dtype}. The norm of the rounding errors is {rounding.share:.2%} of the norm of the "
+        f"The sums were computed in float32 and rounded once to {dtype}. The norm of the rounding "
+        f"errors is {rounding.relative_error:.2%} of the norm of the "
         "trained update. Rounding removes parts of the update that are small compared with a weight. To keep the whole update, export "
         "in float32, or use the adapter with the base model."
     )
 
 
-def _use_peft(base: Base, update: LoraUpdate) -> Sequence[str]:
-    parts = [
+def _use_peft(base: ExportBase, update: LoraUpdate) -> Sequence[str]:
+    sections = [
         "With transformers and PEFT:",
-        _code(
+        _code_block(
             "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
             f'base = "{_public_name(base)}"\ntokenizer = AutoTokenizer.from_pretrained(base)\n'
             'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), "DIRECTORY")',
@@ -189,13 +197,13 @@ def _use_peft(base: Base, update: LoraUpdate) -> Sequence[str]:
         ),
     ]
     if not base.is_on_hub:
-        parts.append(
+        sections.append(
             f"`{_public_name(base)}` is a local name of the base model and no name of the hub, so `AutoPeftModelForCausalLM` cannot "
             "find it. Replace it by the base model's directory or by its name on the hub, also in adapter_config.json "
             "(`base_model_name_or_path`)."
         )
     if update.trains_head:
-        parts.append(
+        sections.append(
             "The adapter changes the output head (`train_unembed`). PEFT loads it. TRL 1.16 rejects it, and vLLM serves it only in versions "
             "that apply adapters to the head of this architecture: use the merged model there. An adapter that was trained with "
             "`train_unembed=False` works in all three. If head and embedding of the "
@@ -204,54 +212,56 @@ def _use_peft(base: Base, update: LoraUpdate) -> Sequence[str]:
         )
     else:
         rank = max(8, 1 << (update.rank - 1).bit_length())
-        parts += [
+        sections += [
             "The adapter leaves the output head alone, so PEFT and TRL load it as it is. With vLLM:",
-            _code(
+            _code_block(
                 f"vllm serve {_public_name(base)} --enable-lora --max-lora-rank {rank} \\\n"
                 "    --lora-modules tuned=DIRECTORY",
                 "sh",
             ),
         ]
-    parts += [
+    sections += [
         "Merge it into the base model:",
-        _code("planish export DIRECTORY MERGED --format merged", "sh"),
+        _code_block("planish export DIRECTORY MERGED --format merged", "sh"),
     ]
-    return parts
+    return sections
 
 
 def _use_merged() -> Sequence[str]:
     return [
         "With transformers:",
-        _code(
+        _code_block(
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
             'tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")\n'
             'model = AutoModelForCausalLM.from_pretrained("DIRECTORY", dtype="auto")',
             "python",
         ),
         "With vLLM, and with planish:",
-        _code(
+        _code_block(
             "vllm serve DIRECTORY\nplanish chat --model DIRECTORY\nplanish serve --model tuned=DIRECTORY",
             "sh",
         ),
     ]
 
 
-def _run(origin: Origin) -> Sequence[str]:
+def _run_sections(origin: Origin) -> Sequence[str]:
     if origin.run is None:
         return []
-    parts = [
+    sections = [
         "## Options of the run",
-        _code(json.dumps(origin.run.config, indent=2, ensure_ascii=False, default=str), "json"),
+        _code_block(
+            json.dumps(origin.run.config, indent=2, ensure_ascii=False, default=str), "json"
+        ),
     ]
     if origin.run.step is not None:
-        shown = dict(list(origin.run.metrics.items())[:_SHOWN_METRICS])
+        shown_metrics = dict(list(origin.run.metrics.items())[:_MAX_METRICS])
         rows = {
             f"`{name}`": f"{value:.6g}"
-            for name, value in shown.items()
+            for name, value in shown_metrics.items()
             if not name.startswith("time/")
         }
-        parts += [f"## Metrics of its step {origin.run.step}", _table(rows)]
-    return parts
+        sections += [f"## Metrics of its step {origin.run.step}", _table(rows)]
+    return sections
 
 
 def _table(rows: Mapping[str, str]) -> str:
@@ -260,5 +270,5 @@ def _table(rows: Mapping[str, str]) -> str:
     )
 
 
-def _code(text: str, language: str) -> str:
+def _code_block(text: str, language: str) -> str:
     return f"```{language}\n{text}\n```"

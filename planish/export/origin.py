@@ -27,15 +27,15 @@ from planish.runlog.run_directory import (
     weights_of,
 )
 
-_PRIVATE = ("log_path", "base_url", "wandb_project", "wandb_name", "loggers")
+_PRIVATE_OPTIONS = ("log_path", "base_url", "wandb_project", "wandb_name", "loggers")
 """Options about where a run was logged. They are left out of model cards."""
-_ADDRESS = re.compile(r"(?!tinker:|planish:)\b[A-Za-z][\w+.-]*://\S+")
-_PATH = re.compile(r"(?<![^\s=,:;\"'(\[])(?:~|\.{1,2})?(?:/[^\s/,;\"')\]]+){2,}/?")
+_URL = re.compile(r"(?!tinker:|planish:)\b[A-Za-z][\w+.-]*://\S+")
+_PATH_IN_TEXT = re.compile(r"(?<![^\s=,:;\"'(\[])(?:~|\.{1,2})?(?:/[^\s/,;\"')\]]+){2,}/?")
 """Matches paths of at least two parts inside a text; a slash before one word is rarely a path."""
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunSummary:
     """What a run directory says about a checkpoint."""
 
     config: Mapping[str, Any]
@@ -56,11 +56,11 @@ class Origin:
     """The directory that holds the adapter's files."""
     name: str | None = None
     """The path tinker://... if the files are those of a named checkpoint; else None."""
-    run: RunFacts | None = None
+    run: RunSummary | None = None
 
 
 @contextmanager
-def found_checkpoint(source: str, records: Records, run: Path | None = None) -> Iterator[Origin]:
+def open_checkpoint(source: str, records: Records, run: Path | None = None) -> Iterator[Origin]:
     """Yield the adapter that `source` names.
 
     A checkpoint path is downloaded from `records`, and its files exist only within the block. `run`
@@ -72,57 +72,63 @@ def found_checkpoint(source: str, records: Records, run: Path | None = None) -> 
     path, directory = weights_of(source), Path(source).expanduser()
     if path != source:
         run = directory
-    facts = None if run is None else run_facts(run, _recorded(run, path))
+    summary = None if run is None else read_run_summary(run, _find_record(run, path))
     if not path.startswith("tinker://"):
         if not (directory / ADAPTER_CONFIG).is_file():
             raise UserError(
                 f"{source!r} is neither the path of a checkpoint (tinker://...), nor a run directory, nor a directory with an adapter"
             )
-        yield Origin(directory, run=facts)
+        yield Origin(directory, run=summary)
         return
-    with tempfile.TemporaryDirectory(prefix="planish-export-") as downloads:
-        records.download(path, Path(downloads))
-        yield Origin(Path(downloads), path, facts)
+    with tempfile.TemporaryDirectory(prefix="planish-export-") as download_directory:
+        records.download(path, Path(download_directory))
+        yield Origin(Path(download_directory), path, summary)
 
 
-def _recorded(run: Path, path: str) -> CheckpointRecord:
-    for record in checkpoint_records(run):
+def _find_record(run_directory: Path, path: str) -> CheckpointRecord:
+    for record in checkpoint_records(run_directory):
         if path in (record.state_path, record.sampler_path):
             return record
     raise CheckpointError(
-        f"{run} records no checkpoint {path}; name the run that saved it, or leave it out"
+        f"{run_directory} records no checkpoint {path}; name the run that saved it, or leave it out"
     )
 
 
-def run_facts(run: Path, record: CheckpointRecord) -> RunFacts:
+def read_run_summary(run_directory: Path, record: CheckpointRecord) -> RunSummary:
     """Read the options of a run, and the metrics of the last step before the checkpoint."""
     try:
-        config = json.loads((run / CONFIG).read_text()) if (run / CONFIG).is_file() else {}
+        config = (
+            json.loads((run_directory / CONFIG).read_text())
+            if (run_directory / CONFIG).is_file()
+            else {}
+        )
     except ValueError as error:
         raise DamagedFileError(
-            f"{run / CONFIG} is not JSON ({error}); give the checkpoint by its path"
+            f"{run_directory / CONFIG} is not JSON ({error}); give the checkpoint by its path"
         ) from error
     step = record.batch - 1
     metrics: dict[str, float] = {}
-    for row in read_rows(run / METRICS):
+    for row in read_rows(run_directory / METRICS):
         if row.get("step") == step:
             metrics |= {name: value for name, value in row.items() if name != "step"}
-    return RunFacts(_public(config), step if metrics else None, metrics)
+    return RunSummary(_redact(config), step if metrics else None, metrics)
 
 
-def _public(value: Any) -> Any:
+def _redact(value: Any) -> Any:
     match value:
         case dict():
             return {
-                _public(name): _public(part) for name, part in value.items() if name not in _PRIVATE
+                _redact(name): _redact(part)
+                for name, part in value.items()
+                if name not in _PRIVATE_OPTIONS
             }
         case list():
-            return [_public(part) for part in value]
+            return [_redact(part) for part in value]
         # The text is one path, whose file name may contain spaces.
         case str() if value.startswith(("/", "~/")) and "\n" not in value:
             return PurePath(value).name or value
         case str():
-            return _PATH.sub(
-                lambda found: PurePath(found[0]).name, _ADDRESS.sub("(an address)", value)
+            return _PATH_IN_TEXT.sub(
+                lambda match: PurePath(match[0]).name, _URL.sub("(an address)", value)
             )
     return value

@@ -21,7 +21,7 @@ from planish.client.checkpoint_records import download_checkpoint, open_records
 from planish.errors import UserError
 from planish.export.merging import SHARD_BYTES
 from planish.export.origin import Origin
-from planish.export.writing import MARKER, ExportOptions, write_export
+from planish.export.writing import MARKER_FILE, ExportOptions, write_export
 
 PathLike = str | os.PathLike[str]
 
@@ -95,9 +95,9 @@ def publish_to_hf_hub(
     files in the repository are kept.
     """
     directory = Path(model_path).expanduser()
-    if not (directory / MARKER).is_file():
+    if not (directory / MARKER_FILE).is_file():
         raise UserError(
-            f"model_path={directory} has no {MARKER}, so it is not a complete export; give a "
+            f"model_path={directory} has no {MARKER_FILE}, so it is not a complete export; give a "
             "directory that build_hf_model or build_lora_adapter has written"
         )
     api = HfApi(token=token)

@@ -10,23 +10,29 @@ import torch
 
 from planish.engine.checkpoints.files import ADAPTER, ADAPTER_CONFIG
 from planish.errors import CheckpointError, UserError
-from planish.export.lora_update import LoraUpdate, read_update
-from planish.export.merging import SHARD_BYTES, Rounding, save_tensors, write_json, write_merged
-from planish.export.model_card import README, Base, Format, model_card
+from planish.export.atomic_directory import atomic_directory, check_replaceable
+from planish.export.lora_update import LoraUpdate, read_adapter
+from planish.export.merging import (
+    SHARD_BYTES,
+    RoundingError,
+    save_tensors,
+    write_json,
+    write_merged,
+)
+from planish.export.model_card import README, ExportBase, Format, model_card
 from planish.export.origin import Origin
-from planish.export.whole_directory import check_free, whole_directory
 from planish.model.config import ModelConfig, is_multimodal, read_json
 from planish.model.listing import list_models
 from planish.model.sources import HUB_FILES, resolve_model
 from planish.model.weights import weights_fingerprint
 
-MARKER = "planish_export.json"
+MARKER_FILE = "planish_export.json"
 """The file that identifies an export and describes its origin."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The supported dtypes by name."""
 FORMATS: tuple[Format, ...] = ("peft", "merged")
 """The supported formats."""
-_NOT_COPIED = ("config.json", "hf_quant_config.json", "model*", README)
+_EXCLUDED_FILES = ("config.json", "hf_quant_config.json", "model*", README)
 
 
 @dataclass(frozen=True)
@@ -57,12 +63,12 @@ class ExportOptions:
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """The result of an export."""
 
     directory: Path
-    base: Base
-    rounding: Rounding
+    base: ExportBase
+    rounding: RoundingError
     """The rounding error of a merged model."""
 
 
@@ -70,34 +76,36 @@ def check_target(target: Path, options: ExportOptions) -> None:
     """Raise UserError if `target` cannot be written. Call it before slow work such as a
     download.
     """
-    check_free(target, marker=MARKER, overwrite=options.overwrite)
+    check_replaceable(target, marker=MARKER_FILE, overwrite=options.overwrite)
 
 
 def write_export(
     origin: Origin, target: Path, options: ExportOptions, models: Mapping[str, str] | None = None
-) -> Exported:
+) -> ExportResult:
     """Write an export to `target`, completely or not at all.
 
     `models` maps names of base models to directories, as in ServiceClient.
     """
     check_target(target, options)
-    update = read_update(origin.directory)
-    base = _base(update, options, models)
-    with whole_directory(target, marker=MARKER, overwrite=options.overwrite) as out:
+    update = read_adapter(origin.directory)
+    base = _resolve_base(update, options, models)
+    with atomic_directory(target, marker=MARKER_FILE, overwrite=options.overwrite) as partial:
         if options.format == "peft":
-            rounding, dtype = Rounding(), options.dtype or "float32"
-            _write_adapter(update, base, out, DTYPES[dtype])
+            rounding, dtype = RoundingError(), options.dtype or "float32"
+            _write_adapter(update, base, partial, DTYPES[dtype])
         else:
-            rounding = _write_model(update, base, out, options)
+            rounding = _write_merged_model(update, base, partial, options)
             dtype = options.dtype or "the base's own dtype"
-        (out / README).write_text(
+        (partial / README).write_text(
             model_card(options.format, base, update, origin, dtype, rounding), encoding="utf-8"
         )
-        write_json(out / MARKER, _marker(origin, update, base, options, rounding))
-    return Exported(target, base, rounding)
+        write_json(partial / MARKER_FILE, _marker_content(origin, update, base, options, rounding))
+    return ExportResult(target, base, rounding)
 
 
-def _base(update: LoraUpdate, options: ExportOptions, models: Mapping[str, str] | None) -> Base:
+def _resolve_base(
+    update: LoraUpdate, options: ExportOptions, models: Mapping[str, str] | None
+) -> ExportBase:
     """Return the base model. Raise CheckpointError if the checkpoint was trained on another one.
 
     With `options.base_model`, only the architecture has to be the same.
@@ -108,72 +116,86 @@ def _base(update: LoraUpdate, options: ExportOptions, models: Mapping[str, str] 
     # A merge needs the weights. An adapter is checked against them only if they are on this
     # machine.
     directory = (
-        resolve_model(name, models) if options.format == "merged" else _at_hand(name, models)
+        resolve_model(name, models)
+        if options.format == "merged"
+        else _local_directory(name, models)
     )
     if directory is None:
-        return Base(name, None)
+        return ExportBase(name, None)
     config = ModelConfig.from_directory(directory)
     update.check_fits(config, name)
     manifest = update.manifest
     if manifest is None:
-        return Base(name, directory)
+        return ExportBase(name, directory)
     if config.fingerprint() != manifest.architecture:
         raise CheckpointError(
             f"the checkpoint was trained on another architecture than that of {name} at "
             f"{directory}; set PLANISH_MODELS to the directory of its own base model"
         )
-    is_own = weights_fingerprint(directory) == manifest.weights
-    if not is_own and options.base_model is None:
+    is_training_base = weights_fingerprint(directory) == manifest.weights
+    if not is_training_base and options.base_model is None:
         raise CheckpointError(
             f"the checkpoint was trained on other weights than those of {name} at {directory}; set "
             "PLANISH_MODELS to the directory of its own weights, or give base_model to use these"
         )
-    return Base(name, directory, is_own)
+    return ExportBase(name, directory, is_training_base)
 
 
-def _at_hand(name: str, models: Mapping[str, str] | None) -> Path | None:
+def _local_directory(name: str, models: Mapping[str, str] | None) -> Path | None:
     """Return the directory of a base model if it is on this machine; None otherwise."""
-    known = {entry.name for entry in list_models(models) if entry.cached}
+    local_names = {entry.name for entry in list_models(models) if entry.cached}
     return (
-        resolve_model(name, models) if name in known or Path(name).expanduser().exists() else None
+        resolve_model(name, models)
+        if name in local_names or Path(name).expanduser().exists()
+        else None
     )
 
 
-def _write_adapter(update: LoraUpdate, base: Base, out: Path, dtype: torch.dtype) -> None:
+def _write_adapter(
+    update: LoraUpdate, base: ExportBase, directory: Path, dtype: torch.dtype
+) -> None:
     config: dict[str, Any] = {**update.config, "base_model_name_or_path": base.hub_name}
-    inner = "model."
+    model_prefix = "model."
     if base.directory is not None and is_multimodal(read_json(base.directory / "config.json")):
-        inner = "model.language_model."
+        model_prefix = "model.language_model."
         modules = config["target_modules"]
         # An export has a pattern already, and an adapter of experts alone has an empty list.
         if modules and isinstance(modules, list):
             # The pattern excludes the vision tower, whose modules have the same names.
             config["target_modules"] = rf".*language_model.*\.({'|'.join(modules)})"
     tensors = {}
-    for linear, matrices in update.linears.items():
-        name = inner + linear.removeprefix("model.") if linear.startswith("model.") else linear
+    for linear, matrices in update.matrices_by_linear.items():
+        name = (
+            model_prefix + linear.removeprefix("model.") if linear.startswith("model.") else linear
+        )
         tensors[f"base_model.model.{name}.lora_A.weight"] = matrices.a.to(dtype)
         tensors[f"base_model.model.{name}.lora_B.weight"] = matrices.b.to(dtype)
-    save_tensors(tensors, out / ADAPTER)
-    write_json(out / ADAPTER_CONFIG, config)
+    save_tensors(tensors, directory / ADAPTER)
+    write_json(directory / ADAPTER_CONFIG, config)
 
 
-def _write_model(update: LoraUpdate, base: Base, out: Path, options: ExportOptions) -> Rounding:
+def _write_merged_model(
+    update: LoraUpdate, base: ExportBase, directory: Path, options: ExportOptions
+) -> RoundingError:
     assert base.directory is not None
     dtype = DTYPES[options.dtype] if options.dtype else None
     config = ModelConfig.from_directory(base.directory)
     rounding = write_merged(
-        base.directory, config, update, out, dtype=dtype, shard_bytes=options.shard_bytes
+        base.directory, config, update, directory, dtype=dtype, shard_bytes=options.shard_bytes
     )
     for pattern in HUB_FILES:
-        if pattern not in _NOT_COPIED and not pattern.startswith("model"):
+        if pattern not in _EXCLUDED_FILES and not pattern.startswith("model"):
             for file in base.directory.glob(pattern):
-                (out / file.name).write_bytes(file.read_bytes())
+                (directory / file.name).write_bytes(file.read_bytes())
     return rounding
 
 
-def _marker(
-    origin: Origin, update: LoraUpdate, base: Base, options: ExportOptions, rounding: Rounding
+def _marker_content(
+    origin: Origin,
+    update: LoraUpdate,
+    base: ExportBase,
+    options: ExportOptions,
+    rounding: RoundingError,
 ) -> Mapping[str, Any]:
     manifest = update.manifest
     return {
@@ -185,6 +207,6 @@ def _marker(
         "base_quantization": manifest.quantize if manifest else None,
         "lora": asdict(manifest.lora) if manifest else None,
         "step": manifest.step if manifest else None,
-        "rounding": rounding.share if options.format == "merged" else None,
+        "rounding": rounding.relative_error if options.format == "merged" else None,
         "exported": datetime.now(UTC).isoformat(),
     }

@@ -75,7 +75,7 @@ class TaskProcess:
     def entry(self, index: int) -> Entry:
         """Return an entry; UserError if the task fails to make it, as for an impossible config."""
         try:
-            reply = self._process.ask({"index": index}, ENTRY_SECONDS)
+            reply = self._process.request({"index": index}, ENTRY_SECONDS)
         except (WorkerError, WorkerStartError) as error:
             raise UserError(
                 f"env={self.task.name} with {self.task.config} generates no problem: {error}; "
@@ -90,7 +90,7 @@ class TaskProcess:
         question = {"index": index, "response": response}
         try:
             reply = await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._process.ask, question, self._timeout_seconds
+                self._thread, self._process.request, question, self._timeout_seconds
             )
         except WorkerError as error:
             raise UnjudgedAnswerError(

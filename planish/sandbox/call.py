@@ -21,11 +21,11 @@ def to_json_value(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        return [to_json_value(part) for part in value]
+        return [to_json_value(item) for item in value]
     if isinstance(value, set | frozenset):
-        return {"set": sorted((to_json_value(part) for part in value), key=json.dumps)}
+        return {"set": sorted((to_json_value(item) for item in value), key=json.dumps)}
     if isinstance(value, Mapping):
-        pairs = [[to_json_value(key), to_json_value(part)] for key, part in value.items()]
+        pairs = [[to_json_value(key), to_json_value(item)] for key, item in value.items()]
         return {"mapping": sorted(pairs, key=lambda pair: json.dumps(pair[0]))}
     raise TypeError(f"the function returned a {type(value).__name__}, which no test can compare")
 
@@ -46,10 +46,10 @@ def main() -> None:
     os.dup2(2, 1)
     import solution  # type: ignore[import-not-found]  # the program under test, beside this file
 
-    returned = find_function(solution, call["function"])(*arguments)
+    result = find_function(solution, call["function"])(*arguments)
     sys.stdout.flush()
     with open(real_stdout, "w", encoding="utf-8") as file:
-        json.dump({"returned": to_json_value(returned)}, file)
+        json.dump({"returned": to_json_value(result)}, file)
 
 
 if __name__ == "__main__":

@@ -7,27 +7,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from planish.sandbox.limits import MIB, Limits
-from planish.sandbox.python_runtime import LIBRARIES, PythonRuntime
+from planish.sandbox.python_runtime import LIBRARY_DIRECTORY, PythonRuntime
 
-PROGRAM = "/program"
-START = "/start.py"
-SCRATCH = "/tmp"
+PROGRAM_DIRECTORY = "/program"
+START_PATH = "/start.py"
+SCRATCH_DIRECTORY = "/tmp"
 START_SOURCE = Path(__file__).with_name("start.py").read_bytes()
-OPEN_FILES = 64
-PENDING_SIGNALS = 64
+MAX_OPEN_FILES = 64
+MAX_PENDING_SIGNALS = 64
 STACK_BYTES = 8 * MIB
-USER = "1000"
-ISOLATION = (
+USER_ID = "1000"
+ISOLATION_OPTIONS = (
     *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
-    *("--cap-drop", "ALL", "--uid", USER, "--gid", USER, "--hostname", "sandbox", "--clearenv"),
+    *("--cap-drop", "ALL", "--uid", USER_ID, "--gid", USER_ID),
+    *("--hostname", "sandbox", "--clearenv"),
 )
 """The options of bubblewrap that every sandbox has, in addition to those for its file system and
 its seccomp filter.
 """
 ENVIRONMENT = {
-    "HOME": SCRATCH,
+    "HOME": SCRATCH_DIRECTORY,
     "LANG": "C.UTF-8",
-    "LD_LIBRARY_PATH": LIBRARIES,
+    "LD_LIBRARY_PATH": LIBRARY_DIRECTORY,
     # glibc reserves address space for a malloc arena per thread, which would exceed RLIMIT_AS.
     "MALLOC_ARENA_MAX": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
@@ -52,23 +53,25 @@ def sandbox_command(
 
     `file_descriptors` maps paths in the sandbox to open descriptors of their contents.
     """
-    options = list(ISOLATION)
+    options = list(ISOLATION_OPTIONS)
     for name, value in ENVIRONMENT.items():
         options += ["--setenv", name, value]
-    for host_path, sandbox_path in runtime.binds:
+    for host_path, sandbox_path in runtime.bind_mounts:
         options += ["--ro-bind", host_path, sandbox_path]
-    for directory in runtime.hidden:
+    for directory in runtime.hidden_directories:
         options += ["--tmpfs", directory, "--remount-ro", directory]
     options += ["--dev-bind", "/dev/null", "/dev/null"]
     for sandbox_path, descriptor in file_descriptors.items():
         options += ["--ro-bind-data", str(descriptor), sandbox_path]
     if limits.scratch_bytes:
-        options += ["--size", str(limits.scratch_bytes), "--tmpfs", SCRATCH]
-    options += ["--remount-ro", "/", "--chdir", SCRATCH if limits.scratch_bytes else PROGRAM]
+        options += ["--size", str(limits.scratch_bytes), "--tmpfs", SCRATCH_DIRECTORY]
+    working_directory = SCRATCH_DIRECTORY if limits.scratch_bytes else PROGRAM_DIRECTORY
+    options += ["--remount-ro", "/", "--chdir", working_directory]
     options += ["--seccomp", str(filter_descriptor), "--json-status-fd", str(status_descriptor)]
     python = runtime.executable
-    start = [python, "-I", "-S", START, json.dumps(resource_limits(limits))]
-    return [bwrap, *options, "--", *start, python, f"{PROGRAM}/main.py", *arguments]
+    start_command = [python, "-I", "-S", START_PATH, json.dumps(resource_limits(limits))]
+    program_command = [python, f"{PROGRAM_DIRECTORY}/main.py", *arguments]
+    return [bwrap, *options, "--", *start_command, *program_command]
 
 
 def resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
@@ -80,10 +83,10 @@ def resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
         "RLIMIT_CPU": (limits.cpu_seconds, limits.cpu_seconds + 1),
         "RLIMIT_FSIZE": (limits.scratch_bytes, limits.scratch_bytes),
         # The kernel counts bubblewrap's own process too.
-        "RLIMIT_NPROC": (limits.tasks + 1, limits.tasks + 1),
-        "RLIMIT_NOFILE": (OPEN_FILES, OPEN_FILES),
+        "RLIMIT_NPROC": (limits.max_tasks + 1, limits.max_tasks + 1),
+        "RLIMIT_NOFILE": (MAX_OPEN_FILES, MAX_OPEN_FILES),
         "RLIMIT_STACK": (STACK_BYTES, limits.process_bytes),
-        "RLIMIT_SIGPENDING": (PENDING_SIGNALS, PENDING_SIGNALS),
+        "RLIMIT_SIGPENDING": (MAX_PENDING_SIGNALS, MAX_PENDING_SIGNALS),
         "RLIMIT_CORE": (0, 0),
         "RLIMIT_MEMLOCK": (0, 0),
         "RLIMIT_MSGQUEUE": (0, 0),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from planish.errors import UserError
 
 MIB = 1 << 20
-THREADS = 32
+MAX_THREADS = 32
 """Maximum number of threads of a program with `Limits.processes` = 1."""
 
 
@@ -35,7 +35,7 @@ class Limits:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise UserError(f"Limits.{name}={value!r}: give a whole number, as an int")
-        for name, holds, remedy in (
+        for name, is_valid, remedy in (
             ("cpu_seconds", self.cpu_seconds >= 1, "a whole number of at least 1"),
             ("wall_seconds", 0 < self.wall_seconds < math.inf, "a number of seconds above 0"),
             ("processes", 1 <= self.processes <= 256, "a whole number from 1 to 256"),
@@ -47,7 +47,7 @@ class Limits:
             ("output_bytes", self.output_bytes >= 1, "at least 1"),
             ("scratch_bytes", self.scratch_bytes >= 0, "a number of bytes, 0 for no files"),
         ):
-            if not holds:
+            if not is_valid:
                 raise UserError(f"Limits.{name}={getattr(self, name)}: give {remedy}")
 
     @property
@@ -56,6 +56,6 @@ class Limits:
         return self.memory_bytes // max(1, self.processes)
 
     @property
-    def tasks(self) -> int:
+    def max_tasks(self) -> int:
         """The maximum number of processes and threads together, as RLIMIT_NPROC counts them."""
-        return THREADS if self.processes == 1 else self.processes
+        return MAX_THREADS if self.processes == 1 else self.processes

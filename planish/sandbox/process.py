@@ -68,54 +68,58 @@ class SandboxProcess:
         """A pidfd of the namespace's init process. Unlike a pid, it never names a later process."""
 
     async def finish(
-        self, process: asyncio.subprocess.Process, status: int, stdin: bytes, wall_seconds: float
+        self,
+        process: asyncio.subprocess.Process,
+        status_descriptor: int,
+        stdin: bytes,
+        wall_seconds: float,
     ) -> None:
         """Write `stdin`, read the output, and return when no process of the program is left.
 
-        `status` is the non-blocking descriptor of the pipe to which bubblewrap writes its status.
+        `status_descriptor`: the non-blocking end of the pipe to which bubblewrap writes its status.
         """
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
         loop = asyncio.get_running_loop()
-        alarm = loop.call_later(wall_seconds, self.kill, Ending.WALL_TIME)
-        loop.add_reader(status, self._read_status, status)
+        timer = loop.call_later(wall_seconds, self.kill, Ending.WALL_TIME)
+        loop.add_reader(status_descriptor, self._read_status, status_descriptor)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(write_input(process.stdin, stdin))
+                tasks.create_task(write_stdin(process.stdin, stdin))
                 tasks.create_task(self.stdout.read(process.stdout))
                 tasks.create_task(self.stderr.read(process.stderr))
                 tasks.create_task(process.wait())
         finally:
-            alarm.cancel()
+            timer.cancel()
             self.kill(Ending.EXITED)
             await process.wait()
-            loop.remove_reader(status)
+            loop.remove_reader(status_descriptor)
             self._has_ended = True
-            self._read_status(status)
+            self._read_status(status_descriptor)
             if self._init_pidfd is not None:
                 await wait_for_exit(self._init_pidfd)
                 os.close(self._init_pidfd)
                 self._init_pidfd = None
 
-    def kill(self, why: Ending) -> None:
+    def kill(self, ending: Ending) -> None:
         """Kill the program. If it has not started yet, it is killed as soon as it starts.
 
         Of several calls, the first one sets `ending`.
         """
         if self.ending is Ending.EXITED:
-            self.ending = why
+            self.ending = ending
         self._kill_requested = True
         if self._init_pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._init_pidfd, signal.SIGKILL)
 
-    def _read_status(self, status: int) -> None:
+    def _read_status(self, status_descriptor: int) -> None:
         """Read the complete lines of bubblewrap's status. Bubblewrap may still be writing the last
         line, which is kept for the next call.
         """
         with contextlib.suppress(BlockingIOError):
-            self._status_buffer += os.read(status, BLOCK_BYTES)
+            self._status_buffer += os.read(status_descriptor, BLOCK_BYTES)
         *lines, self._status_buffer = self._status_buffer.split(b"\n")
         for entry in map(json.loads, lines):
             # Once bubblewrap has exited, another process may have been given this pid.
@@ -138,7 +142,7 @@ async def wait_for_exit(pidfd: int) -> None:
         loop.remove_reader(pidfd)
 
 
-async def write_input(stream: asyncio.StreamWriter, data: bytes) -> None:
+async def write_stdin(stream: asyncio.StreamWriter, data: bytes) -> None:
     """Write `data` to a program's input, and close the input. It is no error if the program stops
     reading early.
     """

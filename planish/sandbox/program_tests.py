@@ -20,11 +20,11 @@ from planish.sandbox.call import to_json_value
 from planish.sandbox.process import Ending
 from planish.sandbox.sandbox import Execution, Sandbox
 
-CALL = Path(__file__).with_name("call.py").read_text(encoding="utf-8")
+DRIVER_SOURCE = Path(__file__).with_name("call.py").read_text(encoding="utf-8")
 TOLERANCE = 1e-6
 """The tolerance for floats: relative, or absolute for numbers below 1."""
-DECIMAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
-NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+DECIMAL_NUMBER = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
+ANY_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
 class Outcome(StrEnum):
@@ -68,9 +68,11 @@ class StdinTest:
 
     async def run(self, sandbox: Sandbox, source: str) -> TestResult:
         """Run the program `source` and compare its output. SandboxError if it could not run."""
-        done = await sandbox.run(source, stdin=self.stdin)
-        printed = done.stdout.decode(errors="replace")
-        return TestResult(outcome_of(done, lambda: same_text(printed, self.stdout)), done, printed)
+        execution = await sandbox.run(source, stdin=self.stdin)
+        output = execution.stdout.decode(errors="replace")
+        return TestResult(
+            outcome_of(execution, lambda: texts_match(output, self.stdout)), execution, output
+        )
 
 
 @dataclass(frozen=True)
@@ -101,17 +103,19 @@ class FunctionTest:
         run.
         """
         call = json.dumps({"function": self.function, "arguments": repr(tuple(self.arguments))})
-        done = await sandbox.run(CALL, files={"solution.py": source, "call.json": call})
+        execution = await sandbox.run(
+            DRIVER_SOURCE, files={"solution.py": source, "call.json": call}
+        )
         try:
-            returned = json.loads(done.stdout)["returned"]
+            returned = json.loads(execution.stdout)["returned"]
             answer = json.dumps(returned, ensure_ascii=False)
         except (ValueError, RecursionError, KeyError, TypeError):
             # The driver prints one valid JSON object, so the program printed something itself or
             # ended before the driver could print.
-            return TestResult(outcome_of(done, lambda: False), done, "")
+            return TestResult(outcome_of(execution, lambda: False), execution, "")
         return TestResult(
-            outcome_of(done, lambda: same_value(returned, to_json_value(self.returned))),
-            done,
+            outcome_of(execution, lambda: values_match(returned, to_json_value(self.returned))),
+            execution,
             answer,
         )
 
@@ -119,41 +123,41 @@ class FunctionTest:
 ProgramTest = StdinTest | FunctionTest
 
 
-def outcome_of(done: Execution, is_right: Callable[[], bool]) -> Outcome:
-    """Return the outcome of a run. `is_right` is called only if the program exited with code 0."""
-    if done.ending in (Ending.CPU_TIME, Ending.WALL_TIME):
+def outcome_of(execution: Execution, is_correct: Callable[[], bool]) -> Outcome:
+    """Return the outcome of a run. Call `is_correct` only if the program exited with code 0."""
+    if execution.ending in (Ending.CPU_TIME, Ending.WALL_TIME):
         return Outcome.TIME
-    if done.ending is Ending.OUTPUT:
+    if execution.ending is Ending.OUTPUT:
         return Outcome.OUTPUT
-    if done.exit_code != 0:
+    if execution.exit_code != 0:
         return Outcome.FAILED
-    return Outcome.PASSED if is_right() else Outcome.WRONG
+    return Outcome.PASSED if is_correct() else Outcome.WRONG
 
 
-def same_text(printed: str, expected: str) -> bool:
+def texts_match(printed: str, expected: str) -> bool:
     """Return whether two texts have the same words in each line; see `StdinTest`."""
-    actual, expected_lines = lines_of(printed), lines_of(expected)
-    return len(actual) == len(expected_lines) and all(map(same_line, actual, expected_lines))
+    actual, expected_lines = words_by_line(printed), words_by_line(expected)
+    return len(actual) == len(expected_lines) and all(map(lines_match, actual, expected_lines))
 
 
-def lines_of(text: str) -> list[list[str]]:
+def words_by_line(text: str) -> list[list[str]]:
     """Return the words of each line. White space at the end of the text is ignored."""
     return [line.split() for line in text.rstrip().split("\n")]
 
 
-def same_line(printed: Sequence[str], expected: Sequence[str]) -> bool:
+def lines_match(printed: Sequence[str], expected: Sequence[str]) -> bool:
     """Return whether two lines, given as lists of words, have the same words."""
-    return len(printed) == len(expected) and all(map(same_word, printed, expected))
+    return len(printed) == len(expected) and all(map(words_match, printed, expected))
 
 
-def same_word(printed: str, expected: str) -> bool:
+def words_match(printed: str, expected: str) -> bool:
     """Return whether two words are equal, up to `TOLERANCE` if `expected` is a decimal number."""
-    if DECIMAL.fullmatch(expected) and NUMBER.fullmatch(printed):
+    if DECIMAL_NUMBER.fullmatch(expected) and ANY_NUMBER.fullmatch(printed):
         return is_close(float(printed), float(expected))
     return printed == expected
 
 
-def same_value(returned: Any, expected: Any) -> bool:
+def values_match(returned: Any, expected: Any) -> bool:
     """Return whether two values in the form of `to_json_value` are equal, up to `TOLERANCE` for
     floats.
     """
@@ -164,10 +168,10 @@ def same_value(returned: Any, expected: Any) -> bool:
             return returned == expected
         return is_close(returned, expected)
     if isinstance(returned, list) and isinstance(expected, list):
-        return len(returned) == len(expected) and all(map(same_value, returned, expected))
+        return len(returned) == len(expected) and all(map(values_match, returned, expected))
     if isinstance(returned, dict) and isinstance(expected, dict):
         return returned.keys() == expected.keys() and all(
-            same_value(returned[key], expected[key]) for key in expected
+            values_match(returned[key], expected[key]) for key in expected
         )
     return type(returned) is type(expected) and returned == expected
 
@@ -188,7 +192,7 @@ def is_literal(value: Any) -> bool:
         return math.isfinite(value)
     if isinstance(value, Mapping):
         return type(value) is dict and all(
-            is_literal(part) for pair in value.items() for part in pair
+            is_literal(item) for pair in value.items() for item in pair
         )
     if type(value) is set and not value:
         return False

@@ -20,8 +20,8 @@ from pathlib import Path
 from planish.errors import UserError
 from planish.sandbox.errors import SandboxUnavailableError
 
-PREFIX = "/python"
-LIBRARIES = f"{PREFIX}/libraries"
+RUNTIME_DIRECTORY = "/python"
+LIBRARY_DIRECTORY = f"{RUNTIME_DIRECTORY}/libraries"
 RUNTIME_QUERY = """
 import json, os, sys, sysconfig
 assert sys.version_info >= (3, 10)
@@ -29,16 +29,16 @@ paths = sysconfig.get_paths(vars={"base": sys.base_prefix, "platbase": sys.base_
 executable = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 print(json.dumps({"executable": executable, "library": os.path.realpath(paths["stdlib"]), "libdir": sys.platlibdir}))
 """
-PACKAGES = ("site-packages", "dist-packages")
+PACKAGE_DIRECTORIES = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True)
 class PythonRuntime:
     """The locations of an interpreter's parts, on this machine and in the sandbox."""
 
-    binds: Sequence[tuple[str, str]]
+    bind_mounts: Sequence[tuple[str, str]]
     """(path on this machine, path in the sandbox) of each read-only bind mount."""
-    hidden: Sequence[str]
+    hidden_directories: Sequence[str]
     """Paths in the sandbox of directories with installed packages. An empty directory is mounted
     over each of them.
     """
@@ -61,9 +61,14 @@ def find_runtime(python: str | None, for_other_user: bool) -> PythonRuntime:
     for candidate in candidates:
         if shutil.which(candidate) is None:
             continue
-        runtime = runtime_of(candidate)
+        runtime = query_runtime(candidate)
         unreadable = next(
-            (path for path, _ in runtime.binds if for_other_user and not is_open_to_all(path)), None
+            (
+                path
+                for path, _ in runtime.bind_mounts
+                if for_other_user and not is_world_readable(path)
+            ),
+            None,
         )
         if unreadable is None:
             return runtime
@@ -78,30 +83,30 @@ def find_runtime(python: str | None, for_other_user: bool) -> PythonRuntime:
     )
 
 
-def runtime_of(python: str) -> PythonRuntime:
+def query_runtime(python: str) -> PythonRuntime:
     """Ask the interpreter `python` where its files are. UserError if it cannot be run."""
     try:
-        answer = subprocess.run(
+        output = subprocess.run(
             [python, "-I", "-c", RUNTIME_QUERY],
             capture_output=True,
             check=True,
             text=True,
             timeout=60,
         ).stdout
-        parts = json.loads(answer)
+        paths = json.loads(output)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise UserError(
             f"python={python} is no Python that can be used; give the path of Python 3.10 or later"
         ) from error
-    library = Path(parts["library"])
-    sandbox_library = f"{PREFIX}/{parts['libdir']}/{library.name}"
-    executable = f"{PREFIX}/bin/{Path(parts['executable']).name}"
-    extensions = sorted(str(path) for path in (library / "lib-dynload").glob("*.so"))
-    binds = [(parts["executable"], executable), (str(library), sandbox_library)]
-    binds += shared_libraries([parts["executable"], *extensions])
+    library = Path(paths["library"])
+    sandbox_library = f"{RUNTIME_DIRECTORY}/{paths['libdir']}/{library.name}"
+    executable = f"{RUNTIME_DIRECTORY}/bin/{Path(paths['executable']).name}"
+    extension_modules = sorted(str(path) for path in (library / "lib-dynload").glob("*.so"))
+    bind_mounts = [(paths["executable"], executable), (str(library), sandbox_library)]
+    bind_mounts += shared_libraries([paths["executable"], *extension_modules])
     return PythonRuntime(
-        binds,
-        [f"{sandbox_library}/{name}" for name in PACKAGES if (library / name).is_dir()],
+        bind_mounts,
+        [f"{sandbox_library}/{name}" for name in PACKAGE_DIRECTORIES if (library / name).is_dir()],
         executable,
     )
 
@@ -117,25 +122,25 @@ def shared_libraries(files: Sequence[str]) -> list[tuple[str, str]]:
             "ldd, which lists an interpreter's shared libraries, is missing; install it (Debian: "
             "libc-bin)"
         )
-    listed = subprocess.run(["ldd", *files], capture_output=True, text=True, timeout=60).stdout
-    return sorted(set(_read_listing(listed)))
+    ldd_output = subprocess.run(["ldd", *files], capture_output=True, text=True, timeout=60).stdout
+    return sorted(set(_parse_ldd_output(ldd_output)))
 
 
-def _read_listing(listed: str) -> Iterator[tuple[str, str]]:
+def _parse_ldd_output(ldd_output: str) -> Iterator[tuple[str, str]]:
     """Yield the bind mounts of the libraries in the output of ldd.
 
     A line is "NAME => PATH (ADDRESS)", or "PATH (ADDRESS)" for the dynamic linker. The kernel's
     vDSO has no path and needs no mount.
     """
-    for words in map(str.split, listed.splitlines()):
+    for words in map(str.split, ldd_output.splitlines()):
         if len(words) >= 3 and words[1] == "=>" and words[2].startswith("/"):
-            yield words[2], f"{LIBRARIES}/{Path(words[0]).name}"
+            yield words[2], f"{LIBRARY_DIRECTORY}/{Path(words[0]).name}"
         elif len(words) == 2 and words[0].startswith("/") and words[1].startswith("("):
             yield words[0], words[0]
 
 
-def is_open_to_all(path: str) -> bool:
+def is_world_readable(path: str) -> bool:
     """Return whether every user of this machine can read the file."""
-    real = Path(os.path.realpath(path))
-    can_reach = all(parent.stat().st_mode & stat.S_IXOTH for parent in real.parents)
-    return can_reach and bool(real.stat().st_mode & stat.S_IROTH)
+    real_path = Path(os.path.realpath(path))
+    can_reach = all(parent.stat().st_mode & stat.S_IXOTH for parent in real_path.parents)
+    return can_reach and bool(real_path.stat().st_mode & stat.S_IROTH)

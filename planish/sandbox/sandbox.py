@@ -26,17 +26,17 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from planish.errors import UserError
-from planish.sandbox.command import PROGRAM, START, START_SOURCE, sandbox_command
+from planish.sandbox.command import PROGRAM_DIRECTORY, START_PATH, START_SOURCE, sandbox_command
 from planish.sandbox.errors import SandboxError, SandboxUnavailableError
 from planish.sandbox.limits import Limits
 from planish.sandbox.process import Ending, SandboxProcess
 from planish.sandbox.python_runtime import find_runtime
 from planish.sandbox.system_calls import compiled_filter
 
-SELF_TEST = Path(__file__).with_name("self_test.py").read_text(encoding="utf-8")
-NOBODY = 65534
-SIGNAL_KILLED = 128 + 9
-SIGNAL_CPU_TIME = 128 + 24
+SELF_TEST_SOURCE = Path(__file__).with_name("self_test.py").read_text(encoding="utf-8")
+NOBODY_ID = 65534
+SIGKILL_EXIT_CODE = 128 + 9
+SIGXCPU_EXIT_CODE = 128 + 24
 INSTALL_MESSAGE = (
     "model-written programs run only in a sandbox, which needs bubblewrap; install it (Debian, "
     "Ubuntu: apt-get install bubblewrap; Fedora: dnf install bubblewrap)"
@@ -116,74 +116,78 @@ class Sandbox:
         these files from its own directory. SandboxError if the program could not be run, UserError
         for a bad argument.
         """
-        contents = {START: START_SOURCE}
+        content_by_path = {START_PATH: START_SOURCE}
         for name, text in {**(files or {}), "main.py": source}.items():
             if "/" in name or name in ("", ".", ".."):
                 raise UserError(
                     f"files: {name!r} is not the name of a file; give names without a directory"
                 )
-            contents[f"{PROGRAM}/{name}"] = text.encode("utf-8", "surrogatepass")
+            content_by_path[f"{PROGRAM_DIRECTORY}/{name}"] = text.encode("utf-8", "surrogatepass")
         if any("\0" in argument for argument in arguments):
             raise UserError("arguments: a NUL character cannot be part of an argument; remove it")
         async with self._semaphore():
-            return await self._run(contents, stdin.encode("utf-8", "surrogatepass"), arguments)
+            return await self._run(
+                content_by_path, stdin.encode("utf-8", "surrogatepass"), arguments
+            )
 
     async def check(self) -> None:
         """Run a program that tries to escape. SandboxUnavailableError if any attempt succeeds."""
         try:
-            done = await self.run(
-                SELF_TEST,
+            execution = await self.run(
+                SELF_TEST_SOURCE,
                 arguments=[str(self.limits.processes), str(bool(self.limits.scratch_bytes))],
             )
         except SandboxError as error:
             raise SandboxUnavailableError(f"{error}; {NAMESPACES_REMEDY}") from error
         try:
-            escapes = json.loads(done.stdout)
+            successful_escapes = json.loads(execution.stdout)
         except ValueError as error:
             raise SandboxUnavailableError(
-                f"the test program did not run in the sandbox ({done.ending}, exit code "
-                f"{done.exit_code}: {last_line(done.stderr)}); give another interpreter (python) "
+                f"the test program did not run in the sandbox ({execution.ending}, exit code "
+                f"{execution.exit_code}: {last_line(execution.stderr)}); give another interpreter "
+                f"(python) "
                 "or higher limits"
             ) from error
-        if escapes:
+        if successful_escapes:
             raise SandboxUnavailableError(
                 "the sandbox does not isolate programs on this machine: a test program gained "
-                f"{', '.join(escapes)}. So planish runs no programs here; update the kernel, "
+                f"{', '.join(successful_escapes)}. So planish runs no programs here; update the "
+                f"kernel, "
                 "bubblewrap and libseccomp"
             )
 
     async def _run(
-        self, contents: Mapping[str, bytes], stdin: bytes, arguments: Sequence[str]
+        self, content_by_path: Mapping[str, bytes], stdin: bytes, arguments: Sequence[str]
     ) -> Execution:
         process = SandboxProcess(self.limits.output_bytes)
         # A cancellation of this method must not interrupt `_execute`, which has to wait for the end
         # of the process. So `_execute` runs in a separate, shielded task.
-        work = asyncio.create_task(self._execute(process, contents, stdin, arguments))
+        task = asyncio.create_task(self._execute(process, content_by_path, stdin, arguments))
         try:
-            return await asyncio.shield(work)
+            return await asyncio.shield(task)
         finally:
-            if not work.done():
+            if not task.done():
                 # This method was cancelled, so kill the program. The argument does not matter,
                 # because no caller is left to read the result.
                 process.kill(Ending.EXITED)
-                await asyncio.wait([work])
+                await asyncio.wait([task])
                 # asyncio logs a traceback for an exception that is never retrieved. After a
                 # cancellation no caller is left to receive the exception, so retrieve and drop it.
-                if not work.cancelled():
-                    work.exception()
+                if not task.cancelled():
+                    task.exception()
 
     async def _execute(
         self,
         process: SandboxProcess,
-        contents: Mapping[str, bytes],
+        content_by_path: Mapping[str, bytes],
         stdin: bytes,
         arguments: Sequence[str],
     ) -> Execution:
-        began = time.monotonic()
+        start_time = time.monotonic()
         with contextlib.ExitStack() as stack:
             descriptors = {
                 path: stack.enter_context(memory_file(content))
-                for path, content in contents.items()
+                for path, content in content_by_path.items()
             }
             filter_descriptor = stack.enter_context(memory_file(self._filter))
             status_read, status_write = stack.enter_context(status_pipe())
@@ -196,20 +200,22 @@ class Sandbox:
                 file_descriptors=descriptors,
                 arguments=arguments,
             )
-            started = await self._start(
+            bubblewrap = await self._start(
                 command, [*descriptors.values(), filter_descriptor, status_write]
             )
-            await process.finish(started, status_read, stdin, self.limits.wall_seconds)
+            await process.finish(bubblewrap, status_read, stdin, self.limits.wall_seconds)
         exit_code = process.exit_code if process.ending is Ending.EXITED else None
         if process.ending is Ending.EXITED and exit_code is None:
             raise SandboxError(
                 f"bubblewrap could not create the sandbox ({last_line(bytes(process.stderr.data))})"
             )
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start_time
         # If a program ignores SIGXCPU, the kernel kills it after one more second of CPU time.
-        ignored_sigxcpu = exit_code == SIGNAL_KILLED and seconds >= self.limits.cpu_seconds + 1
+        ignored_sigxcpu = exit_code == SIGKILL_EXIT_CODE and seconds >= self.limits.cpu_seconds + 1
         return Execution(
-            Ending.CPU_TIME if exit_code == SIGNAL_CPU_TIME or ignored_sigxcpu else process.ending,
+            Ending.CPU_TIME
+            if exit_code == SIGXCPU_EXIT_CODE or ignored_sigxcpu
+            else process.ending,
             exit_code,
             bytes(process.stdout.data),
             bytes(process.stderr.data),
@@ -220,7 +226,7 @@ class Sandbox:
         self, command: Sequence[str], descriptors: Sequence[int]
     ) -> asyncio.subprocess.Process:
         as_nobody: dict[str, Any] = (
-            {"user": NOBODY, "group": NOBODY, "extra_groups": []} if self._is_root else {}
+            {"user": NOBODY_ID, "group": NOBODY_ID, "extra_groups": []} if self._is_root else {}
         )
         try:
             return await asyncio.create_subprocess_exec(
@@ -263,13 +269,13 @@ def status_pipe() -> Iterator[tuple[int, int]]:
     """Create a pipe whose read end is non-blocking. Yield the descriptors (read end, write end),
     which are closed at exit.
     """
-    read, write = os.pipe()
+    read_end, write_end = os.pipe()
     try:
-        os.set_blocking(read, False)
-        yield read, write
+        os.set_blocking(read_end, False)
+        yield read_end, write_end
     finally:
-        os.close(read)
-        os.close(write)
+        os.close(read_end)
+        os.close(write_end)
 
 
 def last_line(output: bytes) -> str:

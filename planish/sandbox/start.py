@@ -17,11 +17,11 @@ if __name__ == "__main__":
     limits, *command = sys.argv[1:]
     os.closerange(3, 1024)
     for name, (soft, hard) in json.loads(limits).items():
-        kind = getattr(resource, name)
-        _, current_hard = resource.getrlimit(kind)
+        resource_id = getattr(resource, name)
+        _, current_hard = resource.getrlimit(resource_id)
         if current_hard != resource.RLIM_INFINITY:
             hard = min(hard, current_hard)
-        resource.setrlimit(kind, (min(soft, hard), hard))
+        resource.setrlimit(resource_id, (min(soft, hard), hard))
     # Standard output is a pipe to planish. With an empty event mask, poll reports only its closing.
     reader = select.poll()
     reader.register(1, 0)

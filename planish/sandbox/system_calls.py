@@ -16,34 +16,40 @@ from functools import cache
 
 from planish.sandbox.errors import SandboxUnavailableError
 
-FILES = """
+FILE_CALLS = """
     access chdir chmod close close_range dup dup2 dup3 faccessat faccessat2 fadvise64 fchdir fchmod fchmodat fcntl fdatasync
     flock fstat fstatfs fsync ftruncate getcwd getdents getdents64 link linkat lseek lstat mkdir mkdirat newfstatat open openat
     pread64 preadv pwrite64 pwritev read readlink readlinkat readv rename renameat renameat2 rmdir stat statfs statx symlink
     symlinkat truncate umask unlink unlinkat utimensat write writev
 """
-MEMORY = "brk madvise mincore mmap mprotect mremap munmap"
-TIME = "alarm clock_getres clock_gettime clock_nanosleep getitimer gettimeofday nanosleep pause setitimer time times"
-WAITING = """
+MEMORY_CALLS = "brk madvise mincore mmap mprotect mremap munmap"
+TIME_CALLS = """
+    alarm clock_getres clock_gettime clock_nanosleep getitimer gettimeofday nanosleep pause
+    setitimer time times
+"""
+WAITING_CALLS = """
     epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_wait pipe pipe2 poll ppoll pselect6 select
 """
-SIGNALS = """
+SIGNAL_CALLS = """
     kill restart_syscall rt_sigaction rt_sigpending rt_sigprocmask rt_sigreturn rt_sigsuspend rt_sigtimedwait sigaltstack
     tgkill tkill
 """
-THREADS = """
+THREAD_CALLS = """
     futex futex_waitv get_robust_list membarrier rseq sched_getaffinity sched_getparam sched_get_priority_max
     sched_get_priority_min sched_getscheduler sched_yield set_robust_list set_tid_address
 """
-PROCESS = """
+PROCESS_CALLS = """
     arch_prctl execve exit exit_group getegid geteuid getgid getgroups getpgid getpgrp getpid getppid getpriority getrandom
     getresgid getresuid getrlimit getrusage getsid gettid getuid prlimit64 setpgid setrlimit setsid sysinfo uname wait4 waitid
 """
-ALLOWED = tuple(" ".join((FILES, MEMORY, TIME, WAITING, SIGNALS, THREADS, PROCESS)).split())
-FORKS = ("fork", "vfork")
+ALLOWED_CALLS = tuple(
+    f"{FILE_CALLS} {MEMORY_CALLS} {TIME_CALLS} {WAITING_CALLS} {SIGNAL_CALLS} {THREAD_CALLS} "
+    f"{PROCESS_CALLS}".split()
+)
+FORK_CALLS = ("fork", "vfork")
 # Ordinary programs try these calls. All other forbidden calls fail with ENOSYS ("not implemented").
 # For these, EPERM ("not permitted") explains the failure better.
-NOT_PERMITTED = ("socket", "socketpair", "ptrace", "mount", "unshare", "setuid")
+EPERM_CALLS = ("socket", "socketpair", "ptrace", "mount", "unshare", "setuid")
 ALLOWED_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)
 """The allowed ioctl requests: TCGETS, TIOCGWINSZ, FIONREAD, FIONCLEX and FIOCLEX. All others could
 reach a device driver.
@@ -51,14 +57,14 @@ reach a device driver.
 
 CLONE_THREAD = 0x00010000
 CLONE_NEW_NAMESPACE = 0x7E020000
-ALLOW = 0x7FFF0000
-REFUSE = 0x00050000
+ALLOW_ACTION = 0x7FFF0000
+ERRNO_ACTION = 0x00050000
 """SCMP_ACT_ERRNO: the errno goes into the lower 16 bits."""
 EQUAL, MASKED_EQUAL = 4, 7
 """SCMP_CMP_EQ and SCMP_CMP_MASKED_EQ of libseccomp."""
 
 
-class Comparison(ctypes.Structure):
+class ArgumentComparison(ctypes.Structure):
     """libseccomp's struct scmp_arg_cmp, a condition on one argument of a system call. `argument` is
     the argument's index. EQUAL compares the argument with `first`. MASKED_EQUAL compares
     (argument & first) with `second`.
@@ -78,27 +84,37 @@ def compiled_filter(allow_processes: bool) -> bytes:
     whether the program may start processes. SandboxUnavailableError if libseccomp is missing or
     fails.
     """
-    rules = SeccompFilter()
+    seccomp_filter = SeccompFilter()
     try:
-        for name in ALLOWED:
-            rules.add(ALLOW, name)
+        for name in ALLOWED_CALLS:
+            seccomp_filter.add(ALLOW_ACTION, name)
         for number in ALLOWED_IOCTLS:
-            rules.add(ALLOW, "ioctl", Comparison(1, EQUAL, number, 0))
+            seccomp_filter.add(ALLOW_ACTION, "ioctl", ArgumentComparison(1, EQUAL, number, 0))
         if allow_processes:
-            for name in FORKS:
-                rules.add(ALLOW, name)
-            rules.add(ALLOW, "clone", Comparison(0, MASKED_EQUAL, CLONE_NEW_NAMESPACE, 0))
+            for name in FORK_CALLS:
+                seccomp_filter.add(ALLOW_ACTION, name)
+            seccomp_filter.add(
+                ALLOW_ACTION, "clone", ArgumentComparison(0, MASKED_EQUAL, CLONE_NEW_NAMESPACE, 0)
+            )
         else:
-            watched = CLONE_NEW_NAMESPACE | CLONE_THREAD
-            rules.add(ALLOW, "clone", Comparison(0, MASKED_EQUAL, watched, CLONE_THREAD))
-            rules.add(REFUSE | errno.EPERM, "clone", Comparison(0, MASKED_EQUAL, CLONE_THREAD, 0))
-            for name in FORKS:
-                rules.add(REFUSE | errno.EPERM, name)
-        for name in NOT_PERMITTED:
-            rules.add(REFUSE | errno.EPERM, name)
-        return rules.to_bytes()
+            clone_flags = CLONE_NEW_NAMESPACE | CLONE_THREAD
+            seccomp_filter.add(
+                ALLOW_ACTION,
+                "clone",
+                ArgumentComparison(0, MASKED_EQUAL, clone_flags, CLONE_THREAD),
+            )
+            seccomp_filter.add(
+                ERRNO_ACTION | errno.EPERM,
+                "clone",
+                ArgumentComparison(0, MASKED_EQUAL, CLONE_THREAD, 0),
+            )
+            for name in FORK_CALLS:
+                seccomp_filter.add(ERRNO_ACTION | errno.EPERM, name)
+        for name in EPERM_CALLS:
+            seccomp_filter.add(ERRNO_ACTION | errno.EPERM, name)
+        return seccomp_filter.to_bytes()
     finally:
-        rules.release()
+        seccomp_filter.release()
 
 
 class SeccompFilter:
@@ -106,34 +122,36 @@ class SeccompFilter:
 
     def __init__(self) -> None:
         self._library = seccomp_library()
-        self._context = self._library.seccomp_init(REFUSE | errno.ENOSYS)
+        self._context = self._library.seccomp_init(ERRNO_ACTION | errno.ENOSYS)
         if not self._context:
             raise SandboxUnavailableError(
                 "libseccomp cannot make a filter for this kernel; update libseccomp"
             )
 
-    def add(self, action: int, call: str, *comparisons: Comparison) -> None:
-        """Add a rule for `call`, or none if this architecture does not have the call."""
-        number = self._library.seccomp_syscall_resolve_name(call.encode())
+    def add(self, action: int, call_name: str, *comparisons: ArgumentComparison) -> None:
+        """Add a rule for `call_name`, or none if this architecture does not have the call."""
+        number = self._library.seccomp_syscall_resolve_name(call_name.encode())
         if number < 0:
             return
-        array = (Comparison * len(comparisons))(*comparisons)
-        code = self._library.seccomp_rule_add_array(
-            self._context, action, number, len(comparisons), array
+        comparison_array = (ArgumentComparison * len(comparisons))(*comparisons)
+        error_code = self._library.seccomp_rule_add_array(
+            self._context, action, number, len(comparisons), comparison_array
         )
-        if code != 0:
+        if error_code != 0:
             raise SandboxUnavailableError(
-                f"libseccomp refuses the rule for {call} ({os.strerror(-code)}); update libseccomp"
+                f"libseccomp refuses the rule for {call_name} ({os.strerror(-error_code)}); update "
+                f"libseccomp"
             )
 
     def to_bytes(self) -> bytes:
         """Return the compiled filter."""
         descriptor = os.memfd_create("filter")
         try:
-            code = self._library.seccomp_export_bpf(self._context, descriptor)
-            if code != 0:
+            error_code = self._library.seccomp_export_bpf(self._context, descriptor)
+            if error_code != 0:
                 raise SandboxUnavailableError(
-                    f"libseccomp cannot export its filter ({os.strerror(-code)}); update libseccomp"
+                    f"libseccomp cannot export its filter ({os.strerror(-error_code)}); update "
+                    f"libseccomp"
                 )
             return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
         finally:
@@ -147,10 +165,10 @@ class SeccompFilter:
 @cache
 def seccomp_library() -> ctypes.CDLL:
     """Load libseccomp. SandboxUnavailableError if it is not installed."""
-    found: Sequence[str] = [
+    library_names: Sequence[str] = [
         name for name in ("libseccomp.so.2", ctypes.util.find_library("seccomp")) if name
     ]
-    for name in found:
+    for name in library_names:
         try:
             library = ctypes.CDLL(name)
         except OSError:
@@ -165,7 +183,7 @@ def seccomp_library() -> ctypes.CDLL:
             ctypes.c_uint32,
             ctypes.c_int,
             ctypes.c_uint,
-            ctypes.POINTER(Comparison),
+            ctypes.POINTER(ArgumentComparison),
         ]
         library.seccomp_export_bpf.argtypes = [ctypes.c_void_p, ctypes.c_int]
         return library

@@ -29,14 +29,20 @@ from typing import Any
 from planish.errors import PlanishError
 from planish.processes.background import BackgroundThread
 from planish.processes.interruption import blocked_interrupts
-from planish.sandbox.command import ENVIRONMENT, ISOLATION, SCRATCH, START, START_SOURCE
+from planish.sandbox.command import (
+    ENVIRONMENT,
+    ISOLATION_OPTIONS,
+    SCRATCH_DIRECTORY,
+    START_PATH,
+    START_SOURCE,
+)
 from planish.sandbox.errors import SandboxUnavailableError
 from planish.sandbox.limits import MIB
-from planish.sandbox.python_runtime import PACKAGES
+from planish.sandbox.python_runtime import PACKAGE_DIRECTORIES
 from planish.sandbox.sandbox import INSTALL_MESSAGE, NAMESPACES_REMEDY, memory_file
 from planish.sandbox.system_calls import compiled_filter
 
-START_SECONDS = 120.0
+START_TIMEOUT_SECONDS = 120.0
 MEMORY_BYTES = 4096 * MIB
 SCRATCH_BYTES = 64 * MIB
 """Size of /tmp, which some libraries need: matplotlib does not load without a cache directory."""
@@ -56,7 +62,7 @@ class WorkerError(PlanishError):
     """A request has no result: the program failed, took too long, or ended."""
 
 
-class EndedError(WorkerError):
+class WorkerEndedError(WorkerError):
     """The worker process ended instead of answering."""
 
 
@@ -74,7 +80,7 @@ class WorkerProcess:
         self._may_end_thread = threading.Event()
         self._lock = threading.Lock()
 
-    def ask(self, question: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
+    def request(self, message: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
         """Return the program's answer to a request, both JSON objects.
 
         WorkerError if the program fails, takes more than `timeout_seconds` or ends;
@@ -86,7 +92,7 @@ class WorkerProcess:
                 process = self._ensure_running()
                 assert process.stdin is not None
                 with suppress(BrokenPipeError):  # if the process has ended, _receive reports that
-                    process.stdin.write(json.dumps([timeout_seconds, question]).encode() + b"\n")
+                    process.stdin.write(json.dumps([timeout_seconds, message]).encode() + b"\n")
                 reply = self._receive(process, timeout_seconds)
             except BaseException:
                 # After Ctrl-C or a timeout, the late answer would be read as the answer to the next
@@ -107,18 +113,20 @@ class WorkerProcess:
             return self._process
         self._stop()  # clean up a process that ended between requests
         with ExitStack() as stack:
-            start = stack.enter_context(memory_file(START_SOURCE))
-            system_calls = stack.enter_context(memory_file(compiled_filter(False)))
-            command = _command(start, system_calls, self._program, self._arguments)
+            start_descriptor = stack.enter_context(memory_file(START_SOURCE))
+            filter_descriptor = stack.enter_context(memory_file(compiled_filter(False)))
+            command = _command(start_descriptor, filter_descriptor, self._program, self._arguments)
             # A terminal sends Ctrl-C to the whole process group, but only this process should react
             # and kill the worker. So bubblewrap starts with SIGINT and SIGTERM blocked. bubblewrap
             # stays in our process group, so other signals to the group, such as SIGHUP from a
             # closed terminal, still end the worker.
             with blocked_interrupts():
-                self._process = process = self._start_in_thread(command, (start, system_calls))
+                self._process = process = self._start_in_thread(
+                    command, (start_descriptor, filter_descriptor)
+                )
         try:
-            reply = self._receive(process, START_SECONDS)
-        except EndedError as error:
+            reply = self._receive(process, START_TIMEOUT_SECONDS)
+        except WorkerEndedError as error:
             raise SandboxUnavailableError(
                 "the sandbox did not start; standard error shows the reason. If bubblewrap lacks a "
                 f"permission, {NAMESPACES_REMEDY}"
@@ -137,8 +145,8 @@ class WorkerProcess:
         With --die-with-parent, Linux kills bubblewrap when the thread that started bubblewrap ends.
         A caller's thread may end long before the next request.
         """
-        started: Future[subprocess.Popen[bytes]] = Future()
-        self._may_end_thread = ended = threading.Event()
+        process_future: Future[subprocess.Popen[bytes]] = Future()
+        self._may_end_thread = may_end = threading.Event()
 
         def run() -> None:
             try:
@@ -152,23 +160,23 @@ class WorkerProcess:
                     pass_fds=descriptors,
                 )
             except BaseException as error:
-                started.set_exception(error)
+                process_future.set_exception(error)
                 return
-            started.set_result(process)
-            ended.wait()
+            process_future.set_result(process)
+            may_end.wait()
 
-        BackgroundThread(run, "planish-worker-process", stop=ended.set)
-        return started.result()
+        BackgroundThread(run, "planish-worker-process", stop=may_end.set)
+        return process_future.result()
 
-    def _receive(self, process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
+    def _receive(self, process: subprocess.Popen[bytes], timeout_seconds: float) -> dict[str, Any]:
         assert process.stdout is not None
-        waiting = select.poll()  # select.select rejects file descriptors above 1023
-        waiting.register(process.stdout, select.POLLIN)
-        if not waiting.poll(seconds * 1000):
-            raise WorkerError(f"the program gave no answer within {seconds:g} s")
+        poller = select.poll()  # select.select rejects file descriptors above 1023
+        poller.register(process.stdout, select.POLLIN)
+        if not poller.poll(timeout_seconds * 1000):
+            raise WorkerError(f"the program gave no answer within {timeout_seconds:g} s")
         line = process.stdout.readline()
         if not line.endswith(b"\n"):
-            raise EndedError("the process ended without an answer")
+            raise WorkerEndedError("the process ended without an answer")
         return json.loads(line)
 
     def _stop(self) -> None:
@@ -184,33 +192,41 @@ class WorkerProcess:
 
 
 def _command(
-    start: int, system_calls: int, program: Path, arguments: Sequence[str]
+    start_descriptor: int, filter_descriptor: int, program: Path, arguments: Sequence[str]
 ) -> Sequence[str]:
-    """Return the command that starts bubblewrap. `start` and `system_calls` are descriptors."""
+    """Return the command that starts bubblewrap.
+
+    `start_descriptor` and `filter_descriptor`: the open files of start.py and the seccomp filter.
+    """
     bwrap = shutil.which("bwrap")
     if sys.platform != "linux" or bwrap is None:
         raise SandboxUnavailableError(INSTALL_MESSAGE)
-    options = list(ISOLATION)
-    options += ["--size", str(SCRATCH_BYTES), "--tmpfs", SCRATCH]
-    packages = [path for path in sys.path if Path(path).name in PACKAGES and Path(path).is_dir()]
-    options += ["--setenv", "PYTHONPATH", os.pathsep.join(packages)]
+    options = list(ISOLATION_OPTIONS)
+    options += ["--size", str(SCRATCH_BYTES), "--tmpfs", SCRATCH_DIRECTORY]
+    package_directories = [
+        path for path in sys.path if Path(path).name in PACKAGE_DIRECTORIES and Path(path).is_dir()
+    ]
+    options += ["--setenv", "PYTHONPATH", os.pathsep.join(package_directories)]
     for name, value in ENVIRONMENT.items():
         # Leave LD_LIBRARY_PATH unset, because the system's libraries are mounted at their usual
         # paths, where the dynamic linker finds them.
         if name != "LD_LIBRARY_PATH":
             options += ["--setenv", name, value]
-    for path in sorted({*_directories(), *packages, str(WORKER_PROGRAM), str(program.resolve())}):
+    for path in sorted(
+        {*_python_directories(), *package_directories, str(WORKER_PROGRAM), str(program.resolve())}
+    ):
         options += ["--ro-bind", path, path]
     options += ["--ro-bind-try", LINKER_CACHE, LINKER_CACHE]
-    options += ["--dev-bind", "/dev/null", "/dev/null", "--ro-bind-data", str(start), START]
-    options += ["--remount-ro", "/", "--chdir", "/", "--seccomp", str(system_calls)]
-    limits_command = [sys.executable, "-I", "-S", START, json.dumps(RESOURCE_LIMITS)]
+    options += ["--dev-bind", "/dev/null", "/dev/null"]
+    options += ["--ro-bind-data", str(start_descriptor), START_PATH]
+    options += ["--remount-ro", "/", "--chdir", "/", "--seccomp", str(filter_descriptor)]
+    limits_command = [sys.executable, "-I", "-S", START_PATH, json.dumps(RESOURCE_LIMITS)]
     # -P: files next to the program must not shadow installed modules.
     python = [sys.executable, "-P", str(WORKER_PROGRAM), str(program.resolve()), *arguments]
     return [bwrap, *options, "--", *limits_command, *python]
 
 
-def _directories() -> Iterator[str]:
+def _python_directories() -> Iterator[str]:
     """Yield the directories that Python and compiled packages read."""
     for path in (*SYSTEM_LIBRARIES, sys.prefix, sys.base_prefix, sys.exec_prefix):
         if Path(path).is_dir():

@@ -22,28 +22,28 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TextIO
 
-SPARE_SECONDS = 1.0
+GRACE_SECONDS = 1.0
 
 
 def main() -> None:
     """Start the program and answer requests until standard input ends."""
     program, *arguments = sys.argv[1:]
-    questions, out = private_pipes()
+    requests, replies = private_pipes()
     try:
         check_isolation()
-        answer = load(program).start(*arguments)
+        handler = load(program).start(*arguments)
     except Exception as error:
-        send(out, failure(error))
+        send(replies, error_reply(error))
         return
-    send(out, {"ready": True})
-    for line in questions:
-        seconds, question = json.loads(line)
+    send(replies, {"ready": True})
+    for line in requests:
+        seconds, request = json.loads(line)
         # Normally the parent kills this process at the time limit. If the parent has been killed
         # itself, this alarm ends the process: the default action of SIGALRM is to terminate.
-        signal.setitimer(signal.ITIMER_REAL, seconds + SPARE_SECONDS)
-        reply = answer_or_failure(answer, question)
+        signal.setitimer(signal.ITIMER_REAL, seconds + GRACE_SECONDS)
+        reply = handle_request(handler, request)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        send(out, reply)
+        send(replies, reply)
 
 
 def private_pipes() -> tuple[TextIO, TextIO]:
@@ -77,24 +77,24 @@ def load(program: str) -> Any:
     return module
 
 
-def answer_or_failure(
-    answer: Callable[[dict[str, Any]], dict[str, Any]], question: dict[str, Any]
+def handle_request(
+    handler: Callable[[dict[str, Any]], dict[str, Any]], request: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the answer to a request, or an error object if `answer` raises an exception."""
+    """Return the answer to a request, or an error object if `handler` raises an exception."""
     try:
-        return answer(question)
+        return handler(request)
     except (Exception, SystemExit) as error:
-        return failure(error)
+        return error_reply(error)
 
 
-def failure(error: BaseException) -> dict[str, Any]:
+def error_reply(error: BaseException) -> dict[str, Any]:
     """Return the protocol's error object for an exception."""
     return {"error": f"{type(error).__name__}: {error}"}
 
 
-def send(out: TextIO, message: dict[str, Any]) -> None:
+def send(stream: TextIO, message: dict[str, Any]) -> None:
     """Write a message as one line of JSON."""
-    print(json.dumps(message), file=out, flush=True)
+    print(json.dumps(message), file=stream, flush=True)
 
 
 if __name__ == "__main__":

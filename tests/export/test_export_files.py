@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from planish.commands.cli import main
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
 from planish.export import weights
-from planish.export.model_card import Base
-from planish.export.whole_directory import whole_directory
+from planish.export.atomic_directory import atomic_directory
+from planish.export.model_card import ExportBase
 from planish.runlog.run_directory import RunDirectory
 from planish.testing import tiny_model
 
@@ -145,9 +145,9 @@ def test_what_the_run_directory_knows_is_in_the_card(trained, tmp_path, monkeypa
 
 def test_only_the_embedded_model_has_a_licence_without_a_card(tmp_path):
     base = tiny_model(tmp_path / "base")
-    assert Base(str(base), base).license() == {}
-    assert Base("HuggingFaceTB/SmolLM2-135M-Instruct", base).license() == {}
-    assert Base("Qwen/Qwen3-8B", None).license() == {}
+    assert ExportBase(str(base), base).license() == {}
+    assert ExportBase("HuggingFaceTB/SmolLM2-135M-Instruct", base).license() == {}
+    assert ExportBase("Qwen/Qwen3-8B", None).license() == {}
 
 
 def test_an_adapter_is_written_where_the_base_is_not(trained, tmp_path):
@@ -247,8 +247,8 @@ def test_float16_that_overflows_is_rejected(tmp_path):
 
 
 def fill_half(out: Path) -> None:
-    with whole_directory(out, marker="made.json", overwrite=True) as aside:
-        (aside / "made.json").write_text("third")
+    with atomic_directory(out, marker="made.json", overwrite=True) as partial:
+        (partial / "made.json").write_text("third")
         raise RuntimeError
 
 
@@ -259,17 +259,20 @@ def test_what_is_there_stays_unless_it_is_an_export(tmp_path):
     for overwrite in (False, True):
         with (
             pytest.raises(UserError, match="mine"),
-            whole_directory(mine, marker="made.json", overwrite=overwrite),
+            atomic_directory(mine, marker="made.json", overwrite=overwrite),
         ):
             pytest.fail("it was begun")
     assert (mine / "thesis.tex").read_text() == "years of work"
     out = tmp_path / "out"
     out.mkdir()  # an empty one may be there
     for text in ("first", "second"):
-        with whole_directory(out, marker="made.json", overwrite=True) as aside:
-            (aside / "made.json").write_text(text)
+        with atomic_directory(out, marker="made.json", overwrite=True) as partial:
+            (partial / "made.json").write_text(text)
         assert (out / "made.json").read_text() == text
-    with pytest.raises(UserError, match="exists already"), whole_directory(out, marker="made.json"):
+    with (
+        pytest.raises(UserError, match="exists already"),
+        atomic_directory(out, marker="made.json"),
+    ):
         pytest.fail("it was begun")
     with pytest.raises(RuntimeError):
         fill_half(out)
@@ -289,9 +292,9 @@ def test_an_existing_target_is_rejected_before_any_reading(tmp_path, capsys):
 KILLED = """
 import sys, time
 from pathlib import Path
-from planish.export.whole_directory import whole_directory
-with whole_directory(Path(sys.argv[1]), marker="made.json") as aside:
-    (aside / "half").write_text("half")
+from planish.export.atomic_directory import atomic_directory
+with atomic_directory(Path(sys.argv[1]), marker="made.json") as partial:
+    (partial / "half").write_text("half")
     print("writing", flush=True)
     time.sleep(60)
 """
@@ -307,14 +310,14 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(tmp_path):
         assert writer.stdout.readline() == "writing\n"
         with (
             pytest.raises(UserError, match="another process"),
-            whole_directory(out, marker="made.json"),
+            atomic_directory(out, marker="made.json"),
         ):
             pytest.fail("two write one directory")
         writer.send_signal(signal.SIGKILL)
         writer.wait()
     assert not out.exists()
-    with whole_directory(out, marker="made.json") as aside:
-        (aside / "made.json").write_text("whole")
+    with atomic_directory(out, marker="made.json") as partial:
+        (partial / "made.json").write_text("whole")
     assert sorted(path.name for path in out.iterdir()) == ["made.json"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -28,8 +28,8 @@ from variants import slow_after
 
 from planish import ModelInput, ServiceClient
 from planish.export import weights
-from planish.export.lora_update import Matrices, read_update
-from planish.export.merging import Rounding, Source, merged
+from planish.export.lora_update import LoraMatrices, read_adapter
+from planish.export.merging import MergedTensor, RoundingError, merge
 from planish.testing import save_byte_tokenizer, tiny_model, use_fp8, use_mxfp4
 
 FAMILIES = [
@@ -305,10 +305,10 @@ def test_blocks_of_rows_equal_one_product(monkeypatch):
     weight, a, b = (
         torch.randn(shape, generator=generator) for shape in ((37, 24), (3, 24), (37, 3))
     )
-    source = Source("w", weight, Matrices(a, b), torch.float32)
-    whole = merged(source, 0.5, Rounding())
-    monkeypatch.setattr("planish.export.merging._BLOCK_NUMBERS", 24 * 5)
-    torch.testing.assert_close(merged(source, 0.5, Rounding()), whole)
+    tensor = MergedTensor("w", weight, LoraMatrices(a, b), torch.float32)
+    whole = merge(tensor, 0.5, RoundingError())
+    monkeypatch.setattr("planish.export.merging._BLOCK_ELEMENTS", 24 * 5)
+    torch.testing.assert_close(merge(tensor, 0.5, RoundingError()), whole)
     torch.testing.assert_close(whole, weight + 0.5 * b @ a)
 
 
@@ -325,7 +325,7 @@ def test_an_adapter_of_peft_is_merged_as_peft_merges_it(tmp_path, trained):
     )
     model = get_peft_model(loaded(made.base), config)
     model.save_pretrained(tmp_path / "adapter")
-    assert read_update(tmp_path / "adapter").manifest is None
+    assert read_adapter(tmp_path / "adapter").manifest is None
     out = weights.build_hf_model(
         base_model=str(made.base), adapter_path=tmp_path / "adapter", output_path=tmp_path / "out"
     )

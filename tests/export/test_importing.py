@@ -18,7 +18,7 @@ from planish.engine.checkpoints.store import CheckpointStore
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
 from planish.export import weights
 from planish.export.importing import ImportedAdapter, import_adapter
-from planish.export.lora_update import read_update
+from planish.export.lora_update import read_adapter
 from planish.testing import tiny_model
 from planish.types import CheckpointPath
 
@@ -103,7 +103,7 @@ def test_an_adapter_of_one_linear_of_the_experts_is_rejected(tmp_path):
     with pytest.raises(UnsupportedError, match=r"experts, which has no adapter in planish"):
         import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"))
     with pytest.raises(UnsupportedError, match="adapt both gate_up_proj and down_proj"):
-        read_update(tmp_path / "adapter")
+        read_adapter(tmp_path / "adapter")
 
 
 def quantized_service(base: Path, data: Path, scheme: str | None) -> ServiceClient:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from planish.sandbox import Ending, FunctionTest, Outcome, StdinTest
-from planish.sandbox.limits import MIB, THREADS
+from planish.sandbox.limits import MAX_THREADS, MIB
 
 pytestmark = pytest.mark.slow
 
@@ -288,7 +288,7 @@ for _ in range(1000):
 print(json.dumps(made), flush=True)
 __import__("os")._exit(0)
 """
-    assert said(sandbox(memory_bytes=2048 * MIB), threads) == THREADS - 1
+    assert said(sandbox(memory_bytes=2048 * MIB), threads) == MAX_THREADS - 1
 
 
 @pytest.mark.parametrize(

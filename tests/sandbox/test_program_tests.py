@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from planish.errors import UserError
 from planish.sandbox import FunctionTest, Outcome, StdinTest
 from planish.sandbox.call import to_json_value
-from planish.sandbox.program_tests import is_literal, same_text, same_value
+from planish.sandbox.program_tests import is_literal, texts_match, values_match
 
 SCALARS = (
     st.none()
@@ -59,7 +59,7 @@ def run(sandbox, test, source):
     ],
 )
 def test_printed_text(printed, expected, same):
-    assert same_text(printed, expected) is same
+    assert texts_match(printed, expected) is same
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,8 @@ def test_printed_text(printed, expected, same):
 )
 def test_returned_values(returned, expected, same):
     assert (
-        same_value(json.loads(json.dumps(to_json_value(returned))), to_json_value(expected)) is same
+        values_match(json.loads(json.dumps(to_json_value(returned))), to_json_value(expected))
+        is same
     )
 
 
@@ -95,7 +96,7 @@ def test_a_value_comes_through_as_itself(value):
     assert is_literal(value)
     there = ast.literal_eval(repr(value))
     assert there == value
-    assert same_value(json.loads(json.dumps(to_json_value(there))), to_json_value(value))
+    assert values_match(json.loads(json.dumps(to_json_value(there))), to_json_value(value))
 
 
 @pytest.mark.parametrize(

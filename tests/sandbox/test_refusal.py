@@ -133,13 +133,13 @@ def test_an_interpreter_that_others_cannot_read(tmp_path):
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
     (closed / "python").write_text("")
-    assert not python_runtime.is_open_to_all(str(closed / "python"))
-    assert python_runtime.is_open_to_all("/usr") or not Path("/usr").stat().st_mode & 0o001
+    assert not python_runtime.is_world_readable(str(closed / "python"))
+    assert python_runtime.is_world_readable("/usr") or not Path("/usr").stat().st_mode & 0o001
 
 
 @pytest.mark.slow
 def test_root_needs_an_interpreter_for_nobody(monkeypatch):
-    monkeypatch.setattr(python_runtime, "is_open_to_all", lambda path: False)
+    monkeypatch.setattr(python_runtime, "is_world_readable", lambda path: False)
     with pytest.raises(SandboxUnavailableError, match="run planish as an ordinary user"):
         python_runtime.find_runtime.__wrapped__(sys.executable, True)
 

@@ -17,11 +17,11 @@ from filelock import FileLock, Timeout
 from planish.errors import StorageError, UserError
 from planish.files import sync
 
-_LOCK = ".lock"
+_LOCK_FILE = ".lock"
 
 
 @contextmanager
-def whole_directory(target: Path, *, marker: str, overwrite: bool = False) -> Iterator[Path]:
+def atomic_directory(target: Path, *, marker: str, overwrite: bool = False) -> Iterator[Path]:
     """Yield a directory to fill, which is renamed to `target` at the end; it is removed on an
     error.
 
@@ -30,11 +30,11 @@ def whole_directory(target: Path, *, marker: str, overwrite: bool = False) -> It
     for any other existing target; StorageError if writing fails.
     """
     target = target.expanduser().absolute()
-    check_free(target, marker=marker, overwrite=overwrite)
-    aside = target.with_name(f".{target.name}.partial")
+    check_replaceable(target, marker=marker, overwrite=overwrite)
+    partial = target.with_name(f".{target.name}.partial")
     try:
-        aside.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(aside / _LOCK)
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(partial / _LOCK_FILE)
         lock.acquire(timeout=0)
     except Timeout as error:
         raise UserError(
@@ -45,20 +45,20 @@ def whole_directory(target: Path, *, marker: str, overwrite: bool = False) -> It
             f"{target} cannot be written ({error}); give another directory"
         ) from error
     try:
-        _clear(aside)
-        yield aside
-        _put(aside, target)
+        _clear(partial)
+        yield partial
+        _rename_into_place(partial, target)
     except OSError as error:
         raise StorageError(
             f"{target} was not written ({error}); free space, or give another directory"
         ) from error
     finally:
         lock.release()
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
-def check_free(target: Path, *, marker: str, overwrite: bool) -> None:
-    """Raise UserError if `whole_directory` would reject the target."""
+def check_replaceable(target: Path, *, marker: str, overwrite: bool) -> None:
+    """Raise UserError if `atomic_directory` would reject the target."""
     target = target.expanduser()
     if target.is_dir() and not target.is_symlink():
         if not any(target.iterdir()) or (overwrite and (target / marker).is_file()):
@@ -74,23 +74,23 @@ def check_free(target: Path, *, marker: str, overwrite: bool) -> None:
         raise UserError(f"{target} exists already and is no directory; give another name")
 
 
-def _clear(aside: Path) -> None:
-    for entry in aside.iterdir():
-        if entry.name != _LOCK:
+def _clear(partial: Path) -> None:
+    for entry in partial.iterdir():
+        if entry.name != _LOCK_FILE:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
-def _put(aside: Path, target: Path) -> None:
-    for entry in aside.iterdir():
+def _rename_into_place(partial: Path, target: Path) -> None:
+    for entry in partial.iterdir():
         sync(entry)
-    (aside / _LOCK).unlink()
-    sync(aside)
+    (partial / _LOCK_FILE).unlink()
+    sync(partial)
     if target.is_dir() and any(target.iterdir()):
         previous = target.with_name(f".{target.name}.previous")
         shutil.rmtree(previous, ignore_errors=True)
         target.rename(previous)
-        aside.rename(target)
+        partial.rename(target)
         shutil.rmtree(previous)
     else:
-        aside.rename(target)
+        partial.rename(target)
     sync(target.parent)
