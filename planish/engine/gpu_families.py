@@ -53,7 +53,7 @@ from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVSpec, SlotOw
 from planish.model.linears import fused_modules
 from planish.model.lora import (
     FUSED_MODULE_NAMES,
-    AdapterRows,
+    AdapterRange,
     LoraLayout,
     LoraWeights,
 )
@@ -435,9 +435,9 @@ def check_lora(case: Case) -> None:
         tables = AdapterTables(config, case.dtype, case.device, rows, len(adapters))
         cut = [rows // 3, rows // 3 + 1, rows]
         members = [
-            AdapterRows(0, cut[0], adapters[0]),
-            AdapterRows(cut[0], cut[1], None),
-            AdapterRows(cut[1], cut[2], adapters[1]),
+            AdapterRange(0, cut[0], adapters[0]),
+            AdapterRange(cut[0], cut[1], None),
+            AdapterRange(cut[1], cut[2], adapters[1]),
         ]
         tables.fill(members)
         sites = list(zip(FUSED_MODULE_NAMES, fused_modules(config, 0), strict=True))
@@ -450,7 +450,7 @@ def check_lora(case: Case) -> None:
             tables.add_(x, out, sizes, 0, name)
             compare(f"LoRA of {'+'.join(linears)}, {rows} rows", out, expected)
     tables = AdapterTables(config, case.dtype, case.device, 20, len(adapters))
-    members = [AdapterRows(0, 9, adapters[1]), AdapterRows(9, 20, adapters[0])]
+    members = [AdapterRange(0, 9, adapters[1]), AdapterRange(9, 20, adapters[0])]
     tables.fill(members)
     hidden = case.random(20, config.hidden_size)
     logits = case.random(20, config.vocab_size, dtype=torch.float32)
@@ -463,7 +463,7 @@ def check_lora(case: Case) -> None:
 def _with_lora(
     out: Tensor,
     x: Tensor,
-    members: list[AdapterRows],
+    members: list[AdapterRange],
     site_of: Callable[[LoraWeights], Any],
 ) -> Tensor:
     out = out.float()

@@ -85,19 +85,21 @@ def state_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return len(delta_net.layers) * (conv + matrices)
 
 
-def sampling_bytes(config: ModelConfig, dtype: torch.dtype, samples: int, rows: int) -> int:
+def sampling_bytes(config: ModelConfig, dtype: torch.dtype, max_samples: int, max_rows: int) -> int:
     """Return the estimated bytes of workspace that gated delta-net layers need in a sampler step.
 
-    `samples`: the maximum number of samples in a decoding step. `rows`: the maximum number of rows
-    in a prefill. The workspace contains the float32 inputs of one layer, three matrices per head of
-    each sequence, and the states at the ends of the prefill's chunks.
+    `max_samples`: the maximum number of samples in a decoding step. `max_rows`: the maximum number
+    of rows in a prefill. The workspace contains the float32 inputs of one layer, three matrices per
+    head of each sequence, and the states at the ends of the prefill's chunks.
     """
     delta_net = config.delta_net
     if delta_net is None:
         return 0
     matrix = delta_net.num_value_heads * delta_net.key_dim * delta_net.value_dim
-    inputs = 4 * 6 * rows * (delta_net.channels + delta_net.num_value_heads * delta_net.key_dim)
-    return 4 * 3 * samples * matrix + inputs + rows // STATE_CHUNK * state_bytes(config, dtype)
+    inputs = 4 * 6 * max_rows * (delta_net.channels + delta_net.num_value_heads * delta_net.key_dim)
+    return (
+        4 * 3 * max_samples * matrix + inputs + max_rows // STATE_CHUNK * state_bytes(config, dtype)
+    )
 
 
 def stored_bytes(delta_net: DeltaNetConfig, dtype: torch.dtype) -> int:
@@ -112,16 +114,17 @@ def stored_bytes(delta_net: DeltaNetConfig, dtype: torch.dtype) -> int:
     return 4 * wide + dtype.itemsize * (delta_net.channels + 4 * values)
 
 
-def backward_bytes(config: ModelConfig, rows: int) -> int:
+def backward_bytes(config: ModelConfig, num_rows: int) -> int:
     """Return the estimated bytes of the states that the backward pass of one layer recomputes.
 
-    `rows`: the rows of the micro-batch. The result is 0 for a model without gated delta-net layers.
+    `num_rows`: the rows of the micro-batch. The result is 0 for a model without gated delta-net
+    layers.
     """
     delta_net = config.delta_net
     if delta_net is None:
         return 0
     matrix = delta_net.num_value_heads * delta_net.key_dim * delta_net.value_dim
-    return 4 * (min(rows * matrix, BLOCK_ENTRIES) + rows // BLOCK * matrix)
+    return 4 * (min(num_rows * matrix, BLOCK_ENTRIES) + num_rows // BLOCK * matrix)
 
 
 @dataclass(frozen=True)

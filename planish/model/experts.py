@@ -57,16 +57,18 @@ class SharedExpert:
     """The gate of the MLP's output: [1, D] in float32."""
 
 
-class ExpertRows:
+class TokenExpertPairs:
     """The pairs of a row and one of its experts, sorted by expert, then by row."""
 
-    def __init__(self, chosen: Tensor, num_experts: int) -> None:
-        """`chosen`: int64 [T, k], the distinct experts of each row."""
-        self.num_rows, self.per_row = chosen.shape
-        flat = chosen.flatten()
+    def __init__(self, selected_experts: Tensor, num_experts: int) -> None:
+        """`selected_experts`: int64 [T, k], the distinct experts of each row."""
+        self.num_rows, self.experts_per_row = selected_experts.shape
+        flat = selected_experts.flatten()
         sorted_experts, self.order = flat.sort(stable=True)
-        """`order`: int64 [P]. Sorted pair i is entry order[i] of the flattened `chosen`."""
-        self.rows = self.order // self.per_row
+        """`order`: int64 [P]. Sorted pair i is entry order[i] of the flattened
+        `selected_experts`.
+        """
+        self.row_indices = self.order // self.experts_per_row
         """int64 [P]: the row of each sorted pair."""
         self._experts = sorted_experts
         self._num_experts = num_experts
@@ -74,7 +76,7 @@ class ExpertRows:
     @cached_property
     def _keys(self) -> np.ndarray:
         """For each sorted pair, expert * T + row: int64 [P], ascending."""
-        keys: np.ndarray = (self._experts * self.num_rows + self.rows).cpu().numpy()
+        keys: np.ndarray = (self._experts * self.num_rows + self.row_indices).cpu().numpy()
         return keys
 
     @cached_property
@@ -105,7 +107,7 @@ class ExpertRows:
         """Return values [P, ...] of the sorted pairs as [T, k, ...], in the order of `chosen`."""
         out = torch.empty_like(values)
         out[self.order] = values
-        return out.unflatten(0, (self.num_rows, self.per_row))
+        return out.unflatten(0, (self.num_rows, self.experts_per_row))
 
 
 def mixture_of_experts(
@@ -121,7 +123,7 @@ def mixture_of_experts(
     several adapters, without gradients. `layer`: the index of the decoder layer.
     """
     batch = None if adapters is None or isinstance(adapters, LoraWeights) else adapters
-    weights, rows = route(backend, x, experts.router, training=batch is None)
+    weights, pairs = route(backend, x, experts.router, training=batch is None)
     if batch is None:
         lora_in = lora_out = None
         if isinstance(adapters, LoraWeights):
@@ -132,20 +134,20 @@ def mixture_of_experts(
             for lora in (lora_in, lora_out)
             for matrix in (() if lora is None else (lora.a, *lora.bs))
         ]
-        run = _Run(backend, experts, rows, lora_in, lora_out)
+        run = _Run(backend, experts, pairs, lora_in, lora_out)
         return _Experts.apply(run, x, weights, *matrices)  # type: ignore[no-any-return]
-    gathered = x[rows.rows]
-    gate_up = _matmuls(backend, gathered, experts.gate_up, rows)
-    batch.add_expert_(gathered, gate_up, rows, layer, "mlp_in")
+    gathered = x[pairs.row_indices]
+    gate_up = _matmuls(backend, gathered, experts.gate_up, pairs)
+    batch.add_expert_(gathered, gate_up, pairs, layer, "mlp_in")
     hidden = activated(backend, gate_up)
-    out = _matmuls(backend, hidden, experts.down, rows)
-    batch.add_expert_(hidden, out, rows, layer, "mlp_out")
-    return _weighted_sum(out, rows, weights)
+    out = _matmuls(backend, hidden, experts.down, pairs)
+    batch.add_expert_(hidden, out, pairs, layer, "mlp_out")
+    return _weighted_sum(out, pairs, weights)
 
 
 def route(
     backend: Backend, x: Tensor, router: PackedLinear, *, training: bool
-) -> tuple[Tensor, ExpertRows]:
+) -> tuple[Tensor, TokenExpertPairs]:
     """Choose the k experts of each row.
 
     Return the weights of the experts' outputs, float32 [T, k], and the sorted pairs.
@@ -170,7 +172,7 @@ def route(
         for column in weights[:, 1:].split(1, 1):
             total = total + column
         weights = weights / total
-    return weights, ExpertRows(chosen, config.num_experts)
+    return weights, TokenExpertPairs(chosen, config.num_experts)
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ class _Run:
 
     backend: Backend
     experts: Experts
-    rows: ExpertRows
+    pairs: TokenExpertPairs
     lora_in: LoraMatrices | None
     lora_out: LoraMatrices | None
 
@@ -198,24 +200,24 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, run: _Run, x: Tensor, weights: Tensor, *matrices: Tensor) -> Tensor:
-        backend, rows = run.backend, run.rows
-        gathered = x[rows.rows]
-        gate_up = _matmuls(backend, gathered, run.experts.gate_up, rows, training=True)
-        lora_hidden_in = _add_lora_(backend, gathered, gate_up, rows, run.lora_in)
+        backend, pairs = run.backend, run.pairs
+        gathered = x[pairs.row_indices]
+        gate_up = _matmuls(backend, gathered, run.experts.gate_up, pairs, training=True)
+        lora_hidden_in = _add_lora_(backend, gathered, gate_up, pairs, run.lora_in)
         hidden = activated(backend, gate_up)
-        out = _matmuls(backend, hidden, run.experts.down, rows, training=True)
-        lora_hidden_out = _add_lora_(backend, hidden, out, rows, run.lora_out)
+        out = _matmuls(backend, hidden, run.experts.down, pairs, training=True)
+        lora_hidden_out = _add_lora_(backend, hidden, out, pairs, run.lora_out)
         ctx.run = run
         ctx.save_for_backward(x, weights, gate_up, lora_hidden_in, lora_hidden_out)
-        return _weighted_sum(out, rows, weights)
+        return _weighted_sum(out, pairs, weights)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weights, gate_up, lora_hidden_in, lora_hidden_out = ctx.saved_tensors
         run: _Run = ctx.run
-        backend, rows = run.backend, run.rows
+        backend, pairs = run.backend, run.pairs
         hidden = activated(backend, gate_up)
-        pair_weights = weights.flatten()[rows.order].unsqueeze(1)
+        pair_weights = weights.flatten()[pairs.order].unsqueeze(1)
         # `grad` is not multiplied by the pairs' weights, because the gradient of a weight needs
         # `grad_hidden` without that weight. But the LoRA gradients must contain the weights. They
         # are products of `grad` with `hidden` and `lora_hidden_out`, so `hidden` and
@@ -223,23 +225,28 @@ class _Experts(torch.autograd.Function):
         narrow = pair_weights.to(hidden.dtype)
         given = (hidden * narrow, None if lora_hidden_out is None else lora_hidden_out * narrow)
         grad_hidden, grads_out = _backward(
-            run, grad[rows.rows], *given, run.experts.down, run.lora_out
+            run, grad[pairs.row_indices], *given, run.experts.down, run.lora_out
         )
         grad_weights = (grad_hidden.to(weights.dtype) * hidden.to(weights.dtype)).sum(1)
-        for expert, part in rows.parts:
+        for expert, part in pairs.parts:
             bias = run.experts.down[expert].bias
             if bias is not None:
-                wide = grad[rows.rows[part]].to(weights.dtype)
+                wide = grad[pairs.row_indices[part]].to(weights.dtype)
                 grad_weights[part] += wide @ bias.to(weights.dtype)
         grad_hidden = (grad_hidden * pair_weights).to(hidden.dtype)
         grad_gate_up = activated_backward(backend, grad_hidden, gate_up)
         grad_gathered, grads_in = _backward(
-            run, grad_gate_up, x[rows.rows], lora_hidden_in, run.experts.gate_up, run.lora_in
+            run,
+            grad_gate_up,
+            x[pairs.row_indices],
+            lora_hidden_in,
+            run.experts.gate_up,
+            run.lora_in,
         )
         return (
             None,
-            _weighted_sum(grad_gathered, rows),
-            rows.by_row(grad_weights),
+            _weighted_sum(grad_gathered, pairs),
+            pairs.by_row(grad_weights),
             *grads_in,
             *grads_out,
         )
@@ -249,19 +256,19 @@ def _matmuls(
     backend: Backend,
     x: Tensor,
     linears: Sequence[PackedLinear],
-    rows: ExpertRows,
+    pairs: TokenExpertPairs,
     *,
     training: bool = False,
 ) -> Tensor:
     """Return the outputs [P, out] of the experts' linears for the sorted pairs `x` [P, in]."""
     out = x.new_empty(len(x), sum(linears[0].sizes))
-    for expert, part in rows.parts:
+    for expert, part in pairs.parts:
         out[part] = backend.matmul(x[part], linears[expert], training=training)
     return out
 
 
 def _add_lora_(
-    backend: Backend, x: Tensor, out: Tensor, rows: ExpertRows, lora: LoraMatrices | None
+    backend: Backend, x: Tensor, out: Tensor, pairs: TokenExpertPairs, lora: LoraMatrices | None
 ) -> Tensor | None:
     """Add the LoRA outputs of the experts to `out` [P, out].
 
@@ -270,7 +277,7 @@ def _add_lora_(
     if lora is None:
         return None
     lora_hidden = x.new_zeros(len(x), padded_lora_columns(lora.rank))
-    for expert, part in rows.parts:
+    for expert, part in pairs.parts:
         own = lora.expert(expert)
         lora_hidden[part, : lora.rank] = backend.add_lora_(x[part], out[part], [out.shape[1]], own)
     return lora_hidden
@@ -296,7 +303,7 @@ def _backward(
             torch.zeros(matrix.shape, dtype=torch.float32, device=matrix.device)
             for matrix in (lora.a, *lora.bs)
         ]
-    for expert, part in run.rows.parts:
+    for expert, part in run.pairs.parts:
         grad_x[part] = run.backend.matmul_backward(grad[part], linears[expert])
         if lora is not None and lora_hidden is not None:
             given = (grad[part], x[part], lora_hidden[part, : lora.rank], grad_x[part])
@@ -308,15 +315,15 @@ def _backward(
     return grad_x, grads
 
 
-def _weighted_sum(values: Tensor, rows: ExpertRows, weights: Tensor | None = None) -> Tensor:
+def _weighted_sum(values: Tensor, pairs: TokenExpertPairs, weights: Tensor | None = None) -> Tensor:
     """Return the weighted sum over each row's experts, [T, D], in the dtype of `values` [P, D].
 
     `weights`: [T, k]; None stands for 1. The terms are added in float32, one column of `weights`
     after another.
     """
-    by_row = rows.by_row(values)
+    by_row = pairs.by_row(values)
     total: Tensor | None = None
-    for column in range(rows.per_row):
+    for column in range(pairs.experts_per_row):
         term = by_row[:, column].to(torch.promote_types(values.dtype, torch.float32))
         if weights is not None:
             term = term * weights[:, column, None]

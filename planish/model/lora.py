@@ -346,7 +346,7 @@ def _stacked(sites: Sequence[LoraMatrices | None]) -> LoraMatrices | None:
 
 
 @dataclass(frozen=True)
-class AdapterRows:
+class AdapterRange:
     """The adapter that rows start .. stop - 1 of a batch use. None: the base model alone."""
 
     start: int
@@ -355,7 +355,7 @@ class AdapterRows:
 
 
 @dataclass(frozen=True)
-class StackRows:
+class AdapterStackRange:
     """The stack of adapters that rows start .. stop - 1 of a batch use.
 
     The rows are divided equally among the adapters, in the order of the stack.

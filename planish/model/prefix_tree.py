@@ -58,7 +58,7 @@ class MicroBatch:
     """The segments in row order; together they cover all rows."""
     datums: tuple[int, ...]
     """Indices of the packed datums, in ascending order."""
-    rows: tuple[np.ndarray, ...]
+    datum_rows: tuple[np.ndarray, ...]
     """For each of `datums`, an array with the row of each of its positions."""
 
     def __len__(self) -> int:
@@ -160,7 +160,7 @@ def _layout(
     total = sum(len(arrays[index]) for index in order) - sum(shared)
     tokens, positions = np.empty(total, np.int64), np.empty(total, np.int64)
     subtree_end = np.full(total, total, np.int64)
-    rows: dict[int, np.ndarray] = {}
+    datum_rows: dict[int, np.ndarray] = {}
     path = np.empty(0, np.int64)
     size = 0
     for index, keep in zip(order, shared, strict=True):
@@ -170,7 +170,7 @@ def _layout(
         tokens[new] = sequence[keep:]
         positions[new] = np.arange(keep, len(sequence))
         path = np.concatenate([path[:keep], np.arange(new.start, new.stop)])
-        rows[index] = path
+        datum_rows[index] = path
         size = new.stop
     datums = tuple(sorted(order))
     return MicroBatch(
@@ -179,7 +179,7 @@ def _layout(
         subtree_end,
         _segments(subtree_end),
         datums,
-        tuple(rows[index] for index in datums),
+        tuple(datum_rows[index] for index in datums),
     )
 
 

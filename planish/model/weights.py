@@ -244,7 +244,7 @@ class _StoredTensor:
     """The tensor's name in the file."""
     expert: int | None = None
     """The index of the expert in a tensor with the weights of all experts."""
-    rows: tuple[int, int] | None = None
+    row_range: tuple[int, int] | None = None
     """The first row of the expert's part, and the row after its last one; None for all rows."""
     transposed: bool = False
     """Whether the stored matrix is (in, out)."""
@@ -256,7 +256,7 @@ class _StoredTensor:
             tensor = tensor[self.expert]
         if self.transposed:
             tensor = tensor.t()
-        return tensor if self.rows is None else tensor[slice(*self.rows)]
+        return tensor if self.row_range is None else tensor[slice(*self.row_range)]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -266,8 +266,8 @@ class _StoredTensor:
             shape = shape[1:]
         if self.transposed:
             shape.reverse()
-        if self.rows is not None:
-            shape[0] = self.rows[1] - self.rows[0]
+        if self.row_range is not None:
+            shape[0] = self.row_range[1] - self.row_range[0]
         return tuple(shape)
 
     @property
@@ -296,7 +296,7 @@ def _split_by_expert(name: str, stored: _StoredTensor) -> Iterator[tuple[str, _S
         for projection, row_range in (("gate", (0, rows // 2)), ("up", (rows // 2, rows))):
             yield (
                 f"{prefix}{projection}_proj.weight",
-                replace(stored, expert=expert, rows=row_range),
+                replace(stored, expert=expert, row_range=row_range),
             )
 
 

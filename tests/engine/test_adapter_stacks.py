@@ -13,7 +13,7 @@ from planish.model.decoder import Decoder
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.adapter_stacks import AdapterStacks
 from planish.model.kernels.reference.row_tiling import probe
-from planish.model.lora import AdapterRows, LoraLayout, LoraWeights, StackRows
+from planish.model.lora import AdapterRange, AdapterStackRange, LoraLayout, LoraWeights
 from planish.service import Sample
 from planish.testing import tiny_model
 from planish.types import LoraConfig, ModelInput, SamplingParams
@@ -96,27 +96,27 @@ def test_adjacent_adapters_of_one_shape_are_stacked(decoder: Decoder):
         adapter(decoder, seed, rank) for seed, rank in ((1, 8), (2, 8), (3, 8), (4, 4))
     )
     rows = [
-        AdapterRows(0, 4, a),
-        AdapterRows(4, 8, b),
-        AdapterRows(8, 16, c),
-        AdapterRows(16, 24, other),
+        AdapterRange(0, 4, a),
+        AdapterRange(4, 8, b),
+        AdapterRange(8, 16, c),
+        AdapterRange(16, 24, other),
     ]
     stacks = AdapterStacks()
-    first, *rest = stacks.of([*rows, AdapterRows(24, 32, None)], bool)
-    assert isinstance(first, StackRows)
+    first, *rest = stacks.of([*rows, AdapterRange(24, 32, None)], bool)
+    assert isinstance(first, AdapterStackRange)
     assert (first.start, first.stop, first.weights.members) == (0, 8, (a, b))
-    assert rest == [rows[2], rows[3], AdapterRows(24, 32, None)]
+    assert rest == [rows[2], rows[3], AdapterRange(24, 32, None)]
 
 
 def test_a_stack_is_reused_while_the_batch_has_the_same_adapters(decoder: Decoder):
     a, b, c = (adapter(decoder, seed) for seed in (1, 2, 3))
     stacks = AdapterStacks()
 
-    def stack(*members: LoraWeights) -> StackRows:
+    def stack(*members: LoraWeights) -> AdapterStackRange:
         (rows,) = stacks.of(
-            [AdapterRows(4 * i, 4 * i + 4, weights) for i, weights in enumerate(members)], bool
+            [AdapterRange(4 * i, 4 * i + 4, weights) for i, weights in enumerate(members)], bool
         )
-        assert isinstance(rows, StackRows)
+        assert isinstance(rows, AdapterStackRange)
         return rows
 
     kept = stack(a, b)

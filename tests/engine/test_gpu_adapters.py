@@ -17,7 +17,7 @@ from planish.model.config import ModelConfig, RopeConfig
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.triton.adapters import AdapterTables
 from planish.model.linears import FUSED_MODULES, linear_shape
-from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
+from planish.model.lora import AdapterRange, LoraLayout, LoraWeights
 from planish.types import LoraConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -42,15 +42,15 @@ def adapter(
     return LoraWeights(layout, master, TorchBackend(config, dtype, DEVICE), True)
 
 
-def placed(*members: tuple[LoraWeights | None, int], first: int = 0) -> list[AdapterRows]:
+def placed(*members: tuple[LoraWeights | None, int], first: int = 0) -> list[AdapterRange]:
     found = []
     for weights, count in members:
-        found.append(AdapterRows(first, first + count, weights))
+        found.append(AdapterRange(first, first + count, weights))
         first += count
     return found
 
 
-def seven(dtype: torch.dtype) -> list[AdapterRows]:
+def seven(dtype: torch.dtype) -> list[AdapterRange]:
     """Return seven adapters of various ranks and trained parts, with rows of the base model
     between.
     """
@@ -90,7 +90,7 @@ def close(found: Tensor, right: Tensor, dtype: torch.dtype) -> None:
 
 def assert_like_the_loop(
     own: AdapterTables,
-    adapters: list[AdapterRows],
+    adapters: list[AdapterRange],
     dtype: torch.dtype,
     config: ModelConfig = CONFIG,
 ) -> None:
@@ -228,7 +228,7 @@ def test_gpu_adapter_output_is_batch_invariant(dtype: torch.dtype):
     own.add_(x, together, [72, 72], 0, "mlp_in")
     for one in crowd:
         if one.weights is not None and one.stop > one.start:
-            own.fill([AdapterRows(1, 2, one.weights)])
+            own.fill([AdapterRange(1, 2, one.weights)])
             alone, row = hidden[[one.stop - 1] * 3], x[[one.stop - 1] * 3]
             own.add_(row, alone, [72, 72], 0, "mlp_in")
             assert torch.equal(alone[1], together[one.stop - 1])

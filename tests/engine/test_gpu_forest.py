@@ -158,7 +158,7 @@ def test_strided_rows_give_the_same_result():
 def test_other_trees_in_the_batch_change_only_rounding():
     own = np.arange(40)
     alone, among = pack_one(own), pack_one(own, [*range(15), *range(100, 110)], np.arange(200, 217))
-    rows = torch.from_numpy(among.rows[0])
+    rows = torch.from_numpy(among.datum_rows[0])
     inputs = tensors(len(among), 3, 1, 16)
     inputs[3][[n for n in range(len(among)) if n not in set(rows.tolist())]] = 0
     expected = gradients(TritonTreeAttention(alone, DEVICE), [x[rows] for x in inputs])

@@ -34,7 +34,7 @@ def test_each_datum_is_packed_once_and_its_rows_have_its_tokens(
         range(len(sequences))
     )
     for micro_batch in micro_batches:
-        for datum, rows in zip(micro_batch.datums, micro_batch.rows, strict=True):
+        for datum, rows in zip(micro_batch.datums, micro_batch.datum_rows, strict=True):
             assert micro_batch.tokens[rows].tolist() == sequences[datum]
             assert micro_batch.positions[rows].tolist() == list(range(len(sequences[datum])))
 
@@ -44,7 +44,7 @@ def test_each_datum_is_packed_once_and_its_rows_have_its_tokens(
 def test_the_mask_is_the_ancestor_relation(sequences: list[list[int]], budget: int):
     for micro_batch in pack(arrays(sequences), budget):
         allowed = np.zeros((len(micro_batch), len(micro_batch)), bool)
-        for rows in micro_batch.rows:
+        for rows in micro_batch.datum_rows:
             for i, row in enumerate(rows):
                 allowed[row, rows[: i + 1]] = True
         assert np.array_equal(attention_mask(micro_batch), allowed)

@@ -17,7 +17,7 @@ from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.reference.backend import TorchBackend
-from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
+from planish.model.lora import AdapterRange, LoraLayout, LoraWeights
 from planish.model.prefix_tree import pack
 from planish.model.rope import RotaryEmbedding
 from planish.model.weights import load_weights
@@ -320,10 +320,10 @@ def test_adapters_in_one_batch_equal_each_adapter_alone(tmp_path):
 
     with torch.inference_mode():
         together = run(
-            slice(0, 40), [AdapterRows(10 * i, 10 * i + 10, w) for i, w in enumerate(weights)]
+            slice(0, 40), [AdapterRange(10 * i, 10 * i + 10, w) for i, w in enumerate(weights)]
         )
         for i, w in enumerate(weights):
-            alone = run(slice(10 * i, 10 * i + 10), [AdapterRows(0, 10, w)])
+            alone = run(slice(10 * i, 10 * i + 10), [AdapterRange(0, 10, w)])
             torch.testing.assert_close(together[10 * i : 10 * i + 10], alone, atol=1e-5, rtol=1e-5)
 
 

@@ -118,11 +118,12 @@ def test_a_forest_has_the_outputs_and_the_gradients_of_its_sequences(
     leaves = (inputs.qkv.requires_grad_(), inputs.beta_decay.requires_grad_())
     probe = noise(len(micro_batch), CONFIG.num_value_heads, CONFIG.value_dim, seed=9)
     outputs = [
-        (theirs(rows_of(inputs, rows.tolist())) * probe[rows]).sum() for rows in micro_batch.rows
+        (theirs(rows_of(inputs, rows.tolist())) * probe[rows]).sum()
+        for rows in micro_batch.datum_rows
     ]
     expected = torch.autograd.grad(torch.stack(outputs).sum(), leaves)
     found = kernels[0](micro_batch, CONFIG, CPU)(0, inputs)
-    ours = torch.stack([(found[rows] * probe[rows]).sum() for rows in micro_batch.rows]).sum()
+    ours = torch.stack([(found[rows] * probe[rows]).sum() for rows in micro_batch.datum_rows]).sum()
     for own, their in zip(torch.autograd.grad(ours, leaves), expected, strict=True):
         assert their.norm() > 1
         assert (own - their).norm() < 1e-5 * their.norm()
@@ -135,7 +136,7 @@ def test_every_row_has_the_same_bits_in_every_batch(kernels, dtype):
     inputs = inputs_of(len(micro_batch), dtype)
     tree, sequence = kernels
     together = tree(micro_batch, CONFIG, CPU)(0, inputs)
-    paths = dict(zip(micro_batch.datums, micro_batch.rows, strict=True))
+    paths = dict(zip(micro_batch.datums, micro_batch.datum_rows, strict=True))
     for index in range(len(sequences)):
         rows = paths[index]
         own = rows_of(inputs, rows.tolist())
@@ -144,7 +145,7 @@ def test_every_row_has_the_same_bits_in_every_batch(kernels, dtype):
     # One prefill of all sequences, in which each second run continues another one of the batch.
     runs, rows, row = [], [], 0
     finals = []
-    for path in micro_batch.rows:
+    for path in micro_batch.datum_rows:
         cut = max(1, len(path) // 2)
         states = [RecurrentState(CONFIG, dtype, CPU) for _ in range(3)]
         parts = ((row, row + cut), (row + cut, row + len(path)))
@@ -159,11 +160,11 @@ def test_every_row_has_the_same_bits_in_every_batch(kernels, dtype):
     assert torch.equal(found[:row], together[rows])
     assert not found[row:].any()
     # Decoding steps reach the same outputs and the same states.
-    stepping = [RecurrentState(CONFIG, dtype, CPU) for _ in micro_batch.rows]
-    for step in range(max(map(len, micro_batch.rows))):
+    stepping = [RecurrentState(CONFIG, dtype, CPU) for _ in micro_batch.datum_rows]
+    for step in range(max(map(len, micro_batch.datum_rows))):
         at = [
             (path[step], state)
-            for path, state in zip(micro_batch.rows, stepping, strict=True)
+            for path, state in zip(micro_batch.datum_rows, stepping, strict=True)
             if step < len(path)
         ]
         runs = [StateRun(row, row + 1, state, state) for row, (_, state) in enumerate(at)]

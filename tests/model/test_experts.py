@@ -13,10 +13,10 @@ from variants import slow_after
 from planish.errors import DamagedFileError, UnsupportedError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder, _ForwardPass
-from planish.model.experts import ExpertRows, Experts, mixture_of_experts, route
+from planish.model.experts import Experts, TokenExpertPairs, mixture_of_experts, route
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.backend import TorchBackend
-from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
+from planish.model.lora import AdapterRange, LoraLayout, LoraWeights
 from planish.model.operations import gated_output
 from planish.model.weights import load_weights
 from planish.testing import save_weights, tiny_model
@@ -43,11 +43,11 @@ def trained(decoder: Decoder, seed: int = 0, scale: float = 0.05, **options) -> 
 
 
 def test_rows_are_sorted_by_expert_then_by_row():
-    rows = ExpertRows(torch.tensor([[3, 0], [0, 1], [3, 1]]), 5)
-    assert rows.rows.tolist() == [0, 1, 1, 2, 0, 2]
-    assert rows.parts == [(0, slice(0, 2)), (1, slice(2, 4)), (3, slice(4, 6))]
-    assert rows.parts_of(1, 2) == [(0, slice(1, 2)), (1, slice(2, 3))]
-    assert rows.by_row(torch.arange(6)).tolist() == [[4, 0], [1, 2], [5, 3]]
+    pairs = TokenExpertPairs(torch.tensor([[3, 0], [0, 1], [3, 1]]), 5)
+    assert pairs.row_indices.tolist() == [0, 1, 1, 2, 0, 2]
+    assert pairs.parts == [(0, slice(0, 2)), (1, slice(2, 4)), (3, slice(4, 6))]
+    assert pairs.parts_of(1, 2) == [(0, slice(1, 2)), (1, slice(2, 3))]
+    assert pairs.by_row(torch.arange(6)).tolist() == [[4, 0], [1, 2], [5, 3]]
 
 
 @pytest.mark.usefixtures("_kernels")
@@ -59,14 +59,14 @@ def test_the_router_equals_transformers(tmp_path, normalizes):
     experts = decoder.layers[0].mlp
     assert isinstance(experts, Experts)
     x = torch.randn(50, 64)
-    weights, rows = route(decoder.backend, x, experts.router, training=True)
+    weights, pairs = route(decoder.backend, x, experts.router, training=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     _, theirs, chosen = model.model.layers[0].mlp.gate(x)
     torch.testing.assert_close(weights, theirs)
     expected = [sorted(row) for row in chosen.tolist()]
     found = [[] for _ in range(50)]
-    for expert, part in rows.parts:
-        for row in rows.rows[part].tolist():
+    for expert, part in pairs.parts:
+        for row in pairs.row_indices[part].tolist():
             found[row].append(expert)
     assert found == expected
 
@@ -183,11 +183,11 @@ def test_adapters_in_one_batch_equal_each_adapter_alone(tmp_path, dtype, family)
 
     with torch.inference_mode():
         together = run(
-            slice(0, 40), [AdapterRows(10 * i, 10 * i + 10, w) for i, w in enumerate(weights)]
+            slice(0, 40), [AdapterRange(10 * i, 10 * i + 10, w) for i, w in enumerate(weights)]
         )
         for i, own in enumerate(weights):
             rows = slice(10 * i, 10 * i + 10)
-            alone = run(rows, [AdapterRows(0, 10, own)])
+            alone = run(rows, [AdapterRange(0, 10, own)])
             positions = torch.arange(40)[rows]
             trainer = decoder.forward(tokens[rows], positions, itself, own, recurrence=values)
             if decoder.backend.is_compiled:

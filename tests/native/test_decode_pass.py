@@ -11,7 +11,7 @@ from planish.model.decoder import Decoder
 from planish.model.kernels.cpp.attention import CppDecodeAttention
 from planish.model.kernels.cpp.decode_pass import DecodePass
 from planish.model.kv_cache import KVPools, KVSpec, SlotOwner
-from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
+from planish.model.lora import AdapterRange, LoraLayout, LoraWeights
 from planish.model.positions import SPAN, capacity_for
 from planish.testing import tiny_model
 from planish.types import LoraConfig
@@ -52,7 +52,7 @@ class Running:
         return [*pool.keys, *pool.values]
 
 
-def adapters(decoder: Decoder, dtype: torch.dtype) -> list[AdapterRows]:
+def adapters(decoder: Decoder, dtype: torch.dtype) -> list[AdapterRange]:
     """Return rows of adapters of two shapes; the other rows have no adapter."""
     found, stop = [], 2
     for seed, rank in enumerate((4, 16)):
@@ -60,7 +60,7 @@ def adapters(decoder: Decoder, dtype: torch.dtype) -> list[AdapterRows]:
         master = layout.init(seed) + 0.05 * torch.randn(
             layout.size, generator=torch.Generator().manual_seed(seed)
         )
-        found.append(AdapterRows(stop, stop + 4, LoraWeights(layout, master, decoder.backend)))
+        found.append(AdapterRange(stop, stop + 4, LoraWeights(layout, master, decoder.backend)))
         stop += 4
     return found
 

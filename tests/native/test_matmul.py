@@ -15,7 +15,7 @@ from planish.model.kernels.cpp.matmul import (
     WeightArena,
 )
 from planish.model.kernels.reference.backend import TorchBackend
-from planish.model.lora import FUSED_MODULE_NAMES, AdapterRows, LoraLayout, LoraWeights
+from planish.model.lora import FUSED_MODULE_NAMES, AdapterRange, LoraLayout, LoraWeights
 from planish.testing import tiny_model
 from planish.types import LoraConfig
 
@@ -179,7 +179,7 @@ def test_the_decoder_with_native_adapters_equals_torch(dtype, tmp_path):
         layout = LoraLayout(decoder.config, LoraConfig(rank=rank, train_mlp=rank == 16))
         noise = 0.05 * torch.randn(layout.size, generator=torch.Generator().manual_seed(seed))
         adapters.append(
-            AdapterRows(
+            AdapterRange(
                 rows, rows + 5, LoraWeights(layout, layout.init(seed) + noise, decoder.backend)
             )
         )

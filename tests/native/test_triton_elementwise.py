@@ -21,7 +21,7 @@ from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.reference.token_sampling import invert
 from planish.model.kernels.triton.backend import TritonBackend
 from planish.model.kernels.triton.families import FAMILIES
-from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
+from planish.model.lora import AdapterRange, LoraLayout, LoraWeights
 from planish.model.operations import add_rms_norm, gated, rope
 from planish.model.weights import load_weights
 from planish.testing import tiny_model
@@ -424,7 +424,7 @@ def test_a_whole_decoder_equals_torch(grad, tmp_path, device):
     def outcome(backend: TorchBackend) -> Tensor:
         decoder = Decoder(load_weights(tmp_path, config), backend)
         weights = LoraWeights(layout, layout.init(0) + 0.05, backend, requires_grad=grad)
-        batch = weights if grad else backend.adapter_batch([AdapterRows(0, 6, weights)])
+        batch = weights if grad else backend.adapter_batch([AdapterRange(0, 6, weights)])
         with torch.set_grad_enabled(grad):
             hidden = decoder.forward(tokens, positions, attend, batch)
         if not grad:

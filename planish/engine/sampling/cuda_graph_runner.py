@@ -37,7 +37,7 @@ from planish.model.kernels.triton.backend import TritonBackend
 from planish.model.kernels.triton.families import wants_graphs
 from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
 from planish.model.kv_cache import KVPools, KVSpec, SlotOwner
-from planish.model.lora import AdapterRows
+from planish.model.lora import AdapterRange
 from planish.model.transfer import on_device
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -216,7 +216,7 @@ def graph_sizes(max_batch: int) -> list[int]:
     return [*sizes, max_batch]
 
 
-def _adapted_rows(batch: InputBatch) -> list[AdapterRows]:
+def _adapted_rows(batch: InputBatch) -> list[AdapterRange]:
     """Return the row ranges that have an adapter."""
     return [adapter for adapter in batch.layout.adapters if adapter.weights is not None]
 

@@ -20,7 +20,7 @@ from planish.model.delta_net import Recurrence
 from planish.model.kernels.reference.adapter_stacks import ROWS, AdapterStacks
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
 from planish.model.kv_cache import KVPools, SlotOwner
-from planish.model.lora import AdapterRows, StackRows
+from planish.model.lora import AdapterRange, AdapterStackRange
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class EagerRunner:
         number of consecutive rows of each sample; samples that it does not contain have one row.
         """
         adapters = batch.layout.adapters
-        decode_adapters: Sequence[AdapterRows | StackRows] = adapters
+        decode_adapters: Sequence[AdapterRange | AdapterStackRange] = adapters
         if self.row_multiple(len(adapters)) > 1:
             decode_adapters = self._stacks.of(adapters, self._backend.can_stack)
         else:

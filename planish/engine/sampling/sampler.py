@@ -60,7 +60,7 @@ from planish.model.kv_cache import (
     SlotOwner,
     max_pool_bytes,
 )
-from planish.model.lora import AdapterRows, LoraWeights
+from planish.model.lora import AdapterRange, LoraWeights
 from planish.model.positions import CHUNK, SPAN, STATE_CHUNK, grown_capacity, sample_capacity
 from planish.model.transfer import on_device
 from planish.service import Sample, SampledToken
@@ -531,9 +531,9 @@ class Sampler:
             request.prompt_scores.add(
                 start,
                 hidden,
-                lambda h: head.logits(h, [AdapterRows(0, len(h), weights)]),
+                lambda h: head.logits(h, [AdapterRange(0, len(h), weights)]),
                 lambda h, rows, ids: head.token_logits(
-                    h, rows, ids, [AdapterRows(0, len(h), weights)]
+                    h, rows, ids, [AdapterRange(0, len(h), weights)]
                 ),
             )
         except Exception as error:
@@ -746,7 +746,7 @@ class Sampler:
         rows: list[int],
         hidden: Tensor,
         logits: Tensor,
-        adapters: list[AdapterRows],
+        adapters: list[AdapterRange],
     ) -> None:
         """Sample one token for each of `samples`, append it, and finish samples that stop.
 
@@ -769,7 +769,7 @@ class Sampler:
         tokens: Sequence[_TokenToSample],
         hidden: Tensor,
         logits: Tensor,
-        adapters: list[AdapterRows],
+        adapters: list[AdapterRange],
     ) -> list[RunningSample]:
         """Sample the tokens and append them to their samples. Return the samples that stop."""
         params = [token.sample.request.op.sampling_params for token in tokens]

@@ -10,7 +10,7 @@ from torch import Tensor
 from planish.model.decoder import Decoder
 from planish.model.head import exact_logits, head_logits
 from planish.model.kernels.backend import HeadMember
-from planish.model.lora import AdapterRows, LoraWeights
+from planish.model.lora import AdapterRange, LoraWeights
 from planish.model.transfer import on_device
 
 
@@ -30,14 +30,14 @@ class RowLayout:
         rows round the adapter's rows up to a multiple of `row_multiple`.
         """
         self.first_rows: list[int] = []
-        self.adapters: list[AdapterRows] = []
+        self.adapters: list[AdapterRange] = []
         row = first = 0
         for index, (weights, count) in enumerate(members):
             self.first_rows.append(row)
             row += count
             if index + 1 == len(members) or members[index + 1][0] is not weights:
                 row += -(row - first) % row_multiple
-                self.adapters.append(AdapterRows(first, row, weights))
+                self.adapters.append(AdapterRange(first, row, weights))
                 first = row
         self.num_rows = row
 
@@ -49,7 +49,7 @@ class SamplingHead:
         """Use the LM head of `decoder`."""
         self._head, self._backend = decoder.head, decoder.backend
 
-    def logits(self, hidden: Tensor, adapters: list[AdapterRows]) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: list[AdapterRange]) -> Tensor:
         """Return the float32 logits [R, V] of hidden states [R, D].
 
         The base weights, which cause most of the work, are read once for all adapters.
@@ -57,7 +57,7 @@ class SamplingHead:
         return head_logits(self._backend, hidden, self._head, _members(adapters))
 
     def token_logits(
-        self, hidden: Tensor, rows: Tensor, tokens: Tensor, adapters: list[AdapterRows]
+        self, hidden: Tensor, rows: Tensor, tokens: Tensor, adapters: list[AdapterRange]
     ) -> Tensor:
         """Return single logits, computed as float32 dot products: float32 [B].
 
@@ -72,7 +72,7 @@ class SamplingHead:
         logits: Tensor,
         rows: list[int],
         tokens: Tensor,
-        adapters: list[AdapterRows],
+        adapters: list[AdapterRange],
     ) -> Tensor:
         """Return the float32 logits [B] of sampled tokens; tokens[i] comes from row rows[i].
 
@@ -86,7 +86,7 @@ class SamplingHead:
         return self.token_logits(hidden, row_index, tokens, adapters)
 
 
-def _members(adapters: list[AdapterRows]) -> list[HeadMember]:
+def _members(adapters: list[AdapterRange]) -> list[HeadMember]:
     """Return (start, stop, head adapter) of the adapters that adapt the LM head."""
     members = [
         (rows.start, rows.stop, rows.weights.head if rows.weights is not None else None)

@@ -67,9 +67,9 @@ class TrainerSettings:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"micro_batch_tokens={value!r}: give a whole number of at least 1")
 
-    def recomputes(self, rows: int) -> bool:
-        """Return whether a micro-batch of `rows` tokens uses activation checkpointing."""
-        return self.recompute or rows > self.micro_batch_tokens
+    def recomputes(self, num_rows: int) -> bool:
+        """Return whether a micro-batch of `num_rows` tokens uses activation checkpointing."""
+        return self.recompute or num_rows > self.micro_batch_tokens
 
     def activation_bytes(self, backend: Backend, tokens: int | None = None, rank: int = 32) -> int:
         """Return the estimated bytes that a micro-batch stores for its backward pass.
@@ -384,7 +384,7 @@ class _Pairs:
     ) -> _Pairs:
         """Collect the pairs of all datums of a micro-batch and remove duplicates."""
         keys, scored = [], []
-        for datum, rows in zip(micro_batch.datums, micro_batch.rows, strict=True):
+        for datum, rows in zip(micro_batch.datums, micro_batch.datum_rows, strict=True):
             targets = batch.examples[datum].targets
             keys.append(
                 (rows.reshape(-1, *[1] * (targets.ndim - 1)) * vocab_size + targets).reshape(-1)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from planish.model.experts import ExpertRows
+    from planish.model.experts import TokenExpertPairs
     from planish.model.kernels.cpp.matmul import PanelAdapter, PanelModule
     from planish.model.kernels.reference.backend import TorchBackend, TorchHeadAdapters
 
@@ -123,11 +123,11 @@ class AdapterBatch(Protocol):
         ...
 
     def add_expert_(
-        self, x: Tensor, out: Tensor, rows: ExpertRows, layer: int, module: str
+        self, x: Tensor, out: Tensor, pairs: TokenExpertPairs, layer: int, module: str
     ) -> None:
         """Add the LoRA outputs of a layer's experts to `out`, in place.
 
-        `x`, `out`: input [P, in] and output [P, out] of the pairs of `rows`, sorted by expert.
+        `x`, `out`: input [P, in] and output [P, out] of `pairs`, which are sorted by expert.
         `module`: "mlp_in" or "mlp_out".
         """
         ...

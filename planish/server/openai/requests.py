@@ -46,9 +46,9 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
 NonEmpty = Annotated[str, Field(min_length=1)]
-Neutral = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Maps an unsupported parameter to (values, remedy). The values do not change the answer, so they
-are accepted. The remedy is a part of the error for any other value.
+NoOpParams = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Maps an unsupported parameter to (no-op values, remedy). A no-op value does not change the answer,
+so it is accepted. The remedy is a part of the error for any other value.
 """
 
 _CLIENT_INFORMATION = (
@@ -62,7 +62,7 @@ _CLIENT_INFORMATION = (
 )
 _OWN_DISTRIBUTION = "tokens are sampled from the model's own distribution; leave it out"
 _PLAIN_TEXT = "this server has no other form for the text of an answer; leave it out"
-_SAMPLING_NEUTRAL: Neutral = {
+_SAMPLING_NO_OP_PARAMS: NoOpParams = {
     "logit_bias": (({},), _OWN_DISTRIBUTION),
     "bad_words": (([],), _OWN_DISTRIBUTION),
     "length_penalty": ((1,), "there is no beam search; leave it out"),
@@ -86,7 +86,7 @@ _SAMPLING_NEUTRAL: Neutral = {
     "mm_processor_kwargs": (({},), "the models here read text; leave it out"),
     "vllm_xargs": (({},), "leave it out"),
 }
-_CHAT_NEUTRAL: Neutral = {
+_CHAT_NO_OP_PARAMS: NoOpParams = {
     "modalities": ((["text"],), "the models here write text; leave it out"),
     "audio": ((), "the models here write text; leave it out"),
     "prediction": ((), "leave it out"),
@@ -105,7 +105,7 @@ _CHAT_NEUTRAL: Neutral = {
     "stream_reasoning": ((True,), "reasoning is streamed as well; leave it out"),
     "thinking_token_budget": ((), "give max_completion_tokens"),
 }
-_TEXT_NEUTRAL: Neutral = {
+_TEXT_NO_OP_PARAMS: NoOpParams = {
     "suffix": (("",), "the models here continue a prompt; leave it out"),
     "add_special_tokens": ((True,), "give the prompt as token ids"),
     "prompt_embeds": ((), "give a prompt"),
@@ -121,7 +121,7 @@ class Part(BaseModel):
 class Request(Part):
     """The body of a request."""
 
-    neutral: ClassVar[Neutral] = {}
+    no_op_params: ClassVar[NoOpParams] = {}
     model: Annotated[str, Field(description="A base model's name, or a checkpoint's path.")]
 
     def check(self) -> None:
@@ -184,7 +184,7 @@ class StructuredOutputs(Part):
 class SampleRequest(Request):
     """The options that chat and text completions share."""
 
-    neutral: ClassVar[Neutral] = _SAMPLING_NEUTRAL
+    no_op_params: ClassVar[NoOpParams] = _SAMPLING_NO_OP_PARAMS
     n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] = 1
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -304,7 +304,7 @@ class ChatTemplateOptions(Part):
 class ChatRequest(SampleRequest):
     """The body of POST /v1/chat/completions."""
 
-    neutral: ClassVar[Neutral] = {**_SAMPLING_NEUTRAL, **_CHAT_NEUTRAL}
+    no_op_params: ClassVar[NoOpParams] = {**_SAMPLING_NO_OP_PARAMS, **_CHAT_NO_OP_PARAMS}
     messages: Messages
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     max_tokens: Annotated[Whole, Field(ge=1)] | None = None
@@ -336,7 +336,7 @@ class ChatRequest(SampleRequest):
 class CompletionRequest(SampleRequest):
     """The body of POST /v1/completions."""
 
-    neutral: ClassVar[Neutral] = {**_SAMPLING_NEUTRAL, **_TEXT_NEUTRAL}
+    no_op_params: ClassVar[NoOpParams] = {**_SAMPLING_NO_OP_PARAMS, **_TEXT_NO_OP_PARAMS}
     prompt: (
         str
         | Annotated[Tokens, Field(min_length=1)]
@@ -364,8 +364,8 @@ class TokenizeRequest(Request):
         json_schema_extra={"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
     )
 
-    neutral: ClassVar[Neutral] = {
-        name: _CHAT_NEUTRAL[name]
+    no_op_params: ClassVar[NoOpParams] = {
+        name: _CHAT_NO_OP_PARAMS[name]
         for name in ("add_generation_prompt", "continue_final_message", "chat_template")
     }
     prompt: str | None = None
@@ -391,8 +391,8 @@ def read_request(kind: type[R], fields: Fields) -> R:
         value = fields.raw(name)
         if value is None or name in _CLIENT_INFORMATION:
             continue
-        if name in kind.neutral:
-            allowed, remedy = kind.neutral[name]
+        if name in kind.no_op_params:
+            allowed, remedy = kind.no_op_params[name]
             if not any(type(value) in _kinds(one) and value == one for one in allowed):
                 raise UnsupportedParameterError(name, remedy)
         elif name not in kind.model_fields:
@@ -445,7 +445,7 @@ def schemas(kinds: Sequence[type[Request]]) -> dict[str, Any]:
     for kind in kinds:
         schema = found[kind.__name__]
         properties = schema["properties"]
-        properties |= {name: {"enum": [*values]} for name, (values, _) in kind.neutral.items()}
+        properties |= {name: {"enum": [*values]} for name, (values, _) in kind.no_op_params.items()}
         properties |= {name: {} for name in _CLIENT_INFORMATION}
         for name, one in properties.items():
             if name not in schema.get("required", ()):

@@ -182,13 +182,13 @@ class CppDecodeAttention(StoringAttention):
 
     def __init__(
         self,
-        rows: dict[SlotOwner, int],
+        first_rows: dict[SlotOwner, int],
         prompts: KVPools,
         samples: KVPools,
         windows: Sequence[int | None] = (),
         row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> None:
-        """`rows`, `row_counts`: see `Backend.decode_attention`.
+        """`first_rows`, `row_counts`: see `Backend.decode_attention`.
 
         `windows`: the attention window of each layer (see `ModelConfig.windows`).
         """
@@ -201,7 +201,7 @@ class CppDecodeAttention(StoringAttention):
             for number in range(row_counts.get(sample, 1) if row_counts else 1)
         ]
         # A block contains samples of one prompt, so sort them next to each other.
-        found.sort(key=lambda item: (id(item[0].prompt), rows[item[0]], item[2]))
+        found.sort(key=lambda item: (id(item[0].prompt), first_rows[item[0]], item[2]))
         pool_of = {owner: pool for pool in prompts.in_use() for owner in pool.owners}
         blocks, shared, visible = [], [], []
         for entry, (sample, _, _) in enumerate(found):
@@ -216,7 +216,7 @@ class CppDecodeAttention(StoringAttention):
         plan = AttentionPlan(
             blocks=np.array([tuple(block) for block in blocks], ops.Block),
             ranges=_ranges(shared),
-            rows=np.array([rows[sample] + number for sample, _, number in found], np.int64),
+            rows=np.array([first_rows[sample] + number for sample, _, number in found], np.int64),
             visible=np.array(visible, np.int64),
             own=_ranges(
                 [(pool, sample.slot, sample.stored + 1 + number) for sample, pool, number in found]

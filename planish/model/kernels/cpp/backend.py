@@ -73,10 +73,10 @@ from planish.model.linears import (
     num_experts_of,
 )
 from planish.model.lora import (
-    AdapterRows,
+    AdapterRange,
+    AdapterStackRange,
     LoraLayout,
     LoraWeights,
-    StackRows,
     fused_module_names,
 )
 from planish.model.prefix_tree import MicroBatch
@@ -216,7 +216,7 @@ class CppBackend(TorchBackend):
                     backward += experts * sum(panel_size(rank, fan_out) for fan_out, rank in bs)
         return forward, backward
 
-    def adapter_batch(self, adapters: Sequence[AdapterRows | StackRows]) -> AdapterBatch:
+    def adapter_batch(self, adapters: Sequence[AdapterRange | AdapterStackRange]) -> AdapterBatch:
         """Return an `AdapterBatch` that applies all adapters with one kernel call per module."""
         if not self.packs_layer_adapters:
             return super().adapter_batch(adapters)
@@ -285,7 +285,7 @@ class CppBackend(TorchBackend):
         self, members: Sequence[HeadMember], hidden: Tensor, lora_hidden: Tensor | None = None
     ) -> HeadAdapters:
         """Return the head adapters of ranges of rows, applied by one kernel if possible."""
-        return _CppHeadAdapters(self._rows, members, hidden, lora_hidden)
+        return _CppHeadAdapters(self._row_tiling, members, hidden, lora_hidden)
 
     def top_logits(
         self,
@@ -351,24 +351,24 @@ class CppBackend(TorchBackend):
             return super().tree_recurrence(micro_batch)
         return CppTreeRecurrence(micro_batch, config, self.device)
 
-    def sequence_recurrence(self, runs: Sequence[StateRun], rows: int) -> Recurrence | None:
+    def sequence_recurrence(self, runs: Sequence[StateRun], num_rows: int) -> Recurrence | None:
         """Return the recurrence of rows that continue stored states, without gradients."""
         config = self.config.delta_net
         if config is None or not self._has_delta_net:
-            return super().sequence_recurrence(runs, rows)
-        return CppSequenceRecurrence(runs, rows, config, self.device)
+            return super().sequence_recurrence(runs, num_rows)
+        return CppSequenceRecurrence(runs, num_rows, config, self.device)
 
     def decode_attention(
         self,
-        rows: dict[SlotOwner, int],
+        first_rows: dict[SlotOwner, int],
         prompts: KVPools,
         samples: KVPools,
         row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> Attend:
         """Return the attention of a decoding step with new rows for each sample."""
         if not self.has_cpp_attention:
-            return super().decode_attention(rows, prompts, samples, row_counts)
-        return CppDecodeAttention(rows, prompts, samples, self.config.windows, row_counts)
+            return super().decode_attention(first_rows, prompts, samples, row_counts)
+        return CppDecodeAttention(first_rows, prompts, samples, self.config.windows, row_counts)
 
     # Sampling
 

@@ -22,7 +22,7 @@ from planish.model.kernels.backend import LORA_COLUMNS, padded_lora_columns
 from planish.model.kernels.cpp import ops
 
 if TYPE_CHECKING:
-    from planish.model.experts import ExpertRows
+    from planish.model.experts import TokenExpertPairs
 
 PANEL = 64
 _VECTOR = LORA_COLUMNS
@@ -362,10 +362,10 @@ class PanelAdapterRows:
         _add(self.table[self._first(layer, module)], x, out, sizes, None)
 
     def add_expert_(
-        self, x: Tensor, out: Tensor, rows: ExpertRows, layer: int, module: str
+        self, x: Tensor, out: Tensor, pairs: TokenExpertPairs, layer: int, module: str
     ) -> None:
         """Do the same as `AdapterBatch.add_expert_`, with one kernel call for all experts."""
-        bounds = [rows.bounds(start, stop) for start, stop, _ in self._members]
+        bounds = [pairs.bounds(start, stop) for start, stop, _ in self._members]
         begin, count = (np.stack(ends, 1) for ends in zip(*bounds, strict=True))
         first = self._first(layer, module)
         table = self.table[first : first + len(begin)].copy()

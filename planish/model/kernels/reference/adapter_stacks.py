@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from planish.model.lora import AdapterRows, LoraStack, LoraWeights, StackRows
+from planish.model.lora import AdapterRange, AdapterStackRange, LoraStack, LoraWeights
 
 ROWS = 4
 """The multiple to which an adapter's rows are padded, so that more adapters can share a stack."""
@@ -42,23 +42,23 @@ class AdapterStacks:
         self._stacks = {}
 
     def of(
-        self, adapters: Sequence[AdapterRows], stacks: Callable[[int], bool]
-    ) -> list[AdapterRows | StackRows]:
+        self, adapters: Sequence[AdapterRange], stacks: Callable[[int], bool]
+    ) -> list[AdapterRange | AdapterStackRange]:
         """Return `adapters` with adjacent entries merged if they can share batched matmuls.
 
         `stacks`: a function that returns whether adapters of a rank may be stacked.
         """
         known, self._stacks = self._stacks, {}
-        merged: list[AdapterRows | StackRows] = []
+        merged: list[AdapterRange | AdapterStackRange] = []
         for _, group in groupby(
-            adapters, key=lambda rows: (shape_of(rows.weights), rows.stop - rows.start)
+            adapters, key=lambda entry: (shape_of(entry.weights), entry.stop - entry.start)
         ):
-            rows = list(group)
-            members = tuple(one.weights for one in rows if one.weights is not None)
+            row_ranges = list(group)
+            members = tuple(one.weights for one in row_ranges if one.weights is not None)
             if len(members) < 2 or not stacks(members[0].layout.lora.rank):
-                merged += rows
+                merged += row_ranges
                 continue
             stack = known.get(members) or LoraStack(members)
             self._stacks[members] = stack
-            merged.append(StackRows(rows[0].start, rows[-1].stop, stack))
+            merged.append(AdapterStackRange(row_ranges[0].start, row_ranges[-1].stop, stack))
         return merged

@@ -59,14 +59,14 @@ from planish.model.kernels.reference.token_sampling import (
     keep_allowed_,
 )
 from planish.model.kv_cache import KVPools, SlotOwner
-from planish.model.lora import AdapterRows, LoraLayout, StackRows
+from planish.model.lora import AdapterRange, AdapterStackRange, LoraLayout
 from planish.model.prefix_tree import MicroBatch
 from planish.model.quantization import Fp8Weight, QuantizedWeight
 from planish.types import SamplingParams
 
 if TYPE_CHECKING:
     from planish.model.decoder import Decoder
-    from planish.model.experts import ExpertRows
+    from planish.model.experts import TokenExpertPairs
 
 # Number of vocabulary entries that `_run_sums` sums in float32 before it changes to float64.
 _RUN = 128
@@ -201,7 +201,7 @@ class TorchBackend:
 
     def make_batch_invariant(self, tiling: RowTiling | None) -> None:
         """Use these row counts for torch's matmuls from now on; None: any row counts."""
-        self.tiling, self._rows = tiling, tiling or _ANY_ROWS
+        self.tiling, self._row_tiling = tiling, tiling or _ANY_ROWS
         self.logits_are_exact = Device(self.device).is_gpu and tiling is None
 
     # Matmuls with frozen weights
@@ -272,12 +272,12 @@ class TorchBackend:
         uses fixed tiles, because they would be too slow for its many rows. The rows are padded for
         batch invariance.
         """
-        rows = _ANY_ROWS if linear.is_batch_invariant else self._tiling(training)
-        return rows.run(linear.matmul, x)
+        tiling = _ANY_ROWS if linear.is_batch_invariant else self._tiling(training)
+        return tiling.run(linear.matmul, x)
 
     def _tiling(self, training: bool) -> RowTiling:
         """Return the row tiling. Fixed tiles are too slow for the many rows of the trainer."""
-        return _ANY_ROWS if training and self._rows.tile else self._rows
+        return _ANY_ROWS if training and self._row_tiling.tile else self._row_tiling
 
     def matmul_backward(self, grad: Tensor, linear: PackedLinear) -> Tensor:
         """Return grad @ weights, the gradient of the input: [T, in]. `grad`: [T, out]."""
@@ -311,7 +311,7 @@ class TorchBackend:
             return False  # Adapters of experts are applied expert by expert.
         return self.tiling is None or self.tiling.stacks(rank)
 
-    def adapter_batch(self, adapters: Sequence[AdapterRows | StackRows]) -> AdapterBatch:
+    def adapter_batch(self, adapters: Sequence[AdapterRange | AdapterStackRange]) -> AdapterBatch:
         """Return an `AdapterBatch` of these adapters, each with the rows that it applies to.
 
         Torch applies them to one range of rows after another.
@@ -334,8 +334,8 @@ class TorchBackend:
         """
         if training and lora.packed is not None:
             return lora.packed.add_(x, out, sizes)
-        rows = self._tiling(training)
-        return rows.run(lambda x, out: add_lora_(x, out, sizes, lora), x, out, rank=lora.rank)
+        tiling = self._tiling(training)
+        return tiling.run(lambda x, out: add_lora_(x, out, sizes, lora), x, out, rank=lora.rank)
 
     def lora_backward_(
         self,
@@ -510,7 +510,7 @@ class TorchBackend:
         `lora_hidden`: the LoRA hidden states of these rows, if they are known. Torch applies the
         adapters to one range of rows after another.
         """
-        return TorchHeadAdapters(self._rows, members, hidden, lora_hidden)
+        return TorchHeadAdapters(self._row_tiling, members, hidden, lora_hidden)
 
     def top_logits(
         self,
@@ -668,30 +668,31 @@ class TorchBackend:
         config = self.config.delta_net
         return None if config is None else TreeRecurrence(micro_batch, config, self.device)
 
-    def sequence_recurrence(self, runs: Sequence[StateRun], rows: int) -> Recurrence | None:
+    def sequence_recurrence(self, runs: Sequence[StateRun], num_rows: int) -> Recurrence | None:
         """Return the recurrence of batch rows that continue stored states, without gradients.
 
-        `runs`: all rows of the batch except padding. `rows`: the rows of the batch. Return None if
-        the model has no gated delta-net layers.
+        `runs`: all rows of the batch except padding. `num_rows`: the number of rows of the batch.
+        Return None if the model has no gated delta-net layers.
         """
         config = self.config.delta_net
-        return None if config is None else SequenceRecurrence(runs, rows, config, self.device)
+        return None if config is None else SequenceRecurrence(runs, num_rows, config, self.device)
 
     def decode_attention(
         self,
-        rows: dict[SlotOwner, int],
+        first_rows: dict[SlotOwner, int],
         prompts: KVPools,
         samples: KVPools,
         row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> Attend:
         """Return the attention of a decoding step with new rows for each running sample.
 
-        `rows`: the first batch row of each sample. Every sample in `samples` has one. `row_counts`:
-        the number of consecutive rows of each sample; 1 for samples that it does not contain.
+        `first_rows`: the first batch row of each sample. Every sample in `samples` has one.
+        `row_counts`: the number of consecutive rows of each sample; 1 for samples that it does not
+        contain.
         """
         query_rows = self.tiling.query_rows if self.tiling is not None else 1
         return DecodeAttention(
-            rows, prompts, samples, query_rows, self.device, self.config.windows, row_counts
+            first_rows, prompts, samples, query_rows, self.device, self.config.windows, row_counts
         )
 
     # Sampling
@@ -744,32 +745,38 @@ class TorchBackend:
 class _TorchAdapters:
     """The adapters of ranges of rows, applied one after another."""
 
-    def __init__(self, backend: TorchBackend, members: Sequence[AdapterRows | StackRows]) -> None:
+    def __init__(
+        self, backend: TorchBackend, members: Sequence[AdapterRange | AdapterStackRange]
+    ) -> None:
         self._backend, self._members = backend, members
 
     def _targets(
         self, layer: int, module: str
-    ) -> Iterator[tuple[AdapterRows | StackRows, LoraMatrices]]:
+    ) -> Iterator[tuple[AdapterRange | AdapterStackRange, LoraMatrices]]:
         """Yield the ranges of rows whose adapter trains the target module, with its matrices."""
-        for rows in self._members:
-            lora = None if rows.weights is None else rows.weights.layers[layer].target(module)
+        for row_range in self._members:
+            lora = (
+                None
+                if row_range.weights is None
+                else row_range.weights.layers[layer].target(module)
+            )
             if lora is not None:
-                yield rows, lora
+                yield row_range, lora
 
     def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, module: str) -> None:
-        for rows, lora in self._targets(layer, module):
-            part = slice(rows.start, rows.stop)
-            if isinstance(rows, StackRows):
+        for row_range, lora in self._targets(layer, module):
+            part = slice(row_range.start, row_range.stop)
+            if isinstance(row_range, AdapterStackRange):
                 add_lora_stack_(x[part], out[part], sizes, lora)
             else:
                 self._backend.add_lora_(x[part], out[part], sizes, lora, training=False)
 
     def add_expert_(
-        self, x: Tensor, out: Tensor, rows: ExpertRows, layer: int, module: str
+        self, x: Tensor, out: Tensor, pairs: TokenExpertPairs, layer: int, module: str
     ) -> None:
         for member, lora in self._targets(layer, module):
-            assert isinstance(member, AdapterRows)  # can_stack returns False
-            for expert, part in rows.parts_of(member.start, member.stop):
+            assert isinstance(member, AdapterRange)  # can_stack returns False
+            for expert, part in pairs.parts_of(member.start, member.stop):
                 own = lora.expert(expert)
                 self._backend.add_lora_(x[part], out[part], [out.shape[1]], own, training=False)
 

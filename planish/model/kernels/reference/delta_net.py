@@ -108,10 +108,10 @@ class SequenceRecurrence:
     """The recurrence of rows that continue stored states, without gradients (see `Recurrence`)."""
 
     def __init__(
-        self, runs: Sequence[StateRun], rows: int, config: DeltaNetConfig, device: torch.device
+        self, runs: Sequence[StateRun], num_rows: int, config: DeltaNetConfig, device: torch.device
     ) -> None:
-        """`runs`: all rows of the batch except padding. `rows`: the number of rows, T."""
-        self._runs, self._rows, self._config = runs, rows, config
+        """`runs`: all rows of the batch except padding. `num_rows`: the number of rows, T."""
+        self._runs, self._num_rows, self._config = runs, num_rows, config
         run_after = {id(run.after): index for index, run in enumerate(runs)}
         parents = [
             parent if (parent := run_after.get(id(run.before), index)) < index else -1
@@ -124,7 +124,7 @@ class SequenceRecurrence:
         # row i.
         width = config.conv_width - 1
         first = width * len(runs)
-        previous = np.arange(-1, first + rows - 1)
+        previous = np.arange(-1, first + num_rows - 1)
         for index, run in enumerate(runs):
             parent = parents[index]
             previous[first + run.start] = (
@@ -141,7 +141,7 @@ class SequenceRecurrence:
         windows = torch.cat([run.before.conv[layer] for run in runs])
         mixed = _ConvSilu.apply(inputs.qkv, windows, self._taps, weights.conv)
         parts = _prepared(self._config, mixed, inputs.beta_decay, weights)
-        out = mixed.new_zeros(self._rows, self._config.num_value_heads, self._config.value_dim)
+        out = mixed.new_zeros(self._num_rows, self._config.num_value_heads, self._config.value_dim)
         # Append a row of zeros. The index -1, which stands for positions before 0, selects it.
         given = torch.cat([windows, inputs.qkv, inputs.qkv.new_zeros(1, inputs.qkv.shape[1])])
         ends = given[self._last_taps[:, 1:]]

@@ -111,14 +111,14 @@ class RowTiling:
     """Maps a rank to the needs of its adapters. None: adapters need no more than the base weights.
     """
 
-    def padded(self, rows: int, rank: int | None = None) -> int:
+    def padded(self, num_rows: int, rank: int | None = None) -> int:
         """Return the padded number of rows of a matmul with base weights or LoRA of `rank`."""
         least, multiple = self.least, self.multiple
         if rank is not None and self.lora is not None:
             needs = self.lora(rank)
             least, multiple = max(least, needs.least or 1), max(multiple, needs.multiple)
-        rows = max(rows, least)
-        return rows + -rows % multiple  # each of _MULTIPLES divides the next
+        num_rows = max(num_rows, least)
+        return num_rows + -num_rows % multiple  # each of _MULTIPLES divides the next
 
     def run(
         self, function: Callable[..., Tensor], *tensors: Tensor, rank: int | None = None
@@ -129,8 +129,8 @@ class RowTiling:
         may modify every tensor except the first in place. `rank`: the LoRA rank if the function
         computes LoRA matmuls, else None.
         """
-        rows = tensors[0].shape[0]
-        missing = self.padded(rows, rank) - rows
+        num_rows = tensors[0].shape[0]
+        missing = self.padded(num_rows, rank) - num_rows
         given = tuple(F.pad(x, (0, 0, 0, missing)) for x in tensors) if missing else tensors
         if self.tile is None:
             found = function(*given)
@@ -140,8 +140,8 @@ class RowTiling:
         if not missing:
             return found
         for x, padded in zip(tensors[1:], given[1:], strict=True):
-            x.copy_(padded[:rows])
-        return found[:rows]
+            x.copy_(padded[:num_rows])
+        return found[:num_rows]
 
     def is_invariant(self, rank: int) -> bool:
         """Return whether samples of adapters of this rank are batch-invariant."""
@@ -219,7 +219,7 @@ def _needs(
 
 
 def cancelling(
-    rows: int, fan_out: int, fan_in: int, generator: torch.Generator | None = None
+    num_rows: int, fan_out: int, fan_in: int, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x [rows, fan_in] and weight [fan_out, fan_in], float32, whose matmul is nearly 0.
 
@@ -235,7 +235,7 @@ def cancelling(
     Sums of one or two terms have only one order; their inputs are ordinary random numbers.
     """
     pairs = max(0, fan_in - 1) // 2
-    x, weight = (torch.randn(n, fan_in - pairs, generator=generator) for n in (rows, fan_out))
+    x, weight = (torch.randn(n, fan_in - pairs, generator=generator) for n in (num_rows, fan_out))
     if pairs:
         x[:, pairs:] *= 2.0**-18
     order = torch.randperm(fan_in, generator=generator)
@@ -342,11 +342,11 @@ def _agrees(
     product: Callable[[torch.Tensor], torch.Tensor],
     x: torch.Tensor,
     whole: torch.Tensor,
-    rows: int,
+    num_rows: int,
     least_rows: int,
 ) -> bool:
-    starts = range(0, max(1, least_rows - rows + 1), rows)
-    return all(torch.equal(product(x[a : a + rows]), whole[a : a + rows]) for a in starts)
+    starts = range(0, max(1, least_rows - num_rows + 1), num_rows)
+    return all(torch.equal(product(x[a : a + num_rows]), whole[a : a + num_rows]) for a in starts)
 
 
 def _stacks_agree(
@@ -368,11 +368,11 @@ def _stacks_agree(
             stack = LoraMatrices(
                 torch.stack([own.a for own in members]), tuple(map(torch.stack, bs))
             )
-            for rows in _STACK_ROWS:
-                x = torch.cat([part[:rows] for part in xs])
+            for num_rows in _STACK_ROWS:
+                x = torch.cat([part[:num_rows] for part in xs])
                 out = x.new_zeros(len(x), sum(site.sizes))
                 add_lora_stack_(x, out, site.sizes, stack)
-                if not torch.equal(out, torch.cat([part[:rows] for part in whole])):
+                if not torch.equal(out, torch.cat([part[:num_rows] for part in whole])):
                     return False
     return True
 

@@ -144,7 +144,7 @@ class DecodeAttention:
 
     def __init__(
         self,
-        rows: dict[SlotOwner, int],
+        first_rows: dict[SlotOwner, int],
         prompts: KVPools,
         samples: KVPools,
         query_rows: int,
@@ -152,23 +152,23 @@ class DecodeAttention:
         windows: Sequence[int | None] = (),
         row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> None:
-        """`rows`, `row_counts`: see `Backend.decode_attention`.
+        """`first_rows`, `row_counts`: see `Backend.decode_attention`.
 
         `query_rows` is the minimum number of rows of a matmul; fewer rows are padded. `windows`:
         the attention window of each layer (see `ModelConfig.windows`).
         """
         self._query_rows, self._windows = query_rows, windows
-        all_rows = {
+        rows_of = {
             sample: range(row, row + (row_counts.get(sample, 1) if row_counts else 1))
-            for sample, row in rows.items()
+            for sample, row in first_rows.items()
         }
         self._own = [
-            part for pool in samples.in_use() for part in _own_parts(pool, all_rows, device)
+            part for pool in samples.in_use() for part in _own_parts(pool, rows_of, device)
         ]
         shared = [
             part
             for pool in prompts.in_use()
-            for part in _prompt_parts(pool, samples, all_rows, device)
+            for part in _prompt_parts(pool, samples, rows_of, device)
         ]
         self._parts = [*shared, *self._own]
 
@@ -299,7 +299,7 @@ class _Part:
         self.pool.values[layer][slots, :, last] = v[rows].to(self.pool.spec.dtype)
 
 
-def _own_parts(pool: KVPool, rows: dict[SlotOwner, range], device: torch.device) -> list[_Part]:
+def _own_parts(pool: KVPool, rows_of: dict[SlotOwner, range], device: torch.device) -> list[_Part]:
     """Return the parts in which the samples of `pool` attend to their own slots.
 
     The first part has the first row of every sample. The next one has the second row of the samples
@@ -307,9 +307,9 @@ def _own_parts(pool: KVPool, rows: dict[SlotOwner, range], device: torch.device)
     """
     samples = cast("list[SampleSlot]", pool.owners)
     parts = []
-    for number in range(max(len(rows[sample]) for sample in samples)):
-        slots = [slot for slot, sample in enumerate(samples) if len(rows[sample]) > number]
-        numbers = [rows[samples[slot]][number] for slot in slots]
+    for number in range(max(len(rows_of[sample]) for sample in samples)):
+        slots = [slot for slot, sample in enumerate(samples) if len(rows_of[sample]) > number]
+        numbers = [rows_of[samples[slot]][number] for slot in slots]
         visible = [samples[slot].stored + 1 + number for slot in slots]
         in_order = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         batch_rows = torch.tensor(numbers, device=device)
@@ -330,7 +330,7 @@ def _own_parts(pool: KVPool, rows: dict[SlotOwner, range], device: torch.device)
 
 
 def _prompt_parts(
-    pool: KVPool, samples: KVPools, rows: dict[SlotOwner, range], device: torch.device
+    pool: KVPool, samples: KVPools, rows_of: dict[SlotOwner, range], device: torch.device
 ) -> list[_Part]:
     """Return the parts in which samples attend to their prompts in `pool`.
 
@@ -346,7 +346,7 @@ def _prompt_parts(
         slot = sample.prompt.slot
         if slot < len(prompts) and prompts[slot] is sample.prompt and sample.prompt.length >= SPAN:
             members[slot] += [
-                (row, sample.stored + 1 + number) for number, row in enumerate(rows[sample])
+                (row, sample.stored + 1 + number) for number, row in enumerate(rows_of[sample])
             ]
     parts = []
     for first in range(0, max(map(len, members)), _LANE):

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from planish.model.config import ModelConfig
 from planish.model.kernels.backend import LoraMatrices
-from planish.model.lora import FUSED_MODULE_NAMES, AdapterRows, LoraWeights
+from planish.model.lora import FUSED_MODULE_NAMES, AdapterRange, LoraWeights
 
 if TYPE_CHECKING:
-    from planish.model.experts import ExpertRows
+    from planish.model.experts import TokenExpertPairs
 
 _MATRICES = 4
 """The number of matrices of a site (target module): A and up to three Bs."""
@@ -69,7 +69,7 @@ class AdapterTables:
         )
         self._slots: dict[LoraWeights, int] = {}
 
-    def fill(self, adapters: Sequence[AdapterRows]) -> None:
+    def fill(self, adapters: Sequence[AdapterRange]) -> None:
         """Set the adapters of the next batch. Rows outside of `adapters` use none.
 
         The rows of one adapter must be consecutive. An empty list drops the references to all
@@ -100,7 +100,7 @@ class AdapterTables:
         self._add(x, out, sizes, layer * len(FUSED_MODULE_NAMES) + FUSED_MODULE_NAMES.index(module))
 
     def add_expert_(
-        self, x: Tensor, out: Tensor, rows: ExpertRows, layer: int, module: str
+        self, x: Tensor, out: Tensor, pairs: TokenExpertPairs, layer: int, module: str
     ) -> None:
         """Raise NotImplementedError: models with experts do not use these tables."""
         raise NotImplementedError("the LoRA kernels of a GPU do not cover experts")

@@ -343,9 +343,9 @@ class Heads:
         fitting = (cut for cut in cuts if self._fits(_tile(cut[0]), cut[1], cut[3]))
         return next(fitting, cuts[-1])
 
-    def _fits(self, rows: int, keys: int, stages: int) -> bool:
+    def _fits(self, num_rows: int, keys: int, stages: int) -> bool:
         """Return whether these rows, with keys and values in these stages, fit in shared memory."""
-        numbers = (rows + 2 * keys * stages) * self.block_e
+        numbers = (num_rows + 2 * keys * stages) * self.block_e
         return numbers * self.dtype.itemsize <= self.shared - SHARED_MARGIN
 
     @property
@@ -398,9 +398,9 @@ class Heads:
         }
 
 
-def _tile(rows: int) -> int:
-    """Return the number of rows of a matmul that has `rows` useful rows: a power of two, >= 16."""
-    return max(16, power_of_two(rows))
+def _tile(num_rows: int) -> int:
+    """Return the rows of a matmul with `num_rows` useful rows: a power of two, at least 16."""
+    return max(16, power_of_two(num_rows))
 
 
 def keep(heads: Heads, rows: Tensor, bases: Tensor, k: Tensor, v: Tensor) -> None:

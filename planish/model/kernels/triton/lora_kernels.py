@@ -257,13 +257,13 @@ def expand_kernel(
             tl.store(target, found.to(out.dtype.element_ty), there)
 
 
-def scratch(rows: int, columns: int, device: torch.device) -> Tensor:
+def scratch(max_rows: int, columns: int, device: torch.device) -> Tensor:
     """Return the scratch memory `parts` of `add_`.
 
-    `rows`: the maximum number of rows of a batch. `columns`: the maximum n * r of a site.
+    `max_rows`: the maximum number of rows of a batch. `columns`: the maximum n * r of a site.
     """
-    parts = _MOST_PARTS if rows <= _SPREAD_ROWS else 1
-    return torch.empty(parts, rows, columns, dtype=torch.float32, device=device)
+    parts = _MOST_PARTS if max_rows <= _SPREAD_ROWS else 1
+    return torch.empty(parts, max_rows, columns, dtype=torch.float32, device=device)
 
 
 def add_(

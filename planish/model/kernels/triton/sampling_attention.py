@@ -188,16 +188,16 @@ class DecodeTables:
 
     def fill(
         self,
-        rows: dict[SlotOwner, int],
+        first_rows: dict[SlotOwner, int],
         prompts: KVPools,
         samples: KVPools,
         row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> None:
         """Set the samples of the next calls. Do not call this during the capture of a graph.
 
-        `rows`, `row_counts`: see `Backend.decode_attention`.
+        `first_rows`, `row_counts`: see `Backend.decode_attention`.
         """
-        step = _Step.of(rows, prompts, samples, self._bases, row_counts or {})
+        step = _Step.of(first_rows, prompts, samples, self._bases, row_counts or {})
         count = len(step.row)
         group_starts = np.flatnonzero(step.rank % self._heads.lane == 0)
         prompt_slots = step.shared.select(group_starts)
@@ -318,7 +318,7 @@ class _Step:
     @classmethod
     def of(
         cls,
-        rows: dict[SlotOwner, int],
+        first_rows: dict[SlotOwner, int],
         prompts: KVPools,
         samples: KVPools,
         bases: PoolBases,
@@ -334,7 +334,7 @@ class _Step:
         ]
         index_of = {prompt: index for index, prompt in enumerate(active)}
         prompt = np.array([index_of[sample.prompt] for sample in running], np.int64)
-        row = np.array([rows[sample] for sample in running], np.int64)
+        row = np.array([first_rows[sample] for sample in running], np.int64)
         counts = np.array([row_counts.get(sample, 1) for sample in running], np.int64)
         sample_of = np.repeat(np.arange(len(running)), counts)
         number = np.arange(len(sample_of)) - np.repeat(np.cumsum(counts) - counts, counts)
