@@ -128,18 +128,18 @@ def backward_bytes(config: ModelConfig, num_rows: int) -> int:
 
 
 @dataclass(frozen=True)
-class StateRun:
+class StateSegment:
     """Rows start .. stop - 1 of a batch, which are consecutive positions of one sequence.
 
-    The run starts from the state `before`, and `after` receives the state after its last row.
-    `before` and `after` may be the same object. A run whose `before` is the `after` of an earlier
-    run is computed after that run.
+    The segment starts from `initial_state`. `final_state` receives the state after its last row.
+    Both may be the same object. A segment whose `initial_state` is the `final_state` of an earlier
+    segment is computed after that segment.
     """
 
     start: int
     stop: int
-    before: RecurrentState
-    after: RecurrentState
+    initial_state: RecurrentState
+    final_state: RecurrentState
 
 
 @dataclass(frozen=True)

@@ -208,14 +208,14 @@ def test_a_late_mask_does_not_advance_a_state_twice(
 
     def sampled() -> list[tuple[list[int], list[float]]]:
         sampler = Sampler(with_tiling(decoder, tiling), SamplerSettings(), str, grammars)
-        original = sampler._decode_state_runs
+        original = sampler._decode_state_segments
 
         def counted(samples, starts):
             runs = original(samples, starts)
             rows.extend(run.stop - run.start for run in runs)
             return runs
 
-        monkeypatch.setattr(sampler, "_decode_state_runs", counted)
+        monkeypatch.setattr(sampler, "_decode_state_segments", counted)
         return bits(answer(sampler, op))
 
     expected = sampled()

@@ -19,7 +19,7 @@ from planish.model.delta_net import (
     DeltaNetInputs,
     DeltaNetWeights,
     RecurrentState,
-    StateRun,
+    StateSegment,
     state_bytes,
 )
 from planish.model.kernels.cpp.delta_net import (
@@ -142,8 +142,8 @@ def test_every_row_has_the_same_bits_in_every_batch(kernels, dtype):
         own = rows_of(inputs, rows.tolist())
         (alone,) = pack([sequences[index]], 1000)
         assert torch.equal(tree(alone, CONFIG, CPU)(0, own), together[rows])
-    # One prefill of all sequences, in which each second run continues another one of the batch.
-    runs, rows, row = [], [], 0
+    # One prefill of all sequences, in which each second segment continues another one of the batch.
+    segments, rows, row = [], [], 0
     finals = []
     for path in micro_batch.datum_rows:
         cut = max(1, len(path) // 2)
@@ -151,12 +151,12 @@ def test_every_row_has_the_same_bits_in_every_batch(kernels, dtype):
         parts = ((row, row + cut), (row + cut, row + len(path)))
         for number, (start, stop) in enumerate(parts):
             if start < stop:
-                runs.append(StateRun(start, stop, states[number], states[number + 1]))
+                segments.append(StateSegment(start, stop, states[number], states[number + 1]))
         rows += path.tolist()
-        finals.append(runs[-1].after)
+        finals.append(segments[-1].final_state)
         row += len(path)
     with torch.inference_mode():
-        found = sequence(runs, row + 3, CONFIG, CPU)(0, rows_of(inputs, [*rows, *rows[:3]]))
+        found = sequence(segments, row + 3, CONFIG, CPU)(0, rows_of(inputs, [*rows, *rows[:3]]))
     assert torch.equal(found[:row], together[rows])
     assert not found[row:].any()
     # Decoding steps reach the same outputs and the same states.
@@ -167,10 +167,10 @@ def test_every_row_has_the_same_bits_in_every_batch(kernels, dtype):
             for path, state in zip(micro_batch.datum_rows, stepping, strict=True)
             if step < len(path)
         ]
-        runs = [StateRun(row, row + 1, state, state) for row, (_, state) in enumerate(at)]
+        segments = [StateSegment(row, row + 1, state, state) for row, (_, state) in enumerate(at)]
         some = [int(row) for row, _ in at]
         with torch.inference_mode():
-            found = sequence(runs, len(at), CONFIG, CPU)(0, rows_of(inputs, some))
+            found = sequence(segments, len(at), CONFIG, CPU)(0, rows_of(inputs, some))
         assert torch.equal(found, together[some])
     for one, other in zip(stepping, finals, strict=True):
         assert torch.equal(one.matrices, other.matrices)

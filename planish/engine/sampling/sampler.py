@@ -47,7 +47,7 @@ from planish.engine.sampling.token_sampling import sample_tokens, top_logprobs
 from planish.engine.sampling.validation import check_sample, max_tokens_of
 from planish.errors import NonFiniteError, UserError
 from planish.model.decoder import Decoder
-from planish.model.delta_net import RecurrentState, StateRun, sampling_bytes, state_bytes
+from planish.model.delta_net import RecurrentState, StateSegment, sampling_bytes, state_bytes
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.reference.adapter_stacks import shape_of
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
@@ -429,26 +429,26 @@ class Sampler:
         assert config is not None
         return RecurrentState(config, self._decoder.dtype, self._decoder.device)
 
-    def _prefill_state_runs(self, prompt: Prompt, row: int, count: int) -> list[StateRun]:
-        """Split the next `count` positions of a prompt into `StateRun`s for the recurrent layers.
+    def _prefill_state_segments(self, prompt: Prompt, row: int, count: int) -> list[StateSegment]:
+        """Split the next `count` positions of a prompt into `StateSegment`s for the recurrent layers.
 
         The first of these positions is at batch row `row`, and the others follow. Return an empty
         list if the model has no recurrent state.
 
-        Each run ends at the end of a chunk, or at the last of these positions. `_recurrent_states`
-        receives the state after the last run. `_chunk_states` receives the state after each
-        complete chunk, up to as many chunks as the prefix cache can hold.
+        Each segment ends at the end of a chunk, or at the last of these positions.
+        `_recurrent_states` receives the state after the last segment. `_chunk_states` receives the
+        state after each complete chunk, up to as many chunks as the prefix cache can hold.
         """
         if not self._state_bytes:
             return []
         start, stop = prompt.num_computed_tokens, prompt.num_computed_tokens + count
         first_boundary = (start // self._chunk_size + 1) * self._chunk_size
         ends = [*range(first_boundary, stop, self._chunk_size), stop]
-        runs, chunk_states = [], self._chunk_states[prompt]
+        state_segments, chunk_states = [], self._chunk_states[prompt]
         for end in ends:
             next_state = self._new_state()
-            runs.append(
-                StateRun(row, row + end - start, self._recurrent_states[prompt], next_state)
+            state_segments.append(
+                StateSegment(row, row + end - start, self._recurrent_states[prompt], next_state)
             )
             self._recurrent_states[prompt] = next_state
             if (
@@ -457,17 +457,17 @@ class Sampler:
             ):
                 chunk_states.append(next_state)
             row, start = row + end - start, end
-        return runs
+        return state_segments
 
     def _prefill(self, batch: list[tuple[Prompt, int]]) -> None:
         """Compute the next `count` tokens of each (prompt, count) in one decoder pass."""
         batch = sorted(batch, key=lambda item: id(item[0].weights))
         layout = RowLayout([(prompt.weights, count) for prompt, count in batch])
         tokens, positions = [0] * layout.num_rows, [0] * layout.num_rows
-        spans, runs = [], []
+        spans, state_segments = [], []
         for (prompt, count), row in zip(batch, layout.first_rows, strict=True):
             start = prompt.num_computed_tokens
-            runs += self._prefill_state_runs(prompt, row, count)
+            state_segments += self._prefill_state_segments(prompt, row, count)
             tokens[row : row + count] = prompt.tokens[start : start + count]
             positions[row : row + count] = range(start, start + count)
             spans.append(
@@ -475,7 +475,7 @@ class Sampler:
                     self._prompt_pools.pool_for(prompt.capacity), prompt.slot, row, start, count
                 )
             )
-        recurrence = self._backend.sequence_recurrence(runs, layout.num_rows)
+        recurrence = self._backend.sequence_recurrence(state_segments, layout.num_rows)
         hidden = self._runner.prefill(InputBatch(tokens, positions, layout, recurrence), spans)
         for (prompt, count), row in zip(batch, layout.first_rows, strict=True):
             self._add_hidden_states(prompt, hidden[row : row + count])
@@ -622,7 +622,7 @@ class Sampler:
                 row_counts[sample] = sample.num_rows
         first_rows: dict[SlotOwner, int] = dict(zip(samples, layout.first_rows, strict=True))
         recurrence = self._backend.sequence_recurrence(
-            self._decode_state_runs(samples, layout.first_rows), layout.num_rows
+            self._decode_state_segments(samples, layout.first_rows), layout.num_rows
         )
         hidden, logits = self._runner.decode(
             InputBatch(tokens, positions, layout, recurrence),
@@ -650,13 +650,13 @@ class Sampler:
             num_forced = min(len(sample.forced_tokens), tokens_left, rows_left)
             sample.num_rows, rows_left = 1 + num_forced, rows_left - num_forced
 
-    def _decode_state_runs(
+    def _decode_state_segments(
         self, samples: Sequence[RunningSample], first_rows: Sequence[int]
-    ) -> list[StateRun]:
-        """Return the runs of a decoding step, one per sample.
+    ) -> list[StateSegment]:
+        """Return the segments of a decoding step, one per sample.
 
-        Each run updates the recurrent state of its sample in place. `first_rows`: the first row of
-        each sample.
+        Each segment updates the recurrent state of its sample in place. `first_rows`: the first row
+        of each sample.
         """
         if not self._state_bytes:
             return []
@@ -664,7 +664,7 @@ class Sampler:
             if sample not in self._recurrent_states:
                 self._recurrent_states[sample] = self._recurrent_states[sample.prompt].copy()
         return [
-            StateRun(
+            StateSegment(
                 row,
                 row + sample.num_rows,
                 self._recurrent_states[sample],

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from planish.model.config import ModelConfig
-from planish.model.delta_net import Recurrence, StateRun
+from planish.model.delta_net import Recurrence, StateSegment
 from planish.model.kernels.backend import (
     AdapterBatch,
     Attend,
@@ -351,12 +351,14 @@ class CppBackend(TorchBackend):
             return super().tree_recurrence(micro_batch)
         return CppTreeRecurrence(micro_batch, config, self.device)
 
-    def sequence_recurrence(self, runs: Sequence[StateRun], num_rows: int) -> Recurrence | None:
+    def sequence_recurrence(
+        self, segments: Sequence[StateSegment], num_rows: int
+    ) -> Recurrence | None:
         """Return the recurrence of rows that continue stored states, without gradients."""
         config = self.config.delta_net
         if config is None or not self._has_delta_net:
-            return super().sequence_recurrence(runs, num_rows)
-        return CppSequenceRecurrence(runs, num_rows, config, self.device)
+            return super().sequence_recurrence(segments, num_rows)
+        return CppSequenceRecurrence(segments, num_rows, config, self.device)
 
     def decode_attention(
         self,

@@ -23,7 +23,7 @@ from torch import Tensor
 from planish.model.kernels.cpp import head as head_ops
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.decode_pass import DecodePass, PanelLayer
-from planish.model.kernels.cpp.delta_net import Runs, scan
+from planish.model.kernels.cpp.delta_net import SegmentTables, scan
 from planish.model.kernels.cpp.matmul import (
     PanelAdapter,
     PanelAdapterRows,
@@ -621,43 +621,45 @@ def _decode_model(dtype: torch.dtype, tolerance: float, *, is_gemma: bool) -> No
 
 
 def _delta_net() -> None:
-    """Check a tree whose root has two children and one grandchild, and a tree of one run."""
+    """Check a tree whose root has two children and one grandchild, and a tree of one segment."""
     spans, parents = ((0, 37), (37, 70), (70, 71), (71, 75), (75, 80)), (-1, 0, 1, 0, -1)
-    tree = Runs(spans, parents)
+    tree = SegmentTables(spans, parents)
     for values in (16, 48, 80):
         q, k = (F.normalize(torch.randn(80, 2, 20), dim=-1) for _ in range(2))
-        parts = [q, k, torch.randn(80, 2, values), torch.rand(80, 2), torch.rand(80, 2)]
+        inputs = [q, k, torch.randn(80, 2, values), torch.rand(80, 2), torch.rand(80, 2)]
         grad = torch.randn(80, 2, values)
-        exact = [part.double().requires_grad_() for part in parts]
-        expected = _recurrence(exact, spans, parents)
-        leaves = [part.requires_grad_() for part in parts]
+        exact_inputs = [x.double().requires_grad_() for x in inputs]
+        expected = _recurrence(exact_inputs, spans, parents)
+        leaves = [x.requires_grad_() for x in inputs]
         found = scan(leaves, tree)
         _close("the recurrence", found.detach(), expected.detach(), 2e-5)
-        ours = torch.autograd.grad(found, leaves, grad)
-        theirs = torch.autograd.grad(expected, exact, grad.double())
-        for name, own, their in zip(("q", "k", "v", "decay", "beta"), ours, theirs, strict=True):
-            _close(f"the recurrence's gradient of {name}", own, their, 1e-4)
-        alone = scan([part.detach()[75:] for part in parts], Runs(((0, 5),), (-1,)))
+        grads = torch.autograd.grad(found, leaves, grad)
+        expected_grads = torch.autograd.grad(expected, exact_inputs, grad.double())
+        for name, grad_found, expected_grad in zip(
+            ("q", "k", "v", "decay", "beta"), grads, expected_grads, strict=True
+        ):
+            _close(f"the recurrence's gradient of {name}", grad_found, expected_grad, 1e-4)
+        alone = scan([x.detach()[75:] for x in inputs], SegmentTables(((0, 5),), (-1,)))
         _same("the recurrence", alone, found.detach()[75:])
 
 
 def _recurrence(
-    parts: Sequence[Tensor], spans: Sequence[tuple[int, int]], parents: Sequence[int]
+    scan_inputs: Sequence[Tensor], spans: Sequence[tuple[int, int]], parents: Sequence[int]
 ) -> Tensor:
     """Return the outputs [T, H, values] of a gated delta net (see delta_net.py)."""
-    ends: list[Tensor] = []
-    outs = []
+    final_states: list[Tensor] = []
+    outputs = []
     for (start, stop), parent in zip(spans, parents, strict=True):
-        size = (parts[0].shape[1], parts[0].shape[2], parts[2].shape[2])
-        state = parts[0].new_zeros(size) if parent < 0 else ends[parent]
+        size = (scan_inputs[0].shape[1], scan_inputs[0].shape[2], scan_inputs[2].shape[2])
+        state = scan_inputs[0].new_zeros(size) if parent < 0 else final_states[parent]
         for row in range(start, stop):
-            q, k, v, decay, beta = (part[row] for part in parts)
+            q, k, v, decay, beta = (x[row] for x in scan_inputs)
             state = state * decay[:, None, None]
             delta = (v - (state * k[..., None]).sum(1)) * beta[:, None]
             state = state + k[..., None] * delta[:, None]
-            outs.append((state * q[..., None]).sum(1))
-        ends.append(state)
-    return torch.stack(outs)
+            outputs.append((state * q[..., None]).sum(1))
+        final_states.append(state)
+    return torch.stack(outputs)
 
 
 CHECKS: dict[str, Callable[[], None]] = {

@@ -18,19 +18,24 @@ from torch import Tensor
 
 from planish.model.config import DeltaNetConfig
 from planish.model.kernels.cpp import ops
-from planish.model.kernels.reference.delta_net import Parts, SequenceRecurrence, TreeRecurrence
+from planish.model.kernels.reference.delta_net import ScanInputs, SequenceRecurrence, TreeRecurrence
 
 _LANES = 16
 """The number of columns of a state must be a multiple of this, the size of a SIMD vector."""
-_Run = np.dtype([(name, np.int64) for name in ("start", "stop", "parent", "before", "after")])
-"""`struct DeltaRun` of src/delta_net.h. `before` and `after` are addresses of states, or 0."""
+_SegmentRecord = np.dtype(
+    [(name, np.int64) for name in ("start", "stop", "parent", "initial_state", "final_state")]
+)
+"""`struct DeltaSegment` of src/delta_net.h. The states are addresses, or 0."""
 
 
-class _Delta(ctypes.Structure):
-    """`struct Delta` of src/delta_net.h."""
+class _ScanArguments(ctypes.Structure):
+    """`struct DeltaScan` of src/delta_net.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "decay", "beta", "runs", "trees")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("q", "k", "v", "decay", "beta", "segments", "trees")
+        ),
         *((name, ctypes.c_int64) for name in ("n_trees", "heads", "keys", "values")),
     )
 
@@ -40,87 +45,95 @@ def supports_delta_net(config: DeltaNetConfig) -> bool:
     return ops.is_supported("delta_net") and config.value_dim % _LANES == 0
 
 
-class Runs:
-    """The runs of rows of one batch, as tables for the kernels."""
+class SegmentTables:
+    """The segments of rows of one batch, as tables for the kernels."""
 
     def __init__(self, spans: Sequence[tuple[int, int]], parents: Sequence[int]) -> None:
-        """`spans`: the rows start .. stop - 1 of each run. `parents`: the run that each run
-        continues, or -1. The runs of a tree are neighbours, and parents come first.
+        """`spans`: the rows start .. stop - 1 of each segment. `parents`: the segment that each
+        segment continues, or -1. The segments of a tree are neighbours, and parents come first.
         """
         self.parents = parents
-        self.table = np.zeros(len(spans), _Run)
-        """[n] of _Run, without addresses."""
-        self.table["start"], self.table["stop"] = np.array(spans, np.int64).T
-        self.table["parent"] = parents
-        roots = [run for run, parent in enumerate(parents) if parent < 0]
+        self.segments = np.zeros(len(spans), _SegmentRecord)
+        """[n] of _SegmentRecord, without addresses."""
+        self.segments["start"], self.segments["stop"] = np.array(spans, np.int64).T
+        self.segments["parent"] = parents
+        roots = [index for index, parent in enumerate(parents) if parent < 0]
         self.trees = np.array([*roots, len(parents)], np.int64)
-        """The first run of each tree, and the number of runs."""
-        # One thread computes a tree in order, so the tree must contain the parents of its runs.
-        first = np.repeat(self.trees[:-1], np.diff(self.trees)).tolist()
-        assert all(p < 0 or s <= p < i for i, (p, s) in enumerate(zip(parents, first, strict=True)))
+        """The first segment of each tree, and the number of segments."""
+        # One thread computes a tree in order, so the tree must contain its segments' parents.
+        root_of = np.repeat(self.trees[:-1], np.diff(self.trees)).tolist()
+        assert all(
+            parent < 0 or root <= parent < index
+            for index, (parent, root) in enumerate(zip(parents, root_of, strict=True))
+        )
 
 
 class CppTreeRecurrence(TreeRecurrence):
     """The recurrence of a micro-batch of the trainer, with gradients (see `Recurrence`)."""
 
     @cached_property
-    def _runs(self) -> Runs:
-        return Runs(self._spans, self._parents)
+    def _tables(self) -> SegmentTables:
+        return SegmentTables(self._spans, self._parents)
 
-    def _scan(self, parts: Parts) -> Tensor:
-        return scan(parts, self._runs)
+    def _scan(self, scan_inputs: ScanInputs) -> Tensor:
+        return scan(scan_inputs, self._tables)
 
 
 class CppSequenceRecurrence(SequenceRecurrence):
     """The recurrence of rows that continue stored states, without gradients (see `Recurrence`)."""
 
     @cached_property
-    def _tables(self) -> Runs:
-        return Runs([(run.start, run.stop) for run in self._runs], self._parents)
+    def _tables(self) -> SegmentTables:
+        spans = [(segment.start, segment.stop) for segment in self._segments]
+        return SegmentTables(spans, self._parents)
 
-    def _scan(self, layer: int, parts: Parts, out: Tensor) -> None:
-        table = self._tables.table.copy()
-        table["before"] = [run.before.matrices[layer].data_ptr() for run in self._runs]
-        table["after"] = [run.after.matrices[layer].data_ptr() for run in self._runs]
-        given = _contiguous(parts)
-        arguments = _delta(given, table, self._tables.trees)
+    def _scan(self, layer: int, scan_inputs: ScanInputs, out: Tensor) -> None:
+        records = self._tables.segments.copy()
+        for name in ("initial_state", "final_state"):
+            states = [getattr(segment, name) for segment in self._segments]
+            records[name] = [state.matrices[layer].data_ptr() for state in states]
+        contiguous = _contiguous(scan_inputs)
+        arguments = _scan_arguments(contiguous, records, self._tables.trees)
         ops.call("delta_scan", torch.float32, ctypes.byref(arguments), out)
 
 
-def scan(parts: Sequence[Tensor], runs: Runs) -> Tensor:
+def scan(scan_inputs: Sequence[Tensor], tables: SegmentTables) -> Tensor:
     """Return the outputs of all rows, float32 [T, Hv, Dv], with gradients.
 
-    `parts`: q, k, v, decay and beta (see `Parts`). Each run continues the state of its parent, or a
-    state of zeros.
+    `scan_inputs`: q, k, v, decay and beta (see `ScanInputs`). Each segment continues the state of
+    its parent, or a state of zeros.
     """
-    return _Scan.apply(*parts, runs)  # type: ignore[no-any-return]
+    return _Scan.apply(*scan_inputs, tables)  # type: ignore[no-any-return]
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, runs: Runs
+        ctx, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, tables: SegmentTables
     ) -> Tensor:
-        parts = _contiguous((q, k, v, decay, beta))
-        ctx.save_for_backward(*parts)
-        ctx.runs = runs
-        # Only runs that have children need a stored state after their last row.
-        inner = sorted({parent for parent in runs.parents if parent >= 0})
-        ends = q.new_empty(len(inner), q.shape[1], q.shape[2], v.shape[2])
-        address = {run: end.data_ptr() for run, end in zip(inner, ends, strict=True)}
-        table = runs.table.copy()
-        table["before"] = [address.get(parent, 0) for parent in runs.parents]
-        table["after"] = [address.get(run, 0) for run in range(len(table))]
-        out = torch.empty_like(parts[2])
-        arguments = _delta(parts, table, runs.trees)
+        scan_inputs = _contiguous((q, k, v, decay, beta))
+        ctx.save_for_backward(*scan_inputs)
+        ctx.tables = tables
+        # Only segments that have children need a stored state after their last row.
+        with_children = sorted({parent for parent in tables.parents if parent >= 0})
+        final_states = q.new_empty(len(with_children), q.shape[1], q.shape[2], v.shape[2])
+        address_of = {
+            index: state.data_ptr()
+            for index, state in zip(with_children, final_states, strict=True)
+        }
+        records = tables.segments.copy()
+        records["initial_state"] = [address_of.get(parent, 0) for parent in tables.parents]
+        records["final_state"] = [address_of.get(index, 0) for index in range(len(records))]
+        out = torch.empty_like(scan_inputs[2])
+        arguments = _scan_arguments(scan_inputs, records, tables.trees)
         ops.call("delta_scan", torch.float32, ctypes.byref(arguments), out)
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        parts, runs = ctx.saved_tensors, ctx.runs
-        grads = [torch.zeros_like(part) for part in parts]
-        arguments = _delta(parts, runs.table, runs.trees)
+        scan_inputs, tables = ctx.saved_tensors, ctx.tables
+        grads = [torch.zeros_like(scan_input) for scan_input in scan_inputs]
+        arguments = _scan_arguments(scan_inputs, tables.segments, tables.trees)
         ops.call(
             "delta_scan_backward",
             torch.float32,
@@ -131,18 +144,20 @@ class _Scan(torch.autograd.Function):
         return *grads, None
 
 
-def _contiguous(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(part.contiguous() for part in parts)
+def _contiguous(scan_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(scan_input.contiguous() for scan_input in scan_inputs)
 
 
-def _delta(parts: Sequence[Tensor], runs: np.ndarray, trees: np.ndarray) -> _Delta:
-    """Return the arguments of the kernels. They contain addresses, so `parts` and the arrays must
-    outlive them.
+def _scan_arguments(
+    scan_inputs: Sequence[Tensor], segments: np.ndarray, trees: np.ndarray
+) -> _ScanArguments:
+    """Return the arguments of the kernels. They contain addresses, so `scan_inputs` and the
+    arrays must outlive them.
     """
-    q, _, v, _, _ = parts
-    return _Delta(
-        *(part.data_ptr() for part in parts),
-        runs.ctypes.data,
+    q, _, v, _, _ = scan_inputs
+    return _ScanArguments(
+        *(scan_input.data_ptr() for scan_input in scan_inputs),
+        segments.ctypes.data,
         trees.ctypes.data,
         len(trees) - 1,
         q.shape[1],

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planish.model.config import ModelConfig
-from planish.model.delta_net import Recurrence, StateRun
+from planish.model.delta_net import Recurrence, StateSegment
 from planish.model.kernels.backend import (
     MIN_WEIGHT,
     AdapterBatch,
@@ -668,14 +668,18 @@ class TorchBackend:
         config = self.config.delta_net
         return None if config is None else TreeRecurrence(micro_batch, config, self.device)
 
-    def sequence_recurrence(self, runs: Sequence[StateRun], num_rows: int) -> Recurrence | None:
+    def sequence_recurrence(
+        self, segments: Sequence[StateSegment], num_rows: int
+    ) -> Recurrence | None:
         """Return the recurrence of batch rows that continue stored states, without gradients.
 
-        `runs`: all rows of the batch except padding. `num_rows`: the number of rows of the batch.
+        `segments`: all rows of the batch except padding. `num_rows`: the rows of the batch.
         Return None if the model has no gated delta-net layers.
         """
         config = self.config.delta_net
-        return None if config is None else SequenceRecurrence(runs, num_rows, config, self.device)
+        return (
+            None if config is None else SequenceRecurrence(segments, num_rows, config, self.device)
+        )
 
     def decode_attention(
         self,

@@ -30,7 +30,7 @@ from planish.model.delta_net import (
     BLOCK_ENTRIES,
     DeltaNetInputs,
     DeltaNetWeights,
-    StateRun,
+    StateSegment,
 )
 from planish.model.prefix_tree import MicroBatch
 
@@ -40,35 +40,36 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class _Level:
-    """Runs of rows that can be computed at the same time, the longest first."""
+    """Segments of rows that can be computed at the same time, the longest first."""
 
-    runs: tuple[int, ...]
-    """The indices of the runs in the batch."""
-    starts: Tensor
-    """int64 [n]: the first row of each run."""
+    indices: tuple[int, ...]
+    """The indices of the segments in the batch."""
+    first_rows: Tensor
+    """int64 [n]: the first row of each segment."""
     lengths: tuple[int, ...]
 
-    def active(self, step: int) -> int:
-        """Return the number of runs that have a row at this step."""
+    def num_active(self, step: int) -> int:
+        """Return the number of segments that have a row at this step."""
         return sum(length > step for length in self.lengths)
 
 
-def _levels(spans: Sequence[tuple[int, int]], parents: Sequence[int]) -> list[_Level]:
-    """Group runs by their number of ancestors, so that parents are computed before their children.
+def _group_by_depth(spans: Sequence[tuple[int, int]], parents: Sequence[int]) -> list[_Level]:
+    """Group segments by their number of ancestors. Parents are computed before their children.
 
-    `parents`: the index of each run's parent, or -1. It must be less than the run's own index.
+    `parents`: the index of each segment's parent, or -1. It must be less than the segment's
+    own index.
     """
     depths: list[int] = []
     for parent in parents:
         depths.append(0 if parent < 0 else depths[parent] + 1)
-    found = []
+    levels = []
     for depth in range(max(depths, default=-1) + 1):
-        runs = [run for run, own in enumerate(depths) if own == depth]
-        runs.sort(key=lambda run: (spans[run][0] - spans[run][1], run))
-        starts = torch.tensor([spans[run][0] for run in runs])
-        lengths = tuple(spans[run][1] - spans[run][0] for run in runs)
-        found.append(_Level(tuple(runs), starts, lengths))
-    return found
+        indices = [index for index, own_depth in enumerate(depths) if own_depth == depth]
+        indices.sort(key=lambda index: (spans[index][0] - spans[index][1], index))
+        first_rows = torch.tensor([spans[index][0] for index in indices])
+        lengths = tuple(spans[index][1] - spans[index][0] for index in indices)
+        levels.append(_Level(tuple(indices), first_rows, lengths))
+    return levels
 
 
 class TreeRecurrence:
@@ -80,190 +81,209 @@ class TreeRecurrence:
         """Each segment of `micro_batch` starts from the final state of its parent."""
         self._config = config
         spans = [(segment.start, segment.end) for segment in micro_batch.segments]
-        run_of = {end - 1: run for run, (_, end) in enumerate(spans)}
+        index_by_last_row = {end - 1: index for index, (_, end) in enumerate(spans)}
         parents = [
-            run_of[segment.ancestors[-1][1] - 1] if segment.ancestors else -1
+            index_by_last_row[segment.ancestors[-1][1] - 1] if segment.ancestors else -1
             for segment in micro_batch.segments
         ]
         self._spans, self._parents = spans, parents
-        self._levels = _levels(spans, parents)
-        previous = np.arange(-1, len(micro_batch) - 1)
+        self._levels = _group_by_depth(spans, parents)
+        previous_rows = np.arange(-1, len(micro_batch) - 1)
         for (start, _), parent in zip(spans, parents, strict=True):
-            previous[start] = spans[parent][1] - 1 if parent >= 0 else -1
-        self._taps = _taps(previous, config.conv_width).to(device)
+            previous_rows[start] = spans[parent][1] - 1 if parent >= 0 else -1
+        self._tap_rows = _tap_rows(previous_rows, config.conv_width).to(device)
 
     def __call__(self, layer: int, inputs: DeltaNetInputs) -> Tensor:
         """Return the outputs, float32 [T, Hv, Dv]."""
         weights = inputs.weights
-        none = inputs.qkv.new_zeros(0, inputs.qkv.shape[1])
-        mixed = _ConvSilu.apply(inputs.qkv, none, self._taps, weights.conv)
-        return self._scan(_prepared(self._config, mixed, inputs.beta_decay, weights))
+        no_rows = inputs.qkv.new_zeros(0, inputs.qkv.shape[1])
+        conv_out = _ConvSilu.apply(inputs.qkv, no_rows, self._tap_rows, weights.conv)
+        return self._scan(_scan_inputs(self._config, conv_out, inputs.beta_decay, weights))
 
-    def _scan(self, parts: Parts) -> Tensor:
+    def _scan(self, scan_inputs: ScanInputs) -> Tensor:
         """Return the outputs, float32 [T, Hv, Dv], with gradients."""
-        return _TreeScan.apply(*parts, self._levels, self._parents)  # type: ignore[no-any-return]
+        return _TreeScan.apply(*scan_inputs, self._levels, self._parents)  # type: ignore[no-any-return]
 
 
 class SequenceRecurrence:
     """The recurrence of rows that continue stored states, without gradients (see `Recurrence`)."""
 
     def __init__(
-        self, runs: Sequence[StateRun], num_rows: int, config: DeltaNetConfig, device: torch.device
+        self,
+        segments: Sequence[StateSegment],
+        num_rows: int,
+        config: DeltaNetConfig,
+        device: torch.device,
     ) -> None:
-        """`runs`: all rows of the batch except padding. `num_rows`: the number of rows, T."""
-        self._runs, self._num_rows, self._config = runs, num_rows, config
-        run_after = {id(run.after): index for index, run in enumerate(runs)}
+        """`segments`: all rows of the batch except padding. `num_rows`: the number of rows, T."""
+        self._segments, self._num_rows, self._config = segments, num_rows, config
+        index_by_final_state = {
+            id(segment.final_state): index for index, segment in enumerate(segments)
+        }
         parents = [
-            parent if (parent := run_after.get(id(run.before), index)) < index else -1
-            for index, run in enumerate(runs)
+            parent
+            if (parent := index_by_final_state.get(id(segment.initial_state), index)) < index
+            else -1
+            for index, segment in enumerate(segments)
         ]
         self._parents = parents
-        self._levels = _levels([(run.start, run.stop) for run in runs], parents)
-        # The convolution reads one tensor: first W - 1 rows per run, from the run's stored state,
-        # and then the rows of the batch. previous[i] is the row with the position before that of
-        # row i.
-        width = config.conv_width - 1
-        first = width * len(runs)
-        previous = np.arange(-1, first + num_rows - 1)
-        for index, run in enumerate(runs):
+        self._levels = _group_by_depth(
+            [(segment.start, segment.stop) for segment in segments], parents
+        )
+        # The convolution reads one tensor: first W - 1 rows per segment, from the segment's stored
+        # state, and then the rows of the batch. previous_rows[i] is the row with the position
+        # before that of row i.
+        stored_per_segment = config.conv_width - 1
+        num_stored = stored_per_segment * len(segments)
+        previous_rows = np.arange(-1, num_stored + num_rows - 1)
+        for index, segment in enumerate(segments):
             parent = parents[index]
-            previous[first + run.start] = (
-                first + runs[parent].stop - 1 if parent >= 0 else width * (index + 1) - 1
+            previous_rows[num_stored + segment.start] = (
+                num_stored + segments[parent].stop - 1
+                if parent >= 0
+                else stored_per_segment * (index + 1) - 1
             )
-            previous[width * index] = -1
-        self._taps = _taps(previous, config.conv_width)[first:].to(device)
-        ends = [first + run.stop - 1 for run in runs]
-        self._last_taps = _taps(previous, width + 1)[ends].to(device)
+            previous_rows[stored_per_segment * index] = -1
+        self._tap_rows = _tap_rows(previous_rows, config.conv_width)[num_stored:].to(device)
+        last_rows = [num_stored + segment.stop - 1 for segment in segments]
+        self._last_tap_rows = _tap_rows(previous_rows, stored_per_segment + 1)[last_rows].to(device)
 
     def __call__(self, layer: int, inputs: DeltaNetInputs) -> Tensor:
         """Return the outputs, float32 [T, Hv, Dv], and store the new states. Padding rows get 0."""
-        weights, runs = inputs.weights, self._runs
-        windows = torch.cat([run.before.conv[layer] for run in runs])
-        mixed = _ConvSilu.apply(inputs.qkv, windows, self._taps, weights.conv)
-        parts = _prepared(self._config, mixed, inputs.beta_decay, weights)
-        out = mixed.new_zeros(self._num_rows, self._config.num_value_heads, self._config.value_dim)
+        weights, segments = inputs.weights, self._segments
+        stored_rows = torch.cat([segment.initial_state.conv[layer] for segment in segments])
+        conv_out = _ConvSilu.apply(inputs.qkv, stored_rows, self._tap_rows, weights.conv)
+        scan_inputs = _scan_inputs(self._config, conv_out, inputs.beta_decay, weights)
+        out = conv_out.new_zeros(
+            self._num_rows, self._config.num_value_heads, self._config.value_dim
+        )
         # Append a row of zeros. The index -1, which stands for positions before 0, selects it.
-        given = torch.cat([windows, inputs.qkv, inputs.qkv.new_zeros(1, inputs.qkv.shape[1])])
-        ends = given[self._last_taps[:, 1:]]
-        self._scan(layer, parts, out)
-        for own, run in zip(ends, runs, strict=True):
-            run.after.conv[layer] = own
+        rows = torch.cat([stored_rows, inputs.qkv, inputs.qkv.new_zeros(1, inputs.qkv.shape[1])])
+        final_conv_states = rows[self._last_tap_rows[:, 1:]]
+        self._scan(layer, scan_inputs, out)
+        for segment, conv_state in zip(segments, final_conv_states, strict=True):
+            segment.final_state.conv[layer] = conv_state
         return out
 
-    def _scan(self, layer: int, parts: Parts, out: Tensor) -> None:
-        """Compute the rows of all runs into `out`, and store the matrices after each run."""
-        runs = self._runs
+    def _scan(self, layer: int, scan_inputs: ScanInputs, out: Tensor) -> None:
+        """Compute the rows of all segments into `out`, and store the matrices after each segment."""
+        segments = self._segments
         for level in self._levels:
-            state = torch.stack([runs[run].before.matrices[layer] for run in level.runs])
-            _advance(level, state, parts, 0, level.lengths[0], out)
-            for own, run in zip(state, level.runs, strict=True):
-                runs[run].after.matrices[layer] = own
+            state = torch.stack(
+                [segments[index].initial_state.matrices[layer] for index in level.indices]
+            )
+            _advance(level, state, scan_inputs, 0, level.lengths[0], out)
+            for final_matrices, index in zip(state, level.indices, strict=True):
+                segments[index].final_state.matrices[layer] = final_matrices
 
 
-def _taps(previous: np.ndarray, width: int) -> Tensor:
+def _tap_rows(previous_rows: np.ndarray, width: int) -> Tensor:
     """Return the indices of the W rows that the convolution reads for each row: int64 [T, W].
 
-    The last index is the row itself. -1 stands for a position before 0. `previous`: for each row,
-    the index of the row of the previous position, or -1.
+    The last index is the row itself. -1 stands for a position before 0. `previous_rows`: for
+    each row, the index of the row of the previous position, or -1.
     """
-    found = [np.arange(len(previous))]
+    columns = [np.arange(len(previous_rows))]
     for _ in range(width - 1):
-        before = found[-1]
-        found.append(np.where(before < 0, -1, previous[np.maximum(before, 0)]))
-    return torch.from_numpy(np.stack(found[::-1], 1))
+        next_rows = columns[-1]
+        columns.append(np.where(next_rows < 0, -1, previous_rows[np.maximum(next_rows, 0)]))
+    return torch.from_numpy(np.stack(columns[::-1], 1))
 
 
 class _ConvSilu(torch.autograd.Function):
     """SiLU of the causal convolution, float32 [T, C]. Backward recomputes the convolution."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, windows: Tensor, taps: Tensor, weight: Tensor) -> Tensor:
-        """`x`: [T, C]. `windows`: rows that precede `x`. `taps`: indices into the joint rows of
-        `windows` and `x`; -1 stands for a row of zeros.
+    def forward(ctx, x: Tensor, preceding_rows: Tensor, tap_rows: Tensor, weight: Tensor) -> Tensor:
+        """`x`: [T, C]. `preceding_rows`: rows that precede `x`. `tap_rows`: indices into the
+        rows of `preceding_rows` followed by those of `x`; -1 stands for a row of zeros.
         """
-        ctx.save_for_backward(x, taps, weight)
-        found = _convolved(torch.cat([windows, x]), taps, weight)
-        return found.mul_(sigmoid(found))
+        ctx.save_for_backward(x, tap_rows, weight)
+        conv_out = _convolve(torch.cat([preceding_rows, x]), tap_rows, weight)
+        return conv_out.mul_(sigmoid(conv_out))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, taps, weight = ctx.saved_tensors
-        found = _convolved(x, taps, weight)
-        gate = sigmoid(found)
-        grad = grad * (gate * (1 + found * (1 - gate)))
+        x, tap_rows, weight = ctx.saved_tensors
+        conv_out = _convolve(x, tap_rows, weight)
+        gate = sigmoid(conv_out)
+        grad = grad * (gate * (1 + conv_out * (1 - gate)))
         # Positions before 0 have the index -1, which selects the additional last row. Their
         # gradients are discarded with that row.
-        total = grad.new_zeros(x.shape[0] + 1, x.shape[1])
-        for tap in range(taps.shape[1]):
-            total.index_add_(0, taps[:, tap] % len(total), grad * weight[:, tap])
-        return total[:-1].to(x.dtype), None, None, None
+        grad_rows = grad.new_zeros(x.shape[0] + 1, x.shape[1])
+        for tap in range(tap_rows.shape[1]):
+            grad_rows.index_add_(0, tap_rows[:, tap] % len(grad_rows), grad * weight[:, tap])
+        return grad_rows[:-1].to(x.dtype), None, None, None
 
 
-def _convolved(x: Tensor, taps: Tensor, weight: Tensor) -> Tensor:
-    wide = torch.cat([x, x.new_zeros(1, x.shape[1])]).float()  # The index -1 selects the zeros.
-    total = wide[taps[:, 0]] * weight[:, 0]
-    for tap in range(1, taps.shape[1]):
-        total += wide[taps[:, tap]] * weight[:, tap]
-    return total
+def _convolve(x: Tensor, tap_rows: Tensor, weight: Tensor) -> Tensor:
+    padded = torch.cat([x, x.new_zeros(1, x.shape[1])]).float()  # The index -1 selects the zeros.
+    conv_out = padded[tap_rows[:, 0]] * weight[:, 0]
+    for tap in range(1, tap_rows.shape[1]):
+        conv_out += padded[tap_rows[:, tap]] * weight[:, tap]
+    return conv_out
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """Return the float32 sigmoid with the same bits for every shape of `x`."""
-    return _wide(x).sigmoid().float()
+    return _promote_for_exp(x).sigmoid().float()
 
 
-def _wide(x: Tensor) -> Tensor:
+def _promote_for_exp(x: Tensor) -> Tensor:
     return x.double() if x.device.type == "cpu" else x.float()
 
 
-Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+ScanInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """q, k: float32 [T, Hv, Dk]. v: [T, Hv, Dv]. decay, beta: [T, Hv]."""
 
 
-def _prepared(
-    config: DeltaNetConfig, mixed: Tensor, beta_decay: Tensor, weights: DeltaNetWeights
-) -> Parts:
-    """Return the inputs of the recurrence, from the convolution's output `mixed` [T, C].
+def _scan_inputs(
+    config: DeltaNetConfig, conv_out: Tensor, beta_decay: Tensor, weights: DeltaNetWeights
+) -> ScanInputs:
+    """Return the inputs of the recurrence, from the convolution's output `conv_out` [T, C].
 
     q and k are divided by their L2 norms, and q is then multiplied by Dk ** -0.5.
     """
-    keys = config.num_key_heads * config.key_dim
-    q, k, v = mixed.split([keys, keys, mixed.shape[1] - 2 * keys], 1)
-    q, k = (_unit(x.unflatten(1, (-1, config.key_dim))) for x in (q, k))
-    group = config.num_value_heads // config.num_key_heads
-    q, k = (x.repeat_interleave(group, 1) for x in (q * config.key_dim**-0.5, k))
+    key_channels = config.num_key_heads * config.key_dim
+    q, k, v = conv_out.split([key_channels, key_channels, conv_out.shape[1] - 2 * key_channels], 1)
+    q, k = (_l2_normalize(x.unflatten(1, (-1, config.key_dim))) for x in (q, k))
+    heads_per_key_head = config.num_value_heads // config.num_key_heads
+    q, k = (x.repeat_interleave(heads_per_key_head, 1) for x in (q * config.key_dim**-0.5, k))
     b, a = beta_decay.chunk(2, 1)
-    beta = _wide(b).sigmoid().float()
-    step = torch.nn.functional.softplus(_wide(a) + weights.decay_bias)
-    decay = (step * weights.decay_rate).exp().float()
+    beta = _promote_for_exp(b).sigmoid().float()
+    dt = torch.nn.functional.softplus(_promote_for_exp(a) + weights.decay_bias)
+    decay = (dt * weights.decay_rate).exp().float()
     return q, k, v.unflatten(1, (-1, config.value_dim)), decay, beta
 
 
-def _unit(x: Tensor) -> Tensor:
+def _l2_normalize(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt()
 
 
 def _advance(
     level: _Level,
     state: Tensor,
-    parts: Sequence[Tensor],
-    first: int,
-    last: int,
+    scan_inputs: Sequence[Tensor],
+    start: int,
+    stop: int,
     out: Tensor | None,
-    kept: list[Tensor] | None = None,
+    states_before: list[Tensor] | None = None,
 ) -> None:
-    """Compute steps first .. last - 1 of a level. `kept` receives the states before each step."""
-    starts = level.starts.to(state.device)
-    for step in range(first, last):
-        active = level.active(step)
-        rows = starts[:active] + step
-        own = state[:active]
-        if kept is not None:
-            kept.append(own.clone())
-        q, k, v, decay, beta = (part[rows] for part in parts)
-        found = _step(own, q, k, v, decay, beta)
+    """Compute steps start .. stop - 1 of a level.
+
+    `states_before` receives the states before each step.
+    """
+    first_rows = level.first_rows.to(state.device)
+    for step in range(start, stop):
+        num_active = level.num_active(step)
+        rows = first_rows[:num_active] + step
+        active_state = state[:num_active]
+        if states_before is not None:
+            states_before.append(active_state.clone())
+        q, k, v, decay, beta = (scan_input[rows] for scan_input in scan_inputs)
+        step_out = _step(active_state, q, k, v, decay, beta)
         if out is not None:
-            out[rows] = found
+            out[rows] = step_out
 
 
 def _step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
@@ -275,28 +295,29 @@ def _step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: T
 
 
 def _step_backward(
-    before: Tensor,
-    parts: Sequence[Tensor],
+    state_before: Tensor,
+    scan_inputs: Sequence[Tensor],
     grad: Tensor,
     grad_state: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, decay and beta of one position.
 
-    `before`: the state before the position. `grad`: the gradient of the output. `grad_state`: the
-    gradient of the state after the position. It is replaced in place by the gradient of `before`.
+    `state_before`: the state before the position. `grad`: the gradient of the output.
+    `grad_state`: the gradient of the state after the position. It is replaced in place by the
+    gradient of `state_before`.
     """
-    q, k, v, decay, beta = parts
-    decayed = before * decay[..., None, None]
+    q, k, v, decay, beta = scan_inputs
+    decayed = state_before * decay[..., None, None]
     error = v - (decayed * k[..., None]).sum(-2)
     delta = error * beta[..., None]
-    after = decayed + k[..., None] * delta[..., None, :]
-    grad_q = (after * grad[..., None, :]).sum(-1)
+    state_after = decayed + k[..., None] * delta[..., None, :]
+    grad_q = (state_after * grad[..., None, :]).sum(-1)
     grad_state += q[..., None] * grad[..., None, :]
     grad_delta = (grad_state * k[..., None]).sum(-2)
     grad_v = grad_delta * beta[..., None]
     grad_k = (grad_state * delta[..., None, :]).sum(-1) - (decayed * grad_v[..., None, :]).sum(-1)
     grad_state -= k[..., None] * grad_v[..., None, :]
-    grad_decay = (grad_state * before).sum((-1, -2))
+    grad_decay = (grad_state * state_before).sum((-1, -2))
     grad_state *= decay[..., None, None]
     return grad_q, grad_k, grad_v, grad_decay, (grad_delta * error).sum(-1)
 
@@ -313,82 +334,93 @@ class _TreeScan(torch.autograd.Function):
         levels: Sequence[_Level],
         parents: Sequence[int],
     ) -> Tensor:
-        parts = (q, k, v, decay, beta)
-        ctx.save_for_backward(*parts)
+        scan_inputs = (q, k, v, decay, beta)
+        ctx.save_for_backward(*scan_inputs)
         ctx.levels, ctx.parents = levels, parents
         out = torch.zeros_like(v)
-        _scan_levels(levels, parents, parts, out)
+        _scan_levels(levels, parents, scan_inputs, out)
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        parts = ctx.saved_tensors
-        grads = [torch.zeros_like(part) for part in parts]
-        q, _, v, _, _ = parts
-        most = max(len(level.runs) for level in ctx.levels)
-        heads = max(1, BLOCK_ENTRIES // (BLOCK * most * q.shape[2] * v.shape[2]))
-        for first in range(0, q.shape[1], heads):
-            some = slice(first, first + heads)
+        scan_inputs = ctx.saved_tensors
+        grads = [torch.zeros_like(scan_input) for scan_input in scan_inputs]
+        q, _, v, _, _ = scan_inputs
+        max_segments = max(len(level.indices) for level in ctx.levels)
+        heads_per_pass = max(1, BLOCK_ENTRIES // (BLOCK * max_segments * q.shape[2] * v.shape[2]))
+        for first in range(0, q.shape[1], heads_per_pass):
+            heads = slice(first, first + heads_per_pass)
             _tree_backward(
                 ctx.levels,
                 ctx.parents,
-                [part[:, some] for part in parts],
-                grad[:, some],
-                [own[:, some] for own in grads],
+                [scan_input[:, heads] for scan_input in scan_inputs],
+                grad[:, heads],
+                [total[:, heads] for total in grads],
             )
         return *grads, None, None
 
 
 def _scan_levels(
-    levels: Sequence[_Level], parents: Sequence[int], parts: Sequence[Tensor], out: Tensor | None
+    levels: Sequence[_Level],
+    parents: Sequence[int],
+    scan_inputs: Sequence[Tensor],
+    out: Tensor | None,
 ) -> list[Tensor]:
     """Compute all levels, with zero states at the roots; return each level's initial states."""
-    _, heads, key_dim = parts[0].shape
-    zero = parts[0].new_zeros(heads, key_dim, parts[2].shape[2])
-    after: dict[int, Tensor] = {}
-    initial = []
+    _, heads, key_dim = scan_inputs[0].shape
+    zero_state = scan_inputs[0].new_zeros(heads, key_dim, scan_inputs[2].shape[2])
+    final_states: dict[int, Tensor] = {}
+    initial_states = []
     for level in levels:
-        before = [after[parents[run]] if parents[run] >= 0 else zero for run in level.runs]
-        state = torch.stack(before)
-        initial.append(state.clone() if out is None else state)
-        _advance(level, state, parts, 0, level.lengths[0], out)
-        after.update(zip(level.runs, state, strict=True))
-    return initial
+        parent_states = [
+            final_states[parents[index]] if parents[index] >= 0 else zero_state
+            for index in level.indices
+        ]
+        state = torch.stack(parent_states)
+        initial_states.append(state.clone() if out is None else state)
+        _advance(level, state, scan_inputs, 0, level.lengths[0], out)
+        final_states.update(zip(level.indices, state, strict=True))
+    return initial_states
 
 
 def _tree_backward(
     levels: Sequence[_Level],
     parents: Sequence[int],
-    parts: Sequence[Tensor],
+    scan_inputs: Sequence[Tensor],
     grad: Tensor,
     grads: Sequence[Tensor],
 ) -> None:
-    """Write the gradients of `parts` into `grads`."""
-    initial = _scan_levels(levels, parents, parts, None)
-    of_state: dict[int, Tensor] = {}
-    for level, state in zip(reversed(levels), reversed(initial), strict=True):
-        starts = level.starts.to(state.device)
-        steps = [*range(0, level.lengths[0], BLOCK), level.lengths[0]]
-        blocks = []
-        for first, last in pairwise(steps):
-            blocks.append(state.clone())
-            _advance(level, state, parts, first, last, None)
-        zero = torch.zeros_like(state[0])
-        grad_state = torch.stack([of_state.pop(run, zero) for run in level.runs])
-        for (first, last), own in zip(reversed(list(pairwise(steps))), blocks[::-1], strict=True):
-            kept: list[Tensor] = []
-            _advance(level, own, parts, first, last, None, kept)
-            for step in range(last - 1, first - 1, -1):
-                rows = starts[: level.active(step)] + step
-                found = _step_backward(
-                    kept.pop(),
-                    [part[rows] for part in parts],
+    """Write the gradients of `scan_inputs` into `grads`."""
+    initial_states = _scan_levels(levels, parents, scan_inputs, None)
+    state_grads: dict[int, Tensor] = {}
+    for level, state in zip(reversed(levels), reversed(initial_states), strict=True):
+        first_rows = level.first_rows.to(state.device)
+        block_bounds = [*range(0, level.lengths[0], BLOCK), level.lengths[0]]
+        block_states = []
+        for start, stop in pairwise(block_bounds):
+            block_states.append(state.clone())
+            _advance(level, state, scan_inputs, start, stop, None)
+        zero_grad = torch.zeros_like(state[0])
+        grad_state = torch.stack([state_grads.pop(index, zero_grad) for index in level.indices])
+        for (start, stop), block_state in zip(
+            reversed(list(pairwise(block_bounds))), block_states[::-1], strict=True
+        ):
+            states_before: list[Tensor] = []
+            _advance(level, block_state, scan_inputs, start, stop, None, states_before)
+            for step in range(stop - 1, start - 1, -1):
+                rows = first_rows[: level.num_active(step)] + step
+                step_grads = _step_backward(
+                    states_before.pop(),
+                    [scan_input[rows] for scan_input in scan_inputs],
                     grad[rows],
                     grad_state[: len(rows)],
                 )
-                for total, part in zip(grads, found, strict=True):
-                    total[rows] = part
-        for run, own in sorted(zip(level.runs, grad_state, strict=True), key=lambda item: item[0]):
-            parent = parents[run]
-            if parent >= 0:
-                of_state[parent] = of_state[parent] + own if parent in of_state else own
+                for total, step_grad in zip(grads, step_grads, strict=True):
+                    total[rows] = step_grad
+        by_index = sorted(zip(level.indices, grad_state, strict=True), key=lambda item: item[0])
+        for index, initial_grad in by_index:
+            parent = parents[index]
+            if parent in state_grads:
+                state_grads[parent] = state_grads[parent] + initial_grad
+            elif parent >= 0:
+                state_grads[parent] = initial_grad
