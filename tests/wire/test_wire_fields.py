@@ -4,7 +4,9 @@ import orjson
 import pytest
 
 from planish.errors import UserError
+from planish.wire import fields as fields_module
 from planish.wire.fields import MAX_CONTAINERS, MAX_ITEMS, Fields
+from planish.wire.json_pieces import parse_pieces
 
 
 def of(**values) -> Fields:
@@ -32,6 +34,31 @@ def test_a_body_of_many_small_containers_is_rejected(part):
         Fields.of(body(2_000_000))
     assert tracemalloc.get_traced_memory()[1] < 60 << 20
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("value", "in_pieces"),
+    [
+        ("x" * 500_000, False),
+        ("a,[{" * 2_700, False),
+        ("a,[{" * 60_000, True),
+        ([0] * 8_000 + ["x" * 500_000], False),
+        ([0] * 80_000, True),
+        ([[{}]] * 20_000, True),
+        ("x" * 1_100_000, True),
+    ],
+)
+def test_only_large_bodies_of_many_values_are_parsed_in_pieces(monkeypatch, value, in_pieces):
+    """A piece ends at a comma. A long string in the body was searched for commas in vain."""
+    parsed_in_pieces = []
+
+    def recorded(*arguments):
+        parsed_in_pieces.append(True)
+        return parse_pieces(*arguments)
+
+    monkeypatch.setattr(fields_module, "parse_pieces", recorded)
+    assert of(value=value).raw("value") == value
+    assert bool(parsed_in_pieces) is in_pieces
 
 
 @pytest.mark.parametrize(
