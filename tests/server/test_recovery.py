@@ -570,6 +570,44 @@ async def test_an_older_store_may_hold_two_requests_of_one_number(model_dir, dat
         assert isinstance(await client.answer(unloading.request_id), Done)
 
 
+async def test_a_step_whose_gradient_an_older_version_stored_as_failed_is_never_left_out(
+    model_dir, data_dir, caplog
+):
+    """The model is not loaded, because its state cannot be computed. Its checkpoints remain, and
+    other models are not affected.
+    """
+    async with running(model_dir, data_dir, ServerSettings(adapter_idle_timeout=1e6)) as server:
+        client = await Client.start(server)
+        model, other = await client.model(1), await client.model(2)
+        await model.run(gradient(model.model_id))
+        await model.run(adam(model.model_id))
+        saved = await model.save("one")
+        part = await model.submit(gradient(model.model_id, 2))
+        await client.done(part)
+        second = await model.submit(adam(model.model_id))
+        applied = await client.answer(second)
+        await model.run(gradient(model.model_id, 3))  # keeps a snapshot from being taken
+    change_database(
+        data_dir,
+        "UPDATE requests SET state = 'failed', message = 'Input/output error', category = 'server',"
+        " body = NULL, body_file = NULL, result = NULL, result_bytes = 0 WHERE id = ?",
+        [part],
+    )
+    for _ in range(2):  # a restart changes nothing
+        caplog.clear()
+        async with running(model_dir, data_dir) as server:
+            client.server = server
+            answer = await client.answer(await model.submit(adam(model.model_id)))
+            assert isinstance(answer, Failed)
+            assert answer.error_class == "DamagedFileError"
+            assert "Create a new client from your last checkpoint" in answer.message
+            assert f"applied {second}, but a request before it is stored as failed" in caplog.text
+            assert await client.answer(second) == applied
+            await other.step(1)
+            again = await client.model(3, base_model=None, from_path=saved, with_optimizer=True)
+            assert (await again.step(4))["adam_step"] == 2
+
+
 @pytest.mark.parametrize("fault", [None, "the device was lost"])
 async def test_a_stop_after_an_engine_failure_is_not_a_clean_one(model_dir, data_dir, fault):
     async with running(model_dir, data_dir) as server:

@@ -25,7 +25,7 @@ from typing import Any
 
 import orjson
 
-from planish.errors import CheckpointError, DamagedFileError
+from planish.errors import CheckpointError, DamagedFileError, UserError
 from planish.server.durable import journal
 from planish.server.durable.checkpoints import loaded_path, snapshot_name
 from planish.server.durable.journal import RequestRow
@@ -187,7 +187,17 @@ async def _run_again(
             operation = replace(operation, path=loaded_path(row.owner, row.seq, path))
             adapter.has_gradient = False
     adapter.note_gradient(operation)
-    result: Any = await services.engine.perform(operation)
+    try:
+        result: Any = await services.engine.perform(operation)
+    except UserError as error:
+        if not isinstance(operation, OptimStep):
+            raise
+        # Earlier versions could store answers out of order. After a crash they ran the
+        # gradient again, and stored its failure beside the successful answer of its step.
+        raise DamagedFileError(
+            f"the journal contradicts itself: the first run applied {row.id}, but a request before "
+            f"it is stored as failed, so the step cannot be repeated: {error}"
+        ) from error
     if isinstance(operation, OptimStep) and not adapter.has_warned:
         adapter.has_warned = not await is_reproduced(services.store, row, result)
 
