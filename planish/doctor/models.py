@@ -93,11 +93,11 @@ def _plan(name: str, directory: Path, memory: DeviceMemory, scheme: str | None) 
         return Finding("plan", f"{name}: {error}", value, remedy)
     weights = f"{scheme} weights" if scheme else "weights"
     text = (
-        f"{name}: up to {gib(plan.total)}: {weights} {gib(plan.weights)}, an adapter in training "
-        f"{gib(plan.adapters)}, keys and values {gib(plan.keys_values)}, a sampling step "
-        f"{gib(plan.sampling)}, a training step {gib(plan.training)} "
+        f"{name}: up to {gib(plan.total_bytes)}: {weights} {gib(plan.weight_bytes)}, an adapter in training "
+        f"{gib(plan.adapter_bytes)}, keys and values {gib(plan.cache_bytes)}, a sampling step "
+        f"{gib(plan.sampling_bytes)}, a training step {gib(plan.training_bytes)} "
         f"({plan.trainer.micro_batch_tokens:,} tokens); at most {plan.sampler.max_batch} samples at "
         "once"
     )
-    value = {"model": name, "quantize": scheme, "total": plan.total}
+    value = {"model": name, "quantize": scheme, "total": plan.total_bytes}
     return Finding("plan", text, value | asdict(plan))

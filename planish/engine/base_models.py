@@ -76,7 +76,7 @@ class BaseModel:
         self.quantize = settings.quantize
         """The quantization scheme of the weights, or None."""
         self.decoder = Decoder(load_weights(directory, config), self.backend, self.quantize)
-        self._must_be_invariant = settings.deterministic is True
+        self._requires_batch_invariance = settings.deterministic is True
         self.trainer = Trainer(self.decoder, memory.trainer)
         self._tokenizer = _LazyTokenizer(directory)
         # Pass a method of `_LazyTokenizer`, because a method of this object would create a
@@ -105,7 +105,7 @@ class BaseModel:
         # probe it at the first use and delay other requests.
         tiling = self.backend.tiling
         is_invariant = tiling is None or tiling.is_invariant(rank)
-        if self._must_be_invariant and not is_invariant:
+        if self._requires_batch_invariance and not is_invariant:
             raise UserError(
                 f"rank={rank}: deterministic=True cannot be kept, because torch's matmuls of this "
                 "rank depend on the batch on this machine; give another rank, or "
@@ -232,7 +232,7 @@ class BaseModels:
         self._settings = settings
         self._memory = memory
         self._lock = threading.Lock()
-        self._loading: dict[Path, threading.Lock] = {}
+        self._load_locks: dict[Path, threading.Lock] = {}
         """One lock per directory, locked while its base model is loaded. So different base models
         can be loaded at the same time.
         """
@@ -246,14 +246,14 @@ class BaseModels:
         """
         directory = self.directory(name)
         with self._lock:
-            loading = self._loading.setdefault(directory, threading.Lock())
-        with loading:
+            load_lock = self._load_locks.setdefault(directory, threading.Lock())
+        with load_lock:
             if directory not in self._loaded:
                 # Load in a short-lived thread. OpenMP keeps workers for every living thread that
                 # has computed. If there are more workers than cores, all of them sleep between
                 # matmuls, which halves the sampler's speed.
-                with ThreadPoolExecutor(1, thread_name_prefix="planish-load") as thread:
-                    self._loaded[directory] = thread.submit(self._load, directory).result()
+                with ThreadPoolExecutor(1, thread_name_prefix="planish-load") as executor:
+                    self._loaded[directory] = executor.submit(self._load, directory).result()
             return self._loaded[directory]
 
     def _load(self, directory: Path) -> BaseModel:
@@ -263,13 +263,15 @@ class BaseModels:
         except BaseException:
             self._memory.release(directory)
             raise
-        names = [name for name, found in self._directories.items() if found == directory]
+        names_of_directory = [
+            name for name, found in self._directories.items() if found == directory
+        ]
         logging.getLogger(__name__).info(
             "%s: %s; threads: %d; memory up to %s",
-            names[0],
+            names_of_directory[0],
             model.numerics().summary,
             torch.get_num_threads(),
-            gib(memory.total),
+            gib(memory.total_bytes),
         )
         return model
 
@@ -304,8 +306,8 @@ class BaseModels:
     def clear(self) -> None:
         """Drop all base models and release their memory claims."""
         with self._lock:
-            loading = list(self._loading.items())
-        for directory, lock in loading:
+            load_locks = list(self._load_locks.items())
+        for directory, lock in load_locks:
             with lock:
                 self._loaded.pop(directory, None)
                 self._memory.release(directory)

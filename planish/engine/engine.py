@@ -130,18 +130,20 @@ class Engine:
         """
         limit_threads()
         self._settings = settings or EngineSettings()
-        given = checked_mapping(models)
-        named = {*given.values(), *environment_models().values()}
-        memory = memory or DeviceMemory(self._settings, reserves_for_next=len(named) > 1)
+        mapping = checked_mapping(models)
+        known_directories = {*mapping.values(), *environment_models().values()}
+        memory = memory or DeviceMemory(
+            self._settings, reserves_for_next=len(known_directories) > 1
+        )
         # An entry that maps a name to itself gives no directory, so it is dropped here. It has been
-        # counted in `named` above, because its base model uses the memory too.
+        # counted in `known_directories` above, because its base model uses the memory too.
         if not only_these_models:
-            given = {name: path for name, path in given.items() if name != path}
-        self._models = BaseModels(given, self._settings, memory, only_these_models)
+            mapping = {name: path for name, path in mapping.items() if name != path}
+        self._models = BaseModels(mapping, self._settings, memory, only_these_models)
         self._store = CheckpointStore(data_directory(data_dir))
         self._training_models: dict[str, TrainingModel] = {}
         self._sampler_sessions: dict[str, SamplerSession] = {}
-        self._created_ids: set[str] = set()
+        self._created_model_ids: set[str] = set()
         """Ids of all training models that this engine created."""
         self._is_closed = False
         self.substitutions: Counter[tuple[str, str]] = Counter()
@@ -165,7 +167,7 @@ class Engine:
         """
         self._check_open()
         future: Future[R] = Future()
-        queued = self._checked_operation(operation, future)
+        queued = self._prepare_operation(operation, future)
         # Keep the engine alive until the result is set. After
         # `ServiceClient().create_sampling_client(...).sample(...)` the caller has only the future.
         keep_alive = [self]
@@ -180,9 +182,11 @@ class Engine:
         directory.
         """
         self._check_open()
-        usable = [entry for entry in list_models(self._models.mapping) if entry.problem is None]
+        usable_models = [
+            entry for entry in list_models(self._models.mapping) if entry.problem is None
+        ]
         contexts = {
-            entry.name: _context_of(entry.path) for entry in usable
+            entry.name: _max_context_of(entry.path) for entry in usable_models
         } | self._models.loaded_contexts()
         return GetServerCapabilitiesResponse(
             [SupportedModel(name, context) for name, context in contexts.items()]
@@ -190,7 +194,7 @@ class Engine:
 
     def sampler_info(self, sampler_id: str) -> SamplerInfo:
         """Return a sampler's base model and checkpoint. Available after `close` too."""
-        session = self._session(sampler_id)
+        session = self._session_by_id(sampler_id)
         return SamplerInfo(session.sampler_id, session.base_model, session.model_path)
 
     def tokenizer_directory(self, base_model: str) -> Path:
@@ -203,7 +207,7 @@ class Engine:
         self._check_open()
         if (
             run_id is not None
-            and run_id not in self._created_ids
+            and run_id not in self._created_model_ids
             and not self._store.has_run(run_id)
         ):
             raise CheckpointError(
@@ -303,48 +307,50 @@ class Engine:
 
     # The methods below check an operation before `submit` queues it.
 
-    def _checked_operation(self, op: Operation[Any], future: Future[Any]) -> QueuedOperation:
+    def _prepare_operation(self, op: Operation[Any], future: Future[Any]) -> QueuedOperation:
         match op:
             case CreateModel():
-                return self._create_model(op, future)
+                return self._prepare_model(op, future)
             case CreateSampler():
-                return self._create_sampler(op, future)
+                return self._prepare_sampler(op, future)
             case PublishSampler():
-                model = self._model(op.model_id)
+                model = self._model_by_id(op.model_id)
                 session = self._new_session(op.sampler_id, model.base, model.base_model, None)
                 return QueuedPublish(op, future, model, session)
             case ReleaseSampler():
                 released = self._sampler_sessions.pop(op.sampler_id, None)
-                return QueuedSampling(op, future, released or self._session(op.sampler_id))
+                return QueuedSampling(op, future, released or self._session_by_id(op.sampler_id))
             case UnloadModel():
                 unloaded = self._training_models.pop(op.model_id, None)
-                return QueuedTraining(op, future, unloaded or self._model(op.model_id))
+                return QueuedTraining(op, future, unloaded or self._model_by_id(op.model_id))
             case Sample():
-                session = self._session(op.sampler_id)
+                session = self._session_by_id(op.sampler_id)
                 self._check_request(session.base, op)
                 return QueuedSample(op, future, session)
             case SaveWeights() | SaveWeightsForSampler():
-                return self._save(op, future)
+                return self._prepare_save(op, future)
             case LoadWeights():
-                model = self._model(op.model_id)
+                model = self._model_by_id(op.model_id)
                 path = CheckpointPath.parse(op.path)
-                loaded = self._read(
+                loaded_adapter = self._read_adapter(
                     path, model.base, model.layout, model.base_model, op.with_optimizer
                 )
-                return QueuedLoad(op, future, model, loaded)
+                return QueuedLoad(op, future, model, loaded_adapter)
             case ForwardBackward():
-                model = self._model(op.model_id)
-                loss_fn = self._computed_loss(op.loss_fn)
-                batch = model.base.trainer.read(op.data, loss_fn, op.loss_fn_config)
+                model = self._model_by_id(op.model_id)
+                loss_fn = self._loss_to_compute(op.loss_fn)
+                batch = model.base.trainer.read_batch(op.data, loss_fn, op.loss_fn_config)
                 return QueuedForwardBackward(op, future, model, batch)
             case DeferredForwardBackward():
-                loss_fn = self._computed_loss(op.loss_fn)
-                return QueuedDeferredForwardBackward(op, future, self._model(op.model_id), loss_fn)
+                loss_fn = self._loss_to_compute(op.loss_fn)
+                return QueuedDeferredForwardBackward(
+                    op, future, self._model_by_id(op.model_id), loss_fn
+                )
             case OptimStep():
-                return QueuedTraining(op, future, self._model(op.model_id))
+                return QueuedTraining(op, future, self._model_by_id(op.model_id))
         raise TypeError(f"operation is a {type(op).__name__}, which the engine does not support")
 
-    def _computed_loss(self, loss_fn: str) -> str:
+    def _loss_to_compute(self, loss_fn: str) -> str:
         """Return the loss to compute for `loss_fn`: `loss_fn` itself, or its substitute.
 
         Each substitution is counted in `substitutions`.
@@ -359,7 +365,7 @@ class Engine:
         if self._is_closed:
             raise EngineClosedError("the engine is closed; make a new ServiceClient")
 
-    def _model(self, model_id: str) -> TrainingModel:
+    def _model_by_id(self, model_id: str) -> TrainingModel:
         model = self._training_models.get(model_id)
         if model is None:
             raise UserError(
@@ -369,7 +375,7 @@ class Engine:
             raise UserError(f"model_id={model_id!r}: {model.failure}")
         return model
 
-    def _session(self, sampler_id: str) -> SamplerSession:
+    def _session_by_id(self, sampler_id: str) -> SamplerSession:
         session = self._sampler_sessions.get(sampler_id)
         if session is None:
             raise UserError(
@@ -378,36 +384,40 @@ class Engine:
             )
         return session
 
-    def _create_model(self, op: CreateModel, future: Future[Any]) -> QueuedCreation:
+    def _prepare_model(self, op: CreateModel, future: Future[Any]) -> QueuedCreation:
         for module in _PRELOADED_MODULES:
             importlib.import_module(module)
         check_name("model_id", op.model_id)
         if op.model_id in self._training_models:
             raise UserError(f"model_id={op.model_id!r} is already in use; choose another id")
         if op.from_path is not None:
-            base, name, loaded = self._open(op.from_path, op.base_model, op.with_optimizer)
-            layout = loaded.layout
+            base, name, loaded_adapter = self._open_checkpoint(
+                op.from_path, op.base_model, op.with_optimizer
+            )
+            layout = loaded_adapter.layout
         else:
             assert op.base_model is not None
-            name, loaded = op.base_model, None
+            name, loaded_adapter = op.base_model, None
             base = self._models.get(name)
             base.check_rank(op.lora.rank)
             layout = LoraLayout(base.config, op.lora)
         model = TrainingModel(op.model_id, base, name, layout, dict(op.user_metadata))
         if self._training_models.setdefault(op.model_id, model) is not model:
             raise UserError(f"model_id={op.model_id!r} is already in use; choose another id")
-        self._created_ids.add(op.model_id)
-        return QueuedCreation(op, future, model, loaded)
+        self._created_model_ids.add(op.model_id)
+        return QueuedCreation(op, future, model, loaded_adapter)
 
-    def _create_sampler(self, op: CreateSampler, future: Future[Any]) -> QueuedSamplerCreation:
+    def _prepare_sampler(self, op: CreateSampler, future: Future[Any]) -> QueuedSamplerCreation:
         if op.model_path is not None:
-            base, name, loaded = self._open(op.model_path, op.base_model, with_optimizer=False)
+            base, name, loaded_adapter = self._open_checkpoint(
+                op.model_path, op.base_model, with_optimizer=False
+            )
         else:
             assert op.base_model is not None
-            name, loaded = op.base_model, None
+            name, loaded_adapter = op.base_model, None
             base = self._models.get(name)
         session = self._new_session(op.sampler_id, base, name, op.model_path)
-        return QueuedSamplerCreation(op, future, session, loaded)
+        return QueuedSamplerCreation(op, future, session, loaded_adapter)
 
     def _new_session(
         self, sampler_id: str, base: BaseModel, name: str, model_path: str | None
@@ -429,8 +439,10 @@ class Engine:
         if isinstance(stop, str) or any(isinstance(item, str) for item in stop or ()):
             _ = base.tokenizer  # load it now, so that a missing tokenizer fails this call
 
-    def _save(self, op: SaveWeights | SaveWeightsForSampler, future: Future[Any]) -> QueuedSave:
-        model = self._model(op.model_id)
+    def _prepare_save(
+        self, op: SaveWeights | SaveWeightsForSampler, future: Future[Any]
+    ) -> QueuedSave:
+        model = self._model_by_id(op.model_id)
         path = CheckpointPath(
             op.model_id, "training" if isinstance(op, SaveWeights) else "sampler", op.name
         )
@@ -438,7 +450,7 @@ class Engine:
             raise name_taken(path)
         return QueuedSave(op, future, model, path)
 
-    def _open(
+    def _open_checkpoint(
         self, checkpoint: str, base_model: str | None, with_optimizer: bool
     ) -> tuple[BaseModel, str, LoadedAdapter]:
         """Read the checkpoint at a tinker:// path; return the base model, its name and the adapter.
@@ -451,28 +463,32 @@ class Engine:
         base = self._models.get(name)
         base.check_rank(manifest.lora.rank)
         layout = LoraLayout(base.config, manifest.lora)
-        any_weights = base_model is not None
-        return base, name, self._read(path, base, layout, name, with_optimizer, any_weights)
+        allow_other_weights = base_model is not None
+        return (
+            base,
+            name,
+            self._read_adapter(path, base, layout, name, with_optimizer, allow_other_weights),
+        )
 
-    def _read(
+    def _read_adapter(
         self,
         path: CheckpointPath,
         base: BaseModel,
         layout: LoraLayout,
         name: str,
         with_optimizer: bool,
-        any_weights: bool = False,
+        allow_other_weights: bool = False,
     ) -> LoadedAdapter:
         """Read the adapter state of a checkpoint for `base`.
 
-        `any_weights`: accept a checkpoint of other base weights with the same architecture.
+        `allow_other_weights`: accept a checkpoint of other base weights with the same architecture.
         Raises CheckpointError if the base model or the adapter's shape does not match.
         """
 
         def check_fits(manifest: Manifest) -> None:
             if manifest.architecture != base.config.fingerprint():
                 difference = "architecture differs from that"
-            elif manifest.weights != base.fingerprint and not any_weights:
+            elif manifest.weights != base.fingerprint and not allow_other_weights:
                 difference = "weights differ from those"
             else:
                 difference = ""
@@ -482,17 +498,20 @@ class Engine:
                     f"{difference} of {name!r} in this engine; load it on its own base model. "
                     "models={NAME: PATH} sets the directory of a base model"
                 )
-            if manifest.quantize != base.quantize and not any_weights:
+            if manifest.quantize != base.quantize and not allow_other_weights:
                 raise CheckpointError(
                     f"{path} was saved from {_describe_weights(manifest.quantize)}, but this "
                     f"engine has {_describe_weights(base.quantize)}; start the engine with "
                     f"quantize={manifest.quantize!r}, or give base_model={name!r} to use the "
                     "checkpoint on these weights"
                 )
-            theirs, ours = _describe_shape(manifest.lora), _describe_shape(layout.lora)
-            if theirs != ours:
+            checkpoint_shape, model_shape = (
+                _describe_shape(manifest.lora),
+                _describe_shape(layout.lora),
+            )
+            if checkpoint_shape != model_shape:
                 raise CheckpointError(
-                    f"{path} has an adapter of {theirs}, but the model's adapter has {ours}; "
+                    f"{path} has an adapter of {checkpoint_shape}, but the model's adapter has {model_shape}; "
                     "create the model with the rank and the train_* options of the checkpoint"
                 )
 
@@ -507,11 +526,13 @@ def _describe_weights(scheme: str | None) -> str:
 
 
 def _describe_shape(lora: LoraConfig) -> str:
-    parts = [name for name in ("train_attn", "train_mlp", "train_unembed") if getattr(lora, name)]
-    return f"rank {lora.rank} with {', '.join(parts)}"
+    module_groups = [
+        name for name in ("train_attn", "train_mlp", "train_unembed") if getattr(lora, name)
+    ]
+    return f"rank {lora.rank} with {', '.join(module_groups)}"
 
 
-def _context_of(path: Path | None) -> int | None:
+def _max_context_of(path: Path | None) -> int | None:
     return (
         ModelConfig.from_directory(path).max_context if path is not None and path.is_dir() else None
     )

@@ -50,7 +50,7 @@ from planish.service import ReleaseSampler
 
 Side = Literal["sampling", "training"]
 
-_CANCELLED = "its creation was cancelled; create another one"
+_CANCELLED_CREATION = "its creation was cancelled; create another one"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class EngineThread:
         self._on_end = on_end
         self._inbox: SimpleQueue[QueuedOperation | _Wake | _Stop] = SimpleQueue()
         self._has_ended = threading.Event()
-        self._saves: set[Future[Any]] = set()
+        self._pending_saves: set[Future[Any]] = set()
         """The futures of checkpoints that are not written yet."""
         self._fault: BaseException | None = None
         """The exception that ended the thread; None while it runs or after a normal stop."""
@@ -88,9 +88,9 @@ class EngineThread:
         self._is_aborted = False
         """Whether the work in progress must stop at its next matmul."""
         self._stop_request: _Stop | None = None
-        self._models: list[TrainingModel] = []
+        self._training_models: list[TrainingModel] = []
         """The training models whose queues are not empty."""
-        self._bases: list[BaseModel] = []
+        self._base_models: list[BaseModel] = []
         """The base models that were sampled from."""
         self._sampler_sessions: list[SamplerSession] = []
         self._side_shares: FairShare[Side] = FairShare()
@@ -114,8 +114,8 @@ class EngineThread:
                 "ServiceClient in this process"
             )
         if isinstance(queued, QueuedSave):
-            self._saves.add(queued.future)
-            queued.future.add_done_callback(self._saves.discard)
+            self._pending_saves.add(queued.future)
+            queued.future.add_done_callback(self._pending_saves.discard)
         self._inbox.put(queued)
         if self._has_ended.is_set():
             self._reject_inbox()
@@ -156,7 +156,7 @@ class EngineThread:
     def _stop_at_exit(self) -> None:
         """Wait for checkpoints that are being saved, then stop without running other operations."""
         try:
-            wait_for_saves(list(self._saves))
+            wait_for_saves(list(self._pending_saves))
         finally:
             self.stop(finish=False)
 
@@ -217,12 +217,12 @@ class EngineThread:
 
     def _awaits_data(self) -> bool:
         """Return whether the next operation of any training model waits for data being prepared."""
-        return any(model.awaits_data for model in self._models)
+        return any(model.awaits_data for model in self._training_models)
 
     def _has_work(self) -> bool:
         """Return whether a training model or a sampler can take a turn now."""
-        return any(model.is_ready for model in self._models) or any(
-            base.sampler.busy for base in self._bases
+        return any(model.is_ready for model in self._training_models) or any(
+            base.sampler.busy for base in self._base_models
         )
 
     def _reset_shares(self) -> None:
@@ -232,23 +232,23 @@ class EngineThread:
 
     def _run_turn(self) -> None:
         """Let one training model or one sampler take a turn, and charge its time."""
-        ready = [model for model in self._models if model.is_ready]
-        busy = [base for base in self._bases if base.sampler.busy]
+        ready_models = [model for model in self._training_models if model.is_ready]
+        busy_base_models = [base for base in self._base_models if base.sampler.busy]
         sides: list[Side] = []
-        if busy:
+        if busy_base_models:
             sides.append("sampling")
-        if ready:
+        if ready_models:
             sides.append("training")
         side = self._side_shares.pick(sides)
         start = perf_counter()
-        is_alone = len(ready) + len(busy) == 1
+        is_alone = len(ready_models) + len(busy_base_models) == 1
         if side == "training":
-            model = self._training_shares.pick(ready)
+            model = self._training_shares.pick(ready_models)
             self._run_training_turn(model)
             self._wait_for_device(model.base, is_alone)
             self._training_shares.charge(model, perf_counter() - start)
         else:
-            base = self._sampling_shares.pick(busy)
+            base = self._sampling_shares.pick(busy_base_models)
             self._run_sampling_turn(base)
             self._wait_for_device(base, is_alone)
             self._sampling_shares.charge(base, perf_counter() - start)
@@ -268,7 +268,7 @@ class EngineThread:
         """Append an operation to its model's queue, or start an operation on a sampler."""
         if isinstance(queued, QueuedTraining):
             if not queued.model.queue:
-                self._models.append(queued.model)
+                self._training_models.append(queued.model)
             queued.model.queue.append(queued)
             if isinstance(queued, QueuedDeferredForwardBackward):
                 queued.operation.data.add_done_callback(lambda _: self._inbox.put(_Wake()))
@@ -296,20 +296,20 @@ class EngineThread:
 
     def _create_sampler(self, queued: QueuedSamplerCreation) -> None:
         """Load the weights of a sampler, and start the requests that waited for it."""
-        session, loaded = queued.session, queued.loaded
+        session, loaded_adapter = queued.session, queued.loaded_adapter
         try:
             if not queued.future.set_running_or_notify_cancel():
-                session.failure = _CANCELLED
+                session.failure = _CANCELLED_CREATION
                 return
-            if loaded is not None:
-                base, master = session.base, loaded.state["master"]
-                session.weights = LoraWeights(loaded.layout, master, base.backend)
-            session.version = loaded.version if loaded is not None else "base"
+            if loaded_adapter is not None:
+                base, master = session.base, loaded_adapter.state["master"]
+                session.weights = LoraWeights(loaded_adapter.layout, master, base.backend)
+            session.version = loaded_adapter.version if loaded_adapter is not None else "base"
         except BaseException as error:
             session.failure = str(error)
             raise
         finally:
-            self._start_waiting(session)
+            self._start_waiting_requests(session)
         queued.future.set_result(session.sampler_id)
 
     def _start_sample(self, queued: QueuedSample) -> None:
@@ -321,21 +321,21 @@ class EngineThread:
         if session.failure is not None:
             raise UserError(f"sampler_id={session.sampler_id!r}: {session.failure}")
         if session.version is None:
-            session.waiting.append(queued)
+            session.waiting_requests.append(queued)
             return
-        if session.base not in self._bases:
-            self._bases.append(session.base)
+        if session.base not in self._base_models:
+            self._base_models.append(session.base)
         session.base.sampler.submit(
             queued.operation, session.weights, session.version, queued.future
         )
-        session.running.add(queued.future)
-        queued.future.add_done_callback(session.running.discard)
+        session.running_futures.add(queued.future)
+        queued.future.add_done_callback(session.running_futures.discard)
 
-    def _start_waiting(self, session: SamplerSession) -> None:
+    def _start_waiting_requests(self, session: SamplerSession) -> None:
         """Start the requests that waited for this sampler, or fail them if its creation failed."""
         if session not in self._sampler_sessions:
             self._sampler_sessions.append(session)
-        waiting, session.waiting = session.waiting, []
+        waiting, session.waiting_requests = session.waiting_requests, []
         for queued in waiting:
             try:
                 self._start_sample(queued)
@@ -351,9 +351,9 @@ class EngineThread:
         model.work = None
         model.queue.popleft()
         if not model.queue:
-            self._models.remove(model)
+            self._training_models.remove(model)
         if isinstance(queued, QueuedPublish):
-            self._start_waiting(queued.session)
+            self._start_waiting_requests(queued.session)
 
     def _run_piece(self, model: TrainingModel, queued: QueuedTraining) -> bool:
         """Do one piece of the operation, and return whether it needs another turn."""
@@ -383,9 +383,9 @@ class EngineThread:
         adds_gradient = False
         match queued:
             case QueuedPublish():
-                queued.session.failure = _CANCELLED
+                queued.session.failure = _CANCELLED_CREATION
             case QueuedCreation():
-                queued.model.failure = _CANCELLED
+                queued.model.failure = _CANCELLED_CREATION
             case QueuedForwardBackward():
                 adds_gradient = not queued.operation.forward_only
             case QueuedDeferredForwardBackward():
@@ -404,32 +404,32 @@ class EngineThread:
 
     def _drop_unused_sessions(self) -> None:
         """Free the weights and cached prefixes of released samplers without open requests."""
-        for unused in [session for session in self._sampler_sessions if session.is_unused]:
-            self._sampler_sessions.remove(unused)
+        for unused_session in [session for session in self._sampler_sessions if session.is_unused]:
+            self._sampler_sessions.remove(unused_session)
             if not any(
-                session.version == unused.version and session.base is unused.base
+                session.version == unused_session.version and session.base is unused_session.base
                 for session in self._sampler_sessions
             ):
-                unused.base.sampler.evict_prefixes(unused.version)
-            unused.weights = None
+                unused_session.base.sampler.evict_prefixes(unused_session.version)
+            unused_session.weights = None
 
     def _shut_down(self) -> None:
         """Fail all operations that are left and release all tensors."""
         self._has_ended.set()
         error = self._closed_error()
-        for model in self._models:
+        for model in self._training_models:
             if model.work is not None:
                 model.work.close()
             _fail_all(model.queue, error)
         for session in self._sampler_sessions:
-            _fail_all(session.waiting, error)
+            _fail_all(session.waiting_requests, error)
         self._reject_inbox()
-        for base in self._bases:
+        for base in self._base_models:
             base.sampler.abort_all(error)
         # Drop the references to all tensors here. Otherwise the tensors would be freed while the
         # thread shuts down, or later in any other thread that drops the last reference to this
         # object.
-        self._models, self._bases, self._sampler_sessions = [], [], []
+        self._training_models, self._base_models, self._sampler_sessions = [], [], []
         self._reset_shares()
         self._on_end()
 

@@ -19,7 +19,7 @@ class FairShare(Generic[K]):
     def __init__(self) -> None:
         """Start with no time used."""
         self._used_seconds: dict[K, float] = {}
-        self._last_picked = 0.0
+        self._max_picked_seconds = 0.0
         """The highest used time that a picked key has had so far, in seconds.
 
         Absent keys count as having used at least this time.
@@ -27,18 +27,20 @@ class FairShare(Generic[K]):
 
     def pick(self, waiting: Sequence[K]) -> K:
         """Return the key of `waiting` (not empty) with the least time, the first if several tie."""
-        chosen = min(waiting, key=self._used)
-        self._last_picked = max(self._last_picked, self._used(chosen))
+        key_with_least = min(waiting, key=self._effective_seconds)
+        self._max_picked_seconds = max(
+            self._max_picked_seconds, self._effective_seconds(key_with_least)
+        )
         self._used_seconds = {
             key: used
             for key, used in self._used_seconds.items()
-            if used > self._last_picked or key in waiting
+            if used > self._max_picked_seconds or key in waiting
         }
-        return chosen
+        return key_with_least
 
     def charge(self, key: K, seconds: float) -> None:
         """Add `seconds` to the time that `key` has used."""
-        self._used_seconds[key] = self._used(key) + seconds
+        self._used_seconds[key] = self._effective_seconds(key) + seconds
 
-    def _used(self, key: K) -> float:
-        return max(self._used_seconds.get(key, 0.0), self._last_picked)
+    def _effective_seconds(self, key: K) -> float:
+        return max(self._used_seconds.get(key, 0.0), self._max_picked_seconds)

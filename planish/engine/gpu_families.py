@@ -75,22 +75,22 @@ TOLERANCE = {torch.bfloat16: 0.04, torch.float32: 2e-4}
 
 It is relative to the largest magnitude in the reference.
 """
-_MEAN_SHARE = 6
+_MEAN_TOLERANCE_DIVISOR = 6
 """The root mean square of all differences may be at most TOLERANCE / _MEAN_SHARE.
 
 It is relative to the root mean square of the reference. For comparison: rounding the output to bf16
 gives 0.0017, and two more roundings of intermediate results give 0.003.
 """
-_VOCABULARY = 8192
+_MAX_GRAPH_VOCAB_SIZE = 8192
 """The maximum vocabulary size in `check_graphs`.
 
 The LM head is torch's own matmul there, so its full size need not be checked.
 """
-_SPLIT_VOCABULARY = 9001
+_MULTI_BLOCK_VOCAB_SIZE = 9001
 """A vocabulary size that the sampling kernel reads in more than one block."""
-_RANKS = (32, 5)
+_LORA_RANKS = (32, 5)
 """The LoRA ranks of the two adapters in the checks."""
-_POINTED = 24.0
+_POINTER_SCORE = 24.0
 """The approximate attention score of the key that a query points at.
 
 The scores of other keys are spread around 0.
@@ -113,13 +113,13 @@ class Sizes:
 
     It is not a multiple of the kernels' tile sizes.
     """
-    prompts: tuple[int, ...] = (1500, 130, 3)
+    prompt_lengths: tuple[int, ...] = (1500, 130, 3)
     """The number of positions of each prompt in the KV cache."""
-    samples: tuple[int, ...] = (9, 2, 1)
+    samples_per_prompt: tuple[int, ...] = (9, 2, 1)
     """The number of samples of each prompt."""
-    sampled: int = 300
+    max_sampled_tokens: int = 300
     """The maximum number of sampled tokens of a sample."""
-    tree: tuple[int, ...] = (150, 80, 60)
+    segment_lengths: tuple[int, ...] = (150, 80, 60)
     """The number of tokens of each segment in the prefix tree, by level."""
     branches: tuple[int, ...] = (2, 3, 2)
     """The number of branches at each node of the prefix tree, by level."""
@@ -146,8 +146,8 @@ class Case:
 
         They are generated on the CPU, so that a failure can be reproduced on any machine.
         """
-        made = torch.randn(shape, generator=self.generator) * scale
-        return made.to(dtype or self.dtype).to(self.device)
+        values = torch.randn(shape, generator=self.generator) * scale
+        return values.to(dtype or self.dtype).to(self.device)
 
     @cached_property
     def backend(self) -> Backend:
@@ -164,24 +164,24 @@ class Case:
         return torch.randint(high, shape, generator=self.generator)
 
 
-def compare(what: str, found: Tensor, reference: Tensor, tolerance: float | None = None) -> None:
-    """Raise WrongResultError if `found` and `reference` differ by more than rounding errors.
+def compare(what: str, actual: Tensor, reference: Tensor, tolerance: float | None = None) -> None:
+    """Raise WrongResultError if `actual` and `reference` differ by more than rounding errors.
 
     `what` names the result in the error message. `tolerance` is TOLERANCE[found.dtype] by default.
     """
-    if found.shape != reference.shape:
-        raise WrongResultError(f"{what}: {tuple(found.shape)} for {tuple(reference.shape)}")
-    tolerance = TOLERANCE[found.dtype] if tolerance is None else tolerance
+    if actual.shape != reference.shape:
+        raise WrongResultError(f"{what}: {tuple(actual.shape)} for {tuple(reference.shape)}")
+    tolerance = TOLERANCE[actual.dtype] if tolerance is None else tolerance
     expected = reference.detach().double()
-    difference = found.detach().double() - expected
+    difference = actual.detach().double() - expected
     scale = max(float(expected.square().mean().sqrt()), 1e-30)
     largest = float(difference.abs().max()) / scale
-    mean = float(difference.square().mean().sqrt()) / scale
+    rms = float(difference.square().mean().sqrt()) / scale
     if not (largest <= tolerance * max(1.0, float(expected.abs().max()) / scale) and
-            mean <= tolerance / _MEAN_SHARE):  # fmt: skip
+            rms <= tolerance / _MEAN_TOLERANCE_DIVISOR):  # fmt: skip
         raise WrongResultError(
-            f"{what}: the largest difference is {largest:.2g} and the mean one {mean:.2g} "
-            f"of the root mean square; {tolerance:.2g} and {tolerance / _MEAN_SHARE:.2g} are allowed"
+            f"{what}: the largest difference is {largest:.2g} and the mean one {rms:.2g} "
+            f"of the root mean square; {tolerance:.2g} and {tolerance / _MEAN_TOLERANCE_DIVISOR:.2g} are allowed"
         )
 
 
@@ -196,121 +196,135 @@ def check_norms(case: Case) -> None:
         _check_norm(case, (rows, config.num_heads, config.head_dim), False)
 
 
-def _check_norm(case: Case, shape: tuple[int, ...], adds: bool) -> None:
-    """Check RMSNorm and its gradient. `adds`: the kernel first adds a second input."""
-    own, reference, eps = _elementwise(), case.reference, case.config.rms_norm_eps
+def _check_norm(case: Case, shape: tuple[int, ...], with_residual: bool) -> None:
+    """Check RMSNorm and its gradient. `with_residual`: the kernel first adds a second input."""
+    kernels, reference, eps = _elementwise_kernels(), case.reference, case.config.rms_norm_eps
     x = case.random(*shape, dtype=torch.float32, scale=3.0)
-    added = case.random(*shape) if adds else None
+    delta = case.random(*shape) if with_residual else None
     weight = 1 + case.random(shape[-1], dtype=torch.float32, scale=0.2)
     grad, residual = case.random(*shape), case.random(*shape, dtype=torch.float32)
-    wide = None if added is None else added.double()
-    total, normed, factor = reference.rms_norm(x.double(), wide, weight.double(), eps)
-    wanted = reference.rms_norm_backward(
-        grad.double(), total, weight.double(), factor, residual.double()
+    wide = None if delta is None else delta.double()
+    residual_sum, norm, factor = reference.rms_norm(x.double(), wide, weight.double(), eps)
+    expected_grad = reference.rms_norm_backward(
+        grad.double(), residual_sum, weight.double(), factor, residual.double()
     )
     factor = factor.squeeze(-1)
     for in_place in (False, True):
-        found = own.rms_norm(x.clone(), added, weight, eps, case.dtype, in_place=in_place)
-        for what, ours, theirs in zip(
-            ("sum", "norm", "factor"), found, (total, normed, factor), strict=True
+        found = kernels.rms_norm(x.clone(), delta, weight, eps, case.dtype, in_place=in_place)
+        for what, actual, expected in zip(
+            ("sum", "norm", "factor"), found, (residual_sum, norm, factor), strict=True
         ):
-            compare(f"{what} of {shape}", ours, theirs)
-    back = own.rms_norm_backward(grad, total.float(), weight, factor.float(), residual)
-    compare(f"gradient of the norm of {shape}", back, wanted, 1e-3)
+            compare(f"{what} of {shape}", actual, expected)
+    found_grad = kernels.rms_norm_backward(
+        grad, residual_sum.float(), weight, factor.float(), residual
+    )
+    compare(f"gradient of the norm of {shape}", found_grad, expected_grad, 1e-3)
 
 
 def check_rope(case: Case) -> None:
     """Check RoPE, its inverse, and the fused kernel that also normalizes queries and keys."""
     config, rows = case.config, case.sizes.rows
-    own, e = _elementwise(), config.head_dim
+    kernels, head_dim = _elementwise_kernels(), config.head_dim
     heads = (config.num_heads, config.num_kv_heads)
-    angles = case.random(rows, 1, e // 2, dtype=torch.float32, scale=2.0)
+    angles = case.random(rows, 1, head_dim // 2, dtype=torch.float32, scale=2.0)
     cos, sin = angles.cos(), angles.sin()
-    joint = case.random(rows, (heads[0] + 2 * heads[1]) * e)
-    q, k, _ = joint.unflatten(1, (-1, e)).split([heads[0], heads[1], heads[1]], 1)
+    fused_qkv = case.random(rows, (heads[0] + 2 * heads[1]) * head_dim)
+    q, k, _ = fused_qkv.unflatten(1, (-1, head_dim)).split([heads[0], heads[1], heads[1]], 1)
     for name, x in (("q", q), ("k", k)):
-        for back in (False, True):
-            found = own.rope(x, cos, sin, inverse=back)
+        for inverse in (False, True):
+            actual = kernels.rope(x, cos, sin, inverse=inverse)
             compare(
-                f"rotated {name}", found, case.reference.rope(x.double(), cos, sin, inverse=back)
+                f"rotated {name}",
+                actual,
+                case.reference.rope(x.double(), cos, sin, inverse=inverse),
             )
-    norms = 1 + case.random(2, e, dtype=torch.float32, scale=0.2)
-    for weights in (None, (norms[0], norms[1])) if config.qk_norm else (None,):
-        ours = own.qk_norm_rope(joint, heads, weights, config.rms_norm_eps, cos, sin)
+    norm_weights = 1 + case.random(2, head_dim, dtype=torch.float32, scale=0.2)
+    for weights in (None, (norm_weights[0], norm_weights[1])) if config.qk_norm else (None,):
+        actual_heads = kernels.qk_norm_rope(
+            fused_qkv, heads, weights, config.rms_norm_eps, cos, sin
+        )
         for index, x in enumerate((q, k)):
             x = x.double()
             if weights is not None:
                 factor = (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
                 x = (x * factor * weights[index]).to(case.dtype).double()
-            compare("rotated and normed heads", ours[index], case.reference.rope(x, cos, sin))
+            compare(
+                "rotated and normed heads", actual_heads[index], case.reference.rope(x, cos, sin)
+            )
 
 
 def check_swiglu(case: Case) -> None:
     """Check SwiGLU and its gradient."""
-    own, width = _elementwise(), case.config.intermediate_size
-    gate_up = case.random(case.sizes.rows, 2 * width, scale=3.0)
-    grad = case.random(case.sizes.rows, width)
+    kernels, intermediate_size = _elementwise_kernels(), case.config.intermediate_size
+    gate_up = case.random(case.sizes.rows, 2 * intermediate_size, scale=3.0)
+    grad = case.random(case.sizes.rows, intermediate_size)
     wide = gate_up.double()
-    compare("SwiGLU", own.swiglu(gate_up), case.reference.swiglu(wide))
-    wanted = case.reference.swiglu_backward(grad.double(), wide)
-    compare("gradient of SwiGLU", own.swiglu_backward(grad, gate_up), wanted)
+    compare("SwiGLU", kernels.swiglu(gate_up), case.reference.swiglu(wide))
+    expected_grad = case.reference.swiglu_backward(grad.double(), wide)
+    compare("gradient of SwiGLU", kernels.swiglu_backward(grad, gate_up), expected_grad)
 
 
 def check_log_sum_exp(case: Case) -> None:
     """Check the log-sum-exp of logits, the weights exp(logit - max), and the gradient."""
-    own, vocab = _elementwise(), case.config.vocab_size
+    kernels, vocab_size = _elementwise_kernels(), case.config.vocab_size
     rows = max(2, case.sizes.rows // 4)
-    logits = case.random(rows, vocab, dtype=torch.float32, scale=4.0)
+    logits = case.random(rows, vocab_size, dtype=torch.float32, scale=4.0)
     # A kernel with a wrong bound misses the last logit of row 0, or reads the first one of row 1.
     logits[0, -1], logits[1, 0] = 40.0, 40.0
     temperature = 0.5 + torch.rand(rows, generator=case.generator).to(case.device)
     weights, wide = logits.clone(), logits.double()
-    found = own.log_sum_exp(logits, temperature, weights=weights)
-    wanted = case.reference.log_sum_exp(wide, temperature.double(), weights=wide)
-    compare("log-sum-exp", found, wanted, 1e-6)
+    actual = kernels.log_sum_exp(logits, temperature, weights=weights)
+    expected = case.reference.log_sum_exp(wide, temperature.double(), weights=wide)
+    compare("log-sum-exp", actual, expected, 1e-6)
     compare("weights", weights, wide, 1e-4)
     logits[0, 0] = float("nan")
-    if math.isfinite(float(own.log_sum_exp(logits, temperature)[0])):
+    if math.isfinite(float(kernels.log_sum_exp(logits, temperature)[0])):
         raise WrongResultError("log-sum-exp of a row with a NaN is finite")
     logits[0, 0] = 0.0
-    counts = torch.arange(rows) % 3
-    first = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).to(case.device)
-    row = torch.arange(rows).repeat_interleave(counts).to(case.device)
-    targets = case.choices(vocab, len(row)).to(case.device)
-    grads = case.random(len(row), dtype=torch.float32)
+    pair_counts = torch.arange(rows) % 3
+    first_pairs = torch.cat([torch.zeros(1, dtype=torch.int64), pair_counts.cumsum(0)]).to(
+        case.device
+    )
+    pair_rows = torch.arange(rows).repeat_interleave(pair_counts).to(case.device)
+    targets = case.choices(vocab_size, len(pair_rows)).to(case.device)
+    grads = case.random(len(pair_rows), dtype=torch.float32)
     wide = logits.double()
-    total = case.reference.log_sum_exp(wide, wide.new_full((rows,), 0.7))
-    own.log_sum_exp_backward_(logits, 0.7, total.float(), first, targets, grads)
-    case.reference.log_sum_exp_backward_(wide, 0.7, total, first, targets, grads.double())
+    log_sum_exp = case.reference.log_sum_exp(wide, wide.new_full((rows,), 0.7))
+    kernels.log_sum_exp_backward_(logits, 0.7, log_sum_exp.float(), first_pairs, targets, grads)
+    case.reference.log_sum_exp_backward_(
+        wide, 0.7, log_sum_exp, first_pairs, targets, grads.double()
+    )
     compare("gradient of the logits", logits, wide, 1e-3)
 
 
 def check_sampling(case: Case) -> None:
     """Check sampling at the model's vocabulary size, and at one of several blocks."""
-    for vocab in (case.config.vocab_size, _SPLIT_VOCABULARY):
-        _check_sampling(case, vocab)
+    for vocab_size in (case.config.vocab_size, _MULTI_BLOCK_VOCAB_SIZE):
+        _check_sampling(case, vocab_size)
 
 
-def _check_sampling(case: Case, vocab: int) -> None:
+def _check_sampling(case: Case, vocab_size: int) -> None:
     """Check that each uniform number gives the token of the cumulative distribution.
 
     The weights are powers of two. Their sums are exact, so exactly one token is correct.
     """
     rows = max(4, case.sizes.rows)
-    weights = torch.exp2(-case.choices(12, rows, vocab).float()).to(case.device)
+    weights = torch.exp2(-case.choices(12, rows, vocab_size).float()).to(case.device)
     weights[:, -1] = 0.0
     weights[0] = 0.0
-    weights[0, vocab // 2] = 1.0
+    weights[0, vocab_size // 2] = 1.0
     uniforms = torch.rand(rows, generator=case.generator, dtype=torch.float64)
     # These two numbers must give the first and the last token with a nonzero weight.
     uniforms[1], uniforms[2] = 0.0, 1 - 2.0**-53
-    ends = weights.double().cumsum(1)
-    goals = uniforms.to(case.device).unsqueeze(1) * ends[:, -1:]
-    expected = (ends > goals).int().argmax(1)
-    found = _elementwise().sample(weights, uniforms.to(case.device))
-    wrong = int((found != expected).sum())
-    if wrong:
-        raise WrongResultError(f"{wrong} of {rows} tokens are not those of their uniform numbers")
+    cumulative = weights.double().cumsum(1)
+    thresholds = uniforms.to(case.device).unsqueeze(1) * cumulative[:, -1:]
+    expected = (cumulative > thresholds).int().argmax(1)
+    actual = _elementwise_kernels().sample(weights, uniforms.to(case.device))
+    num_wrong = int((actual != expected).sum())
+    if num_wrong:
+        raise WrongResultError(
+            f"{num_wrong} of {rows} tokens are not those of their uniform numbers"
+        )
 
 
 def check_attention(case: Case) -> None:
@@ -319,71 +333,80 @@ def check_attention(case: Case) -> None:
     The decoding step has key ranges so long that the kernel cuts them into several pieces. Three of
     its rows have no sample.
     """
-    shape = KVSpec(1, case.config.num_kv_heads, case.config.head_dim, case.dtype, case.device)
-    bases = PoolBases(shape, case.config.max_context)
-    batch = _Batch(case, shape)
-    rows: dict[SlotOwner, int] = {sample: row for row, sample in enumerate(batch.running[::-1])}
-    attention = DecodeTables(bases, len(rows) + 3, case.config.num_heads)
-    attention.fill(rows, batch.prompts, batch.samples)
-    total = len(rows) + 3
-    k, v = (case.random(total, shape.heads, shape.head_dim) for _ in range(2))
-    seen = {}
+    kv_spec = KVSpec(1, case.config.num_kv_heads, case.config.head_dim, case.dtype, case.device)
+    pool_bases = PoolBases(kv_spec, case.config.max_context)
+    batch = _Batch(case, kv_spec)
+    row_of: dict[SlotOwner, int] = {sample: row for row, sample in enumerate(batch.running[::-1])}
+    attention = DecodeTables(pool_bases, len(row_of) + 3, case.config.num_heads)
+    attention.fill(row_of, batch.prompt_pools, batch.sample_pools)
+    num_rows = len(row_of) + 3
+    k, v = (case.random(num_rows, kv_spec.heads, kv_spec.head_dim) for _ in range(2))
+    attended = {}
     for sample in batch.running:
-        row = rows[sample]
-        hidden = batch.kept(sample, 1)
-        keys, values = batch.seen(sample)
-        seen[row] = (torch.cat([keys, k[row, :, None]], 1), torch.cat([values, v[row, :, None]], 1))
-        seen[row] = (*seen[row], hidden)
-    q = case.random(total, case.config.num_heads, shape.head_dim, scale=0.3)
-    for row, (keys, _, hidden) in seen.items():
-        q[row] += _pointers(case, keys, hidden, row)
-    found = attention(0, q, k, v)
-    for row, (keys, values, _) in seen.items():
-        compare(f"decode of row {row}", found[row], _attended(q[row, None], keys, values, None)[0])
-    for row in set(range(total)).difference(seen):
-        if bool(found[row].any()):
+        row = row_of[sample]
+        hidden_key_value = batch.cached_at(sample, 1)
+        keys, values = batch.cached_keys_values(sample)
+        attended[row] = (
+            torch.cat([keys, k[row, :, None]], 1),
+            torch.cat([values, v[row, :, None]], 1),
+        )
+        attended[row] = (*attended[row], hidden_key_value)
+    q = case.random(num_rows, case.config.num_heads, kv_spec.head_dim, scale=0.3)
+    for row, (keys, _, hidden_key_value) in attended.items():
+        q[row] += _pointing_queries(case, keys, hidden_key_value, row)
+    actual = attention(0, q, k, v)
+    for row, (keys, values, _) in attended.items():
+        compare(
+            f"decode of row {row}",
+            actual[row],
+            _reference_attention(q[row, None], keys, values, None)[0],
+        )
+    for row in set(range(num_rows)).difference(attended):
+        if bool(actual[row].any()):
             raise WrongResultError("decode of a row without a sample is not zero")
     for sample in batch.running:
-        kept = batch.kept(sample, 0)
-        row = rows[sample]
-        if not torch.equal(kept[0][:, -1], k[row]) or not torch.equal(kept[1][:, -1], v[row]):
+        written = batch.cached_at(sample, 0)
+        row = row_of[sample]
+        if not torch.equal(written[0][:, -1], k[row]) or not torch.equal(written[1][:, -1], v[row]):
             raise WrongResultError("decode keeps the new key and value in a wrong place")
-    _check_prefill(case, shape, bases)
+    _check_prefill(case, kv_spec, pool_bases)
 
 
-def _check_prefill(case: Case, shape: KVSpec, bases: PoolBases) -> None:
+def _check_prefill(case: Case, kv_spec: KVSpec, pool_bases: PoolBases) -> None:
     """Check the prefill of prompts whose first third is already in the KV cache."""
-    pools = KVPools(shape, GappedKVPool)
-    prompts = [_Prompt(length) for length in case.sizes.prompts]
+    pools = KVPools(kv_spec, GappedKVPool)
+    prompts = [_Prompt(length) for length in case.sizes.prompt_lengths]
     spans, row = [], 2
     for prompt in prompts:
         pool = pools.pool_for(capacity_for(prompt.length))
         pool.allocate(prompt)
-        _fill(case, pool)
-        begun = prompt.length // 3
-        spans.append(PrefillSpan(pool, prompt.slot, row, begun, prompt.length - begun))
-        row += prompt.length - begun + 1
-    k, v = (case.random(row, shape.heads, shape.head_dim) for _ in range(2))
-    q = case.random(row, case.config.num_heads, shape.head_dim, scale=0.3)
+        _fill_empty_slots(case, pool)
+        num_cached = prompt.length // 3
+        spans.append(PrefillSpan(pool, prompt.slot, row, num_cached, prompt.length - num_cached))
+        row += prompt.length - num_cached + 1
+    k, v = (case.random(row, kv_spec.heads, kv_spec.head_dim) for _ in range(2))
+    q = case.random(row, case.config.num_heads, kv_spec.head_dim, scale=0.3)
     expected = []
     for span in spans:
-        keys, values = (kept[0][span.slot].clone() for kept in (span.pool.keys, span.pool.values))
+        keys, values = (
+            tensors[0][span.slot].clone() for tensors in (span.pool.keys, span.pool.values)
+        )
         rows = slice(span.row, span.row + span.count)
-        places = slice(span.start, span.start + span.count)
-        keys[:, places], values[:, places] = k[rows].transpose(0, 1), v[rows].transpose(0, 1)
+        positions = slice(span.start, span.start + span.count)
+        keys[:, positions], values[:, positions] = k[rows].transpose(0, 1), v[rows].transpose(0, 1)
         for offset in range(span.count):
             end = span.start + offset + 1
-            q[span.row + offset] += _pointers(
+            q[span.row + offset] += _pointing_queries(
                 case, keys[:, :end], keys[:, end : end + 1], span.row + offset
             )
         expected.append((keys, values))
-    found = GpuPrefill(spans, bases, case.config.num_heads)(0, q, k, v)
+    actual = GpuPrefill(spans, pool_bases, case.config.num_heads)(0, q, k, v)
     for span, (keys, values) in zip(spans, expected, strict=True):
         rows = slice(span.row, span.row + span.count)
-        visible = torch.arange(span.start + 1, span.start + span.count + 1, device=case.device)
-        hidden = torch.arange(keys.shape[1], device=case.device) >= visible.unsqueeze(1)
-        reference = _attended(q[rows], keys, values, hidden)
-        compare(f"prefill from position {span.start}", found[rows], reference)
+        num_visible = torch.arange(span.start + 1, span.start + span.count + 1, device=case.device)
+        mask = torch.arange(keys.shape[1], device=case.device) >= num_visible.unsqueeze(1)
+        reference = _reference_attention(q[rows], keys, values, mask)
+        compare(f"prefill from position {span.start}", actual[rows], reference)
         if not torch.equal(span.pool.keys[0][span.slot], keys):
             raise WrongResultError("prefill keeps keys in a wrong place")
 
@@ -391,63 +414,70 @@ def _check_prefill(case: Case, shape: KVSpec, bases: PoolBases) -> None:
 def check_tree_attention(case: Case) -> None:
     """Check the training attention over a prefix tree, and its gradients."""
     config, sizes = case.config, case.sizes
-    heads, e = (config.num_heads, config.num_kv_heads), config.head_dim
-    (micro_batch,) = pack([np.array(sequence) for sequence in _tree(sizes)], 1 << 20)
+    num_heads, head_dim = (config.num_heads, config.num_kv_heads), config.head_dim
+    (micro_batch,) = pack([np.array(sequence) for sequence in _tree_sequences(sizes)], 1 << 20)
     rows = len(micro_batch)
-    joint = case.random(rows, (heads[0] + 2 * heads[1]) * e)
-    q, k, v = joint.unflatten(1, (-1, e)).split([heads[0], heads[1], heads[1]], 1)
+    fused_qkv = case.random(rows, (num_heads[0] + 2 * num_heads[1]) * head_dim)
+    q, k, v = fused_qkv.unflatten(1, (-1, head_dim)).split(
+        [num_heads[0], num_heads[1], num_heads[1]], 1
+    )
     # Scale the queries, so that the attention weights are peaked. Each row then depends on only a
     # few keys, and a missed key changes its output visibly.
     q = (q * 4).contiguous()
-    grad = case.random(rows, heads[0], e)
-    ours = [x.detach().requires_grad_() for x in (q, k, v)]
-    theirs = [x.detach().float().requires_grad_() for x in (q, k, v)]
-    found = TritonTreeAttention(micro_batch, case.device)(0, *ours)
-    reference = dense_mask_attention(micro_batch, case.device)(0, *theirs)
-    compare(f"attention over {rows} rows", found, reference)
-    found_grads = torch.autograd.grad(found, ours, grad)
-    wanted = torch.autograd.grad(reference, theirs, grad.float())
-    for name, mine, other in zip("qkv", found_grads, wanted, strict=True):
+    grad = case.random(rows, num_heads[0], head_dim)
+    actual_inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    reference_inputs = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    actual = TritonTreeAttention(micro_batch, case.device)(0, *actual_inputs)
+    reference = dense_mask_attention(micro_batch, case.device)(0, *reference_inputs)
+    compare(f"attention over {rows} rows", actual, reference)
+    actual_grads = torch.autograd.grad(actual, actual_inputs, grad)
+    expected_grads = torch.autograd.grad(reference, reference_inputs, grad.float())
+    for name, actual_grad, expected_grad in zip("qkv", actual_grads, expected_grads, strict=True):
         # In bf16 the attention weights and their gradients are rounded too, so allow twice as much.
-        compare(f"gradient of {name} over {rows} rows", mine, other, 2 * TOLERANCE[mine.dtype])
+        compare(
+            f"gradient of {name} over {rows} rows",
+            actual_grad,
+            expected_grad,
+            2 * TOLERANCE[actual_grad.dtype],
+        )
 
 
-def _tree(sizes: Sizes) -> Iterator[list[int]]:
+def _tree_sequences(sizes: Sizes) -> Iterator[list[int]]:
     """Return token sequences that share prefixes, one per leaf of the tree in `sizes`."""
-    token = iter(range(1, 1 << 30))
+    tokens = iter(range(1, 1 << 30))
 
-    def grown(level: int, before: list[int]) -> Iterator[list[int]]:
+    def extended(level: int, prefix: list[int]) -> Iterator[list[int]]:
         for _ in range(sizes.branches[level]):
-            path = before + [next(token) for _ in range(sizes.tree[level])]
-            if level + 1 == len(sizes.tree):
+            path = prefix + [next(tokens) for _ in range(sizes.segment_lengths[level])]
+            if level + 1 == len(sizes.segment_lengths):
                 yield path
             else:
-                yield from grown(level + 1, path)
+                yield from extended(level + 1, path)
 
-    return grown(0, [])
+    return extended(0, [])
 
 
 def check_lora(case: Case) -> None:
     """Check the LoRA matmuls of all target modules and the LM head, with several adapters."""
     config = case.config
-    adapters = [_adapter(case, rank) for rank in _RANKS]
+    adapters = [_random_adapter(case, rank) for rank in _LORA_RANKS]
     for rows in case.sizes.lora_rows:
         tables = AdapterTables(config, case.dtype, case.device, rows, len(adapters))
-        cut = [rows // 3, rows // 3 + 1, rows]
+        bounds = [rows // 3, rows // 3 + 1, rows]
         members = [
-            AdapterRange(0, cut[0], adapters[0]),
-            AdapterRange(cut[0], cut[1], None),
-            AdapterRange(cut[1], cut[2], adapters[1]),
+            AdapterRange(0, bounds[0], adapters[0]),
+            AdapterRange(bounds[0], bounds[1], None),
+            AdapterRange(bounds[1], bounds[2], adapters[1]),
         ]
         tables.fill(members)
-        sites = list(zip(FUSED_MODULE_NAMES, fused_modules(config, 0), strict=True))
-        for name, linears in sites if rows == min(case.sizes.lora_rows) else sites[:1]:
-            found = getattr(adapters[0].layers[0], name)
-            sizes = [len(b) for b in found.bs]
-            x = case.random(rows, found.a.shape[1])
-            out = case.random(rows, sum(sizes))
+        modules = list(zip(FUSED_MODULE_NAMES, fused_modules(config, 0), strict=True))
+        for name, linears in modules if rows == min(case.sizes.lora_rows) else modules[:1]:
+            lora_module = getattr(adapters[0].layers[0], name)
+            out_sizes = [len(b) for b in lora_module.bs]
+            x = case.random(rows, lora_module.a.shape[1])
+            out = case.random(rows, sum(out_sizes))
             expected = _with_lora(out, x, members, lambda w, name=name: getattr(w.layers[0], name))
-            tables.add_(x, out, sizes, 0, name)
+            tables.add_(x, out, out_sizes, 0, name)
             compare(f"LoRA of {'+'.join(linears)}, {rows} rows", out, expected)
     tables = AdapterTables(config, case.dtype, case.device, 20, len(adapters))
     members = [AdapterRange(0, 9, adapters[1]), AdapterRange(9, 20, adapters[0])]
@@ -464,22 +494,22 @@ def _with_lora(
     out: Tensor,
     x: Tensor,
     members: list[AdapterRange],
-    site_of: Callable[[LoraWeights], Any],
+    module_of: Callable[[LoraWeights], Any],
 ) -> Tensor:
     out = out.float()
-    for rows in members:
-        if rows.weights is None:
+    for member in members:
+        if member.weights is None:
             continue
-        site, part = site_of(rows.weights), slice(rows.start, rows.stop)
-        low = (x[part].float() @ site.a.float().t()).to(x.dtype).float()
-        lows = low.chunk(len(site.bs), 1)
-        out[part] += torch.cat(
-            [mine @ b.float().t() for mine, b in zip(lows, site.bs, strict=True)], 1
+        module, member_rows = module_of(member.weights), slice(member.start, member.stop)
+        lora_hidden = (x[member_rows].float() @ module.a.float().t()).to(x.dtype).float()
+        lora_hiddens = lora_hidden.chunk(len(module.bs), 1)
+        out[member_rows] += torch.cat(
+            [hidden @ b.float().t() for hidden, b in zip(lora_hiddens, module.bs, strict=True)], 1
         )
     return out
 
 
-def _adapter(case: Case, rank: int) -> LoraWeights:
+def _random_adapter(case: Case, rank: int) -> LoraWeights:
     """Return an adapter with random A and B.
 
     The outputs that it adds have the magnitude of the base model's outputs.
@@ -488,8 +518,8 @@ def _adapter(case: Case, rank: int) -> LoraWeights:
     flat = torch.empty(layout.size)
     for entry in layout.entries:
         scale = 1 / math.sqrt(rank) / layout.scaling if entry.is_b else entry.shape[1] ** -0.5
-        made = torch.randn(entry.size, generator=case.generator) * scale
-        flat[entry.offset : entry.offset + entry.size] = made
+        values = torch.randn(entry.size, generator=case.generator) * scale
+        flat[entry.offset : entry.offset + entry.size] = values
     return LoraWeights(layout, flat, case.backend)
 
 
@@ -498,39 +528,45 @@ def check_quantized(case: Case) -> None:
     kernels: Any = import_module("planish.model.kernels.triton.quantized_kernels")
     config = case.config
     # nf4 has blocks of 64 inputs.
-    fan_in = -(-config.hidden_size // 64) * 64
-    sizes = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
-    given = [case.random(size, fan_in, scale=fan_in**-0.5) for size in sizes]
-    bias = case.random(sum(sizes))
-    for scheme, weights in _quantized(case, given).items():
+    in_features = -(-config.hidden_size // 64) * 64
+    fan_outs = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
+    dense_weights = [case.random(size, in_features, scale=in_features**-0.5) for size in fan_outs]
+    bias = case.random(sum(fan_outs))
+    for scheme, weights in _quantized_weights(case, dense_weights).items():
         dense = dequantized(weights, case.dtype)
         linear = kernels.QuantizedCodes(weights, case.dtype)
         for rows in (1, 5, case.sizes.rows):
-            x = case.random(rows, fan_in)
-            for own in (None, bias):
-                expected = x.double() @ dense.double().t() + (0 if own is None else own.double())
-                compare(f"{scheme} matmul of {rows} rows", linear.matmul(x, own), expected)
+            x = case.random(rows, in_features)
+            for added_bias in (None, bias):
+                expected = x.double() @ dense.double().t() + (
+                    0 if added_bias is None else added_bias.double()
+                )
+                compare(f"{scheme} matmul of {rows} rows", linear.matmul(x, added_bias), expected)
 
 
-def _quantized(case: Case, given: list[Tensor]) -> dict[str, list[QuantizedWeight]]:
+def _quantized_weights(case: Case, dense_weights: list[Tensor]) -> dict[str, list[QuantizedWeight]]:
     """Return the weights [out_i, in] in each scheme, by the name of the scheme."""
-    fan_in = given[0].shape[1]
-    found = {scheme: [quantize(weight, scheme) for weight in given] for scheme in SCHEMES}
-    found["fp8"] = []
-    found["mxfp4"] = []
-    for weight in given:
-        fan_out = len(weight)
-        codes = (weight * fan_in**0.5 * 30).to(torch.float8_e4m3fn)
-        grid = (-(-fan_out // 128), -(-fan_in // 128))
-        scales = 0.01 + 0.1 * torch.rand(grid, generator=case.generator)
-        found["fp8"].append(Fp8Weight.from_stored(codes, scales.to(case.device), (128, 128)))
-        found["mxfp4"].append(
+    in_features = dense_weights[0].shape[1]
+    by_scheme = {
+        scheme: [quantize(weight, scheme) for weight in dense_weights] for scheme in SCHEMES
+    }
+    by_scheme["fp8"] = []
+    by_scheme["mxfp4"] = []
+    for weight in dense_weights:
+        out_features = len(weight)
+        codes = (weight * in_features**0.5 * 30).to(torch.float8_e4m3fn)
+        scale_shape = (-(-out_features // 128), -(-in_features // 128))
+        scales = 0.01 + 0.1 * torch.rand(scale_shape, generator=case.generator)
+        by_scheme["fp8"].append(Fp8Weight.from_stored(codes, scales.to(case.device), (128, 128)))
+        by_scheme["mxfp4"].append(
             Mxfp4Weight(
-                case.choices(256, fan_out, fan_in // 2).to(case.device, torch.uint8),
-                (118 + case.choices(6, fan_out, fan_in // 32)).to(case.device, torch.uint8),
+                case.choices(256, out_features, in_features // 2).to(case.device, torch.uint8),
+                (118 + case.choices(6, out_features, in_features // 32)).to(
+                    case.device, torch.uint8
+                ),
             )
         )
-    return found
+    return by_scheme
 
 
 def check_graphs(case: Case) -> None:
@@ -539,44 +575,63 @@ def check_graphs(case: Case) -> None:
     Adapters, samples and the number of rows change from step to step.
     """
     config = replace(
-        case.config, vocab_size=min(case.config.vocab_size, _VOCABULARY), eos_token_ids=()
+        case.config, vocab_size=min(case.config.vocab_size, _MAX_GRAPH_VOCAB_SIZE), eos_token_ids=()
     )
     case = replace(case, config=config)
     weights = {
-        name: case.random(*shape, scale=(shape[-1] if len(shape) > 1 else 1) ** -0.5).cpu()
-        for name, shape in expected_shapes(config).items()
+        name: case.random(*kv_spec, scale=(kv_spec[-1] if len(kv_spec) > 1 else 1) ** -0.5).cpu()
+        for name, kv_spec in expected_shapes(config).items()
     }
     decoder = Decoder(weights, case.backend)
-    shape = KVSpec.from_backend(case.backend)
-    recorded = CudaGraphRunner(decoder, shape, max_batch=4, max_prefill_tokens_per_step=64)
-    eager = CudaGraphRunner(decoder, shape, max_batch=4, max_prefill_tokens_per_step=64)
-    if recorded.recorder is None:
+    kv_spec = KVSpec.from_backend(case.backend)
+    graph_runner = CudaGraphRunner(decoder, kv_spec, max_batch=4, max_prefill_tokens_per_step=64)
+    eager_runner = CudaGraphRunner(decoder, kv_spec, max_batch=4, max_prefill_tokens_per_step=64)
+    if graph_runner.recorder is None:
         raise WrongResultError("no graph can be recorded on this device")
-    eager.recorder = None
-    adapters = [_adapter(case, rank) for rank in _RANKS]
+    eager_runner.recorder = None
+    adapters = [_random_adapter(case, rank) for rank in _LORA_RANKS]
     batch = _Batch(
-        replace(case, sizes=replace(case.sizes, prompts=(130, 3), samples=(3, 1), sampled=80)),
-        shape,
+        replace(
+            case,
+            sizes=replace(
+                case.sizes,
+                prompt_lengths=(130, 3),
+                samples_per_prompt=(3, 1),
+                max_sampled_tokens=80,
+            ),
+        ),
+        kv_spec,
     )
-    for count, own in ((4, adapters), (3, [None, adapters[1]]), (4, adapters[::-1]), (3, [None])):
-        while len(batch.running) > count:
+    for num_samples, step_adapters in (
+        (4, adapters),
+        (3, [None, adapters[1]]),
+        (4, adapters[::-1]),
+        (3, [None]),
+    ):
+        while len(batch.running) > num_samples:
             batch.end(batch.running[0])
-        if len(batch.running) < count:
+        if len(batch.running) < num_samples:
             batch.begin(40, [5])
-        members = [(own[index % len(own)], 1) for index in range(count)]
+        members = [(step_adapters[index % len(step_adapters)], 1) for index in range(num_samples)]
         members.sort(key=lambda member: id(member[0]))
-        rows = InputBatch(
-            case.choices(config.vocab_size, count).tolist(),
+        inputs = InputBatch(
+            case.choices(config.vocab_size, num_samples).tolist(),
             [sample.stored for sample in batch.running],
             RowLayout(members),
         )
-        row_of: dict[SlotOwner, int] = {sample: row for row, sample in enumerate(batch.running)}
+        first_rows: dict[SlotOwner, int] = {sample: row for row, sample in enumerate(batch.running)}
         with torch.inference_mode():
-            ours = recorded.decode(rows, row_of, batch.prompts, batch.samples)
-            ours = tuple(x.clone() for x in ours)
-            theirs = eager.decode(rows, row_of, batch.prompts, batch.samples)
-        for what, mine, other in zip(("hidden states", "logits"), ours, theirs, strict=True):
-            compare(f"{what} of a recorded step", mine, other, TOLERANCE[case.dtype])
+            actual = graph_runner.decode(inputs, first_rows, batch.prompt_pools, batch.sample_pools)
+            actual = tuple(x.clone() for x in actual)
+            expected = eager_runner.decode(
+                inputs, first_rows, batch.prompt_pools, batch.sample_pools
+            )
+        for what, actual_output, expected_output in zip(
+            ("hidden states", "logits"), actual, expected, strict=True
+        ):
+            compare(
+                f"{what} of a recorded step", actual_output, expected_output, TOLERANCE[case.dtype]
+            )
         for sample in batch.running:
             sample.stored += 1
 
@@ -599,7 +654,7 @@ assert tuple(CHECKS) == FAMILIES
 # Helpers of the checks
 
 
-def _elementwise() -> Any:
+def _elementwise_kernels() -> Any:
     """Return the module of the kernels, which needs Triton."""
     return import_module("planish.model.kernels.triton.elementwise_kernels")
 
@@ -621,106 +676,120 @@ class _Sample:
 class _Batch:
     """A batch of prompts and samples, whose slots contain random keys and values."""
 
-    def __init__(self, case: Case, shape: KVSpec) -> None:
+    def __init__(self, case: Case, kv_spec: KVSpec) -> None:
         self._case = case
-        self.prompts = KVPools(shape, GappedKVPool)
-        self.samples = KVPools(shape, GappedKVPool)
+        self.prompt_pools = KVPools(kv_spec, GappedKVPool)
+        self.sample_pools = KVPools(kv_spec, GappedKVPool)
         self.running: list[_Sample] = []
-        for length, count in zip(case.sizes.prompts, case.sizes.samples, strict=True):
-            sampled = case.choices(case.sizes.sampled, count).tolist()
-            self.begin(length, [case.sizes.sampled, *sampled][:count])
+        for length, count in zip(
+            case.sizes.prompt_lengths, case.sizes.samples_per_prompt, strict=True
+        ):
+            token_counts = case.choices(case.sizes.max_sampled_tokens, count).tolist()
+            self.begin(length, [case.sizes.max_sampled_tokens, *token_counts][:count])
 
-    def begin(self, length: int, sampled: list[int]) -> None:
-        """Add a prompt of `length` tokens, and one sample for each token count in `sampled`."""
+    def begin(self, length: int, token_counts: list[int]) -> None:
+        """Add a prompt of `length` tokens, and one sample for each of `token_counts`."""
         prompt = _Prompt(length)
-        pool = self.prompts.pool_for(capacity_for(length))
+        pool = self.prompt_pools.pool_for(capacity_for(length))
         pool.allocate(prompt)
-        _fill(self._case, pool)
-        for count in sampled:
+        _fill_empty_slots(self._case, pool)
+        for count in token_counts:
             stored = length % SPAN + count
             sample = _Sample(prompt, stored, capacity_for(stored + SPAN))
-            pool = self.samples.pool_for(sample.capacity)
+            pool = self.sample_pools.pool_for(sample.capacity)
             pool.allocate(sample)
-            _fill(self._case, pool)
+            _fill_empty_slots(self._case, pool)
             self.running.append(sample)
 
     def end(self, sample: _Sample) -> None:
         """Free the slot of a sample and remove the sample."""
-        self.samples.pool_for(sample.capacity).free(sample)
+        self.sample_pools.pool_for(sample.capacity).free(sample)
         self.running.remove(sample)
 
-    def kept(self, sample: _Sample, more: int) -> tuple[Tensor, Tensor]:
-        """Return the key and value at position `stored` + `more` of the sample's slot.
+    def cached_at(self, sample: _Sample, offset: int) -> tuple[Tensor, Tensor]:
+        """Return the key and value at position `stored` + `offset` of the sample's slot.
 
         Both are [Hkv, 1, E]. The next decoding step writes position `stored`.
         """
-        pool = self.samples.pool_for(sample.capacity)
-        places = slice(sample.stored + more, sample.stored + more + 1)
-        keys, values = (kept[0][sample.slot, :, places] for kept in (pool.keys, pool.values))
+        pool = self.sample_pools.pool_for(sample.capacity)
+        positions = slice(sample.stored + offset, sample.stored + offset + 1)
+        keys, values = (
+            tensors[0][sample.slot, :, positions] for tensors in (pool.keys, pool.values)
+        )
         return keys, values
 
-    def seen(self, sample: _Sample) -> tuple[Tensor, Tensor]:
+    def cached_keys_values(self, sample: _Sample) -> tuple[Tensor, Tensor]:
         """Return the cached keys and values that the sample's next row attends to: [Hkv, n, E]."""
-        prompt, own = (
-            self.prompts.pool_for(capacity_for(sample.prompt.length)),
-            self.samples.pool_for(sample.capacity),
+        prompt_pool, sample_pool = (
+            self.prompt_pools.pool_for(capacity_for(sample.prompt.length)),
+            self.sample_pools.pool_for(sample.capacity),
         )
-        whole = sample.prompt.length // SPAN * SPAN
+        num_shared = sample.prompt.length // SPAN * SPAN
         keys, values = (
             torch.cat(
                 [
-                    theirs[0][sample.prompt.slot, :, :whole],
-                    mine[0][sample.slot, :, : sample.stored],
+                    prompt_tensors[0][sample.prompt.slot, :, :num_shared],
+                    sample_tensors[0][sample.slot, :, : sample.stored],
                 ],
                 1,
             )
-            for theirs, mine in ((prompt.keys, own.keys), (prompt.values, own.values))
+            for prompt_tensors, sample_tensors in (
+                (prompt_pool.keys, sample_pool.keys),
+                (prompt_pool.values, sample_pool.values),
+            )
         )
         return keys, values
 
 
-def _fill(case: Case, pool: KVPool) -> None:
+def _fill_empty_slots(case: Case, pool: KVPool) -> None:
     """Write random numbers to every slot of the pool that contains only zeros."""
-    for kept in (*pool.keys, *pool.values):
-        new = ~kept.flatten(1).any(1)
-        kept[new] = case.random(*kept.shape)[new]
+    for tensor in (*pool.keys, *pool.values):
+        is_empty = ~tensor.flatten(1).any(1)
+        tensor[is_empty] = case.random(*tensor.shape)[is_empty]
 
 
-def _pointers(case: Case, keys: Tensor, hidden: Any, row: int) -> Tensor:
+def _pointing_queries(case: Case, keys: Tensor, hidden_keys: Any, row: int) -> Tensor:
     """Return queries [Hq, E] of one row, each of which points at one key.
 
-    Most heads point at a key of `keys` [Hkv, n, E]. The others point at a key of `hidden`, to which
-    the row must not attend. `hidden` has keys [Hkv, m, E], or is a pair of such keys and values.
+    Most heads point at a key of `keys` [Hkv, n, E]. The others point at a key of `hidden_keys`, to
+    which the row must not attend. `hidden_keys` has keys [Hkv, m, E], or is a pair of such keys and
+    values.
     """
-    hidden = hidden[0] if isinstance(hidden, tuple) else hidden
-    heads, (kv_heads, count, e) = case.config.num_heads, keys.shape
-    ends = [0, count - 1, *(edge - side for edge in range(SPAN, count, SPAN) for side in (0, 1))]
-    chosen = case.choices(count, heads).tolist()
-    of = torch.empty(heads, e, dtype=torch.float32, device=keys.device)
-    for head in range(heads):
-        kv_head, turn = head // (heads // kv_heads), head + row
-        if turn % 4 == 0 and hidden.shape[1]:
-            of[head] = hidden[kv_head, 0].float()
-        elif turn % 4 == 1:
-            of[head] = keys[kv_head, ends[turn // 4 % len(ends)]].float()
+    hidden_keys = hidden_keys[0] if isinstance(hidden_keys, tuple) else hidden_keys
+    num_heads, (kv_heads, count, head_dim) = case.config.num_heads, keys.shape
+    block_ends = [
+        0,
+        count - 1,
+        *(edge - side for edge in range(SPAN, count, SPAN) for side in (0, 1)),
+    ]
+    random_keys = case.choices(count, num_heads).tolist()
+    pointed_keys = torch.empty(num_heads, head_dim, dtype=torch.float32, device=keys.device)
+    for head in range(num_heads):
+        kv_head, target_kind = head // (num_heads // kv_heads), head + row
+        if target_kind % 4 == 0 and hidden_keys.shape[1]:
+            pointed_keys[head] = hidden_keys[kv_head, 0].float()
+        elif target_kind % 4 == 1:
+            pointed_keys[head] = keys[
+                kv_head, block_ends[target_kind // 4 % len(block_ends)]
+            ].float()
         else:
-            of[head] = keys[kv_head, chosen[head]].float()
-    return (of * (_POINTED / math.sqrt(e))).to(keys.dtype)
+            pointed_keys[head] = keys[kv_head, random_keys[head]].float()
+    return (pointed_keys * (_POINTER_SCORE / math.sqrt(head_dim))).to(keys.dtype)
 
 
-def _attended(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None) -> Tensor:
+def _reference_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """Return the attention output [T, Hq, E] of rows q [T, Hq, E], in float32.
 
-    All rows share keys and values [Hkv, n, E]. `hidden` [T, n] is true where a row must not attend
+    All rows share keys and values [Hkv, n, E]. `mask` [T, n] is true where a row must not attend
     to a key; None hides nothing.
     """
-    rows, heads, e = q.shape
-    grouped = q.float().view(rows, keys.shape[0], -1, e)
-    scores = torch.einsum("thge,hne->thgn", grouped, keys.float()) * e**-0.5
-    if hidden is not None:
-        scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
-    found = torch.einsum("thgn,hne->thge", scores.softmax(-1), values.float())
-    return found.reshape(rows, heads, e)
+    num_rows, num_heads, head_dim = q.shape
+    grouped = q.float().view(num_rows, keys.shape[0], -1, head_dim)
+    scores = torch.einsum("thge,hne->thgn", grouped, keys.float()) * head_dim**-0.5
+    if mask is not None:
+        scores = scores.masked_fill(mask[:, None, None], float("-inf"))
+    output = torch.einsum("thgn,hne->thge", scores.softmax(-1), values.float())
+    return output.reshape(num_rows, num_heads, head_dim)
 
 
 # The process

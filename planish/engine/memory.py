@@ -49,28 +49,28 @@ RUNTIME_BYTES = 1300 << 20
 kernels that oneDNN caches.
 """
 
-_MIN_POSITIONS = 4096
+_MIN_KV_CACHE_TOKENS = 4096
 """Minimum default size of the KV cache, in tokens."""
-_MIN_STATES = 8
+_MIN_RECURRENT_STATES = 8
 """Minimum number of recurrent states for which the default KV cache has space."""
-_GPU_STEPS = ((512, 8192), (256, 4096), (128, 2048), (64, 1024), (32, 512))
+_GPU_STEP_SIZES = ((512, 8192), (256, 4096), (128, 2048), (64, 1024), (32, 512))
 """Candidates on a GPU for (max samples, max prompt tokens) per sampler step.
 
 The first candidate whose workspace needs at most a quarter of the memory is used.
 """
-_MICRO_BATCHES = (16384, 8192, 4096, 2048, 1024)
+_MICRO_BATCH_TOKENS = (16384, 8192, 4096, 2048, 1024)
 """Candidates for the micro-batch size in tokens, without activation checkpointing.
 
 The first candidate that fits into the training budget is used.
 """
-_RECOMPUTED_MICRO_BATCHES = (4096, 2048, 1024, 512, 256, 128)
-"""Candidates with activation checkpointing, used if none of `_MICRO_BATCHES` fits.
+_RECOMPUTED_MICRO_BATCH_TOKENS = (4096, 2048, 1024, 512, 256, 128)
+"""Candidates with activation checkpointing, used if none of `_MICRO_BATCH_TOKENS` fits.
 
 Smaller micro-batches without checkpointing would be slower, because a GPU would then spend its time
 on kernel launches.
 """
-_PLANNED_RANK = 32
-_FLOAT_VECTORS = 7
+_DENSE_PLANNED_RANK = 32
+_NUM_FLOAT32_VECTORS = 7
 """Number of float32 vectors of an adapter in training.
 
 They are the master weights, two moments and the gradient, plus a second copy of the first three
@@ -82,27 +82,27 @@ during an optimizer step.
 class ModelMemory:
     """The memory budgets of one base model in bytes, and the settings that enforce them."""
 
-    weights: int
-    adapters: int
+    weight_bytes: int
+    adapter_bytes: int
     """Memory planned for adapters; this size is not enforced."""
     sampler: SamplerSettings
-    keys_values: int
+    cache_bytes: int
     """Maximum size of the KV cache of running samples and cached prefixes."""
-    sampling: int
+    sampling_bytes: int
     """Temporary workspace of one sampler step."""
     trainer: TrainerSettings
-    training: int
+    training_bytes: int
     """Memory of one training micro-batch."""
 
     @property
     def divided_bytes(self) -> int:
         """The memory for the KV cache, the sampler workspace and training."""
-        return self.keys_values + self.sampling + self.training
+        return self.cache_bytes + self.sampling_bytes + self.training_bytes
 
     @property
-    def total(self) -> int:
+    def total_bytes(self) -> int:
         """The maximum memory of the base model with its adapters."""
-        return self.weights + self.adapters + self.divided_bytes
+        return self.weight_bytes + self.adapter_bytes + self.divided_bytes
 
 
 class DeviceMemory:
@@ -111,14 +111,15 @@ class DeviceMemory:
     def __init__(
         self,
         settings: EngineSettings,
-        expected: Sequence[Path] = (),
+        expected_directories: Sequence[Path] = (),
         adapter_bytes: int | None = None,
         *,
         reserves_for_next: bool = False,
     ) -> None:
         """Create the budgets of an engine with these settings.
 
-        `expected`: directories of all base models that will be loaded, if they are known.
+        `expected_directories`: directories of all base models that will be loaded, if they are
+        known.
 
         `adapter_bytes`: maximum memory of all adapters together. None: each base model reserves
         memory to train one adapter and to sample from it. The rank of that adapter is 32, or less
@@ -130,7 +131,7 @@ class DeviceMemory:
         """
         self._settings = settings
         self.device = choose_device(settings.device)
-        self._expected = {directory.resolve() for directory in expected}
+        self._expected_directories = {directory.resolve() for directory in expected_directories}
         self._adapter_bytes = adapter_bytes
         self._reserves_for_next = reserves_for_next
         self._claims: dict[Path, ModelMemory] = {}
@@ -154,83 +155,90 @@ class DeviceMemory:
             self._claims.pop(directory.resolve(), None)
 
     @cached_property
-    def _usable(self) -> int | None:
+    def _usable_bytes(self) -> int | None:
         """The usable memory of the device, measured once before the first base model is loaded."""
         return usable_bytes(self.device)
 
     def _budget_for(self, directory: Path) -> ModelMemory:
         """Return the budget of a base model, given the base models that are loaded or expected."""
-        model = self._needs(directory)
-        if self._usable is None:
-            return model.budget_for(inf)
-        other_models = [
-            self._needs(path) for path in self._expected.difference(self._claims, [directory])
+        needs = self._model_needs(directory)
+        if self._usable_bytes is None:
+            return needs.budget_for(inf)
+        other_needs = [
+            self._model_needs(path)
+            for path in self._expected_directories.difference(self._claims, [directory])
         ]
-        available = (
-            self._usable
-            - model.fixed
-            - sum(other.fixed for other in other_models)
+        available_bytes = (
+            self._usable_bytes
+            - needs.fixed_bytes
+            - sum(other.fixed_bytes for other in other_needs)
             - (self._adapter_bytes or 0)
         )
         if not Device(self.device).is_gpu:
-            self._check_weights_fit(directory, model, self._usable)
-            return model.budget_for(
-                available - RUNTIME_BYTES - sum(claim.weights for claim in self._claims.values())
+            self._check_weights_fit(directory, needs, self._usable_bytes)
+            return needs.budget_for(
+                available_bytes
+                - RUNTIME_BYTES
+                - sum(claim.weight_bytes for claim in self._claims.values())
             )
-        available -= sum(claim.total for claim in self._claims.values())
-        if other_models:  # divide in proportion to the minimum needs of the expected base models
-            available = (
-                available
-                * model.minimum
-                // (model.minimum + sum(other.minimum for other in other_models))
+        available_bytes -= sum(claim.total_bytes for claim in self._claims.values())
+        if other_needs:  # divide in proportion to the minimum needs of the expected base models
+            available_bytes = (
+                available_bytes
+                * needs.minimum_bytes
+                // (needs.minimum_bytes + sum(other.minimum_bytes for other in other_needs))
             )
-        elif self._reserves_for_next and not self._expected:
-            next_model_bytes = model.fixed + 2 * model.minimum
-            available -= available // 3 if next_model_bytes <= available // 3 else 0
-        self._check_minimum(directory, model, available, self._usable)
-        return model.budget_for(available)
+        elif self._reserves_for_next and not self._expected_directories:
+            next_model_bytes = needs.fixed_bytes + 2 * needs.minimum_bytes
+            available_bytes -= (
+                available_bytes // 3 if next_model_bytes <= available_bytes // 3 else 0
+            )
+        self._check_minimum(directory, needs, available_bytes, self._usable_bytes)
+        return needs.budget_for(available_bytes)
 
-    def _needs(self, directory: Path) -> _ModelNeeds:
+    def _model_needs(self, directory: Path) -> _ModelNeeds:
         return _ModelNeeds.from_directory(
             directory, self._settings, self.device, reserves_adapters=self._adapter_bytes is None
         )
 
-    def _check_weights_fit(self, directory: Path, model: _ModelNeeds, usable: int) -> None:
+    def _check_weights_fit(self, directory: Path, needs: _ModelNeeds, usable: int) -> None:
         """Raise UserError if one copy of the weights exceeds the usable main memory."""
-        if model.weights > usable:
+        if needs.weight_bytes > usable:
             raise UserError(
-                f"{directory} does not fit into main memory: its weights take {gib(model.weights)} "
-                f"as {self._settings.quantize or model.backend.dtype}, and {gib(usable)} are "
+                f"{directory} does not fit into main memory: its weights take {gib(needs.weight_bytes)} "
+                f"as {self._settings.quantize or needs.backend.dtype}, and {gib(usable)} are "
                 "usable; use a smaller base model, or give quantize='int8' or 'nf4'"
             )
 
     def _check_minimum(
-        self, directory: Path, model: _ModelNeeds, available: int, usable: int
+        self, directory: Path, needs: _ModelNeeds, available: int, usable: int
     ) -> None:
         """Raise UserError if less than the minimum is left, unless all four limits are given."""
-        bounds = self._settings.bounds
-        if available >= model.minimum or None not in bounds.values():
+        memory_limits = self._settings.memory_limits
+        if available >= needs.minimum_bytes or None not in memory_limits.values():
             return
-        given_limits = [f"{name}={value:,}" for name, value in bounds.items() if value is not None]
+        given_limits = [
+            f"{name}={value:,}" for name, value in memory_limits.items() if value is not None
+        ]
         limits = f" (with {', '.join(given_limits)})" if given_limits else ""
-        weights = f"its weights and adapters take {gib(model.fixed)}"
+        weights = f"its weights and adapters take {gib(needs.fixed_bytes)}"
         if self._adapter_bytes:
             weights = (
-                f"its weights take {gib(model.fixed)}, the adapters of all base models take "
+                f"its weights take {gib(needs.fixed_bytes)}, the adapters of all base models take "
                 f"{gib(self._adapter_bytes)} (adapter_memory_bytes)"
             )
         raise UserError(
             f"{directory} does not fit on {self.device}: {gib(usable)} of the device are usable, "
             f"{weights}, and other base models leave {gib(max(0, available))} for sampling and "
-            f"training, which need at least {gib(model.minimum)}{limits}. {self._remedy}Use a "
-            f"smaller base model or fewer base models, lower {', '.join(bounds)}, or end other "
+            f"training, which need at least {gib(needs.minimum_bytes)}{limits}. {self._remedy}Use a "
+            f"smaller base model or fewer base models, lower {', '.join(memory_limits)}, or end other "
             "programs on the device. If all four of these limits are given, planish uses them "
             "without this check"
         )
 
     @property
     def _remedy(self) -> str:
-        if self._expected or self._reserves_for_next or not self._claims:
+        if self._expected_directories or self._reserves_for_next or not self._claims:
             return ""
         return (
             "The first base model reserved all of the memory: name all base models that you use "
@@ -244,11 +252,11 @@ class _ModelNeeds:
 
     backend: Backend
     settings: EngineSettings
-    weights: int
+    weight_bytes: int
     """Size of one copy of the weights."""
-    all_weights: int
+    all_copies_bytes: int
     """Size of all copies of the weights. Quantized weights have a single copy."""
-    adapters: int
+    adapter_bytes: int
     """Memory reserved for adapters."""
 
     @classmethod
@@ -262,62 +270,68 @@ class _ModelNeeds:
         config, dtype = ModelConfig.from_directory(directory), choose_dtype(settings.dtype, device)
         backend = choose_backend(config, dtype, device, deterministic=False)
         adapter = adapter_bytes(backend, LoraConfig(rank=_planned_rank(config)))
-        adapters = adapter.training + adapter.sampling if reserves_adapters else 0
+        reserved_adapter_bytes = adapter.training + adapter.sampling if reserves_adapters else 0
         scheme = settings.quantize or stored_scheme(config)
-        one_copy = weight_bytes(config, dtype.itemsize, scheme)
+        one_copy_bytes = weight_bytes(config, dtype.itemsize, scheme)
         # Weights that the checkpoint stores as MXFP4 codes have a single copy: the packed codes.
-        stored_codes = mxfp4_bytes(config)
-        all_copies = backend.weight_copies * (
-            unquantized_bytes(config, dtype.itemsize, scheme) - stored_codes
+        mxfp4_code_bytes = mxfp4_bytes(config)
+        all_copies_bytes = backend.weight_copies * (
+            unquantized_bytes(config, dtype.itemsize, scheme) - mxfp4_code_bytes
         )
-        all_copies += stored_codes + (linear_bytes(config, scheme) if scheme is not None else 0)
+        all_copies_bytes += mxfp4_code_bytes + (
+            linear_bytes(config, scheme) if scheme is not None else 0
+        )
         is_quantized = scheme is not None or config.mxfp4_experts
         if scheme == "fp8" and backend.uses_main_memory:
             # The codes are the memory-mapped file. The packed weights have the model's dtype.
-            linears = sum(map(prod, quantized_shapes(config).values()))
-            all_copies += max(1, backend.weight_copies - 1) * linears * dtype.itemsize
+            num_linear_weights = sum(map(prod, quantized_shapes(config).values()))
+            all_copies_bytes += (
+                max(1, backend.weight_copies - 1) * num_linear_weights * dtype.itemsize
+            )
         elif is_quantized and not backend.packs(config.hidden_size, config.hidden_size):
             # torch dequantizes two linears at a time, gate and up, for one matmul.
-            largest = max(
+            largest_linear = max(
                 config.hidden_size * config.expert_size,
                 *(map(prod, quantized_shapes(config).values())),
             )
-            all_copies += 2 * largest * dtype.itemsize
-        return cls(backend, settings, one_copy, all_copies, adapters)
+            all_copies_bytes += 2 * largest_linear * dtype.itemsize
+        return cls(backend, settings, one_copy_bytes, all_copies_bytes, reserved_adapter_bytes)
 
     @property
-    def fixed(self) -> int:
+    def fixed_bytes(self) -> int:
         """The memory of the weights and adapters, in bytes."""
-        return self.all_weights + self.adapters
+        return self.all_copies_bytes + self.adapter_bytes
 
     @property
-    def minimum(self) -> int:
+    def minimum_bytes(self) -> int:
         """The minimum memory in addition to weights and adapters, in bytes."""
         return self._divide(0, 0).divided_bytes
 
-    def budget_for(self, available: float) -> ModelMemory:
-        """Return the budgets for `available` bytes of memory.
+    def budget_for(self, available_bytes: float) -> ModelMemory:
+        """Return the budgets for `available_bytes` of memory.
 
-        The sizes of sampler steps and micro-batches are chosen for `available` bytes. If the KV
-        cache does not fit in addition, the smallest sizes are used instead.
+        The sizes of sampler steps and micro-batches are chosen for `available_bytes`. If the
+        KV cache does not fit in addition, the smallest sizes are used instead.
         """
-        budget = self._divide(available, sizing_bytes=available)
+        budget = self._divide(available_bytes, sizing_bytes=available_bytes)
         return (
-            budget if budget.divided_bytes <= available else self._divide(available, sizing_bytes=0)
+            budget
+            if budget.divided_bytes <= available_bytes
+            else self._divide(available_bytes, sizing_bytes=0)
         )
 
-    def _divide(self, available: float, sizing_bytes: float) -> ModelMemory:
-        """Divide `available` bytes among the budgets.
+    def _divide(self, available_bytes: float, sizing_bytes: float) -> ModelMemory:
+        """Divide `available_bytes` among the budgets.
 
         The sizes of sampler steps and micro-batches are chosen as if `sizing_bytes` were available,
         so `sizing_bytes` = 0 gives the smallest sizes. The KV cache gets the remainder of
-        `available` bytes, or its minimum. Limits that the user has set are used unchanged.
+        `available_bytes`, or its minimum. Limits that the user has set are used unchanged.
         """
         user_limits = {
-            name: value for name, value in self.settings.bounds.items() if value is not None
+            name: value for name, value in self.settings.memory_limits.items() if value is not None
         }
         sampler = self._sampler_settings(sizing_bytes, user_limits.get("max_batch"))
-        sampling = sampler.workspace_bytes(self.backend)
+        sampling_bytes = sampler.workspace_bytes(self.backend)
         prefix_cache_bytes = user_limits.get(
             "prefix_cache_bytes", self._limit_on_cpu(sampler.prefix_cache_bytes, sizing_bytes / 8)
         )
@@ -329,29 +343,35 @@ class _ModelNeeds:
             trainer = TrainerSettings(user_limits["micro_batch_tokens"])
         else:
             trainer = self._trainer_settings(
-                (sizing_bytes - sampling) / 2
+                (sizing_bytes - sampling_bytes) / 2
                 if kv_cache_bytes is None
-                else sizing_bytes - sampling - cache_bytes
+                else sizing_bytes - sampling_bytes - cache_bytes
             )
-        training = trainer.reserved_bytes(self.backend)
+        training_bytes = trainer.reserved_bytes(self.backend)
         if kv_cache_bytes is None:
             fitting_bytes = self._limit_on_cpu(
                 sampler.kv_cache_bytes,
-                max_reservable_bytes(available - sampling - cache_bytes - training),
+                max_reservable_bytes(
+                    available_bytes - sampling_bytes - cache_bytes - training_bytes
+                ),
             )
-            states = _MIN_STATES * state_bytes(self.backend.config, self.backend.dtype)
-            positions = _MIN_POSITIONS * KVSpec.from_backend(self.backend).bytes_per_position
-            kv_cache_bytes = max(fitting_bytes, positions + states)
+            min_state_bytes = _MIN_RECURRENT_STATES * state_bytes(
+                self.backend.config, self.backend.dtype
+            )
+            min_position_bytes = (
+                _MIN_KV_CACHE_TOKENS * KVSpec.from_backend(self.backend).bytes_per_position
+            )
+            kv_cache_bytes = max(fitting_bytes, min_position_bytes + min_state_bytes)
         return ModelMemory(
-            weights=self.all_weights,
-            adapters=self.adapters,
+            weight_bytes=self.all_copies_bytes,
+            adapter_bytes=self.adapter_bytes,
             sampler=replace(
                 sampler, kv_cache_bytes=kv_cache_bytes, prefix_cache_bytes=prefix_cache_bytes
             ),
-            keys_values=max_pool_bytes(kv_cache_bytes) + prefix_cache_bytes,
-            sampling=sampling,
+            cache_bytes=max_pool_bytes(kv_cache_bytes) + prefix_cache_bytes,
+            sampling_bytes=sampling_bytes,
             trainer=trainer,
-            training=training,
+            training_bytes=training_bytes,
         )
 
     def _sampler_settings(self, sizing_bytes: float, max_batch: int | None) -> SamplerSettings:
@@ -360,24 +380,34 @@ class _ModelNeeds:
         step_sizes = (
             ((default.max_batch, default.max_prefill_tokens_per_step),)
             if self.backend.uses_main_memory
-            else _GPU_STEPS
+            else _GPU_STEP_SIZES
         )
-        sizes = [
+        candidates = [
             replace(default, max_batch=max_batch or rows, max_prefill_tokens_per_step=tokens)
             for rows, tokens in step_sizes
         ]
-        fitting_sizes = (
-            size for size in sizes if size.workspace_bytes(self.backend) <= sizing_bytes / 4
+        fitting = (
+            candidate
+            for candidate in candidates
+            if candidate.workspace_bytes(self.backend) <= sizing_bytes / 4
         )
-        return next(fitting_sizes, sizes[-1])
+        return next(fitting, candidates[-1])
 
-    def _trainer_settings(self, available: float) -> TrainerSettings:
-        """Return the largest micro-batches that fit into `available` bytes, else the smallest ones."""
+    def _trainer_settings(self, available_bytes: float) -> TrainerSettings:
+        """Return the largest micro-batches that fit into `available_bytes`, else the smallest."""
         max_tokens = TrainerSettings().micro_batch_tokens if self.backend.uses_main_memory else inf
-        sizes = [TrainerSettings(tokens) for tokens in _MICRO_BATCHES if tokens <= max_tokens]
-        sizes += [TrainerSettings(tokens, recompute=True) for tokens in _RECOMPUTED_MICRO_BATCHES]
-        fitting_sizes = (size for size in sizes if size.reserved_bytes(self.backend) <= available)
-        return next(fitting_sizes, sizes[-1])
+        candidates = [
+            TrainerSettings(tokens) for tokens in _MICRO_BATCH_TOKENS if tokens <= max_tokens
+        ]
+        candidates += [
+            TrainerSettings(tokens, recompute=True) for tokens in _RECOMPUTED_MICRO_BATCH_TOKENS
+        ]
+        fitting = (
+            candidate
+            for candidate in candidates
+            if candidate.reserved_bytes(self.backend) <= available_bytes
+        )
+        return next(fitting, candidates[-1])
 
     def _limit_on_cpu(self, default: int, available: float) -> int:
         """Return the default size of a budget in bytes, at least 0.
@@ -394,7 +424,7 @@ def _planned_rank(config: ModelConfig) -> int:
     larger than the base model. So its rank is 32 divided by the number of experts per token, and at
     least 1.
     """
-    return max(1, _PLANNED_RANK // max(1, config.experts_per_token))
+    return max(1, _DENSE_PLANNED_RANK // max(1, config.experts_per_token))
 
 
 def usable_bytes(device: torch.device) -> int | None:
@@ -458,7 +488,9 @@ def adapter_bytes(backend: Backend, lora: LoraConfig) -> AdapterBytes:
     layout, itemsize = LoraLayout(backend.config, lora), backend.dtype.itemsize
     forward, backward = backend.packed_adapter_sizes(layout)
     sampling = itemsize * (layout.size + forward)
-    return AdapterBytes(4 * _FLOAT_VECTORS * layout.size + sampling + itemsize * backward, sampling)
+    return AdapterBytes(
+        4 * _NUM_FLOAT32_VECTORS * layout.size + sampling + itemsize * backward, sampling
+    )
 
 
 def gib(size: float) -> str:

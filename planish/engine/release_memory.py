@@ -13,7 +13,7 @@ from functools import cache
 from types import TracebackType
 from typing import Any
 
-_COMPUTING = ("planish.engine.", "planish.model.", "torch.", "triton.")
+_CLEARED_MODULE_PREFIXES = ("planish.engine.", "planish.model.", "torch.", "triton.")
 """Prefixes of the modules whose frames `clear_frames` clears, because they may contain tensors."""
 
 
@@ -52,23 +52,23 @@ def clear_frames(error: BaseException) -> None:
     """Clear the local variables of the frames in the traceback of `error` and of its causes.
 
     Otherwise the tensors of these frames would stay in memory as long as the exception does. Only
-    frames of modules with a prefix in `_COMPUTING` are cleared. Frames that are still running are
-    left unchanged.
+    frames of modules with a prefix in `_CLEARED_MODULE_PREFIXES` are cleared. Frames that are still
+    running are left unchanged.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
-        found = pending.pop()
-        if found is not None and id(found) not in seen:
-            seen.add(id(found))
-            _clear(found.__traceback__)
-            pending += [found.__cause__, found.__context__]
+        current = pending.pop()
+        if current is not None and id(current) not in visited:
+            visited.add(id(current))
+            _clear_traceback(current.__traceback__)
+            pending += [current.__cause__, current.__context__]
 
 
-def _clear(traceback: TracebackType | None) -> None:
+def _clear_traceback(traceback: TracebackType | None) -> None:
     while traceback is not None:
         frame = traceback.tb_frame
-        if frame.f_globals.get("__name__", "").startswith(_COMPUTING):
+        if frame.f_globals.get("__name__", "").startswith(_CLEARED_MODULE_PREFIXES):
             with suppress(RuntimeError):  # the frame is still running
                 frame.clear()
         traceback = traceback.tb_next

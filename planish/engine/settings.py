@@ -22,7 +22,7 @@ from planish.model.kernels.triton.families import HeadShape, wants_graphs
 from planish.model.weight_sizes import SCHEMES
 from planish.service import checked_substitutes
 
-_GPU_FILES = (
+_NVIDIA_DRIVER_FILES = (
     Path("/proc/driver/nvidia/version"),
     Path("/dev/nvidiactl"),
     Path("/usr/lib/wsl/lib/libcuda.so.1"),
@@ -89,20 +89,20 @@ class EngineSettings:
                 f"quantize={self.quantize!r}: give {', '.join(map(repr, SCHEMES))}, or None for "
                 "weights in the model's dtype"
             )
-        for name, value in self.bounds.items():
-            least = 0 if name == "prefix_cache_bytes" else 1
+        for name, value in self.memory_limits.items():
+            minimum = 0 if name == "prefix_cache_bytes" else 1
             if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int) or value < least
+                isinstance(value, bool) or not isinstance(value, int) or value < minimum
             ):
                 raise UserError(
-                    f"{name}={value!r}: give a whole number of at least {least}, or None for the default"
+                    f"{name}={value!r}: give a whole number of at least {minimum}, or None for the default"
                 )
         checked_substitutes(self.substitute_losses or {})
         wants_graphs()
         choose_device(self.device)
 
     @property
-    def bounds(self) -> dict[str, int | None]:
+    def memory_limits(self) -> dict[str, int | None]:
         """The values of the four memory limits by name."""
         names = ("kv_cache_bytes", "prefix_cache_bytes", "max_batch", "micro_batch_tokens")
         return {name: getattr(self, name) for name in names}
@@ -138,7 +138,7 @@ def unused_gpu() -> str | None:
 
     Return None if there is no such GPU, or if torch can use it.
     """
-    if not any(path.exists() for path in _GPU_FILES) or torch.cuda.is_available():
+    if not any(path.exists() for path in _NVIDIA_DRIVER_FILES) or torch.cuda.is_available():
         return None
     if torch.version.cuda is None:
         return (
@@ -177,10 +177,10 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name != "auto":
         return DTYPES[name]
     if Device(device).is_gpu:
-        native = torch.cuda.get_device_capability(device) >= (8, 0)
+        is_native = torch.cuda.get_device_capability(device) >= (8, 0)
     else:
-        native = _cpu_multiplies_bfloat16()
-    return torch.bfloat16 if native else torch.float32
+        is_native = _cpu_multiplies_bfloat16()
+    return torch.bfloat16 if is_native else torch.float32
 
 
 def head_shape(config: ModelConfig, dtype: torch.dtype) -> HeadShape:

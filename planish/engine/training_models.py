@@ -67,7 +67,7 @@ class TrainingModel:
         operation = self.queue[0].operation if self.queue else None
         return isinstance(operation, DeferredForwardBackward) and operation.data.running()
 
-    def created(self) -> Adapter:
+    def require_adapter(self) -> Adapter:
         """Return the adapter. Raise UserError if it is not created or was unloaded."""
         if self.adapter is None:
             raise UserError(
@@ -86,7 +86,7 @@ class SamplerSession:
     """One sampler: a base model, or one version of an adapter on it.
 
     Only the engine thread may access the attributes after `model_path`. As an exception, callbacks
-    remove futures from `running` in any thread.
+    remove futures from `running_futures` in any thread.
     """
 
     sampler_id: str
@@ -100,9 +100,9 @@ class SamplerSession:
     """
     failure: str | None = None
     """Why the creation of the sampler failed."""
-    waiting: list[QueuedSample] = field(default_factory=list)
+    waiting_requests: list[QueuedSample] = field(default_factory=list)
     """The requests that arrived before the sampler was ready."""
-    running: set[Future[Any]] = field(default_factory=set)
+    running_futures: set[Future[Any]] = field(default_factory=set)
     """The futures of requests without a response. A callback removes each future when the future is
     done, in the thread that completes or cancels it.
     """
@@ -112,7 +112,7 @@ class SamplerSession:
     @property
     def is_unused(self) -> bool:
         """Whether the sampler was released and has no open requests."""
-        return self.is_released and not self.waiting and not self.running
+        return self.is_released and not self.waiting_requests and not self.running_futures
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,9 +156,9 @@ class QueuedTraining(QueuedOperation):
 
 @dataclass(frozen=True, eq=False)
 class QueuedCreation(QueuedTraining):
-    """The creation of a training model, from a checkpoint if `loaded` is given."""
+    """The creation of a training model, from a checkpoint if `loaded_adapter` is given."""
 
-    loaded: LoadedAdapter | None
+    loaded_adapter: LoadedAdapter | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +183,7 @@ class QueuedLoad(QueuedTraining):
     """The replacement of a training model's state by a checkpoint."""
 
     operation: LoadWeights
-    loaded: LoadedAdapter
+    loaded_adapter: LoadedAdapter
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,9 +210,9 @@ class QueuedSampling(QueuedOperation):
 
 @dataclass(frozen=True, eq=False)
 class QueuedSamplerCreation(QueuedSampling):
-    """The creation of a sampler, from a checkpoint if `loaded` is given."""
+    """The creation of a sampler, from a checkpoint if `loaded_adapter` is given."""
 
-    loaded: LoadedAdapter | None
+    loaded_adapter: LoadedAdapter | None
 
 
 @dataclass(frozen=True, eq=False)

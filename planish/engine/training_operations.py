@@ -12,7 +12,7 @@ from collections.abc import Generator
 from concurrent.futures import Executor
 from dataclasses import replace
 
-from planish.engine.checkpoints.store import CheckpointStore, Label, SavedAdapter
+from planish.engine.checkpoints.store import AdapterSnapshot, CheckpointStore, Label
 from planish.engine.training.adapters import Adapter
 from planish.engine.training_models import (
     QueuedCreation,
@@ -37,13 +37,13 @@ Work = Generator[None, None, None]
 class TrainingOperations:
     """The operations of a training model, with one method per kind of queued operation."""
 
-    def __init__(self, store: CheckpointStore, disk: Executor) -> None:
+    def __init__(self, store: CheckpointStore, disk_executor: Executor) -> None:
         """Create the operations of an engine.
 
-        Checkpoints are saved in `store`. They are written by the threads of `disk`.
+        Checkpoints are saved in `store`. They are written by the threads of `disk_executor`.
         """
         self._store = store
-        self._disk = disk
+        self._disk_executor = disk_executor
 
     def start(self, queued: QueuedTraining) -> Work:
         """Run the operation on its training model. Yield after each piece except the last."""
@@ -59,7 +59,9 @@ class TrainingOperations:
             case QueuedDeferredForwardBackward():
                 yield from self._deferred_forward_backward(queued)
             case QueuedTraining(operation=OptimStep() as step):
-                queued.future.set_result(queued.model.created().optim_step(step.adam_params))
+                queued.future.set_result(
+                    queued.model.require_adapter().optim_step(step.adam_params)
+                )
             case QueuedSave():
                 self._save(queued)
             case QueuedLoad():
@@ -73,12 +75,12 @@ class TrainingOperations:
 
     def _create(self, queued: QueuedCreation) -> None:
         """Create the adapter, from a checkpoint if there is one."""
-        model, loaded = queued.model, queued.loaded
+        model, loaded_adapter = queued.model, queued.loaded_adapter
         try:
-            master = loaded.state["master"] if loaded else None
+            master = loaded_adapter.state["master"] if loaded_adapter else None
             adapter = Adapter(model.layout, model.base.backend, master)
-            if loaded is not None:
-                adapter.load_state(dict(loaded.state), loaded.with_optimizer)
+            if loaded_adapter is not None:
+                adapter.load_state(dict(loaded_adapter.state), loaded_adapter.with_optimizer)
         except BaseException as error:
             model.failure = f"the model could not be created ({error}); create another model"
             raise
@@ -88,7 +90,7 @@ class TrainingOperations:
     def _forward_backward(self, queued: QueuedForwardBackward) -> Work:
         """Run the forward pass, and the backward pass unless the operation is forward-only."""
         model, op = queued.model, queued.operation
-        work = model.base.trainer.run(model.created(), queued.batch, op.forward_only)
+        work = model.base.trainer.run(model.require_adapter(), queued.batch, op.forward_only)
         output = yield from work
         queued.future.set_result(
             _with_substitution_metric(op.loss_fn, queued.batch.loss_fn, output)
@@ -99,7 +101,7 @@ class TrainingOperations:
 
         If the future failed, the next optimizer step fails too.
         """
-        op, adapter = queued.operation, queued.model.created()
+        op, adapter = queued.operation, queued.model.require_adapter()
         try:
             data = op.data.result(timeout=0)
         except BaseException as error:
@@ -112,15 +114,17 @@ class TrainingOperations:
 
     def _load(self, queued: QueuedLoad) -> None:
         """Replace the adapter's state by that of a checkpoint."""
-        loaded = queued.loaded
-        queued.model.created().load_state(dict(loaded.state), loaded.with_optimizer)
+        loaded_adapter = queued.loaded_adapter
+        queued.model.require_adapter().load_state(
+            dict(loaded_adapter.state), loaded_adapter.with_optimizer
+        )
         queued.future.set_result(LoadWeightsResponse(queued.operation.path))
 
     def _publish(self, queued: QueuedPublish) -> None:
         """Make the current version of the adapter available to the new sampler."""
         session = queued.session
         try:
-            adapter = queued.model.created()
+            adapter = queued.model.require_adapter()
         except Exception as error:
             session.failure = str(error)
             raise
@@ -134,8 +138,8 @@ class TrainingOperations:
         metadata = {**model.user_metadata, **op.user_metadata}
         label = Label(queued.path, op.ttl_seconds, op.overwrite, metadata)
         base = model.base
-        adapter = SavedAdapter(
-            model.created().state(),
+        snapshot = AdapterSnapshot(
+            model.require_adapter().state(),
             model.layout,
             model.base_model,
             base.config.fingerprint(),
@@ -143,23 +147,23 @@ class TrainingOperations:
             base.quantize,
         )
         try:
-            self._disk.submit(self._write, queued, label, adapter)
+            self._disk_executor.submit(self._write, queued, label, snapshot)
         except RuntimeError:  # the program is ending, and its thread pools reject new work
-            self._write(queued, label, adapter)
+            self._write(queued, label, snapshot)
 
-    def _write(self, queued: QueuedSave, label: Label, adapter: SavedAdapter) -> None:
+    def _write(self, queued: QueuedSave, label: Label, snapshot: AdapterSnapshot) -> None:
         """Write the checkpoint, and set the result."""
-        respond = (
+        response_class = (
             SaveWeightsResponse
             if isinstance(queued.operation, SaveWeights)
             else SaveWeightsForSamplerResponse
         )
         try:
-            self._store.save(label, adapter)
+            self._store.save(label, snapshot)
         except BaseException as error:
             queued.fail(error)
         else:
-            queued.future.set_result(respond(str(label.path)))
+            queued.future.set_result(response_class(str(label.path)))
 
 
 def _with_substitution_metric(

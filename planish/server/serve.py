@@ -468,7 +468,8 @@ class MemoryPlan:
     def computing(self) -> int:
         """Bytes for base models and adapters, on the device."""
         return (
-            sum({id(model): model.total for model in self.models.values()}.values()) + self.adapters
+            sum({id(model): model.total_bytes for model in self.models.values()}.values())
+            + self.adapters
         )
 
     @property
@@ -485,9 +486,9 @@ class MemoryPlan:
                 f"and {gib(self.serving)} of main memory"
             )
         lines = [
-            f"  {name}: weights {gib(model.weights)}, keys and values up to "
-            f"{gib(model.keys_values)}, "
-            f"a sampling step {gib(model.sampling)}, a training step {gib(model.training)}"
+            f"  {name}: weights {gib(model.weight_bytes)}, keys and values up to "
+            f"{gib(model.cache_bytes)}, "
+            f"a sampling step {gib(model.sampling_bytes)}, a training step {gib(model.training_bytes)}"
             for name, model in self.models.items()
         ]
         lines.append(

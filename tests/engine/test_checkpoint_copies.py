@@ -17,7 +17,7 @@ from filelock import FileLock
 
 import planish.engine.checkpoints.store as checkpoints
 from planish.engine.checkpoints.files import ADAPTER, MANIFEST, OPTIMIZER, Manifest
-from planish.engine.checkpoints.store import CheckpointStore, Label, SavedAdapter
+from planish.engine.checkpoints.store import AdapterSnapshot, CheckpointStore, Label
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.engine.training.adapters import Adapter
@@ -55,8 +55,8 @@ def adapter(model_dir) -> Adapter:
     return adapter
 
 
-def saved(adapter: Adapter) -> SavedAdapter:
-    return SavedAdapter(adapter.state(), adapter.layout, "base", "architecture", "weights")
+def saved(adapter: Adapter) -> AdapterSnapshot:
+    return AdapterSnapshot(adapter.state(), adapter.layout, "base", "architecture", "weights")
 
 
 def test_a_copy_is_equal_and_outlives_its_source(store, adapter):
@@ -356,7 +356,7 @@ def test_a_copy_waits_for_a_writer_and_has_its_content(store, adapter, monkeypat
         put(aside, target)
 
     monkeypatch.setattr(checkpoints, "_rename_into_place", slow_put)
-    newer = SavedAdapter(
+    newer = AdapterSnapshot(
         {**adapter.state(), "step": torch.tensor(7)},
         adapter.layout,
         "base",

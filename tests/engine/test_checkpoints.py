@@ -25,7 +25,7 @@ import planish.engine.checkpoints.files as checkpoint_files
 import planish.engine.checkpoints.store as checkpoints
 from planish.engine.checkpoints import store as checkpoint_store
 from planish.engine.checkpoints.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, OPTIMIZER
-from planish.engine.checkpoints.store import CheckpointStore, Label, SavedAdapter, data_directory
+from planish.engine.checkpoints.store import AdapterSnapshot, CheckpointStore, Label, data_directory
 from planish.engine.training.adapters import Adapter
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
 from planish.model.config import ModelConfig
@@ -61,8 +61,8 @@ def trained(model_dir, lora: LoraConfig = RANK_4, steps: int = 2) -> Adapter:
     return adapter
 
 
-def saved(adapter: Adapter) -> SavedAdapter:
-    return SavedAdapter(adapter.state(), adapter.layout, "base", "architecture", "weights")
+def saved(adapter: Adapter) -> AdapterSnapshot:
+    return AdapterSnapshot(adapter.state(), adapter.layout, "base", "architecture", "weights")
 
 
 def files_under(directory: Path) -> list[str]:
@@ -449,7 +449,7 @@ def test_a_checkpoint_that_the_disk_fails_to_find_is_not_reported_as_missing(
 WRITER = """
 import sys, torch
 from planish.engine.training.adapters import Adapter
-from planish.engine.checkpoints.store import CheckpointStore, Label, SavedAdapter
+from planish.engine.checkpoints.store import CheckpointStore, Label, AdapterSnapshot
 from planish.model.config import ModelConfig
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.lora import LoraLayout
@@ -462,7 +462,7 @@ print("ready", flush=True)
 while True:
     adapter.step += 1
     adapter.master = torch.full_like(adapter.master, adapter.step)
-    saved = SavedAdapter(adapter.state(), layout, "base", "architecture", "weights")
+    saved = AdapterSnapshot(adapter.state(), layout, "base", "architecture", "weights")
     store.save(Label(CheckpointPath("run", "training", "a"), overwrite=True), saved)
 """
 

@@ -198,7 +198,7 @@ def test_device_time_after_a_call_returns_is_charged_to_that_call(engines, monke
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
     base, left, steps = engine._models.get("llama"), [], []
-    train, sample = base.trainer._run, base.sampler.step
+    train, sample = base.trainer._run_micro_batch, base.sampler.step
 
     def synchronize(_: BaseModel) -> None:
         time.sleep(0.1 * len(left))
@@ -214,7 +214,7 @@ def test_device_time_after_a_call_returns_is_charged_to_that_call(engines, monke
         sample()
 
     monkeypatch.setattr(BaseModel, "synchronize", synchronize)
-    monkeypatch.setattr(base.trainer, "_run", micro_batch)
+    monkeypatch.setattr(base.trainer, "_run_micro_batch", micro_batch)
     monkeypatch.setattr(base.sampler, "step", decode)
     future = engine.submit(request("s", 1900))
     wait_until(lambda: bool(steps))
@@ -312,7 +312,7 @@ def test_a_released_sampler_finishes_its_requests_and_frees_its_cache(engine):
     with pytest.raises(UserError, match="released"):
         engine.submit(request("s"))
     assert len(asked.result(WAIT).sequences) == 2
-    cache = engine._models.get("llama").sampler._cache
+    cache = engine._models.get("llama").sampler._prefix_cache
     wait_until(lambda: len(cache) == 0)
     assert engine._thread._sampler_sessions == []
 
@@ -330,7 +330,7 @@ def test_samplers_of_one_version_share_cached_prefixes_until_both_are_released(e
     ]
     assert hits[0] == 0
     assert hits[1] > 100
-    cache = engine._models.get("llama").sampler._cache
+    cache = engine._models.get("llama").sampler._prefix_cache
     engine.submit(ReleaseSampler("s")).result(WAIT)
     assert len(cache) > 0
     engine.submit(ReleaseSampler("t")).result(WAIT)
@@ -527,7 +527,7 @@ def test_a_lost_gpu_closes_the_engine(engine, monkeypatch, side):
     with pytest.raises(UserError):  # the error did not occur on the device
         engine.submit(OptimStep("a", STEP)).result(WAIT)
     monkeypatch.setattr(base.sampler, "_decode", lost)
-    monkeypatch.setattr(base.trainer, "_run", lost)
+    monkeypatch.setattr(base.trainer, "_run_micro_batch", lost)
     operation = (
         request("s") if side == "sampling" else ForwardBackward("a", [datum()], "cross_entropy")
     )
@@ -547,11 +547,11 @@ def test_cancelling_a_running_sample_frees_its_memory(engine):
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
     sampler = engine._models.get("llama").sampler
     sample = engine.submit(request("s", 1900, 4))
-    wait_until(lambda: bool(sampler._samples.in_use()))
+    wait_until(lambda: bool(sampler._sample_pools.in_use()))
     assert sample.cancel()
     wait_until(lambda: not sampler.busy)
-    assert not sampler._samples.in_use()
-    assert not sampler._prompts.in_use()
+    assert not sampler._sample_pools.in_use()
+    assert not sampler._prompt_pools.in_use()
     with pytest.raises(CancelledError):
         sample.result(WAIT)
     tokens(engine, "s")

@@ -137,11 +137,11 @@ def claims(
 def test_an_8b_model_fits_gpus_from_24_gb(shaped, gpu, total):
     usable = gpu(total)
     (found,) = claims([shaped("Qwen3-8B")])
-    assert found.weights == pytest.approx(16.4 * GB, rel=0.01)
-    assert found.adapters > 2.9 * GB  # one adapter of rank 32 in training
-    assert found.total <= usable
+    assert found.weight_bytes == pytest.approx(16.4 * GB, rel=0.01)
+    assert found.adapter_bytes > 2.9 * GB  # one adapter of rank 32 in training
+    assert found.total_bytes <= usable
     assert (
-        found.keys_values
+        found.cache_bytes
         == max_pool_bytes(found.sampler.kv_cache_bytes) + found.sampler.prefix_cache_bytes
     )
     positions = found.sampler.kv_cache_bytes // (2 * 36 * 8 * 128 * 2)
@@ -159,7 +159,7 @@ def test_a_small_model_fits_every_gpu_size(shaped, gpu):
     for gib in range(4, 100):
         usable = gpu(gib * GIB)
         (found,) = claims([small])
-        assert found.total <= usable
+        assert found.total_bytes <= usable
         assert found.sampler.max_batch >= (32 if gib < 12 else 256)
         assert found.trainer.micro_batch_tokens >= (128 if gib < 8 else 1024)
         assert gib < 16 or not found.trainer.recompute
@@ -169,7 +169,7 @@ def test_gpu_memory_of_other_processes_is_not_divided(shaped, gpu):
     usable = gpu(80 * GB, free=40 * GB)
     assert usable == 38 * GB
     (found,) = claims([shaped("Qwen3-8B")])
-    assert found.total <= usable
+    assert found.total_bytes <= usable
 
 
 def test_memory_cached_by_torch_counts_as_free(gpu, monkeypatch):
@@ -185,10 +185,10 @@ def test_a_second_base_model_fits_in_either_order(shaped, gpu):
     usable = gpu(139.8 * GIB)
     models = [shaped("Qwen3-8B"), shaped("Qwen3-8B", 1)]
     first, second = claims(models, reserves_for_next=True)
-    assert first.total + second.total <= usable
+    assert first.total_bytes + second.total_bytes <= usable
     assert first.sampler.kv_cache_bytes > second.sampler.kv_cache_bytes > GB
     small, large = claims([shaped("Qwen3-0.6B"), models[0]], reserves_for_next=True)
-    assert small.total + large.total <= usable
+    assert small.total_bytes + large.total_bytes <= usable
     with pytest.raises(UserError, match=f"does not fit on cuda:0.*lower {BOUNDS}"):
         claims([*models, shaped("Qwen3-8B", 2)], reserves_for_next=True)
 
@@ -199,7 +199,7 @@ def test_a_single_base_model_gets_the_whole_gpu(shaped, gpu):
     models = [shaped("Qwen3-8B"), shaped("Qwen3-8B", 1)]
     (alone,) = claims(models[:1])
     first, _ = claims(models, reserves_for_next=True)
-    assert 0.99 * usable < alone.total <= usable
+    assert 0.99 * usable < alone.total_bytes <= usable
     assert alone.sampler.kv_cache_bytes > 1.5 * first.sampler.kv_cache_bytes
     with pytest.raises(UserError, match=r"name all base models .* in models= or PLANISH_MODELS"):
         claims(models)
@@ -242,8 +242,8 @@ def test_known_base_models_share_all_memory(shaped, gpu):
     directories = [shaped("Qwen3-8B"), shaped("Qwen3-8B", 1), shaped("Qwen3-0.6B")]
     divided = DeviceMemory(EngineSettings(dtype="bfloat16"), directories, adapter_bytes=4 * GIB)
     found = [divided.claim(directory) for directory in directories]
-    assert [model.adapters for model in found] == [0, 0, 0]
-    assert 0.9 * usable < sum(model.total for model in found) + 4 * GIB <= usable
+    assert [model.adapter_bytes for model in found] == [0, 0, 0]
+    assert 0.9 * usable < sum(model.total_bytes for model in found) + 4 * GIB <= usable
     assert found[1].divided_bytes == pytest.approx(found[0].divided_bytes, rel=0.1)
     assert found[2].divided_bytes < found[0].divided_bytes
     gpu(23.6 * GIB)
@@ -290,7 +290,7 @@ def test_explicit_sizes_are_used_unchanged(shaped, gpu):
         (found,) = claims([large], **{name: value})
         sizes = vars(found.sampler) | vars(found.trainer)
         assert sizes[name] == value
-        assert found.total <= usable
+        assert found.total_bytes <= usable
     every: dict[str, Any] = {
         "kv_cache_bytes": 40 * GIB,
         "prefix_cache_bytes": GIB,
@@ -317,7 +317,7 @@ def test_the_embedded_model_has_fixed_sizes_on_a_cpu(shaped, machine, monkeypatc
 def test_a_small_model_fits_a_laptop(shaped, machine, total):
     usable = machine(total)
     (found,) = claims([shaped("Qwen3-0.6B")], device="cpu")
-    assert found.total + RUNTIME_BYTES <= usable
+    assert found.total_bytes + RUNTIME_BYTES <= usable
     assert found.sampler.kv_cache_bytes >= GIB // 2
     assert found.trainer.micro_batch_tokens >= 1024
 
@@ -393,9 +393,9 @@ def test_a_mixture_of_experts_fits_a_gpu_of_80_gb(tmp_path, gpu):
     (tmp_path / "config.json").write_text(json.dumps(config))
     gpu(80 * GIB)
     found = DeviceMemory(EngineSettings()).claim(tmp_path)
-    assert found.weights == pytest.approx(61.1 * GB, rel=0.01)  # 30.5 billion numbers
-    assert found.adapters == pytest.approx(5.2 * GB, rel=0.1)  # 160 million numbers
-    assert found.total <= 76 * GIB
+    assert found.weight_bytes == pytest.approx(61.1 * GB, rel=0.01)  # 30.5 billion numbers
+    assert found.adapter_bytes == pytest.approx(5.2 * GB, rel=0.1)  # 160 million numbers
+    assert found.total_bytes <= 76 * GIB
     assert found.trainer.micro_batch_tokens >= 128
 
 
@@ -432,7 +432,7 @@ def test_the_memory_plan_of_a_cpu_has_all_copies_of_the_weights(tmp_path, machin
         settings = EngineSettings(dtype="bfloat16", device="cpu", quantize=scheme)
         expected = 3 * unquantized_bytes(config, 2, scheme)
         expected += linear_bytes(config, scheme) if scheme else 0
-        assert DeviceMemory(settings).claim(tmp_path).weights == expected
+        assert DeviceMemory(settings).claim(tmp_path).weight_bytes == expected
 
 
 def test_the_memory_plan_of_an_fp8_checkpoint(tmp_path, machine, gpu):
@@ -450,10 +450,10 @@ def test_the_memory_plan_of_an_fp8_checkpoint(tmp_path, machine, gpu):
     backend = choose_backend(config, torch.bfloat16, torch.device("cpu"), deterministic=False)
     plan = DeviceMemory(EngineSettings(dtype="bfloat16", device="cpu")).claim(tmp_path)
     copies = backend.weight_copies
-    assert plan.weights == copies * kept + codes + 2 * (copies - 1) * linears
+    assert plan.weight_bytes == copies * kept + codes + 2 * (copies - 1) * linears
     gpu(24 * GIB)
     plan = DeviceMemory(EngineSettings()).claim(tmp_path)
-    assert plan.weights == kept + codes + 2 * 2 * max(map(prod, shapes))
+    assert plan.weight_bytes == kept + codes + 2 * 2 * max(map(prod, shapes))
 
 
 def test_the_memory_plan_counts_the_codes_of_an_mxfp4_checkpoint_once(tmp_path, machine):
@@ -468,8 +468,8 @@ def test_the_memory_plan_counts_the_codes_of_an_mxfp4_checkpoint_once(tmp_path, 
         pytest.skip("the formula is that of the C++ kernels")
     plan = DeviceMemory(EngineSettings(dtype="bfloat16", device="cpu")).claim(tmp_path)
     # docs/models.md: 10.2 GB of codes once, and three copies of the other 3.6 GB.
-    assert plan.weights == 3 * 13_761_264_768 - 2 * mxfp4_bytes(config)
-    assert plan.weights == pytest.approx(20.98e9, rel=1e-3)
+    assert plan.weight_bytes == 3 * 13_761_264_768 - 2 * mxfp4_bytes(config)
+    assert plan.weight_bytes == pytest.approx(20.98e9, rel=1e-3)
 
 
 def documented_config(

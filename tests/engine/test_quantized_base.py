@@ -285,7 +285,7 @@ def test_the_memory_budget_has_one_copy_of_the_quantized_weights(model):
 
     def weights(scheme: str | None) -> int:
         settings = EngineSettings(dtype="bfloat16", device="cpu", quantize=scheme)
-        return DeviceMemory(settings).claim(model).weights
+        return DeviceMemory(settings).claim(model).weight_bytes
 
     whole = sum(fan_out * fan_in for fan_out, fan_in in quantized_shapes(config).values())
     kept = weights(None) - 3 * 2 * whole

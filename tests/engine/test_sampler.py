@@ -1,5 +1,4 @@
-# pyright: reportOptionalSubscript=false, reportOptionalIterable=false,
-# reportOptionalMemberAccess=false, reportArgumentType=false
+# pyright: reportOptionalSubscript=false, reportOptionalIterable=false, reportOptionalMemberAccess=false, reportArgumentType=false
 """The sampler equals transformers, and every fast path equals its slow reference: shared prompts,
 prefix cache, batching, adapters.
 """

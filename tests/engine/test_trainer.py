@@ -350,7 +350,7 @@ def test_a_sparse_tensor_is_checked_before_it_is_expanded(decoder, monkeypatch):
     for wide, tall in ((273, 2), (5, 3)):
         inputs = {"target_tokens": TensorData([], "int64", [tall, wide], [0] * (tall + 1), [])}
         with pytest.raises(ValueError, match=r"target_tokens.*shape"):
-            new_trainer(decoder).read([datum_of(tokens, inputs)], "cross_entropy", {})
+            new_trainer(decoder).read_batch([datum_of(tokens, inputs)], "cross_entropy", {})
 
 
 def test_csr_tensors_equal_dense_tensors(decoder):
@@ -495,7 +495,7 @@ def test_a_long_sequence_runs_alone_with_recomputed_activations(decoder):
     config = dataclasses.replace(decoder.config, num_layers=30)
     backend = TorchBackend(config, torch.bfloat16, CPU)
     plain = TrainerSettings(micro_batch_tokens=2048).activation_bytes(backend)
-    less = TrainerSettings(micro_batch_tokens=256).activation_bytes(backend, tokens=2048)
+    less = TrainerSettings(micro_batch_tokens=256).activation_bytes(backend, num_tokens=2048)
     assert less < plain / 4
     assert less == TrainerSettings(2048, recompute=True).activation_bytes(backend)
 
@@ -667,7 +667,7 @@ def test_invalid_input_is_rejected_before_any_work(decoder, data, loss_fn: str, 
     if loss_fn != "cross_entropy":
         loss_data = [*group_datums(0)[:1], *data[1:]]
     with pytest.raises(ValueError, match=message):
-        trainer.read(loss_data, loss_fn)
+        trainer.read_batch(loss_data, loss_fn)
 
 
 def test_input_of_other_servers_is_accepted_or_rejected_with_a_remedy(decoder):
@@ -675,24 +675,24 @@ def test_input_of_other_servers_is_accepted_or_rejected_with_a_remedy(decoder):
     inputs = data[0].loss_fn_inputs
     clipped = datum_of(data[0].model_input, {**inputs, "clip_low_threshold": inputs["logprobs"]})
     with pytest.raises(UnsupportedError, match="loss_fn_config"):
-        trainer.read([clipped], "ppo")
+        trainer.read_batch([clipped], "ppo")
     masked = datum_of(data[0].model_input, {**inputs, "mask": inputs["advantages"]})
-    trainer.read([masked], "ppo")
+    trainer.read_batch([masked], "ppo")
     unlike = datum_of(
         data[0].model_input, {**inputs, "mask": np.zeros(len(inputs["logprobs"]), np.float32)}
     )
     with pytest.raises(ValueError, match="mask.* is 0 where advantages is not"):
-        trainer.read([unlike], "ppo")
+        trainer.read_batch([unlike], "ppo")
     several = datum_of(
         data[0].model_input,
         {**inputs, "target_tokens": np.zeros((len(inputs["logprobs"]), 2), np.int64)},
     )
     with pytest.raises(ValueError, match="one target per position"):
-        trainer.read([several], "ppo")
+        trainer.read_batch([several], "ppo")
     with pytest.raises(UnsupportedError, match="stable_reinforce"):
-        trainer.read(data, "stable_reinforce")
+        trainer.read_batch(data, "stable_reinforce")
     with pytest.raises(ValueError, match="clip_ratio.*unknown"):
-        trainer.read(data, "ppo", {"clip_ratio": 0.2})
+        trainer.read_batch(data, "ppo", {"clip_ratio": 0.2})
     with pytest.raises(ValueError, match="micro_batch_tokens=0"):
         TrainerSettings(micro_batch_tokens=0)
 
@@ -771,4 +771,4 @@ def test_unweighted_positions_are_scored_unless_the_option_says_otherwise(decode
     output, _ = run(new_trainer(decoder), new_adapter(decoder), data)
     assert (output.loss_fn_outputs[0]["logprobs"].to_numpy() < 0).all()
     with pytest.raises(UserError, match="skip_unweighted.*=2: give 0"):
-        new_trainer(decoder).read(data, "cross_entropy", {"skip_unweighted": 2})
+        new_trainer(decoder).read_batch(data, "cross_entropy", {"skip_unweighted": 2})

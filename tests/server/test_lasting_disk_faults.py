@@ -33,7 +33,7 @@ class BrokenDisk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_broken = False
         self.faults = 0
-        body, read = Store.body, Engine._read
+        body, read = Store.body, Engine._read_adapter
 
         def broken_body(store: Store, stored: StoredBody) -> bytes:
             self.check()
@@ -44,7 +44,7 @@ class BrokenDisk:
             return read(engine, *arguments)
 
         monkeypatch.setattr(Store, "body", broken_body)
-        monkeypatch.setattr(Engine, "_read", broken_read)
+        monkeypatch.setattr(Engine, "_read_adapter", broken_read)
 
     def check(self) -> None:
         if self.is_broken:

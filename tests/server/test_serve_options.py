@@ -108,14 +108,14 @@ def test_the_memory_plan_adds_up(model: Path):
     whole = plan_of({"a/b": model, "twin": model}, engine, settings)
     plan = whole.models["a/b"]
     # but for the file's header
-    assert abs(plan.weights - (model / "model.safetensors").stat().st_size) < 1 << 14
-    assert plan.keys_values == (9 << 17) + (1 << 21)
-    assert plan.training > 0
+    assert abs(plan.weight_bytes - (model / "model.safetensors").stat().st_size) < 1 << 14
+    assert plan.cache_bytes == (9 << 17) + (1 << 21)
+    assert plan.training_bytes > 0
     narrow = plan_of({"a/b": model}, replace(engine, dtype="bfloat16"), settings).models["a/b"]
-    assert narrow.weights == 1.5 * plan.weights  # packed twice, beside the file
-    assert narrow.training < plan.training
+    assert narrow.weight_bytes == 1.5 * plan.weight_bytes  # packed twice, beside the file
+    assert narrow.training_bytes < plan.training_bytes
     assert whole.models["twin"] is plan
-    assert whole.computing == plan.total + (1 << 40)
+    assert whole.computing == plan.total_bytes + (1 << 40)
     text = str(whole)
     assert "a/b: weights" in text
     assert text.startswith("memory: up to 10")

@@ -89,7 +89,7 @@ class Label:
 
 
 @dataclass(frozen=True)
-class SavedAdapter:
+class AdapterSnapshot:
     """The adapter state to save, its layout and its base model."""
 
     state: Mapping[str, Tensor]
@@ -119,7 +119,7 @@ class CheckpointStore:
         self.removes_expired = True
         """Whether reads remove expired checkpoints. A server removes them itself."""
 
-    def save(self, label: Label, adapter: SavedAdapter) -> None:
+    def save(self, label: Label, adapter: AdapterSnapshot) -> None:
         """Write one checkpoint.
 
         Raises CheckpointError if the name is taken. Raises StorageError if writing fails; partial
@@ -367,7 +367,7 @@ class CheckpointStore:
         write_manifest(temporary, copied)
         return copied
 
-    def _write(self, temporary: Path, label: Label, adapter: SavedAdapter) -> Manifest:
+    def _write(self, temporary: Path, label: Label, adapter: AdapterSnapshot) -> Manifest:
         """Write all files of a checkpoint into `temporary`; return the manifest."""
         now = datetime.now(UTC)
         manifest = Manifest(
@@ -406,7 +406,9 @@ class CheckpointStore:
 
     @contextmanager
     def _locked(self, run: Path, create: bool = False) -> Iterator[None]:
-        """Acquire the lock of the run. `create`: create the run's directory if it does not exist."""
+        """Acquire the lock of the run. `create`: create the run's directory if it does not
+        exist.
+        """
         lock, is_held = FileLock(run / _LOCK), False
         while not is_held:
             if create:
@@ -547,8 +549,9 @@ def _rename_into_place(temporary: Path, target: Path) -> None:
 
     An older checkpoint of that name is removed only after the new one is in place.
     """
-    # An earlier process may have created some of these directories without syncing their entries, if
-    # it was killed or its sync failed. So sync the entries of all of them, before anything changes.
+    # An earlier process may have created some of these directories without syncing their entries,
+    # if it was killed or its sync failed. So sync the entries of all of them, before anything
+    # changes.
     for directory in target.parents[1:4]:
         with suppress(PermissionError):  # an unreadable parent was not made by planish
             sync(directory)

@@ -21,7 +21,7 @@ from planish.model.kernels.backend import Backend
 from planish.model.lora import LoraLayout, LoraWeights
 from planish.types import AdamParams, OptimStepResponse
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 
 
 class Adapter:
@@ -94,7 +94,7 @@ class Adapter:
                 "optim_step has no gradient to apply; call forward_backward first, because each step "
                 "clears the gradient"
             )
-        norm = _norm(grad)
+        norm = _grad_norm(grad)
         if not math.isfinite(norm):
             raise NonFiniteError(
                 "optim_step rejected: the gradient is not finite; lower learning_rate, or check the "
@@ -108,20 +108,24 @@ class Adapter:
             raise NonFiniteError(
                 "optim_step rejected: the new weights would not be finite; lower learning_rate"
             )
-        self._replace(master, moments, self.step + 1)
+        self._install_state(master, moments, self.step + 1)
         return OptimStepResponse(metrics={"grad_norm": norm, "adam_step": float(self.step)})
 
     def _adam_step(self, grad: Tensor, params: AdamParams) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return the master weights and moments after one AdamW step, without changing the old."""
-        master, mean, square = self.master.clone(), self.exp_avg.clone(), self.exp_avg_sq.clone()
+        master, exp_avg, exp_avg_sq = (
+            self.master.clone(),
+            self.exp_avg.clone(),
+            self.exp_avg_sq.clone(),
+        )
         step = torch.tensor(float(self.step), device=master.device)
         # Call the functional `adamw`, which computes the same as torch.optim.AdamW. The first
         # torch.optim.AdamW of a process takes a second or two to import torch's compiler.
         adamw(
             [master],
             [grad],
-            [mean],
-            [square],
+            [exp_avg],
+            [exp_avg_sq],
             [],
             [step],
             fused=True,
@@ -133,9 +137,9 @@ class Adapter:
             eps=params.eps,
             maximize=False,
         )
-        return master, (mean, square)
+        return master, (exp_avg, exp_avg_sq)
 
-    def _replace(self, master: Tensor, moments: tuple[Tensor, Tensor], step: int) -> None:
+    def _install_state(self, master: Tensor, moments: tuple[Tensor, Tensor], step: int) -> None:
         """Install a new state as the next version, with a new compute copy."""
         self.master, (self.exp_avg, self.exp_avg_sq), self.step = master, moments, step
         self.weights.end_training()
@@ -164,7 +168,7 @@ class Adapter:
         Raises CheckpointError if a tensor is missing, has another shape, or is not finite. The
         adapter is unchanged then.
         """
-        names = ("master", *_MOMENTS) if with_optimizer else ("master",)
+        names = ("master", *_MOMENT_NAMES) if with_optimizer else ("master",)
         tensors = {name: self._checked_tensor(name, state) for name in names}
         step = 0
         if with_optimizer:
@@ -174,11 +178,11 @@ class Adapter:
                 )
             step = int(state["step"])
         moments = (tensors.get("exp_avg"), tensors.get("exp_avg_sq"))
-        fresh = tuple(
+        loaded_moments = tuple(
             torch.zeros_like(self.master) if moment is None else moment for moment in moments
         )
         self.grad, self._rejection = None, None
-        self._replace(tensors["master"], (fresh[0], fresh[1]), step)
+        self._install_state(tensors["master"], (loaded_moments[0], loaded_moments[1]), step)
 
     def _checked_tensor(self, name: str, state: dict[str, Tensor]) -> Tensor:
         """Return a checked float32 copy of one tensor of a checkpoint, on the model's device."""
@@ -209,7 +213,7 @@ def is_finite(tensor: Tensor) -> bool:
     return math.isfinite(float(low)) and math.isfinite(float(high))
 
 
-def _norm(grad: Tensor) -> float:
+def _grad_norm(grad: Tensor) -> float:
     """Return the L2 norm of the gradient."""
     norm = float(torch.linalg.vector_norm(grad))
     # The squares of finite numbers may overflow float32, so sum them again in float64.

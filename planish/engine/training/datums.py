@@ -17,8 +17,8 @@ from planish.types import Datum, TensorData
 
 # Inputs that clients of the public API send with every loss, even if the loss does not use them.
 # Such an input is checked against the other inputs and then ignored.
-_TOLERATED = ("mask",)
-_PER_TOKEN_CLIPPING = ("clip_low_threshold", "clip_high_threshold")
+_IGNORED_INPUTS = ("mask",)
+_PER_TOKEN_CLIPPING_INPUTS = ("clip_low_threshold", "clip_high_threshold")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,12 +44,12 @@ def read_examples(
     if not data:
         raise UserError("data is empty; give at least one Datum")
     return [
-        _read(index, datum, loss, loss_name, vocab_size, max_context)
+        _read_example(index, datum, loss, loss_name, vocab_size, max_context)
         for index, datum in enumerate(data)
     ]
 
 
-def _read(
+def _read_example(
     index: int, datum: Datum, loss: Loss, loss_name: str, vocab_size: int, max_context: int
 ) -> Example:
     where = f"data[{index}]"
@@ -62,50 +62,52 @@ def _read(
         )
     _check_tokens(f"{where}.model_input", tokens, vocab_size)
     _check_names(where, datum.loss_fn_inputs, loss, loss_name)
-    targets = _targets(
+    targets = _read_targets(
         where, datum.loss_fn_inputs["target_tokens"], tokens.size, loss, loss_name, vocab_size
     )
     _check_tokens(f"{where}.loss_fn_inputs['target_tokens']", targets, vocab_size)
     inputs = {}
-    for name in (*loss.required, *loss.optional):
+    for name in (*loss.required_inputs, *loss.optional_inputs):
         if name in datum.loss_fn_inputs:
-            inputs[name] = _floats(
+            inputs[name] = _read_floats(
                 f"{where}.loss_fn_inputs[{name!r}]", datum.loss_fn_inputs[name], targets.shape
             )
     if "mask" in datum.loss_fn_inputs and "mask" not in inputs:
-        mask = _floats(
+        mask = _read_floats(
             f"{where}.loss_fn_inputs['mask']", datum.loss_fn_inputs["mask"], targets.shape
         )
-        factor = "weights" if "weights" in loss.optional else "advantages"
-        if np.any((mask == 0) & (inputs.get(factor, np.float32(1)) != 0)):
+        weight_name = "weights" if "weights" in loss.optional_inputs else "advantages"
+        if np.any((mask == 0) & (inputs.get(weight_name, np.float32(1)) != 0)):
             raise UserError(
-                f"{where}.loss_fn_inputs['mask'] is 0 where {factor} is not, and loss_fn={loss_name!r} takes no mask; "
-                f"give 0 in {factor} there"
+                f"{where}.loss_fn_inputs['mask'] is 0 where {weight_name} is not, and loss_fn={loss_name!r} takes no mask; "
+                f"give 0 in {weight_name} there"
             )
     return Example(tokens, targets, inputs)
 
 
-def _check_names(where: str, given: Mapping[str, TensorData], loss: Loss, loss_name: str) -> None:
+def _check_names(where: str, inputs: Mapping[str, TensorData], loss: Loss, loss_name: str) -> None:
     """Raise UserError if a required input is missing, or if an input is unknown to the loss."""
-    missing = [name for name in ("target_tokens", *loss.required) if name not in given]
-    if missing:
+    missing_names = [
+        name for name in ("target_tokens", *loss.required_inputs) if name not in inputs
+    ]
+    if missing_names:
         raise UserError(
-            f"{where}.loss_fn_inputs has no {missing[0]!r}, which loss_fn={loss_name!r} needs; add it"
+            f"{where}.loss_fn_inputs has no {missing_names[0]!r}, which loss_fn={loss_name!r} needs; add it"
         )
-    known = ("target_tokens", *loss.required, *loss.optional, *_TOLERATED)
-    for name in given:
-        if name in known:
+    known_names = ("target_tokens", *loss.required_inputs, *loss.optional_inputs, *_IGNORED_INPUTS)
+    for name in inputs:
+        if name in known_names:
             continue
-        if name in _PER_TOKEN_CLIPPING:
+        if name in _PER_TOKEN_CLIPPING_INPUTS:
             raise UnsupportedError(
                 f"{where}.loss_fn_inputs[{name!r}]: clipping per token is not supported; give one number in loss_fn_config[{name!r}]"
             )
         raise UserError(
-            f"{where}.loss_fn_inputs[{name!r}] is unknown to loss_fn={loss_name!r}, which takes {', '.join(known[: -len(_TOLERATED)])}; remove it"
+            f"{where}.loss_fn_inputs[{name!r}] is unknown to loss_fn={loss_name!r}, which takes {', '.join(known_names[: -len(_IGNORED_INPUTS)])}; remove it"
         )
 
 
-def _targets(
+def _read_targets(
     where: str, data: TensorData, length: int, loss: Loss, loss_name: str, vocab_size: int
 ) -> np.ndarray:
     """Return the target tokens, int64 [N] or [N, K], after a check of their dtype and shape."""
@@ -114,7 +116,7 @@ def _targets(
         raise UserError(f"{name} has dtype {data.dtype}; token ids are int64")
     # Check the shape first: a sparse tensor may claim a shape that does not fit into memory.
     shape = data.shape or []
-    if len(shape) == 2 and not loss.many_targets:
+    if len(shape) == 2 and not loss.allows_multiple_targets:
         raise UserError(
             f"{name} has shape {shape}; loss_fn={loss_name!r} takes one target per position"
         )
@@ -133,14 +135,16 @@ def _targets(
 def _check_tokens(name: str, tokens: np.ndarray, vocab_size: int) -> None:
     """Raise UserError if a token is outside the vocabulary."""
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
-        bad = tokens[(tokens < 0) | (tokens >= vocab_size)].flat[0]
+        invalid_token = tokens[(tokens < 0) | (tokens >= vocab_size)].flat[0]
         remedy = "use the model's own tokenizer"
-        if bad < 0 and name.endswith("['target_tokens']"):
+        if invalid_token < 0 and name.endswith("['target_tokens']"):
             remedy = "give positions that should not be learned a weight or an advantage of 0, and any valid token"
-        raise UserError(f"{name} holds token {bad}, but the vocabulary has {vocab_size}; {remedy}")
+        raise UserError(
+            f"{name} holds token {invalid_token}, but the vocabulary has {vocab_size}; {remedy}"
+        )
 
 
-def _floats(name: str, data: TensorData, shape: tuple[int, ...]) -> np.ndarray:
+def _read_floats(name: str, data: TensorData, shape: tuple[int, ...]) -> np.ndarray:
     """Return an input as finite float32 values of this shape."""
     if data.shape != list(shape):
         raise UserError(

@@ -29,9 +29,9 @@ from torch import Tensor
 from planish.errors import UnsupportedError, UserError
 from planish.service import SUBSTITUTE_REMEDY
 
-Inputs = Mapping[str, Tensor]
+LossInputs = Mapping[str, Tensor]
 """The `loss_fn_inputs` of one datum by name, except target_tokens."""
-Config = Mapping[str, float]
+LossConfig = Mapping[str, float]
 """The options of a loss by name, including the defaults."""
 
 
@@ -39,35 +39,37 @@ Config = Mapping[str, float]
 class Loss:
     """A loss function and the inputs that it accepts."""
 
-    fn: Callable[[Tensor, Inputs, Config], Tensor]
+    fn: Callable[[Tensor, LossInputs, LossConfig], Tensor]
     """The loss function: (l float32 [N] or [N, K], inputs of the same shape, complete config) ->
     scalar.
     """
-    required: tuple[str, ...]
+    required_inputs: tuple[str, ...]
     """Names of the required `loss_fn_inputs`, in addition to target_tokens."""
-    optional: tuple[str, ...] = ()
+    optional_inputs: tuple[str, ...] = ()
     """Names of the optional `loss_fn_inputs`."""
-    many_targets: bool = False
+    allows_multiple_targets: bool = False
     """Whether target_tokens may be [N, K]."""
-    factors: tuple[str, ...] = ()
+    mask_inputs: tuple[str, ...] = ()
     """Names of the inputs that decide which positions contribute to the loss: those where at least
     one of these inputs is nonzero. If the first of them is missing, every position contributes.
     """
 
-    def contributes(self, inputs: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    def contributing_mask(
+        self, inputs: Mapping[str, np.ndarray], shape: tuple[int, ...]
+    ) -> np.ndarray:
         """Return whether the loss depends on the logprob of each target: bool [N] or [N, K]."""
-        if self.factors[0] not in inputs:
+        if self.mask_inputs[0] not in inputs:
             return np.ones(shape, dtype=bool)
-        given = [inputs[name] != 0 for name in self.factors if name in inputs]
-        return np.logical_or.reduce(given)
+        nonzero = [inputs[name] != 0 for name in self.mask_inputs if name in inputs]
+        return np.logical_or.reduce(nonzero)
 
     @property
     def has_ratio(self) -> bool:
         """Whether the loss uses the importance ratio r."""
-        return "logprobs" in self.required
+        return "logprobs" in self.required_inputs
 
 
-def cross_entropy(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
+def cross_entropy(logprobs: Tensor, inputs: LossInputs, config: LossConfig) -> Tensor:
     """Return -sum w l.
 
     The weights `w` may have any sign. Missing weights mean 1 everywhere (our choice). Targets [N,
@@ -78,12 +80,12 @@ def cross_entropy(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
     return -(logprobs.sum() if weights is None else (weights * logprobs).sum())
 
 
-def importance_sampling(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
+def importance_sampling(logprobs: Tensor, inputs: LossInputs, config: LossConfig) -> Tensor:
     """Return -sum r A, the policy gradient with the importance weight of the sampled token."""
-    return -_ratio_times(logprobs - inputs["logprobs"], inputs["advantages"]).sum()
+    return -_ratio_times_advantages(logprobs - inputs["logprobs"], inputs["advantages"]).sum()
 
 
-def ppo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
+def ppo(logprobs: Tensor, inputs: LossInputs, config: LossConfig) -> Tensor:
     """Return -sum min(r A, clip(r, low, high) A) (Schulman et al. 2017).
 
     `low` and `high` bound the ratio itself, not its distance from 1.
@@ -91,7 +93,7 @@ def ppo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
     return -_clipped_objective(logprobs - inputs["logprobs"], inputs["advantages"], config).sum()
 
 
-def cispo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
+def cispo(logprobs: Tensor, inputs: LossInputs, config: LossConfig) -> Tensor:
     """Return -sum sg(clip(r, low, high)) l A (MiniMax 2025).
 
     Only the weight is clipped, so every token keeps a gradient.
@@ -102,7 +104,7 @@ def cispo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
     return -(weight * logprobs * inputs["advantages"]).sum()
 
 
-def gspo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
+def gspo(logprobs: Tensor, inputs: LossInputs, config: LossConfig) -> Tensor:
     """Return -sum min(ratio A, clip(ratio, low, high) A), with one ratio per sequence (Zheng et al.
     2025).
 
@@ -119,7 +121,7 @@ def gspo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
     ).sum()
 
 
-def dro(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
+def dro(logprobs: Tensor, inputs: LossInputs, config: LossConfig) -> Tensor:
     """Return -sum m (l A - beta / 2 (l - q)^2) (Richemond et al. 2024).
 
     m is `mask`. Our choices: beta is 0.1 by default, and a missing mask is 1 everywhere. The mask
@@ -135,7 +137,7 @@ _MAX_LOG_RATIO = 88.0
 """Largest log-ratio whose exp is computed directly: exp overflows float32 from 88.73 on."""
 
 
-def _ratio_times(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+def _ratio_times_advantages(log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """Return exp(log_ratio) A for each position.
 
     The result and its gradient are finite wherever float32 can represent the result.
@@ -147,11 +149,11 @@ def _ratio_times(log_ratio: Tensor, advantages: Tensor) -> Tensor:
     if not bool(overflows.any()):
         return product
     # exp(log_ratio) alone overflows, but its product with a small advantage may not.
-    log_size = torch.where(overflows, log_ratio + advantages.abs().log(), 0.0)
-    return torch.where(overflows, torch.exp(log_size) * advantages.sign(), product)
+    log_magnitude = torch.where(overflows, log_ratio + advantages.abs().log(), 0.0)
+    return torch.where(overflows, torch.exp(log_magnitude) * advantages.sign(), product)
 
 
-def _clipped_objective(log_ratio: Tensor, advantages: Tensor, config: Config) -> Tensor:
+def _clipped_objective(log_ratio: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
     """Return min(r A, clip(r, low, high) A) for each position, with r = exp(log_ratio)."""
     low, high = config["clip_low_threshold"], config["clip_high_threshold"]
     # With A > 0, the min uses the clipped ratio once r exceeds `high`. So limit the log-ratio a
@@ -160,28 +162,32 @@ def _clipped_objective(log_ratio: Tensor, advantages: Tensor, config: Config) ->
     bound = min(math.log(high) + 1, _MAX_LOG_RATIO)
     log_ratio = torch.where(advantages > 0, log_ratio.clamp(max=bound), log_ratio)
     clipped = torch.exp(log_ratio.clamp(max=_MAX_LOG_RATIO)).clamp(low, high)
-    return torch.minimum(_ratio_times(log_ratio, advantages), clipped * advantages)
+    return torch.minimum(_ratio_times_advantages(log_ratio, advantages), clipped * advantages)
 
 
-_SAMPLED = ("logprobs", "advantages")
+_POLICY_GRADIENT_INPUTS = ("logprobs", "advantages")
 
 
 LOSSES: dict[str, Loss] = {
-    "cross_entropy": Loss(cross_entropy, (), ("weights",), many_targets=True, factors=("weights",)),
-    "importance_sampling": Loss(importance_sampling, _SAMPLED, factors=("advantages",)),
-    "ppo": Loss(ppo, _SAMPLED, factors=("advantages",)),
-    "cispo": Loss(cispo, _SAMPLED, factors=("advantages",)),
+    "cross_entropy": Loss(
+        cross_entropy, (), ("weights",), allows_multiple_targets=True, mask_inputs=("weights",)
+    ),
+    "importance_sampling": Loss(
+        importance_sampling, _POLICY_GRADIENT_INPUTS, mask_inputs=("advantages",)
+    ),
+    "ppo": Loss(ppo, _POLICY_GRADIENT_INPUTS, mask_inputs=("advantages",)),
+    "cispo": Loss(cispo, _POLICY_GRADIENT_INPUTS, mask_inputs=("advantages",)),
     "gspo": Loss(
         gspo,
-        _SAMPLED,
+        _POLICY_GRADIENT_INPUTS,
         ("sequence_ratio_mask",),
-        factors=("advantages", "sequence_ratio_mask"),
+        mask_inputs=("advantages", "sequence_ratio_mask"),
     ),
-    "dro": Loss(dro, _SAMPLED, ("mask",), factors=("mask",)),
+    "dro": Loss(dro, _POLICY_GRADIENT_INPUTS, ("mask",), mask_inputs=("mask",)),
 }
 
 # Losses of the public API that planish does not support, with the alternative to each.
-_UNSUPPORTED = {
+_UNSUPPORTED_LOSSES = {
     "stable_reinforce": f"its formula is not public; {SUBSTITUTE_REMEDY}",
     "custom": "losses traced on a server are not offered; use forward_backward_custom(data, fn)",
 }
@@ -195,8 +201,8 @@ def find_loss(name: str) -> Loss:
     """
     if name in LOSSES:
         return LOSSES[name]
-    if name in _UNSUPPORTED:
-        raise UnsupportedError(f"loss_fn={name!r} is not supported: {_UNSUPPORTED[name]}")
+    if name in _UNSUPPORTED_LOSSES:
+        raise UnsupportedError(f"loss_fn={name!r} is not supported: {_UNSUPPORTED_LOSSES[name]}")
     raise UserError(
         f"loss_fn={name!r} is unknown; planish has {', '.join(LOSSES)}, and forward_backward_custom for any other"
     )

@@ -44,7 +44,7 @@ from planish.model.transfer import copy_async
 from planish.service import complete_config
 from planish.types import Datum, ForwardBackwardOutput, TensorData
 
-OUTPUT_TYPE = "ArrayRecord"
+LOSS_FN_OUTPUT_TYPE = "ArrayRecord"
 """The `loss_fn_output_type` of every result."""
 
 
@@ -67,47 +67,56 @@ class TrainerSettings:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"micro_batch_tokens={value!r}: give a whole number of at least 1")
 
-    def recomputes(self, num_rows: int) -> bool:
-        """Return whether a micro-batch of `num_rows` tokens uses activation checkpointing."""
-        return self.recompute or num_rows > self.micro_batch_tokens
+    def recomputes(self, num_tokens: int) -> bool:
+        """Return whether a micro-batch of `num_tokens` tokens uses activation checkpointing."""
+        return self.recompute or num_tokens > self.micro_batch_tokens
 
-    def activation_bytes(self, backend: Backend, tokens: int | None = None, rank: int = 32) -> int:
+    def activation_bytes(
+        self, backend: Backend, num_tokens: int | None = None, rank: int = 32
+    ) -> int:
         """Return the estimated bytes that a micro-batch stores for its backward pass.
 
-        `tokens`: size of the micro-batch, by default `micro_batch_tokens`. `rank`: the LoRA rank.
+        `num_tokens`: size of the micro-batch, by default `micro_batch_tokens`. `rank`: the LoRA
+        rank.
         """
         config = backend.config
-        tokens = self.micro_batch_tokens if tokens is None else tokens
+        num_tokens = self.micro_batch_tokens if num_tokens is None else num_tokens
         itemsize, logit_itemsize = backend.dtype.itemsize, backend.logits_dtype.itemsize
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        query_size, kv_size = (
+            config.num_heads * config.head_dim,
+            config.num_kv_heads * config.head_dim,
+        )
         # Two residual states and the log-sum-exp of the attention are float32. The other tensors
         # have the dtype of the matmuls: the outputs of both norms, q and k after RoPE, v, the
         # attention output, the MLP's gate, up and SwiGLU outputs, and the LoRA hidden states.
         float32_bytes = 4 * (2 * config.hidden_size + config.num_heads)
-        other_numbers = 2 * config.hidden_size + 2 * queries + 2 * keys
+        model_dtype_values = 2 * config.hidden_size + 2 * query_size + 2 * kv_size
         if config.qk_norm:
-            other_numbers += queries + keys
-        attention = float32_bytes + itemsize * other_numbers
+            model_dtype_values += query_size + kv_size
+        attention_bytes = float32_bytes + itemsize * model_dtype_values
         layers = range(config.num_layers)
-        layer = attention + max(self._mlp_bytes(backend, rank, layer) for layer in layers)
+        layer_bytes = attention_bytes + max(
+            self._mlp_bytes(backend, rank, layer) for layer in layers
+        )
         if config.delta_net is not None:
             # Estimate a gated delta-net layer as a layer with attention plus the tensors that only
             # a gated delta net stores.
-            layer += stored_bytes(config.delta_net, backend.dtype)
-        if self.recomputes(tokens):
+            layer_bytes += stored_bytes(config.delta_net, backend.dtype)
+        if self.recomputes(num_tokens):
             # The backward pass needs the activations of at most two layers at a time, and the
             # logits of one chunk of rows with their gradient.
-            logits = (
-                min(tokens, backend.head_rows) * config.vocab_size * (logit_itemsize + itemsize)
+            logits_bytes = (
+                min(num_tokens, backend.head_rows) * config.vocab_size * (logit_itemsize + itemsize)
             )
             return (
-                tokens * (config.num_layers * (4 + itemsize) * config.hidden_size + 2 * layer)
-                + logits
-                + backward_bytes(config, tokens)
+                num_tokens
+                * (config.num_layers * (4 + itemsize) * config.hidden_size + 2 * layer_bytes)
+                + logits_bytes
+                + backward_bytes(config, num_tokens)
             )
-        return tokens * (
-            config.num_layers * layer + logit_itemsize * config.vocab_size
-        ) + backward_bytes(config, tokens)
+        return num_tokens * (
+            config.num_layers * layer_bytes + logit_itemsize * config.vocab_size
+        ) + backward_bytes(config, num_tokens)
 
     def _mlp_bytes(self, backend: Backend, rank: int, layer: int) -> int:
         """Return the bytes per token that a layer stores for its MLP and all LoRA hidden states."""
@@ -119,15 +128,19 @@ class TrainerSettings:
             return itemsize * (3 * config.intermediate_size + sum(lora_columns))
         # Each pair of a token and an expert stores gate, up and two LoRA hidden states. The router
         # stores its float32 input, its logits and its probabilities.
-        numbers_per_pair = 2 * config.expert_size + sum(lora_columns[2:4])
-        router = 4 * (config.hidden_size + 3 * config.num_experts)
-        shared = 0
+        values_per_pair = 2 * config.expert_size + sum(lora_columns[2:4])
+        router_bytes = 4 * (config.hidden_size + 3 * config.num_experts)
+        shared_expert_values = 0
         if config.has_shared_expert:
             # The shared expert is a dense MLP. Its output is stored too, because the gate
             # multiplies that output.
-            shared = 3 * config.intermediate_size + config.hidden_size + sum(lora_columns[4:])
-        experts = config.experts_per_token * numbers_per_pair
-        return itemsize * (sum(lora_columns[:2]) + experts + shared) + router
+            shared_expert_values = (
+                3 * config.intermediate_size + config.hidden_size + sum(lora_columns[4:])
+            )
+        expert_values = config.experts_per_token * values_per_pair
+        return (
+            itemsize * (sum(lora_columns[:2]) + expert_values + shared_expert_values) + router_bytes
+        )
 
     def reserved_bytes(self, backend: Backend) -> int:
         """Return the estimated bytes that forward and backward passes occupy, in use or cached.
@@ -153,16 +166,16 @@ class TrainingBatch:
         example = self.examples[datum]
         if not self.config["skip_unweighted"]:
             return np.ones(example.targets.shape, dtype=bool)
-        return self.loss.contributes(example.inputs, example.targets.shape)
+        return self.loss.contributing_mask(example.inputs, example.targets.shape)
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _TrainerCall:
     """The inputs that all micro-batches of one call share."""
 
     batch: TrainingBatch
     weights: LoraWeights
-    backward: bool
+    needs_gradient: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +186,7 @@ class _MicroBatchResult:
     """The loss of each datum, keyed by the datum's index in the call."""
     logprobs: dict[int, np.ndarray]
     """The logprobs of each datum, keyed by the datum's index in the call."""
-    ratios: tuple[float, float] | None
+    ratio_range: tuple[float, float] | None
     """Smallest and largest importance ratio exp(logprob - sampling logprob) over all tokens with a
     nonzero advantage.
     """
@@ -194,9 +207,9 @@ class Trainer:
         """
         self._decoder = decoder
         self.settings = settings
-        self._kept_bytes = settings.reserved_bytes(decoder.backend)
+        self._max_cached_heap_bytes = settings.reserved_bytes(decoder.backend)
 
-    def read(
+    def read_batch(
         self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None = None
     ) -> TrainingBatch:
         """Return the datums as a batch for `run`. The method may be called from any thread.
@@ -204,10 +217,12 @@ class Trainer:
         Raise UserError (or a subclass) that names the first invalid argument or datum.
         """
         loss = find_loss(loss_fn)
-        complete = complete_config(loss_fn, config)
-        model = self._decoder.config
-        examples = read_examples(data, loss, loss_fn, model.vocab_size, model.max_context)
-        return TrainingBatch(examples, loss_fn, loss, complete)
+        loss_config = complete_config(loss_fn, config)
+        model_config = self._decoder.config
+        examples = read_examples(
+            data, loss, loss_fn, model_config.vocab_size, model_config.max_context
+        )
+        return TrainingBatch(examples, loss_fn, loss, loss_config)
 
     def forward_backward(
         self,
@@ -217,13 +232,13 @@ class Trainer:
         config: Mapping[str, float] | None = None,
         forward_only: bool = False,
     ) -> Generator[None, None, ForwardBackwardOutput]:
-        """Call `read`, then `run`.
+        """Call `read_batch`, then `run`.
 
-        If `read` raises an error, the adapter also rejects its next optimizer step, unless
+        If `read_batch` raises an error, the adapter also rejects its next optimizer step, unless
         `forward_only`.
         """
         try:
-            batch = self.read(data, loss_fn, config)
+            batch = self.read_batch(data, loss_fn, config)
         except BaseException as error:
             if not forward_only:
                 adapter.reject_next_step(error)
@@ -244,7 +259,7 @@ class Trainer:
         """
         examples = batch.examples
         try:
-            call = _Call(batch, adapter.weights, backward=not forward_only)
+            call = _TrainerCall(batch, adapter.weights, needs_gradient=not forward_only)
             micro_batches = pack(
                 [example.tokens for example in examples], self.settings.micro_batch_tokens
             )
@@ -253,7 +268,7 @@ class Trainer:
             for number, micro_batch in enumerate(micro_batches):
                 if number:
                     yield
-                result, micro_batch_grad = self._run(call, micro_batch)
+                result, micro_batch_grad = self._run_micro_batch(call, micro_batch)
                 if micro_batch_grad is not None:
                     grad = micro_batch_grad if grad is None else grad.add_(micro_batch_grad)
                 results.append(result)
@@ -268,42 +283,50 @@ class Trainer:
             raise
         finally:
             if not Device(self._decoder.device).is_gpu:
-                trim_heap(self._kept_bytes)
+                trim_heap(self._max_cached_heap_bytes)
         if grad is not None:
             adapter.add_grad(grad)
         return _combine_results(examples, micro_batches, results)
 
-    def _run(self, call: _Call, micro_batch: MicroBatch) -> tuple[_MicroBatchResult, Tensor | None]:
+    def _run_micro_batch(
+        self, call: _TrainerCall, micro_batch: MicroBatch
+    ) -> tuple[_MicroBatchResult, Tensor | None]:
         """Run one micro-batch; return its results, and its gradient unless `forward_only`."""
         pairs = _Pairs.from_micro_batch(micro_batch, call.batch, self._decoder.config.vocab_size)
         try:
-            with torch.set_grad_enabled(call.backward):
-                unique = self._score(call, micro_batch, pairs)
+            with torch.set_grad_enabled(call.needs_gradient):
+                pair_logprobs = self._score_pairs(call, micro_batch, pairs)
             # Compute the losses on the CPU: they are small sums, and on a GPU the check for finite
             # values would synchronize once per datum. This way the GPU synchronizes once.
-            unique_logprobs = torch.cat([unique.detach().cpu(), torch.zeros(1, dtype=unique.dtype)])
-            logprobs = unique_logprobs[pairs.pair_index].requires_grad_(call.backward)
-            with torch.set_grad_enabled(call.backward):
-                losses = _losses(call, micro_batch, logprobs)
+            padded_logprobs = torch.cat(
+                [pair_logprobs.detach().cpu(), torch.zeros(1, dtype=pair_logprobs.dtype)]
+            )
+            logprobs = padded_logprobs[pairs.pair_index].requires_grad_(call.needs_gradient)
+            with torch.set_grad_enabled(call.needs_gradient):
+                losses = _compute_losses(call, micro_batch, logprobs)
             grad = (
-                self._backward(call, micro_batch, pairs, unique, logprobs, losses)
-                if call.backward
+                self._backward(call, micro_batch, pairs, pair_logprobs, logprobs, losses)
+                if call.needs_gradient
                 else None
             )
         except BaseException:
             call.weights.collect_grad()
             raise
-        flat = logprobs.detach()
-        arrays = {
-            datum: part.view(call.batch.examples[datum].targets.shape).numpy().copy()
-            for datum, part in zip(
-                micro_batch.datums, flat.split(_sizes(call, micro_batch)), strict=True
+        flat_logprobs = logprobs.detach()
+        logprob_arrays = {
+            datum: datum_logprobs.view(call.batch.examples[datum].targets.shape).numpy().copy()
+            for datum, datum_logprobs in zip(
+                micro_batch.datums,
+                flat_logprobs.split(_num_targets(call, micro_batch)),
+                strict=True,
             )
         }
         loss_by_datum = dict(zip(micro_batch.datums, losses.tolist(), strict=True))
-        return _MicroBatchResult(loss_by_datum, arrays, _ratio_range(call, arrays)), grad
+        return _MicroBatchResult(
+            loss_by_datum, logprob_arrays, _ratio_range(call, logprob_arrays)
+        ), grad
 
-    def _score(self, call: _Call, micro_batch: MicroBatch, pairs: _Pairs) -> Tensor:
+    def _score_pairs(self, call: _TrainerCall, micro_batch: MicroBatch, pairs: _Pairs) -> Tensor:
         """Return the logprobs [P] of the distinct pairs."""
         device = self._decoder.device
         if not len(pairs.rows):
@@ -317,9 +340,9 @@ class Trainer:
             recompute=recompute,
             recurrence=self._decoder.backend.tree_recurrence(micro_batch),
         )
-        scored, row_index = torch.unique_consecutive(pairs.rows, return_inverse=True)
-        if len(scored) < len(micro_batch):
-            hidden = hidden[copy_async(scored, device)]
+        scored_rows, row_index = torch.unique_consecutive(pairs.rows, return_inverse=True)
+        if len(scored_rows) < len(micro_batch):
+            hidden = hidden[copy_async(scored_rows, device)]
         rows, targets = copy_async(row_index, device), copy_async(pairs.targets, device)
         return scored_logprobs(
             self._decoder.backend,
@@ -334,10 +357,10 @@ class Trainer:
 
     def _backward(
         self,
-        call: _Call,
+        call: _TrainerCall,
         micro_batch: MicroBatch,
         pairs: _Pairs,
-        unique: Tensor,
+        pair_logprobs: Tensor,
         logprobs: Tensor,
         losses: Tensor,
     ) -> Tensor:
@@ -347,18 +370,18 @@ class Trainer:
         backward pass through the model.
         """
         (logprob_grads,) = torch.autograd.grad(losses.sum(), logprobs)
-        for datum, part in zip(
-            micro_batch.datums, logprob_grads.split(_sizes(call, micro_batch)), strict=True
+        for datum, datum_grads in zip(
+            micro_batch.datums, logprob_grads.split(_num_targets(call, micro_batch)), strict=True
         ):
-            if not bool(torch.isfinite(part).all()):
+            if not bool(torch.isfinite(datum_grads).all()):
                 raise NonFiniteError(
                     f"the gradient of the loss of data[{datum}] is not finite; check its logprobs "
                     "and advantages"
                 )
-        grads = torch.zeros(len(unique) + 1, dtype=logprob_grads.dtype)
-        at_pairs = grads.index_add_(0, pairs.pair_index, logprob_grads)[:-1]
-        if unique.requires_grad and bool(at_pairs.any()):
-            unique.backward(copy_async(at_pairs, unique.device))
+        grads = torch.zeros(len(pair_logprobs) + 1, dtype=logprob_grads.dtype)
+        pair_grads = grads.index_add_(0, pairs.pair_index, logprob_grads)[:-1]
+        if pair_logprobs.requires_grad and bool(pair_grads.any()):
+            pair_logprobs.backward(copy_async(pair_grads, pair_logprobs.device))
         return call.weights.collect_grad()
 
 
@@ -383,34 +406,34 @@ class _Pairs:
         cls, micro_batch: MicroBatch, batch: TrainingBatch, vocab_size: int
     ) -> _Pairs:
         """Collect the pairs of all datums of a micro-batch and remove duplicates."""
-        keys, scored = [], []
+        pair_keys, scored_masks = [], []
         for datum, rows in zip(micro_batch.datums, micro_batch.datum_rows, strict=True):
             targets = batch.examples[datum].targets
-            keys.append(
+            pair_keys.append(
                 (rows.reshape(-1, *[1] * (targets.ndim - 1)) * vocab_size + targets).reshape(-1)
             )
-            scored.append(batch.scored_mask(datum).reshape(-1))
-        is_scored = np.concatenate(scored)
-        distinct, pairs = np.unique(np.concatenate(keys)[is_scored], return_inverse=True)
-        pair_index = np.full(is_scored.shape, len(distinct))
+            scored_masks.append(batch.scored_mask(datum).reshape(-1))
+        is_scored = np.concatenate(scored_masks)
+        distinct_keys, pairs = np.unique(np.concatenate(pair_keys)[is_scored], return_inverse=True)
+        pair_index = np.full(is_scored.shape, len(distinct_keys))
         pair_index[is_scored] = pairs.reshape(-1)
-        rows, targets = np.divmod(distinct, vocab_size)
+        rows, targets = np.divmod(distinct_keys, vocab_size)
         return cls(torch.from_numpy(rows), torch.from_numpy(targets), torch.from_numpy(pair_index))
 
 
-def _sizes(call: _Call, micro_batch: MicroBatch) -> list[int]:
+def _num_targets(call: _TrainerCall, micro_batch: MicroBatch) -> list[int]:
     """Return the number of targets of each datum of the micro-batch."""
     return [call.batch.examples[datum].targets.size for datum in micro_batch.datums]
 
 
-def _losses(call: _Call, micro_batch: MicroBatch, logprobs: Tensor) -> Tensor:
+def _compute_losses(call: _TrainerCall, micro_batch: MicroBatch, logprobs: Tensor) -> Tensor:
     """Return the loss of each datum.
 
     Raises NonFiniteError that names the first datum whose loss is not finite.
     """
     losses = []
     for datum, datum_logprobs in zip(
-        micro_batch.datums, logprobs.split(_sizes(call, micro_batch)), strict=True
+        micro_batch.datums, logprobs.split(_num_targets(call, micro_batch)), strict=True
     ):
         example = call.batch.examples[datum]
         inputs = {name: torch.tensor(values) for name, values in example.inputs.items()}
@@ -430,7 +453,9 @@ def _losses(call: _Call, micro_batch: MicroBatch, logprobs: Tensor) -> Tensor:
     return stacked
 
 
-def _ratio_range(call: _Call, logprobs: Mapping[int, np.ndarray]) -> tuple[float, float] | None:
+def _ratio_range(
+    call: _TrainerCall, logprobs: Mapping[int, np.ndarray]
+) -> tuple[float, float] | None:
     """Return the smallest and largest importance ratio over tokens with a nonzero advantage.
 
     Return None if the loss has no ratio or no token has a nonzero advantage.
@@ -442,13 +467,15 @@ def _ratio_range(call: _Call, logprobs: Mapping[int, np.ndarray]) -> tuple[float
         inputs = call.batch.examples[datum].inputs
         log_ratios_of_datums.append((values - inputs["logprobs"])[inputs["advantages"] != 0])
     log_ratios = np.concatenate(log_ratios_of_datums)
-    # math.exp raises OverflowError beyond 709, so `_exp` clips the logprob difference at 700. The
-    # check for finite losses does not exclude larger differences: ppo clips the ratio, and dro
-    # squares the difference instead of computing a ratio.
-    return (_exp(log_ratios.min()), _exp(log_ratios.max())) if log_ratios.size else None
+    # math.exp raises OverflowError beyond 709, so `_capped_exp` clips the logprob difference at
+    # 700. The check for finite losses does not exclude larger differences: ppo clips the ratio,
+    # and dro squares the difference instead of computing a ratio.
+    return (
+        (_capped_exp(log_ratios.min()), _capped_exp(log_ratios.max())) if log_ratios.size else None
+    )
 
 
-def _exp(value: float) -> float:
+def _capped_exp(value: float) -> float:
     return math.exp(min(700.0, float(value)))
 
 
@@ -466,11 +493,11 @@ def _combine_results(
         "forest_tokens:sum": computed_tokens,  # the former name of this metric
         "micro_batches:sum": float(len(micro_batches)),
     }
-    ratios = [result.ratios for result in results if result.ratios is not None]
+    ratios = [result.ratio_range for result in results if result.ratio_range is not None]
     if ratios:
         metrics["ratio:min"] = min(smallest for smallest, _ in ratios)
         metrics["ratio:max"] = max(largest for _, largest in ratios)
     outputs = [
         {"logprobs": TensorData.from_numpy(logprobs[datum])} for datum in range(len(examples))
     ]
-    return ForwardBackwardOutput(OUTPUT_TYPE, outputs, metrics)
+    return ForwardBackwardOutput(LOSS_FN_OUTPUT_TYPE, outputs, metrics)
