@@ -106,7 +106,7 @@ class TinkerTokenCompleter(TokenCompleter):
                 "constraint changes the distribution that tokens are sampled from, so training on "
                 "them as samples of the policy is biased; leave it out, or give allow_off_policy=True"
             )
-        self._calls = 0
+        self._num_calls = 0
 
     def seeded(self, seed: int) -> TinkerTokenCompleter:
         """Return a copy whose calls sample with seeds derived from `seed`."""
@@ -149,8 +149,8 @@ class TinkerTokenCompleter(TokenCompleter):
     def _next_seed(self) -> int | None:
         if self.seed is None:
             return None
-        self._calls += 1
-        return derived_seed(self.seed, self._calls)
+        self._num_calls += 1
+        return derived_seed(self.seed, self._num_calls)
 
 
 class TinkerMessageCompleter(MessageCompleter):
@@ -168,18 +168,18 @@ class TinkerMessageCompleter(MessageCompleter):
         self.stop_condition = (
             renderer.get_stop_sequences() if stop_condition is None else stop_condition
         )
-        self._complete = TinkerTokenCompleter(sampling_client, max_tokens, temperature)
+        self._token_completer = TinkerTokenCompleter(sampling_client, max_tokens, temperature)
 
     async def __call__(self, messages: Sequence[Message]) -> Message:
         prompt = self.renderer.build_generation_prompt(messages)
-        answer = await self._complete(prompt, self.stop_condition)
+        answer = await self._token_completer(prompt, self.stop_condition)
         return self.renderer.parse_response(answer.tokens).message  # type: ignore[return-value]
 
 
-def derived_seed(seed: int, *place: int) -> int:
+def derived_seed(seed: int, *position: int) -> int:
     """Return a seed derived from `seed` and a position in the run, such as (step, group,
     trajectory).
 
     It is the same in every run, and differs between positions (up to collisions of 31 bits).
     """
-    return random.Random(":".join(map(str, (seed, *place)))).getrandbits(31)
+    return random.Random(":".join(map(str, (seed, *position)))).getrandbits(31)

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 
 MAX_MESSAGE = 8000
 """Maximum number of characters of an error message."""
-_TAIL = 2000
+_TAIL_CHARACTERS = 2000
 """Characters that a shortened message keeps of its end, where the remedy is."""
 
 
@@ -32,7 +32,7 @@ def shortened(message: str) -> str:
     if len(message) <= MAX_MESSAGE:
         return message
     gap = f" [... {len(message) - MAX_MESSAGE:,} characters left out ...] "
-    return message[: MAX_MESSAGE - _TAIL - len(gap)] + gap + message[-_TAIL:]
+    return message[: MAX_MESSAGE - _TAIL_CHARACTERS - len(gap)] + gap + message[-_TAIL_CHARACTERS:]
 
 
 class PlanishError(Exception):
@@ -85,7 +85,7 @@ class UnjudgedAnswerError(PlanishError):
     """
 
 
-def lacks_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether a GPU or main memory ran out.
 
     For main memory torch raises a plain RuntimeError, so its message is searched.

@@ -111,25 +111,25 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
     """
     path = Path(path)
     payload = data.encode() if isinstance(data, str) else data
-    temporary: str | None = None
+    temporary_path: str | None = None
     try:
-        handle, temporary = tempfile.mkstemp(
+        handle, temporary_path = tempfile.mkstemp(
             prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
         )
         with os.fdopen(handle, "wb") as file:
             file.write(payload)
             file.flush()
             os.fsync(file.fileno())
-        set_default_mode(Path(temporary))  # mkstemp creates files that only the owner can read
-        os.replace(temporary, path)
+        set_default_mode(Path(temporary_path))  # mkstemp creates files that only the owner can read
+        os.replace(temporary_path, path)
         sync(path.parent)
     except OSError as error:
         remedy = write_remedy(error, "check free space and permissions there")
         raise StorageError(f"cannot write {path} ({error}); {remedy}") from error
     finally:
-        if temporary is not None:
+        if temporary_path is not None:
             with suppress(FileNotFoundError):
-                os.unlink(temporary)
+                os.unlink(temporary_path)
 
 
 class RowFile:
@@ -142,14 +142,14 @@ class RowFile:
 
     def append(self, *rows: Row) -> None:
         """Append all rows in one write. StorageError if it fails; then none of them is in the file."""
-        line = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
-        whole = self._file.seek(0, os.SEEK_END)
+        lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+        size_before = self._file.seek(0, os.SEEK_END)
         try:
-            if self._file.write(line) < len(line):
+            if self._file.write(lines) < len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             with suppress(OSError):
-                self._file.truncate(whole)  # else the next row would continue a partial line
+                self._file.truncate(size_before)  # else the next row would continue a partial line
             raise StorageError(
                 f"cannot append to {self.path} ({error}); free space and start again"
             ) from error
@@ -198,13 +198,13 @@ def _repair(path: Path) -> None:
     if not path.exists():
         return
     content = path.read_bytes()
-    whole, _, tail = content.rpartition(b"\n")
+    complete_lines, _, tail = content.rpartition(b"\n")
     if not tail:
         return
     if _parse(tail) is not None:
         write_atomically(path, content + b"\n")
     else:
-        write_atomically(path, whole + b"\n" if whole else b"")
+        write_atomically(path, complete_lines + b"\n" if complete_lines else b"")
 
 
 def _parse(line: bytes) -> Row | None:
@@ -217,20 +217,20 @@ def _parse(line: bytes) -> Row | None:
 
 def read_object(path: Path) -> Row:
     """Read a file that contains one JSON object. DamagedFileError if it does not."""
-    found = _parse(path.read_bytes())
-    if found is None:
+    content = _parse(path.read_bytes())
+    if content is None:
         raise DamagedFileError(f"{path} is not a JSON object; repair it or give another log_path")
-    return found
+    return content
 
 
-def differences(found: Row, given: Row) -> str:
-    """Return how `given` options differ from those `found` in a file, as "seed was 1, is 2, ..." by
-    name; "" if they are equal. Long values are cut.
+def differences(recorded: Row, requested: Row) -> str:
+    """Return how `requested` options differ from those `recorded` in a file, as "seed was 1, is 2,
+    ..." by name; "" if they are equal. Long values are cut.
     """
     return ", ".join(
-        f"{name} was {found.get(name)!r:.200}, is {given.get(name)!r:.200}"
-        for name in sorted(found.keys() | given.keys())
-        if found.get(name) != given.get(name)
+        f"{name} was {recorded.get(name)!r:.200}, is {requested.get(name)!r:.200}"
+        for name in sorted(recorded.keys() | requested.keys())
+        if recorded.get(name) != requested.get(name)
     )
 
 
@@ -259,10 +259,10 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
     `mode`, without the umask, is the mode of the directory, not of its parents.
     """
-    missing = [each for each in (path, *path.parents) if not each.is_dir()]
+    missing = [directory for directory in (path, *path.parents) if not directory.is_dir()]
     path.mkdir(mode, parents=True, exist_ok=True)
-    for made in missing:
-        sync(made.parent)
+    for created in missing:
+        sync(created.parent)
 
 
 def sync(path: Path) -> None:

@@ -50,7 +50,7 @@ from planish.types import (
     check_metadata,
     check_name,
     check_ttl,
-    keep_flag,
+    convert_flag,
     whole_number,
 )
 
@@ -85,9 +85,9 @@ class CreateModel(Operation[GetInfoResponse]):
     """At most MAX_METADATA characters."""
 
     def __post_init__(self) -> None:
-        _check_kind("lora", self.lora, LoraConfig, "LoraConfig(rank=...)")
-        _check_source("from_path", self.base_model, self.from_path)
-        _keep_metadata(self)
+        _check_type("lora", self.lora, LoraConfig, "LoraConfig(rank=...)")
+        _check_weights_source("from_path", self.base_model, self.from_path)
+        _check_and_copy_metadata(self)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class ForwardBackward(Operation[ForwardBackwardOutput]):
     def __post_init__(self) -> None:
         check_data(self.data)
         object.__setattr__(self, "data", list(self.data))
-        _keep_loss(self)
+        _check_and_copy_loss(self)
 
     @cached_property
     def tokens(self) -> int:
@@ -133,7 +133,7 @@ class DeferredForwardBackward(Operation[ForwardBackwardOutput]):
     loss_fn_config: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _keep_loss(self)
+        _check_and_copy_loss(self)
 
 
 @dataclass(frozen=True)
@@ -144,11 +144,11 @@ class OptimStep(Operation[OptimStepResponse]):
     adam_params: AdamParams
 
     def __post_init__(self) -> None:
-        _check_kind("adam_params", self.adam_params, AdamParams, "AdamParams(learning_rate=...)")
+        _check_type("adam_params", self.adam_params, AdamParams, "AdamParams(learning_rate=...)")
 
 
 @dataclass(frozen=True)
-class _Save:
+class _SaveOperation:
     """The fields that both kinds of named checkpoints share."""
 
     model_id: str
@@ -160,14 +160,14 @@ class _Save:
     def __post_init__(self) -> None:
         check_name("name", self.name)
         if self.ttl_seconds is not None:
-            _keep_whole(self, "ttl_seconds")
+            _convert_whole(self, "ttl_seconds")
         check_ttl(self.ttl_seconds)
-        keep_flag(self, "overwrite")
-        _keep_metadata(self)
+        convert_flag(self, "overwrite")
+        _check_and_copy_metadata(self)
 
 
 @dataclass(frozen=True)
-class SaveWeights(_Save, Operation[SaveWeightsResponse]):
+class SaveWeights(_SaveOperation, Operation[SaveWeightsResponse]):
     """Save a training checkpoint: adapter, optimizer state and step."""
 
 
@@ -184,7 +184,7 @@ class LoadWeights(Operation[LoadWeightsResponse]):
 
 
 @dataclass(frozen=True)
-class SaveWeightsForSampler(_Save, Operation[SaveWeightsForSamplerResponse]):
+class SaveWeightsForSampler(_SaveOperation, Operation[SaveWeightsForSamplerResponse]):
     """Save a sampler checkpoint: the adapter alone. Without `overwrite`, an existing name is
     accepted only if its weights are equal.
     """
@@ -211,7 +211,7 @@ class CreateSampler(Operation[str]):
     model_path: str | None = None
 
     def __post_init__(self) -> None:
-        _check_source("model_path", self.base_model, self.model_path)
+        _check_weights_source("model_path", self.base_model, self.model_path)
 
 
 @dataclass(frozen=True)
@@ -275,9 +275,9 @@ class Sample(Operation[SampleResponse]):
     """
 
     def __post_init__(self) -> None:
-        _check_kind("prompt", self.prompt, ModelInput)
-        _check_kind("sampling_params", self.sampling_params, SamplingParams)
-        _keep_whole(
+        _check_type("prompt", self.prompt, ModelInput)
+        _check_type("sampling_params", self.sampling_params, SamplingParams)
+        _convert_whole(
             self,
             "num_samples",
             remedy=f"a whole number from 1 to {MAX_SAMPLES}; split more samples into several requests",
@@ -285,11 +285,11 @@ class Sample(Operation[SampleResponse]):
             high=MAX_SAMPLES,
         )
         for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-            _keep_whole(self, name, remedy="a whole number of at least 0", low=0)
+            _convert_whole(self, name, remedy="a whole number of at least 0", low=0)
         if self.prompt_logprobs_last_n is not None:
-            _keep_whole(self, "prompt_logprobs_last_n")
-        keep_flag(self, "prompt_logprobs")
-        keep_flag(self, "record_stability_info")
+            _convert_whole(self, "prompt_logprobs_last_n")
+        convert_flag(self, "prompt_logprobs")
+        convert_flag(self, "record_stability_info")
         targets = self.target_prompt_logprobs
         if targets is not None and not isinstance(targets, TensorData):
             kind = type(targets).__name__
@@ -298,28 +298,30 @@ class Sample(Operation[SampleResponse]):
             )
 
 
-def _check_kind(name: str, value: Any, kind: type, remedy: str | None = None) -> None:
-    if not isinstance(value, kind):
-        raise UserError(f"{name} is a {type(value).__name__}; give {remedy or kind.__name__}")
+def _check_type(name: str, value: Any, expected_type: type, remedy: str | None = None) -> None:
+    if not isinstance(value, expected_type):
+        raise UserError(
+            f"{name} is a {type(value).__name__}; give {remedy or expected_type.__name__}"
+        )
 
 
-def _check_source(path_name: str, base_model: Any, path: Any) -> None:
+def _check_weights_source(path_name: str, base_model: Any, path: Any) -> None:
     """Raise UserError unless there is a base model, the path of a checkpoint, or both."""
     if path is not None:
         CheckpointPath.parse(path)
     elif base_model is None:
         raise UserError(f"base_model and {path_name} are both missing; give one of them")
     if base_model is not None:
-        _check_kind("base_model", base_model, str, "a name from get_server_capabilities()")
+        _check_type("base_model", base_model, str, "a name from get_server_capabilities()")
         if not base_model:
             raise UserError("base_model is empty; give a name from get_server_capabilities()")
 
 
-def _keep_loss(operation: Any) -> None:
+def _check_and_copy_loss(operation: Any) -> None:
     """Check the loss and its options, and copy the options."""
     config = operation.loss_fn_config
-    _check_kind("loss_fn", operation.loss_fn, str)
-    _check_kind("loss_fn_config", config, Mapping, "a dictionary of numbers, or None")
+    _check_type("loss_fn", operation.loss_fn, str)
+    _check_type("loss_fn_config", config, Mapping, "a dictionary of numbers, or None")
     for key, value in config.items():
         if not isinstance(key, str):
             raise UserError(f"loss_fn_config[{key!r}]={value!r}: option names must be strings")
@@ -327,7 +329,7 @@ def _keep_loss(operation: Any) -> None:
     object.__setattr__(operation, "loss_fn_config", dict(config))
 
 
-def _keep_metadata(operation: Any) -> None:
+def _check_and_copy_metadata(operation: Any) -> None:
     check_metadata(operation.user_metadata)
     metadata = dict(operation.user_metadata)
     size = sum(map(len, (*metadata, *metadata.values())))
@@ -339,7 +341,9 @@ def _keep_metadata(operation: Any) -> None:
     object.__setattr__(operation, "user_metadata", metadata)
 
 
-def _keep_whole(operation: Any, name: str, remedy: str = "a whole number", **bounds: int) -> None:
+def _convert_whole(
+    operation: Any, name: str, remedy: str = "a whole number", **bounds: int
+) -> None:
     """Convert the field to a Python int. Raise UserError if it is not a whole number, or is out of
     bounds.
     """
@@ -507,30 +511,30 @@ SUBSTITUTE_REMEDY = (
 )
 
 
-def checked_substitutes(given: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of `given`, which maps rejected losses to losses of planish. Raise UserError,
-    which names the entry, if an entry is invalid.
+def checked_substitutes(substitutes: Mapping[str, str]) -> dict[str, str]:
+    """Return a copy of `substitutes`, which maps rejected losses to losses of planish. Raise
+    UserError, which names the entry, if an entry is invalid.
     """
-    substitutes = [name for name in LOSS_OPTIONS if name != "cross_entropy"]
-    for name, by in given.items():
+    valid_substitutes = [name for name in LOSS_OPTIONS if name != "cross_entropy"]
+    for name, by in substitutes.items():
         if name not in SUBSTITUTABLE_LOSSES:
             names = ", ".join(SUBSTITUTABLE_LOSSES)
             raise UserError(
                 f"substitute_losses: {name!r} cannot be substituted; the losses that can be are: {names}"
             )
-        if by not in substitutes:
+        if by not in valid_substitutes:
             raise UserError(
-                f"substitute_losses: {by!r} cannot be substituted for {name!r}; give one of {', '.join(substitutes)}"
+                f"substitute_losses: {by!r} cannot be substituted for {name!r}; give one of {', '.join(valid_substitutes)}"
             )
-    return dict(given)
+    return dict(substitutes)
 
 
-def complete_config(name: str, given: Mapping[str, float] | None) -> dict[str, float]:
+def complete_config(name: str, options: Mapping[str, float] | None) -> dict[str, float]:
     """Return the checked options of loss `name`, with defaults for missing ones. Raise UserError,
     which names the option, if an option is unknown or invalid.
     """
     config: dict[str, float] = {**COMMON_LOSS_OPTIONS, **LOSS_OPTIONS[name]}
-    for key, value in (given or {}).items():
+    for key, value in (options or {}).items():
         if key not in config:
             raise UserError(
                 f"loss_fn_config[{key!r}] is unknown for {name!r}; it takes {', '.join(config)}"

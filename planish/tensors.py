@@ -34,7 +34,7 @@ LOSS_INPUT_DTYPES: dict[str, TensorDtype] = {
 }
 
 
-class HoldsArrays:
+class ArrayEquality:
     """Base of dataclasses with array fields: two objects are equal if their arrays are, where NaN
     equals NaN. (The default `==` fails, since comparing two arrays gives an array.)
     """
@@ -43,19 +43,19 @@ class HoldsArrays:
         if type(other) is not type(self):
             return NotImplemented
         names = [field.name for field in fields(self)]  # type: ignore[arg-type]
-        return all(_same(getattr(self, name), getattr(other, name)) for name in names)
+        return all(_values_equal(getattr(self, name), getattr(other, name)) for name in names)
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def _same(one: Any, other: Any) -> bool:
+def _values_equal(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return np.array_equal(one, other, equal_nan=True)
     return bool(one == other)
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
-class TensorData(HoldsArrays):
+class TensorData(ArrayEquality):
     """A dense or CSR tensor of int64 or float32, independent of any framework.
 
     A CSR tensor is given by `sparse_crow_indices` and `sparse_col_indices`. It is two-dimensional,
@@ -182,22 +182,22 @@ def as_tensor_data(key: str, value: Any) -> TensorData:
     if isinstance(value, TensorData):
         return value
     if isinstance(value, np.ndarray):
-        return _named(key, lambda: TensorData.from_numpy(value))
+        return _with_key_in_error(key, lambda: TensorData.from_numpy(value))
     if type(value).__module__.split(".")[0] == "torch":
-        return _named(key, lambda: TensorData.from_torch(value))
+        return _with_key_in_error(key, lambda: TensorData.from_torch(value))
     if isinstance(value, (list, tuple)):
         if key not in LOSS_INPUT_DTYPES:
             known = ", ".join(sorted(LOSS_INPUT_DTYPES))
             raise UserError(
                 f"loss_fn_inputs[{key!r}]: a plain list is allowed only for {known}; give a TensorData or an array"
             )
-        return _named(key, lambda: TensorData(list(value), LOSS_INPUT_DTYPES[key]))
+        return _with_key_in_error(key, lambda: TensorData(list(value), LOSS_INPUT_DTYPES[key]))
     raise UserError(
         f"loss_fn_inputs[{key!r}] is a {type(value).__name__}; give TensorData, a tensor, an array or a list"
     )
 
 
-def _named(key: str, build: Any) -> TensorData:
+def _with_key_in_error(key: str, build: Any) -> TensorData:
     try:
         return build()
     except ValueError as error:

@@ -142,7 +142,7 @@ def save_byte_tokenizer(directory: str | Path) -> Path:
         byte_tokenizer(),
         chat_template=CHAT_TEMPLATE,
         max_length=2048,
-        tokens={"eos_token": END_OF_TURN, "pad_token": "<|endoftext|>"},
+        special_tokens={"eos_token": END_OF_TURN, "pad_token": "<|endoftext|>"},
     )
     return Path(directory)
 

@@ -53,7 +53,7 @@ class ModelTokenizer(Protocol):
         ...
 
 
-_IMPORTING = threading.Lock()
+_IMPORT_LOCK = threading.Lock()
 """transformers imports its modules at their first use, which fails in two threads at once."""
 
 
@@ -86,7 +86,7 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
 
 def _load(directory: Path) -> "PreTrainedTokenizerBase":
     # A module-level import would cost every command seconds, because transformers imports torch.
-    with _IMPORTING:
+    with _IMPORT_LOCK:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     # tokenizer.json holds the model's exact pipeline. The class that AutoTokenizer picks for a model
@@ -107,19 +107,19 @@ def save_tokenizer(
     *,
     chat_template: str | None,
     max_length: int,
-    tokens: Mapping[str, str],
+    special_tokens: Mapping[str, str],
 ) -> None:
     """Write tokenizer.json and tokenizer_config.json into `directory`.
 
-    `tokens` gives the special tokens by role, such as {"eos_token": "<|im_end|>"}. `max_length` is
-    the model's context in tokens. The config names the class PreTrainedTokenizerFast, which uses
-    tokenizer.json unchanged.
+    `special_tokens` gives the special tokens by role, such as {"eos_token": "<|im_end|>"}.
+    `max_length` is the model's context in tokens. The config names the class
+    PreTrainedTokenizerFast, which uses tokenizer.json unchanged.
     """
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
-        **tokens,
+        **special_tokens,
     }
     if chat_template is not None:
         config["chat_template"] = chat_template

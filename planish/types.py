@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from planish.errors import UserError
-from planish.tensors import HoldsArrays, TensorData, as_tensor_data
+from planish.tensors import ArrayEquality, TensorData, as_tensor_data
 
 if TYPE_CHECKING:
     import torch
@@ -43,13 +43,13 @@ number of its choices. A longer text could take too long to compile.
 StopReason = Literal["stop", "length"]
 ConstraintKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 
-_SHOWN_TOKENS = 16
+_MAX_SHOWN_TOKENS = 16
 
 _MIN_TEMPERATURE = 1e-30
 """Logits up to 3e8, divided by this temperature, still fit in float32."""
 _MAX_TEMPERATURE = 1e30
 """Temperatures are float32 in the sampler."""
-_SEED = "a whole number from -2**63 to 2**64 - 1, or None"
+_SEED_REMEDY = "a whole number from -2**63 to 2**64 - 1, or None"
 """The seeds that torch's generators accept, for error messages."""
 
 
@@ -61,16 +61,16 @@ class EncodedTextChunk:
     type: Literal["encoded_text"] = "encoded_text"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", _token_list(self.tokens, "EncodedTextChunk.tokens"))
+        object.__setattr__(self, "tokens", _checked_tokens(self.tokens, "EncodedTextChunk.tokens"))
 
     def __repr__(self) -> str:
-        more = len(self.tokens) - _SHOWN_TOKENS
-        shown = (
+        num_hidden = len(self.tokens) - _MAX_SHOWN_TOKENS
+        shown_tokens = (
             repr(self.tokens)
-            if more <= 0
-            else f"[{', '.join(map(str, self.tokens[:_SHOWN_TOKENS]))}, ... {more} more]"
+            if num_hidden <= 0
+            else f"[{', '.join(map(str, self.tokens[:_MAX_SHOWN_TOKENS]))}, ... {num_hidden} more]"
         )
-        return f"EncodedTextChunk(tokens={shown})"
+        return f"EncodedTextChunk(tokens={shown_tokens})"
 
     @property
     def length(self) -> int:
@@ -136,7 +136,7 @@ class _ProvenanceSpan:
                 f"{type(self).__name__}.sequence_id={self.sequence_id!r}: give the sequence_id of a SampledSequence"
             )
         for name in ("offset", "length"):
-            _keep_whole(self, name, "a whole number of at least 0", low=0)
+            _convert_whole(self, name, "a whole number of at least 0", low=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,29 +366,29 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _keep_whole(self, "max_tokens", "a whole number of at least 1, or None", low=1)
+            _convert_whole(self, "max_tokens", "a whole number of at least 1, or None", low=1)
         if self.seed is not None:
-            _keep_whole(self, "seed", _SEED, high=2**64 - 1)
-        _keep_number(self, "temperature", low=0.0, high=_MAX_TEMPERATURE)
+            _convert_whole(self, "seed", _SEED_REMEDY, high=2**64 - 1)
+        _convert_number(self, "temperature", low=0.0, high=_MAX_TEMPERATURE)
         if 0 < self.temperature < _MIN_TEMPERATURE:
             raise UserError(
                 f"SamplingParams.temperature={self.temperature!r}: dividing the logits by it overflows; give 0 for greedy decoding, "
                 f"or at least {_MIN_TEMPERATURE:g}"
             )
         if self.top_k != -1:
-            _keep_whole(self, "top_k", "a whole number of at least 1, or -1 for off", low=1)
-        _keep_number(self, "top_p", low=0.0, high=1.0, open_low=True)
-        _keep_number(self, "min_p", low=0.0, high=1.0)
-        object.__setattr__(self, "stop", _stop(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
-        _keep_whole(self, "min_tokens", "a whole number of at least 0", low=0)
+            _convert_whole(self, "top_k", "a whole number of at least 1, or -1 for off", low=1)
+        _convert_number(self, "top_p", low=0.0, high=1.0, open_low=True)
+        _convert_number(self, "min_p", low=0.0, high=1.0)
+        object.__setattr__(self, "stop", _checked_stop(self.stop))
+        object.__setattr__(self, "stop_token_ids", _checked_stop_token_ids(self.stop_token_ids))
+        _convert_whole(self, "min_tokens", "a whole number of at least 0", low=0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise UserError(
                 f"SamplingParams.min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: give at most that"
             )
-        _keep_number(self, "repetition_penalty", low=0.01, high=100.0)
-        _keep_number(self, "frequency_penalty", low=-100.0, high=100.0)
-        _keep_number(self, "presence_penalty", low=-100.0, high=100.0)
+        _convert_number(self, "repetition_penalty", low=0.01, high=100.0)
+        _convert_number(self, "frequency_penalty", low=-100.0, high=100.0)
+        _convert_number(self, "presence_penalty", low=-100.0, high=100.0)
         if self.constraint is not None and not isinstance(self.constraint, Constraint):
             raise UserError(
                 f"SamplingParams.constraint is a {type(self.constraint).__name__}; give a Constraint or None"
@@ -409,9 +409,9 @@ class AdamParams:
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
-            _keep_number(self, name, low=0.0)
+            _convert_number(self, name, low=0.0)
         for name in ("beta1", "beta2"):
-            _keep_number(self, name, low=0.0, high=1.0, open_high=True)
+            _convert_number(self, name, low=0.0, high=1.0, open_high=True)
 
 
 @dataclass(frozen=True)
@@ -425,11 +425,11 @@ class LoraConfig:
     train_attn: bool = True
 
     def __post_init__(self) -> None:
-        _keep_whole(self, "rank", "a whole number from 1 to 256", low=1, high=256)
+        _convert_whole(self, "rank", "a whole number from 1 to 256", low=1, high=256)
         if self.seed is not None:
-            _keep_whole(self, "seed", _SEED, high=2**64 - 1)
+            _convert_whole(self, "seed", _SEED_REMEDY, high=2**64 - 1)
         for name in ("train_unembed", "train_mlp", "train_attn"):
-            keep_flag(self, name, "LoraConfig.")
+            convert_flag(self, name, "LoraConfig.")
         if not (self.train_unembed or self.train_mlp or self.train_attn):
             raise UserError(
                 "train_attn, train_mlp and train_unembed are all False: nothing would be trained; set one to True"
@@ -437,7 +437,7 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, eq=False)
-class TopkLogprobs(HoldsArrays):
+class TopkLogprobs(ArrayEquality):
     """The k most likely tokens at each of n positions, as two [n, k] arrays. The logprobs are NaN
     at positions that were not computed.
     """
@@ -465,7 +465,7 @@ class PromptAltTokens:
 
 
 @dataclass(frozen=True, eq=False)
-class SampledSequence(HoldsArrays):
+class SampledSequence(ArrayEquality):
     """One sample. If a stop token was sampled, it is the last of `tokens`."""
 
     stop_reason: StopReason
@@ -495,7 +495,7 @@ class SampledSequence(HoldsArrays):
 
 
 @dataclass(frozen=True, eq=False)
-class SampleResponse(HoldsArrays):
+class SampleResponse(ArrayEquality):
     """The result of `sample`."""
 
     sequences: list[SampledSequence]
@@ -620,7 +620,7 @@ class GetServerCapabilitiesResponse:
 
 
 CheckpointType = Literal["training", "sampler"]
-_SEGMENTS: dict[str, CheckpointType] = {"weights": "training", "sampler_weights": "sampler"}
+_TYPE_OF_SEGMENT: dict[str, CheckpointType] = {"weights": "training", "sampler_weights": "sampler"}
 
 
 @dataclass(frozen=True)
@@ -704,7 +704,9 @@ class CheckpointPath:
     name: str
 
     def __str__(self) -> str:
-        segment = next(key for key, kind in _SEGMENTS.items() if kind == self.checkpoint_type)
+        segment = next(
+            key for key, kind in _TYPE_OF_SEGMENT.items() if kind == self.checkpoint_type
+        )
         return f"tinker://{self.run_id}/{segment}/{self.name}"
 
     @property
@@ -720,8 +722,8 @@ class CheckpointPath:
         for scheme in ("tinker://", "planish://"):
             if isinstance(path, str) and path.startswith(scheme):
                 parts = path.removeprefix(scheme).split("/")
-                if len(parts) == 3 and all(parts) and parts[1] in _SEGMENTS:
-                    return cls(parts[0], _SEGMENTS[parts[1]], parts[2])
+                if len(parts) == 3 and all(parts) and parts[1] in _TYPE_OF_SEGMENT:
+                    return cls(parts[0], _TYPE_OF_SEGMENT[parts[1]], parts[2])
         raise UserError(
             f"checkpoint path {path!r}: expected tinker://<run>/weights/<name> or tinker://<run>/sampler_weights/<name>, "
             "the `path` in the result of save_state or save_weights_for_sampler"
@@ -739,13 +741,13 @@ LONGEST_TTL_SECONDS = 10 * 365 * 86400
 TTL_REMEDY = f"whole seconds from 1 to {LONGEST_TTL_SECONDS} (ten years), or None to keep it"
 
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
 """A name of this form can be one component of a path and of a URL."""
 
 
 def is_name(name: object) -> bool:
     """Return whether `name` can name a checkpoint or a run."""
-    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+    return isinstance(name, str) and _NAME_PATTERN.fullmatch(name) is not None
 
 
 def check_name(argument: str, name: object) -> None:
@@ -796,7 +798,7 @@ def whole_number(
     return int(value)
 
 
-def keep_flag(options: Any, name: str, prefix: str = "") -> None:
+def convert_flag(options: Any, name: str, prefix: str = "") -> None:
     """Convert a field to a Python bool. Raise UserError unless it is a Python or numpy bool. The
     message names the field with `prefix` before its name.
     """
@@ -806,7 +808,7 @@ def keep_flag(options: Any, name: str, prefix: str = "") -> None:
     object.__setattr__(options, name, bool(value))
 
 
-def _keep_whole(
+def _convert_whole(
     options: Any, name: str, remedy: str, low: int = -(2**63), high: int = 2**63 - 1
 ) -> None:
     value = whole_number(
@@ -815,7 +817,7 @@ def _keep_whole(
     object.__setattr__(options, name, value)
 
 
-def _keep_number(
+def _convert_number(
     options: Any,
     name: str,
     low: float,
@@ -826,20 +828,22 @@ def _keep_number(
     """Convert the field to a Python float, because optimizers and JSON reject some numpy numbers.
     Raise UserError unless the value is a finite number in the range.
     """
-    given = getattr(options, name)
-    value = given.item() if isinstance(given, np.generic) else given
+    field_value = getattr(options, name)
+    value = field_value.item() if isinstance(field_value, np.generic) else field_value
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    inside = is_number and low <= value <= min(high, sys.float_info.max)
-    if inside and not (open_low and value == low) and not (open_high and value == high):
+    is_in_range = is_number and low <= value <= min(high, sys.float_info.max)
+    if is_in_range and not (open_low and value == low) and not (open_high and value == high):
         object.__setattr__(options, name, float(value))
         return
-    span = f"{'above' if open_low else 'at least'} {low:g}"
+    range_text = f"{'above' if open_low else 'at least'} {low:g}"
     if high != math.inf:
-        span += f" and {'below' if open_high else 'at most'} {high:g}"
-    raise UserError(f"{type(options).__name__}.{name}={given!r}: give a finite number {span}")
+        range_text += f" and {'below' if open_high else 'at most'} {high:g}"
+    raise UserError(
+        f"{type(options).__name__}.{name}={field_value!r}: give a finite number {range_text}"
+    )
 
 
-def _token_list(tokens: Any, name: str) -> list[int]:
+def _checked_tokens(tokens: Any, name: str) -> list[int]:
     values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     if isinstance(values, Mapping) and "input_ids" in values:
         raise UserError(
@@ -872,7 +876,7 @@ def _check_stop_string(string: str) -> None:
         )
 
 
-def _stop(stop: Any) -> Any:
+def _checked_stop(stop: Any) -> Any:
     if stop is None or isinstance(stop, str):
         if stop == "":
             raise UserError(
@@ -909,11 +913,11 @@ def _stop(stop: Any) -> Any:
     )
 
 
-def _stop_token_ids(given: Any) -> tuple[int, ...]:
+def _checked_stop_token_ids(given: Any) -> tuple[int, ...]:
     name = "SamplingParams.stop_token_ids"
     ids = () if given is None else given
     try:
-        stop = None if isinstance(ids, str) else _stop(ids)
+        stop = None if isinstance(ids, str) else _checked_stop(ids)
     except UserError as error:
         raise UserError(str(error).replace("SamplingParams.stop", name)) from None
     if stop is None or any(isinstance(item, str) for item in stop):

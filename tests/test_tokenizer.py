@@ -76,7 +76,7 @@ def test_the_same_tokens_as_auto_tokenizer(tmp_path):
 
 
 def test_a_template_may_be_absent(tmp_path):
-    save_tokenizer(tmp_path, byte_tokenizer(), chat_template=None, max_length=8, tokens={})
+    save_tokenizer(tmp_path, byte_tokenizer(), chat_template=None, max_length=8, special_tokens={})
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.chat_template is None
     assert tokenizer.model_max_length == 8

@@ -18,9 +18,9 @@ from urllib.parse import quote
 import orjson
 
 from planish.client.local import resolve_server_url
-from planish.client.remote_errors import ServerUnreachableError, body_of, error_from_response
-from planish.client.remote_http import Http, NoAnswerError
-from planish.client.remote_link import API, normalize_url, resolve_api_key
+from planish.client.remote_connection import API, normalize_url, resolve_api_key
+from planish.client.remote_errors import ServerUnreachableError, error_from_response, json_body_of
+from planish.client.remote_http import HttpClient, NoAnswerError
 from planish.client.rest_client import training_runs
 from planish.engine.checkpoints.store import CheckpointStore, data_directory, record_of
 from planish.errors import (
@@ -36,7 +36,7 @@ from planish.types import CheckpointPath, TrainingRun
 from planish.wire.records import checkpoint_to_json, weights_info_to_json
 
 Row = Mapping[str, Any]
-_PAGE = 1000
+_PAGE_SIZE = 1000
 
 
 class ServerRecords:
@@ -90,22 +90,22 @@ class ServerRecords:
         ]
 
     def _pages(self, path: str, name: str, limit: int | None) -> list[Row]:
-        found: list[Row] = []
-        while limit is None or len(found) < limit:
-            wanted = _PAGE if limit is None else min(_PAGE, limit - len(found))
-            page = self._call("GET", path, params={"limit": wanted, "offset": len(found)})
-            found += page[name]
+        rows: list[Row] = []
+        while limit is None or len(rows) < limit:
+            page_limit = _PAGE_SIZE if limit is None else min(_PAGE_SIZE, limit - len(rows))
+            page = self._call("GET", path, params={"limit": page_limit, "offset": len(rows)})
+            rows += page[name]
             # If the metadata are large, a server may send fewer rows than requested.
             total = page.get("cursor", {}).get("total_count", 0)
-            if not page[name] or len(found) >= total:
+            if not page[name] or len(rows) >= total:
                 break
-        return found
+        return rows
 
     def _call(self, method: str, path: str, **options: Any) -> Mapping[str, Any]:
         return run_coroutine(self._request(method, API + path, **options))
 
     async def _request(self, method: str, path: str, **options: Any) -> Mapping[str, Any]:
-        http = Http(self._url, self._headers)
+        http = HttpClient(self._url, self._headers)
         try:
             response = await http.request(method, path, **options)
         except NoAnswerError as error:
@@ -114,10 +114,10 @@ class ServerRecords:
             await http.close()
         if not response.is_success:
             raise error_from_response(response)
-        return body_of(response)
+        return json_body_of(response)
 
     async def _download_file(self, url: str, target: Path) -> Path:
-        http, partial_file = Http(self._url, {}), target.with_name(f".{target.name}.part")
+        http, partial_file = HttpClient(self._url, {}), target.with_name(f".{target.name}.part")
         try:
             async with http.stream("GET", url) as response:
                 if not response.is_success:

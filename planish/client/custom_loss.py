@@ -78,7 +78,7 @@ def custom_gradient(
         raise UserError(
             f"the custom loss returned metrics of type {type(metrics).__name__}; return a dictionary of numbers"
         )
-    numbers = {name: _number(name, value) for name, value in metrics.items()}
+    metric_values = {name: _metric_value(name, value) for name, value in metrics.items()}
     if loss.numel() != 1 or not loss.requires_grad:
         raise UserError(
             "the custom loss must be one number computed from the logprobs by torch functions, so that it has a gradient"
@@ -97,7 +97,7 @@ def custom_gradient(
         raise NonFiniteError(
             f"the custom loss ({value}) or its gradient is not finite; nothing was applied"
         )
-    second = [
+    weighted_data = [
         Datum(
             d.model_input,
             {
@@ -107,10 +107,10 @@ def custom_gradient(
         )
         for d, w in zip(data, weights, strict=True)
     ]
-    return CustomGradient(second, {**numbers, "loss:sum": value})
+    return CustomGradient(weighted_data, {**metric_values, "loss:sum": value})
 
 
-def _number(name: str, value: Any) -> float:
+def _metric_value(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -125,7 +125,7 @@ def add_custom_metrics(
     """Return the output of the second pass with the custom loss's metrics. The weighted cross
     entropy of that pass is renamed to "surrogate_loss:sum".
     """
-    surrogate = {**output.metrics, "surrogate_loss:sum": output.metrics["loss:sum"]}
+    renamed_metrics = {**output.metrics, "surrogate_loss:sum": output.metrics["loss:sum"]}
     return ForwardBackwardOutput(
-        output.loss_fn_output_type, output.loss_fn_outputs, {**surrogate, **metrics}
+        output.loss_fn_output_type, output.loss_fn_outputs, {**renamed_metrics, **metrics}
     )

@@ -30,12 +30,12 @@ S = TypeVar("S")
 class Pending(Generic[T]):
     """The future result of a submitted operation: call `.result()`, or await it."""
 
-    def __init__(self, future: Future[T], *, withdraw: bool = False) -> None:
-        """With `withdraw`, the operation is cancelled when the task that awaits it is cancelled, or
-        when Ctrl-C interrupts the wait.
+    def __init__(self, future: Future[T], *, cancel_with_waiter: bool = False) -> None:
+        """With `cancel_with_waiter`, the operation is cancelled when the task that awaits it is
+        cancelled, or when Ctrl-C interrupts the wait.
         """
         self._future = future
-        self._withdraw = withdraw
+        self._cancel_with_waiter = cancel_with_waiter
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -49,7 +49,7 @@ class Pending(Generic[T]):
         try:
             return self._future.result(timeout)
         except KeyboardInterrupt:
-            if self._withdraw:
+            if self._cancel_with_waiter:
                 self._future.cancel()
             raise
 
@@ -64,7 +64,7 @@ class Pending(Generic[T]):
                 asyncio.shield(asyncio.wrap_future(self._future)), timeout
             )
         except asyncio.CancelledError:
-            if self._withdraw:
+            if self._cancel_with_waiter:
                 self._future.cancel()
             raise
 
@@ -92,7 +92,7 @@ class Pending(Generic[T]):
         return self._future.cancel()
 
 
-class _Chained(Future[T]):
+class _MappedFuture(Future[T]):
     """A future derived from `source`. Cancelling it cancels `source`."""
 
     def __init__(self, source: Future[S]) -> None:
@@ -111,7 +111,7 @@ def map_future(source: Future[S], convert: Callable[[S], T]) -> Future[T]:
     """Return a future of `convert(result of source)`. `convert` runs once, in the thread that
     completes `source`, so it must be short.
     """
-    future: _Chained[T] = _Chained(source)
+    future: _MappedFuture[T] = _MappedFuture(source)
 
     def deliver(source: Future[S]) -> None:
         if source.cancelled():

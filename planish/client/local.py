@@ -36,7 +36,7 @@ def connect(base_url: str, api_key: str | None, user_metadata: Mapping[str, str]
     return RemoteService(base_url, api_key, user_metadata)
 
 
-def used_together(base_url: str | None, *names: str | None) -> dict[str, str] | None:
+def models_used_together(base_url: str | None, *names: str | None) -> dict[str, str] | None:
     """Return the `models` option for a ServiceClient that uses all the named base models at once.
     With this option, an engine on a GPU divides the memory among them from the start. Return None
     if a server is used, or if there are fewer than two base models.
@@ -61,10 +61,12 @@ def resolve_server_url(
         if base_url is not None
         else (URL_VARIABLE, os.environ.get(URL_VARIABLE))
     )
-    given = [name for name, value in engine_options.items() if value not in (None, "auto")]
-    if url and given:
+    engine_option_names = [
+        name for name, value in engine_options.items() if value not in (None, "auto")
+    ]
+    if url and engine_option_names:
         raise UserError(
-            f"{source}={url!r} names a server, but {', '.join(given)} configures an engine in this "
+            f"{source}={url!r} names a server, but {', '.join(engine_option_names)} configures an engine in this "
             "process; leave out either (`planish serve` has the options of the server's engine)"
         )
     if api_key is not None and not url:

@@ -4,7 +4,7 @@ runs unchanged on an engine in its own process or on a server.
     remote_model_queue  sends the operations of one model in order
     remote_samplers     samplers and sampling requests
     remote_session      begin, heartbeat and end of the session
-    remote_link         HTTP requests (remote_http) with retries (remote_retries)
+    remote_connection         HTTP requests (remote_http) with retries (remote_retries)
     remote_thread       the event loop thread in which all of these run
     remote_tokenizer    a cache of downloaded tokenizers
 
@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 from urllib.parse import quote
 
+from planish.client.remote_connection import ServerConnection, normalize_url, resolve_api_key
 from planish.client.remote_http import is_this_machine
-from planish.client.remote_link import Link, normalize_url, resolve_api_key
 from planish.client.remote_model_queue import ModelQueue, QueuedOperation
 from planish.client.remote_retries import PATIENCE_SECONDS
 from planish.client.remote_samplers import RemoteSampler, SampleSender
@@ -66,7 +66,7 @@ from planish.wire.records import (
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_PAGE = 1000
+_PAGE_SIZE = 1000
 
 
 class RemoteService:
@@ -87,26 +87,28 @@ class RemoteService:
         before waiting requests fail.
         """
         url = normalize_url(base_url)
-        self._link = Link(
+        self._connection = ServerConnection(
             url, resolve_api_key(api_key), patience_seconds, compress=not is_this_machine(url)
         )
-        self._thread = LoopThread("planish-remote", self._link)
+        self._thread = LoopThread("planish-remote", self._connection)
         try:
-            self._session = self._thread.call(RemoteSession.begin, self._link, user_metadata or {})
+            self._session = self._thread.call(
+                RemoteSession.begin, self._connection, user_metadata or {}
+            )
         except BaseException:
             self._thread.stop()
             raise
         self._thread.spawn(self._session.keep_alive)
-        self._sample_sender = SampleSender(self._link, self._thread)
+        self._sample_sender = SampleSender(self._connection, self._thread)
         self._thread.spawn(self._sample_sender.run)
         self._models: dict[str, ModelQueue] = {}
         self._samplers: dict[str, RemoteSampler] = {}
         self._model_numbers, self._sampler_numbers = itertools.count(), itertools.count()
         self._tokenizers: dict[str, Path] = {}
-        self._open: set[Future[Any]] = set()
+        self._pending_futures: set[Future[Any]] = set()
         """The futures of unfinished operations."""
-        self._saves: set[Future[Any]] = set()
-        """The futures among `_open` that save a checkpoint."""
+        self._pending_saves: set[Future[Any]] = set()
+        """The futures among `_pending_futures` that save a checkpoint."""
         self._is_closed = False
         # `close` must see every submitted operation. The lock is reentrant, because garbage
         # collection within `submit` may release a sampler, which calls `submit` again.
@@ -115,7 +117,7 @@ class RemoteService:
         # exists at the exit of the interpreter, `at_exit` first waits for running saves and ends
         # the session.
         weakref.finalize(self, self._thread.stop).atexit = False
-        self._thread.at_exit = _weak_close(self)
+        self._thread.at_exit = _weak_close_callback(self)
 
     def submit(self, operation: Operation[R]) -> Future[R]:
         """Queue `operation` for the server. The future raises an error if the server rejects it."""
@@ -126,56 +128,56 @@ class RemoteService:
                 "the connection to the server is closed, or belongs to the parent process; make a "
                 "new ServiceClient here"
             )
-        answer: Future[Any] = Future()
+        future: Future[Any] = Future()
         # Keep this object alive until the operation is finished: the caller of
         # `ServiceClient(...).create_sampling_client(...).sample(...)` has only the future.
         keep_alive = [self]
-        answer.add_done_callback(lambda _: keep_alive.clear())
+        future.add_done_callback(lambda _: keep_alive.clear())
         with self._submit_lock:
             if self._is_closed:
                 raise _closed_error()
-            self._open.add(answer)
-            answer.add_done_callback(self._open.discard)
+            self._pending_futures.add(future)
+            future.add_done_callback(self._pending_futures.discard)
             if isinstance(operation, (SaveWeights, SaveWeightsForSampler)):
-                self._saves.add(answer)
-                answer.add_done_callback(self._saves.discard)
+                self._pending_saves.add(future)
+                future.add_done_callback(self._pending_saves.discard)
             try:
-                self._dispatch(operation, answer)
+                self._dispatch(operation, future)
             except BaseException:
-                self._open.discard(answer)
-                self._saves.discard(answer)
+                self._pending_futures.discard(future)
+                self._pending_saves.discard(future)
                 raise
-        return cast("Future[R]", answer)
+        return cast("Future[R]", future)
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
         """Return the base models that the server offers."""
-        return capabilities_from_json(self._read("/get_server_capabilities"))
+        return capabilities_from_json(self._get("/get_server_capabilities"))
 
     def sampler_info(self, sampler_id: str) -> SamplerInfo:
         """Wait until the server has created the sampler; return its base model and checkpoint."""
-        return self._sampler(sampler_id).ready.result()
+        return self._sampler(sampler_id).info_future.result()
 
     def tokenizer_directory(self, base_model: str) -> Path:
         """Return a local directory with the tokenizer, downloaded once from the server."""
         if base_model not in self._tokenizers:
-            files = self._read("/tokenizer", {"base_model": base_model}).mapping("files")
+            files = self._get("/tokenizer", {"base_model": base_model}).mapping("files")
             self._tokenizers[base_model] = cache_tokenizer(files, cache_directory())
         return self._tokenizers[base_model]
 
     def checkpoints(self, run_id: str | None = None) -> list[Checkpoint]:
         """Return the server's checkpoints of a run, or of all runs, newest first."""
         prefix = "" if run_id is None else f"/training_runs/{quote(run_id, safe=':')}"
-        found: list[Checkpoint] = []
+        checkpoints: list[Checkpoint] = []
         offset = 0
         while True:
-            page = self._read(f"{prefix}/checkpoints", {"limit": _PAGE, "offset": offset})
-            found += _checkpoints(page)
+            page = self._get(f"{prefix}/checkpoints", {"limit": _PAGE_SIZE, "offset": offset})
+            checkpoints += _checkpoints(page)
             # If the metadata are large, a server may send fewer checkpoints than requested.
-            sent = len(page.array("checkpoints"))
-            offset += sent
+            num_sent = len(page.array("checkpoints"))
+            offset += num_sent
             cursor = page.optional(page.object, "cursor")
-            if not sent or cursor is None or offset >= cursor.integer("total_count"):
-                return found
+            if not num_sent or cursor is None or offset >= cursor.integer("total_count"):
+                return checkpoints
 
     def checkpoint_info(self, path: str) -> CheckpointInfo:
         """Return the base model, LoRA configuration and description of the checkpoint at a
@@ -192,7 +194,7 @@ class RemoteService:
         parsed = CheckpointPath.parse(path)
         segment = parsed.checkpoint_id.partition("/")[0]
         run, name = quote(parsed.run_id, safe=":"), quote(parsed.name, safe=":")
-        self._call(self._link.delete, f"/training_runs/{run}/checkpoints/{segment}/{name}")
+        self._call(self._connection.delete, f"/training_runs/{run}/checkpoints/{segment}/{name}")
 
     def close(self, finish: bool = True) -> None:
         """End the session. With `finish`, wait for unfinished operations first; otherwise their
@@ -201,32 +203,35 @@ class RemoteService:
         with self._submit_lock:
             self._is_closed = True
         try:
-            for answer in list(self._open) if finish and self._thread.is_alive() else []:
+            for future in list(self._pending_futures) if finish and self._thread.is_alive() else []:
                 with suppress(Exception):
-                    answer.result()
+                    future.result()
         finally:
             with suppress(RuntimeError, EngineClosedError):  # already closed
                 self._thread.call(self._session.finish, "success" if finish else "interrupted")
             self._thread.stop()
-            self._fail_open()
+            self._fail_pending()
 
     # Sending an operation.
 
-    def _dispatch(self, operation: Operation[Any], answer: Future[Any]) -> None:
+    def _dispatch(self, operation: Operation[Any], future: Future[Any]) -> None:
         match operation:
             case CreateModel():
-                self._create_model(operation, answer)
+                self._create_model(operation, future)
             case CreateSampler():
                 sampler = self._new_sampler(operation.sampler_id)
-                named = replace(operation, sampler_id=sampler.server_id)
+                server_operation = replace(operation, sampler_id=sampler.server_id)
                 self._thread.spawn(
-                    self._sample_sender.create, named, sampler, QueuedOperation(named, answer)
+                    self._sample_sender.create,
+                    server_operation,
+                    sampler,
+                    QueuedOperation(server_operation, future),
                 )
             case ReleaseSampler():
                 sampler = self._sampler(operation.sampler_id)
                 _remove_value(self._samplers, sampler)
                 self._thread.spawn(self._sample_sender.release, sampler)
-                answer.set_result(None)
+                future.set_result(None)
             case Sample():
                 if operation.on_token is not None:
                     raise UnsupportedError(
@@ -234,33 +239,35 @@ class RemoteService:
                         "stream tokens"
                     )
                 sampler = self._sampler(operation.sampler_id)
-                self._thread.spawn(self._sample_sender.sample, operation, sampler, answer)
+                self._thread.spawn(self._sample_sender.sample, operation, sampler, future)
             case PublishSampler():
                 queue = self._model_queue(operation.model_id)
                 sampler = self._new_sampler(operation.sampler_id)
-                answer.add_done_callback(lambda answer: _set_ready(sampler, queue, answer))
-                named = replace(operation, model_id=queue.model_id, sampler_id=sampler.server_id)
-                self._thread.post(queue.put, QueuedOperation(named, answer))
+                future.add_done_callback(lambda future: _set_sampler_info(sampler, queue, future))
+                server_operation = replace(
+                    operation, model_id=queue.model_id, sampler_id=sampler.server_id
+                )
+                self._thread.post(queue.put, QueuedOperation(server_operation, future))
             case _:
-                self._dispatch_to_model(cast(Any, operation), answer)
+                self._dispatch_to_model(cast(Any, operation), future)
 
-    def _create_model(self, operation: CreateModel, answer: Future[Any]) -> None:
+    def _create_model(self, operation: CreateModel, future: Future[Any]) -> None:
         server_id = f"{self._session.session_id}:train:{next(self._model_numbers)}"
-        queue = ModelQueue(server_id, self._link, self._thread)
+        queue = ModelQueue(server_id, self._connection, self._thread)
         if self._models.setdefault(operation.model_id, queue) is not queue:
             raise UserError(f"model_id={operation.model_id!r} is in use; give another")
         self._models[server_id] = queue
-        self._thread.spawn(queue.work)
+        self._thread.spawn(queue.run)
         self._thread.post(
-            queue.put, QueuedOperation(replace(operation, model_id=server_id), answer)
+            queue.put, QueuedOperation(replace(operation, model_id=server_id), future)
         )
 
-    def _dispatch_to_model(self, operation: Any, answer: Future[Any]) -> None:
+    def _dispatch_to_model(self, operation: Any, future: Future[Any]) -> None:
         queue = self._model_queue(operation.model_id)
         if isinstance(operation, UnloadModel):
             _remove_value(self._models, queue)
         self._thread.post(
-            queue.put, QueuedOperation(replace(operation, model_id=queue.model_id), answer)
+            queue.put, QueuedOperation(replace(operation, model_id=queue.model_id), future)
         )
 
     def _new_sampler(self, sampler_id: str) -> RemoteSampler:
@@ -302,30 +309,30 @@ class RemoteService:
 
     # Requests that block until the server answers.
 
-    def _read(self, path: str, params: Mapping[str, str | int] | None = None) -> Fields:
-        return Fields.of(self._call(self._link.get, path, params).content)
+    def _get(self, path: str, params: Mapping[str, str | int] | None = None) -> Fields:
+        return Fields.of(self._call(self._connection.get, path, params).content)
 
     def _post(self, posted: Posted) -> Fields:
-        return Fields.of(self._call(self._link.post, posted).content)
+        return Fields.of(self._call(self._connection.post, posted).content)
 
     def _call(self, function: Callable[P, Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R:
         if self._is_closed:
             raise _closed_error()
         return self._thread.call(function, *args, **kwargs)
 
-    def _fail_open(self) -> None:
-        for answer in list(self._open):
+    def _fail_pending(self) -> None:
+        for future in list(self._pending_futures):
             with suppress(InvalidStateError):  # finished or cancelled just now
-                answer.set_exception(_closed_error())
+                future.set_exception(_closed_error())
 
 
-def _remove_value(known: dict[str, R], removed: R) -> None:
+def _remove_value(values_by_id: dict[str, R], removed: R) -> None:
     """Remove `removed` from a dictionary in which it has two keys, the caller's id and the
     server's.
     """
-    for name, value in list(known.items()):
+    for name, value in list(values_by_id.items()):
         if value is removed:
-            known.pop(name, None)
+            values_by_id.pop(name, None)
 
 
 def _closed_error() -> EngineClosedError:
@@ -335,21 +342,25 @@ def _closed_error() -> EngineClosedError:
     )
 
 
-def _set_ready(sampler: RemoteSampler, queue: ModelQueue, published: Future[str]) -> None:
+def _set_sampler_info(
+    sampler: RemoteSampler, queue: ModelQueue, publish_future: Future[str]
+) -> None:
     """Set `sampler.ready` from the finished PublishSampler. This callback is added first, so it
     runs before callbacks of the caller.
     """
-    if published.cancelled():
-        sampler.ready.set_exception(
+    if publish_future.cancelled():
+        sampler.info_future.set_exception(
             UserError(
                 f"sampler_id={sampler.server_id!r}: its creation was cancelled; create another one"
             )
         )
-    elif (error := published.exception()) is not None:
-        sampler.ready.set_exception(error)
+    elif (error := publish_future.exception()) is not None:
+        sampler.info_future.set_exception(error)
     else:
         assert queue.info is not None
-        sampler.ready.set_result(SamplerInfo(published.result(), queue.info.model_name, None))
+        sampler.info_future.set_result(
+            SamplerInfo(publish_future.result(), queue.info.model_name, None)
+        )
 
 
 def _checkpoints(page: Fields) -> list[Checkpoint]:
@@ -361,7 +372,7 @@ def _checkpoints(page: Fields) -> list[Checkpoint]:
     ]
 
 
-def _weak_close(service: RemoteService) -> Callable[[], None]:
+def _weak_close_callback(service: RemoteService) -> Callable[[], None]:
     """Return a function that waits for the service's pending checkpoints and then closes it. It
     does nothing if the service no longer exists.
     """
@@ -372,7 +383,7 @@ def _weak_close(service: RemoteService) -> Callable[[], None]:
         if service is None:
             return
         try:
-            wait_for_saves(list(service._saves))
+            wait_for_saves(list(service._pending_saves))
         finally:
             service.close(finish=False)
 

@@ -19,7 +19,7 @@ from planish.wire.client_errors import ERROR_CLASS, named_error
 if TYPE_CHECKING:
     from httpx2 import Response
 
-_MAX_SHOWN = 500
+_MAX_SHOWN_CHARACTERS = 500
 _SDK_REMEDY = ": set TINKER_API_KEY (header X-API-Key)"
 _KEY_REMEDY = "give api_key, or set PLANISH_API_KEY (or TINKER_API_KEY) to a key of this server"
 
@@ -36,7 +36,7 @@ class NoSuchEndpointError(UserError):
     """The server lacks an endpoint that planish adds to the tinker protocol."""
 
 
-def body_of(response: Response) -> Mapping[str, Any]:
+def json_body_of(response: Response) -> Mapping[str, Any]:
     """Return the JSON object in a response; {} if the body is something else."""
     try:
         value = orjson.loads(response.content)
@@ -47,11 +47,14 @@ def body_of(response: Response) -> Mapping[str, Any]:
 
 def error_from_response(response: Response) -> PlanishError:
     """Return the exception for a response with status 4xx or 5xx."""
-    body = body_of(response)
-    detail = body.get("detail") or response.text[:_MAX_SHOWN] or response.reason_phrase
-    is_of_checkpoint = "checkpoints" in response.url.path or "weights" in response.url.path
+    body = json_body_of(response)
+    detail = body.get("detail") or response.text[:_MAX_SHOWN_CHARACTERS] or response.reason_phrase
+    is_about_checkpoints = "checkpoints" in response.url.path or "weights" in response.url.path
     return _error_from_status(
-        response.status_code, str(detail), body, CheckpointError if is_of_checkpoint else UserError
+        response.status_code,
+        str(detail),
+        body,
+        CheckpointError if is_about_checkpoints else UserError,
     )
 
 

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 # Less than the idle timeout of servers (uvicorn: 5 s), so that requests rarely meet a connection
 # which the server is closing.
 _KEEP_ALIVE_SECONDS = 4.0
-_CONNECT_SECONDS, _SILENCE_SECONDS = 5.0, 60.0
+_CONNECT_TIMEOUT_SECONDS, _READ_TIMEOUT_SECONDS = 5.0, 60.0
 
 
 class NoAnswerError(Exception):
     """The server sent no response, or an incomplete one. The cause is the error of httpx2."""
 
 
-class Http:
+class HttpClient:
     """A connection pool without a size limit, for use in one event loop."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
@@ -39,7 +39,9 @@ class Http:
             self._client = httpx2.AsyncClient(
                 base_url=url,
                 headers=headers,
-                timeout=httpx2.Timeout(_SILENCE_SECONDS, connect=_CONNECT_SECONDS, pool=None),
+                timeout=httpx2.Timeout(
+                    _READ_TIMEOUT_SECONDS, connect=_CONNECT_TIMEOUT_SECONDS, pool=None
+                ),
                 limits=httpx2.Limits(
                     max_connections=None,
                     max_keepalive_connections=None,
@@ -57,13 +59,13 @@ class Http:
 
     async def request(self, method: str, path: str, **options: Any) -> Response:
         """Return the complete response. `options` are the keyword arguments of httpx2."""
-        with _no_answer():
+        with _raises_no_answer():
             return await self._client.request(method, path, **options)
 
     @asynccontextmanager
     async def stream(self, method: str, path: str, **options: Any) -> AsyncIterator[Response]:
         """Yield a response whose body is read in the block, where NoAnswerError may be raised too."""
-        with _no_answer():
+        with _raises_no_answer():
             async with self._client.stream(method, path, **options) as response:
                 yield response
 
@@ -75,7 +77,7 @@ def is_this_machine(url: str) -> bool:
 
 
 @contextmanager
-def _no_answer() -> Iterator[None]:
+def _raises_no_answer() -> Iterator[None]:
     import httpx2
 
     try:

@@ -17,9 +17,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from planish.client.remote_connection import ServerConnection
 from planish.client.remote_errors import error_from_response
-from planish.client.remote_link import Link
-from planish.client.remote_thread import LoopThread, in_pool
+from planish.client.remote_thread import LoopThread, run_in_pool
 from planish.errors import EngineClosedError, PlanishError, UserError, rejected_step
 from planish.service import (
     CreateModel,
@@ -42,9 +42,9 @@ from planish.wire.operations import (
 if TYPE_CHECKING:
     from httpx2 import Response
 
-_INLINE_TOKENS = 4096
+_MAX_INLINE_TOKENS = 4096
 """Larger batches are serialized in another thread, so that they do not block the event loop."""
-_NUMBER_USED = (400, 404)
+_SEQ_USED_STATUSES = (400, 404)
 """Statuses of a rejected operation whose sequence number counts as used."""
 
 
@@ -53,14 +53,14 @@ class QueuedOperation:
     """A submitted operation and the future of its result."""
 
     operation: Operation[Any]
-    answer: Future[Any]
+    future: Future[Any]
 
     def fail(self, error: BaseException) -> None:
         """Set `error` as the result, unless there is a result or the future was cancelled."""
-        if not self.answer.done() and (
-            self.answer.running() or self.answer.set_running_or_notify_cancel()
+        if not self.future.done() and (
+            self.future.running() or self.future.set_running_or_notify_cancel()
         ):
-            self.answer.set_exception(error)
+            self.future.set_exception(error)
 
 
 @dataclass(eq=False)
@@ -71,11 +71,11 @@ class ModelQueue:
     """
 
     model_id: str
-    link: Link
+    connection: ServerConnection
     thread: LoopThread
     info: GetInfoResponse | None = None
     _operations: asyncio.Queue[QueuedOperation] = field(default_factory=asyncio.Queue)
-    _next_seq: int = 1
+    _next_seq_id: int = 1
     _failure: PlanishError | None = None
     """If set, every further operation fails with this error."""
     _gradient_error: BaseException | None = None
@@ -87,7 +87,7 @@ class ModelQueue:
         """Append an operation to the queue."""
         self._operations.put_nowait(queued)
 
-    async def work(self) -> None:
+    async def run(self) -> None:
         """Send queued operations until the model is unloaded."""
         queued = None
         while queued is None or not isinstance(queued.operation, UnloadModel):
@@ -107,21 +107,21 @@ class ModelQueue:
                 await self._add_gradient(operation, queued)
             case DeferredForwardBackward() as operation:
                 await self._add_gradient_later(operation, queued)
-            case operation if queued.answer.set_running_or_notify_cancel():
+            case operation if queued.future.set_running_or_notify_cancel():
                 await self._post(operation, queued)
                 if isinstance(operation, LoadWeights):  # loading clears the gradient
                     self._gradient_error = None
 
     async def _create(self, operation: CreateModel, queued: QueuedOperation) -> None:
-        if not queued.answer.set_running_or_notify_cancel():
+        if not queued.future.set_running_or_notify_cancel():
             self._failure = UserError(
                 f"model_id={self.model_id!r}: its creation was cancelled; create another one"
             )
             return
         try:
-            accepted = await self.link.post(request_of(operation))
-            await self.link.result(_request_id(accepted), takes_protobuf=False)
-            found = await self.link.post(
+            accepted = await self.connection.post(request_of(operation))
+            await self.connection.result(_request_id(accepted), takes_protobuf=False)
+            info_response = await self.connection.post(
                 Posted.json("/get_info", {"model_id": self.model_id, "type": "get_info"})
             )
         except PlanishError as error:
@@ -130,35 +130,35 @@ class ModelQueue:
                 "another model"
             )
             raise
-        self.info = info_from_json(Fields.of(found.content))
-        queued.answer.set_result(self.info)
+        self.info = info_from_json(Fields.of(info_response.content))
+        queued.future.set_result(self.info)
 
     async def _add_gradient(self, operation: ForwardBackward, queued: QueuedOperation) -> None:
-        if not queued.answer.set_running_or_notify_cancel():
+        if not queued.future.set_running_or_notify_cancel():
             await self._skip_gradient(UserError("the forward_backward was cancelled"))
             return
-        number = self._next_seq
+        seq_id_before = self._next_seq_id
         try:
             await self._post(operation, queued)
         except Exception as error:
-            if number == self._next_seq:
+            if seq_id_before == self._next_seq_id:
                 await self._skip_gradient(error)
             raise
 
     async def _add_gradient_later(
         self, operation: DeferredForwardBackward, queued: QueuedOperation
     ) -> None:
-        made = asyncio.Event()
-        operation.data.add_done_callback(lambda _: self.thread.post(made.set))
-        await made.wait()
+        data_done = asyncio.Event()
+        operation.data.add_done_callback(lambda _: self.thread.post(data_done.set))
+        await data_done.wait()
         try:
             data, config = operation.data.result(), operation.loss_fn_config
-            now = ForwardBackward(operation.model_id, data, operation.loss_fn, config)
+            forward_backward = ForwardBackward(operation.model_id, data, operation.loss_fn, config)
         except BaseException as error:
             queued.fail(error)
             await self._skip_gradient(error)
         else:
-            await self._add_gradient(now, queued)
+            await self._add_gradient(forward_backward, queued)
 
     async def _skip_gradient(self, error: BaseException) -> None:
         """Make the server reject the next optim_step, because a forward_backward failed here."""
@@ -175,12 +175,12 @@ class ModelQueue:
 
     async def _send_numbered(self, operation: Operation[Any]) -> str:
         """Send an operation with the next sequence number, and return the id of the request."""
-        if _tokens(operation) > _INLINE_TOKENS:
-            posted = await in_pool(request_of, operation, self._next_seq)
+        if _num_tokens(operation) > _MAX_INLINE_TOKENS:
+            posted = await run_in_pool(request_of, operation, self._next_seq_id)
         else:
-            posted = request_of(operation, self._next_seq)
+            posted = request_of(operation, self._next_seq_id)
         try:
-            response = await self.link.post(posted, returned=_NUMBER_USED)
+            response = await self.connection.post(posted, returned_statuses=_SEQ_USED_STATUSES)
         except UserError:
             raise  # rejected before the server read the sequence number
         except Exception as error:
@@ -189,7 +189,7 @@ class ModelQueue:
                 f"model_id={self.model_id!r}: the connection to the server was lost ({error})"
             )
             raise
-        self._next_seq += 1
+        self._next_seq_id += 1
         if not response.is_success:
             raise error_from_response(response)
         return _request_id(response)
@@ -203,7 +203,7 @@ class ModelQueue:
     ) -> None:
         takes_protobuf = isinstance(operation, ForwardBackward)
         try:
-            content = await self.link.result(request_id, takes_protobuf=takes_protobuf)
+            content = await self.connection.result(request_id, takes_protobuf=takes_protobuf)
             result = result_from_bytes(operation, content)
         except Exception as error:
             queued.fail(
@@ -212,13 +212,13 @@ class ModelQueue:
                 else error
             )
         else:
-            queued.answer.set_result(result)
+            queued.future.set_result(result)
 
 
 def _request_id(accepted: Response) -> str:
     return Fields.of(accepted.content).identifier("request_id")
 
 
-def _tokens(operation: Operation[Any]) -> int:
+def _num_tokens(operation: Operation[Any]) -> int:
     is_data = isinstance(operation, ForwardBackward)
     return sum(datum.model_input.length for datum in operation.data) if is_data else 0

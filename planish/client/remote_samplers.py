@@ -20,11 +20,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from planish.client.remote_connection import ServerConnection
 from planish.client.remote_errors import NoSuchEndpointError, error_from_frame
-from planish.client.remote_link import Link
 from planish.client.remote_model_queue import QueuedOperation
 from planish.client.remote_retries import RETRIED_STATUSES
-from planish.client.remote_thread import LoopThread, in_pool
+from planish.client.remote_thread import LoopThread, run_in_pool
 from planish.errors import PlanishError
 from planish.service import CreateSampler, Sample, SamplerInfo
 from planish.wire.client_frames import Frame
@@ -33,11 +33,11 @@ from planish.wire.operations import Posted, request_of
 from planish.wire.records import sampler_info_from_json
 from planish.wire.sampling import sample_response_from_message
 
-_GATHER_SECONDS = 0.002
+_BATCH_WINDOW_SECONDS = 0.002
 _MAX_BATCH, _MAX_BATCH_BYTES = 512, 8 << 20
 _MAX_STREAMS = 256
 _RETRY_SECONDS = 1.0
-_INLINE_BYTES = 64 * 1024
+_MAX_INLINE_BYTES = 64 * 1024
 
 
 @dataclass(eq=False)
@@ -47,9 +47,9 @@ class RemoteSampler:
     """
 
     server_id: str
-    ready: Future[SamplerInfo] = field(default_factory=Future)
+    info_future: Future[SamplerInfo] = field(default_factory=Future)
     """Done when the server has created the sampler, or with the error of its creation."""
-    numbers: Iterator[int] = field(default_factory=itertools.count)
+    sequence_numbers: Iterator[int] = field(default_factory=itertools.count)
     """The sequence numbers of its requests."""
     num_pending: int = 0
     """Number of unfinished requests, including the creation."""
@@ -57,7 +57,7 @@ class RemoteSampler:
 
 
 @dataclass(eq=False)
-class SampleRequest:
+class PendingSample:
     """One sampling request that is not finished."""
 
     body: bytes
@@ -74,31 +74,31 @@ class SampleRequest:
 class SampleSender:
     """Creates samplers and sends sampling requests. All methods run in the connection's thread."""
 
-    link: Link
+    connection: ServerConnection
     thread: LoopThread
-    has_batches: bool = True
+    supports_batches: bool = True
     """Whether the server supports batches. Set to False if the server lacks the endpoint."""
-    _waiting: asyncio.Queue[SampleRequest] = field(default_factory=asyncio.Queue)
+    _queue: asyncio.Queue[PendingSample] = field(default_factory=asyncio.Queue)
     _streams: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_STREAMS))
 
     async def create(
         self, operation: CreateSampler, sampler: RemoteSampler, queued: QueuedOperation
     ) -> None:
         """Create a sampler on the server. `operation.sampler_id` is the server's id."""
-        if not queued.answer.set_running_or_notify_cancel():
-            sampler.ready.set_exception(CancelledError())
+        if not queued.future.set_running_or_notify_cancel():
+            sampler.info_future.set_exception(CancelledError())
             return
         sampler.num_pending += 1
         try:
-            await self.link.post(request_of(operation))
-            found = await self.link.get(f"/samplers/{sampler.server_id}")
-            info = sampler_info_from_json(Fields.of(found.content))
+            await self.connection.post(request_of(operation))
+            info_response = await self.connection.get(f"/samplers/{sampler.server_id}")
+            info = sampler_info_from_json(Fields.of(info_response.content))
         except Exception as error:
-            sampler.ready.set_exception(error)
+            sampler.info_future.set_exception(error)
             queued.fail(error)
         else:
-            sampler.ready.set_result(info)
-            queued.answer.set_result(info.sampler_id)
+            sampler.info_future.set_result(info)
+            queued.future.set_result(info.sampler_id)
         finally:
             sampler.num_pending -= 1
         if sampler.is_released:
@@ -110,30 +110,30 @@ class SampleSender:
         if not sampler.num_pending:
             posted = Posted.json("/planish/release", {"sampler_id": sampler.server_id})
             with suppress(PlanishError):  # the end of the session releases it
-                await self.link.post(posted, patience=0)
+                await self.connection.post(posted, max_retry_seconds=0)
 
-    async def sample(self, operation: Sample, sampler: RemoteSampler, answer: Future[Any]) -> None:
-        """Send a sampling request, and set its result in `answer`."""
-        queued = QueuedOperation(operation, answer)
+    async def sample(self, operation: Sample, sampler: RemoteSampler, future: Future[Any]) -> None:
+        """Send a sampling request, and set its result in `future`."""
+        queued = QueuedOperation(operation, future)
         sampler.num_pending += 1
         try:
-            await self._until_ready(sampler)
+            await self._wait_until_created(sampler)
             request = request_of(
-                replace(operation, sampler_id=sampler.server_id), next(sampler.numbers)
+                replace(operation, sampler_id=sampler.server_id), next(sampler.sequence_numbers)
             )
-            pending = SampleRequest(request.content, asyncio.get_running_loop().create_future())
-            answer.add_done_callback(
-                lambda _: answer.cancelled() and self.thread.post(self._cancel, pending)
+            pending = PendingSample(request.content, asyncio.get_running_loop().create_future())
+            future.add_done_callback(
+                lambda _: future.cancelled() and self.thread.post(self._cancel, pending)
             )
-            self._waiting.put_nowait(pending)
+            self._queue.put_nowait(pending)
             content = await pending.content
             ids = None if operation.prompt_only else pending.sequence_ids  # nothing is sampled
-            if len(content) > _INLINE_BYTES:
-                response = await in_pool(sample_response_from_message, content, ids)
+            if len(content) > _MAX_INLINE_BYTES:
+                response = await run_in_pool(sample_response_from_message, content, ids)
             else:
                 response = sample_response_from_message(content, ids)
-            if answer.set_running_or_notify_cancel():
-                answer.set_result(response)
+            if future.set_running_or_notify_cancel():
+                future.set_result(response)
         except Exception as error:
             queued.fail(error)
         finally:
@@ -145,34 +145,40 @@ class SampleSender:
         """Send waiting requests in batches until the connection ends."""
         while True:
             await self._streams.acquire()
-            batch = [await self._waiting.get()]
+            batch = [await self._queue.get()]
             # Callers submit many requests in a row: wait briefly to collect them in one batch.
-            await asyncio.sleep(_GATHER_SECONDS)
-            size = len(batch[0].body)
-            while not self._waiting.empty() and len(batch) < _MAX_BATCH and size < _MAX_BATCH_BYTES:
-                batch.append(self._waiting.get_nowait())
-                size += len(batch[-1].body)
+            await asyncio.sleep(_BATCH_WINDOW_SECONDS)
+            num_bytes = len(batch[0].body)
+            while (
+                not self._queue.empty() and len(batch) < _MAX_BATCH and num_bytes < _MAX_BATCH_BYTES
+            ):
+                batch.append(self._queue.get_nowait())
+                num_bytes += len(batch[-1].body)
             self.thread.spawn(self._send_batch, batch)
 
-    async def _send_batch(self, batch: list[SampleRequest]) -> None:
+    async def _send_batch(self, batch: list[PendingSample]) -> None:
         """Send a batch, repeatedly if the connection breaks, until all of its requests are finished
         or were moved back to the queue.
         """
-        sent: list[SampleRequest] = []
+        sent_requests: list[PendingSample] = []
 
         def unfinished_requests() -> Posted | None:
-            sent[:] = [pending for pending in batch if not pending.content.done()]
-            bodies = b",".join(pending.body for pending in sent)
-            return Posted("/planish/draw", b'{"requests":[' + bodies + b"]}") if sent else None
+            sent_requests[:] = [pending for pending in batch if not pending.content.done()]
+            bodies = b",".join(pending.body for pending in sent_requests)
+            return (
+                Posted("/planish/draw", b'{"requests":[' + bodies + b"]}")
+                if sent_requests
+                else None
+            )
 
         try:
-            if self.has_batches:
-                async for frame in self.link.frames(unfinished_requests):
-                    pending = sent[frame.header["index"]]
+            if self.supports_batches:
+                async for frame in self.connection.frames(unfinished_requests):
+                    pending = sent_requests[frame.header["index"]]
                     if self._handle_frame(pending, frame):
                         batch.remove(pending)
         except NoSuchEndpointError:
-            self.has_batches = False
+            self.supports_batches = False
         except Exception as error:
             for pending in batch:
                 if not pending.content.done():
@@ -183,14 +189,16 @@ class SampleSender:
             if not pending.content.done():
                 self.thread.spawn(self._send_single, pending)
 
-    async def _send_single(self, pending: SampleRequest) -> None:
+    async def _send_single(self, pending: PendingSample) -> None:
         """Send one request and poll for its result, as the tinker SDK does."""
         try:
-            accepted = Fields.of((await self.link.post(Posted("/asample", pending.body))).content)
+            accepted = Fields.of(
+                (await self.connection.post(Posted("/asample", pending.body))).content
+            )
             pending.sequence_ids = accepted.optional(accepted.array, "sample_sequence_ids", [])
             request_id = accepted.identifier("request_id")
             self._record_request_id(pending, request_id)
-            content = await self.link.result(request_id, takes_protobuf=True)
+            content = await self.connection.result(request_id, takes_protobuf=True)
         except Exception as error:
             if not pending.content.done():
                 pending.content.set_exception(error)
@@ -198,12 +206,12 @@ class SampleSender:
             if not pending.content.done():
                 pending.content.set_result(content)
 
-    def _record_request_id(self, pending: SampleRequest, request_id: str) -> None:
+    def _record_request_id(self, pending: PendingSample, request_id: str) -> None:
         pending.request_id = request_id
         if pending.is_cancelled:
             self.thread.spawn(self._cancel_on_server, request_id)
 
-    def _handle_frame(self, pending: SampleRequest, frame: Frame) -> bool:
+    def _handle_frame(self, pending: PendingSample, frame: Frame) -> bool:
         """Record the content of a frame. Return True if the server asks to retry the request later:
         then it leaves this batch and is queued again.
         """
@@ -225,11 +233,11 @@ class SampleSender:
             pending.content.set_result(frame.content)
         return False
 
-    async def _requeue_after(self, pending: SampleRequest, seconds: float) -> None:
+    async def _requeue_after(self, pending: PendingSample, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        self._waiting.put_nowait(pending)
+        self._queue.put_nowait(pending)
 
-    def _cancel(self, pending: SampleRequest) -> None:
+    def _cancel(self, pending: PendingSample) -> None:
         pending.is_cancelled = True
         if not pending.content.done():
             pending.content.set_exception(CancelledError())
@@ -238,13 +246,13 @@ class SampleSender:
 
     async def _cancel_on_server(self, request_id: str) -> None:
         with suppress(PlanishError):  # otherwise the server samples it, and its result is dropped
-            await self.link.post(
-                Posted.json("/cancel_future", {"request_id": request_id}), patience=0
+            await self.connection.post(
+                Posted.json("/cancel_future", {"request_id": request_id}), max_retry_seconds=0
             )
 
-    async def _until_ready(self, sampler: RemoteSampler) -> None:
-        if not sampler.ready.done():
-            ready = asyncio.Event()
-            sampler.ready.add_done_callback(lambda _: self.thread.post(ready.set))
-            await ready.wait()
-        sampler.ready.result()
+    async def _wait_until_created(self, sampler: RemoteSampler) -> None:
+        if not sampler.info_future.done():
+            created = asyncio.Event()
+            sampler.info_future.add_done_callback(lambda _: self.thread.post(created.set))
+            await created.wait()
+        sampler.info_future.result()

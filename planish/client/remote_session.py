@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from planish.client.remote_errors import body_of
-from planish.client.remote_link import Link
+from planish.client.remote_connection import ServerConnection
+from planish.client.remote_errors import json_body_of
 from planish.errors import EngineClosedError, PlanishError, UserError
 from planish.wire.operations import Posted
 
-WIRE = "planish_wire"
+WIRE_FIELD = "planish_wire"
 """The field of the server's settings with the version of planish's additions to the protocol."""
 WIRE_VERSION = 1
 
-_FIRST_CONTACT_SECONDS = 5.0
+_FIRST_CONTACT_TIMEOUT_SECONDS = 5.0
 _HEARTBEAT_SECONDS = 10.0
-_SILENCE_SECONDS = 120.0
-_GOODBYE_SECONDS = 1.0
+_WARN_AFTER_SECONDS = 120.0
+_FINISH_TIMEOUT_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -33,55 +33,57 @@ class RemoteSession:
     """An open session on a server."""
 
     session_id: str
-    link: Link
+    connection: ServerConnection
 
     @classmethod
-    async def begin(cls, link: Link, user_metadata: Mapping[str, str]) -> RemoteSession:
+    async def begin(
+        cls, connection: ServerConnection, user_metadata: Mapping[str, str]
+    ) -> RemoteSession:
         """Begin a session. Raise ServerUnreachableError if no server answers, and UserError if the
         server is not a planish server, speaks another version, or rejects the key.
         """
-        sdk = {"sdk_version": f"planish {version('planish')}"}
-        settings = await _first_contact(link, Posted.json("/client/config", sdk))
-        spoken = settings.get(WIRE, WIRE_VERSION)
-        if spoken != WIRE_VERSION:
+        sdk_fields = {"sdk_version": f"planish {version('planish')}"}
+        settings = await _first_contact(connection, Posted.json("/client/config", sdk_fields))
+        server_version = settings.get(WIRE_FIELD, WIRE_VERSION)
+        if server_version != WIRE_VERSION:
             raise UserError(
-                f"the server at {link.url} speaks version {spoken} of planish's protocol, but this client speaks version "
+                f"the server at {connection.url} speaks version {server_version} of planish's protocol, but this client speaks version "
                 f"{WIRE_VERSION}; install the same planish on both sides"
             )
         fields: dict[str, Any] = {
             "type": "create_session",
             "tags": [],
             "user_metadata": dict(user_metadata),
-            **sdk,
+            **sdk_fields,
         }
-        created = await _first_contact(link, Posted.json("/create_session", fields))
+        created = await _first_contact(connection, Posted.json("/create_session", fields))
         if not isinstance(created.get("session_id"), str):
-            raise _not_planish(link, "its answer to create_session has no session_id")
-        return cls(created["session_id"], link)
+            raise _not_planish_error(connection, "its answer to create_session has no session_id")
+        return cls(created["session_id"], connection)
 
     async def keep_alive(self) -> None:
         """Send heartbeats until the session has ended."""
         posted = Posted.json(
             "/session_heartbeat", {"session_id": self.session_id, "type": "session_heartbeat"}
         )
-        heard = time.monotonic()
+        last_answer = time.monotonic()
         while True:
             await asyncio.sleep(_HEARTBEAT_SECONDS)
             try:
-                await self.link.post(posted, patience=0)
-                heard = time.monotonic()
+                await self.connection.post(posted, max_retry_seconds=0)
+                last_answer = time.monotonic()
             except EngineClosedError as error:
                 _log.warning("%s", error)
                 return
             except PlanishError as error:
-                if time.monotonic() - heard >= _SILENCE_SECONDS:
+                if time.monotonic() - last_answer >= _WARN_AFTER_SECONDS:
                     _log.warning(
                         "the server at %s has not answered for %.0f s: %s",
-                        self.link.url,
-                        _SILENCE_SECONDS,
+                        self.connection.url,
+                        _WARN_AFTER_SECONDS,
                         error,
                     )
-                    heard = time.monotonic()
+                    last_answer = time.monotonic()
 
     async def finish(self, reason: str) -> None:
         """End the session, so that the server frees its models and samplers. If the request fails,
@@ -91,22 +93,27 @@ class RemoteSession:
             f"/sessions/{self.session_id}/finish", {"reason": {"type": reason}, "detail": None}
         )
         with suppress(PlanishError, TimeoutError):
-            await asyncio.wait_for(self.link.post(posted, patience=0), _GOODBYE_SECONDS)
+            await asyncio.wait_for(
+                self.connection.post(posted, max_retry_seconds=0), _FINISH_TIMEOUT_SECONDS
+            )
 
 
-async def _first_contact(link: Link, posted: Posted) -> Mapping[str, Any]:
-    seconds = _FIRST_CONTACT_SECONDS
-    response = await link.post(posted, returned=(404, 405), patience=seconds, silence=seconds)
-    body = body_of(response)
+async def _first_contact(connection: ServerConnection, posted: Posted) -> Mapping[str, Any]:
+    seconds = _FIRST_CONTACT_TIMEOUT_SECONDS
+    response = await connection.post(
+        posted, returned_statuses=(404, 405), max_retry_seconds=seconds, response_timeout=seconds
+    )
+    body = json_body_of(response)
     if not response.is_success or (not body and response.content.strip() != b"{}"):
-        raise _not_planish(
-            link, f"its answer to {posted.path} is {response.status_code} {response.text[:100]!r}"
+        raise _not_planish_error(
+            connection,
+            f"its answer to {posted.path} is {response.status_code} {response.text[:100]!r}",
         )
     return body
 
 
-def _not_planish(link: Link, why: str) -> UserError:
+def _not_planish_error(connection: ServerConnection, reason: str) -> UserError:
     return UserError(
-        f"base_url={link.url}: a server answers, but it is not a planish server ({why}); give the URL that "
+        f"base_url={connection.url}: a server answers, but it is not a planish server ({reason}); give the URL that "
         "`planish serve` prints"
     )

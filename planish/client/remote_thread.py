@@ -31,8 +31,8 @@ class LoopThread:
         """Start the thread. `context` is entered before any task runs, and left after all tasks
         have ended. An error while starting is raised here.
         """
-        self._started = threading.Event()
-        self._calls: set[Future[Any]] = set()
+        self._start_event = threading.Event()
+        self._pending_calls: set[Future[Any]] = set()
         self._calls_lock = threading.Lock()
         self._accepts_calls = True
         self._failure: BaseException | None = None
@@ -41,7 +41,7 @@ class LoopThread:
         self._thread = BackgroundThread(
             partial(self._run, context), name, stop=self._stop_at_exit, exit_seconds=_EXIT_SECONDS
         )
-        self._started.wait()
+        self._start_event.wait()
         if self._failure is not None:
             raise self._failure
 
@@ -58,11 +58,11 @@ class LoopThread:
         try:
             loop.run_until_complete(self._main(context))
         except BaseException as error:
-            if self._started.is_set():
+            if self._start_event.is_set():
                 raise
             self._failure = error
         finally:
-            self._started.set()
+            self._start_event.set()
             loop.run_until_complete(_cancel_other_tasks())
             loop.run_until_complete(loop.shutdown_asyncgens())
             pool.shutdown()
@@ -70,15 +70,15 @@ class LoopThread:
 
     async def _main(self, context: AbstractAsyncContextManager[Any]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._stopping = asyncio.Event()
-        self._running: set[asyncio.Task[Any]] = set()
+        self._stop_event = asyncio.Event()
+        self._running_tasks: set[asyncio.Task[Any]] = set()
         async with context, asyncio.TaskGroup() as self._tasks:
-            self._started.set()
+            self._start_event.set()
             try:
-                await self._stopping.wait()
+                await self._stop_event.wait()
             finally:
                 self._cancel_calls()
-            for task in self._running:
+            for task in self._running_tasks:
                 task.cancel()
 
     def _cancel_calls(self) -> None:
@@ -89,7 +89,7 @@ class LoopThread:
         """
         with self._calls_lock:
             self._accepts_calls = False
-            calls = list(self._calls)
+            calls = list(self._pending_calls)
         for future in calls:
             future.cancel()
 
@@ -128,14 +128,14 @@ class LoopThread:
             if not self._accepts_calls:
                 raise _closed_error()
             future = asyncio.run_coroutine_threadsafe(work(), self._loop)
-            self._calls.add(future)
+            self._pending_calls.add(future)
         try:
             return future.result()
         except CancelledError:
             raise _closed_error() from None
         finally:
             with self._calls_lock:
-                self._calls.discard(future)
+                self._pending_calls.discard(future)
 
     def stop(self) -> None:
         """Cancel all tasks and end the thread. Waits for the end, except when called in the thread."""
@@ -151,15 +151,15 @@ class LoopThread:
             self._request_stop()
 
     def _request_stop(self) -> None:
-        self.post(lambda: self._stopping.set())
+        self.post(lambda: self._stop_event.set())
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        if self._stopping.is_set():
+        if self._stop_event.is_set():
             work.close()
             return
         task = self._tasks.create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        self._running_tasks.add(task)
+        task.add_done_callback(self._running_tasks.discard)
 
 
 async def _cancel_other_tasks() -> None:
@@ -170,7 +170,7 @@ async def _cancel_other_tasks() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-async def in_pool(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def run_in_pool(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run `function(...)` in another thread, so that the loop is not blocked, and return its
     result.
 
@@ -178,10 +178,10 @@ async def in_pool(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
     """
     call = partial(function, *args, **kwargs)
     try:
-        done = asyncio.get_running_loop().run_in_executor(None, call)
+        future = asyncio.get_running_loop().run_in_executor(None, call)
     except RuntimeError:
         return call()
-    return await done
+    return await future
 
 
 def _closed_error() -> EngineClosedError:

@@ -46,14 +46,14 @@ def cache_tokenizer(files: Mapping[str, str], cache: Path) -> Path:
         return directory
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=".", dir=cache))
+        temporary_directory = Path(tempfile.mkdtemp(prefix=".", dir=cache))
         try:
             for name, text in files.items():
-                (partial / name).write_text(text, encoding="utf-8", newline="")
-            partial.chmod(0o755)
-            _move(partial, directory)
+                (temporary_directory / name).write_text(text, encoding="utf-8", newline="")
+            temporary_directory.chmod(0o755)
+            _move(temporary_directory, directory)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(temporary_directory, ignore_errors=True)
     except OSError as error:
         raise StorageError(
             f"cannot keep the tokenizer in {cache} ({error}); set PLANISH_HOME to a directory with free space"
@@ -61,9 +61,9 @@ def cache_tokenizer(files: Mapping[str, str], cache: Path) -> Path:
     return directory
 
 
-def _move(partial: Path, directory: Path) -> None:
+def _move(temporary_directory: Path, directory: Path) -> None:
     try:
-        partial.rename(directory)
+        temporary_directory.rename(directory)
     except OSError:
         if not directory.is_dir():  # it exists if another process has just written the same files
             raise

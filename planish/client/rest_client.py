@@ -31,7 +31,7 @@ class RestClient(RefusesMethods):
     Methods block until the work is done, and return a completed Pending as the tinker SDK does.
     """
 
-    refused: ClassVar[Mapping[str, str]] = {
+    refused_methods: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             (
                 "assign_session_project",
@@ -79,9 +79,9 @@ class RestClient(RefusesMethods):
     ) -> Pending[CheckpointsListResponse]:
         """Return a page of all checkpoints, newest first."""
         _check_page(limit, offset)
-        found = self._service.checkpoints()
-        cursor = Cursor(offset, limit, len(found))
-        return completed(CheckpointsListResponse(found[offset : offset + limit], cursor))
+        checkpoints = self._service.checkpoints()
+        cursor = Cursor(offset, limit, len(checkpoints))
+        return completed(CheckpointsListResponse(checkpoints[offset : offset + limit], cursor))
 
     list_user_checkpoints_async = in_thread_returning_result(list_user_checkpoints)
 
@@ -89,12 +89,12 @@ class RestClient(RefusesMethods):
         self, training_run_id: str, access_scope: str = "owned"
     ) -> Pending[TrainingRun]:
         """Return one training run. Raise CheckpointError if it has no checkpoints."""
-        found = self._service.checkpoints(training_run_id)
-        if not found:
+        checkpoints = self._service.checkpoints(training_run_id)
+        if not checkpoints:
             raise CheckpointError(
                 f"training_run_id={training_run_id!r} has no checkpoints; save one first"
             )
-        (run,) = training_runs(found, self._service.checkpoint_info)
+        (run,) = training_runs(checkpoints, self._service.checkpoint_info)
         return completed(run)
 
     get_training_run_async = in_thread_returning_result(get_training_run)
@@ -174,7 +174,9 @@ def training_runs(
     returns the CheckpointInfo for the path of a checkpoint.
     """
     grouped = groupby(sorted(checkpoints, key=_run_id_of), key=_run_id_of)
-    runs = [_training_run(run_id, list(mine), info_of) for run_id, mine in grouped]
+    runs = [
+        _training_run(run_id, list(run_checkpoints), info_of) for run_id, run_checkpoints in grouped
+    ]
     return sorted(runs, key=lambda run: run.last_request_time, reverse=True)
 
 
@@ -182,21 +184,21 @@ def _training_run(
     run_id: str, checkpoints: Sequence[Checkpoint], info_of: Callable[[str], CheckpointInfo]
 ) -> TrainingRun:
     """Return the training run that has these checkpoints, at least one."""
-    newest = sorted(checkpoints, key=lambda checkpoint: checkpoint.time, reverse=True)
-    info = info_of(newest[0].tinker_path)
+    newest_first = sorted(checkpoints, key=lambda checkpoint: checkpoint.time, reverse=True)
+    info = info_of(newest_first[0].tinker_path)
     last = {
-        kind: next((c for c in newest if c.checkpoint_type == kind), None)
+        kind: next((c for c in newest_first if c.checkpoint_type == kind), None)
         for kind in ("training", "sampler")
     }
     return TrainingRun(
         run_id,
         info.base_model,
         True,
-        newest[0].time,
+        newest_first[0].time,
         info.lora.rank,
         last["training"],
         last["sampler"],
-        newest[0].user_metadata,
+        newest_first[0].user_metadata,
     )
 
 

@@ -22,7 +22,7 @@ class SamplingClient(RefusesMethods):
     by methods of TrainingClient. When it is garbage-collected, this version is freed.
     """
 
-    refused: ClassVar[Mapping[str, str]] = {
+    refused_methods: ClassVar[Mapping[str, str]] = {
         "get_sampler_handle": "a sampler belongs to the process that made it; save a checkpoint "
         "and give its path to another process",
         "on_queue_state_change": "planish does not report the state of its queue",
@@ -85,7 +85,7 @@ class SamplingClient(RefusesMethods):
             prompt_logprobs_last_n=prompt_logprobs_last_n,
             record_stability_info=self._record_stability_info,
         )
-        return Pending(self._session.service.submit(operation), withdraw=True)
+        return Pending(self._session.service.submit(operation), cancel_with_waiter=True)
 
     sample_async = async_returning_result(sample)
 
@@ -108,7 +108,8 @@ class SamplingClient(RefusesMethods):
             prompt_only=True,
         )
         return Pending(
-            map_future(self._session.service.submit(operation), _prompt_logprobs), withdraw=True
+            map_future(self._session.service.submit(operation), _prompt_logprobs),
+            cancel_with_waiter=True,
         )
 
     compute_logprobs_async = async_returning_result(compute_logprobs)

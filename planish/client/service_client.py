@@ -33,7 +33,7 @@ class ServiceClient(RefusesMethods):
     other queued work.
     """
 
-    refused: ClassVar[Mapping[str, str]] = {
+    refused_methods: ClassVar[Mapping[str, str]] = {
         "copy_weights": "local checkpoints can be loaded by their path",
         "create_custom_loss": "give the function itself to forward_backward_custom",
         "get_console_url": "planish has no console; `planish runs` lists training runs",
@@ -100,15 +100,15 @@ class ServiceClient(RefusesMethods):
                     "base_url and api_key open a new session, but service is an existing one; give "
                     "either service, or base_url and api_key"
                 )
-            made = service
+            session_service = service
         elif url := resolve_server_url(
             base_url, api_key, {"models": models, "data_dir": data_dir, **settings}
         ):
-            made = connect(url, api_key, metadata)
+            session_service = connect(url, api_key, metadata)
         else:
-            made = start_engine(models, data_dir, settings)
+            session_service = start_engine(models, data_dir, settings)
         self._owns_service = service is None
-        self._session = Session(made, metadata)
+        self._session = Session(session_service, metadata)
 
     __reduce__ = reject_pickling
 

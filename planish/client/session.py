@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_NO_OPTION = {
+_UNSUPPORTED_OPTIONS = {
     "weights_access_token": "planish has no access tokens; leave it out",
     "optimizer": "planish has only AdamW; leave it out or give AdamOptimizerConfig()",
     "loss_type_input": "custom losses take logprobs; leave it out or give 'logprobs'",
@@ -31,14 +31,14 @@ class RefusedMethodError(UnsupportedError, AttributeError):
 class RefusesMethods:
     """Base class of clients whose error for a missing SDK method gives the reason."""
 
-    refused: ClassVar[Mapping[str, str]] = {}
+    refused_methods: ClassVar[Mapping[str, str]] = {}
     """Methods of the tinker SDK that planish does not have: name to reason. An entry NAME also
     covers NAME_async.
     """
 
     def __getattr__(self, name: str) -> Any:
         kind = type(self).__name__
-        reason = self.refused.get(name.removesuffix("_async"))
+        reason = self.refused_methods.get(name.removesuffix("_async"))
         if reason is not None:
             raise RefusedMethodError(f"{kind}.{name} is not offered: {reason}")
         raise AttributeError(f"{kind!r} object has no attribute {name!r}")
@@ -52,18 +52,18 @@ class Session:
         self.service = service
         self.user_metadata = dict(user_metadata)
         self._id = secrets.token_hex(8)
-        self._models = itertools.count()
-        self._samplers = itertools.count()
+        self._model_numbers = itertools.count()
+        self._sampler_numbers = itertools.count()
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         self._lock = threading.Lock()
 
     def new_model_id(self) -> str:
         """Return an unused id for a training model."""
-        return f"{self._id}:train:{next(self._models)}"
+        return f"{self._id}:train:{next(self._model_numbers)}"
 
     def new_sampler_id(self) -> str:
         """Return an unused id for a sampler."""
-        return f"{self._id}:sample:{next(self._samplers)}"
+        return f"{self._id}:sample:{next(self._sampler_numbers)}"
 
     def tokenizer(self, base_model: str) -> PreTrainedTokenizerBase:
         """Return the base model's tokenizer. It is loaded once, and available after the service is
@@ -77,13 +77,13 @@ class Session:
             return self._tokenizers[base_model]
 
 
-def reject_options(**given: object) -> None:
+def reject_options(**options: object) -> None:
     """Raise UnsupportedError for an option of the tinker SDK that planish does not have, unless it
     is None or False.
     """
-    for name, value in given.items():
+    for name, value in options.items():
         if value:
-            raise UnsupportedError(f"{name}: {_NO_OPTION[name]}")
+            raise UnsupportedError(f"{name}: {_UNSUPPORTED_OPTIONS[name]}")
 
 
 def reject_pickling(self: object) -> NoReturn:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LOSS_SECONDS = 10.0
+_LOSS_EXIT_SECONDS = 10.0
 """How long the program waits at exit for a custom loss that is being computed."""
 
 
@@ -64,7 +64,7 @@ class TrainingClient(RefusesMethods):
     sampling clients are kept.
     """
 
-    refused: ClassVar[Mapping[str, str]] = {
+    refused_methods: ClassVar[Mapping[str, str]] = {
         "get_console_url": "planish has no console; `planish runs` lists training runs",
         "save_weights_external": "save_weights_for_sampler writes a PEFT adapter, which "
         "`planish checkpoints download` copies",
@@ -75,7 +75,7 @@ class TrainingClient(RefusesMethods):
         """Make the client of an existing training model, which `info` describes."""
         self._session = session
         self._info = info
-        self._losses: set[int] = set()
+        self._loss_thread_ids: set[int] = set()
         """Ids of the threads that compute custom losses of this client."""
         # By default the finalizer would also run at interpreter exit. It is not needed there,
         # because the engine or session ends and frees the model.
@@ -140,30 +140,34 @@ class TrainingClient(RefusesMethods):
             first_pass = ForwardBackward(
                 self.model_id, first_pass_data(data), "cross_entropy", forward_only=True
             )
-            first = self._submit(first_pass)
+            forward_future = self._submit(first_pass)
         except UserError as error:
             return Pending(self._submit_failed_gradient(error))
-        weighted: Future[Sequence[Datum]] = Future()
+        weighted_data: Future[Sequence[Datum]] = Future()
         # `Service.close` waits for a DeferredForwardBackward only if the future of its data is in
         # the state "running". So set this state before the operation is submitted.
-        weighted.set_running_or_notify_cancel()
+        weighted_data.set_running_or_notify_cancel()
         metrics: dict[str, float] = {}
 
         def differentiate() -> None:
-            self._losses.add(threading.get_ident())
+            self._loss_thread_ids.add(threading.get_ident())
             try:
-                gradient = custom_gradient(data, first.result(), loss_fn)
+                gradient = custom_gradient(data, forward_future.result(), loss_fn)
                 metrics.update(gradient.metrics)
             except BaseException as error:
-                weighted.set_exception(error)
+                weighted_data.set_exception(error)
             else:
-                weighted.set_result(gradient.data)
+                weighted_data.set_result(gradient.data)
             finally:
-                self._losses.discard(threading.get_ident())
+                self._loss_thread_ids.discard(threading.get_ident())
 
-        BackgroundThread(differentiate, "planish-custom-loss", exit_seconds=_LOSS_SECONDS)
-        second = self._submit(DeferredForwardBackward(self.model_id, weighted, "cross_entropy"))
-        return Pending(map_future(second, lambda output: add_custom_metrics(output, metrics)))
+        BackgroundThread(differentiate, "planish-custom-loss", exit_seconds=_LOSS_EXIT_SECONDS)
+        backward_future = self._submit(
+            DeferredForwardBackward(self.model_id, weighted_data, "cross_entropy")
+        )
+        return Pending(
+            map_future(backward_future, lambda output: add_custom_metrics(output, metrics))
+        )
 
     forward_backward_custom_async = async_returning_pending(forward_backward_custom)
 
@@ -269,9 +273,12 @@ class TrainingClient(RefusesMethods):
         if kind not in ("snapshot", "inflight"):
             raise UserError(f"kind={kind!r}: give 'snapshot' or 'inflight'")
         session, sampler_id = self._session, self._session.new_sampler_id()
-        published = self._submit(PublishSampler(self.model_id, sampler_id))
+        id_future = self._submit(PublishSampler(self.model_id, sampler_id))
         return Pending(
-            map_future(published, lambda made: SamplingClient(session, made, record_stability_info))
+            map_future(
+                id_future,
+                lambda published_id: SamplingClient(session, published_id, record_stability_info),
+            )
         )
 
     def create_sampling_client(
@@ -309,7 +316,7 @@ class TrainingClient(RefusesMethods):
         return self._submit(DeferredForwardBackward(self.model_id, data, "cross_entropy"))
 
     def _submit(self, operation: Operation[T]) -> Future[T]:
-        if threading.get_ident() in self._losses:
+        if threading.get_ident() in self._loss_thread_ids:
             raise UserError(
                 "the custom loss called its own client, which waits for the loss; call the client "
                 "before forward_backward_custom, or use another client"

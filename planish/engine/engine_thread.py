@@ -41,7 +41,7 @@ from planish.engine.training_models import (
     TrainingModel,
 )
 from planish.engine.training_operations import TrainingOperations
-from planish.errors import EngineClosedError, PlanishError, UserError, lacks_memory
+from planish.errors import EngineClosedError, PlanishError, UserError, is_out_of_memory
 from planish.model.kernels.cpp.threads import short_switch_interval
 from planish.model.kernels.linear import before_each_matmul
 from planish.model.lora import LoraWeights
@@ -470,7 +470,7 @@ def _prepare_error(error: BaseException, base: BaseModel) -> None:
     server keeps their requests and runs them again after a restart.
     """
     clear_frames(error)
-    if lacks_memory(error):
+    if is_out_of_memory(error):
         error.add_note(
             f"The memory of {base.device} is full. For training, lower micro_batch_tokens (now "
             f"{base.trainer.settings.micro_batch_tokens:,}). For sampling, lower kv_cache_bytes "

@@ -18,9 +18,9 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
 
-SAVING_SECONDS = 60.0
+MAX_SAVE_WAIT_SECONDS = 60.0
 """How long the program waits at exit for checkpoints that are still being saved."""
-_SILENT_SECONDS = 1.0
+_WARN_AFTER_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -42,17 +42,17 @@ class BackgroundThread:
         program then waits `exit_seconds` for the thread (None: until it has ended).
         """
         self._pid = os.getpid()
-        self._ended = threading.Event()
+        self._end_event = threading.Event()
         self._stop = stop
         self._exit_seconds = exit_seconds
         self._thread = threading.Thread(
-            target=_run, args=([target], self._ended), name=name, daemon=True
+            target=_run, args=([target], self._end_event), name=name, daemon=True
         )
         _register_for_exit(self)
         try:
             self._thread.start()
         except BaseException:  # too many threads, or the interpreter shuts down
-            _threads.pop(self, None)
+            _live_threads.pop(self, None)
             raise
 
     @property
@@ -67,7 +67,7 @@ class BackgroundThread:
 
     def is_alive(self) -> bool:
         """Return whether the target still runs. False in a forked child, which lacks the thread."""
-        return self._pid == os.getpid() and not self._ended.is_set()
+        return self._pid == os.getpid() and not self._end_event.is_set()
 
     def join(self, seconds: float | None = None) -> None:
         """Wait until the thread has ended, for at most `seconds`."""
@@ -75,14 +75,14 @@ class BackgroundThread:
             return
         # `Thread.join` alone is not enough: if Ctrl-C interrupts it, Python 3.11 and 3.12 mark the
         # thread as ended, and later calls do not wait.
-        if self._ended.wait(seconds):
+        if self._end_event.wait(seconds):
             self._thread.join()
 
-    def _join_at_exit(self, began: float) -> None:
-        """Wait for the thread at exit. `began` is the monotonic time at which the exit began.
+    def _join_at_exit(self, exit_start: float) -> None:
+        """Wait for the thread at exit. `exit_start` is the monotonic time at which the exit began.
         Ctrl-C ends the wait if it has a time limit.
         """
-        deadline = None if self._exit_seconds is None else began + self._exit_seconds
+        deadline = None if self._exit_seconds is None else exit_start + self._exit_seconds
         while True:
             try:
                 self.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -98,38 +98,38 @@ def wait_for_saves(saves: Collection[Future[Any]]) -> None:
     A wait of more than a second is logged as a warning. If checkpoints are still unfinished after
     SAVING_SECONDS, their number is logged as an error.
     """
-    left = wait(saves, _SILENT_SECONDS).not_done
-    if not left:
+    unfinished = wait(saves, _WARN_AFTER_SECONDS).not_done
+    if not unfinished:
         return
     _log.warning(
         "waiting for checkpoints that are still being saved (%d left), for at most %d s",
-        len(left),
-        SAVING_SECONDS,
+        len(unfinished),
+        MAX_SAVE_WAIT_SECONDS,
     )
-    left = wait(left, SAVING_SECONDS - _SILENT_SECONDS).not_done
-    if left:
-        _log.error("the program ends although %d checkpoints are not saved", len(left))
+    unfinished = wait(unfinished, MAX_SAVE_WAIT_SECONDS - _WARN_AFTER_SECONDS).not_done
+    if unfinished:
+        _log.error("the program ends although %d checkpoints are not saved", len(unfinished))
 
 
-def _run(targets: list[Callable[[], object]], ended: threading.Event) -> None:
+def _run(targets: list[Callable[[], object]], end_event: threading.Event) -> None:
     try:
         targets.pop()()
     finally:
         # The target was popped from the list, so its references are released by now.
-        ended.set()
+        end_event.set()
 
 
-_threads: dict[BackgroundThread, None] = {}
+_live_threads: dict[BackgroundThread, None] = {}
 """The threads that may be alive, in the order of their starts. The dictionary has no lock, since a
 forked child could inherit a lock that is held. Single dictionary operations are atomic.
 """
 
 
 def _register_for_exit(thread: BackgroundThread) -> None:
-    for other in list(_threads):
+    for other in list(_live_threads):
         if not (other.is_alive() or other._thread.is_alive()):
-            _threads.pop(other, None)
-    _threads[thread] = None
+            _live_threads.pop(other, None)
+    _live_threads[thread] = None
     # Exit callbacks run in reverse order. Registering again here makes ours run before those of
     # libraries imported so far, which the thread may use until it ends.
     atexit.unregister(_stop_all)
@@ -137,10 +137,10 @@ def _register_for_exit(thread: BackgroundThread) -> None:
 
 
 def _stop_all() -> None:
-    for thread in list(_threads):
+    for thread in list(_live_threads):
         if thread._stop is not None and thread.is_alive():
             with suppress(KeyboardInterrupt):  # Ctrl-C must not keep the others from being stopped
                 thread._stop()
-    began = time.monotonic()
-    for thread in list(_threads):
-        thread._join_at_exit(began)
+    exit_start = time.monotonic()
+    for thread in list(_live_threads):
+        thread._join_at_exit(exit_start)

@@ -24,11 +24,11 @@ from planish.processes.background import BackgroundThread
 T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], object]
 
-_ONE_SIGTERM_SECONDS = 1.0
+_DUPLICATE_SIGTERM_SECONDS = 1.0
 """Within this time a second SIGTERM counts as the same request: `timeout` sends two at once, one to
 the program and one to its process group.
 """
-_MESSAGES = {
+_STOP_MESSAGES = {
     signal.SIGINT: "Ctrl-C: stopping where the run can be resumed; a second one ends it at once",
     signal.SIGTERM: "SIGTERM: stopping where the run can be resumed; a second one ends it at once",
 }
@@ -47,7 +47,7 @@ class Terminated(SystemExit):
         super().__init__(128 + signal.SIGTERM)
 
 
-def ending(number: int) -> BaseException:
+def exception_for_signal(number: int) -> BaseException:
     """Return the exception to raise after a run was stopped by a signal and saved:
     KeyboardInterrupt for SIGINT, Terminated for SIGTERM.
     """
@@ -58,35 +58,35 @@ class Interruption:
     """A request to stop a run that uses asyncio. `guard` runs work that the request cancels."""
 
     def __init__(self) -> None:
-        self._asked = asyncio.Event()
+        self._stop_requested = asyncio.Event()
         self._signal: int = signal.SIGINT
 
     @property
-    def is_asked(self) -> bool:
+    def is_stop_requested(self) -> bool:
         """Whether the run was asked to stop."""
-        return self._asked.is_set()
+        return self._stop_requested.is_set()
 
     @property
-    def ending(self) -> BaseException:
+    def exit_exception(self) -> BaseException:
         """The exception to raise when the run was asked to stop and is saved."""
-        return ending(self._signal)
+        return exception_for_signal(self._signal)
 
     def ask(self) -> None:
         """Ask the run to stop at the next point from which it can be resumed."""
-        self._asked.set()
+        self._stop_requested.set()
 
     async def guard(self, work: Awaitable[T]) -> T:
         """Return the result of `work`. If the run is asked to stop, or this call is cancelled,
         cancel `work`, wait until it has ended, and raise Interrupted or CancelledError.
         """
         task = asyncio.ensure_future(work)
-        asked = asyncio.ensure_future(self._asked.wait())
+        stop_requested = asyncio.ensure_future(self._stop_requested.wait())
         try:
-            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
-            if not self.is_asked:
+            await asyncio.wait({task, stop_requested}, return_when=asyncio.FIRST_COMPLETED)
+            if not self.is_stop_requested:
                 return task.result()
         finally:
-            asked.cancel()
+            stop_requested.cancel()
             task.cancel()
             await asyncio.wait({task})
             if not task.cancelled():
@@ -105,20 +105,20 @@ class Interruption:
         """
         loop = asyncio.get_running_loop()
 
-        def answer(number: int) -> None:
+        def on_signal(number: int) -> None:
             self._signal = number
             self.ask()
-            say(_MESSAGES[signal.Signals(number)])
+            say(_STOP_MESSAGES[signal.Signals(number)])
 
         def ask(number: int) -> None:
             with suppress(RuntimeError):  # the event loop has just been closed
-                loop.call_soon_threadsafe(answer, number)
+                loop.call_soon_threadsafe(on_signal, number)
 
-        if (waiting := _main_thread.get()) is not None:
-            with waiting.asking(ask):
+        if (main_thread_handler := _main_thread.get()) is not None:
+            with main_thread_handler.passing_signals(ask):
                 yield
         elif threading.current_thread() is threading.main_thread():
-            with _requests(ask):
+            with _signal_requests(ask):
                 yield
         else:
             yield
@@ -136,27 +136,29 @@ class StopRequest:
         self._say = say
         self._signal: int | None = None
         self._is_interruptible = False
-        self._asked: SimpleQueue[int | None] = SimpleQueue()
+        self._stop_requested: SimpleQueue[int | None] = SimpleQueue()
         self._handlers = ExitStack()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             # Print the message in another thread: the signal may have interrupted the main thread
             # while it writes a line, and stdout cannot be re-entered.
-            end = partial(self._asked.put, None)
+            end = partial(self._stop_requested.put, None)
             thread = BackgroundThread(self._answer, "planish-signals", stop=end, exit_seconds=1.0)
             self._handlers.callback(thread.join)
             self._handlers.callback(end)
-            self._handlers.enter_context(_requests(self._ask, heeds_sigterm=not _runs_a_loop()))
+            self._handlers.enter_context(
+                _signal_requests(self._ask, heeds_sigterm=not _runs_a_loop())
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
         self._handlers.close()
 
     @property
-    def ending(self) -> BaseException:
+    def exit_exception(self) -> BaseException:
         """The exception to raise when the loop was asked to stop and is saved."""
-        return ending(self._signal or signal.SIGINT)
+        return exception_for_signal(self._signal or signal.SIGINT)
 
     def check(self) -> None:
         """Raise Interrupted if the loop was asked to stop."""
@@ -177,13 +179,13 @@ class StopRequest:
 
     def _ask(self, number: int) -> None:
         self._signal = number
-        self._asked.put(number)
+        self._stop_requested.put(number)
         if self._is_interruptible:
             raise Interrupted
 
     def _answer(self) -> None:
-        while (number := self._asked.get()) is not None:
-            self._say(_MESSAGES[signal.Signals(number)])
+        while (number := self._stop_requested.get()) is not None:
+            self._say(_STOP_MESSAGES[signal.Signals(number)])
 
 
 def _runs_a_loop() -> bool:
@@ -196,11 +198,11 @@ def _runs_a_loop() -> bool:
 
 
 @contextmanager
-def _requests(ask: Callable[[int], None], *, heeds_sigterm: bool = True) -> Iterator[None]:
+def _signal_requests(ask: Callable[[int], None], *, heeds_sigterm: bool = True) -> Iterator[None]:
     """In this block, in the main thread, the first Ctrl-C or SIGTERM calls `ask`."""
     with (
         _ControlC(_next_control_c_handler(signal.getsignal(signal.SIGINT))) as control_c,
-        control_c.asking(ask),
+        control_c.passing_signals(ask),
         _Sigterm(lambda: control_c.ask(signal.SIGTERM)) if heeds_sigterm else nullcontext(),
     ):
         yield
@@ -214,11 +216,11 @@ def sigterm_as_interrupt() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    has_come = False
+    is_terminated = False
 
     def end() -> bool:
-        nonlocal has_come
-        has_come = True
+        nonlocal is_terminated
+        is_terminated = True
         control_c = signal.getsignal(signal.SIGINT)  # asyncio's handler cancels the main task
         if not callable(control_c):
             raise Terminated
@@ -229,7 +231,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
         try:
             yield
         except KeyboardInterrupt:
-            if has_come:
+            if is_terminated:
                 raise Terminated from None
             raise
 
@@ -237,36 +239,41 @@ def sigterm_as_interrupt() -> Iterator[None]:
 class _Sigterm:
     """Handles SIGTERM in a block of the main thread, unless the program has its own handler.
 
-    The first signal calls `first`. If `first` returns False, that signal ends the process. A later
-    signal ends the process too, unless it comes within _ONE_SIGTERM_SECONDS of the first.
+    The first signal calls `on_first`. If `on_first` returns False, that signal ends the process. A
+    later signal ends the process too, unless it comes within _DUPLICATE_SIGTERM_SECONDS of the first.
     """
 
-    def __init__(self, first: Callable[[], bool]) -> None:
-        self._first = first
-        self._came: float | None = None
-        self._before: Any = None
+    def __init__(self, on_first: Callable[[], bool]) -> None:
+        self._on_first = on_first
+        self._first_time: float | None = None
+        self._previous_handler: Any = None
 
     def __enter__(self) -> Self:
-        found = signal.getsignal(signal.SIGTERM)
-        if found is signal.SIG_DFL or isinstance(getattr(found, "__self__", None), _Sigterm):
-            self._before = signal.signal(signal.SIGTERM, self._handle)
+        current_handler = signal.getsignal(signal.SIGTERM)
+        if current_handler is signal.SIG_DFL or isinstance(
+            getattr(current_handler, "__self__", None), _Sigterm
+        ):
+            self._previous_handler = signal.signal(signal.SIGTERM, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGTERM, self._previous_handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        is_first, self._came = self._came is None, self._came or now
-        if not (self._first() if is_first else now - self._came < _ONE_SIGTERM_SECONDS):
+        is_first, self._first_time = self._first_time is None, self._first_time or now
+        if not (
+            self._on_first() if is_first else now - self._first_time < _DUPLICATE_SIGTERM_SECONDS
+        ):
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
             os._exit(128 + number)  # the signal does not kill PID 1 of a container
 
 
-def _next_control_c_handler(before: Any) -> Handler:
-    """Return the handler for a second Ctrl-C. `before` is the handler that was installed before.
+def _next_control_c_handler(previous_handler: Any) -> Handler:
+    """Return the handler for a second Ctrl-C. `previous_handler` is the handler that was installed
+    before.
 
     asyncio's own handler is not used, because it only cancels the run, and a cancelled run first
     waits until all rollouts have cleaned up. Instead, the second Ctrl-C raises KeyboardInterrupt.
@@ -274,34 +281,38 @@ def _next_control_c_handler(before: Any) -> Handler:
     would end the kernel.
     """
     is_from_asyncio = isinstance(
-        getattr(getattr(before, "func", None), "__self__", None), asyncio.Runner
+        getattr(getattr(previous_handler, "func", None), "__self__", None), asyncio.Runner
     )
-    return before if callable(before) and not is_from_asyncio else signal.default_int_handler
+    return (
+        previous_handler
+        if callable(previous_handler) and not is_from_asyncio
+        else signal.default_int_handler
+    )
 
 
 class _ControlC:
     """Handles Ctrl-C in a block of the main thread.
 
-    The first signal calls the function of `asking`, if there is one. All other signals call
-    `further`.
+    The first signal calls the function of `passing_signals`, if there is one. All other signals
+    call `next_handler`.
     """
 
-    def __init__(self, further: Handler = signal.default_int_handler) -> None:
-        self._further = further
+    def __init__(self, next_handler: Handler = signal.default_int_handler) -> None:
+        self._next_handler = next_handler
         self._ask: Callable[[int], None] | None = None
 
     def __enter__(self) -> Self:
-        self._before = signal.getsignal(signal.SIGINT)
-        if self._before is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, self._pressed)
+        self._previous_handler = signal.getsignal(signal.SIGINT)
+        if self._previous_handler is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, self._before)
+        if self._previous_handler is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._previous_handler)
 
     @contextmanager
-    def asking(self, ask: Callable[[int], None]) -> Iterator[None]:
+    def passing_signals(self, ask: Callable[[int], None]) -> Iterator[None]:
         """In this block, which may be in any thread, the first signal calls `ask` with its number."""
         self._ask = ask
         try:
@@ -310,7 +321,7 @@ class _ControlC:
             self._ask = None
 
     def ask(self, number: int) -> bool:
-        """Pass a signal to the `asking` block.
+        """Pass a signal to the `passing_signals` block.
 
         Return False if there is no such block, or if the block has already received a signal.
         """
@@ -320,9 +331,9 @@ class _ControlC:
         ask(number)
         return True
 
-    def _pressed(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.ask(number):
-            self._further(number, frame)
+            self._next_handler(number, frame)
 
 
 _main_thread: ContextVar[_ControlC | None] = ContextVar("main thread", default=None)
@@ -350,22 +361,22 @@ def run_in_thread(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _run_in_thread(work: Coroutine[Any, Any, T], control_c: _ControlC | None) -> T:
-    begun: Future[Callable[[], object]] = Future()
+    cancel_future: Future[Callable[[], object]] = Future()
 
     async def cancellable() -> T:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
         _main_thread.set(control_c)
-        begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
+        cancel_future.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
         return await work
 
     with ThreadPoolExecutor(1, "planish-notebook") as pool:
-        done = pool.submit(asyncio.run, cancellable())
+        result_future = pool.submit(asyncio.run, cancellable())
         try:
-            return done.result()
+            return result_future.result()
         except KeyboardInterrupt:
             with suppress(RuntimeError):  # the loop has just been closed
-                begun.result()()
+                cancel_future.result()()
             raise
 
 
@@ -377,11 +388,11 @@ def blocked_interrupts() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):  # not available on this system
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 @contextmanager
@@ -433,8 +444,8 @@ async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """
     with first_error():
         async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(coroutine) for coroutine in work]
-    return [task.result() for task in started]
+            running_tasks = [tasks.create_task(coroutine) for coroutine in work]
+    return [task.result() for task in running_tasks]
 
 
 async def run_uncancelled(work: Coroutine[Any, Any, T]) -> T:

@@ -300,4 +300,4 @@ def save_when_stopped(checkpoints: RunCheckpoints, display: StepDisplay) -> Iter
                 f"stopped after {display.done} of {display.steps} steps; the same command resumes "
                 "there"
             )
-            raise stop.ending from None
+            raise stop.exit_exception from None

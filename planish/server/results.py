@@ -30,7 +30,7 @@ from planish.errors import (
     StorageError,
     UnknownModelError,
     UserError,
-    lacks_memory,
+    is_out_of_memory,
     shortened,
 )
 from planish.types import Checkpoint
@@ -226,7 +226,7 @@ def client_error(error: Exception) -> Exception:
     """Return the error to send to a client: Unavailable if the server's memory did not suffice,
     otherwise `error`.
     """
-    return Unavailable(OUT_OF_MEMORY, _MEMORY_SECONDS) if lacks_memory(error) else error
+    return Unavailable(OUT_OF_MEMORY, _MEMORY_SECONDS) if is_out_of_memory(error) else error
 
 
 def retry_headers(error: BaseException) -> dict[str, str]:

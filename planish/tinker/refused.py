@@ -41,8 +41,8 @@ class Alias(ModuleType):
 def add_submodules(package: ModuleType, names: list[str], target: ModuleType) -> None:
     """Make `import PACKAGE.NAME` work, with the names of `target` in it."""
     for name in names:
-        full = f"{package.__name__}.{name}"
-        alias = Alias(full, target)
-        sys.modules[full] = alias
+        full_name = f"{package.__name__}.{name}"
+        alias = Alias(full_name, target)
+        sys.modules[full_name] = alias
         if not hasattr(package, name):
             setattr(package, name, alias)

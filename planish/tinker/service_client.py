@@ -27,7 +27,7 @@ _ENGINE_OPTIONS = set(inspect.signature(PlanishServiceClient).parameters) - {
     "api_key",
     "service",
 }
-_engines: dict[str, Service] = {}
+_shared_engines: dict[str, Service] = {}
 _lock = threading.Lock()
 
 
@@ -64,24 +64,26 @@ class ServiceClient(PlanishServiceClient):
         metadata = user_metadata
         if display_name is not None and not isinstance(user_metadata, str):
             metadata = {**(user_metadata or {}), "display_name": display_name}
-        chosen = {**run_options(), **options}
-        unknown = sorted(chosen.keys() - _ENGINE_OPTIONS - {"base_url", "api_key"})
+        all_options = {**run_options(), **options}
+        unknown = sorted(all_options.keys() - _ENGINE_OPTIONS - {"base_url", "api_key"})
         if unknown:
             raise TypeError(f"ServiceClient got an unexpected keyword argument {unknown[0]!r}")
-        base_url = base_url or chosen.pop("base_url", None)
-        api_key = api_key or chosen.pop("api_key", None)
+        base_url = base_url or all_options.pop("base_url", None)
+        api_key = api_key or all_options.pop("api_key", None)
         # An API key alone does not select a server: a script that gives one still gets an engine.
-        url = resolve_server_url(base_url, None, chosen)
+        url = resolve_server_url(base_url, None, all_options)
         if url:
             super().__init__(metadata, project_id, base_url=url, api_key=api_key)
         else:
-            super().__init__(metadata, project_id, service=_shared_engine(chosen))
+            super().__init__(metadata, project_id, service=_shared_engine(all_options))
 
 
 def _shared_engine(options: Mapping[str, Any]) -> Service:
     key = repr(sorted((name, repr(value)) for name, value in options.items()))
     with _lock:
-        if key not in _engines:
+        if key not in _shared_engines:
             settings = {k: v for k, v in options.items() if k not in ("models", "data_dir")}
-            _engines[key] = start_engine(options.get("models"), options.get("data_dir"), settings)
-        return _engines[key]
+            _shared_engines[key] = start_engine(
+                options.get("models"), options.get("data_dir"), settings
+            )
+        return _shared_engines[key]

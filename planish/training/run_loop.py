@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from planish import SamplingClient, ServiceClient
-from planish.client.local import used_together
+from planish.client.local import models_used_together
 from planish.files import write_atomically
 from planish.processes.interruption import Interrupted, Interruption, first_error, run_uncancelled
 from planish.runlog.checkpoints import RunCheckpoints, RunStart, recipe_metadata, start_training
@@ -247,7 +247,7 @@ def open_client(
         yield service_client
         return
     deterministic = getattr(options, "deterministic", None)
-    models = used_together(options.base_url, getattr(options, "model_name", None), *others)
+    models = models_used_together(options.base_url, getattr(options, "model_name", None), *others)
     with ServiceClient(
         base_url=options.base_url, models=models, deterministic=deterministic
     ) as own_client:
@@ -314,7 +314,7 @@ async def run_training(
             with loop.interruption.heed_signals(display.say):
                 is_finished = await loop.run_to_end(learner)
     if not is_finished:
-        raise loop.interruption.ending
+        raise loop.interruption.exit_exception
     return run.path
 
 

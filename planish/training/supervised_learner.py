@@ -92,7 +92,7 @@ class SupervisedLearner:
         """Take all steps, evaluate the final weights, and log their metrics in a separate row."""
         loop = self.loop
         for step in range(loop.done, loop.steps):
-            if loop.interruption.is_asked:
+            if loop.interruption.is_stop_requested:
                 await self.drain()
                 raise Interrupted
             await self.submit_step(step)

@@ -79,7 +79,7 @@ async def test_every_form_of_waiting_raises_the_error():
 
 
 def test_a_timeout_does_not_end_the_operation():
-    pending = Pending(later(1, 0.2), withdraw=True)
+    pending = Pending(later(1, 0.2), cancel_with_waiter=True)
     with pytest.raises(TimeoutError):
         pending.result(timeout=0.01)
 
@@ -95,7 +95,7 @@ def test_a_timeout_does_not_end_the_operation():
 async def test_cancelling_a_task_cancels_only_its_own_operation(withdraw):
     future: Future[int] = Future()
 
-    task = asyncio.create_task(Pending(future, withdraw=withdraw).result_async())
+    task = asyncio.create_task(Pending(future, cancel_with_waiter=withdraw).result_async())
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -187,7 +187,7 @@ from planish.client.futures import Pending
 signal.signal(signal.SIGINT, signal.default_int_handler)
 print("waiting", flush=True)
 try:
-    pending = Pending(Future(), withdraw=True)
+    pending = Pending(Future(), cancel_with_waiter=True)
     pending.result()
 except KeyboardInterrupt:
     print("interrupted", pending.future().cancelled(), flush=True)

@@ -32,8 +32,8 @@ from planish import (
 )
 from planish.client import remote_session
 from planish.client.remote import RemoteService
+from planish.client.remote_connection import normalize_url
 from planish.client.remote_errors import ServerFaultError, ServerUnreachableError
-from planish.client.remote_link import normalize_url
 from planish.client.remote_retries import RetryState
 from planish.client.remote_thread import LoopThread
 from planish.client.remote_tokenizer import cache_tokenizer
@@ -140,7 +140,7 @@ def test_network_failures_do_not_change_results(server, undisturbed, impatient, 
 
 @pytest.mark.slow
 def test_a_request_told_to_retry_later_does_not_block_others(server, monkeypatch):
-    monkeypatch.setattr("planish.client.remote_link._MAX_CONCURRENT_REQUESTS", 1)
+    monkeypatch.setattr("planish.client.remote_connection._MAX_CONCURRENT_REQUESTS", 1)
     with ServiceClient(base_url=server.url) as client:
         waiting, other = (client.create_lora_training_client("tiny", rank=4) for _ in range(2))
         with failing(server, lambda path: later(429) if path.endswith("/optim_step") else None):
@@ -215,7 +215,7 @@ def test_an_internal_server_error_is_reported(server, impatient):
 
 
 def test_a_missing_server_is_reported(monkeypatch):
-    monkeypatch.setattr(remote_session, "_FIRST_CONTACT_SECONDS", 0.1)
+    monkeypatch.setattr(remote_session, "_FIRST_CONTACT_TIMEOUT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(
@@ -226,7 +226,7 @@ def test_a_missing_server_is_reported(monkeypatch):
 
 @pytest.mark.slow
 def test_a_silent_server_is_reported(monkeypatch):
-    monkeypatch.setattr(remote_session, "_FIRST_CONTACT_SECONDS", 0.1)
+    monkeypatch.setattr(remote_session, "_FIRST_CONTACT_TIMEOUT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(ServerUnreachableError, match="ReadTimeout.*planish serve"):

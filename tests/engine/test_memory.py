@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from planish.client.local import used_together
+from planish.client.local import models_used_together
 from planish.engine import memory
 from planish.engine.engine import Engine
 from planish.engine.memory import RUNTIME_BYTES, DeviceMemory, ModelMemory
@@ -212,8 +212,8 @@ def test_a_single_base_model_gets_the_whole_gpu(shaped, gpu):
         ({"a": "/x", "b": "/x"}, "", False),
         ({"a": "/x", "b": "/y"}, "", True),
         ({"a": "/x"}, "b=/y", True),
-        (used_together(None, "a", None, "a"), "", False),
-        (used_together(None, "a", "b"), "", True),
+        (models_used_together(None, "a", None, "a"), "", False),
+        (models_used_together(None, "a", "b"), "", True),
     ],
 )
 def test_memory_is_reserved_for_further_configured_base_models(

@@ -103,11 +103,11 @@ def test_a_thread_that_cannot_start_is_not_waited_for(monkeypatch):
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    known = list(background._threads)
+    known = list(background._live_threads)
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(RuntimeError, match="start new thread"):
         BackgroundThread(lambda: None, "never")
-    assert {thread for thread in background._threads if thread.is_alive()} <= set(known)
+    assert {thread for thread in background._live_threads if thread.is_alive()} <= set(known)
 
 
 def test_threads_that_have_ended_are_forgotten():
@@ -115,12 +115,12 @@ def test_threads_that_have_ended_are_forgotten():
         thread = BackgroundThread(lambda: None, "ends")
         thread.join()
     BackgroundThread(lambda: None, "last").join()
-    assert len([other for other in background._threads if not other.is_alive()]) == 1
+    assert len([other for other in background._live_threads if not other.is_alive()]) == 1
 
 
 def test_checkpoints_that_take_long_are_announced_and_given_up(monkeypatch, caplog):
-    monkeypatch.setattr(background, "_SILENT_SECONDS", 0.01)
-    monkeypatch.setattr(background, "SAVING_SECONDS", 0.1)
+    monkeypatch.setattr(background, "_WARN_AFTER_SECONDS", 0.01)
+    monkeypatch.setattr(background, "MAX_SAVE_WAIT_SECONDS", 0.1)
     written: Future[None] = Future()
     written.set_result(None)
     wait_for_saves([written])

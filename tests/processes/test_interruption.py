@@ -49,7 +49,7 @@ def test_a_loop_is_asked_between_its_steps(number, name, kind):
         with pytest.raises(Interrupted):
             stop.check()
     assert [line.partition(":")[0] for line in said] == [name]
-    assert isinstance(stop.ending, kind)
+    assert isinstance(stop.exit_exception, kind)
 
 
 def test_work_that_may_be_dropped_is_interrupted():
@@ -89,7 +89,7 @@ SECOND = """
 import os, signal, time
 from planish.processes import interruption
 from planish.processes.interruption import StopRequest
-interruption._ONE_SIGTERM_SECONDS = 0.05
+interruption._DUPLICATE_SIGTERM_SECONDS = 0.05
 with StopRequest(lambda line: print(line, flush=True)) as stop:
     os.kill(os.getpid(), signal.{first})
     time.sleep(0.2)

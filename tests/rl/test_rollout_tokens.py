@@ -82,7 +82,7 @@ def test_a_leading_space_is_shown_although_the_decoder_drops_it(tmp_path):
     words.pre_tokenizer = pre_tokenizers.Metaspace()
     words.decoder = decoders.Metaspace()
     save_tokenizer(
-        tmp_path, words, chat_template=None, max_length=100, tokens={"unk_token": "<unk>"}
+        tmp_path, words, chat_template=None, max_length=100, special_tokens={"unk_token": "<unk>"}
     )
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode([1]) == "big"

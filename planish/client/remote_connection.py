@@ -21,10 +21,10 @@ from urllib.parse import urlsplit
 
 import zstandard
 
-from planish.client.remote_errors import NoSuchEndpointError, body_of, error_from_result
-from planish.client.remote_http import Http, NoAnswerError
+from planish.client.remote_errors import NoSuchEndpointError, error_from_result, json_body_of
+from planish.client.remote_http import HttpClient, NoAnswerError
 from planish.client.remote_retries import PATIENCE_SECONDS, RetryState
-from planish.client.remote_thread import in_pool
+from planish.client.remote_thread import run_in_pool
 from planish.errors import UserError
 from planish.wire.client_frames import Frame, FrameReader
 from planish.wire.messages import PROTOBUF
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 API = "/api/v1"
 _MIN_POLL_SECONDS = 0.5
-_MIN_COMPRESSED = 64 * 1024
+_MIN_COMPRESSED_BYTES = 64 * 1024
 _MAX_CONCURRENT_REQUESTS = 64
 """Maximum number of concurrent requests, not counting requests for results."""
-_NO_ENDPOINT = (404, 405)
-_KEY_VARIABLES = ("PLANISH_API_KEY", "TINKER_API_KEY")
-_KEY = re.compile(r"[\x21-\x7e]+")
+_NO_ENDPOINT_STATUSES = (404, 405)
+_API_KEY_VARIABLES = ("PLANISH_API_KEY", "TINKER_API_KEY")
+_KEY_PATTERN = re.compile(r"[\x21-\x7e]+")
 
 
 @dataclass
-class Link:
+class ServerConnection:
     """A connection to one server. Use it as an async context manager, in one event loop.
 
     Raise UserError if `url` is invalid.
@@ -52,7 +52,7 @@ class Link:
 
     url: str
     api_key: str | None
-    patience: float = PATIENCE_SECONDS
+    max_retry_seconds: float = PATIENCE_SECONDS
     compress: bool = False
     """Compress large bodies with zstd. Useful for a server on another machine."""
     _request_slots: asyncio.Semaphore = field(
@@ -63,14 +63,17 @@ class Link:
         headers = {"Accept": JSON} | ({"X-API-Key": self.api_key} if self.api_key else {})
         # Polls for results keep many connections open, and the search for a free connection takes
         # time proportional to their number, so other requests have a pool of their own.
-        self._calling, self._polling = Http(self.url, headers), Http(self.url, headers)
+        self._request_http, self._poll_http = (
+            HttpClient(self.url, headers),
+            HttpClient(self.url, headers),
+        )
 
-    async def __aenter__(self) -> Link:
+    async def __aenter__(self) -> ServerConnection:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._calling.close()
-        await self._polling.close()
+        await self._request_http.close()
+        await self._poll_http.close()
 
     async def get(self, path: str, params: Mapping[str, str | int] | None = None) -> Response:
         """Return the response of a GET request, after retries. Raise PlanishError for an error."""
@@ -84,20 +87,23 @@ class Link:
         self,
         posted: Posted,
         *,
-        returned: Collection[int] = (),
-        patience: float | None = None,
-        silence: float | None = None,
+        returned_statuses: Collection[int] = (),
+        max_retry_seconds: float | None = None,
+        response_timeout: float | None = None,
     ) -> Response:
         """Return the response of a POST request, after retries. Raise PlanishError for an error
-        status, unless the status is in `returned`.
+        status, unless the status is in `returned_statuses`.
 
-        `patience` limits all retries together and `silence` the wait for one response, in seconds.
+        `max_retry_seconds` limits all retries together and `response_timeout` the wait for one
+        response, in seconds.
         """
         content, headers = await self._encode_body(posted)
         options: dict[str, Any] = {"content": content, "headers": headers}
-        if silence is not None:
-            options["timeout"] = silence
-        return await self._request("POST", posted.path, patience, returned, **options)
+        if response_timeout is not None:
+            options["timeout"] = response_timeout
+        return await self._request(
+            "POST", posted.path, max_retry_seconds, returned_statuses, **options
+        )
 
     async def frames(self, request: Callable[[], Posted | None]) -> AsyncIterator[Frame]:
         """Yield the frames of a streamed response to `request()`.
@@ -105,16 +111,16 @@ class Link:
         When the stream ends or breaks, `request` is called again: it returns the next request, or
         None to stop. Raise NoSuchEndpointError if the server does not have the endpoint.
         """
-        retry_state = RetryState(self.patience, self.url)
+        retry_state = RetryState(self.max_retry_seconds, self.url)
         posted = request()
         while posted is not None:
             content, headers = await self._encode_body(posted)
-            broken = NoAnswerError("the response ended early")  # e.g. the server shuts down
+            stream_error = NoAnswerError("the response ended early")  # e.g. the server shuts down
             try:
-                async with self._polling.stream(
+                async with self._poll_http.stream(
                     "POST", API + posted.path, content=content, headers=headers
                 ) as response:
-                    if response.status_code in _NO_ENDPOINT:
+                    if response.status_code in _NO_ENDPOINT_STATUSES:
                         raise NoSuchEndpointError(f"the server has no {posted.path}")
                     if response.status_code != 200:
                         await response.aread()
@@ -126,10 +132,10 @@ class Link:
                         for frame in reader.feed(data):
                             yield frame
             except NoAnswerError as error:
-                broken = error
+                stream_error = error
             posted = request()
             if posted is not None:
-                await retry_state.wait_after_no_answer(broken)
+                await retry_state.wait_after_no_answer(stream_error)
 
     async def result(self, request_id: str, takes_protobuf: bool) -> bytes:
         """Wait without a time limit for the result of an accepted request. Raise PlanishError if
@@ -142,11 +148,11 @@ class Link:
             "Content-Type": JSON,
             "Accept": f"{PROTOBUF}, {JSON}" if takes_protobuf else JSON,
         }
-        retry_state = RetryState(self.patience, self.url)
+        retry_state = RetryState(self.max_retry_seconds, self.url)
         while True:
-            began = time.monotonic()
+            poll_start = time.monotonic()
             try:
-                response = await self._polling.request(
+                response = await self._poll_http.request(
                     "POST", API + posted.path, content=posted.content, headers=headers
                 )
             except NoAnswerError as error:
@@ -156,23 +162,23 @@ class Link:
                 retry_state.reset()
                 # A server that shuts down answers polls at once, so limit the rate of polls.
                 await asyncio.sleep(
-                    _MIN_POLL_SECONDS if time.monotonic() - began < _MIN_POLL_SECONDS else 0
+                    _MIN_POLL_SECONDS if time.monotonic() - poll_start < _MIN_POLL_SECONDS else 0
                 )
             elif response.status_code != 200:
                 await retry_state.wait_after_error(response)
             elif PROTOBUF in response.headers.get("content-type", ""):
                 return response.content
             else:
-                body = body_of(response)
+                body = json_body_of(response)
                 if "error" in body:
                     raise error_from_result(body)
                 return response.content
 
     async def _encode_body(self, posted: Posted) -> tuple[bytes, dict[str, str]]:
         headers = {"Content-Type": posted.media}
-        if not self.compress or len(posted.content) < _MIN_COMPRESSED:
+        if not self.compress or len(posted.content) < _MIN_COMPRESSED_BYTES:
             return posted.content, headers
-        return await in_pool(zstandard.compress, posted.content), {
+        return await run_in_pool(zstandard.compress, posted.content), {
             **headers,
             "Content-Encoding": "zstd",
         }
@@ -181,25 +187,27 @@ class Link:
         self,
         method: str,
         path: str,
-        seconds: float | None = None,
-        returned: Collection[int] = (),
+        max_retry_seconds: float | None = None,
+        returned_statuses: Collection[int] = (),
         **options: Any,
     ) -> Response:
-        retry_state = RetryState(self.patience if seconds is None else seconds, self.url)
-        repeated = False
+        retry_state = RetryState(
+            self.max_retry_seconds if max_retry_seconds is None else max_retry_seconds, self.url
+        )
+        is_retry = False
         while True:
             try:
                 async with self._request_slots:
-                    response = await self._calling.request(method, API + path, **options)
+                    response = await self._request_http.request(method, API + path, **options)
             except NoAnswerError as error:
                 await retry_state.wait_after_no_answer(error)
             else:
-                if response.is_success or response.status_code in returned:
+                if response.is_success or response.status_code in returned_statuses:
                     return response
-                if method == "DELETE" and repeated and response.status_code == 404:
+                if method == "DELETE" and is_retry and response.status_code == 404:
                     return response  # an earlier try deleted it, and its response was lost
                 await retry_state.wait_after_error(response)
-            repeated = True
+            is_retry = True
 
 
 def normalize_url(base_url: str) -> str:
@@ -217,13 +225,16 @@ def normalize_url(base_url: str) -> str:
     raise UserError(f"base_url={base_url!r}: give a port from 0 to 65535")
 
 
-def resolve_api_key(given: str | None) -> str | None:
-    """Return the API key: `given`, else the environment's, else None. Raise UserError if the key
+def resolve_api_key(api_key: str | None) -> str | None:
+    """Return the API key: `api_key`, else the environment's, else None. Raise UserError if the key
     is invalid.
     """
-    named = [("api_key", given), *((name, os.environ.get(name)) for name in _KEY_VARIABLES)]
-    source, key = next(((source, key) for source, key in named if key), ("", None))
-    if key is not None and not _KEY.fullmatch(key):
+    candidates = [
+        ("api_key", api_key),
+        *((name, os.environ.get(name)) for name in _API_KEY_VARIABLES),
+    ]
+    source, key = next(((source, key) for source, key in candidates if key), ("", None))
+    if key is not None and not _KEY_PATTERN.fullmatch(key):
         raise UserError(
             f"{source} is not a valid key; give printable ASCII characters without blanks"
         )
