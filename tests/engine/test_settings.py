@@ -31,7 +31,9 @@ def test_a_model_is_loaded_with_its_gpu_as_current_device(monkeypatch, tmp_path)
 def driver(monkeypatch, tmp_path):
     """Fake the files of an NVIDIA driver that torch cannot use."""
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.0")
-    monkeypatch.setattr(settings, "_NVIDIA_DRIVER_FILES", (tmp_path / "missing", tmp_path / "version"))
+    monkeypatch.setattr(
+        settings, "_NVIDIA_DRIVER_FILES", (tmp_path / "missing", tmp_path / "version")
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
