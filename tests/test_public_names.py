@@ -73,10 +73,10 @@ METHODS = {
     },
 }
 ONLY_DIRECT = {
-    "ServiceClient": {"create_rest_client", "get_telemetry", "refused"},
-    "TrainingClient": {"get_telemetry", "model_id", "refused", "result"},
-    "SamplingClient": {"get_telemetry", "refused", "result"},
-    "RestClient": {"get_telemetry", "refused"},
+    "ServiceClient": {"create_rest_client", "get_telemetry", "refused_methods"},
+    "TrainingClient": {"get_telemetry", "model_id", "refused_methods", "result"},
+    "SamplingClient": {"get_telemetry", "refused_methods", "result"},
+    "RestClient": {"get_telemetry", "refused_methods"},
 }
 
 
