@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from planish.engine.checkpoints.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, read_manifest
-from planish.engine.checkpoints.store import CheckpointStore, Label, SavedAdapter
+from planish.engine.checkpoints.store import AdapterSnapshot, CheckpointStore, Label
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
 from planish.export.lora_update import PEFT_PREFIX, LoraMatrices, check_plain_lora, read_matrices
 from planish.export.writing import MARKER_FILE
@@ -110,7 +110,7 @@ def import_adapter(
     run_id = run_id or f"imported-{re.sub(r'[^A-Za-z0-9_.-]+', '-', directory.resolve().name)}"
     path = CheckpointPath(run_id, "training", name)
     metadata = {"imported": directory.resolve().name}
-    saved_adapter = SavedAdapter(
+    saved_adapter = AdapterSnapshot(
         state,
         layout,
         base_model,
