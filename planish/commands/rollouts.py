@@ -16,7 +16,7 @@ from rich.text import Text
 
 from planish.errors import UserError
 from planish.files import read_rows
-from planish.reports.rollout_files import find_texts, split_label
+from planish.reports.rollout_files import find_rollout_texts, split_label
 
 Row = Mapping[str, Any]
 _SHOWN = 4
@@ -95,7 +95,7 @@ def _file(run: Path, evaluation: str | None, step: int | None) -> Path:
     if not run.is_dir():
         raise UserError(f"RUN {run}: there is no such directory; give the log_path of a run")
     label = "train" if evaluation is None else split_label(f"eval/{evaluation}")
-    found = find_texts(run)
+    found = find_rollout_texts(run)
     steps = sorted(iteration for name, iteration in found if name == label)
     if not steps:
         splits = sorted({name for name, _ in found})

@@ -9,8 +9,8 @@
 Programs written for the public cookbook look for the tree and the summaries in folders. So the flat
 layout also has hard links to these two files, with the names of the folder layout. The summaries
 and the texts (rollouts.jsonl) have a row for every trajectory. The page shows groups in full until
-it has PAGE_TOKENS tokens, and links to the texts of the remaining groups. The tree has the first
-`num_groups_to_log` groups, for which the logs of the environments are kept. Files are written
+it has MAX_PAGE_TOKENS tokens, and links to the texts of the remaining groups. The tree has the
+first `num_groups_to_log` groups, for which the logs of the environments are kept. Files are written
 atomically. If an iteration is repeated, its files are replaced.
 """
 
@@ -27,23 +27,23 @@ from planish.errors import StorageError, UserError
 from planish.files import write_atomically
 from planish.logtree.nodes import Node
 from planish.reports.rollout_page import rollout_page
-from planish.reports.rollout_rows import summary_rows, text_rows
-from planish.reports.rollout_tokens import TokenTexts
+from planish.reports.rollout_rows import rollout_rows, summary_rows
+from planish.reports.rollout_tokens import DisplayDetokenizer
 from planish.reports.rollout_tree import iteration_trace
 from planish.rl.rollout.rollouts import GroupRollout
 from planish.tokenizer import ModelTokenizer
 
 PAGE, TREE, SUMMARIES = ".html", "_logtree.json", "_rollout_summaries.jsonl"
-TEXTS = "_rollouts.jsonl"
-PAGE_TOKENS = 50_000
+ROLLOUT_TEXTS = "_rollouts.jsonl"
+MAX_PAGE_TOKENS = 50_000
 """Maximum number of tokens of prompts and answers on a page. A page with more tokens is larger than
 a megabyte, and browsers scroll it badly.
 """
-_OF_SPLIT = r"(?:train|eval_[A-Za-z0-9_.-]+)"
-_KIND = r"(?:\.html|_logtree\.json|_rollout_summaries\.jsonl|_rollouts\.jsonl)"
-_FLAT_NAME = re.compile(rf"{_OF_SPLIT}_iteration_(\d{{6,}}){_KIND}")
+_SPLIT_PATTERN = r"(?:train|eval_[A-Za-z0-9_.-]+)"
+_SUFFIX_PATTERN = r"(?:\.html|_logtree\.json|_rollout_summaries\.jsonl|_rollouts\.jsonl)"
+_FLAT_NAME = re.compile(rf"{_SPLIT_PATTERN}_iteration_(\d{{6,}}){_SUFFIX_PATTERN}")
 _FOLDER_NAME = re.compile(r"iteration_(\d{6,})")
-_NAME_IN_FOLDER = re.compile(_OF_SPLIT + _KIND)
+_NAME_IN_FOLDER = re.compile(_SPLIT_PATTERN + _SUFFIX_PATTERN)
 
 
 def split_label(split: str) -> str:
@@ -58,17 +58,17 @@ def split_label(split: str) -> str:
     return "eval_" + re.sub(r"[^A-Za-z0-9_.-]", "_", name)
 
 
-def find_texts(directory: Path) -> dict[tuple[str, int], Path]:
+def find_rollout_texts(directory: Path) -> dict[tuple[str, int], Path]:
     """Return the paths of the text files of a run in either layout, by (split label, iteration)."""
     found = {}
-    for path in sorted(directory.glob(f"*{TEXTS}")):
-        name, _, iteration = path.name.removesuffix(TEXTS).rpartition("_iteration_")
+    for path in sorted(directory.glob(f"*{ROLLOUT_TEXTS}")):
+        name, _, iteration = path.name.removesuffix(ROLLOUT_TEXTS).rpartition("_iteration_")
         if _FLAT_NAME.fullmatch(path.name):
             found[name, int(iteration)] = path
-    for path in sorted(directory.glob(f"iteration_*/*{TEXTS}")):
+    for path in sorted(directory.glob(f"iteration_*/*{ROLLOUT_TEXTS}")):
         folder = _FOLDER_NAME.fullmatch(path.parent.name)
         if folder is not None and _NAME_IN_FOLDER.fullmatch(path.name):
-            found[path.name.removesuffix(TEXTS), int(folder[1])] = path
+            found[path.name.removesuffix(ROLLOUT_TEXTS), int(folder[1])] = path
     return found
 
 
@@ -82,7 +82,7 @@ class RolloutFiles:
     json_export: bool
     """Whether the tree, the summaries and the texts are written as well as the page."""
     tokenizer: ModelTokenizer = field(repr=False)
-    _texts: TokenTexts = field(init=False, repr=False, compare=False)
+    _detokenizer: DisplayDetokenizer = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.layout not in ("flat", "folders"):
@@ -90,7 +90,7 @@ class RolloutFiles:
         if self.num_groups_to_log < 0:
             raise UserError(f"num_groups_to_log={self.num_groups_to_log}: give 0 or more")
         object.__setattr__(self, "directory", Path(self.directory))
-        object.__setattr__(self, "_texts", TokenTexts(self.tokenizer))
+        object.__setattr__(self, "_detokenizer", DisplayDetokenizer(self.tokenizer))
 
     def write(
         self,
@@ -109,41 +109,43 @@ class RolloutFiles:
         """
         page_path = self.path(split, iteration, PAGE)
         title = title or f"{split} · iteration {iteration}"
-        logged = groups[: self.num_groups_to_log]
-        trace = iteration_trace(title, page_path, logged, self._texts, sections)
-        kinds = (TREE, SUMMARIES, TEXTS) if self.json_export else ()
-        exported = [self.path(split, iteration, kind) for kind in kinds]
+        logged_groups = groups[: self.num_groups_to_log]
+        trace = iteration_trace(title, page_path, logged_groups, self._detokenizer, sections)
+        json_suffixes = (TREE, SUMMARIES, ROLLOUT_TEXTS) if self.json_export else ()
+        json_paths = [self.path(split, iteration, suffix) for suffix in json_suffixes]
         page = rollout_page(
             title,
             iteration,
             groups,
-            _shown(groups, len(logged)),
+            _num_groups_to_show(groups, len(logged_groups)),
             advantages_P_G,
-            self._texts,
+            self._detokenizer,
             sections=sections,
-            files=[path.name for path in exported],
-            texts_file=exported[-1].name if exported else None,
+            files=[path.name for path in json_paths],
+            rollouts_file=json_paths[-1].name if json_paths else None,
         )
         self._make_parent(page_path)
         if self.json_export:
             rows = summary_rows(split, iteration, groups)
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             write_atomically(self.path(split, iteration, SUMMARIES), lines)
-            rows = text_rows(split, iteration, groups, advantages_P_G, self._texts)
+            rows = rollout_rows(split, iteration, groups, advantages_P_G, self._detokenizer)
             lines = "".join(json.dumps(row) + "\n" for row in rows)
-            write_atomically(self.path(split, iteration, TEXTS), lines)
+            write_atomically(self.path(split, iteration, ROLLOUT_TEXTS), lines)
             write_atomically(self.path(split, iteration, TREE), json.dumps(trace.to_json()) + "\n")
         write_atomically(page_path, page.encode(errors="backslashreplace"))
         if self.layout == "flat":
             self._link_into_folder(split, iteration)
         return page_path
 
-    def path(self, split: str, iteration: int, kind: str = PAGE) -> Path:
-        """Return the path of a file of an iteration; `kind` is PAGE, TREE, SUMMARIES or TEXTS."""
+    def path(self, split: str, iteration: int, suffix: str = PAGE) -> Path:
+        """Return the path of a file of an iteration; `suffix` is PAGE, TREE, SUMMARIES or
+        ROLLOUT_TEXTS.
+        """
         name = split_label(split)
         if self.layout == "folders":
-            return self.directory / f"iteration_{iteration:06d}" / f"{name}{kind}"
-        return self.directory / f"{name}_iteration_{iteration:06d}{kind}"
+            return self.directory / f"iteration_{iteration:06d}" / f"{name}{suffix}"
+        return self.directory / f"{name}_iteration_{iteration:06d}{suffix}"
 
     def _link_into_folder(self, split: str, iteration: int) -> None:
         """Make hard links to the tree and the summaries, with the names of the folder layout, which
@@ -151,12 +153,12 @@ class RolloutFiles:
         links, there are none.
         """
         folder = self.directory / f"iteration_{iteration:06d}"
-        for kind in (TREE, SUMMARIES) if self.json_export else ():
-            second = folder / f"{split_label(split)}{kind}"
-            self._make_parent(second)
+        for suffix in (TREE, SUMMARIES) if self.json_export else ():
+            link_path = folder / f"{split_label(split)}{suffix}"
+            self._make_parent(link_path)
             with suppress(OSError):
-                second.unlink(missing_ok=True)
-                os.link(self.path(split, iteration, kind), second)
+                link_path.unlink(missing_ok=True)
+                os.link(self.path(split, iteration, suffix), link_path)
 
     def remove_from(self, iteration: int) -> None:
         """Remove the files of `iteration` and all later iterations, before they are repeated."""
@@ -191,9 +193,9 @@ class RolloutFiles:
             ) from error
 
 
-def _shown(groups: Sequence[GroupRollout], least: int) -> int:
-    """Return how many groups a page shows: at least `least`, and more up to PAGE_TOKENS tokens. If
-    `least` is 0, the page shows none.
+def _num_groups_to_show(groups: Sequence[GroupRollout], min_groups: int) -> int:
+    """Return how many groups a page shows: at least `min_groups`, and more up to MAX_PAGE_TOKENS
+    tokens. If `min_groups` is 0, the page shows none.
     """
     tokens = 0
     for count, rollout in enumerate(groups):
@@ -201,6 +203,6 @@ def _shown(groups: Sequence[GroupRollout], least: int) -> int:
             turns = trajectory.transitions
             tokens += turns[0].ob.length if turns else 0
             tokens += sum(len(turn.ac.tokens) for turn in turns)
-        if count >= least and (least == 0 or tokens > PAGE_TOKENS):
+        if count >= min_groups and (min_groups == 0 or tokens > MAX_PAGE_TOKENS):
             return count
     return len(groups)

@@ -26,52 +26,56 @@ _ATTEMPT = re.compile(r"Trajectory (\d+)(?:, attempt \d+)?")
 class GroupLog:
     """The logs of one group."""
 
-    group: int
-    parts: list[Node]
+    group_idx: int
+    trajectory_logs: list[Node]
     """The log of each trajectory; empty if logs cannot be matched with trajectories."""
-    rest: Node | None
+    group_log: Node | None
     """Logs that belong to no trajectory."""
-    shown: dict[str, Node] = field(default_factory=dict)
+    links: dict[str, Node] = field(default_factory=dict)
     """Links to the conversations that are on the page already, by their messages as JSON."""
 
     @classmethod
-    def of(cls, tree: Node | None, group: int, trajectories: int) -> "GroupLog":
-        """Split the log tree of group number `group` with this many trajectories."""
+    def from_tree(cls, tree: Node | None, group_idx: int, num_trajectories: int) -> "GroupLog":
+        """Split the log tree of the group with this index and number of trajectories."""
         if tree is None:
-            return cls(group, [], None)
-        parts = _successful_attempts(tree)
-        if len(parts) != trajectories:
-            return cls(group, [], tree)
-        return cls(group, parts, _without(tree, parts))
+            return cls(group_idx, [], None)
+        trajectory_logs = _successful_attempts(tree)
+        if len(trajectory_logs) != num_trajectories:
+            return cls(group_idx, [], tree)
+        return cls(group_idx, trajectory_logs, _without_sections(tree, trajectory_logs))
 
-    def of_trajectory(self, number: int, answers: Sequence[str]) -> Markup:
+    def trajectory_html(self, index: int, answers: Sequence[str]) -> Markup:
         """Return the log of a trajectory as HTML; `answers` are the texts that the policy wrote."""
-        nodes = _body(self.parts[number]) if self.parts else []
-        return self._html(nodes, f"trajectory {number}", f"g{self.group}t{number}", answers)
+        nodes = _body_nodes(self.trajectory_logs[index]) if self.trajectory_logs else []
+        return self._render(nodes, f"trajectory {index}", f"g{self.group_idx}t{index}", answers)
 
-    def of_group(self) -> Markup:
+    def group_html(self) -> Markup:
         """Return the logs that belong to no trajectory as HTML."""
-        nodes = _body(self.rest) if self.rest is not None and _has_content(self.rest) else []
-        return self._html(nodes, "the group", f"g{self.group}", ())
+        nodes = (
+            _body_nodes(self.group_log)
+            if self.group_log is not None and _has_content(self.group_log)
+            else []
+        )
+        return self._render(nodes, "the group", f"g{self.group_idx}", ())
 
-    def _html(
+    def _render(
         self, nodes: Sequence[Node], name: str, anchor: str, answers: Sequence[str]
     ) -> Markup:
         link = Node("a", {"href": f"#{anchor}"}, [name])
-        folded = (self._folded(node, link, answers) for node in nodes)
+        folded = (self._fold(node, link, answers) for node in nodes)
         return Markup("").join(to_html(node) for node in folded if node is not None)
 
-    def _folded(self, node: Node, here: Node, answers: Sequence[str]) -> Node | None:
+    def _fold(self, node: Node, link: Node, answers: Sequence[str]) -> Node | None:
         """Return the node with foldable sections; None if its only content is `answers`, which the
-        page shows anyway. `here` is a link to the node's place on the page.
+        page shows anyway. `link` is a link to the node's place on the page.
         """
         if node.data is not None and node.data.get("type") == "conversation":
-            return self._conversation(node, here, answers)
+            return self._conversation(node, link, answers)
         children: list[Node | str] = []
         for child in node.children:
-            kept = self._folded(child, here, answers) if isinstance(child, Node) else child
-            if kept is not None:
-                children.append(kept)
+            folded = self._fold(child, link, answers) if isinstance(child, Node) else child
+            if folded is not None:
+                children.append(folded)
         if node.children and not children:
             return None
         if node.tag != "section":
@@ -81,14 +85,14 @@ class GroupLog:
         is_open = {} if any(inner.data for inner in node.walk()) else {"open": ""}
         return details_node(_title(node), *children[1:], css_class="section", **is_open)
 
-    def _conversation(self, node: Node, here: Node, answers: Sequence[str]) -> Node | None:
+    def _conversation(self, node: Node, link: Node, answers: Sequence[str]) -> Node | None:
         messages = node.data["messages"] if node.data else []
         if len(messages) == 1 and _is_plain_answer(messages[0]):
             text = visible(messages[0]["content"])
             if any(text in answer for answer in answers):
                 return None
-        first = self.shown.setdefault(json.dumps(messages), here)
-        if first is here:
+        first = self.links.setdefault(json.dumps(messages), link)
+        if first is link:
             return node
         return Node("p", {"class": "note"}, ["The same messages as in ", first, "."])
 
@@ -104,17 +108,17 @@ def _is_plain_answer(message: dict[str, Any]) -> bool:
 def _successful_attempts(tree: Node) -> list[Node]:
     """Return for each environment its last attempt that did not fail, in the group's order."""
     attempts: dict[int, Node] = {}
-    for node in _body(tree):
+    for node in _body_nodes(tree):
         title = _ATTEMPT.fullmatch(_title(node))
         if title is not None and "data-failed" not in node.attrs:
             attempts[int(title[1])] = node
     return [attempts[index] for index in sorted(attempts)]
 
 
-def _without(tree: Node, parts: Sequence[Node]) -> Node:
+def _without_sections(tree: Node, sections: Sequence[Node]) -> Node:
     """Return the tree without these sections of its body."""
-    removed = {id(part) for part in parts}
-    remaining: list[Node | str] = [node for node in _body(tree) if id(node) not in removed]
+    removed = {id(section) for section in sections}
+    remaining: list[Node | str] = [node for node in _body_nodes(tree) if id(node) not in removed]
     return Node("div", children=remaining)
 
 
@@ -123,7 +127,7 @@ def _title(node: Node) -> str:
     return str(heading.children[0]) if isinstance(heading, Node) and heading.children else ""
 
 
-def _body(node: Node) -> list[Node]:
+def _body_nodes(node: Node) -> list[Node]:
     """Return the nodes of a section below its heading."""
     inner = node.children[-1] if node.tag == "section" and node.children else node
     if not isinstance(inner, Node):

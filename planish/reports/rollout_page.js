@@ -6,43 +6,43 @@ const reward = (it) => Number(it.dataset.r);
 
 // Tokens: text is in the page, numbers are in attributes; elements are made when they are about to be seen.
 
-const STEPS = [0.9, 0.5, 0.2, 0.05, 0.01];
+const PROBABILITY_BINS = [0.9, 0.5, 0.2, 0.05, 0.01];
 const numbers = (list) => (list ? list.split(" ") : []);
 
-function paint(answer) {
+function renderTokens(answer) {
   if (answer.classList.contains("painted")) return;
-  const { n, i, p, c } = answer.dataset;
-  const ids = numbers(i), losses = numbers(p), controls = new Set(numbers(c)), text = answer.textContent;
+  const { n: lengthCodes, i: tokenIds, p: milliNlls, c: controls } = answer.dataset;
+  const ids = numbers(tokenIds), nlls = numbers(milliNlls), controlIndices = new Set(numbers(controls)), text = answer.textContent;
   const painted = document.createDocumentFragment();
-  let at = 0, token = 0;
-  numbers(n).forEach((size, index) => {
-    const [units, count] = size.split("*").map(Number);
+  let offset = 0, token = 0;
+  numbers(lengthCodes).forEach((lengthCode, index) => {
+    const [units, count] = lengthCode.split("*").map(Number);
     const span = document.createElement("span"), last = token + (count || 1);
-    span.textContent = text.slice(at, at + units);
-    const loss = losses.slice(token, last).reduce((sum, each) => sum + Number(each), 0);
-    const chance = Math.exp(-loss / 1000), step = STEPS.findIndex((least) => chance >= least);
-    if (losses.length) span.className = "q" + (step < 0 ? STEPS.length : step);
-    if (controls.has(String(index))) span.classList.add("control");
+    span.textContent = text.slice(offset, offset + units);
+    const nll = nlls.slice(token, last).reduce((sum, each) => sum + Number(each), 0);
+    const probability = Math.exp(-nll / 1000), bin = PROBABILITY_BINS.findIndex((lowest) => probability >= lowest);
+    if (nlls.length) span.className = "q" + (bin < 0 ? PROBABILITY_BINS.length : bin);
+    if (controlIndices.has(String(index))) span.classList.add("control");
     if (span.textContent.includes("\n")) span.classList.add("breaks");
     span.first = token;
     span.last = last;
     painted.append(span);
-    at += units;
+    offset += units;
     token = last;
   });
   answer.replaceChildren(painted);
   answer.classList.add("painted");
-  answer.tokens = { ids, losses };
+  answer.tokens = { ids, nlls };
 }
 
-const near = new IntersectionObserver(
-  (entries) => entries.filter((it) => it.isIntersecting).forEach((it) => { near.unobserve(it.target); paint(it.target); }),
+const visibility = new IntersectionObserver(
+  (entries) => entries.filter((it) => it.isIntersecting).forEach((it) => { visibility.unobserve(it.target); renderTokens(it.target); }),
   { rootMargin: "800px" },
 );
-all(".answer").forEach((it) => near.observe(it));
+all(".answer").forEach((it) => visibility.observe(it));
 
 const tip = one("#tip");
-let pointed = null;
+let hoveredToken = null;
 
 function line(label, value) {
   const row = document.createElement("div");
@@ -50,16 +50,16 @@ function line(label, value) {
   return row;
 }
 
-function explain(span) {
-  const { ids, losses } = span.parentNode.tokens, rows = [];
+function fillTip(span) {
+  const { ids, nlls } = span.parentNode.tokens, rows = [];
   const shown = /^\s|\s$|[^\x20-\x7e]/.test(span.textContent) ? JSON.stringify(span.textContent) : span.textContent;
   rows.push(Object.assign(document.createElement("code"), { textContent: shown }));
   if (span.last - span.first > 1) rows.push(line(`${span.last - span.first} tokens make this character`, ""));
   for (let k = span.first; k < span.last; k++) {
-    if (losses.length) {
-      const loss = Number(losses[k]) / 1000, percent = 100 * Math.exp(-loss);
+    if (nlls.length) {
+      const nll = Number(nlls[k]) / 1000, percent = 100 * Math.exp(-nll);
       rows.push(line("probability", `${percent >= 10 ? percent.toFixed(1) : percent.toPrecision(2)} %`));
-      rows.push(line("logprob", losses[k] === "0" || losses[k] === "-0" ? "0.000" : (-loss).toFixed(3)));
+      rows.push(line("logprob", nlls[k] === "0" || nlls[k] === "-0" ? "0.000" : (-nll).toFixed(3)));
     }
     rows.push(line("token", ids[k]), line("position", `${k + 1} of ${ids.length}`));
   }
@@ -68,16 +68,16 @@ function explain(span) {
 
 document.addEventListener("pointerover", (event) => {
   const span = event.target instanceof Element ? event.target.closest(".painted > span") : null;
-  if (span === pointed) return;
-  pointed?.classList.remove("pointed");
-  pointed = span;
+  if (span === hoveredToken) return;
+  hoveredToken?.classList.remove("pointed");
+  hoveredToken = span;
   tip.hidden = !span;
   if (!span) return;
   span.classList.add("pointed");
-  explain(span);
-  const box = span.getClientRects()[0] ?? span.getBoundingClientRect(), room = tip.getBoundingClientRect();
-  const above = box.top - room.height - 6;
-  tip.style.left = `${Math.max(6, Math.min(box.left, innerWidth - room.width - 6))}px`;
+  fillTip(span);
+  const box = span.getClientRects()[0] ?? span.getBoundingClientRect(), tipBox = tip.getBoundingClientRect();
+  const above = box.top - tipBox.height - 6;
+  tip.style.left = `${Math.max(6, Math.min(box.left, innerWidth - tipBox.width - 6))}px`;
   tip.style.top = `${above > 6 ? above : box.bottom + 6}px`;
 });
 document.addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
@@ -99,20 +99,20 @@ function show(it) {
   history.replaceState(null, "", "#" + it.id);
 }
 
-function along(list, by) {
+function neighbor(list, offset) {
   const here = list.indexOf(current);
-  return list[here < 0 ? (by > 0 ? 0 : list.length - 1) : Math.max(0, Math.min(list.length - 1, here + by))];
+  return list[here < 0 ? (offset > 0 ? 0 : list.length - 1) : Math.max(0, Math.min(list.length - 1, here + offset))];
 }
 
-function toGroup(by) {
+function showGroup(offset) {
   const groups = all(".group").filter((it) => !it.hidden), here = groups.indexOf(current?.closest(".group"));
-  const group = groups[here < 0 ? 0 : Math.max(0, Math.min(groups.length - 1, here + by))];
+  const group = groups[here < 0 ? 0 : Math.max(0, Math.min(groups.length - 1, here + offset))];
   if (!group) return;
   show(all(".traj", group).find((it) => !it.hidden));
   group.scrollIntoView({ block: "start" });
 }
 
-const extreme = (sign) => show(trajectories().reduce((a, b) => (a && sign * reward(a) >= sign * reward(b) ? a : b), null));
+const showExtreme = (sign) => show(trajectories().reduce((a, b) => (a && sign * reward(a) >= sign * reward(b) ? a : b), null));
 
 // Order and filter.
 
@@ -121,7 +121,7 @@ function ordered(key, list, value) {
   return [...list].sort((a, b) => sign * (value(a, name) - value(b, name)));
 }
 
-const places = new Map(all(".traj").map((it, index) => [it, index]));
+const originalOrder = new Map(all(".traj").map((it, index) => [it, index]));
 
 function arrange() {
   const groups = ordered(one("#group-order").value, all(".group"), (it, name) => Number(it.dataset[name]));
@@ -130,7 +130,7 @@ function arrange() {
     end.insertBefore(group, behind);
     const listed = one(`.map [data-g="${group.id}"]`);
     listed.parentNode.append(listed);
-    ordered(one("#traj-order").value, all(".traj", group), (it, name) => (name === "n" ? places.get(it) : reward(it))).forEach((it) => {
+    ordered(one("#traj-order").value, all(".traj", group), (it, name) => (name === "n" ? originalOrder.get(it) : reward(it))).forEach((it) => {
       it.parentNode.append(it);
       const cell = cellOf.get(it.id);
       cell.parentNode.append(cell);
@@ -151,10 +151,10 @@ function filter() {
     shown += !it.hidden;
   });
   all(".group").forEach((group) => { group.hidden = all(".traj", group).every((it) => it.hidden); });
-  one("#count").textContent = `${shown} of ${places.size} trajectories`;
+  one("#count").textContent = `${shown} of ${originalOrder.size} trajectories`;
 }
 
-function only(low, high) {
+function showRewards(low, high) {
   one("#low").value = low;
   one("#high").value = high;
   filter();
@@ -162,21 +162,21 @@ function only(low, high) {
 
 // Buttons and keys.
 
-function pressed(name, is) {
-  document.body.classList.toggle(name, is ?? !document.body.classList.contains(name));
+function toggleClass(name, isOn) {
+  document.body.classList.toggle(name, isOn ?? !document.body.classList.contains(name));
   return document.body.classList.contains(name);
 }
 
-const acts = {
-  next: () => show(along(trajectories(), 1)),
-  previous: () => show(along(trajectories(), -1)),
-  best: () => extreme(1),
-  worst: () => extreme(-1),
-  all: () => only("", ""),
+const actions = {
+  next: () => show(neighbor(trajectories(), 1)),
+  previous: () => show(neighbor(trajectories(), -1)),
+  best: () => showExtreme(1),
+  worst: () => showExtreme(-1),
+  all: () => showRewards("", ""),
   open: () => trajectories().forEach((it) => { it.open = true; }),
   close: () => trajectories().forEach((it) => { it.open = false; }),
-  colours: (button) => button.setAttribute("aria-pressed", !pressed("plain")),
-  letters: (button) => button.setAttribute("aria-pressed", pressed("fixed")),
+  colours: (button) => button.setAttribute("aria-pressed", !toggleClass("plain")),
+  letters: (button) => button.setAttribute("aria-pressed", toggleClass("fixed")),
   theme: () => {
     const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
     const now = root.style.colorScheme || (dark ? "dark" : "light");
@@ -184,10 +184,10 @@ const acts = {
   },
 };
 const keys = { j: "next", k: "previous", b: "best", w: "worst", o: "open", x: "close", c: "colours", f: "letters", t: "theme" };
-const press = (name) => acts[name](one(`[data-do="${name}"]`));
+const runAction = (name) => actions[name](one(`[data-do="${name}"]`));
 
-all("[data-do]").forEach((button) => button.addEventListener("click", () => press(button.dataset.do)));
-all(".bars button").forEach((bar) => bar.addEventListener("click", () => only(bar.dataset.low, bar.dataset.high)));
+all("[data-do]").forEach((button) => button.addEventListener("click", () => runAction(button.dataset.do)));
+all(".bars button").forEach((bar) => bar.addEventListener("click", () => showRewards(bar.dataset.low, bar.dataset.high)));
 ["#low", "#high"].forEach((input) => one(input).addEventListener("input", filter));
 ["#group-order", "#traj-order"].forEach((select) => one(select).addEventListener("change", arrange));
 all(".cells a").forEach((cell) => cell.addEventListener("click", (event) => {
@@ -196,9 +196,9 @@ all(".cells a").forEach((cell) => cell.addEventListener("click", (event) => {
 }));
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || /INPUT|SELECT|TEXTAREA/.test(event.target.tagName)) return;
-  if (event.key === "n") toGroup(1);
-  else if (event.key === "p") toGroup(-1);
-  else if (Object.hasOwn(keys, event.key)) press(keys[event.key]);
+  if (event.key === "n") showGroup(1);
+  else if (event.key === "p") showGroup(-1);
+  else if (Object.hasOwn(keys, event.key)) runAction(keys[event.key]);
 });
 addEventListener("hashchange", () => show(document.getElementById(location.hash.slice(1))));
 

@@ -17,13 +17,13 @@ from markupsafe import Markup
 
 from planish.logtree.html import css_of, to_html
 from planish.logtree.nodes import Node
-from planish.reports.rollout_overview import overview, short
-from planish.reports.rollout_tokens import TokenTexts
-from planish.reports.rollout_tree import number
+from planish.reports.rollout_overview import format_short, iteration_overview
+from planish.reports.rollout_tokens import DisplayDetokenizer
+from planish.reports.rollout_tree import format_number
 from planish.reports.rollout_views import GroupView, group_view
 from planish.rl.rollout.rollouts import GroupRollout
 
-_PAGES = Environment(
+_TEMPLATES = Environment(
     loader=ChoiceLoader(
         [PackageLoader("planish.reports", "."), PackageLoader("planish.logtree", ".")]
     ),
@@ -35,14 +35,14 @@ _PAGES = Environment(
 
 
 def _signed(value: float) -> str:
-    return short(value) if value <= 0 else f"+{short(value)}"
+    return format_short(value) if value <= 0 else f"+{format_short(value)}"
 
 
-def _begins_open(group: GroupView) -> set[int]:
-    """Return the numbers of the trajectories that are unfolded at first: the best and the worst."""
+def _initially_open(group: GroupView) -> set[int]:
+    """Return the indices of the trajectories that are unfolded at first: the best and the worst."""
     records = [trajectory.record for trajectory in group.trajectories]
     by_reward = sorted(records, key=lambda record: record.total_reward)
-    return {by_reward[-1].number, by_reward[0].number}
+    return {by_reward[-1].index, by_reward[0].index}
 
 
 def _sort_key(reward: float) -> str:
@@ -50,10 +50,16 @@ def _sort_key(reward: float) -> str:
     return repr(float(reward)) if math.isfinite(reward) else "-1e308"
 
 
-_PAGES.filters.update(
-    short=short, number=number, signed=_signed, opened=_begins_open, sortable=_sort_key
+_TEMPLATES.filters.update(
+    format_short=format_short,
+    format_number=format_number,
+    signed=_signed,
+    initially_open=_initially_open,
+    sort_key=_sort_key,
 )
-_SCRIPT = _PAGES.loader.get_source(_PAGES, "rollout_page.js")[0] if _PAGES.loader else ""
+_SCRIPT = (
+    _TEMPLATES.loader.get_source(_TEMPLATES, "rollout_page.js")[0] if _TEMPLATES.loader else ""
+)
 _SCRIPT_HASH = b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
 
 
@@ -61,34 +67,37 @@ def rollout_page(
     title: str,
     iteration: int,
     groups: Sequence[GroupRollout],
-    shown: int,
+    num_shown: int,
     advantages_P_G: Sequence[Sequence[float]] | None,
-    texts: TokenTexts,
+    detokenizer: DisplayDetokenizer,
     *,
     sections: Sequence[Node] = (),
     files: Sequence[str] = (),
-    texts_file: str | None = None,
+    rollouts_file: str | None = None,
 ) -> str:
-    """Return the page as HTML. Its head summarises all `groups`; the rest shows the first `shown`
-    groups, and then `sections`.
+    """Return the page as HTML. Its head summarises all `groups`; the rest shows the first
+    `num_shown` groups, and then `sections`.
 
     `advantages_P_G` has a row for each of `groups`; None if the groups are not trained on. `files`
-    are names of files in the same directory, to which the page links. `texts_file` is the one with
-    the texts of all groups.
+    are names of files in the same directory, to which the page links. `rollouts_file` is the one
+    with the texts of all groups.
     """
     rows_P = [None] * len(groups) if advantages_P_G is None else advantages_P_G
-    paired = list(zip(groups, rows_P, strict=True))
-    views = [group_view(rollout, advantages_G, texts) for rollout, advantages_G in paired[:shown]]
-    trees = [rollout.tree for rollout in groups[:shown] if rollout.tree is not None]
-    return _PAGES.get_template("rollout_page.html").render(
+    groups_with_advantages = list(zip(groups, rows_P, strict=True))
+    group_views = [
+        group_view(rollout, advantages_G, detokenizer)
+        for rollout, advantages_G in groups_with_advantages[:num_shown]
+    ]
+    trees = [rollout.tree for rollout in groups[:num_shown] if rollout.tree is not None]
+    return _TEMPLATES.get_template("rollout_page.html").render(
         title=title,
-        written=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
-        overview=overview(iteration, groups),
-        groups=views,
-        others=len(groups) - len(views),
+        written_at=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+        overview=iteration_overview(iteration, groups),
+        groups=group_views,
+        num_hidden_groups=len(groups) - len(group_views),
         sections=[to_html(node) for node in sections],
         files=files,
-        texts_file=texts_file,
+        rollouts_file=rollouts_file,
         iteration=iteration,
         css=css_of(*trees, *sections),
         script=Markup(_SCRIPT),

@@ -16,9 +16,9 @@ class TurnRecord:
     transition: Transition
     new_tokens: list[int]
     """The tokens of the observation after the tokens of earlier turns; all its tokens if
-    `continues` is False.
+    `extends_context` is False.
     """
-    continues: bool
+    extends_context: bool
     """Whether the observation begins with all tokens that the policy read and sampled before."""
 
 
@@ -26,7 +26,7 @@ class TurnRecord:
 class TrajectoryRecord:
     """One trajectory with its grades."""
 
-    number: int
+    index: int
     """Index in the group."""
     trajectory: Trajectory
     total_reward: float
@@ -43,36 +43,38 @@ def trajectory_records(
 ) -> Iterator[TrajectoryRecord]:
     """Yield the trajectories of a group in order."""
     group = rollout.group
-    none_G: list[float | None] = [None] * len(group.trajectories_G)
-    rows = zip(
+    no_advantages_G: list[float | None] = [None] * len(group.trajectories_G)
+    trajectory_fields = zip(
         group.trajectories_G,
         group.get_total_rewards(),
         group.final_rewards_G,
         group.metrics_G,
-        none_G if advantages_G is None else advantages_G,
+        no_advantages_G if advantages_G is None else advantages_G,
         strict=True,
     )
-    for number, (trajectory, total, group_reward, metrics, advantage) in enumerate(rows):
+    for index, (trajectory, total, group_reward, metrics, advantage) in enumerate(
+        trajectory_fields
+    ):
         turns = list(_turn_records(trajectory))
-        yield TrajectoryRecord(number, trajectory, total, group_reward, metrics, advantage, turns)
+        yield TrajectoryRecord(index, trajectory, total, group_reward, metrics, advantage, turns)
 
 
 def _turn_records(trajectory: Trajectory) -> Iterator[TurnRecord]:
-    seen: list[int] = []
+    context: list[int] = []
     for transition in trajectory.transitions:
-        yield TurnRecord(transition, *new_tokens(seen, transition.ob))
-        seen = seen_after(transition)
+        yield TurnRecord(transition, *new_tokens(context, transition.ob))
+        context = context_after(transition)
 
 
-def seen_after(transition: Transition) -> list[int]:
+def context_after(transition: Transition) -> list[int]:
     """Return the tokens that the policy has read and sampled by the end of a turn."""
     return [*transition.ob.to_ints(), *transition.ac.tokens]
 
 
-def new_tokens(seen: Sequence[int], observation: Observation) -> tuple[list[int], bool]:
-    """Return (tokens, continues). If the observation begins with `seen`, these are its tokens after
-    `seen`, and True. Otherwise these are all its tokens, and False.
+def new_tokens(context: Sequence[int], observation: Observation) -> tuple[list[int], bool]:
+    """Return (tokens, extends_context). If the observation begins with `context`, these are its
+    tokens after `context`, and True. Otherwise these are all its tokens, and False.
     """
     tokens = observation.to_ints()
-    continues = tokens[: len(seen)] == list(seen)
-    return (tokens[len(seen) :] if continues else tokens), continues
+    extends_context = tokens[: len(context)] == list(context)
+    return (tokens[len(context) :] if extends_context else tokens), extends_context

@@ -10,7 +10,7 @@ from typing import Any
 from planish.logtree.html import visible
 from planish.logtree.nodes import plain
 from planish.reports.rollout_records import TrajectoryRecord, TurnRecord, trajectory_records
-from planish.reports.rollout_tokens import TokenTexts
+from planish.reports.rollout_tokens import DisplayDetokenizer
 from planish.rl.rollout.rollouts import GroupRollout
 
 SCHEMA_VERSION = 1
@@ -25,23 +25,23 @@ def summary_rows(
         for record in trajectory_records(rollout):
             yield plain(
                 {
-                    **_head(split, iteration, rollout, record),
+                    **_row_key_fields(split, iteration, rollout, record),
                     "sampling_client_step": rollout.sampler_step,
                     "total_reward": record.total_reward,
                     "final_reward": record.group_reward,
                     "trajectory_metrics": record.group_metrics,
-                    "steps": [_step(index, turn) for index, turn in enumerate(record.turns)],
+                    "steps": [_step_fields(index, turn) for index, turn in enumerate(record.turns)],
                     "final_ob_len": record.trajectory.final_ob.length,
                 }
             )
 
 
-def text_rows(
+def rollout_rows(
     split: str,
     iteration: int,
     groups: Iterable[GroupRollout],
     advantages_P_G: Sequence[Sequence[float]] | None,
-    texts: TokenTexts,
+    detokenizer: DisplayDetokenizer,
 ) -> Iterator[dict[str, Any]]:
     """Yield the texts of all trajectories, ready for JSON. `advantages_P_G` has a row for each of
     `groups`; None if the groups are not trained on.
@@ -51,18 +51,18 @@ def text_rows(
         for record in trajectory_records(rollout, advantages_G):
             yield plain(
                 {
-                    **_head(split, iteration, rollout, record),
+                    **_row_key_fields(split, iteration, rollout, record),
                     "total_reward": record.total_reward,
                     "group_reward": record.group_reward,
                     "group_metrics": record.group_metrics,
                     "advantage": record.advantage,
                     "stop_reason": record.trajectory.stop_reason,
-                    "turns": [_turn_texts(turn, texts) for turn in record.turns],
+                    "turns": [_turn_fields(turn, detokenizer) for turn in record.turns],
                 }
             )
 
 
-def _head(
+def _row_key_fields(
     split: str, iteration: int, rollout: GroupRollout, record: TrajectoryRecord
 ) -> dict[str, Any]:
     return {
@@ -70,12 +70,12 @@ def _head(
         "split": split,
         "iteration": iteration,
         "group_idx": rollout.group_idx,
-        "traj_idx": record.number,
+        "traj_idx": record.index,
         "tags": rollout.tags,
     }
 
 
-def _step(index: int, turn: TurnRecord) -> dict[str, Any]:
+def _step_fields(index: int, turn: TurnRecord) -> dict[str, Any]:
     transition = turn.transition
     return {
         "step_idx": index,
@@ -88,11 +88,11 @@ def _step(index: int, turn: TurnRecord) -> dict[str, Any]:
     }
 
 
-def _turn_texts(turn: TurnRecord, texts: TokenTexts) -> dict[str, Any]:
+def _turn_fields(turn: TurnRecord, detokenizer: DisplayDetokenizer) -> dict[str, Any]:
     transition = turn.transition
     return {
-        "observation": texts.text(turn.new_tokens),
-        "answer": texts.text(transition.ac.tokens),
+        "observation": detokenizer.text(turn.new_tokens),
+        "answer": detokenizer.text(transition.ac.tokens),
         "answer_tokens": len(transition.ac.tokens),
         "reward": transition.reward,
         "metrics": transition.metrics,

@@ -16,56 +16,58 @@ from markupsafe import Markup
 from planish.logtree.html import visible
 from planish.tokenizer import ModelTokenizer
 
-REPLACEMENT = "\ufffd"
-LONGEST_PIECE = 16
+REPLACEMENT_CHARACTER = "\ufffd"
+MAX_PIECE_TOKENS = 16
 """Maximum tokens of a piece."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A token, or the shortest run of tokens that decodes to whole characters."""
+    """A token, or the shortest sequence of tokens that decodes to whole characters."""
 
     text: str
     """Its text, with visible signs for control characters."""
-    tokens: int = 1
+    num_tokens: int = 1
     """Number of tokens."""
     is_control: bool = False
     """Whether it is a special or added token, or a token without text."""
 
     @cached_property
-    def size(self) -> str:
+    def length_code(self) -> str:
         """Length of the text in UTF-16 units, as browsers count, followed by "*n" for a piece of n
         > 1 tokens.
         """
         units = len(self.text.encode("utf-16-le")) // 2
-        return str(units) if self.tokens == 1 else f"{units}*{self.tokens}"
+        return str(units) if self.num_tokens == 1 else f"{units}*{self.num_tokens}"
 
 
-class TokenTexts:
+class DisplayDetokenizer:
     """Splits tokens into pieces of text. The tokenizer is one of `transformers`, or has its
     `encode`, `decode`, `all_special_ids` and `added_tokens_decoder`.
     """
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._controls = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-        self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
-        self._before_length = len(self._decode(self._before))
+        self._control_ids = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        self._prefix_ids = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        self._prefix_length = len(self._decode(self._prefix_ids))
         self._pieces: dict[int, Piece] = {}
-        self._runs: dict[tuple[int, ...], str] = {}
-        """Cached texts of runs of tokens that are parts of characters."""
-        self._replacement = tuple(tokenizer.encode(REPLACEMENT, add_special_tokens=False))
+        self._joined_texts: dict[tuple[int, ...], str] = {}
+        """Cached texts of token sequences that share a character."""
+        self._replacement_ids = tuple(
+            tokenizer.encode(REPLACEMENT_CHARACTER, add_special_tokens=False)
+        )
 
     def pieces(self, tokens: Sequence[int]) -> list[Piece]:
-        """Return the pieces in order; their `tokens` sum to the number of tokens."""
+        """Return the pieces in order; their `num_tokens` sum to the number of tokens."""
         pieces: list[Piece] = []
         cached, start = self._pieces, 0
         while start < len(tokens):
             piece = cached.get(tokens[start]) or self._decode_piece(tokens[start])
-            if REPLACEMENT in piece.text:
-                piece = self._join(tokens, start)
+            if REPLACEMENT_CHARACTER in piece.text:
+                piece = self._join_tokens(tokens, start)
             pieces.append(piece)
-            start += piece.tokens
+            start += piece.num_tokens
         return pieces
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -85,30 +87,32 @@ class TokenTexts:
         return Markup("".join((*parts, escape("".join(plain)))))
 
     def _decode_piece(self, token: int) -> Piece:
-        text = visible(self._decode_after([token]))
-        piece = Piece(text or f"<{token}>", is_control=not text or token in self._controls)
+        text = visible(self._decode_continuation([token]))
+        piece = Piece(text or f"<{token}>", is_control=not text or token in self._control_ids)
         self._pieces[token] = piece
         return piece
 
-    def _join(self, tokens: Sequence[int], start: int) -> Piece:
+    def _join_tokens(self, tokens: Sequence[int], start: int) -> Piece:
         """Return the piece that begins at `start`, where the token is only a part of a character.
         If the following tokens do not complete the character, the piece is that token alone.
         """
-        for end in range(start + 1, min(start + LONGEST_PIECE, len(tokens)) + 1):
-            last = self._pieces.get(tokens[end - 1]) or self._decode_piece(tokens[end - 1])
-            if REPLACEMENT not in last.text:
+        for end in range(start + 1, min(start + MAX_PIECE_TOKENS, len(tokens)) + 1):
+            last_piece = self._pieces.get(tokens[end - 1]) or self._decode_piece(tokens[end - 1])
+            if REPLACEMENT_CHARACTER not in last_piece.text:
                 break
-            run = tuple(tokens[start:end])
-            text = self._runs.get(run)
+            joined_ids = tuple(tokens[start:end])
+            text = self._joined_texts.get(joined_ids)
             if text is None:
-                text = self._runs[run] = visible(self._decode_after(run))
-            if REPLACEMENT not in text or run == self._replacement:
-                return Piece(text, len(run))
+                text = self._joined_texts[joined_ids] = visible(
+                    self._decode_continuation(joined_ids)
+                )
+            if REPLACEMENT_CHARACTER not in text or joined_ids == self._replacement_ids:
+                return Piece(text, len(joined_ids))
         return self._pieces[tokens[start]]
 
-    def _decode_after(self, tokens: Sequence[int]) -> str:
+    def _decode_continuation(self, tokens: Sequence[int]) -> str:
         """Return the text that tokens have in the middle of a text."""
-        return self._decode([*self._before, *tokens])[self._before_length :]
+        return self._decode([*self._prefix_ids, *tokens])[self._prefix_length :]
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(

@@ -18,11 +18,11 @@ from typing import Any
 from planish import logtree
 from planish.logtree.nodes import Node, details_node, section
 from planish.reports.rollout_records import TrajectoryRecord, TurnRecord, trajectory_records
-from planish.reports.rollout_tokens import TokenTexts
+from planish.reports.rollout_tokens import DisplayDetokenizer
 from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import Logs, RolloutError
 
-SHORT_LOG = 120
+MAX_UNFOLDED_CHARACTERS = 120
 """Maximum characters of a log that is shown unfolded."""
 
 
@@ -30,24 +30,24 @@ def iteration_trace(
     title: str,
     path: Path,
     groups: Iterable[GroupRollout],
-    texts: TokenTexts,
+    detokenizer: DisplayDetokenizer,
     sections: Sequence[Node] = (),
 ) -> logtree.Trace:
     """Return the log tree of `groups`, followed by `sections`; `path` is that of the page."""
     trace = logtree.Trace(title, path)
     for rollout in groups:
-        trace.attach(_group_section(rollout, texts))
+        trace.attach(_group_section(rollout, detokenizer))
     for node in sections:
         trace.attach(node)
     return trace
 
 
-def number(value: Any) -> str:
+def format_number(value: Any) -> str:
     """Return a number as text with at most six digits and no trailing zeros."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _group_section(rollout: GroupRollout, texts: TokenTexts) -> Node:
+def _group_section(rollout: GroupRollout, detokenizer: DisplayDetokenizer) -> Node:
     """Return a copy of the group's own tree with the details of its trajectories at the end."""
     tree = rollout.tree
     if tree is None:
@@ -55,21 +55,23 @@ def _group_section(rollout: GroupRollout, texts: TokenTexts) -> Node:
     has_conversation = any(node.data for node in tree.walk())
     details, body = section("Trajectory Details", 3)
     for record in trajectory_records(rollout):
-        body.children.append(_episode(record, None if has_conversation else texts))
+        body.children.append(_episode_section(record, None if has_conversation else detokenizer))
     heading, inner = tree.children
     assert isinstance(inner, Node)
     failures = rollout.group.rollout_errors
-    errors = [_errors(failures)] if failures else []
+    errors = [_errors_section(failures)] if failures else []
     contents = Node(inner.tag, inner.attrs, [*inner.children, details, *errors])
     return Node(tree.tag, {**tree.attrs, "data-group": str(rollout.group_idx)}, [heading, contents])
 
 
-def _episode(record: TrajectoryRecord, texts: TokenTexts | None) -> Node:
-    """Return the section of a trajectory, with a conversation per turn if `texts` is given."""
-    episode, body = section(f"Trajectory {record.number} Episode", 4)
+def _episode_section(record: TrajectoryRecord, detokenizer: DisplayDetokenizer | None) -> Node:
+    """Return the section of a trajectory, with a conversation for each turn if `detokenizer` is
+    given.
+    """
+    episode, body = section(f"Trajectory {record.index} Episode", 4)
     details, turns = section("Episode Details", 5)
-    for number_of_turn, turn in enumerate(record.turns, start=1):
-        turns.children.append(_turn(number_of_turn, turn, texts))
+    for turn_number, turn in enumerate(record.turns, start=1):
+        turns.children.append(_turn_section(turn_number, turn, detokenizer))
     totals = {
         "num_turns": len(record.turns),
         "final_ob_len": record.trajectory.final_ob.length,
@@ -77,43 +79,43 @@ def _episode(record: TrajectoryRecord, texts: TokenTexts | None) -> Node:
         "final_group_reward": record.group_reward,
         "total_return": record.total_reward,
     }
-    body.children += [details, _table(totals, "Episode totals")]
+    body.children += [details, _stats_table(totals, "Episode totals")]
     return episode
 
 
-def _turn(index: int, record: TurnRecord, texts: TokenTexts | None) -> Node:
+def _turn_section(index: int, record: TurnRecord, detokenizer: DisplayDetokenizer | None) -> Node:
     turn, body = section(f"Turn {index}", 6)
     transition = record.transition
-    if texts is not None:
-        prompt, answer = texts.text(record.new_tokens), texts.text(transition.ac.tokens)
-        body.children.append(_conversation(prompt, answer))
-    sizes = {
+    if detokenizer is not None:
+        prompt, answer = detokenizer.text(record.new_tokens), detokenizer.text(transition.ac.tokens)
+        body.children.append(_conversation_node(prompt, answer))
+    step_stats = {
         "ob_len": transition.ob.length,
         "ac_len": len(transition.ac.tokens),
         "step_reward": transition.reward,
     }
-    body.children.append(_table(sizes, "Step stats"))
+    body.children.append(_stats_table(step_stats, "Step stats"))
     if transition.metrics:
         metrics, table = section("Step Metrics", 6)
-        table.children.append(_table(transition.metrics, "Metrics emitted by env.step"))
+        table.children.append(_stats_table(transition.metrics, "Metrics emitted by env.step"))
         body.children.append(metrics)
     if transition.logs:
-        body.children.append(_diagnostics(transition.logs))
+        body.children.append(_diagnostics_section(transition.logs))
     return turn
 
 
-def _conversation(prompt: str, answer: str) -> Node:
+def _conversation_node(prompt: str, answer: str) -> Node:
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     return Node(
         "div", {"class": "lt-conversation"}, data={"type": "conversation", "messages": messages}
     )
 
 
-def _diagnostics(logs: Logs) -> Node:
+def _diagnostics_section(logs: Logs) -> Node:
     diagnostics, body = section("Diagnostics", 6)
     for name, value in logs.items():
         text = str(value)
-        if "\n" in text or len(text) > SHORT_LOG:
+        if "\n" in text or len(text) > MAX_UNFOLDED_CHARACTERS:
             shown = Node("pre", {"class": "lt-details-body"}, [text])
             body.children.append(details_node(name, shown, css_class="lt-details"))
         else:
@@ -121,13 +123,13 @@ def _diagnostics(logs: Logs) -> Node:
     return diagnostics
 
 
-def _errors(errors: Sequence[RolloutError]) -> Node:
+def _errors_section(errors: Sequence[RolloutError]) -> Node:
     failed, body = section("Rollout Errors", 3)
     rows = [(error.error_type, error.error_message) for error in errors]
     body.children.append(logtree.table_node(rows, head=("error", "message")))
     return failed
 
 
-def _table(values: Mapping[str, Any], caption: str) -> Node:
-    rows = [(name, number(value)) for name, value in values.items()]
+def _stats_table(values: Mapping[str, Any], caption: str) -> Node:
+    rows = [(name, format_number(value)) for name, value in values.items()]
     return logtree.table_node(rows, head=("key", "value"), caption=caption)

@@ -14,61 +14,67 @@ from markupsafe import Markup
 from planish.completers import TokensWithLogprobs
 from planish.logtree.html import visible
 from planish.reports.rollout_log import GroupLog
-from planish.reports.rollout_overview import ending, kind_of, own_metrics, pooled, token_probability
+from planish.reports.rollout_overview import (
+    mean_metrics,
+    reward_class,
+    stop_reason,
+    token_probability,
+    without_stop_metrics,
+)
 from planish.reports.rollout_records import (
     TrajectoryRecord,
     TurnRecord,
+    context_after,
     new_tokens,
-    seen_after,
     trajectory_records,
 )
-from planish.reports.rollout_tokens import TokenTexts
+from planish.reports.rollout_tokens import DisplayDetokenizer
 from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import Trajectory
 
-LAST_WORDS = 150
+MAX_TAIL_CHARACTERS = 150
 """Number of characters, from the end of a text, that a folded section shows."""
-LONG_TEXT, MANY_LINES = 1200, 18
+MAX_OPEN_CHARACTERS, MAX_OPEN_LINES = 1200, 18
 """A text with more characters or more lines than this is folded."""
 
 
 @dataclass(frozen=True)
-class Reading:
+class ObservationView:
     """Text that the policy read."""
 
     html: Markup
-    tokens: int
+    num_tokens: int
     is_long: bool
-    last_words: str
+    tail: str
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Tokens that the policy sampled. The page's script reads `sizes`, `ids`, `losses` and
-    `controls`, which are lists of numbers separated by spaces.
+class AnswerView:
+    """Tokens that the policy sampled. The page's script reads `piece_lengths`, `token_ids`,
+    `milli_nlls` and `control_indices`, which are lists of numbers separated by spaces.
     """
 
     text: str
-    sizes: str
-    """Size of each piece of text (`Piece.size`)."""
-    ids: str
+    piece_lengths: str
+    """Length of each piece of text (`Piece.length_code`)."""
+    token_ids: str
     """Token ids."""
-    losses: str
-    """-1000 x logprob of each token; "" if the policy gave no logprobs."""
-    controls: str
+    milli_nlls: str
+    """-1000 x logprob of each token, rounded; "" if the policy gave no logprobs."""
+    control_indices: str
     """Indices of the pieces that are control tokens."""
-    tokens: int
+    num_tokens: int
     """Number of tokens."""
 
 
 @dataclass(frozen=True)
-class Turn:
+class TurnView:
     """One turn of a trajectory."""
 
     record: TurnRecord
-    reading: Reading | None
+    observation: ObservationView | None
     """The new part of the observation; None if it is the prompt of the group."""
-    answer: Answer
+    answer: AnswerView
     metrics: Mapping[str, float]
     logs: Mapping[str, Any]
 
@@ -78,26 +84,26 @@ class TrajectoryView:
     """One trajectory."""
 
     record: TrajectoryRecord
-    ending: str
-    turns: list[Turn]
-    after: Reading | None
+    stop_reason: str
+    turns: list[TurnView]
+    final_observation: ObservationView | None
     """Text of the environment after the last turn."""
     metrics: Mapping[str, float]
     """Means of the metrics of the turns and of the group's grading."""
-    probability: float | None
+    token_probability: float | None
     """Geometric mean of the probabilities of its tokens; None without logprobs."""
-    log: Markup
+    log_html: Markup
     """The environment's log, as HTML."""
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Number of sampled tokens."""
-        return sum(turn.answer.tokens for turn in self.turns)
+        return sum(turn.answer.num_tokens for turn in self.turns)
 
     @property
-    def last_words(self) -> str:
+    def tail(self) -> str:
         """The end of the last answer."""
-        return last_words(self.turns[-1].answer.text) if self.turns else ""
+        return text_tail(self.turns[-1].answer.text) if self.turns else ""
 
 
 @dataclass(frozen=True)
@@ -105,18 +111,18 @@ class GroupView:
     """One group."""
 
     rollout: GroupRollout
-    kind: str
-    prompt: Reading | None
+    reward_class: str
+    prompt: ObservationView | None
     trajectories: list[TrajectoryView]
-    log: Markup
+    log_html: Markup
 
     @property
-    def mean(self) -> float:
+    def mean_reward(self) -> float:
         """Mean reward of the trajectories."""
         return fmean(self._rewards)
 
     @property
-    def spread(self) -> float:
+    def reward_spread(self) -> float:
         """Highest minus lowest reward."""
         return max(self._rewards) - min(self._rewards)
 
@@ -126,84 +132,107 @@ class GroupView:
 
 
 def group_view(
-    rollout: GroupRollout, advantages_G: Sequence[float] | None, texts: TokenTexts
+    rollout: GroupRollout, advantages_G: Sequence[float] | None, detokenizer: DisplayDetokenizer
 ) -> GroupView:
     """Return the view of a group; `advantages_G` is None if the group is not trained on."""
     records = list(trajectory_records(rollout, advantages_G))
-    log = GroupLog.of(rollout.tree, rollout.group_idx, len(records))
+    group_log = GroupLog.from_tree(rollout.tree, rollout.group_idx, len(records))
     prompt = records[0].turns[0].new_tokens if records[0].turns else []
     return GroupView(
         rollout,
-        kind=kind_of([record.total_reward for record in records]),
-        prompt=_reading(prompt, texts),
-        trajectories=[_trajectory(record, prompt, log, texts) for record in records],
-        log=log.of_group(),
+        reward_class=reward_class([record.total_reward for record in records]),
+        prompt=_observation_view(prompt, detokenizer),
+        trajectories=[
+            _trajectory_view(record, prompt, group_log, detokenizer) for record in records
+        ],
+        log_html=group_log.group_html(),
     )
 
 
-def _trajectory(
-    record: TrajectoryRecord, prompt: Sequence[int], log: GroupLog, texts: TokenTexts
+def _trajectory_view(
+    record: TrajectoryRecord,
+    prompt: Sequence[int],
+    group_log: GroupLog,
+    detokenizer: DisplayDetokenizer,
 ) -> TrajectoryView:
     trajectory = record.trajectory
     turns = []
     for index, turn in enumerate(record.turns):
         is_prompt = index == 0 and turn.new_tokens == prompt
-        turns.append(_turn(turn, None if is_prompt else _reading(turn.new_tokens, texts), texts))
+        turns.append(
+            _turn_view(
+                turn,
+                None if is_prompt else _observation_view(turn.new_tokens, detokenizer),
+                detokenizer,
+            )
+        )
     metrics = [*(turn.metrics for turn in trajectory.transitions), record.group_metrics]
     return TrajectoryView(
         record,
-        ending=ending(trajectory),
+        stop_reason=stop_reason(trajectory),
         turns=turns,
-        after=_after(trajectory, texts),
-        metrics=own_metrics(pooled(metrics)),
-        probability=token_probability([trajectory]),
-        log=log.of_trajectory(record.number, [turn.answer.text for turn in turns]),
+        final_observation=_final_observation(trajectory, detokenizer),
+        metrics=without_stop_metrics(mean_metrics(metrics)),
+        token_probability=token_probability([trajectory]),
+        log_html=group_log.trajectory_html(record.index, [turn.answer.text for turn in turns]),
     )
 
 
-def last_words(text: str) -> str:
+def text_tail(text: str) -> str:
     """Return the end of a text as one line."""
-    words = " ".join(text[-4 * LAST_WORDS :].split())
-    if len(words) <= LAST_WORDS:
+    words = " ".join(text[-4 * MAX_TAIL_CHARACTERS :].split())
+    if len(words) <= MAX_TAIL_CHARACTERS:
         return words
-    cut, space, rest = words[-LAST_WORDS:].partition(" ")
+    cut, space, rest = words[-MAX_TAIL_CHARACTERS:].partition(" ")
     return f"… {rest}" if space else f"…{cut}"
 
 
-def _reading(tokens: Sequence[int], texts: TokenTexts) -> Reading | None:
+def _observation_view(
+    tokens: Sequence[int], detokenizer: DisplayDetokenizer
+) -> ObservationView | None:
     if not tokens:
         return None
-    text = texts.text(tokens)
-    is_long = len(text) > LONG_TEXT or text.count("\n") > MANY_LINES
+    text = detokenizer.text(tokens)
+    is_long = len(text) > MAX_OPEN_CHARACTERS or text.count("\n") > MAX_OPEN_LINES
     first_break = Markup('<i class="breaks"></i>') if text.startswith("\n") else Markup("")
-    return Reading(first_break + texts.html(tokens), len(tokens), is_long, last_words(text))
+    return ObservationView(
+        first_break + detokenizer.html(tokens), len(tokens), is_long, text_tail(text)
+    )
 
 
-def _turn(record: TurnRecord, reading: Reading | None, texts: TokenTexts) -> Turn:
+def _turn_view(
+    record: TurnRecord, observation: ObservationView | None, detokenizer: DisplayDetokenizer
+) -> TurnView:
     transition = record.transition
-    return Turn(
+    return TurnView(
         record,
-        reading,
-        answer=_answer(transition.ac, texts),
-        metrics=own_metrics(transition.metrics),
+        observation,
+        answer=_answer_view(transition.ac, detokenizer),
+        metrics=without_stop_metrics(transition.metrics),
         logs={name: visible(str(value)) for name, value in transition.logs.items()},
     )
 
 
-def _after(trajectory: Trajectory, texts: TokenTexts) -> Reading | None:
+def _final_observation(
+    trajectory: Trajectory, detokenizer: DisplayDetokenizer
+) -> ObservationView | None:
     if not trajectory.transitions:
         return None
-    new, continues = new_tokens(seen_after(trajectory.transitions[-1]), trajectory.final_ob)
-    return _reading(new, texts) if continues else None
+    tokens, extends_context = new_tokens(
+        context_after(trajectory.transitions[-1]), trajectory.final_ob
+    )
+    return _observation_view(tokens, detokenizer) if extends_context else None
 
 
-def _answer(action: TokensWithLogprobs, texts: TokenTexts) -> Answer:
-    pieces = texts.pieces(action.tokens)
-    return Answer(
+def _answer_view(action: TokensWithLogprobs, detokenizer: DisplayDetokenizer) -> AnswerView:
+    pieces = detokenizer.pieces(action.tokens)
+    return AnswerView(
         text="".join([piece.text for piece in pieces]),
-        sizes=" ".join([piece.size for piece in pieces]),
-        ids=" ".join(map(str, action.tokens)),
-        losses=" ".join([f"{-1000 * logprob:.0f}" for logprob in action.maybe_logprobs or ()]),
-        controls=" ".join([str(number) for number, piece in enumerate(pieces) if piece.is_control]),
-        tokens=len(action.tokens),
+        piece_lengths=" ".join([piece.length_code for piece in pieces]),
+        token_ids=" ".join(map(str, action.tokens)),
+        milli_nlls=" ".join([f"{-1000 * logprob:.0f}" for logprob in action.maybe_logprobs or ()]),
+        control_indices=" ".join(
+            [str(index) for index, piece in enumerate(pieces) if piece.is_control]
+        ),
+        num_tokens=len(action.tokens),
     )

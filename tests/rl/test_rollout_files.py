@@ -16,11 +16,11 @@ from planish.errors import UserError
 from planish.reports import rollout_files
 from planish.reports.rollout_files import (
     PAGE,
+    ROLLOUT_TEXTS,
     SUMMARIES,
-    TEXTS,
     TREE,
     RolloutFiles,
-    find_texts,
+    find_rollout_texts,
     split_label,
 )
 from planish.rl.types import RolloutError, Trajectory
@@ -145,10 +145,10 @@ def test_texts_are_found_by_split_and_iteration(tmp_path, tokenizer, layout):
     files.write("train", 10, questions(1))
     files.write("eval/a b", 20, questions(1))
     (tmp_path / "notes_rollouts.jsonl").write_text("mine\n")
-    found = find_texts(tmp_path)
+    found = find_rollout_texts(tmp_path)
     assert found == {
-        ("train", 10): files.path("train", 10, TEXTS),
-        ("eval_a_b", 20): files.path("eval/a b", 20, TEXTS),
+        ("train", 10): files.path("train", 10, ROLLOUT_TEXTS),
+        ("eval_a_b", 20): files.path("eval/a b", 20, ROLLOUT_TEXTS),
     }
     assert all(path.is_file() for path in found.values())
 
@@ -157,7 +157,7 @@ def test_every_trajectory_has_a_row_of_texts(files):
     groups = questions(5, size=3)
     advantages = [[0.5, 0.0, -0.5]] * 5
     files.write("train", 10, groups, advantages)
-    found = rows(files.path("train", 10, TEXTS))
+    found = rows(files.path("train", 10, ROLLOUT_TEXTS))
     assert [(row["group_idx"], row["traj_idx"]) for row in found] == [
         (group, trajectory) for group in range(5) for trajectory in range(3)
     ]
@@ -183,7 +183,7 @@ def test_a_page_shows_groups_up_to_its_size_limit(tmp_path, tokenizer, monkeypat
 
     assert shown(1)[0] == 6
     assert shown(0)[0] == 0
-    monkeypatch.setattr(rollout_files, "PAGE_TOKENS", 0)
+    monkeypatch.setattr(rollout_files, "MAX_PAGE_TOKENS", 0)
     count, page = shown(2)
     assert count == 2
     assert "4 more groups" in page

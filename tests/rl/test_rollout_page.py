@@ -20,7 +20,7 @@ from planish.completers import TokensWithLogprobs
 from planish.logtree.html import visible
 from planish.renderers import get_renderer
 from planish.reports.rollout_files import RolloutFiles
-from planish.reports.rollout_overview import short
+from planish.reports.rollout_overview import format_short
 from planish.rl.environments.problem_env import ProblemEnv, ProblemGroupBuilder
 from planish.rl.rollout.rollouts import GroupRollout, do_group_rollout
 from planish.rl.rollout.strategy import RetryOnFailure
@@ -164,7 +164,7 @@ def test_the_page_loads_nothing_and_runs_only_its_own_script(written):
 
 
 def test_the_page_header_counts_all_groups_and_hidden_ones(written, monkeypatch):
-    monkeypatch.setattr("planish.reports.rollout_files.PAGE_TOKENS", 0)
+    monkeypatch.setattr("planish.reports.rollout_files.MAX_PAGE_TOKENS", 0)
     page = written(questions(6, size=4), logged=2)
     squeezed = page.named("facts")[0][1]
     for said in (
@@ -187,7 +187,7 @@ def test_many_distinct_rewards_are_binned(written):
     counts = [
         int(
             text.removesuffix(
-                f"{short(float(attrs['data-low']))} to {short(float(attrs['data-high']))}"
+                f"{format_short(float(attrs['data-low']))} to {format_short(float(attrs['data-high']))}"
             )
         )
         for attrs, text in bars
@@ -209,7 +209,7 @@ def test_many_distinct_rewards_are_binned(written):
     ],
 )
 def test_numbers_are_formatted_for_reading(value, text):
-    assert short(value) == text
+    assert format_short(value) == text
 
 
 def test_each_turn_shows_only_new_text(written):
