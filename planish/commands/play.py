@@ -23,7 +23,7 @@ from planish.errors import UserError
 from planish.logtree.html import visible
 from planish.recipes import rl_options, training_run
 from planish.reports.rollout_records import new_tokens
-from planish.rl.rollout.play import Answer, AnswersAsTokens, FirstEnv
+from planish.rl.rollout.play import Answer, FirstEnvOnly, TextPolicy
 from planish.rl.rollout.rollouts import do_group_rollout
 from planish.rl.types import EnvGroupBuilder, RLDataset, Trajectory, TrajectoryGroup
 from planish.runlog.model_renderer import model_renderer
@@ -141,7 +141,7 @@ async def _play(config: Config, arguments: argparse.Namespace, console: Console)
         raise UserError("--test: this recipe has no test set; leave --test out")
     builder = _builder(data, arguments.number)
     if not arguments.group and not builder.plays_together:
-        builder = FirstEnv(builder)
+        builder = FirstEnvOnly(builder)
     tokenizer = model_renderer(config.model_name, config.renderer_name).tokenizer
     console.print(Text(HELP, style="dim"))
     policy = PersonAtTerminal(tokenizer, config.max_tokens, console)
@@ -161,7 +161,7 @@ def _builder(data: RLDataset, number: int) -> EnvGroupBuilder:
     raise UserError(f"number={number}: the dataset has {number - left} problems, from 0 on")
 
 
-class PersonAtTerminal(AnswersAsTokens):
+class PersonAtTerminal(TextPolicy):
     """A policy that prints the new part of each prompt and reads the answer from standard input."""
 
     def __init__(

@@ -14,7 +14,7 @@ import chz
 
 from planish.distillation.teachers import TeacherConfig
 from planish.errors import UserError
-from planish.rl.environments.datasets import ConcatenatedRLDataset, rebatched
+from planish.rl.environments.datasets import ConcatenatedRLDataset, rebatch
 from planish.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder, WrappedGroup
 
 
@@ -76,6 +76,6 @@ class DistillationDatasetBuilder(RLDatasetBuilder):
         if not self.parts:
             raise UserError("parts is empty; give at least one dataset with its teacher")
         built = [(part, *await part.dataset_builder()) for part in self.parts]
-        train = [rebatched(dataset, part.groups_per_batch) for part, dataset, _ in built]
+        train = [rebatch(dataset, part.groups_per_batch) for part, dataset, _ in built]
         tests = [test for _, _, test in built if test is not None]
         return TaughtDataset(train), ConcatenatedRLDataset(tests) if tests else None

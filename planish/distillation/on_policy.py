@@ -115,7 +115,7 @@ class TeacherKL:
     """The sampling clients of the teachers, by name."""
     coefficient: float
     discount: float
-    span: ClassVar[str] = "teacher_logprobs"
+    timing_name: ClassVar[str] = "teacher_logprobs"
 
     async def __call__(
         self, data_D: Sequence[TrainingSequence]

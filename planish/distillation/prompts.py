@@ -18,7 +18,7 @@ from planish.errors import UserError
 from planish.renderers import Renderer
 from planish.renderers.messages import read_messages
 from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
-from planish.rl.environments.problem_env import only_step
+from planish.rl.environments.problem_env import final_step
 from planish.rl.types import (
     Action,
     ActionExtra,
@@ -90,7 +90,7 @@ class PromptOnlyEnv(Env):
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         logtree.conversation([*self.messages, self.renderer.parse_response(action).message])
-        return only_step(self.renderer, 0.0, extra)
+        return final_step(self.renderer, 0.0, extra)
 
 
 @chz.chz

@@ -40,7 +40,7 @@ from planish.preference.prompts import PromptBuilder, checked_prompts
 from planish.preference.types import Comparison, Messages
 from planish.renderers import Renderer, get_text_content
 from planish.rl.environments.datasets import ProblemDataset
-from planish.rl.environments.problem_env import only_step
+from planish.rl.environments.problem_env import final_step
 from planish.rl.types import (
     Action,
     ActionExtra,
@@ -99,7 +99,7 @@ class PreferenceEnv(Env):
             logtree.conversation(self.prompt)
         with logtree.scope_header("Policy Response"):
             logtree.conversation(answer.completion)
-        return only_step(self.renderer, 0.0, extra)
+        return final_step(self.renderer, 0.0, extra)
 
 
 @dataclass(frozen=True)

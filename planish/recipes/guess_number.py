@@ -33,7 +33,7 @@ from planish import ServiceClient
 from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
 from planish.renderers import Message, get_text_content
-from planish.rl.environments.datasets import BATCHES
+from planish.rl.environments.datasets import DEFAULT_NUM_BATCHES
 from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
 from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.types import Env, Metrics, RLDataset
@@ -185,7 +185,7 @@ class GuessNumberDatasetBuilder(ProblemDatasetBuilder):
         """Return (training dataset, test dataset)."""
         numbers = range(self.rules.largest + 1)
         train = self.shuffled(
-            numbers, num_epochs=math.ceil(BATCHES * self.batch_size / len(numbers))
+            numbers, num_epochs=math.ceil(DEFAULT_NUM_BATCHES * self.batch_size / len(numbers))
         )
         return train, self.evaluation(numbers[:: math.ceil(len(numbers) / TEST_GAMES)])
 

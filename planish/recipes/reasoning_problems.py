@@ -21,7 +21,7 @@ from planish import logtree
 from planish.errors import UserError
 from planish.recipes.reasoning_tasks import Entry, Task, task_process
 from planish.renderers import Message, Renderer
-from planish.rl.environments.datasets import ENDLESS
+from planish.rl.environments.datasets import ENDLESS_NUM_BATCHES
 from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.environments.problem_env import ProblemEnv
 from planish.rl.types import Action, ActionExtra, RLDataset, StepResult
@@ -142,7 +142,7 @@ class TaskDatasetBuilder(ProblemDatasetBuilder):
             return TaskProblem(sample_entry(task, rng, held_out), shown)
 
         test_problems = [TaskProblem(entry, shown) for entry in tests]
-        return self.generated(sample_problem, ENDLESS), self.evaluation(test_problems)
+        return self.generated(sample_problem, ENDLESS_NUM_BATCHES), self.evaluation(test_problems)
 
     def make_env(self, problem: TaskProblem) -> TaskEnv:
         """Return the environment of one answer."""

@@ -19,7 +19,7 @@ import chz
 from planish.errors import UserError
 from planish.recipes.arithmetic_expressions import last_number
 from planish.renderers import Message, Renderer
-from planish.rl.environments.datasets import ENDLESS
+from planish.rl.environments.datasets import ENDLESS_NUM_BATCHES
 from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.environments.problem_env import ProblemEnv
 from planish.rl.types import RLDataset
@@ -111,7 +111,7 @@ class SumDatasetBuilder(ProblemDatasetBuilder):
         def sample_problem(rng: random.Random) -> Sum:
             return random_sum(rng, self.max_operand, held_out)
 
-        return self.generated(sample_problem, ENDLESS), self.evaluation(tests)
+        return self.generated(sample_problem, ENDLESS_NUM_BATCHES), self.evaluation(tests)
 
     def make_env(self, problem: Sum) -> SumEnv:
         """Return the environment of one answer."""

@@ -27,8 +27,8 @@ def standardised(rewards_G: Sequence[float]) -> list[float]:
     GRPO as published (Shao et al. 2024).
     """
     centred_G = mean_centred(rewards_G)
-    deviation = (sum(value * value for value in centred_G) / len(centred_G)) ** 0.5
-    return [value / (deviation + 1e-6) for value in centred_G]
+    std = (sum(value * value for value in centred_G) / len(centred_G)) ** 0.5
+    return [value / (std + 1e-6) for value in centred_G]
 
 
 def leave_one_out(rewards_G: Sequence[float]) -> list[float]:
@@ -41,7 +41,7 @@ def leave_one_out(rewards_G: Sequence[float]) -> list[float]:
     return [scale * value for value in mean_centred(rewards_G)]
 
 
-def zeros(rewards_G: Sequence[float]) -> list[float]:
+def zero_advantages(rewards_G: Sequence[float]) -> list[float]:
     """Return zeros. Rewards are then only reported, and the policy learns from a KL term alone."""
     return [0.0] * len(rewards_G)
 
@@ -50,7 +50,7 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
     "mean": mean_centred,
     "std": standardised,
     "leave_one_out": leave_one_out,
-    "none": zeros,
+    "none": zero_advantages,
 }
 
 

@@ -66,14 +66,14 @@ def answer_datum(
     """
     if not isinstance(prompt, ModelInput):
         raise UserError(f"prompt is a {type(prompt).__name__}; give ModelInput.from_ints(tokens)")
-    before = prompt.length - 1
+    num_prompt_targets = prompt.length - 1
     inputs = {
-        "target_tokens": [*[0] * before, *tokens_T],
-        "logprobs": [*[0.0] * before, *logprobs_T],
-        "advantages": [0.0] * before + [advantage] * len(tokens_T),
+        "target_tokens": [*[0] * num_prompt_targets, *tokens_T],
+        "logprobs": [*[0.0] * num_prompt_targets, *logprobs_T],
+        "advantages": [0.0] * num_prompt_targets + [advantage] * len(tokens_T),
     }
     if loss_fn in LOSS_MASKS:
-        inputs[LOSS_MASKS[loss_fn]] = [0.0] * before + [1.0] * len(tokens_T)
+        inputs[LOSS_MASKS[loss_fn]] = [0.0] * num_prompt_targets + [1.0] * len(tokens_T)
     return Datum(prompt.append(EncodedTextChunk(tokens=list(tokens_T[:-1]))), inputs)
 
 
@@ -115,8 +115,8 @@ def group_metrics(
     prefixes, which count as observation tokens too.
     """
     rewards = [reward for rewards_G in rewards_P_G for reward in rewards_G]
-    constant = [rewards_G for rewards_G in rewards_P_G if is_constant(rewards_G)]
-    good = sum(rewards_G[0] >= 0.5 for rewards_G in constant)
+    constant_groups = [rewards_G for rewards_G in rewards_P_G if is_constant(rewards_G)]
+    num_good = sum(rewards_G[0] >= 0.5 for rewards_G in constant_groups)
     return {
         "reward/total": mean(rewards),
         "ac_tokens_per_turn": action_tokens / num_turns,
@@ -127,10 +127,10 @@ def group_metrics(
         "total_ac_tokens": action_tokens,
         "total_ob_tokens": observation_tokens,
         "total_cached_ob_tokens": cached_tokens,
-        "by_group/frac_mixed": 1 - len(constant) / len(rewards_P_G),
-        "by_group/frac_degenerate": len(constant) / len(rewards_P_G),
-        "by_group/frac_all_good": good / len(rewards_P_G),
-        "by_group/frac_all_bad": (len(constant) - good) / len(rewards_P_G),
+        "by_group/frac_mixed": 1 - len(constant_groups) / len(rewards_P_G),
+        "by_group/frac_degenerate": len(constant_groups) / len(rewards_P_G),
+        "by_group/frac_all_good": num_good / len(rewards_P_G),
+        "by_group/frac_all_bad": (len(constant_groups) - num_good) / len(rewards_P_G),
     }
 
 

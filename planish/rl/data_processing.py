@@ -62,31 +62,31 @@ contributes to it.
 
 def trajectory_to_data(trajectory: Trajectory, advantage: float) -> list[TrainingSequence]:
     """Return the sequences of one trajectory; none if nothing was sampled in it."""
-    data: list[TrainingSequence] = []
-    running: list[int] = []
-    parts: list[tuple[int, Transition]] = []  # (number of new observed tokens, turn)
+    sequences: list[TrainingSequence] = []
+    context: list[int] = []
+    turns: list[tuple[int, Transition]] = []  # (number of new observed tokens, turn)
     for transition in trajectory.transitions:
         if not transition.ac.tokens:
             continue
-        observed = transition.ob.to_ints()
-        if running and observed[: len(running)] != running:
-            data.append(_sequence(running, parts, advantage))
-            running, parts = [], []
-        parts.append((len(observed) - len(running), transition))
-        running = observed + transition.ac.tokens
-    if parts:
-        data.append(_sequence(running, parts, advantage))
-    return data
+        observation_tokens = transition.ob.to_ints()
+        if context and observation_tokens[: len(context)] != context:
+            sequences.append(_sequence(context, turns, advantage))
+            context, turns = [], []
+        turns.append((len(observation_tokens) - len(context), transition))
+        context = observation_tokens + transition.ac.tokens
+    if turns:
+        sequences.append(_sequence(context, turns, advantage))
+    return sequences
 
 
 def _sequence(
-    tokens: list[int], parts: Sequence[tuple[int, Transition]], advantage: float
+    tokens: list[int], turns: Sequence[tuple[int, Transition]], advantage: float
 ) -> TrainingSequence:
     logprobs_N = np.zeros(len(tokens), np.float32)
     mask_N = np.zeros(len(tokens), np.float32)
     start = 0
-    for new, transition in parts:
-        start += new
+    for num_new_tokens, transition in turns:
+        start += num_new_tokens
         end = start + len(transition.ac.tokens)
         if transition.train_on_action:
             logprobs_N[start:end] = transition.ac.logprobs

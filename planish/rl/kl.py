@@ -29,7 +29,7 @@ class AdvantageShaping(Protocol):
     policies.
     """
 
-    span: ClassVar[str]
+    timing_name: ClassVar[str]
     """Name under which its duration is reported."""
 
     async def __call__(
@@ -49,7 +49,7 @@ class KLPenalty:
     """A sampling client of the reference model."""
     coefficient: float
     discount: float
-    span: ClassVar[str] = "kl_vs_base"
+    timing_name: ClassVar[str] = "kl_vs_base"
 
     async def __call__(
         self, data_D: Sequence[TrainingSequence]
@@ -74,12 +74,12 @@ def kl_metrics(
     """Return {name}_v1 and {name}_v2 between the sampler's logprobs and those in `outputs_D`; {}
     without sequences.
     """
-    trained_D = [
+    trainer_logprobs_D = [
         tensors["logprobs"].to_numpy() for output in outputs_D for tensors in output.loss_fn_outputs
     ]
     log_ratios_D = [
-        (sequence.logprobs_N[1:] - trained)[sequence.mask_N[1:] > 0]
-        for sequence, trained in zip(data_D, trained_D, strict=True)
+        (sequence.logprobs_N[1:] - trainer_logprobs)[sequence.mask_N[1:] > 0]
+        for sequence, trainer_logprobs in zip(data_D, trainer_logprobs_D, strict=True)
     ]
     if not log_ratios_D:
         return {}
@@ -91,21 +91,23 @@ def kl_metrics(
 
 
 async def log_ratios(
-    data_D: Sequence[TrainingSequence], policy_of: Callable[[TrainingSequence], Any]
+    data_D: Sequence[TrainingSequence], client_for: Callable[[TrainingSequence], Any]
 ) -> list[np.ndarray]:
     """Return (q - l) * mask, [D][N]. l is the logprob at temperature 1 under the sampling client
-    that `policy_of` returns for a sequence.
+    that `client_for` returns for a sequence.
     """
 
     async def log_ratio(sequence: TrainingSequence) -> np.ndarray:
         # The mask is 0 before the first trained token, so earlier logprobs are not needed.
-        scored = len(sequence.mask_N) - int(np.argmax(sequence.mask_N > 0))
-        tokens = ModelInput.from_ints(sequence.tokens_N)
-        scores = await policy_of(sequence).compute_logprobs_async(
-            tokens, prompt_logprobs_last_n=scored
+        num_scored = len(sequence.mask_N) - int(np.argmax(sequence.mask_N > 0))
+        model_input = ModelInput.from_ints(sequence.tokens_N)
+        scores = await client_for(sequence).compute_logprobs_async(
+            model_input, prompt_logprobs_last_n=num_scored
         )
-        other_N = np.array([0.0 if score is None else score for score in scores], np.float32)
-        return (sequence.logprobs_N - other_N) * sequence.mask_N
+        other_logprobs_N = np.array(
+            [0.0 if score is None else score for score in scores], np.float32
+        )
+        return (sequence.logprobs_N - other_logprobs_N) * sequence.mask_N
 
     return await gather_or_cancel(log_ratio(sequence) for sequence in data_D)
 
@@ -116,9 +118,11 @@ def mean_log_ratio(
     """Return the mean of `log_ratios_D`, the result of `log_ratios`, over trained tokens;
     None without trained tokens.
     """
-    tokens = sum(float(sequence.mask_N.sum()) for sequence in data_D)
+    num_tokens = sum(float(sequence.mask_N.sum()) for sequence in data_D)
     return (
-        sum(float(log_ratio_N.sum()) for log_ratio_N in log_ratios_D) / tokens if tokens else None
+        sum(float(log_ratio_N.sum()) for log_ratio_N in log_ratios_D) / num_tokens
+        if num_tokens
+        else None
     )
 
 
@@ -146,8 +150,8 @@ def add_kl_term(
 def discounted_sums(values_N: np.ndarray, discount: float) -> np.ndarray:
     """Return out with out[i] = sum over j >= i of discount^(j - i) values[j]."""
     sums_N = np.zeros_like(values_N, dtype=np.float64)
-    running = 0.0
+    discounted_sum = 0.0
     for index in range(len(values_N) - 1, -1, -1):
-        running = float(values_N[index]) + discount * running
-        sums_N[index] = running
+        discounted_sum = float(values_N[index]) + discount * discounted_sum
+        sums_N[index] = discounted_sum
     return sums_N

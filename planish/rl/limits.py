@@ -7,8 +7,8 @@ episodes of many turns with tools. A `RolloutConfig` holds all parts. Three plac
 * The environment (`EnvFromMessageEnv`) checks `RolloutLimits.reached` between turns and replies to
   malformed answers.
 * The rollout (`do_single_rollout`) calls the policy, so it applies the limits of such a call:
-  `turn_tokens`, `sampling_turn_timeout_seconds`, and `rollout_timeout_seconds` while the policy
-  samples. It reads them from the environment's `rollout_limits`, if there are any.
+  `max_answer_tokens`, `sampling_turn_timeout_seconds`, and `rollout_timeout_seconds` while the
+  policy samples. It reads them from the environment's `rollout_limits`, if there are any.
 * The group (`do_group_rollout`) and environments with a grader apply the `TerminationRewardPolicy`.
 
 A limit ends the episode and keeps its turns. It raises no error, so the other rollouts of the group
@@ -22,7 +22,7 @@ from typing import Literal
 import chz
 
 from planish.errors import UserError
-from planish.rl.field_checks import field_check, is_finite, is_whole
+from planish.rl.field_checks import field_validator, is_finite, is_whole
 from planish.rl.types import StopReason
 
 ToolExecution = Literal["parallel", "sequential"]
@@ -38,20 +38,20 @@ LIMIT_STOP_REASONS = (
 """Stop reasons of episodes that a limit ended."""
 
 
-_count = field_check(
+_optional_count = field_validator(
     lambda value: value is None or is_whole(value, 1),
     "a whole number of at least 1, or None for no limit",
 )
-_seconds = field_check(
+_optional_seconds = field_validator(
     lambda value: value is None or (is_finite(value) and value > 0),
     "seconds above 0, or None for no limit",
 )
-_whole = field_check(lambda value: is_whole(value, 0), "a whole number, 0 or more")
-_finite = field_check(is_finite, "a finite number")
-_not_negative = field_check(
+_count = field_validator(lambda value: is_whole(value, 0), "a whole number, 0 or more")
+_finite = field_validator(is_finite, "a finite number")
+_not_negative = field_validator(
     lambda value: is_finite(value) and value >= 0, "a finite number, 0 or more"
 )
-_has_details = field_check(
+_has_details = field_validator(
     lambda value: "{details}" in value, "a text with {details}, which the error replaces"
 )
 
@@ -61,67 +61,69 @@ class RolloutLimits:
     """Budgets of one episode; None = no limit."""
 
     max_turns: int | None = chz.field(
-        default=None, validator=_count, doc="maximum number of answers of the policy"
+        default=None, validator=_optional_count, doc="maximum number of answers of the policy"
     )
     max_trajectory_tokens: int | None = chz.field(
-        default=None, validator=_count, doc="maximum tokens in the episode, prompts and answers"
+        default=None,
+        validator=_optional_count,
+        doc="maximum tokens in the episode, prompts and answers",
     )
     max_sampled_tokens: int | None = chz.field(
-        default=None, validator=_count, doc="maximum tokens in all answers together"
+        default=None, validator=_optional_count, doc="maximum tokens in all answers together"
     )
     max_tool_calls: int | None = chz.field(
-        default=None, validator=_count, doc="maximum number of tool calls in the episode"
+        default=None, validator=_optional_count, doc="maximum number of tool calls in the episode"
     )
     max_turn_tokens: int | None = chz.field(
         default=None,
-        validator=_count,
+        validator=_optional_count,
         doc="maximum tokens in one answer; truncation at this limit need not end the episode",
     )
     rollout_timeout_seconds: float | None = chz.field(
         default=None,
-        validator=_seconds,
+        validator=_optional_seconds,
         doc="time limit of the episode, without grading; the turns until then are kept",
     )
     sampling_turn_timeout_seconds: float | None = chz.field(
         default=None,
-        validator=_seconds,
+        validator=_optional_seconds,
         doc="time limit of one answer; exceeding it fails the rollout (TimeoutError)",
     )
 
     @property
-    def bounds_turns(self) -> bool:
+    def ends_every_episode(self) -> bool:
         """Whether these limits end every episode, whatever the policy and the environment do."""
-        ends = (self.max_turns, self.max_sampled_tokens, self.rollout_timeout_seconds)
-        return any(limit is not None for limit in ends)
+        episode_limits = (self.max_turns, self.max_sampled_tokens, self.rollout_timeout_seconds)
+        return any(limit is not None for limit in episode_limits)
 
     @property
-    def bounds_tokens(self) -> bool:
+    def can_truncate_answers(self) -> bool:
         """Whether these limits can cut off an answer."""
-        budgets = (self.max_trajectory_tokens, self.max_sampled_tokens, self.max_turn_tokens)
-        return any(budget is not None for budget in budgets)
+        token_limits = (self.max_trajectory_tokens, self.max_sampled_tokens, self.max_turn_tokens)
+        return any(limit is not None for limit in token_limits)
 
-    def seconds_left(self, began: float) -> float | None:
-        """Return the seconds left of an episode that began at `began` on the monotonic clock; None
-        = no limit.
+    def seconds_left(self, start_time: float) -> float | None:
+        """Return the seconds left of an episode that began at `start_time` on the monotonic clock;
+        None = no limit.
         """
         if self.rollout_timeout_seconds is None:
             return None
-        return self.rollout_timeout_seconds - (time.monotonic() - began)
+        return self.rollout_timeout_seconds - (time.monotonic() - start_time)
 
-    def turn_tokens(self, prompt_tokens: int, sampled_tokens: int) -> int | None:
+    def max_answer_tokens(self, prompt_tokens: int, sampled_tokens: int) -> int | None:
         """Return the maximum number of tokens in the next answer; None = no limit. `prompt_tokens`
         is the length of its prompt, `sampled_tokens` the number of tokens in earlier answers.
 
         The result is at least 1, since `reached` ends an episode that has no token left.
         """
-        budgets = []
+        token_limits = []
         if self.max_turn_tokens is not None:
-            budgets.append(self.max_turn_tokens)
+            token_limits.append(self.max_turn_tokens)
         if self.max_trajectory_tokens is not None:
-            budgets.append(self.max_trajectory_tokens - prompt_tokens)
+            token_limits.append(self.max_trajectory_tokens - prompt_tokens)
         if self.max_sampled_tokens is not None:
-            budgets.append(self.max_sampled_tokens - sampled_tokens)
-        return max(1, min(budgets)) if budgets else None
+            token_limits.append(self.max_sampled_tokens - sampled_tokens)
+        return max(1, min(token_limits)) if token_limits else None
 
     def reached(
         self, *, turns: int, trajectory_tokens: int, sampled_tokens: int, seconds: float
@@ -159,7 +161,7 @@ class ParseErrorPolicy:
 
     max_consecutive: int = chz.field(
         default=0,
-        validator=_whole,
+        validator=_count,
         doc="number of consecutive unreadable answers that get a reply; the next one ends the "
         "episode",
     )
@@ -209,7 +211,7 @@ class TerminationRewardPolicy:
     )
     grader_timeout_seconds: float | None = chz.field(
         default=None,
-        validator=_seconds,
+        validator=_optional_seconds,
         doc="time limit of one grading; exceeding it fails the rollout (TimeoutError)",
     )
     pass_all_messages_to_grader: bool = chz.field(

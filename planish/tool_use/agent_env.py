@@ -231,7 +231,7 @@ def build_agent_tool_env(
     calls = max_tool_calls if max_tool_calls is not None else config.limits.max_tool_calls
     limits = chz.replace(config.limits, max_turns=turns, max_tool_calls=calls)
     if terminate_on_length is None:
-        terminate_on_length = not limits.bounds_tokens
+        terminate_on_length = not limits.can_truncate_answers
     env = AgentToolMessageEnv(
         tools,
         offer_tools(renderer, tools, initial_messages),

@@ -192,7 +192,7 @@ async def train_on(
         with spans.measure("assemble_training_data"):
             data_P_D = [training_data(rollout, config) for rollout in rollouts_P]
         if step.shaping is not None:
-            with spans.measure(step.shaping.span):
+            with spans.measure(step.shaping.timing_name):
                 data_P_D = await step.shaped(step.shaping, data_P_D)
         for substep_P_D in split_evenly(data_P_D, config.num_substeps):
             await step.forward_backward(flatten(substep_P_D))

@@ -12,7 +12,7 @@ from planish.reports.rollout_files import RolloutFiles, split_label
 from planish.rl.environments.datasets import (
     ConcatenatedRLDataset,
     EpochCycledRLDataset,
-    rebatched,
+    rebatch,
 )
 from planish.rl.kl import AdvantageShaping, KLPenalty
 from planish.rl.rollout.evaluation import RLTestSetEvaluator
@@ -120,7 +120,7 @@ def with_epochs(train_set: RLDataset, config: Config) -> RLDataset:
     The first epoch has the dataset's own order, and every later epoch is shuffled differently. The
     order of an epoch does not depend on `num_epochs`, so a run can be extended by further epochs.
     """
-    dataset = rebatched(train_set, config.groups_per_batch)
+    dataset = rebatch(train_set, config.groups_per_batch)
     if config.num_epochs == 1:
         return dataset
     return ConcatenatedRLDataset(

@@ -16,7 +16,7 @@ from planish.model.sources import DEFAULT_MODEL
 from planish.recipes import guess_number
 from planish.recipes.guess_number import GuessNumberDatasetBuilder
 from planish.renderers import get_renderer
-from planish.rl.rollout.play import Answer, FirstEnv, ScriptedPolicy, play
+from planish.rl.rollout.play import Answer, FirstEnvOnly, ScriptedPolicy, play
 from planish.runlog import model_renderer
 from planish.testing import tiny_model
 from planish.tokenizer import load_tokenizer
@@ -79,7 +79,7 @@ def test_a_written_answer_ends_with_the_stop_condition(tokenizer):
 
 
 def test_one_environment_of_a_group_can_be_run_alone(mapped, tokenizer):
-    group = play(FirstEnv(guessing(4)), "7", tokenizer=tokenizer)
+    group = play(FirstEnvOnly(guessing(4)), "7", tokenizer=tokenizer)
     assert len(group.trajectories_G) == 1
     assert group.metrics_G == [{"found": 1.0}]
 

@@ -28,9 +28,9 @@ def reached(
 
 def test_without_limits_no_episode_is_ended():
     assert reached(RolloutLimits(), 10**6, 10**6, 10**6, 10**6) is None
-    assert RolloutLimits().turn_tokens(10**6, 10**6) is None
-    assert not RolloutLimits().bounds_turns
-    assert not RolloutLimits().bounds_tokens
+    assert RolloutLimits().max_answer_tokens(10**6, 10**6) is None
+    assert not RolloutLimits().ends_every_episode
+    assert not RolloutLimits().can_truncate_answers
 
 
 def test_each_limit_has_its_stop_reason():
@@ -47,11 +47,11 @@ def test_each_limit_has_its_stop_reason():
 
 def test_max_tokens_is_limited_to_the_remaining_budget():
     limits = RolloutLimits(max_trajectory_tokens=100, max_sampled_tokens=20, max_turn_tokens=15)
-    assert limits.turn_tokens(10, 0) == 15
-    assert limits.turn_tokens(10, 12) == 8
-    assert limits.turn_tokens(97, 12) == 3
+    assert limits.max_answer_tokens(10, 0) == 15
+    assert limits.max_answer_tokens(10, 12) == 8
+    assert limits.max_answer_tokens(97, 12) == 3
     # An episode without a token of budget has ended. A call of the policy needs at least one.
-    assert limits.turn_tokens(100, 20) == 1
+    assert limits.max_answer_tokens(100, 20) == 1
 
 
 @pytest.mark.parametrize(

@@ -34,20 +34,20 @@ class Conversation:
         """The conversation that the environment returned last. It lacks the messages of `insert`.
         It is a copy, since an environment may edit its messages in place.
         """
-        self._tool_calls = 0
+        self._num_tool_calls = 0
 
     def with_call_ids(self, answer: Mapping[str, Any]) -> Message:
         """Return a parsed answer with an id in each tool call. Tool results refer to these ids."""
         calls = answer.get("tool_calls")
         if not calls:
             return cast(Message, answer)
-        first = self._tool_calls
-        self._tool_calls += len(calls)
-        numbered = [
-            {**call, "id": call.get("id") or f"call_{first + number}"}
-            for number, call in enumerate(calls)
+        first = self._num_tool_calls
+        self._num_tool_calls += len(calls)
+        calls_with_ids = [
+            {**call, "id": call.get("id") or f"call_{first + index}"}
+            for index, call in enumerate(calls)
         ]
-        return cast(Message, {**answer, "tool_calls": numbered})
+        return cast(Message, {**answer, "tool_calls": calls_with_ids})
 
     def replies(self, answer: Message, messages: Sequence[Message]) -> list[Message] | None:
         """Return the messages after the policy's answer. `messages` is the environment's whole
@@ -58,30 +58,34 @@ class Conversation:
             return None
         return list(messages[len(expected) :])
 
-    def update(self, answer: Message, sampled: Sequence[int], messages: Sequence[Message]) -> None:
-        """Set the conversation to `messages`, the environment's whole conversation. `sampled` are
-        the tokens of the policy's last answer.
+    def update(
+        self, answer: Message, sampled_ids: Sequence[int], messages: Sequence[Message]
+    ) -> None:
+        """Set the conversation to `messages`, the environment's whole conversation. `sampled_ids`
+        are the tokens of the policy's last answer.
         """
         replies = self.replies(answer, messages)
         if replies is None:
             self.messages = list(messages)
             self._render()
         else:
-            self._append(answer, sampled, replies)
+            self._append(answer, sampled_ids, replies)
         self._env_messages = deepcopy(list(messages))
 
-    def insert(self, answer: Message, sampled: Sequence[int], reply: Message) -> None:
+    def insert(self, answer: Message, sampled_ids: Sequence[int], reply: Message) -> None:
         """Append an answer and a reply that the environment does not see."""
-        self._append(answer, sampled, [reply])
+        self._append(answer, sampled_ids, [reply])
 
-    def _append(self, answer: Message, sampled: Sequence[int], new: Sequence[Message]) -> None:
-        number = len(self.messages)
-        self.messages = [*self.messages, answer, *new]
-        continuation = self._renderer.build_continuation(self.messages, number, sampled)
+    def _append(
+        self, answer: Message, sampled_ids: Sequence[int], replies: Sequence[Message]
+    ) -> None:
+        index = len(self.messages)
+        self.messages = [*self.messages, answer, *replies]
+        continuation = self._renderer.build_continuation(self.messages, index, sampled_ids)
         if continuation is None:
             self._render()
         else:
-            self.tokens = [*self.tokens, *sampled, *continuation]
+            self.tokens = [*self.tokens, *sampled_ids, *continuation]
 
     def _render(self) -> None:
         self.tokens = self._renderer.build_generation_prompt(self.messages).to_ints()

@@ -23,11 +23,11 @@ from planish.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
 
 P = TypeVar("P")
 
-BATCHES = 1000
+DEFAULT_NUM_BATCHES = 1000
 """Default number of batches of a GeneratedDataset, more than most runs need. A run with
 `num_epochs` > 1 repeats them.
 """
-ENDLESS = 1_000_000
+ENDLESS_NUM_BATCHES = 1_000_000
 """Number of batches for a dataset that should outlast any run."""
 
 
@@ -56,9 +56,9 @@ class ProblemDataset(RLDataset, Generic[P]):
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
         """Return new builders for the problems of batch `index`."""
         _check_index(index, len(self))
-        first = index * self.groups_per_batch
-        last = min(first + self.groups_per_batch, self._num_groups)
-        return [self.make_group(self._problem(position)) for position in range(first, last)]
+        start = index * self.groups_per_batch
+        stop = min(start + self.groups_per_batch, self._num_groups)
+        return [self.make_group(self._problem(position)) for position in range(start, stop)]
 
     def __len__(self) -> int:
         return -(-self._num_groups // self.groups_per_batch)
@@ -72,8 +72,8 @@ class ProblemDataset(RLDataset, Generic[P]):
         return len(self.problems) * self.num_epochs
 
     def _problem(self, position: int) -> P:
-        epoch, rank = divmod(position, len(self.problems))
-        return self.problems[self._order(epoch)[rank]]
+        epoch, index_in_epoch = divmod(position, len(self.problems))
+        return self.problems[self._order(epoch)[index_in_epoch]]
 
     def _make_order(self, epoch: int) -> Sequence[int]:
         if self.shuffle_seed is None:
@@ -98,7 +98,7 @@ class GeneratedDataset(RLDataset):
     sample_group: Callable[[random.Random], EnvGroupBuilder]
     groups_per_batch: int
     seed: int
-    batches: int = BATCHES
+    num_batches: int = DEFAULT_NUM_BATCHES
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
         """Return the groups of batch `index`, which depend on `seed` and `index` only."""
@@ -108,7 +108,7 @@ class GeneratedDataset(RLDataset):
         ]
 
     def __len__(self) -> int:
-        return self.batches
+        return self.num_batches
 
 
 @dataclass(eq=False)
@@ -128,8 +128,8 @@ class EpochCycledRLDataset(RLDataset):
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
         """Return new builders for batch `index`, counted over all epochs."""
         _check_index(index, len(self))
-        epoch, rank = divmod(index, len(self.inner))
-        return self.inner.get_batch(self._order(epoch)[rank])
+        epoch, index_in_epoch = divmod(index, len(self.inner))
+        return self.inner.get_batch(self._order(epoch)[index_in_epoch])
 
     def __len__(self) -> int:
         return self.num_epochs * len(self.inner)
@@ -156,39 +156,39 @@ class GroupSequence:
                 f"{type(dataset).__name__} has no batches; give a dataset with at least one"
             )
         self.dataset = dataset
-        self._size = len(dataset.get_batch(0))
-        if self._size == 0:
+        self._batch_size = len(dataset.get_batch(0))
+        if self._batch_size == 0:
             raise UserError(
                 f"batch 0 of {type(dataset).__name__} has no groups; give at least one in each"
             )
         last = len(dataset) - 1
-        self._len = last * self._size + len(self._batch(last))
+        self._num_groups = last * self._batch_size + len(self._batch(last))
 
     def __len__(self) -> int:
-        return self._len
+        return self._num_groups
 
     def groups_at(self, positions: Sequence[int]) -> list[EnvGroupBuilder]:
         """Return the groups at these positions. A position that occurs twice gives two builders."""
         batches: dict[tuple[int, int], Sequence[EnvGroupBuilder]] = {}
-        times: Counter[int] = Counter()
+        occurrences: Counter[int] = Counter()
         groups = []
         for position in positions:
-            index, offset = divmod(position, self._size)
-            key = index, times[position]
+            index, offset = divmod(position, self._batch_size)
+            key = index, occurrences[position]
             if key not in batches:
                 batches[key] = self._batch(index)
-            times[position] += 1
+            occurrences[position] += 1
             groups.append(batches[key][offset])
         return groups
 
     def _batch(self, index: int) -> Sequence[EnvGroupBuilder]:
         batch = self.dataset.get_batch(index)
         is_last = index == len(self.dataset) - 1
-        if len(batch) != self._size and not (is_last and 0 < len(batch) < self._size):
+        if len(batch) != self._batch_size and not (is_last and 0 < len(batch) < self._batch_size):
             raise UserError(
                 f"batch {index} of {type(self.dataset).__name__} has {len(batch)} groups and "
-                f"batch 0 has {self._size}: groups can be rearranged only if every batch but the "
-                "last has the same size; leave groups_per_batch at the dataset's own, or give a "
+                f"batch 0 has {self._batch_size}: groups can be rearranged only if every batch but "
+                "the last has the same size; leave groups_per_batch at the dataset's own, or give a "
                 "dataset of equal batches"
             )
         return batch
@@ -207,16 +207,16 @@ class RebatchedRLDataset(RLDataset):
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
         """Return new builders for up to `groups_per_batch` groups."""
         _check_index(index, len(self))
-        first = index * self.groups_per_batch
+        start = index * self.groups_per_batch
         return self._groups.groups_at(
-            range(first, min(first + self.groups_per_batch, len(self._groups)))
+            range(start, min(start + self.groups_per_batch, len(self._groups)))
         )
 
     def __len__(self) -> int:
         return -(-len(self._groups) // self.groups_per_batch)
 
 
-def rebatched(dataset: RLDataset, groups_per_batch: int | None) -> RLDataset:
+def rebatch(dataset: RLDataset, groups_per_batch: int | None) -> RLDataset:
     """Return the dataset in batches of `groups_per_batch` groups; None = its own batches."""
     return dataset if groups_per_batch is None else RebatchedRLDataset(dataset, groups_per_batch)
 
@@ -247,13 +247,15 @@ class InterleavedRLDataset(RLDataset):
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
         """Return new builders for `groups_per_batch` groups of all sources, in a shuffled order."""
         _check_index(index, len(self))
-        first = index * self.groups_per_batch
-        positions = self._positions[first : first + self.groups_per_batch]
-        groups_of = []
-        for number, source in enumerate(self._sources):
-            ranks = [rank % len(source) for s, rank in positions if s == number]
-            groups_of.append(iter(source.groups_at(ranks)))
-        groups = [next(groups_of[source]) for source, _ in positions]
+        start = index * self.groups_per_batch
+        positions = self._positions[start : start + self.groups_per_batch]
+        iterators = []
+        for source_index, source in enumerate(self._sources):
+            source_indices = [
+                index_in_epoch % len(source) for s, index_in_epoch in positions if s == source_index
+            ]
+            iterators.append(iter(source.groups_at(source_indices)))
+        groups = [next(iterators[source]) for source, _ in positions]
         order = random.Random(f"{self.seed}:{index}").sample(range(len(groups)), len(groups))
         return [groups[position] for position in order]
 
@@ -264,15 +266,17 @@ class InterleavedRLDataset(RLDataset):
 class ConcatenatedRLDataset(RLDataset):
     """The batches of several datasets, one dataset after the other."""
 
-    def __init__(self, parts: Sequence[RLDataset]) -> None:
-        self.parts = parts
-        self._ends = list(accumulate(len(part) for part in parts))
+    def __init__(self, datasets: Sequence[RLDataset]) -> None:
+        self.datasets = datasets
+        self._ends = list(accumulate(len(dataset) for dataset in datasets))
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
-        """Return new builders for batch `index`, counted over all parts."""
+        """Return new builders for batch `index`, counted over all datasets."""
         _check_index(index, len(self))
-        part = bisect.bisect_right(self._ends, index)
-        return self.parts[part].get_batch(index - self._ends[part] + len(self.parts[part]))
+        dataset_index = bisect.bisect_right(self._ends, index)
+        return self.datasets[dataset_index].get_batch(
+            index - self._ends[dataset_index] + len(self.datasets[dataset_index])
+        )
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -300,28 +304,28 @@ class InterleavedRLDatasetBuilder(RLDatasetBuilder):
         """
         weights = [1.0] * len(self.sources) if self.weights is None else self.weights
         check_weights(self.sources, weights)
-        pairs = [await source() for source in self.sources]
-        tests = [test for _, test in pairs if test is not None]
+        train_and_test_sets = [await source() for source in self.sources]
+        test_sets = [test for _, test in train_and_test_sets if test is not None]
         train = InterleavedRLDataset(
-            [train for train, _ in pairs],
+            [train for train, _ in train_and_test_sets],
             weights,
             self.groups_per_batch,
             self.total_batches,
             self.seed,
         )
-        return train, ConcatenatedRLDataset(tests) if tests else None
+        return train, ConcatenatedRLDataset(test_sets) if test_sets else None
 
 
 def assign_positions(weights: Sequence[float], count: int) -> list[tuple[int, int]]:
     """Return (source, rank) for each of `count` positions. The rank is the number of earlier
     positions with the same source.
     """
-    counts = [0] * len(weights)
+    num_assigned = [0] * len(weights)
     positions = []
     for _ in range(count):
-        source = max(range(len(weights)), key=lambda s: weights[s] / (2 * counts[s] + 1))
-        positions.append((source, counts[source]))
-        counts[source] += 1
+        source = max(range(len(weights)), key=lambda s: weights[s] / (2 * num_assigned[s] + 1))
+        positions.append((source, num_assigned[source]))
+        num_assigned[source] += 1
     return positions
 
 

@@ -32,7 +32,7 @@ from planish.completers import StopCondition
 from planish.errors import UserError
 from planish.renderers import Message, Renderer
 from planish.rl.environments.conversation import Conversation
-from planish.rl.environments.message_turn import Outcome, Turn, log_turn
+from planish.rl.environments.message_turn import Turn, TurnOutcome, log_turn
 from planish.rl.limits import ParseErrorPolicy, RolloutLimits
 from planish.rl.rollout.single_rollout import validate_done
 from planish.rl.types import (
@@ -150,16 +150,16 @@ class EnvFromMessageEnv(Env):
 
     def __post_init__(self) -> None:
         self._check_limits()
-        self._turns = 0
+        self._num_turns = 0
         self._sampled_tokens = 0
-        self._unreadable_in_a_row = 0
-        self._own_stop: StopCondition | None = None
+        self._consecutive_unreadable = 0
+        self._env_stop_condition: StopCondition | None = None
 
     async def initial_observation(
         self,
     ) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
         """Return the first prompt, or an InitialObservationOverflow if it is too long."""
-        self._began = time.monotonic()
+        self._start_time = time.monotonic()
         messages = await self.message_env.initial_observation()
         self._conversation = Conversation(self.renderer, messages)
         with logtree.scope_header("Prompt"):
@@ -167,11 +167,11 @@ class EnvFromMessageEnv(Env):
         length = len(self._conversation.tokens)
         # If the environment needed all of the time for this prompt, return the prompt. The rollout
         # then ends the episode with ROLLOUT_TIMEOUT.
-        if self._overflows() or self._limit_reached() not in (None, StopReason.ROLLOUT_TIMEOUT):
+        if self._overflows() or self._reached_limit() not in (None, StopReason.ROLLOUT_TIMEOUT):
             limit = self.max_trajectory_tokens or self._limits.max_trajectory_tokens
             return InitialObservationOverflow(
                 reward=self.context_overflow_reward,
-                metrics={**_ending_metrics(StopReason.CONTEXT_OVERFLOW), "parse_error": 0.0},
+                metrics={**_stop_metrics(StopReason.CONTEXT_OVERFLOW), "parse_error": 0.0},
                 logs={
                     "initial_observation_overflow": f"the prompt has {length} tokens, and "
                     f"max_trajectory_tokens={limit} with "
@@ -185,37 +185,37 @@ class EnvFromMessageEnv(Env):
         """Parse the policy's tokens, pass the message to the environment, and return the reward and
         the next prompt.
         """
-        self._turns += 1
+        self._num_turns += 1
         self._sampled_tokens += len(action)
         parsed, termination = self.renderer.parse_response(action)
         turn = Turn(self._conversation.with_call_ids(parsed), list(action))
         prompt = self._conversation.tokens
         if extra is not None and extra.get("stop_reason") == "length":
-            outcome = await self._handle_cut_off(turn)
-        elif not termination.is_clean and self._own_stop is None:
+            outcome = await self._handle_truncated(turn)
+        elif not termination.is_clean and self._env_stop_condition is None:
             outcome = self._handle_malformed()
         elif self.parse_error_policy is not None and turn.is_unreadable:
             outcome = await self._handle_unreadable(turn, self.parse_error_policy)
         else:
-            self._unreadable_in_a_row = 0
+            self._consecutive_unreadable = 0
             outcome = await self._step_env(turn)
         outcome = await self._apply_limits(outcome)
-        self._own_stop = outcome.next_stop_condition
-        log_turn(self._turns, turn, outcome)
+        self._env_stop_condition = outcome.next_stop_condition
+        log_turn(self._num_turns, turn, outcome)
         return StepResult(
             reward=outcome.reward,
-            episode_done=outcome.stop is not None,
+            episode_done=outcome.stop_reason is not None,
             next_observation=ModelInput.from_ints(
-                self._conversation.tokens if outcome.stop is None else [*prompt, *action]
+                self._conversation.tokens if outcome.stop_reason is None else [*prompt, *action]
             ),
             next_stop_condition=outcome.next_stop_condition or self.renderer.get_stop_sequences(),
             metrics={
                 **outcome.metrics,
-                **_ending_metrics(outcome.stop),
+                **_stop_metrics(outcome.stop_reason),
                 "parse_error": float(outcome.is_parse_error),
             },
             logs=outcome.logs,
-            stop_reason=outcome.stop,
+            stop_reason=outcome.stop_reason,
             train_on_action=outcome.train_on_action,
         )
 
@@ -225,42 +225,44 @@ class EnvFromMessageEnv(Env):
         """
         return await self.message_env.stopped_by_limit(reason)
 
-    async def _handle_cut_off(self, turn: Turn) -> Outcome:
+    async def _handle_truncated(self, turn: Turn) -> TurnOutcome:
         messages = None
         if not self.terminate_on_length:
             messages = await self.message_env.observe_truncated_response(turn.message)
         if messages is None:
-            return Outcome(self.context_overflow_reward, StopReason.MAX_TOKENS)
+            return TurnOutcome(self.context_overflow_reward, StopReason.MAX_TOKENS)
         self._conversation.update(turn.message, turn.action, messages)
         logs: Logs = {"truncated_turn": "the answer was cut off; the episode continues after it"}
-        return Outcome(0.0, logs=logs, next_stop_condition=self._own_stop)
+        return TurnOutcome(0.0, logs=logs, next_stop_condition=self._env_stop_condition)
 
-    def _handle_malformed(self) -> Outcome:
+    def _handle_malformed(self) -> TurnOutcome:
         logs: Logs = {"parse_error": "the answer has no stop sequence"}
         policy = self.parse_error_policy
         if policy is not None:
-            return Outcome(
+            return TurnOutcome(
                 policy.terminal_reward,
                 StopReason.PARSE_ERROR,
                 logs=logs,
                 is_parse_error=True,
                 train_on_action=not policy.mask_error_turns,
             )
-        stop = StopReason.PARSE_ERROR if self.terminate_on_parse_error else None
-        return Outcome(self.failed_parse_reward, stop, logs=logs, is_parse_error=True)
+        stop_reason = StopReason.PARSE_ERROR if self.terminate_on_parse_error else None
+        return TurnOutcome(self.failed_parse_reward, stop_reason, logs=logs, is_parse_error=True)
 
-    async def _handle_unreadable(self, turn: Turn, policy: ParseErrorPolicy) -> Outcome:
-        self._unreadable_in_a_row += 1
+    async def _handle_unreadable(self, turn: Turn, policy: ParseErrorPolicy) -> TurnOutcome:
+        self._consecutive_unreadable += 1
         details = "\n".join(call["error"] for call in turn.message.get("unparsed_tool_calls", []))
-        outcome = Outcome(
+        outcome = TurnOutcome(
             0.0 - policy.penalty_per_error,
             logs={"parse_error": details},
             is_parse_error=True,
             train_on_action=not policy.mask_error_turns,
-            next_stop_condition=self._own_stop,
+            next_stop_condition=self._env_stop_condition,
         )
-        if self._unreadable_in_a_row > policy.max_consecutive:
-            return replace(outcome, reward=policy.terminal_reward, stop=StopReason.PARSE_ERROR)
+        if self._consecutive_unreadable > policy.max_consecutive:
+            return replace(
+                outcome, reward=policy.terminal_reward, stop_reason=StopReason.PARSE_ERROR
+            )
         reply: Message = {"role": "user", "content": policy.retry_message(details)}
         messages = await self.message_env.add_messages([turn.message, reply])
         if messages is None:
@@ -269,8 +271,8 @@ class EnvFromMessageEnv(Env):
             self._conversation.update(turn.message, turn.action, messages)
         return replace(outcome, replies=[reply])
 
-    async def _step_env(self, turn: Turn) -> Outcome:
-        clock = asyncio.timeout(self._limits.seconds_left(self._began))
+    async def _step_env(self, turn: Turn) -> TurnOutcome:
+        clock = asyncio.timeout(self._limits.seconds_left(self._start_time))
         self.message_env.timed_by(clock)
         try:
             async with clock:
@@ -279,46 +281,48 @@ class EnvFromMessageEnv(Env):
             if not clock.expired():
                 raise
             logs: Logs = {"rollout_timeout": "the environment was still processing the answer"}
-            return await self._stop_by_limit(Outcome(0.0, logs=logs), StopReason.ROLLOUT_TIMEOUT)
+            return await self._stop_by_limit(
+                TurnOutcome(0.0, logs=logs), StopReason.ROLLOUT_TIMEOUT
+            )
         name = f"{type(self.message_env).__name__}.step"
         if not isinstance(step, MessageStepResult):
             raise UserError(
-                f"{name} returned a {type(step).__name__} in turn {self._turns}; return a "
+                f"{name} returned a {type(step).__name__} in turn {self._num_turns}; return a "
                 "MessageStepResult"
             )
         replies = self._conversation.replies(turn.message, step.next_messages)
-        outcome = Outcome(
+        outcome = TurnOutcome(
             step.reward,
             metrics=step.metrics,
             logs=step.logs,
             next_stop_condition=step.next_stop_condition,
             replies=step.next_messages if replies is None else replies,
         )
-        if validate_done(step.episode_done, name, f" in turn {self._turns}"):
-            return replace(outcome, stop=step.stop_reason or StopReason.COMPLETED)
+        if validate_done(step.episode_done, name, f" in turn {self._num_turns}"):
+            return replace(outcome, stop_reason=step.stop_reason or StopReason.COMPLETED)
         self._conversation.update(turn.message, turn.action, step.next_messages)
         return outcome
 
-    async def _apply_limits(self, outcome: Outcome) -> Outcome:
+    async def _apply_limits(self, outcome: TurnOutcome) -> TurnOutcome:
         """Return the outcome of a turn, with a stop reason if a limit allows no further turn."""
-        if outcome.stop is not None:
+        if outcome.stop_reason is not None:
             return outcome
         if self._overflows():
             return replace(
                 outcome,
                 reward=self.context_overflow_reward,
-                stop=StopReason.CONTEXT_OVERFLOW,
+                stop_reason=StopReason.CONTEXT_OVERFLOW,
             )
-        reason = self._limit_reached()
+        reason = self._reached_limit()
         return outcome if reason is None else await self._stop_by_limit(outcome, reason)
 
-    async def _stop_by_limit(self, outcome: Outcome, reason: StopReason) -> Outcome:
+    async def _stop_by_limit(self, outcome: TurnOutcome, reason: StopReason) -> TurnOutcome:
         """Return the outcome of a turn that is the last one because of a limit."""
         reward, metrics = await self.message_env.stopped_by_limit(reason)
         return replace(
             outcome,
             reward=outcome.reward + reward,
-            stop=reason,
+            stop_reason=reason,
             metrics={**outcome.metrics, **metrics},
         )
 
@@ -326,12 +330,12 @@ class EnvFromMessageEnv(Env):
     def _limits(self) -> RolloutLimits:
         return self.rollout_limits or RolloutLimits()
 
-    def _limit_reached(self) -> StopReason | None:
+    def _reached_limit(self) -> StopReason | None:
         return self._limits.reached(
-            turns=self._turns,
+            turns=self._num_turns,
             trajectory_tokens=len(self._conversation.tokens),
             sampled_tokens=self._sampled_tokens,
-            seconds=time.monotonic() - self._began,
+            seconds=time.monotonic() - self._start_time,
         )
 
     def _overflows(self) -> bool:
@@ -345,18 +349,20 @@ class EnvFromMessageEnv(Env):
     def _check_limits(self) -> None:
         if self._limits.max_tool_calls is not None:
             self.message_env.limit_tool_calls(self._limits.max_tool_calls)
-        asks_again = not self.terminate_on_parse_error and self.parse_error_policy is None
-        if (asks_again or not self.terminate_on_length) and not self._limits.bounds_turns:
-            option = "terminate_on_parse_error" if asks_again else "terminate_on_length"
+        retries_malformed = not self.terminate_on_parse_error and self.parse_error_policy is None
+        if (
+            retries_malformed or not self.terminate_on_length
+        ) and not self._limits.ends_every_episode:
+            option = "terminate_on_parse_error" if retries_malformed else "terminate_on_length"
             raise UserError(
                 f"{option}=False may continue forever; give rollout_limits with max_turns, "
                 "max_sampled_tokens or rollout_timeout_seconds"
             )
 
 
-def _ending_metrics(stop: StopReason | None) -> Metrics:
+def _stop_metrics(stop_reason: StopReason | None) -> Metrics:
     """Return the metrics max_tokens_reached and context_overflow of a turn."""
     return {
-        "max_tokens_reached": float(stop is StopReason.MAX_TOKENS),
-        "context_overflow": float(stop is StopReason.CONTEXT_OVERFLOW),
+        "max_tokens_reached": float(stop_reason is StopReason.MAX_TOKENS),
+        "context_overflow": float(stop_reason is StopReason.CONTEXT_OVERFLOW),
     }

@@ -23,11 +23,11 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TurnOutcome:
     """The result of a turn."""
 
     reward: float
-    stop: StopReason | None = None
+    stop_reason: StopReason | None = None
     """Why the episode ends here; None = it continues."""
     metrics: Metrics = field(default_factory=dict)
     logs: Logs = field(default_factory=dict)
@@ -40,9 +40,9 @@ class Outcome:
     """
 
 
-def log_turn(number: int, turn: Turn, outcome: Outcome) -> None:
+def log_turn(number: int, turn: Turn, outcome: TurnOutcome) -> None:
     """Write a turn to the log tree."""
-    ends = {} if outcome.stop is None else {"stop_reason": outcome.stop}
+    ends = {} if outcome.stop_reason is None else {"stop_reason": outcome.stop_reason}
     with logtree.scope_header(f"Turn {number}"):
         logtree.conversation([turn.message, *outcome.replies])
         logtree.table_from_dict(

@@ -10,7 +10,7 @@ import chz
 
 from planish.renderers import Renderer
 from planish.rl.environments.datasets import (
-    BATCHES,
+    DEFAULT_NUM_BATCHES,
     GeneratedDataset,
     ProblemDataset,
     evaluation_dataset,
@@ -71,7 +71,7 @@ class ProblemDatasetBuilder(RLDatasetBuilder):
         )
 
     def generated(
-        self, sample_problem: Callable[[random.Random], Any], batches: int = BATCHES
+        self, sample_problem: Callable[[random.Random], Any], batches: int = DEFAULT_NUM_BATCHES
     ) -> GeneratedDataset:
         """Return the training set of problems that `sample_problem` makes, given a generator."""
 

@@ -32,7 +32,7 @@ from planish.rl.types import (
 from planish.types import ModelInput
 
 
-def only_step(
+def final_step(
     renderer: Renderer,
     reward: float,
     extra: ActionExtra | None,
@@ -98,12 +98,12 @@ class ProblemEnv(Env):
         """Grade the answer and end the episode."""
         message, termination = self.renderer.parse_response(action)
         text = get_text_content(message)
-        strict = self.require_stop_sequence_for_format
-        ended = termination.is_stop_sequence if strict else termination.is_clean
-        form = float(ended and self._is_true("check_format", self.check_format(text)))
+        needs_stop_sequence = self.require_stop_sequence_for_format
+        has_ended = termination.is_stop_sequence if needs_stop_sequence else termination.is_clean
+        format_score = float(has_ended and self._is_true("check_format", self.check_format(text)))
         verdict = await self._grade(text)
         correct = float(bool(verdict))
-        reward = self.format_coef * (form - 1.0) + correct
+        reward = self.format_coef * (format_score - 1.0) + correct
         with logtree.scope_header("Prompt"):
             logtree.conversation(self._messages())
         with logtree.scope_header("Policy Response"):
@@ -112,14 +112,14 @@ class ProblemEnv(Env):
             logtree.table_from_dict(
                 {
                     "reference_answer": self.get_reference_answer(),
-                    "format_valid": bool(form),
+                    "format_valid": bool(format_score),
                     "correct": "not judged" if verdict is None else verdict,
                     "format_coef": self.format_coef,
                     "reward": reward,
                 }
             )
-        metrics = {"format": form, "correct": correct, "unjudged": float(verdict is None)}
-        return only_step(self.renderer, reward, extra, metrics)
+        metrics = {"format": format_score, "correct": correct, "unjudged": float(verdict is None)}
+        return final_step(self.renderer, reward, extra, metrics)
 
     async def _grade(self, text: str) -> bool | None:
         """Return whether the answer is right; None if the grader cannot judge it."""

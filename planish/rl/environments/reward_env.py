@@ -23,7 +23,7 @@ from planish.datasets.rows import has_split, located_rows
 from planish.errors import UserError
 from planish.renderers import Message, Renderer, get_text_content
 from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
-from planish.rl.environments.problem_env import only_step
+from planish.rl.environments.problem_env import final_step
 from planish.rl.rollout.single_rollout import validate_reward
 from planish.rl.types import (
     Action,
@@ -60,28 +60,28 @@ class RewardEnv(Env):
         that is not a number, and NonFiniteError for one that is not finite.
         """
         message, termination = self.renderer.parse_response(action)
-        given = self.reward(get_text_content(message), self.row)
-        parts = await given if inspect.isawaitable(given) else given
+        returned = self.reward(get_text_content(message), self.row)
+        result = await returned if inspect.isawaitable(returned) else returned
         name = getattr(self.reward, "__name__", "the reward function")
         metrics = {"ended": float(termination.is_clean)}
-        if isinstance(parts, Mapping):
-            checked = {
-                str(key): validate_reward(value, f"{name}, {key}") for key, value in parts.items()
+        if isinstance(result, Mapping):
+            components = {
+                str(key): validate_reward(value, f"{name}, {key}") for key, value in result.items()
             }
-            if "ended" in checked:
+            if "ended" in components:
                 raise UserError(
                     f"{name} returned a part 'ended', which is already the name of a metric; "
                     "rename it"
                 )
-            metrics |= checked
-            reward = validate_reward(sum(checked.values()), name)
+            metrics |= components
+            reward = validate_reward(sum(components.values()), name)
         else:
-            reward = validate_reward(parts, name)
+            reward = validate_reward(result, name)
         with logtree.scope_header("Conversation"):
             logtree.conversation([*self.messages, message])
         with logtree.scope_header("Reward"):
             logtree.table_from_dict({**metrics, "reward": reward})
-        return only_step(self.renderer, reward, extra, metrics)
+        return final_step(self.renderer, reward, extra, metrics)
 
 
 @chz.chz

@@ -75,7 +75,7 @@ class PlayerEnv(Env):
 
     def __init__(self, renderer: Renderer, player: Player, forfeit_reward: float = -1.0) -> None:
         self.player = player
-        self._tokens = EnvFromMessageEnv(
+        self._token_env = EnvFromMessageEnv(
             renderer,
             player,
             failed_parse_reward=forfeit_reward,
@@ -92,13 +92,13 @@ class PlayerEnv(Env):
         result = self.player.result()
         if result is not None:
             return InitialObservationOverflow(result)
-        return await self._tokens.initial_observation()
+        return await self._token_env.initial_observation()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         """Apply the player's answer. If the episode ends before the game is over, the player
         forfeits the game.
         """
-        result = await self._tokens.step(action, extra=extra)
+        result = await self._token_env.step(action, extra=extra)
         if result.episode_done:
             self.player.forfeit()
         return result

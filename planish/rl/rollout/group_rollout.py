@@ -57,11 +57,11 @@ class GroupRun:
 
     def __post_init__(self) -> None:
         self.rules = self.strategy.rules(1)
-        self._size: int | None = None
-        self._successful = 0
-        self._left_out = 0
-        self._retried = 0
-        self._making = asyncio.Lock()
+        self._group_size: int | None = None
+        self._num_successful = 0
+        self._num_left_out = 0
+        self._num_retries = 0
+        self._make_envs_lock = asyncio.Lock()
 
     async def run(self) -> list[FinishedRollout]:
         """Return the finished rollouts in the order of the environments. If too few rollouts
@@ -96,11 +96,11 @@ class GroupRun:
                 finished = await self._attempt(index, env, attempt)
             except Exception as error:
                 if not self._use_retry(
-                    error, is_needed=self._successful < self.rules.min_successful
+                    error, is_needed=self._num_successful < self.rules.min_successful
                 ):
                     return self._leave_out(error)
             else:
-                self._successful += 1
+                self._num_successful += 1
                 return finished
         raise AssertionError("unreachable: the count of attempts never ends")
 
@@ -140,35 +140,35 @@ class GroupRun:
     async def _make_envs(self) -> Sequence[Env]:
         """Return new environments. Raise UserError if their number differs from the first call."""
         with error_context("make_envs", self.builder):
-            async with self._making:
+            async with self._make_envs_lock:
                 envs = await self.builder.make_envs()
         name = f"make_envs of {type(self.builder).__qualname__}"
         if not envs:
             raise UserError(f"{name} returned no environments; return at least one")
-        if self._size is not None and len(envs) != self._size:
+        if self._group_size is not None and len(envs) != self._group_size:
             raise UserError(
-                f"{name} returned {len(envs)} environments, and {self._size} before; return the "
-                "same number each time"
+                f"{name} returned {len(envs)} environments, and {self._group_size} before; return "
+                "the same number each time"
             )
-        self._size = len(envs)
+        self._group_size = len(envs)
         return envs
 
     def _use_retry(self, error: Exception, *, is_needed: bool = True) -> bool:
         """Record a failure, and return whether to retry. If so, one retry is used up."""
         self.failures.append(RolloutError(type(error).__name__, str(error)))
-        if not is_needed or not is_retryable(error) or self._retried == self.rules.retries:
+        if not is_needed or not is_retryable(error) or self._num_retries == self.rules.retries:
             return False
-        self._retried += 1
-        logger.info("retry %d of %d after %r", self._retried, self.rules.retries, error)
+        self._num_retries += 1
+        logger.info("retry %d of %d after %r", self._num_retries, self.rules.retries, error)
         return True
 
     def _leave_out(self, error: Exception) -> None:
         """Leave a failed trajectory out, or raise its error if too few would remain."""
-        self._left_out += 1
-        assert self._size is not None
+        self._num_left_out += 1
+        assert self._group_size is not None
         if (
             isinstance(error, EngineClosedError)
-            or self._size - self._left_out < self.rules.min_successful
+            or self._group_size - self._num_left_out < self.rules.min_successful
         ):
             raise error
 
@@ -191,15 +191,15 @@ def describe(builder: EnvGroupBuilder) -> str:
 
 
 @contextmanager
-def error_context(place: str, builder: EnvGroupBuilder) -> Iterator[None]:
-    """Add a note with `place` and the group to errors of the block. A SystemExit becomes a
+def error_context(where: str, builder: EnvGroupBuilder) -> Iterator[None]:
+    """Add a note with `where` and the group to errors of the block. A SystemExit becomes a
     RuntimeError, as does a CancelledError if this task was not cancelled (`exits_as_errors`).
     """
     try:
         with exits_as_errors():
             yield
     except Exception as error:
-        error.add_note(f"in {place} of {describe(builder)}")
+        error.add_note(f"in {where} of {describe(builder)}")
         raise
 
 

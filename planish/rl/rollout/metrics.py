@@ -21,28 +21,32 @@ def environment_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
     """
     if not groups_P:
         return {}
-    tagged: dict[str, list[GroupRollout]] = defaultdict(list)
+    groups_by_tag: dict[str, list[GroupRollout]] = defaultdict(list)
     for group in groups_P:
         for tag in dict.fromkeys(group.tags):
-            tagged[tag].append(group)
-    by_tag = tagged if any(len(groups) < len(groups_P) for groups in tagged.values()) else {}
-    parts = {**by_tag, "all": groups_P}
+            groups_by_tag[tag].append(group)
+    reported_tags = (
+        groups_by_tag
+        if any(len(groups) < len(groups_P) for groups in groups_by_tag.values())
+        else {}
+    )
+    groups_by_name = {**reported_tags, "all": groups_P}
     return {
         f"env/{tag}/{name}": value
-        for tag, groups in parts.items()
-        for name, value in _metrics_of(groups).items()
+        for tag, groups in groups_by_name.items()
+        for name, value in _group_metrics(groups).items()
     }
 
 
-def _metrics_of(groups_P: Sequence[GroupRollout]) -> Metrics:
+def _group_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
     turns = _turns(groups_P)
-    own = _means(
+    means = _means(
         [
             *(turn.metrics for turn in turns),
             *(m for group in groups_P for m in group.group.metrics_G),
         ]
     )
-    return own | group_metrics(
+    return means | group_metrics(
         [group.group.get_total_rewards() for group in groups_P],
         num_turns=len(turns),
         action_tokens=sum(len(turn.ac.tokens) for turn in turns),
@@ -51,10 +55,10 @@ def _metrics_of(groups_P: Sequence[GroupRollout]) -> Metrics:
     )
 
 
-def _means(dictionaries: Iterable[Metrics]) -> Metrics:
+def _means(metric_dicts: Iterable[Metrics]) -> Metrics:
     """Return for each name its mean over the dictionaries that have it."""
     values: dict[str, list[float]] = defaultdict(list)
-    for metrics in dictionaries:
+    for metrics in metric_dicts:
         for name, value in metrics.items():
             values[name].append(value)
     return {name: mean(values[name]) for name in sorted(values)}
@@ -64,11 +68,11 @@ def sampling_entropy(data_D: Sequence[TrainingSequence]) -> Metrics:
     """Return optim/entropy, the mean of -logprob over the trained tokens, in nats; {} without such
     tokens.
     """
-    tokens = sum(float(sequence.mask_N.sum()) for sequence in data_D)
-    if tokens == 0:
+    num_tokens = sum(float(sequence.mask_N.sum()) for sequence in data_D)
+    if num_tokens == 0:
         return {}
     total = sum(float((sequence.logprobs_N * sequence.mask_N).sum()) for sequence in data_D)
-    return {"optim/entropy": -total / tokens}
+    return {"optim/entropy": -total / num_tokens}
 
 
 def staleness(groups_P: Sequence[GroupRollout], step: int) -> Metrics:
@@ -78,11 +82,11 @@ def staleness(groups_P: Sequence[GroupRollout], step: int) -> Metrics:
     steps = [group.sampler_step for group in groups_P if group.sampler_step is not None]
     if not steps:
         return {}
-    lags = [step - sampler_step for sampler_step in steps]
+    stalenesses = [step - sampler_step for sampler_step in steps]
     return {
         "training_client/step": step,
         **_max_min_mean("sampling_client/step", steps),
-        **_max_min_mean("async/staleness", lags),
+        **_max_min_mean("async/staleness", stalenesses),
     }
 
 
@@ -104,11 +108,11 @@ def token_counts(groups_P: Sequence[GroupRollout]) -> dict[str, int]:
     prefix) and "prefill_uncached" (the other prompt tokens).
     """
     turns = _turns(groups_P)
-    cached = sum(turn.ac.prompt_cache_hit_tokens for turn in turns)
+    num_cached = sum(turn.ac.prompt_cache_hit_tokens for turn in turns)
     return {
         "sampled": sum(len(turn.ac.tokens) for turn in turns),
-        "prefill_cached": cached,
-        "prefill_uncached": sum(turn.ob.length for turn in turns) - cached,
+        "prefill_cached": num_cached,
+        "prefill_uncached": sum(turn.ob.length for turn in turns) - num_cached,
     }
 
 

@@ -25,7 +25,7 @@ class Answer:
 
 
 @dataclass(eq=False)
-class AnswersAsTokens(TokenCompleter):
+class TextPolicy(TokenCompleter):
     """A policy whose answers are texts. They are tokenised, and each token has the logprob -1."""
 
     tokenizer: ModelTokenizer
@@ -58,7 +58,7 @@ class AnswersAsTokens(TokenCompleter):
         return TokensWithLogprobs(tokens, [-1.0] * len(tokens), "length" if was_cut_off else "stop")
 
 
-class ScriptedPolicy(AnswersAsTokens):
+class ScriptedPolicy(TextPolicy):
     """A policy that returns given answers in order. A call after the last answer raises
     UserError.
     """
@@ -81,7 +81,7 @@ class ScriptedPolicy(AnswersAsTokens):
 
 
 @dataclass(frozen=True)
-class FirstEnv(WrappedGroup):
+class FirstEnvOnly(WrappedGroup):
     """A group with only the first environment of another group."""
 
     async def make_envs(self) -> Sequence[Env]:
@@ -95,9 +95,10 @@ def play(
     """Roll out one group with given answers and grade it as in training.
 
     The environments of a group run concurrently, and each answer goes to the environment that asks
-    next. `FirstEnv(builder)` has the first environment only. `tokenizer` is that of the renderer.
-    Errors of the environment are raised unchanged; too few answers raise UserError. In a running
-    event loop, await `do_group_rollout(builder, ScriptedPolicy(tokenizer, answers))` instead.
+    next. `FirstEnvOnly(builder)` has the first environment only. `tokenizer` is that of the
+    renderer. Errors of the environment are raised unchanged; too few answers raise UserError. In a
+    running event loop, await `do_group_rollout(builder, ScriptedPolicy(tokenizer, answers))`
+    instead.
     """
     group = asyncio.run(do_group_rollout(builder, ScriptedPolicy(tokenizer, answers)))
     assert group is not None, "FailFast, the default strategy, drops no group"

@@ -82,9 +82,9 @@ async def do_group_rollout(
     run = GroupRun(builder, policy, strategy or FailFast(), seed, on_turn)
     try:
         async with cleanup_after(builder, run.rules):
-            finished_G = await run.run()
+            rollouts_G = await run.run()
             grades_G = await run.retry(
-                lambda: grade_group(builder, finished_G, termination or TerminationRewardPolicy())
+                lambda: grade_group(builder, rollouts_G, termination or TerminationRewardPolicy())
             )
     except Exception as error:
         if not run.rules.drops_group or not is_retryable(error):
@@ -95,7 +95,7 @@ async def do_group_rollout(
         if failures is not None:
             failures += run.failures
     return TrajectoryGroup(
-        [finished.trajectory for finished in finished_G],
+        [finished.trajectory for finished in rollouts_G],
         [reward for reward, _ in grades_G],
         [metrics for _, metrics in grades_G],
         run.failures,
@@ -104,34 +104,34 @@ async def do_group_rollout(
 
 async def grade_group(
     builder: EnvGroupBuilder,
-    finished_G: list[FinishedRollout],
+    rollouts_G: list[FinishedRollout],
     termination: TerminationRewardPolicy,
 ) -> list[Grade]:
     """Return the group reward and metrics of each trajectory, clamped by `termination`."""
     skipped_G = [
-        termination.skips_grading(finished.trajectory.stop_reason) for finished in finished_G
+        termination.skips_grading(finished.trajectory.stop_reason) for finished in rollouts_G
     ]
     graded_G = [
         finished
-        for finished, is_skipped in zip(finished_G, skipped_G, strict=True)
+        for finished, is_skipped in zip(rollouts_G, skipped_G, strict=True)
         if not is_skipped
     ]
     grades: list[Grade] = []
     if graded_G:
         with error_context("compute_group_rewards", builder):
             async with time_limit("grader_timeout_seconds", termination.grader_timeout_seconds):
-                given = await builder.compute_group_rewards(
+                returned = await builder.compute_group_rewards(
                     [finished.trajectory for finished in graded_G],
                     [finished.env for finished in graded_G],
                 )
-        grades = validate_grades(given, builder, len(graded_G))
-    remaining = iter(grades)
+        grades = validate_grades(returned, builder, len(graded_G))
+    remaining_grades = iter(grades)
     grades_G: list[Grade] = [
-        (0.0, {}) if is_skipped else next(remaining) for is_skipped in skipped_G
+        (0.0, {}) if is_skipped else next(remaining_grades) for is_skipped in skipped_G
     ]
     return [
         clamp_reward(grade, finished, termination)
-        for grade, finished in zip(grades_G, finished_G, strict=True)
+        for grade, finished in zip(grades_G, rollouts_G, strict=True)
     ]
 
 
@@ -144,29 +144,31 @@ def clamp_reward(
     reward, metrics = grade
     trajectory = finished.trajectory
     total = trajectory.step_rewards + reward
-    allowed = termination.clamp(total, trajectory.stop_reason)
-    return (reward if allowed == total else allowed - trajectory.step_rewards), metrics
+    clamped_total = termination.clamp(total, trajectory.stop_reason)
+    return (reward if clamped_total == total else clamped_total - trajectory.step_rewards), metrics
 
 
-def validate_grades(given: Any, builder: EnvGroupBuilder, size: int) -> list[Grade]:
+def validate_grades(returned: Any, builder: EnvGroupBuilder, size: int) -> list[Grade]:
     """Return the result of `compute_group_rewards` as grades. Raises UserError unless there is one
     (reward, metrics) for each of `size` trajectories, and NonFiniteError for a reward that is not
     finite.
     """
     name = f"compute_group_rewards of {type(builder).__qualname__}"
-    wanted = "return one (reward, metrics) for each trajectory"
-    if not isinstance(given, list | tuple):
-        raise UserError(f"{name} returned a {type(given).__name__}; {wanted}, as a list")
-    if len(given) != size:
-        raise UserError(f"{name} returned {len(given)} rewards for {size} trajectories; {wanted}")
+    remedy = "return one (reward, metrics) for each trajectory"
+    if not isinstance(returned, list | tuple):
+        raise UserError(f"{name} returned a {type(returned).__name__}; {remedy}, as a list")
+    if len(returned) != size:
+        raise UserError(
+            f"{name} returned {len(returned)} rewards for {size} trajectories; {remedy}"
+        )
     grades: list[Grade] = []
-    for index, grade in enumerate(given):
+    for index, grade in enumerate(returned):
         if (
             not isinstance(grade, list | tuple)
             or len(grade) != 2
             or not isinstance(grade[1], Mapping)
         ):
-            raise UserError(f"{name} returned {grade!r} for trajectory {index}; {wanted}")
+            raise UserError(f"{name} returned {grade!r} for trajectory {index}; {remedy}")
         try:
             reward = float(grade[0])
         except (TypeError, ValueError):
@@ -198,8 +200,10 @@ async def cleanup_after(builder: EnvGroupBuilder, rules: FailureRules) -> AsyncI
     except BaseException as error:
         try:
             await run_uncancelled(cleanup())
-        except Exception as another:
-            logger.warning("cleanup of %s failed: %r, after %r", describe(builder), another, error)
+        except Exception as cleanup_error:
+            logger.warning(
+                "cleanup of %s failed: %r, after %r", describe(builder), cleanup_error, error
+            )
         raise
     try:
         await run_uncancelled(cleanup())

@@ -5,7 +5,7 @@ the last turn. The metric of the actual reason is 1 and the others are 0, so the
 fractions of the episodes. The rollout also applies the `rollout_limits` of the environment that
 concern calls of the policy. The environment has to apply the other limits itself.
 
-* `RolloutLimits.turn_tokens` limits the tokens of each answer.
+* `RolloutLimits.max_answer_tokens` limits the tokens of each answer.
 * `sampling_turn_timeout_seconds`: a policy that takes longer for an answer fails with TimeoutError.
 * `rollout_timeout_seconds` ends the episode, even while the policy samples. The incomplete answer
   is lost and the turns before it are kept. If the environment has a method
@@ -51,21 +51,24 @@ async def do_single_rollout(
 ) -> Trajectory:
     """Roll out one episode. Errors of the environment and the policy are raised unchanged."""
     turns = PolicyTurns(policy, getattr(env, "rollout_limits", None))
-    first = await env.initial_observation()
-    if isinstance(first, InitialObservationOverflow):
+    initial = await env.initial_observation()
+    if isinstance(initial, InitialObservationOverflow):
         name = f"{type(env).__name__}.initial_observation"
-        reward, metrics = validate_reward(first.reward, name), checked_metrics(first.metrics, name)
-        end = transition_without_action(
-            ModelInput.empty(), reward, StopReason.CONTEXT_OVERFLOW, metrics, first.logs
+        reward, metrics = (
+            validate_reward(initial.reward, name),
+            checked_metrics(initial.metrics, name),
         )
-        return Trajectory([end], ModelInput.empty(), StopReason.CONTEXT_OVERFLOW)
-    if not isinstance(first, tuple) or len(first) != 2:
+        last_turn = transition_without_action(
+            ModelInput.empty(), reward, StopReason.CONTEXT_OVERFLOW, metrics, initial.logs
+        )
+        return Trajectory([last_turn], ModelInput.empty(), StopReason.CONTEXT_OVERFLOW)
+    if not isinstance(initial, tuple) or len(initial) != 2:
         raise UserError(
-            f"{type(env).__name__}.initial_observation returned a {type(first).__name__}; return "
+            f"{type(env).__name__}.initial_observation returned a {type(initial).__name__}; return "
             "(ModelInput, stop), or wrap an environment of messages in "
             "EnvFromMessageEnv(renderer, env)"
         )
-    observation, stop = first
+    observation, stop = initial
     check_observation(
         observation, f"{type(env).__name__}.initial_observation returned a prompt that"
     )
@@ -100,7 +103,7 @@ class PolicyTurns:
 
     def __post_init__(self) -> None:
         self._sampled_tokens = 0
-        self._began = time.monotonic()
+        self._start_time = time.monotonic()
 
     async def answer(
         self, observation: Observation, stop: StopCondition
@@ -108,10 +111,10 @@ class PolicyTurns:
         """Return the policy's next action; None if `rollout_timeout_seconds` is over."""
         if self.limits is None:
             return await self.policy(observation, stop)
-        seconds_left = self.limits.seconds_left(self._began)
+        seconds_left = self.limits.seconds_left(self._start_time)
         if seconds_left is not None and seconds_left <= 0:
             return None
-        max_tokens = self.limits.turn_tokens(observation.length, self._sampled_tokens)
+        max_tokens = self.limits.max_answer_tokens(observation.length, self._sampled_tokens)
         options = {} if max_tokens is None else {"max_tokens": max_tokens}
         episode = asyncio.timeout(seconds_left)
         turn = asyncio.timeout(self.limits.sampling_turn_timeout_seconds)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import chz
 
 from planish.errors import UserError
-from planish.rl.field_checks import field_check, is_finite, is_whole
+from planish.rl.field_checks import field_validator, is_finite, is_whole
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,11 @@ class RolloutStrategy(ABC):
         """Return the rules for a group of `group_size` trajectories."""
 
 
-_count = field_check(lambda value: is_whole(value, 0), "a whole number, 0 or more")
-_seconds = field_check(lambda value: is_finite(value) and value >= 0, "seconds, or 0 for no limit")
-_at_least_one = field_check(
+_retry_count = field_validator(lambda value: is_whole(value, 0), "a whole number, 0 or more")
+_seconds = field_validator(
+    lambda value: is_finite(value) and value >= 0, "seconds, or 0 for no limit"
+)
+_optional_count = field_validator(
     lambda value: value is None or is_whole(value, 1),
     "a whole number of at least 1, or None for three quarters of the group",
 )
@@ -83,7 +85,9 @@ class RetryOptions:
     """How often and when a rollout is retried."""
 
     max_retries: int = chz.field(
-        default=3, validator=_count, doc="number of failed rollouts of a group that are retried"
+        default=3,
+        validator=_retry_count,
+        doc="number of failed rollouts of a group that are retried",
     )
     per_rollout_timeout: float = chz.field(
         default=0,
@@ -116,20 +120,20 @@ class MinViableGroup(RetryOptions, RolloutStrategy):
 
     min_successful: int | None = chz.field(
         default=None,
-        validator=_at_least_one,
+        validator=_optional_count,
         doc="minimum number of successful trajectories in a group; none = three quarters, rounded "
         "up",
     )
 
     def rules(self, group_size: int) -> FailureRules:
         """Return rules that require `min_successful` trajectories, at most `group_size`."""
-        wanted = (
+        min_successful = (
             math.ceil(0.75 * group_size) if self.min_successful is None else self.min_successful
         )
         return FailureRules(
             self.max_retries,
             self.per_rollout_timeout or None,
-            min(wanted, group_size),
+            min(min_successful, group_size),
             drops_group=True,
         )
 

@@ -104,7 +104,7 @@ class RolloutPool:
         `planish.rl.rollout.rollouts.do_group_rollout`.
         """
         strategy = strategy or FailFast()
-        task = pickled(RolloutTask(builder, strategy, termination), builder)
+        task = pickle_task(RolloutTask(builder, strategy, termination), builder)
         logs = current_log_node()
         rules = strategy.rules(1)
         failures = [] if failures is None else failures
@@ -158,14 +158,14 @@ def current_log_node() -> Node | None:
     return nodes[0] if nodes else None
 
 
-def pickled(task: RolloutTask, builder: EnvGroupBuilder) -> bytes:
+def pickle_task(task: RolloutTask, builder: EnvGroupBuilder) -> bytes:
     """Return the pickled task. If the builder cannot be pickled, raise a UserError that names the
     part that cannot.
     """
     try:
         return pickle.dumps(task)
     except Exception as error:
-        culprit = unpicklable_part(builder, type(builder).__qualname__)
+        culprit = unpicklable_attribute(builder, type(builder).__qualname__)
         where = "" if culprit is None else f" because of {culprit}"
         raise UserError(
             f"{type(builder).__qualname__} cannot be sent to a rollout process{where}: {error}; a "
@@ -174,14 +174,14 @@ def pickled(task: RolloutTask, builder: EnvGroupBuilder) -> bytes:
         ) from error
 
 
-def unpicklable_part(value: Any, name: str, seen: frozenset[int] = frozenset()) -> str | None:
+def unpicklable_attribute(value: Any, name: str, seen: frozenset[int] = frozenset()) -> str | None:
     """Return the path of the innermost attribute or item of `value` that cannot be pickled; None
     if `value` can be pickled. `name` is the path of `value` itself.
     """
     if id(value) in seen or can_be_pickled(value):
         return None
-    for part, inner in parts_of(value, name):
-        found = unpicklable_part(inner, part, seen | {id(value)})
+    for part, inner in attributes_and_items(value, name):
+        found = unpicklable_attribute(inner, part, seen | {id(value)})
         if found is not None:
             return found
     return name
@@ -196,7 +196,7 @@ def can_be_pickled(value: Any) -> bool:
     return True
 
 
-def parts_of(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def attributes_and_items(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield (path, value) for each attribute or item of `value`."""
     if isinstance(value, partial):
         yield from (
