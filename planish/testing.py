@@ -207,7 +207,8 @@ def tiny_model(
     if family in ("qwen3_5", "qwen3_5_moe"):
         rope = {"partial_rotary_factor": 0.25, **rope}
     if family == "phi3" and "original_max_position_embeddings" in rope:
-        # transformers prefers the field outside of rope_parameters, which has a default.
+        # transformers prefers the config's own field, which has a default, to the one in
+        # rope_parameters.
         options["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     if family in ("gemma3", "olmo3"):
         local = {"rope_type": "default", "rope_theta": local_theta}
@@ -266,8 +267,8 @@ def tiny_model(
 def _hub_tensors(
     family: str, name: str, tensor: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a tensor of transformers under the names of files on the hub, where each expert of
-    Qwen3 has tensors of its own.
+    """Yield a tensor under the name, or the names, that it has in checkpoints on the hub. There
+    each expert of Qwen3 has tensors of its own.
     """
     layer, separator, part = name.rpartition(".experts.")
     if not separator or family != "qwen3_moe":
@@ -315,7 +316,7 @@ def use_fp8(
             tensors[name] = tensor
             continue
         height, width = block or tensor.shape
-        # Channels have one scale for all inputs.
+        # With one scale per output channel, a block is as wide as the weight.
         width = min(width, tensor.shape[1])
         rows, columns = (
             -(-size // part) for size, part in zip(tensor.shape, (height, width), strict=True)

@@ -364,7 +364,9 @@ def _set_sampler_info(
 
 
 def _checkpoints(page: Fields) -> list[Checkpoint]:
-    """Return the checkpoints of a page, except external ones, which clients cannot load."""
+    """Return the checkpoints of a page, except those of type `external`. They are made for
+    downloads, and clients cannot load them.
+    """
     return [
         checkpoint_from_json(fields)
         for fields in page.objects("checkpoints")

@@ -6,9 +6,9 @@ A dataset is named in one of three ways:
     directory    with train and test files: train.jsonl, test.jsonl, or parquet
     file         one JSONL or parquet file, which is the train split
 
-A directory may also have the layout of a hub dataset: files in `data`, or in one folder for each
-configuration, which "DIRECTORY:CONFIG" names. Rows of a hub dataset are read from disk on access;
-rows of files are held in memory.
+A directory may also have the layout of a hub dataset: its files are in `data`, or each
+configuration has a folder. "DIRECTORY:CONFIG" chooses a configuration. Rows of a hub dataset are
+read from disk on access; rows of files are held in memory.
 """
 
 import json
@@ -246,8 +246,9 @@ def hold_out(
 ) -> tuple[list[int], list[int]]:
     """Return the positions of the problems for training and of those for evaluation, in order.
 
-    `eval_problems` random ones of `total` problems are held out of training. UserError if none
-    would be left; `source` says in the message why there are no test data.
+    `eval_problems` random ones of `total` problems are held out of training. Raise
+    UserError if no training problem would be left. `source` is the part of the message that says
+    why problems are held out.
     """
     if eval_problems >= total:
         raise UserError(

@@ -1,9 +1,11 @@
 """Off-policy distillation: the student learns a teacher's distribution at every token of given
 conversations.
 
-    loss = -sum over learned tokens, and over the teacher's `topk` likeliest tokens there, of w p_teacher log p_student
+    loss = -sum over learned tokens, and over the teacher's `topk` likeliest tokens there,
+           of w p_teacher log p_student
 
-p_teacher is normalised to sum to 1 over the `topk` tokens (planish/distillation/soft_targets.py).
+w is the weight of the learned token. p_teacher is normalised to sum to 1 over the `topk` tokens
+(planish/distillation/soft_targets.py).
 Up to a constant, the loss is the forward KL divergence from this truncated distribution to the
 student (Hinton et al. 2015; Agarwal et al. 2023).
 

@@ -3,8 +3,8 @@
     python -m planish.doctor.preparation DEVICE [DIRECTORY]
 
 The process compiles and tests the kernels that this machine has not tested yet. For the base model
-in DIRECTORY it also determines the numerics, which includes a probe of this machine's matmuls. It
-prints a `PreparationResult` as JSON.
+in DIRECTORY it also determines the dtype, the kernels and the batch invariance (`Numerics`). This
+includes a probe of this machine's matmuls. The process prints a `PreparationResult` as JSON.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m planish.recipes.rl_loop                  the default model, GSM8K from the hub
     python -m planish.recipes.rl_loop dataset=DIR      train.jsonl and test.jsonl of your own
-    python -m planish.recipes.rl_loop preset=seed      sizes and model of the published recipe
+    python -m planish.recipes.rl_loop preset=seed      model and batch sizes of the published recipe
 
 Each step takes the next `batch_size` problems and samples `group_size` answers to each from the
 current weights. The reward is 1 if the \\boxed{} result is correct, else 0.

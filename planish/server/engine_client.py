@@ -126,7 +126,9 @@ class EngineClient:
         return await self._in_thread(lambda: self._service.checkpoint_info(path))
 
     async def checkpoint_paths(self) -> list[str]:
-        """Return the paths of all checkpoints on disk, private and damaged ones included."""
+        """Return the paths of all checkpoints on disk, including damaged ones and the private
+        copies that the server makes for itself.
+        """
         return await self._in_thread(self._service.checkpoint_paths)
 
     async def exists(self, path: str) -> bool:
@@ -146,8 +148,8 @@ class EngineClient:
         )
 
     async def copy_weights(self, source: str, destination: str) -> None:
-        """Make a private copy of a checkpoint, without its metadata, which may be large and cannot
-        be shared by hard links.
+        """Make a private copy of a checkpoint for the server. The copy has no metadata, because
+        metadata may be large and cannot be shared by hard links.
         """
         await self._in_thread(
             lambda: self._service.copy_checkpoint(
@@ -186,7 +188,7 @@ class EngineClient:
         self._slow.shutdown(wait=False)
 
     def fail(self, fault: str) -> None:
-        """Note that the engine cannot be used any more, and log it. Only the first fault counts."""
+        """Record that the engine has failed, and log the fault. Only the first fault counts."""
         if self.fault is None:
             self.fault = fault
             _log.critical(

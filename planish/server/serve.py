@@ -75,8 +75,9 @@ _BACKLOG = 2048
 _FEW_CONNECTIONS = 512
 """The server logs a warning if it can have fewer connections than this."""
 _ACCEPTED_AT_ONCE = 64
-"""The number of connections that asyncio accepts before the server can count them. The number is
-less than `RESERVED_FILES`, so that a burst of connections does not exhaust the open files.
+"""The number of connections that asyncio accepts before the server can count them. It is less than
+the number of file descriptors that stay free of connections (`RESERVED_FILES` in
+http/connections.py). So a burst of connections does not exhaust the open files.
 """
 ENGINE_FAULT = 70
 """The exit status after a fault of the engine (EX_SOFTWARE)."""
@@ -185,8 +186,9 @@ def _application(engine: Engine, prepared: _Prepared) -> Starlette:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that logs when it is ready and then loads the base models. A stop ends
-    waiting polls at once. The server also stops after a fault of the engine.
+    """A uvicorn server that logs when it is ready and then loads the base models. When the server
+    stops, requests that wait for a result are answered at once. The server also stops after a fault
+    of the engine.
     """
 
     def __init__(

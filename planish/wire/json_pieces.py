@@ -39,7 +39,9 @@ class TooManyContainersError(ValueError):
 
 
 class TooManyItemsError(ValueError):
-    """An object, or a list that does not end with a number, has too many items."""
+    """An object or a list has too many items. A list whose last item is a number is exempt, because
+    requests may contain long lists of numbers.
+    """
 
 
 @dataclass(frozen=True)
@@ -220,10 +222,9 @@ class _PartialValue:
             raise InvalidJsonError(f"{error.msg}, near byte {begin}") from None
 
     def _continuations(self, parsed: Any, before: bytes) -> list[Any]:
-        """Return one value for each container that is open before the piece, the outermost first.
-        Each value has the items that the piece adds to its container. In the parsed piece, this
-        value is also an item of the enclosing container. It is removed there, because the enclosing
-        container already has this item from earlier pieces.
+        """Return the part of each open container that is in this piece, the outermost container
+        first. Parsing nests these parts in each other. This method takes each inner part out of the
+        outer one, because the outer container already contains the inner container.
         """
         found = []
         for level in range(len(before)):

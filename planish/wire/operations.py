@@ -172,8 +172,8 @@ def operation_from_bytes(kind: str, body: bytes) -> Operation[Any]:
 
 
 def result_to_bytes(operation: Operation[Any], result: Any) -> bytes:
-    """Return the body of the response with the result of an operation. Raise TypeError if there is
-    none.
+    """Return the body of the response with the result of an operation. Raise TypeError if
+    clients cannot receive a result of this operation.
     """
     match result:
         case ForwardBackwardOutput():

@@ -117,8 +117,8 @@ class SamplerSettings:
     """
 
     kv_cache_bytes: int = 4 << 30
-    """The maximum bytes that running requests may reserve for keys and values. The pools may
-    allocate up to `max_pool_bytes(kv_cache_bytes)`.
+    """The maximum bytes that running requests may reserve for keys and values. The KV
+    pools may allocate one eighth more for freed slots (see `max_pool_bytes`).
     """
     prefix_cache_bytes: int = 1 << 30
     """The maximum bytes of the prefix cache, in addition to `kv_cache_bytes`."""
@@ -227,7 +227,7 @@ class Sampler:
         self._next_request_number = 0
 
     def _prefix_chunk_size(self) -> int:
-        """Return the positions of one prefix cache entry."""
+        """Return the number of positions in one prefix cache entry."""
         if not self._state_bytes:
             return CHUNK
         # A step must be able to prefill a whole chunk.
@@ -729,9 +729,9 @@ class Sampler:
     def _needed_capacity(self, sample: RunningSample) -> int:
         """Return the capacity of the slot that the sample needs for its next rows.
 
-        On a CPU a slot grows with its sample, because a full-size slot could take memory for
-        positions that the sample never reaches. Unwritten positions take no memory at first. But
-        they do as soon as the pool moves or clears the slot, because that writes the whole slot.
+        On a CPU a slot grows with its sample. The operating system gives memory to a position only
+        when it is written. But moving or clearing a slot writes the whole slot, so a full-size slot
+        would then take memory for positions that the sample never reaches.
         On a GPU the sample gets its final slot at once, because a move would take more kernel
         launches than a decoding step.
         """

@@ -4,7 +4,8 @@
 ask it for every operation, and never look at the device or the dtype themselves. There are three
 backends: torch (the reference implementation, for any device), C++ (CPUs) and Triton (GPUs). The
 compiled backends inherit from the torch backend. So they compute with torch what their kernels do
-not support, such as odd widths or a family of kernels that failed its self-test.
+not support, such as weights with an odd number of inputs, or a family of kernels that failed its
+self-test.
 
 Letters in shapes:
 - Decoder: T tokens of a batch (its rows), D hidden size, H attention heads (Hq query heads, Hkv KV
@@ -58,10 +59,10 @@ They replace the rounded logits of the same tokens.
 """
 
 MIN_WEIGHT = 1e-20
-"""The smallest float32 weight that a token may have in `Backend.sample`.
+"""`Backend.sample` may round a token's weight to 0 if it is smaller than this.
 
-The weight of a token is its probability divided by that of the likeliest token of the whole
-vocabulary. A smaller weight may be rounded to 0.
+The weight is the token's probability divided by the largest probability in the vocabulary, in
+float32.
 """
 LORA_COLUMNS = 16
 """The number of columns of the head's LoRA hidden states is padded to a multiple of this."""

@@ -85,8 +85,9 @@ class PlayerEnv(Env):
     async def initial_observation(
         self,
     ) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
-        """Wait for the player's first turn and return its prompt. If the game ended before, return
-        an InitialObservationOverflow with the reward.
+        """Wait for the player's first turn and return its prompt. If the game ended
+        before that turn, return the reward in an InitialObservationOverflow, the result of an
+        episode in which nothing is sampled.
         """
         await self.player.until_turn()
         result = self.player.result()

@@ -2,7 +2,7 @@
 
 Its matmuls and its attention are batch-invariant. torch computes what the kernels do not support:
 
-- weights of odd width
+- weights with an odd number of inputs
 - adapters of linears whose sizes are not multiples of 16
 - attention heads whose size is not a multiple of 16
 - families of kernels that failed their self-test

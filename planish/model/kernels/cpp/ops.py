@@ -171,7 +171,8 @@ class AttentionPlan:
 
 
 def instructions() -> str:
-    """Return the instruction set for which the kernels are compiled, a key of INSTRUCTIONS.
+    """Return the instruction set for which the kernels are compiled, a key of `INSTRUCTIONS` in
+    build.py.
 
     As in torch, ATEN_CPU_CAPABILITY=avx2 selects AVX2 on a CPU with AVX-512. Raises BuildError if
     the CPU has no AVX2.
@@ -294,7 +295,8 @@ def rms_norm(
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, grad_total: Tensor | None
 ) -> Tensor:
-    """Do the same as `Backend.rms_norm_backward`. `x`: the sum that was normed."""
+    """Do the same as `Backend.rms_norm_backward`. `x`: the input of the norm, with the residual
+    added."""
     out = torch.empty_like(x)
     grad_total = None if grad_total is None else grad_total.contiguous()
     call(
