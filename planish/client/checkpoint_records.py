@@ -22,7 +22,7 @@ from planish.client.remote_connection import API, normalize_url, resolve_api_key
 from planish.client.remote_errors import ServerUnreachableError, error_from_response, json_body_of
 from planish.client.remote_http import HttpClient, NoAnswerError
 from planish.client.rest_client import training_runs
-from planish.engine.checkpoints.store import CheckpointStore, data_directory, record_of
+from planish.engine.checkpoints.store import CheckpointStore, checkpoint_record, data_directory
 from planish.errors import (
     CheckpointError,
     StorageError,
@@ -207,7 +207,9 @@ class LocalRecords:
     def _info(self, path: str) -> CheckpointInfo:
         parsed = _parse_path(path)
         manifest = self._store.manifest(parsed)
-        return CheckpointInfo(manifest.base_model, manifest.lora, record_of(parsed, manifest))
+        return CheckpointInfo(
+            manifest.base_model, manifest.lora, checkpoint_record(parsed, manifest)
+        )
 
 
 def _run_to_json(run: TrainingRun) -> Row:

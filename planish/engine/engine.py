@@ -27,9 +27,9 @@ from planish.engine.checkpoints.files import Manifest
 from planish.engine.checkpoints.store import (
     CheckpointStore,
     Label,
+    checkpoint_record,
     data_directory,
-    name_taken,
-    record_of,
+    name_taken_error,
 )
 from planish.engine.engine_thread import EngineThread
 from planish.engine.memory import DeviceMemory, adapter_bytes
@@ -221,7 +221,9 @@ class Engine:
         self._check_open()
         parsed = CheckpointPath.parse(path)
         manifest = self._store.manifest(parsed)
-        return CheckpointInfo(manifest.base_model, manifest.lora, record_of(parsed, manifest))
+        return CheckpointInfo(
+            manifest.base_model, manifest.lora, checkpoint_record(parsed, manifest)
+        )
 
     def delete_checkpoint(self, path: str) -> None:
         """Delete the checkpoint at a tinker:// path."""
@@ -447,7 +449,7 @@ class Engine:
             op.model_id, "training" if isinstance(op, SaveWeights) else "sampler", op.name
         )
         if isinstance(op, SaveWeights) and not op.overwrite and self._store.exists(path):
-            raise name_taken(path)
+            raise name_taken_error(path)
         return QueuedSave(op, future, model, path)
 
     def _open_checkpoint(

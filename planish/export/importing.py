@@ -22,7 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planish.engine.checkpoints.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, read_manifest
+from planish.engine.checkpoints.files import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    MANIFEST_FILE,
+    read_manifest,
+)
 from planish.engine.checkpoints.store import AdapterSnapshot, CheckpointStore, Label
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
 from planish.export.lora_update import PEFT_PREFIX, LoraMatrices, check_plain_lora, read_matrices
@@ -88,7 +93,9 @@ def import_adapter(
     config = _read_adapter_config(directory)
     base_model = base_model or config.get("base_model_name_or_path")
     if not base_model:
-        raise UserError(f"{directory / ADAPTER_CONFIG} names no base model; give --base-model NAME")
+        raise UserError(
+            f"{directory / ADAPTER_CONFIG_FILE} names no base model; give --base-model NAME"
+        )
     quantization = _base_quantization(directory, quantize)
     base_directory = resolve_model(base_model, models)
     model_config = ModelConfig.from_directory(base_directory)
@@ -131,8 +138,8 @@ def _base_quantization(directory: Path, quantize: str | None) -> str | None:
     if quantize not in (None, *SCHEMES):
         raise UserError(f"quantize={quantize!r}: give {' or '.join(map(repr, SCHEMES))}")
     recorded: str | None = None
-    if (directory / MANIFEST).is_file():
-        file_name, recorded = MANIFEST, read_manifest(directory).quantize
+    if (directory / MANIFEST_FILE).is_file():
+        file_name, recorded = MANIFEST_FILE, read_manifest(directory).quantize
     elif (directory / MARKER_FILE).is_file():
         # Exports of earlier versions of planish do not name the scheme.
         file_name, recorded = (
@@ -158,20 +165,20 @@ def _base_quantization(directory: Path, quantize: str | None) -> str | None:
 
 
 def _read_adapter_config(directory: Path) -> dict[str, Any]:
-    config_path = directory / ADAPTER_CONFIG
+    config_path = directory / ADAPTER_CONFIG_FILE
     if not config_path.is_file():
         raise CheckpointError(
-            f"{directory} has no {ADAPTER_CONFIG}, so it is not an adapter; give a directory that "
+            f"{directory} has no {ADAPTER_CONFIG_FILE}, so it is not an adapter; give a directory that "
             "PEFT saved"
         )
-    if not (directory / ADAPTER).is_file():
+    if not (directory / ADAPTER_FILE).is_file():
         pickled = next((name for name in _PICKLE_FILES if (directory / name).exists()), None)
         if pickled:
             raise UnsupportedError(
                 f"{directory / pickled} is a pickle, which could run code; save it again with "
                 "save_pretrained(..., safe_serialization=True)"
             )
-        raise CheckpointError(f"{directory} has no {ADAPTER}; get the adapter again")
+        raise CheckpointError(f"{directory} has no {ADAPTER_FILE}; get the adapter again")
     config = read_json(config_path)
     check_plain_lora(config, config_path)
     init = config.get("init_lora_weights")
@@ -194,7 +201,7 @@ def _read_finite_matrices(
     for linear, matrices in matrices_by_linear.items():
         if not (torch.isfinite(matrices.a).all() and torch.isfinite(matrices.b).all()):
             raise DamagedFileError(
-                f"{directory / ADAPTER}: {linear} contains NaN or infinity; give another adapter"
+                f"{directory / ADAPTER_FILE}: {linear} contains NaN or infinity; give another adapter"
             )
     return matrices_by_linear
 
@@ -279,7 +286,7 @@ def _master_weights(
         b_entry = b_entries.get(name)
         if b_entry is None:
             raise UnsupportedError(
-                f"{directory / ADAPTER} changes {name}, which has no adapter in planish; its targets are the "
+                f"{directory / ADAPTER_FILE} changes {name}, which has no adapter in planish; its targets are the "
                 f"linears of attention and MLP and lm_head of {base_model}"
             )
         a_entry = next(e for e in layout.entries if e.target == name and not e.is_b)
@@ -289,7 +296,7 @@ def _master_weights(
         )
         if shape != expected_shape:
             raise CheckpointError(
-                f"{directory / ADAPTER}: {name} has the shape {shape}, but that linear of "
+                f"{directory / ADAPTER_FILE}: {name} has the shape {shape}, but that linear of "
                 f"{base_model} has the shape {expected_shape}; give the base model that the "
                 f"adapter was "
                 "trained on"

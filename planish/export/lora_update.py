@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from planish.engine.checkpoints.files import (
-    ADAPTER,
-    ADAPTER_CONFIG,
-    MANIFEST,
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    MANIFEST_FILE,
     Manifest,
     check_file,
     read_manifest,
@@ -151,17 +151,17 @@ def read_adapter(directory: Path) -> LoraUpdate:
     Raise CheckpointError if there is none; DamagedFileError if a file is damaged; UnsupportedError
     if it is not a plain LoRA adapter.
     """
-    for name in (ADAPTER, ADAPTER_CONFIG):
+    for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
         if not (directory / name).is_file():
             raise CheckpointError(
                 f"{directory} has no {name}, so it is not an adapter; give a checkpoint or a PEFT "
                 "directory"
             )
-    manifest = read_manifest(directory) if (directory / MANIFEST).is_file() else None
+    manifest = read_manifest(directory) if (directory / MANIFEST_FILE).is_file() else None
     if manifest is not None:
-        for name in (ADAPTER, ADAPTER_CONFIG):
+        for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
             check_file(directory / name, manifest.files.get(name))
-    config_path = directory / ADAPTER_CONFIG
+    config_path = directory / ADAPTER_CONFIG_FILE
     config = read_json(config_path)
     check_plain_lora(config, config_path)
     for name in ("rank_pattern", "alpha_pattern"):
@@ -172,7 +172,7 @@ def read_adapter(directory: Path) -> LoraUpdate:
                 "one alpha"
             )
     matrices_by_linear = read_matrices(directory)
-    _check_ranks(matrices_by_linear, config["r"], directory / ADAPTER)
+    _check_ranks(matrices_by_linear, config["r"], directory / ADAPTER_FILE)
     return LoraUpdate(config, matrices_by_linear, manifest)
 
 
@@ -185,7 +185,7 @@ def read_matrices(
     out; any other such tensor raises UnsupportedError. DamagedFileError if the file cannot be read
     or a matrix is missing.
     """
-    adapter_path = directory / ADAPTER
+    adapter_path = directory / ADAPTER_FILE
     try:
         tensors = load_file(adapter_path)
     except (SafetensorError, OSError) as error:

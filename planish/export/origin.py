@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from planish.client.checkpoint_records import Records
-from planish.engine.checkpoints.files import ADAPTER_CONFIG
+from planish.engine.checkpoints.files import ADAPTER_CONFIG_FILE
 from planish.errors import CheckpointError, DamagedFileError, UserError
 from planish.files import read_rows
 from planish.runlog.run_directory import (
@@ -74,7 +74,7 @@ def open_checkpoint(source: str, records: Records, run: Path | None = None) -> I
         run = directory
     summary = None if run is None else read_run_summary(run, _find_record(run, path))
     if not path.startswith("tinker://"):
-        if not (directory / ADAPTER_CONFIG).is_file():
+        if not (directory / ADAPTER_CONFIG_FILE).is_file():
             raise UserError(
                 f"{source!r} is neither the path of a checkpoint (tinker://...), nor a run directory, nor a directory with an adapter"
             )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from planish.engine.checkpoints.files import ADAPTER, ADAPTER_CONFIG
+from planish.engine.checkpoints.files import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from planish.errors import CheckpointError, UserError
 from planish.export.atomic_directory import atomic_directory, check_replaceable
 from planish.export.lora_update import LoraUpdate, read_adapter
@@ -170,8 +170,8 @@ def _write_adapter(
         )
         tensors[f"base_model.model.{name}.lora_A.weight"] = matrices.a.to(dtype)
         tensors[f"base_model.model.{name}.lora_B.weight"] = matrices.b.to(dtype)
-    save_tensors(tensors, directory / ADAPTER)
-    write_json(directory / ADAPTER_CONFIG, config)
+    save_tensors(tensors, directory / ADAPTER_FILE)
+    write_json(directory / ADAPTER_CONFIG_FILE, config)
 
 
 def _write_merged_model(

@@ -16,7 +16,7 @@ from backends import torch_backend
 from filelock import FileLock
 
 import planish.engine.checkpoints.store as checkpoints
-from planish.engine.checkpoints.files import ADAPTER, MANIFEST, OPTIMIZER, Manifest
+from planish.engine.checkpoints.files import ADAPTER_FILE, MANIFEST_FILE, OPTIMIZER_FILE, Manifest
 from planish.engine.checkpoints.store import AdapterSnapshot, CheckpointStore, Label
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
@@ -61,7 +61,7 @@ def saved(adapter: Adapter) -> AdapterSnapshot:
 
 def test_a_copy_is_equal_and_outlives_its_source(store, adapter):
     store.copy(SOURCE, Label(COPY))
-    assert os.path.samefile(store.files(SOURCE)[ADAPTER], store.files(COPY)[ADAPTER])
+    assert os.path.samefile(store.files(SOURCE)[ADAPTER_FILE], store.files(COPY)[ADAPTER_FILE])
     store.delete(SOURCE)
     state, _ = store.read(COPY, adapter.layout, with_optimizer=True)
     assert all(torch.equal(state[name], tensor) for name, tensor in adapter.state().items())
@@ -75,7 +75,7 @@ def test_a_copy_duplicates_files_where_hard_links_fail(store, adapter, monkeypat
 
     monkeypatch.setattr(os, "link", refused)
     store.copy(SOURCE, Label(COPY))
-    assert not os.path.samefile(store.files(SOURCE)[ADAPTER], store.files(COPY)[ADAPTER])
+    assert not os.path.samefile(store.files(SOURCE)[ADAPTER_FILE], store.files(COPY)[ADAPTER_FILE])
     state, _ = store.read(COPY, adapter.layout, with_optimizer=True)
     assert all(torch.equal(state[name], tensor) for name, tensor in adapter.state().items())
 
@@ -83,8 +83,8 @@ def test_a_copy_duplicates_files_where_hard_links_fail(store, adapter, monkeypat
 def test_a_sampler_copy_has_no_optimizer_file(store):
     path = CheckpointPath("run:train:0", "sampler", "pinned")
     store.copy(SOURCE, Label(path))
-    assert OPTIMIZER not in store.files(path)
-    assert set(store.files(SOURCE)) - set(store.files(path)) == {OPTIMIZER}
+    assert OPTIMIZER_FILE not in store.files(path)
+    assert set(store.files(SOURCE)) - set(store.files(path)) == {OPTIMIZER_FILE}
     with pytest.raises(CheckpointError, match="no optimizer state"):
         store.copy(path, Label(COPY))
 
@@ -118,7 +118,7 @@ def test_set_ttl_changes_the_expiry_time(store):
     expires_at = store.manifest(SOURCE).expires_at
     assert expires_at is not None
     assert abs(expires_at - datetime.now(UTC) - timedelta(hours=1)) < timedelta(seconds=30)
-    assert store.manifest(SOURCE).files.keys() == set(store.files(SOURCE)) - {MANIFEST}
+    assert store.manifest(SOURCE).files.keys() == set(store.files(SOURCE)) - {MANIFEST_FILE}
 
 
 @pytest.mark.parametrize("ttl", [0, -1, True, 1.5, "3600", 10**12])
@@ -196,7 +196,7 @@ def let_it_expire(store: CheckpointStore) -> Path:
     """Let SOURCE expire, and return its directory."""
     directory = store.directory / SOURCE.run_id / "weights" / "a"
     expired = replace(store.manifest(SOURCE), expires_at=datetime.now(UTC) - timedelta(seconds=1))
-    (directory / MANIFEST).write_text(expired.to_json())
+    (directory / MANIFEST_FILE).write_text(expired.to_json())
     return directory
 
 
@@ -276,7 +276,7 @@ def test_temporary_files_of_crashed_writers_are_removed(store):
     other = store.directory / "gone:train:0" / "sampler_weights"
     for leftover in (segment / ".x.0a1b.tmp", other / ".y.0a1b.tmp"):
         leftover.mkdir(parents=True)
-        (leftover / ADAPTER).write_bytes(b"half")
+        (leftover / ADAPTER_FILE).write_bytes(b"half")
     store.clear_leftovers()
     assert [path.name for path in segment.iterdir()] == ["a"]
     assert not other.parent.exists()
@@ -304,8 +304,8 @@ def test_many_threads_can_save_and_delete_in_one_run(store, adapter):
 
 
 def test_copying_a_source_with_a_missing_file_names_the_file(store: CheckpointStore):
-    (store.files(SOURCE)[ADAPTER]).unlink()
-    with pytest.raises(DamagedFileError, match=f"a/{ADAPTER} is missing"):
+    (store.files(SOURCE)[ADAPTER_FILE]).unlink()
+    with pytest.raises(DamagedFileError, match=f"a/{ADAPTER_FILE} is missing"):
         store.copy(SOURCE, Label(COPY))
     assert not store.exists(COPY)
 

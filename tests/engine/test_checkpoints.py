@@ -24,7 +24,12 @@ from transformers import AutoModelForCausalLM
 import planish.engine.checkpoints.files as checkpoint_files
 import planish.engine.checkpoints.store as checkpoints
 from planish.engine.checkpoints import store as checkpoint_store
-from planish.engine.checkpoints.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, OPTIMIZER
+from planish.engine.checkpoints.files import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    MANIFEST_FILE,
+    OPTIMIZER_FILE,
+)
 from planish.engine.checkpoints.store import AdapterSnapshot, CheckpointStore, Label, data_directory
 from planish.engine.training.adapters import Adapter
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
@@ -120,7 +125,9 @@ def test_peft_loads_a_checkpoint_and_computes_the_same_logits(store, model_dir, 
 def test_a_sampler_checkpoint_has_no_optimizer(store, model_dir):
     adapter = trained(model_dir)
     store.save(Label(SAMPLER), saved(adapter))
-    assert files_under(store.directory) == sorted([ADAPTER, ADAPTER_CONFIG, MANIFEST])
+    assert files_under(store.directory) == sorted(
+        [ADAPTER_FILE, ADAPTER_CONFIG_FILE, MANIFEST_FILE]
+    )
     with pytest.raises(CheckpointError, match="save_state"):
         store.read(SAMPLER, adapter.layout, with_optimizer=True)
 
@@ -157,10 +164,10 @@ def test_reading_restarts_if_the_checkpoint_is_replaced_meanwhile(
     first, second = trained(model_dir, steps=1), trained(model_dir, steps=3)
     store.save(Label(TRAINING), saved(first))
     module, what, file = {
-        "the adapter's check": (checkpoint_files, "check_file", ADAPTER),
-        "the moments' check": (checkpoint_files, "check_file", OPTIMIZER),
-        "the adapter": (safetensors.torch, "load_file", ADAPTER),
-        "the moments": (safetensors.torch, "load_file", OPTIMIZER),
+        "the adapter's check": (checkpoint_files, "check_file", ADAPTER_FILE),
+        "the moments' check": (checkpoint_files, "check_file", OPTIMIZER_FILE),
+        "the adapter": (safetensors.torch, "load_file", ADAPTER_FILE),
+        "the moments": (safetensors.torch, "load_file", OPTIMIZER_FILE),
     }[swapped_at]
     read, swaps = getattr(module, what), []
 
@@ -173,7 +180,7 @@ def test_reading_restarts_if_the_checkpoint_is_replaced_meanwhile(
     monkeypatch.setattr(module, what, read_and_swap)
     state, version = store.read(TRAINING, first.layout, with_optimizer=True)
     assert all(torch.equal(state[name], tensor) for name, tensor in second.state().items())
-    assert version == store.manifest(TRAINING).files[ADAPTER].sha256
+    assert version == store.manifest(TRAINING).files[ADAPTER_FILE].sha256
 
 
 def test_a_reader_waits_while_a_checkpoint_is_being_replaced(store, model_dir, monkeypatch):
@@ -233,7 +240,7 @@ def test_a_missing_checkpoint_error_names_data_dir(store):
         store.delete(TRAINING)
 
 
-@pytest.mark.parametrize("name", [ADAPTER, ADAPTER_CONFIG, OPTIMIZER, MANIFEST])
+@pytest.mark.parametrize("name", [ADAPTER_FILE, ADAPTER_CONFIG_FILE, OPTIMIZER_FILE, MANIFEST_FILE])
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
 def test_a_damaged_file_is_detected_and_named(store, model_dir, name, damage):
     adapter = trained(model_dir)
@@ -243,7 +250,7 @@ def test_a_damaged_file_is_detected_and_named(store, model_dir, name, damage):
     if damage == "truncate":
         file.write_bytes(content[: len(content) // 2])
     elif damage == "flip":
-        content[len(content) // 2 if name != MANIFEST else 0] ^= 1
+        content[len(content) // 2 if name != MANIFEST_FILE else 0] ^= 1
         file.write_bytes(content)
     else:
         file.unlink()
@@ -254,7 +261,7 @@ def test_a_damaged_file_is_detected_and_named(store, model_dir, name, damage):
 @pytest.mark.parametrize("content", ["[]", "{}", '{"format": 2}', '{"format": 1}', "null"])
 def test_an_invalid_manifest_is_detected(store, model_dir, content):
     store.save(Label(TRAINING), saved(trained(model_dir)))
-    (store.directory / "run:train:0" / "weights" / "a" / MANIFEST).write_text(content)
+    (store.directory / "run:train:0" / "weights" / "a" / MANIFEST_FILE).write_text(content)
     with pytest.raises(DamagedFileError):
         store.manifest(TRAINING)
     assert store.records() == []
@@ -273,7 +280,7 @@ def test_an_expired_checkpoint_is_rejected_and_removed(store, model_dir, monkeyp
     adapter = trained(model_dir)
     store.save(Label(TRAINING, ttl_seconds=3600), saved(adapter))
     assert store.records()[0].expires_at is not None
-    file = store.directory / "run:train:0" / "weights" / "a" / MANIFEST
+    file = store.directory / "run:train:0" / "weights" / "a" / MANIFEST_FILE
     fields = json.loads(file.read_text())
     fields["expires_at"] = (datetime.now(UTC) - timedelta(seconds=1)).isoformat()
     file.write_text(json.dumps(fields))
@@ -323,8 +330,8 @@ def test_a_failed_save_keeps_the_old_checkpoint_and_no_temporary_files(store, mo
     sizes = {name: file.size for name, file in store.manifest(TRAINING).files.items()}
     size = {
         "nothing": 0,
-        "part of the adapter": sizes[ADAPTER] // 2,
-        "the adapter": sizes[ADAPTER],
+        "part of the adapter": sizes[ADAPTER_FILE] // 2,
+        "the adapter": sizes[ADAPTER_FILE],
     }[room]
     before = files_under(store.directory)
     newer = trained(model_dir, steps=2)

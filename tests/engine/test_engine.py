@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import planish.engine.settings as settings_module
 from planish.engine.base_models import BaseModel
-from planish.engine.checkpoints.files import ADAPTER, MANIFEST, Manifest, _stored_file
+from planish.engine.checkpoints.files import ADAPTER_FILE, MANIFEST_FILE, Manifest, _stored_file
 from planish.engine.engine import Engine
 from planish.engine.engine_thread import EngineThread
 from planish.engine.settings import EngineSettings, choose_dtype
@@ -390,12 +390,12 @@ def test_later_operations_on_a_model_name_why_its_creation_failed(engine, tmp_pa
     create(engine)
     path = engine.submit(SaveWeightsForSampler("a", "x")).result(WAIT).path
     directory = tmp_path / "data" / "a" / "sampler_weights" / "x"
-    tensors = load_file(directory / ADAPTER)
+    tensors = load_file(directory / ADAPTER_FILE)
     next(iter(tensors.values())).fill_(float("nan"))
-    save_file(tensors, directory / ADAPTER)
-    fields = Manifest.from_json((directory / MANIFEST).read_text())
-    files = {**fields.files, ADAPTER: _stored_file(directory / ADAPTER)}
-    (directory / MANIFEST).write_text(Manifest(**{**vars(fields), "files": files}).to_json())
+    save_file(tensors, directory / ADAPTER_FILE)
+    fields = Manifest.from_json((directory / MANIFEST_FILE).read_text())
+    files = {**fields.files, ADAPTER_FILE: _stored_file(directory / ADAPTER_FILE)}
+    (directory / MANIFEST_FILE).write_text(Manifest(**{**vars(fields), "files": files}).to_json())
     gate: Future[Any] = Future()
     engine.submit(DeferredForwardBackward("a", gate, "cross_entropy"))
     created = engine.submit(CreateModel("b", from_path=path))

@@ -13,7 +13,7 @@ import torch
 from test_sampler_equals_trainer import gap, trained_adapter
 from variants import slow_after
 
-from planish.engine.checkpoints.files import MANIFEST
+from planish.engine.checkpoints.files import MANIFEST_FILE
 from planish.engine.engine import Engine
 from planish.engine.memory import DeviceMemory
 from planish.engine.settings import EngineSettings
@@ -227,7 +227,7 @@ def test_checkpoints_name_their_scheme_and_need_it(engines, tmp_path, scheme):
     engine.submit(CreateModel("a", "base", LORA))
     train(engine, "a")
     path = engine.submit(SaveWeights("a", "x")).result(WAIT).path
-    manifest = json.loads((tmp_path / "data" / "a" / "weights" / "x" / MANIFEST).read_text())
+    manifest = json.loads((tmp_path / "data" / "a" / "weights" / "x" / MANIFEST_FILE).read_text())
     assert manifest["quantize"] == scheme
     expected = loss(engine, "a")
     again = engines(quantize=scheme)
@@ -264,7 +264,7 @@ def test_a_checkpoint_of_unquantized_weights_is_rejected_by_name(engines, tmp_pa
     engine = engines()
     engine.submit(CreateModel("a", "base", LORA))
     path = engine.submit(SaveWeights("a", "x")).result(WAIT).path
-    manifest = json.loads((tmp_path / "data" / "a" / "weights" / "x" / MANIFEST).read_text())
+    manifest = json.loads((tmp_path / "data" / "a" / "weights" / "x" / MANIFEST_FILE).read_text())
     assert "quantize" not in manifest  # earlier versions can read it
     with pytest.raises(CheckpointError, match="without quantization.*quantize=None"):
         engines(quantize="int8").submit(CreateModel("b", from_path=path))

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
     from planish.model.lora import LoraLayout
 
-ADAPTER = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
-OPTIMIZER = "optimizer.safetensors"
-MANIFEST = "planish.json"
-FORMAT = 1
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+MANIFEST_FILE = "planish.json"
+MANIFEST_FORMAT = 1
 MAX_MANIFEST_BYTES = 4 << 20
 """The size of the largest manifest that is read. A manifest has the metadata of the model and of
 the checkpoint, at most MAX_METADATA characters each. As JSON they take at most 1.5 MiB together.
@@ -76,7 +76,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the manifest as the text of planish.json."""
-        fields: dict[str, Any] = {"format": FORMAT, **asdict(self)}
+        fields: dict[str, Any] = {"format": MANIFEST_FORMAT, **asdict(self)}
         if self.quantize is None:
             # Earlier versions of planish reject a manifest with a field that they do not know.
             del fields["quantize"]
@@ -91,8 +91,10 @@ class Manifest:
         Raises ValueError, KeyError or TypeError if the text is not a manifest of this format.
         """
         fields = json.loads(text)
-        if (found := fields.pop("format")) != FORMAT:
-            raise ValueError(f"its format is {found!r}, and this planish reads format {FORMAT}")
+        if (found := fields.pop("format")) != MANIFEST_FORMAT:
+            raise ValueError(
+                f"its format is {found!r}, and this planish reads format {MANIFEST_FORMAT}"
+            )
         expires_at = fields.pop("expires_at")
         return cls(
             lora=LoraConfig(**fields.pop("lora")),
@@ -122,19 +124,19 @@ def write_tensors(
         f"{_PEFT_PREFIX}{entry.file_name}.weight": entry.to_file(views[entry.name])
         for entry in layout.entries
     }
-    tensors = {ADAPTER: matrices}
+    tensors_by_file = {ADAPTER_FILE: matrices}
     if with_optimizer:
-        tensors[OPTIMIZER] = {name: state[name].cpu() for name in (*_MOMENTS, "step")}
-    for name, content in tensors.items():
+        tensors_by_file[OPTIMIZER_FILE] = {name: state[name].cpu() for name in (*_MOMENTS, "step")}
+    for name, content in tensors_by_file.items():
         try:
             save_file(content, directory / name, metadata={"format": "pt"})
             set_default_mode(directory / name)
         except SafetensorError as error:
             raise StorageError(f"cannot write {name} ({error})") from error
-    (directory / ADAPTER_CONFIG).write_text(
+    (directory / ADAPTER_CONFIG_FILE).write_text(
         json.dumps(peft_config(layout, base_model), indent=2) + "\n"
     )
-    names = (*tensors, ADAPTER_CONFIG)
+    names = (*tensors_by_file, ADAPTER_CONFIG_FILE)
     for name in names:
         sync(directory / name)
     return {name: _stored_file(directory / name) for name in names}
@@ -142,14 +144,14 @@ def write_tensors(
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write and fsync planish.json, which must be the last file of the checkpoint."""
-    (directory / MANIFEST).write_text(manifest.to_json())
-    sync(directory / MANIFEST)
+    (directory / MANIFEST_FILE).write_text(manifest.to_json())
+    sync(directory / MANIFEST_FILE)
     sync(directory)
 
 
 def read_manifest(directory: Path) -> Manifest:
     """Return the manifest in `directory`. Raises DamagedFileError if it is missing or invalid."""
-    path = directory / MANIFEST
+    path = directory / MANIFEST_FILE
     try:
         size = path.stat().st_size
         if size > MAX_MANIFEST_BYTES:
@@ -173,13 +175,13 @@ def read_state(
     """
     from safetensors.torch import load_file
 
-    names = [ADAPTER, ADAPTER_CONFIG, *([OPTIMIZER] if with_optimizer else [])]
+    names = [ADAPTER_FILE, ADAPTER_CONFIG_FILE, *([OPTIMIZER_FILE] if with_optimizer else [])]
     for name in names:
         check_file(directory / name, manifest.files.get(name))
     try:
-        state = {"master": _flatten(load_file(directory / ADAPTER), layout)}
+        state = {"master": _flat_master(load_file(directory / ADAPTER_FILE), layout)}
         if with_optimizer:
-            state |= load_file(directory / OPTIMIZER)
+            state |= load_file(directory / OPTIMIZER_FILE)
     except (SafetensorError, OSError) as error:
         raise DamagedFileError(
             f"{directory} cannot be read ({error}); use another checkpoint"
@@ -195,7 +197,7 @@ def peft_config(layout: LoraLayout, base_model: str) -> dict[str, Any]:
         "base_model_name_or_path": base_model,
         "r": layout.lora.rank,
         "lora_alpha": layout.ALPHA,
-        **_targets(layout),
+        **_peft_targets(layout),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -206,7 +208,7 @@ def peft_config(layout: LoraLayout, base_model: str) -> dict[str, Any]:
     }
 
 
-def _targets(layout: LoraLayout) -> dict[str, list[str]]:
+def _peft_targets(layout: LoraLayout) -> dict[str, list[str]]:
     """Return the fields of adapter_config.json that name the adapted linears.
 
     PEFT adapts the experts of a layer as 3-D parameters, listed in target_parameters. In a model
@@ -227,10 +229,10 @@ def _targets(layout: LoraLayout) -> dict[str, list[str]]:
     }
 
 
-def _flatten(tensors: Mapping[str, Tensor], layout: LoraLayout) -> Tensor:
-    expected = {f"{_PEFT_PREFIX}{entry.file_name}.weight": entry for entry in layout.entries}
-    if expected.keys() != tensors.keys() or any(
-        tensors[name].shape != e.file_shape for name, e in expected.items()
+def _flat_master(tensors: Mapping[str, Tensor], layout: LoraLayout) -> Tensor:
+    entries = {f"{_PEFT_PREFIX}{entry.file_name}.weight": entry for entry in layout.entries}
+    if entries.keys() != tensors.keys() or any(
+        tensors[name].shape != e.file_shape for name, e in entries.items()
     ):
         raise CheckpointError(
             "the names or shapes of the checkpoint's matrices differ from those of this model; use "
@@ -238,11 +240,11 @@ def _flatten(tensors: Mapping[str, Tensor], layout: LoraLayout) -> Tensor:
         )
     import torch
 
-    flat = torch.empty(layout.size)
-    for name, entry in expected.items():
+    master = torch.empty(layout.size)
+    for name, entry in entries.items():
         matrix = entry.from_file(tensors[name])
-        flat[entry.offset : entry.offset + entry.size] = matrix.reshape(-1)
-    return flat
+        master[entry.offset : entry.offset + entry.size] = matrix.reshape(-1)
+    return master
 
 
 def _stored_file(path: Path) -> StoredFile:
@@ -258,5 +260,5 @@ def check_file(path: Path, stored: StoredFile | None) -> None:
         )
     if path.stat().st_size != stored.size or _stored_file(path) != stored:
         raise DamagedFileError(
-            f"{path} is not the file that was saved (its size or SHA-256 differs from {MANIFEST}); use another checkpoint"
+            f"{path} is not the file that was saved (its size or SHA-256 differs from {MANIFEST_FILE}); use another checkpoint"
         )

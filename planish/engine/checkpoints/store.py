@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, TypeVar
 from filelock import FileLock
 
 from planish.engine.checkpoints.files import (
-    ADAPTER,
-    ADAPTER_CONFIG,
-    MANIFEST,
-    OPTIMIZER,
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    MANIFEST_FILE,
+    OPTIMIZER_FILE,
     Manifest,
     read_manifest,
     read_state,
@@ -58,8 +58,10 @@ if TYPE_CHECKING:
 
     from planish.model.lora import LoraLayout
 
-_SEGMENT: dict[CheckpointType, str] = {"training": "weights", "sampler": "sampler_weights"}
-_TYPE: dict[str, CheckpointType] = {segment: kind for kind, segment in _SEGMENT.items()}
+_SEGMENT_OF_TYPE: dict[CheckpointType, str] = {"training": "weights", "sampler": "sampler_weights"}
+_TYPE_OF_SEGMENT: dict[str, CheckpointType] = {
+    segment: kind for kind, segment in _SEGMENT_OF_TYPE.items()
+}
 
 _LOCK = ".lock"
 _EXPIRED_SECONDS = 86400.0
@@ -106,8 +108,8 @@ class AdapterSnapshot:
 
 def data_directory(data_dir: str | Path | None) -> Path:
     """Return the directory of the checkpoints: `data_dir`, PLANISH_DATA, or the default."""
-    chosen = data_dir or os.environ.get("PLANISH_DATA") or "~/.local/share/planish/runs"
-    return Path(chosen).expanduser().absolute()
+    directory = data_dir or os.environ.get("PLANISH_DATA") or "~/.local/share/planish/runs"
+    return Path(directory).expanduser().absolute()
 
 
 class CheckpointStore:
@@ -156,11 +158,11 @@ class CheckpointStore:
             manifest = replace(
                 self._read_manifest(path), expires_at=label.expires_at(datetime.now(UTC))
             )
-            write_atomically(self._directory_of(path) / MANIFEST, manifest.to_json())
+            write_atomically(self._directory_of(path) / MANIFEST_FILE, manifest.to_json())
 
     def files(self, path: CheckpointPath) -> dict[str, Path]:
         """Return the path of each file of a checkpoint by file name."""
-        names = (*self.manifest(path).files, MANIFEST)
+        names = (*self.manifest(path).files, MANIFEST_FILE)
         return {name: self._directory_of(path) / name for name in names}
 
     def exists(self, path: CheckpointPath) -> bool:
@@ -211,14 +213,14 @@ class CheckpointStore:
 
         def read(manifest: Manifest) -> tuple[dict[str, Tensor], str]:
             check(manifest)
-            if with_optimizer and OPTIMIZER not in manifest.files:
+            if with_optimizer and OPTIMIZER_FILE not in manifest.files:
                 raise CheckpointError(
                     f"{path} has weights for sampling, but no optimizer state; give a checkpoint "
                     "of save_state, or load it without the optimizer"
                 )
             state = read_state(self._directory_of(path), manifest, layout, with_optimizer)
             self._check_unchanged(path, manifest)
-            return state, manifest.files[ADAPTER].sha256
+            return state, manifest.files[ADAPTER_FILE].sha256
 
         return self._retry_if_replaced(path, read)
 
@@ -235,16 +237,16 @@ class CheckpointStore:
             check_name("run_id", run_id)
         for directory in self.directory.glob(f"{run_id or '*'}/*/*/"):
             run, segment, name = directory.parts[-3:]
-            if segment in _TYPE and is_name(run) and is_name(name):
-                yield CheckpointPath(run, _TYPE[segment], name)
+            if segment in _TYPE_OF_SEGMENT and is_name(run) and is_name(name):
+                yield CheckpointPath(run, _TYPE_OF_SEGMENT[segment], name)
 
     def records(self, run_id: str | None = None) -> list[Checkpoint]:
         """Return the usable checkpoints of one run, or of all runs, newest first."""
-        found = []
+        records = []
         for path in self.paths(run_id):
             with suppress(CheckpointError, DamagedFileError):
-                found.append(record_of(path, self.manifest(path)))
-        return sorted(found, key=lambda checkpoint: checkpoint.time, reverse=True)
+                records.append(checkpoint_record(path, self.manifest(path)))
+        return sorted(records, key=lambda checkpoint: checkpoint.time, reverse=True)
 
     def delete(self, path: CheckpointPath) -> None:
         """Remove a checkpoint, even a damaged one; wait while another writer has the run's lock.
@@ -281,7 +283,7 @@ class CheckpointStore:
             check_name("the checkpoint path's name", path.name)
         except UserError as error:
             raise CheckpointError(str(error)) from None
-        return self.directory / path.run_id / _SEGMENT[path.checkpoint_type] / path.name
+        return self.directory / path.run_id / _SEGMENT_OF_TYPE[path.checkpoint_type] / path.name
 
     def _read_manifest(self, path: CheckpointPath) -> Manifest:
         """Return the current manifest without a lock, even if the checkpoint has expired."""
@@ -340,13 +342,13 @@ class CheckpointStore:
         self, temporary: Path, source: CheckpointPath, manifest: Manifest, label: Label
     ) -> Manifest:
         """Link the files of `source` into `temporary`, and write and return the copy's manifest."""
-        kept = {
+        linked_files = {
             name: file
             for name, file in manifest.files.items()
             if name in _file_names(label.path.checkpoint_type)
         }
         try:
-            for name in kept:
+            for name in linked_files:
                 _link_or_copy(self._directory_of(source) / name, temporary / name)
         except FileNotFoundError as error:
             raise DamagedFileError(
@@ -357,15 +359,15 @@ class CheckpointStore:
         metadata = (
             manifest.user_metadata if label.user_metadata is None else dict(label.user_metadata)
         )
-        copied = replace(
+        copy_manifest = replace(
             manifest,
             time=now,
             expires_at=label.expires_at(now),
             user_metadata=dict(metadata),
-            files=kept,
+            files=linked_files,
         )
-        write_manifest(temporary, copied)
-        return copied
+        write_manifest(temporary, copy_manifest)
+        return copy_manifest
 
     def _write(self, temporary: Path, label: Label, adapter: AdapterSnapshot) -> Manifest:
         """Write all files of a checkpoint into `temporary`; return the manifest."""
@@ -402,7 +404,7 @@ class CheckpointStore:
             is_equal = label.path.checkpoint_type == "sampler" and existing.files == manifest.files
             if is_equal or _has_expired(existing):
                 return
-        raise name_taken(label.path)
+        raise name_taken_error(label.path)
 
     @contextmanager
     def _locked(self, run: Path, create: bool = False) -> Iterator[None]:
@@ -446,25 +448,25 @@ class CheckpointStore:
                 return
             # The checkpoint was written before it expired. So only a reader can have set a
             # modification time after the expiry.
-            found_expired = target.stat().st_mtime
-            if not manifest.expires_at.timestamp() <= found_expired <= now:
+            found_expired_at = target.stat().st_mtime
+            if not manifest.expires_at.timestamp() <= found_expired_at <= now:
                 os.utime(target, (now, now))
-            elif now - found_expired >= _EXPIRED_SECONDS:
+            elif now - found_expired_at >= _EXPIRED_SECONDS:
                 _remove(target)
 
     def _restore_previous(self, target: Path) -> None:
         """Restore the old checkpoint if a writer crashed while it replaced the checkpoint."""
-        if _previous(target).is_dir():
+        if _previous_path(target).is_dir():
             with self._locked(target.parent.parent):
                 self._restore_previous_locked(target)
 
     def _restore_previous_locked(self, target: Path) -> None:
         """Do the same as `_restore_previous`; the caller must have the lock."""
-        if _previous(target).is_dir() and not target.is_dir():
-            os.rename(_previous(target), target)
+        if _previous_path(target).is_dir() and not target.is_dir():
+            os.rename(_previous_path(target), target)
 
 
-def name_taken(path: CheckpointPath) -> CheckpointError:
+def name_taken_error(path: CheckpointPath) -> CheckpointError:
     """Return the error for a checkpoint name that is already in use."""
     return CheckpointError(
         f"name={path.name!r}: {path} exists; give another name, overwrite=True, or delete it first"
@@ -494,7 +496,11 @@ def _same_files(one: Manifest, other: Manifest) -> bool:
 
 def _file_names(kind: CheckpointType) -> tuple[str, ...]:
     """Return the names of a checkpoint's files, without the manifest."""
-    return (ADAPTER, ADAPTER_CONFIG, OPTIMIZER) if kind == "training" else (ADAPTER, ADAPTER_CONFIG)
+    return (
+        (ADAPTER_FILE, ADAPTER_CONFIG_FILE, OPTIMIZER_FILE)
+        if kind == "training"
+        else (ADAPTER_FILE, ADAPTER_CONFIG_FILE)
+    )
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -516,7 +522,7 @@ def _remove(target: Path) -> None:
     """Remove a checkpoint. The caller must have the lock."""
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        shutil.rmtree(_previous(target), ignore_errors=True)
+        shutil.rmtree(_previous_path(target), ignore_errors=True)
         os.rename(target, temporary)  # atomic, so that no reader sees a partly removed checkpoint
         sync(target.parent)
         shutil.rmtree(temporary)
@@ -539,7 +545,7 @@ def _remove_if_empty(segment: Path) -> None:
             run.rmdir()
 
 
-def _previous(target: Path) -> Path:
+def _previous_path(target: Path) -> Path:
     """Return the temporary path of the old checkpoint while it is being replaced."""
     return target.with_name(f".{target.name}.previous")
 
@@ -555,7 +561,7 @@ def _rename_into_place(temporary: Path, target: Path) -> None:
     for directory in target.parents[1:4]:
         with suppress(PermissionError):  # an unreadable parent was not made by planish
             sync(directory)
-    previous = _previous(target)
+    previous = _previous_path(target)
     if target.is_dir():
         shutil.rmtree(previous, ignore_errors=True)
         os.rename(target, previous)
@@ -575,7 +581,7 @@ def _rename_into_place(temporary: Path, target: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def record_of(path: CheckpointPath, manifest: Manifest) -> Checkpoint:
+def checkpoint_record(path: CheckpointPath, manifest: Manifest) -> Checkpoint:
     """Return the public description of a checkpoint."""
     return Checkpoint(
         checkpoint_id=path.checkpoint_id,
