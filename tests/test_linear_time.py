@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from planish.datasets.grading import extract_boxed, number_of
+from planish.datasets.grading import extract_boxed, parse_number
 from planish.evaluation.multiple_choice import letter_of
 from planish.recipes.arithmetic_expressions import THOUSANDS
 from planish.recipes.code_env import BLOCK
@@ -19,7 +19,7 @@ from planish.sandbox.program_tests import texts_match
 READERS = {
     "printed number": lambda text: texts_match(text, "0.5"),
     "boxed answer": extract_boxed,
-    "number": number_of,
+    "number": parse_number,
     "letter": lambda text: letter_of("A. " + text, 4),
     "stated letter": lambda text: letter_of(text, 4),
     "tagged answer": tagged_answers,

@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 _DIGITS = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(rf"{_DIGITS}(?:[eE][-+]?\d{{1,3}})?")
-_GROUPED = re.compile(r"[-+]?\d{1,3}(?:(?:,|\{,\}|\\[ ,!]| )\d{3})+(?:\.\d+)?")
-_LONGEST = 1000
+_GROUPED_NUMBER = re.compile(r"[-+]?\d{1,3}(?:(?:,|\{,\}|\\[ ,!]| )\d{3})+(?:\.\d+)?")
+_MAX_CHARACTERS = 1000
 """The maximum number of characters of a number; Python rejects numbers of more than 4300 digits."""
-_SEPARATOR = re.compile(r",|\{,\}|\\[ ,!]| ")
-_POWER = re.compile(rf"({_DIGITS})\s*\\(?:times|cdot)\s*10\^(?:\{{([-+]?\d{{1,3}})\}}|(\d))")
-_MIXED = re.compile(r"([-+]?)(\d+)(?:\s+(\d+)/(\d+)|\s*\\[dt]?frac\{(\d+)\}\{(\d+)\})")
+_GROUP_SEPARATOR = re.compile(r",|\{,\}|\\[ ,!]| ")
+_POWER_OF_TEN = re.compile(rf"({_DIGITS})\s*\\(?:times|cdot)\s*10\^(?:\{{([-+]?\d{{1,3}})\}}|(\d))")
+_MIXED_NUMBER = re.compile(r"([-+]?)(\d+)(?:\s+(\d+)/(\d+)|\s*\\[dt]?frac\{(\d+)\}\{(\d+)\})")
 _UNIT = re.compile(
     r"\s+(?:square |cubic |sq\.? )?(?:mm|cm|dm|m|km|in|inch|inches|ft|foot|feet|yd|yards?|mi|miles?|"
     r"mg|g|kg|grams?|lbs?|pounds?|oz|ounces?|ml|l|lit(?:er|re)s?|s|sec|seconds?|min|minutes?|h|hrs?|"
@@ -40,11 +40,11 @@ _UNIT = re.compile(
     r"metres?)(?:\^(?:[23]|\{[23]\}))?"
 )
 """A unit after a number, separated by a space."""
-_SEVERAL = (r"\\", "&", "#", ";", "$", " or ", " and ", r"\text{or}", r"\text{ or }")
+_VALUE_SEPARATORS = (r"\\", "&", "#", ";", "$", " or ", " and ", r"\text{or}", r"\text{ or }")
 """Separators of several values. An answer may have one only if the known answer has it too."""
-_LITERAL = re.compile(r"\d+(?:\.\d+)?")
-_GROUPING = re.compile(r"(?<=\d)(?:,|\{,\}|\\[ ,!])(?=\d{3}(?!\d))")
-_UNSPOKEN = re.compile(
+_NUMBER_LITERAL = re.compile(r"\d+(?:\.\d+)?")
+_SEPARATOR_IN_NUMBER = re.compile(r"(?<=\d)(?:,|\{,\}|\\[ ,!])(?=\d{3}(?!\d))")
+_SUBSCRIPT_OR_WORD = re.compile(
     r"(?<=[A-Za-z])_(?:\d|\{\w+\})|\\(?:text|mathrm|mbox|textrm)\{[^{}]*\}(?:\^(?:\d|\{\d\}))?"
 )
 """Subscripts, and words such as units, whose digits are not values."""
@@ -54,9 +54,9 @@ _ARITHMETIC = re.compile(
     r"\}\s*[\[{]|\]\s*\{|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])"
 )
 """Operators that combine two numbers into one value."""
-_NEUTRAL = re.compile(r"[\s()\[\]{}]|\\(?:left|right|quad)(?![A-Za-z])|\\[ ,;:!]")
+_BRACKET_OR_SPACE = re.compile(r"[\s()\[\]{}]|\\(?:left|right|quad)(?![A-Za-z])|\\[ ,;:!]")
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
-BOX = r"\boxed{"
+BOX_START = r"\boxed{"
 BRACE = re.compile(r"(?<!\\)[{}]")
 
 
@@ -78,17 +78,17 @@ def extract_boxed(text: str) -> str | None:
 
     None if there is no such box.
     """
-    last: tuple[int, int] | None = None
-    is_open: list[int] = []
+    last_box: tuple[int, int] | None = None
+    open_braces: list[int] = []
     """The start of the content of each brace that is not closed yet."""
     for match in BRACE.finditer(text):
         if match[0] == "{":
-            is_open.append(match.end())
-        elif is_open:
-            start = is_open.pop()
-            if text.endswith(BOX, 0, start) and (last is None or start > last[0]):
-                last = start, match.start()
-    return None if last is None else text[slice(*last)].strip()
+            open_braces.append(match.end())
+        elif open_braces:
+            start = open_braces.pop()
+            if text.endswith(BOX_START, 0, start) and (last_box is None or start > last_box[0]):
+                last_box = start, match.start()
+    return None if last_box is None else text[slice(*last_box)].strip()
 
 
 class Grader:
@@ -99,7 +99,7 @@ class Grader:
 
     def __init__(self, timeout_seconds: float = 5.0) -> None:
         self.timeout_seconds = timeout_seconds
-        self.failures = 0
+        self.num_failures = 0
         """How many answers raised GradingError."""
         self._process = WorkerProcess(Path(__file__).with_name("grading_worker.py"))
         self._has_warned = False
@@ -120,32 +120,34 @@ class Grader:
 
         Raise GradingError if the two cannot be compared.
         """
-        given, known = _normal(answer), _normal(expected)
-        if given == known:
+        answer_text, expected_text = _normalize(answer), _normalize(expected)
+        if answer_text == expected_text:
             return True
-        if not given or any(sign in given and sign not in known for sign in _SEVERAL):
+        if not answer_text or any(
+            sign in answer_text and sign not in expected_text for sign in _VALUE_SEPARATORS
+        ):
             return False
-        sides = [side.strip() for side in given.split("=")]
-        if len(sides) > 1 and "=" not in known:
+        sides = [side.strip() for side in answer_text.split("=")]
+        if len(sides) > 1 and "=" not in expected_text:
             # `x = 72` names 72. In `2 + 70 = 72` both sides equal it; in `73 = 72` they do not.
             values = [side for side in sides if not _is_variable(side)]
             return bool(values) and all(self.equal(side, expected) for side in values)
-        numbers = number_of(given), number_of(known)
+        numbers = parse_number(answer_text), parse_number(expected_text)
         if numbers[0] is not None and numbers[1] is not None:
             return numbers[0] == numbers[1]
         if numbers[0] is not None:  # math-verify does not parse all of these forms
-            given = str(numbers[0])
-        elif is_one_value(known) and not is_one_value(given):
+            answer_text = str(numbers[0])
+        elif is_one_value(expected_text) and not is_one_value(answer_text):
             return False
         try:
             reply = self._process.request(
-                {"answer": given, "expected": known}, self.timeout_seconds
+                {"answer": answer_text, "expected": expected_text}, self.timeout_seconds
             )
         except SandboxUnavailableError as error:
             if numbers[1] is None:
                 raise
             # The known answer is a number, so most answers need no process: continue without it.
-            self.failures += 1
+            self.num_failures += 1
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning("answers other than plain numbers cannot be graded: %s", error)
@@ -157,7 +159,7 @@ class Grader:
                 f"the grading process did not start: {error}; is math-verify installed?"
             ) from error
         except WorkerError as error:
-            self.failures += 1
+            self.num_failures += 1
             message = (
                 f"the answer {answer[:200]!r} could not be compared with {expected!r}: {error}"
             )
@@ -169,7 +171,7 @@ class Grader:
         self._process.close()
 
 
-def _normal(answer: str) -> str:
+def _normalize(answer: str) -> str:
     text = answer.strip().strip("$").strip().removesuffix(".").strip()
     while text.endswith("\\\\"):  # a line break after the answer
         text = text.removesuffix("\\\\").strip()
@@ -181,19 +183,21 @@ def is_one_value(text: str) -> bool:
 
     `72|73` and `72 73` are not one value: math-verify might use either number.
     """
-    text = _SHORT_FRACTION.sub(r"\1/\2", _UNSPOKEN.sub(" ", _GROUPING.sub("", text)))
+    text = _SHORT_FRACTION.sub(
+        r"\1/\2", _SUBSCRIPT_OR_WORD.sub(" ", _SEPARATOR_IN_NUMBER.sub("", text))
+    )
     depth = 0
     for character in re.sub(r"\\[{}]", "", text):
         depth += _BRACKETS.get(character, 0)
         if depth < 0:
             return False
-    return depth == 0 and all(map(_is_arithmetic, _LITERAL.split(text)[1:-1]))
+    return depth == 0 and all(map(_is_arithmetic, _NUMBER_LITERAL.split(text)[1:-1]))
 
 
 def _is_arithmetic(between: str) -> bool:
     """Return whether the text between two numbers combines them into one value."""
-    left, operations = _ARITHMETIC.subn("", between)
-    return operations > 0 and not _NEUTRAL.sub("", left)
+    remainder, operations = _ARITHMETIC.subn("", between)
+    return operations > 0 and not _BRACKET_OR_SPACE.sub("", remainder)
 
 
 def _is_variable(side: str) -> bool:
@@ -201,24 +205,24 @@ def _is_variable(side: str) -> bool:
     return re.fullmatch(r"\\?[A-Za-z]+(?:_\{?\w+\}?|\{[A-Za-z ]+\}|\([a-z]\))?", side) is not None
 
 
-def number_of(text: str) -> Fraction | None:
+def parse_number(text: str) -> Fraction | None:
     """Return the value of a number, with or without a unit; None for any other expression."""
-    if not text.isascii() or len(text) > _LONGEST:
+    if not text.isascii() or len(text) > _MAX_CHARACTERS:
         return None
     unit = _UNIT.search(text)
     if unit is not None and unit.end() == len(text):
         text = text[: unit.start()]
-    if _GROUPED.fullmatch(text):
-        return Fraction(_SEPARATOR.sub("", text))
+    if _GROUPED_NUMBER.fullmatch(text):
+        return Fraction(_GROUP_SEPARATOR.sub("", text))
     if _NUMBER.fullmatch(text):
         return Fraction(text)
-    if power := _POWER.fullmatch(text):
-        return Fraction(power[1]) * Fraction(10) ** int(power[2] or power[3])
-    mixed = _MIXED.fullmatch(text)
-    if mixed is None:
+    if power_match := _POWER_OF_TEN.fullmatch(text):
+        return Fraction(power_match[1]) * Fraction(10) ** int(power_match[2] or power_match[3])
+    mixed_match = _MIXED_NUMBER.fullmatch(text)
+    if mixed_match is None:
         return None
-    sign, whole, *parts = mixed.groups()
-    above, below = (int(part) for part in parts if part is not None)
-    if below == 0:
+    sign, whole, *fraction_groups = mixed_match.groups()
+    numerator, denominator = (int(part) for part in fraction_groups if part is not None)
+    if denominator == 0:
         return None
-    return (int(whole) + Fraction(above, below)) * (-1 if sign == "-" else 1)
+    return (int(whole) + Fraction(numerator, denominator)) * (-1 if sign == "-" else 1)

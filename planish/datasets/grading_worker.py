@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 # Only killing the process ends a power tower such as 9^{9^{9}}. The library's own alarm cannot
 # interrupt it.
-NO_ALARM = {"parsing_timeout": None, "raise_on_error": True}
+PARSE_OPTIONS = {"parsing_timeout": None, "raise_on_error": True}
 
 
 def start() -> Callable[[dict[str, str]], dict[str, bool]]:
@@ -16,9 +16,9 @@ def start() -> Callable[[dict[str, str]], dict[str, bool]]:
     logging.disable(logging.CRITICAL)
     from math_verify import parse, verify
 
-    def compare(question: dict[str, str]) -> dict[str, bool]:
+    def compare(request: dict[str, str]) -> dict[str, bool]:
         expected, answer = (
-            parse(f"${question[name]}$", **NO_ALARM) for name in ("expected", "answer")
+            parse(f"${request[name]}$", **PARSE_OPTIONS) for name in ("expected", "answer")
         )
         return {"equal": bool(verify(expected, answer, timeout_seconds=None, raise_on_error=True))}
 

@@ -14,7 +14,7 @@ from planish.datasets.rows import load_rows
 from planish.errors import UserError
 
 QUESTION_SUFFIX = r" Give the final answer as a number without units, inside \boxed{}."
-SHOWN_EXAMPLE = (
+WORKED_EXAMPLE = (
     {
         "role": "user",
         "content": "How many times does the letter r occur in strawberry?" + QUESTION_SUFFIX,
@@ -61,12 +61,12 @@ def load_problems(dataset: str, split: str) -> list[Problem]:
 
 def problem_prompt(problem: Problem) -> Conversation:
     """Return the messages that ask for a problem's answer."""
-    return [*SHOWN_EXAMPLE, {"role": "user", "content": problem.question + QUESTION_SUFFIX}]
+    return [*WORKED_EXAMPLE, {"role": "user", "content": problem.question + QUESTION_SUFFIX}]
 
 
-def shown_example(suffix: str) -> Conversation:
+def worked_example(suffix: str) -> Conversation:
     """Return the worked example with `suffix` as the instruction after its question."""
-    question, answer = SHOWN_EXAMPLE
+    question, answer = WORKED_EXAMPLE
     question_text = question["content"].removesuffix(QUESTION_SUFFIX) + suffix
     return [
         {"role": "user", "content": question_text},
@@ -81,10 +81,14 @@ def read_problem(row: Mapping[str, Any], where: str) -> Problem:
         raise UserError(
             f'{where}: needs a "question" and an "answer" that are strings; its keys are {sorted(row)}'
         )
-    work, mark, final = answer.rpartition("####")
-    final = final.strip()
-    work = CALCULATOR_MARK.sub("", work).strip()
-    if not final:
+    solution, marker, final_answer = answer.rpartition("####")
+    final_answer = final_answer.strip()
+    solution = CALCULATOR_MARK.sub("", solution).strip()
+    if not final_answer:
         raise UserError(f"{where}: the answer is empty; remove the row or give its answer")
-    boxed = rf"The answer is \boxed{{{final}}}"
-    return Problem(question.strip(), final, f"{work}\n{boxed}" if mark and work else boxed)
+    conclusion = rf"The answer is \boxed{{{final_answer}}}"
+    return Problem(
+        question.strip(),
+        final_answer,
+        f"{solution}\n{conclusion}" if marker and solution else conclusion,
+    )

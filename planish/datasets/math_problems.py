@@ -27,7 +27,7 @@ from planish.datasets.rows import has_split, hold_out, load_rows
 from planish.errors import UserError
 
 BOX_SUFFIX = r" Write the final answer inside \boxed{}."
-HENDRYCKS = "EleutherAI/hendrycks_math"
+HENDRYCKS_MATH = "EleutherAI/hendrycks_math"
 SUBJECTS = (
     "algebra",
     "counting_and_probability",
@@ -45,7 +45,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Collection:
+class ProblemCollection:
     """A published dataset, its format and its prompts."""
 
     name: str
@@ -72,7 +72,7 @@ class ProblemSplits:
 
 
 def load_splits(
-    collection: Collection, dataset: str | None, *, eval_problems: int | None, seed: int = 0
+    collection: ProblemCollection, dataset: str | None, *, eval_problems: int | None, seed: int = 0
 ) -> ProblemSplits:
     """Load the problems for training, and the first `eval_problems` of the test split (None: all).
 
@@ -80,25 +80,27 @@ def load_splits(
     training. With None, no problem is held out then.
     """
     location = dataset or collection.hub_name
-    rows = hendrycks_rows() if location == HENDRYCKS else load_rows(location, "train")
-    train, notes = read_rows(collection, rows, f"dataset={location}, train")
+    rows = hendrycks_train_rows() if location == HENDRYCKS_MATH else load_rows(location, "train")
+    train, notes = read_problems(collection, rows, f"dataset={location}, train")
     if has_test_split(collection, dataset):
         if eval_problems == 0:
             return ProblemSplits(train, [], notes)
-        test_rows = load_rows(MATH_500 if location == HENDRYCKS else location, "test")[
+        test_rows = load_rows(MATH_500 if location == HENDRYCKS_MATH else location, "test")[
             :eval_problems
         ]
-        test, more_notes = read_rows(collection, test_rows, f"dataset={location}, test")
+        test, more_notes = read_problems(collection, test_rows, f"dataset={location}, test")
         return ProblemSplits(train, test, [*notes, *more_notes])
     if eval_problems is None:
         note = f"dataset={location} has no test split: nothing is tested; eval_problems=N holds N problems out of training"
         return ProblemSplits(train, [], [*notes, note])
     source = f"dataset={location} has no test split"
-    kept, held_out = hold_out(len(train), eval_problems, seed, source)
-    return ProblemSplits([train[i] for i in kept], [train[i] for i in held_out], notes)
+    train_positions, test_positions = hold_out(len(train), eval_problems, seed, source)
+    return ProblemSplits(
+        [train[i] for i in train_positions], [train[i] for i in test_positions], notes
+    )
 
 
-def has_test_split(collection: Collection, dataset: str | None) -> bool:
+def has_test_split(collection: ProblemCollection, dataset: str | None) -> bool:
     """Return whether a dataset has a test split.
 
     For the collection's own hub name this is known. Files and directories are inspected. Any other
@@ -112,41 +114,41 @@ def has_test_split(collection: Collection, dataset: str | None) -> bool:
     return not path.is_file()
 
 
-def hendrycks_rows() -> list[dict[str, Any]]:
+def hendrycks_train_rows() -> list[dict[str, Any]]:
     """Return the 12,000 problems in both splits of MATH that are not in MATH-500."""
-    tested = {row["problem"] for row in load_rows(MATH_500, "test")}
+    test_problems = {row["problem"] for row in load_rows(MATH_500, "test")}
     rows = [
         row
         for subject in SUBJECTS
         for split in ("train", "test")
-        for row in load_rows(f"{HENDRYCKS}:{subject}", split)
+        for row in load_rows(f"{HENDRYCKS_MATH}:{subject}", split)
     ]
-    return [row for row in rows if row.get("problem") not in tested]
+    return [row for row in rows if row.get("problem") not in test_problems]
 
 
-def read_rows(
-    collection: Collection, rows: Sequence[Row], where: str
+def read_problems(
+    collection: ProblemCollection, rows: Sequence[Row], where: str
 ) -> tuple[list[Problem], list[str]]:
     """Read rows as problems, and return a note if some have no usable answer; UserError if none
     has.
     """
-    read = [
+    results = [
         collection.read(row, f"{where} row {number}") for number, row in enumerate(rows, start=1)
     ]
-    problems = [problem for problem in read if problem is not None]
-    left_out = len(read) - len(problems)
+    problems = [problem for problem in results if problem is not None]
+    num_left_out = len(results) - len(problems)
     if not problems:
         raise UserError(
             f"{where}: none of its {len(rows)} rows has an answer; give {collection.name} data with answers"
         )
     return problems, [
-        f"{where}: {left_out} of {len(read)} rows have no usable answer and are left out"
-    ] * (left_out > 0)
+        f"{where}: {num_left_out} of {len(results)} rows have no usable answer and are left out"
+    ] * (num_left_out > 0)
 
 
 def read_math(row: Row, where: str) -> Problem | None:
     """Read a row of MATH."""
-    question, solution = text_of(row, "problem", where), text_of(row, "solution", where)
+    question, solution = text_field(row, "problem", where), text_field(row, "solution", where)
     answer = math_answer(row, where)
     return Problem(question, answer, solution) if answer else None
 
@@ -155,18 +157,20 @@ def math_answer(row: Row, where: str) -> str | None:
     """Return the field "answer", unboxed if necessary, or else the content of the last box of
     "solution".
     """
-    answer = text_of(row, "answer", where) if row.get("answer") is not None else ""
-    return boxed_answer(answer) or answer or boxed_answer(text_of(row, "solution", where))
+    answer = text_field(row, "answer", where) if row.get("answer") is not None else ""
+    return boxed_answer(answer) or answer or boxed_answer(text_field(row, "solution", where))
 
 
 def read_polaris(row: Row, where: str) -> Problem | None:
     """Read a row of Polaris."""
-    return problem_with_answer(text_of(row, "problem", where), text_of(row, "answer", where))
+    return problem_with_answer(text_field(row, "problem", where), text_field(row, "answer", where))
 
 
 def read_deepmath(row: Row, where: str) -> Problem | None:
     """Read a row of DeepMath."""
-    return problem_with_answer(text_of(row, "question", where), text_of(row, "final_answer", where))
+    return problem_with_answer(
+        text_field(row, "question", where), text_field(row, "final_answer", where)
+    )
 
 
 def problem_with_answer(question: str, answer: str) -> Problem | None:
@@ -180,7 +184,7 @@ def problem_with_answer(question: str, answer: str) -> Problem | None:
     )
 
 
-def text_of(row: Row, name: str, where: str) -> str:
+def text_field(row: Row, name: str, where: str) -> str:
     """Return a field as text, stripped; numbers keep their notation. Raise UserError for other
     types.
     """
@@ -197,23 +201,23 @@ def boxed_answer(solution: str) -> str | None:
     boxed = extract_boxed(solution.replace(r"\fbox{", r"\boxed{"))
     if boxed is not None:
         return boxed
-    bare = BARE_BOX.findall(solution)
-    return bare[-1] if bare else None
+    bare_boxes = BARE_BOX.findall(solution)
+    return bare_boxes[-1] if bare_boxes else None
 
 
 COLLECTIONS = {
     collection.name: collection
     for collection in (
-        Collection("gsm8k", "openai/gsm8k", read_problem, QUESTION_SUFFIX),
-        Collection("math", HENDRYCKS, read_math, BOX_SUFFIX),
-        Collection(
+        ProblemCollection("gsm8k", "openai/gsm8k", read_problem, QUESTION_SUFFIX),
+        ProblemCollection("math", HENDRYCKS_MATH, read_math, BOX_SUFFIX),
+        ProblemCollection(
             "polaris",
             "POLARIS-Project/Polaris-Dataset-53K",
             read_polaris,
             BOX_SUFFIX,
             has_test_split=False,
         ),
-        Collection(
+        ProblemCollection(
             "deepmath", "zwhe99/DeepMath-103K", read_deepmath, BOX_SUFFIX, has_test_split=False
         ),
     )

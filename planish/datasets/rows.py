@@ -26,17 +26,17 @@ FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 Row = dict[str, Any]
 _log = logging.getLogger(__name__)
-_USUAL_CONFIGS = ("data", "main", "default", "plain_text")
+_DEFAULT_CONFIGS = ("data", "main", "default", "plain_text")
 """Folders that are read if no configuration is named, in this order."""
-_noted: set[str] = set()
+_warned_datasets: set[str] = set()
 """Datasets for which the warning about a directory with a hub name was logged."""
 
 
 def open_rows(dataset: str, split: str) -> Sequence[Row]:
     """Return the rows of one split ("train" or "test"); UserError if there are none."""
-    files = _files(dataset, split)
+    files = _local_files(dataset, split)
     if files is not None:
-        rows = [row for file in files for _, row in _located_in(file)]
+        rows = [row for file in files for _, row in _rows_with_locations(file)]
     elif _is_path(dataset):
         raise UserError(f"the dataset {dataset}: no such file or directory; check the path")
     else:
@@ -48,19 +48,19 @@ def open_rows(dataset: str, split: str) -> Sequence[Row]:
     return rows
 
 
-def located_rows(dataset: str, split: str) -> list[tuple[str, Row]]:
+def rows_with_locations(dataset: str, split: str) -> list[tuple[str, Row]]:
     """Return the rows of one split, each with its place for error messages.
 
     The place is file and line where there are lines, otherwise the number of the row.
     """
-    files = _files(dataset, split)
+    files = _local_files(dataset, split)
     if files is None:
         rows = open_rows(dataset, split)
         return [
             (f"the dataset {dataset}, {split} row {number}", dict(row))
             for number, row in enumerate(rows, start=1)
         ]
-    return [located for file in files for located in _located_in(file)]
+    return [row for file in files for row in _rows_with_locations(file)]
 
 
 def load_rows(dataset: str, split: str) -> list[Row]:
@@ -73,9 +73,9 @@ def has_split(dataset: str, split: str) -> bool:
 
     A single file has only "train". For a hub name this asks the hub.
     """
-    path, config = _local(dataset)
+    path, config = _local_path(dataset)
     if path.is_dir():
-        return bool(_found_files(path, split, config))
+        return bool(_find_split_files(path, split, config))
     if path.is_file() or _is_path(dataset):
         return split == "train"
     from datasets import get_dataset_split_names  # takes seconds; local data do not need it
@@ -84,7 +84,7 @@ def has_split(dataset: str, split: str) -> bool:
     try:
         return split in get_dataset_split_names(name, config)
     except Exception as error:  # as in _open_on_hub
-        raise _no_answer(dataset, "the names of its splits", error) from error
+        raise _hub_error(dataset, "the names of its splits", error) from error
 
 
 def _is_path(dataset: str) -> bool:
@@ -92,7 +92,7 @@ def _is_path(dataset: str) -> bool:
     return Path(dataset).suffix in FILE_SUFFIXES or dataset.startswith((".", "/", "~"))
 
 
-def _local(dataset: str) -> tuple[Path, str | None]:
+def _local_path(dataset: str) -> tuple[Path, str | None]:
     """Return `dataset` as a path, and the configuration after its colon."""
     path = Path(dataset).expanduser()
     before, colon, config = dataset.rpartition(":")
@@ -101,15 +101,15 @@ def _local(dataset: str) -> tuple[Path, str | None]:
     return path, None
 
 
-def _files(dataset: str, split: str) -> Sequence[Path] | None:
+def _local_files(dataset: str, split: str) -> Sequence[Path] | None:
     """Return the files of a split; None if the dataset is not a file or directory."""
-    path, config = _local(dataset)
+    path, config = _local_path(dataset)
     if path.is_dir():
         hides_hub = not _is_path(dataset) and "/" in dataset
-        if hides_hub and dataset not in _noted:
-            _noted.add(dataset)
+        if hides_hub and dataset not in _warned_datasets:
+            _warned_datasets.add(dataset)
             _log.warning("dataset %s: the directory of this name is read, not the hub", dataset)
-        return _split_files(path, split, config, hides_hub=hides_hub)
+        return _require_split_files(path, split, config, hides_hub=hides_hub)
     if path.is_file() and split != "train":
         raise UserError(
             f"the dataset {path} is one file and has no {split} split; give a directory with "
@@ -118,11 +118,11 @@ def _files(dataset: str, split: str) -> Sequence[Path] | None:
     return [path] if path.is_file() else None
 
 
-def _split_files(
+def _require_split_files(
     directory: Path, split: str, config: str | None, *, hides_hub: bool
 ) -> Sequence[Path]:
-    found = _found_files(directory, split, config)
-    if not found:
+    files = _find_split_files(directory, split, config)
+    if not files:
         data_files = sorted(
             entry.relative_to(directory).as_posix()
             for entry in directory.rglob("*")
@@ -137,23 +137,23 @@ def _split_files(
             f"found {file_list}. Add that file, or name a configuration: DIRECTORY:CONFIG"
             + ("; rename the directory to read the hub's dataset of its name" if hides_hub else "")
         )
-    return found
+    return files
 
 
-def _found_files(directory: Path, split: str, config: str | None = None) -> Sequence[Path]:
+def _find_split_files(directory: Path, split: str, config: str | None = None) -> Sequence[Path]:
     """Return the files of a split, in the directory itself or in the folder of a configuration."""
     if config is not None:
-        return _in_folder(directory / config, split)
-    if found := _in_folder(directory, split):
-        return found
+        return _files_in_folder(directory / config, split)
+    if files := _files_in_folder(directory, split):
+        return files
     folders = {
-        folder.name: found
+        folder.name: files
         for folder in sorted(directory.iterdir())
-        if folder.is_dir() and (found := _in_folder(folder, split))
+        if folder.is_dir() and (files := _files_in_folder(folder, split))
     }
-    usual = next((name for name in _USUAL_CONFIGS if name in folders), None)
-    if usual is not None:
-        return folders[usual]
+    default_config = next((name for name in _DEFAULT_CONFIGS if name in folders), None)
+    if default_config is not None:
+        return folders[default_config]
     if len(folders) > 1:
         raise UserError(
             f"the dataset {directory} has several configurations: {', '.join(folders)}; name one, "
@@ -162,19 +162,19 @@ def _found_files(directory: Path, split: str, config: str | None = None) -> Sequ
     return next(iter(folders.values()), [])
 
 
-def _in_folder(folder: Path, split: str) -> Sequence[Path]:
+def _files_in_folder(folder: Path, split: str) -> Sequence[Path]:
     """Return files such as train.jsonl or train-00000-of-00002.parquet, or train/0000.parquet, the
     layout of the hub's own conversions.
     """
     for suffix in FILE_SUFFIXES:
         patterns = (f"{split}{suffix}", f"{split}-*{suffix}", f"{split}/*{suffix}")
-        found = sorted({path for pattern in patterns for path in folder.glob(pattern)})
-        if found:
-            return found
+        files = sorted({path for pattern in patterns for path in folder.glob(pattern)})
+        if files:
+            return files
     return []
 
 
-def _located_in(path: Path) -> list[tuple[str, Row]]:
+def _rows_with_locations(path: Path) -> list[tuple[str, Row]]:
     if path.suffix == ".parquet":
         return [
             (f"{path}, row {number}", row)
@@ -186,12 +186,12 @@ def _located_in(path: Path) -> list[tuple[str, Row]]:
         raise UserError(
             f"{path} is not UTF-8 text ({error}); give JSON lines or a .parquet file"
         ) from error
-    places = [
+    numbered_lines = [
         (f"{path}, line {number}", line)
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
-    return [(where, _parse(line, where)) for where, line in places]
+    return [(where, _parse(line, where)) for where, line in numbered_lines]
 
 
 def _parse(line: str, where: str) -> Row:
@@ -225,7 +225,7 @@ def _open_on_hub(dataset: str, split: str) -> Sequence[Row]:
     except Exception as error:
         # No network, no such dataset or no permission: their many error types differ between
         # releases.
-        raise _no_answer(dataset, f"its {split} split", error) from error
+        raise _hub_error(dataset, f"its {split} split", error) from error
 
 
 def _hub_name(dataset: str) -> tuple[str, str | None]:
@@ -233,30 +233,32 @@ def _hub_name(dataset: str) -> tuple[str, str | None]:
     return name, config or HUB_CONFIGS.get(name)
 
 
-def _no_answer(dataset: str, asked: str, error: Exception) -> UserError:
+def _hub_error(dataset: str, requested: str, error: Exception) -> UserError:
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return UserError(
-        f"the dataset {dataset}: the hub did not give {asked} ({first_line}); check the name, or "
+        f"the dataset {dataset}: the hub did not give {requested} ({first_line}); check the name, "
+        f"or "
         "give a local directory with train.jsonl and test.jsonl"
     )
 
 
 def hold_out(
-    total: int, eval_problems: int, seed: int, source: str, unit: str = "problems"
+    num_problems: int, eval_problems: int, seed: int, source: str, unit: str = "problems"
 ) -> tuple[list[int], list[int]]:
     """Return the positions of the problems for training and of those for evaluation, in order.
 
-    `eval_problems` random ones of `total` problems are held out of training. Raise
-    UserError if no training problem would be left. `source` is the part of the message that says
+    `eval_problems` random ones of `num_problems` problems are held out of
+    training. Raise UserError if no training problem would be left. `source` is the part of the message that says
     why problems are held out.
     """
-    if eval_problems >= total:
+    if eval_problems >= num_problems:
         raise UserError(
-            f"eval_problems={eval_problems}: {source}, and of its {total} {unit} at least one must "
-            "be left to train on; give fewer"
+            f"eval_problems={eval_problems}: {source}, and of its {num_problems} {unit} at least "
+            "one must be left to train on; give fewer"
         )
-    held_out = set(random.Random(seed).sample(range(total), eval_problems))
-    return [position for position in range(total) if position not in held_out], sorted(held_out)
+    held_out = set(random.Random(seed).sample(range(num_problems), eval_problems))
+    train = [position for position in range(num_problems) if position not in held_out]
+    return train, sorted(held_out)
 
 
 def check_shuffle_seed(shuffle_seed: int | None) -> None:

@@ -27,7 +27,7 @@ class RenderedQuestion:
 
     question: Question
     prompt: ModelInput
-    messages: tuple[list[int], ...] = ()
+    choice_tokens: tuple[list[int], ...] = ()
     """The tokens of the assistant message after the prompt, for each choice."""
 
 
@@ -71,17 +71,17 @@ class Answerer:
         A prompt that leaves no room for an answer gives answers with an error.
         """
         prompt, question = rendered.prompt, rendered.question
-        room = sampling.max_tokens
+        max_tokens = sampling.max_tokens
         if self.context_window is not None:
-            room = min(room, self.context_window - prompt.length)
-        if room < 1:
-            error = self._too_long(prompt.length)
+            max_tokens = min(max_tokens, self.context_window - prompt.length)
+        if max_tokens < 1:
+            error = self._too_long_message(prompt.length)
             return [
-                self._answer(rendered, index, [], None, Verdict(False, None, error))
+                self._sampled_answer(rendered, index, [], None, Verdict(False, None, error))
                 for index in range(sampling.samples)
             ]
         params = SamplingParams(
-            max_tokens=room,
+            max_tokens=max_tokens,
             seed=derived_seed(sampling.seed, question.number),
             stop=self.renderer.get_stop_sequences(),
             temperature=sampling.temperature,
@@ -94,7 +94,9 @@ class Answerer:
             message, _ = self.renderer.parse_response(sequence.tokens)
             verdict = await task.grade(question, get_text_content(message))  # type: ignore[arg-type]
             answers.append(
-                self._answer(rendered, index, list(sequence.tokens), sequence.stop_reason, verdict)
+                self._sampled_answer(
+                    rendered, index, list(sequence.tokens), sequence.stop_reason, verdict
+                )
             )
         return answers
 
@@ -104,46 +106,50 @@ class Answerer:
         If the longest choice exceeds the context window, the answer has an error and no scores.
         """
         question, prompt = rendered.question, rendered.prompt
-        text = self._text(prompt.to_ints())
-        answer = partial(ChosenAnswer, question.number, text, reference=question.reference)
-        longest = prompt.length + max(map(len, rendered.messages))
-        if self.context_window is not None and longest > self.context_window:
-            return answer(
+        text = self._decode(prompt.to_ints())
+        make_answer = partial(ChosenAnswer, question.number, text, reference=question.reference)
+        longest_length = prompt.length + max(map(len, rendered.choice_tokens))
+        if self.context_window is not None and longest_length > self.context_window:
+            return make_answer(
                 choices=[],
                 answer=None,
                 answer_length_normalized=None,
                 reward=0.0,
                 reward_length_normalized=0.0,
-                error=self._too_long(longest),
+                error=self._too_long_message(longest_length),
             )
-        scores = await gather_or_cancel(
-            self._score(prompt, message) for message in rendered.messages
+        logprobs = await gather_or_cancel(
+            self._choice_logprob(prompt, message) for message in rendered.choice_tokens
         )
-        named = zip(LETTERS, question.choices, rendered.messages, scores, strict=False)
+        scored = zip(LETTERS, question.choices, rendered.choice_tokens, logprobs, strict=False)
         choices = [
             ScoredChoice(letter, text, score, len(message))
-            for letter, text, message, score in named
+            for letter, text, message, score in scored
         ]
-        likeliest = max(choices, key=lambda choice: choice.logprob).letter
-        normalized = max(choices, key=lambda choice: choice.mean_logprob).letter
-        return answer(
+        likeliest_letter = max(choices, key=lambda choice: choice.logprob).letter
+        normalized_letter = max(choices, key=lambda choice: choice.mean_logprob).letter
+        return make_answer(
             choices=choices,
-            answer=likeliest,
-            answer_length_normalized=normalized,
-            reward=float(likeliest == question.reference),
-            reward_length_normalized=float(normalized == question.reference),
+            answer=likeliest_letter,
+            answer_length_normalized=normalized_letter,
+            reward=float(likeliest_letter == question.reference),
+            reward_length_normalized=float(normalized_letter == question.reference),
         )
 
-    async def _score(self, prompt: ModelInput, message: list[int]) -> float:
-        whole = ModelInput.from_ints([*prompt.to_ints(), *message])
+    async def _choice_logprob(self, prompt: ModelInput, message_tokens: list[int]) -> float:
+        full_sequence = ModelInput.from_ints([*prompt.to_ints(), *message_tokens])
         logprobs = await self.sampling_client.compute_logprobs_async(
-            whole, prompt_logprobs_last_n=len(message)
+            full_sequence, prompt_logprobs_last_n=len(message_tokens)
         )
-        scored = [logprob for logprob in logprobs[-len(message) :] if logprob is not None]
-        assert len(scored) == len(message), "only the first token of a prompt has no logprob"
-        return sum(scored)
+        message_logprobs = [
+            logprob for logprob in logprobs[-len(message_tokens) :] if logprob is not None
+        ]
+        assert len(message_logprobs) == len(message_tokens), (
+            "only the first token of a prompt has no logprob"
+        )
+        return sum(message_logprobs)
 
-    def _answer(
+    def _sampled_answer(
         self,
         rendered: RenderedQuestion,
         index: int,
@@ -154,8 +160,8 @@ class Answerer:
         return SampledAnswer(
             rendered.question.number,
             index,
-            prompt=self._text(rendered.prompt.to_ints()),
-            answer=self._text(tokens),
+            prompt=self._decode(rendered.prompt.to_ints()),
+            answer=self._decode(tokens),
             tokens=tokens,
             stop_reason=stop_reason,
             reward=float(verdict.correct),
@@ -164,8 +170,8 @@ class Answerer:
             error=verdict.error,
         )
 
-    def _text(self, tokens: list[int]) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         return self.renderer.codec.decode(tokens)
 
-    def _too_long(self, tokens: int) -> str:
-        return f"{tokens} tokens do not fit the model's context of {self.context_window}"
+    def _too_long_message(self, num_tokens: int) -> str:
+        return f"{num_tokens} tokens do not fit the model's context of {self.context_window}"

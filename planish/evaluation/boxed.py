@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from planish.datasets.grading import extract_boxed
-from planish.datasets.gsm8k import QUESTION_SUFFIX, read_problem, shown_example
-from planish.datasets.math_problems import BOX_SUFFIX, math_answer, text_of
+from planish.datasets.gsm8k import QUESTION_SUFFIX, read_problem, worked_example
+from planish.datasets.math_problems import BOX_SUFFIX, math_answer, text_field
 from planish.datasets.process_grader import process_grader
 from planish.errors import UnjudgedAnswerError, UserError
 from planish.evaluation.types import Question, Verdict
@@ -28,12 +28,12 @@ def math_question(row: Mapping[str, Any], where: str, number: int) -> Question:
     """Return the question of a MATH row; UserError, which names the row by `where`, if it has no
     answer.
     """
-    known = math_answer(row, where)
-    if not known:
+    answer = math_answer(row, where)
+    if not answer:
         raise UserError(
             rf'{where}: no answer; give it as "answer", or as the last \boxed{{}} of "solution", or remove the row'
         )
-    return _question(number, text_of(row, "problem", where), known, BOX_SUFFIX)
+    return _question(number, text_field(row, "problem", where), answer, BOX_SUFFIX)
 
 
 async def grade_boxed(question: Question, text: str) -> Verdict:
@@ -46,5 +46,5 @@ async def grade_boxed(question: Question, text: str) -> Verdict:
 
 
 def _question(number: int, text: str, answer: str, suffix: str) -> Question:
-    asked: Any = {"role": "user", "content": text + suffix}
-    return Question(number, (*shown_example(suffix), asked), answer)  # type: ignore[arg-type]
+    message: Any = {"role": "user", "content": text + suffix}
+    return Question(number, (*worked_example(suffix), message), answer)  # type: ignore[arg-type]

@@ -14,12 +14,13 @@ import math
 from planish.errors import UserError
 
 
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the unbiased estimate for one problem, with `correct` correct answers among
-    `samples`.
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Return the unbiased estimate for one problem, with `num_correct` correct answers among
+    `num_samples`.
     """
-    if not 0 <= correct <= samples or not 1 <= k <= samples:
+    if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
         raise UserError(
-            f"pass@k with k={k}, {correct} of {samples} right: k is from 1 to the number of answers"
+            f"pass@k with k={k}, {num_correct} of {num_samples} right: k is from 1 to the number "
+            f"of answers"
         )
-    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

@@ -99,7 +99,7 @@ async def evaluate(
     }
     settings = {} if params is None else asdict(params)
     render = render_choices if isinstance(task, ChoiceTask) else render_question
-    rendered = [render(question, renderer) for question in task.questions]
+    rendered_questions = [render(question, renderer) for question in task.questions]
     config = {
         "task": task.name,
         "digest": task.digest,
@@ -109,23 +109,25 @@ async def evaluate(
     }
     answerer = Answerer(sampling_client, renderer, context_window)
 
-    async def answer(question: RenderedQuestion) -> Answers:
+    async def answer_question(question: RenderedQuestion) -> Answers:
         if params is None or isinstance(task, ChoiceTask):
             return [await answerer.choose(question)]
         return await answerer.sample(question, task, params)
 
     with nullcontext() if out is None else EvaluationDirectory(out, config) as directory:
-        samples = 1 if params is None else params.samples
-        saved = directory.answers(task, samples) if directory else {}
-        numbers = {question.number for question in task.questions}
-        answers = {number: found for number, found in saved.items() if number in numbers}
+        num_samples = 1 if params is None else params.samples
+        saved_answers = directory.answers(task, num_samples) if directory else {}
+        question_numbers = {question.number for question in task.questions}
+        answers = {
+            number: found for number, found in saved_answers.items() if number in question_numbers
+        }
         progress = _Progress(directory, answers, display)
         if display:
             for _ in answers:
                 display.step_done()
         await _answer_all(
-            [one for one in rendered if one.question.number not in answers],
-            answer,
+            [one for one in rendered_questions if one.question.number not in answers],
+            answer_question,
             progress,
             concurrency,
         )
@@ -155,33 +157,35 @@ class _Progress:
     display: StepDisplay | None
     stage: Stage | None = None
 
-    def begin(self, questions: int) -> None:
-        self.stage = self.display.begin("answering", questions) if self.display else None
+    def begin(self, num_questions: int) -> None:
+        self.stage = self.display.begin("answering", num_questions) if self.display else None
 
-    def save(self, found: Answers) -> None:
-        self.answers[found[0].question] = found
+    def save(self, question_answers: Answers) -> None:
+        self.answers[question_answers[0].question] = question_answers
         if self.directory:
-            self.directory.append(found)
+            self.directory.append(question_answers)
         if self.stage and self.display:
             self.stage.advance()
-            self.stage.sampled(sum(len(getattr(one, "tokens", ())) for one in found))
+            self.stage.sampled(
+                sum(len(getattr(answer, "tokens", ())) for answer in question_answers)
+            )
             self.display.step_done()
 
 
 async def _answer_all(
-    rendered: Sequence[RenderedQuestion],
-    answer: Callable[[RenderedQuestion], Any],
+    rendered_questions: Sequence[RenderedQuestion],
+    answer_question: Callable[[RenderedQuestion], Any],
     progress: _Progress,
     concurrency: int,
 ) -> None:
     semaphore = asyncio.Semaphore(concurrency)
-    progress.begin(len(rendered))
+    progress.begin(len(rendered_questions))
 
     async def answer_one(question: RenderedQuestion) -> None:
         async with semaphore:
-            progress.save(await answer(question))
+            progress.save(await answer_question(question))
 
-    await gather_or_cancel(answer_one(question) for question in rendered)
+    await gather_or_cancel(answer_one(question) for question in rendered_questions)
 
 
 def resolve_sampling(

@@ -42,7 +42,7 @@ class EvaluationDirectory:
         self.path = Path(path).expanduser()
         self._lock = lock_directory(self.path, "out", "there")
         try:
-            self._check(json.loads(json.dumps(config)))
+            self._check_config(json.loads(json.dumps(config)))
             self._rows = RowFile(self.path / SAMPLES)
         except BaseException:
             self._lock.release()
@@ -55,22 +55,27 @@ class EvaluationDirectory:
         self._rows.close()
         self._lock.release()
 
-    def answers(self, task: Task, samples: int) -> dict[int, Answers]:
+    def answers(self, task: Task, num_samples: int) -> dict[int, Answers]:
         """Return the saved answers by the number of the question.
 
-        Questions with fewer than `samples` answers are removed from the file.
+        Questions with fewer than `num_samples` answers are removed from the file.
         """
         rows = read_rows(self.path / SAMPLES)
         try:
-            by_question: dict[int, list[Row]] = {}
+            rows_by_question: dict[int, list[Row]] = {}
             for row in rows:
-                by_question.setdefault(row["question"], []).append(row)
-            whole = {
-                number: found for number, found in by_question.items() if len(found) == samples
+                rows_by_question.setdefault(row["question"], []).append(row)
+            complete_rows = {
+                number: question_rows
+                for number, question_rows in rows_by_question.items()
+                if len(question_rows) == num_samples
             }
-            self._rows.keep(lambda row: row["question"] in whole)
-            read = _read_chosen if isinstance(task, ChoiceTask) else _read_sampled
-            return {number: read(found) for number, found in sorted(whole.items())}
+            self._rows.keep(lambda row: row["question"] in complete_rows)
+            read_answers = _read_chosen if isinstance(task, ChoiceTask) else _read_sampled
+            return {
+                number: read_answers(question_rows)
+                for number, question_rows in sorted(complete_rows.items())
+            }
         except (KeyError, TypeError) as error:
             raise DamagedFileError(
                 f"{self.path / SAMPLES} has rows that do not belong to this evaluation "
@@ -88,22 +93,22 @@ class EvaluationDirectory:
             self.path / RESULTS, json.dumps(results, indent=2, ensure_ascii=False) + "\n"
         )
 
-    def _check(self, config: Mapping[str, Any]) -> None:
-        path, begun = self.path / CONFIG, self.path / SAMPLES
-        if begun.exists() and begun.stat().st_size:
+    def _check_config(self, config: Mapping[str, Any]) -> None:
+        config_path, samples_path = self.path / CONFIG, self.path / SAMPLES
+        if samples_path.exists() and samples_path.stat().st_size:
             try:
-                found = json.loads(path.read_bytes())
+                saved_config = json.loads(config_path.read_bytes())
             except (OSError, ValueError) as error:
                 raise UserError(
                     f"out={self.path} has a file {SAMPLES}, but its {CONFIG} cannot be read "
                     f"({error}); give another directory"
                 ) from error
-            if changed := differences(found, dict(config)):
+            if changed := differences(saved_config, dict(config)):
                 raise UserError(
                     f"out={self.path} has an evaluation with other options: {changed}; give its "
                     "options to continue it, or another directory"
                 )
-        write_atomically(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        write_atomically(config_path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def _read_sampled(rows: list[dict[str, Any]]) -> list[SampledAnswer]:

@@ -18,26 +18,26 @@ Metrics = dict[str, float]
 def sampled_metrics(problems: Sequence[Sequence[SampledAnswer]], k: Sequence[int]) -> Metrics:
     """Return the metrics of sampled answers. Every problem must have equally many answers."""
     answers = [answer for problem in problems for answer in problem]
-    count = len(answers)
-    correct = [sum(answer.reward > 0 for answer in problem) for problem in problems]
+    num_answers = len(answers)
+    num_correct = [sum(answer.reward > 0 for answer in problem) for problem in problems]
     metrics = Mean.from_values(
-        [right / len(problem) for right, problem in zip(correct, problems, strict=True)]
+        [num_right / len(problem) for num_right, problem in zip(num_correct, problems, strict=True)]
     ).as_metrics("score")
-    for size in k:
+    for k_value in k:
         estimates = [
-            pass_at_k(len(problem), right, size)
-            for right, problem in zip(correct, problems, strict=True)
+            pass_at_k(len(problem), num_right, k_value)
+            for num_right, problem in zip(num_correct, problems, strict=True)
         ]
-        metrics |= Mean.from_values(estimates).as_metrics(f"pass@{size}")
+        metrics |= Mean.from_values(estimates).as_metrics(f"pass@{k_value}")
     return metrics | {
-        "num_correct": sum(correct),
+        "num_correct": sum(num_correct),
         "num_examples": len(problems),
-        "num_samples": count,
+        "num_samples": num_answers,
         "num_errors": sum(answer.error is not None for answer in answers),
-        "ended": sum(answer.stop_reason == "stop" for answer in answers) / count,
-        "cut_off": sum(answer.stop_reason == "length" for answer in answers) / count,
-        "answered": sum(answer.extracted is not None for answer in answers) / count,
-        "tokens_per_answer": sum(len(answer.tokens) for answer in answers) / count,
+        "ended": sum(answer.stop_reason == "stop" for answer in answers) / num_answers,
+        "cut_off": sum(answer.stop_reason == "length" for answer in answers) / num_answers,
+        "answered": sum(answer.extracted is not None for answer in answers) / num_answers,
+        "tokens_per_answer": sum(len(answer.tokens) for answer in answers) / num_answers,
     }
 
 
@@ -62,12 +62,13 @@ def metrics_of(problems: Sequence[Sequence[Any]], k: Sequence[int]) -> Metrics:
     return sampled_metrics(cast(Sequence[Sequence[SampledAnswer]], problems), k)
 
 
-def check_k(k: Sequence[int], samples: int) -> None:
-    """Raise UserError unless the values of k are distinct and from 1 to `samples`."""
-    wrong = [size for size in k if not 1 <= size <= samples]
-    if wrong or len(set(k)) < len(k):
+def check_k(k: Sequence[int], num_samples: int) -> None:
+    """Raise UserError unless the values of k are distinct and from 1 to `num_samples`."""
+    invalid_values = [size for size in k if not 1 <= size <= num_samples]
+    if invalid_values or len(set(k)) < len(k):
         raise UserError(
-            f"k={list(k)} with samples={samples}: give each k once, from 1 to the number of samples"
+            f"k={list(k)} with samples={num_samples}: give each k once, from 1 to the number of "
+            f"samples"
         )
 
 

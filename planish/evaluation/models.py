@@ -12,7 +12,7 @@ from planish.runlog.checkpoints import choose_renderer
 from planish.runlog.run_directory import weights_of
 from planish.types import Checkpoint, CheckpointPath
 
-SCHEMES = ("tinker://", "planish://")
+CHECKPOINT_SCHEMES = ("tinker://", "planish://")
 
 
 @dataclass(frozen=True)
@@ -41,34 +41,43 @@ def open_model(
     else the base model's own.
     """
     resolved = weights_of(name)
-    is_checkpoint = resolved.startswith(SCHEMES)
-    place: dict[str, Any] = {"model_path": resolved} if is_checkpoint else {"base_model": resolved}
-    client = service_client.create_sampling_client(**place)
+    is_checkpoint = resolved.startswith(CHECKPOINT_SCHEMES)
+    source: dict[str, Any] = {"model_path": resolved} if is_checkpoint else {"base_model": resolved}
+    client = service_client.create_sampling_client(**source)
     base_model = client.get_base_model()
     tokenizer = client.get_tokenizer()
-    saved = _checkpoint(service_client, resolved) if is_checkpoint else None
-    trained_with = (saved.user_metadata or {}).get("renderer_name") if saved else None
-    renderer = choose_renderer(renderer_name or trained_with, base_model, tokenizer)
+    checkpoint = _find_checkpoint(service_client, resolved) if is_checkpoint else None
+    trained_renderer_name = (
+        (checkpoint.user_metadata or {}).get("renderer_name") if checkpoint else None
+    )
+    renderer = choose_renderer(renderer_name or trained_renderer_name, base_model, tokenizer)
     if is_checkpoint:
-        weights = saved.time.isoformat() if saved else None
+        weights = checkpoint.time.isoformat() if checkpoint else None
     else:
         weights = _fingerprint(Path(tokenizer.name_or_path))
     context_window = service_client.get_server_capabilities().context_of(base_model)
     return OpenedModel(resolved, client, renderer, context_window, weights)
 
 
-def _checkpoint(service_client: ServiceClient, path: str) -> Checkpoint | None:
+def _find_checkpoint(service_client: ServiceClient, path: str) -> Checkpoint | None:
     """Return the checkpoint as its run lists it; None if the list cannot be read."""
     try:
         parsed = CheckpointPath.parse(path)
-        listed = (
+        checkpoints = (
             service_client.create_rest_client().list_checkpoints(parsed.run_id).result().checkpoints
         )
     except (PlanishError, ValueError):
         # These weights were saved elsewhere: they can be sampled from, but their run is not listed
         # here.
         return None
-    return next((one for one in listed if one.checkpoint_id == parsed.checkpoint_id), None)
+    return next(
+        (
+            checkpoint
+            for checkpoint in checkpoints
+            if checkpoint.checkpoint_id == parsed.checkpoint_id
+        ),
+        None,
+    )
 
 
 def _fingerprint(directory: Path) -> str | None:

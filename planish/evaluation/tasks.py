@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planish.datasets.rows import located_rows
+from planish.datasets.rows import rows_with_locations
 from planish.errors import UserError
 from planish.evaluation.boxed import grade_boxed, gsm8k_question, math_question
 from planish.evaluation.multiple_choice import grade_letter, lettered_question, unlisted_question
@@ -20,11 +20,11 @@ from planish.evaluation.types import ChoiceTask, Question, SampledTask, Task, Ve
 class TaskKind:
     """How the rows of a task are read and its answers graded."""
 
-    form: str
+    row_fields: str
     """The fields of a row, for error messages."""
-    published: str | None
+    hub_name: str | None
     """The hub name of the data; None if the user has to name the data."""
-    read: Callable[[Mapping[str, Any], str, int], Question]
+    read_question: Callable[[Mapping[str, Any], str, int], Question]
     """Converts a row to a question. The other arguments are the row's location, for error messages,
     and the question's number.
     """
@@ -60,23 +60,26 @@ def load_task(
     kind = TASKS.get(name)
     if kind is None:
         raise UserError(f"task {name!r}: there is no such task; the tasks are {', '.join(TASKS)}")
-    place = str(data) if data is not None else kind.published
-    if place is None:
+    dataset = str(data) if data is not None else kind.hub_name
+    if dataset is None:
         raise UserError(
-            f"task {name}: it has no data of its own; give data=..., whose rows have {kind.form}"
+            f"task {name}: it has no data of its own; give data=..., whose rows have "
+            f"{kind.row_fields}"
         )
     if limit is not None and limit < 1:
         raise UserError(
             f"limit={limit}: give a whole number of at least 1, or leave it out for all questions"
         )
-    rows = located_rows(place, "train" if Path(place).expanduser().is_file() else "test")
-    questions = [kind.read(row, where, number) for number, (where, row) in enumerate(rows, start=1)]
+    rows = rows_with_locations(dataset, "train" if Path(dataset).expanduser().is_file() else "test")
+    questions = [
+        kind.read_question(row, where, number) for number, (where, row) in enumerate(rows, start=1)
+    ]
     if not questions:
-        raise UserError(f"task {name}: {place} has no rows; give data with {kind.form}")
-    shared = (title or name, place, _digest(questions), questions[:limit])
-    return ChoiceTask(*shared) if kind.grade is None else SampledTask(*shared, kind.grade)
+        raise UserError(f"task {name}: {dataset} has no rows; give data with {kind.row_fields}")
+    task_fields = (title or name, dataset, _digest(questions), questions[:limit])
+    return ChoiceTask(*task_fields) if kind.grade is None else SampledTask(*task_fields, kind.grade)
 
 
 def _digest(questions: list[Question]) -> str:
-    asked = [(question.messages, question.reference, question.choices) for question in questions]
-    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+    contents = [(question.messages, question.reference, question.choices) for question in questions]
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()

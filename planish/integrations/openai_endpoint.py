@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
     from planish.renderers import Message
 
-LATER = (408, 409, 425, 429)
-NEVER = (501, 505)
-FIRST_DELAY, LONGEST_DELAY, LONGEST_RETRY_AFTER = 0.5, 30.0, 120.0
+RETRYABLE_STATUSES = (408, 409, 425, 429)
+PERMANENT_STATUSES = (501, 505)
+FIRST_DELAY, MAX_DELAY, MAX_RETRY_AFTER = 0.5, 30.0, 120.0
 """Seconds between attempts: the first delay, the longest delay, and the longest delay accepted from
 the endpoint's Retry-After header.
 """
-CONNECT_SECONDS = 10.0
-SHOWN_CHARACTERS = 500
+CONNECT_TIMEOUT_SECONDS = 10.0
+MAX_ERROR_CHARACTERS = 500
 """How many characters of an endpoint's answer an error message contains."""
 
 
@@ -49,7 +49,7 @@ class EndpointError(PlanishError, ConnectionError):
     """All attempts failed for temporary reasons, so a later call may succeed."""
 
 
-class _NoAnswerError(Exception):
+class _TemporaryError(Exception):
     """One attempt failed for a temporary reason. `retry_after` is the delay in seconds that the
     endpoint requests.
     """
@@ -64,8 +64,8 @@ class _Connections:
     """The connections of one event loop, and the number of calls that use them."""
 
     client: AsyncClient
-    slots: asyncio.Semaphore
-    users: int = 0
+    semaphore: asyncio.Semaphore
+    num_calls: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class ChatEndpoint(MessageCompleter):
     """Further fields of the request, such as {"reasoning_effort": "low"}. They override
     `max_tokens` and `temperature`. A value of None omits the field.
     """
-    _opened: dict[asyncio.AbstractEventLoop, _Connections] = field(
+    _connections_by_loop: dict[asyncio.AbstractEventLoop, _Connections] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -112,13 +112,13 @@ class ChatEndpoint(MessageCompleter):
             "max_retries": (self.max_retries >= 0, "a whole number, 0 for one attempt"),
             "max_concurrent": (self.max_concurrent >= 1, "at least 1"),
         }
-        for name, (holds, remedy) in rules.items():
-            if not holds:
+        for name, (is_valid, remedy) in rules.items():
+            if not is_valid:
                 raise UserError(f"{name}={getattr(self, name)!r}: give {remedy}")
         self._headers()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": {}}
+        return {**self.__dict__, "_connections_by_loop": {}}
 
     def __deepcopy__(self, memo: object) -> ChatEndpoint:
         """Return the endpoint itself: its options are immutable, and copies share connections."""
@@ -128,18 +128,18 @@ class ChatEndpoint(MessageCompleter):
         """Return the model's answer. EndpointError if the last attempt fails. UserError if the
         endpoint rejects the request.
         """
-        options = {"max_tokens": self.max_tokens, "temperature": self.temperature, **self.extra}
-        sent = {name: value for name, value in options.items() if value is not None}
-        body = {"model": self.model, "messages": list(messages), **sent}
-        async with self._connections() as connections, connections.slots:
-            return await self._ask_until_answered(connections.client, body)
+        all_options = {"max_tokens": self.max_tokens, "temperature": self.temperature, **self.extra}
+        request_options = {name: value for name, value in all_options.items() if value is not None}
+        body = {"model": self.model, "messages": list(messages), **request_options}
+        async with self._connections() as connections, connections.semaphore:
+            return await self._request_with_retries(connections.client, body)
 
-    async def _ask_until_answered(self, client: AsyncClient, body: Mapping[str, Any]) -> Message:
+    async def _request_with_retries(self, client: AsyncClient, body: Mapping[str, Any]) -> Message:
         delay = FIRST_DELAY
         for attempt in range(self.max_retries + 1):
             try:
-                return await self._ask(client, body)
-            except _NoAnswerError as error:
+                return await self._request(client, body)
+            except _TemporaryError as error:
                 if attempt == self.max_retries:
                     raise EndpointError(
                         f"{self._url} returned no answer in {attempt + 1} attempts; the last "
@@ -147,28 +147,28 @@ class ChatEndpoint(MessageCompleter):
                     ) from error
                 # Random jitter: otherwise many waiting calls would retry at the same moment.
                 await asyncio.sleep(max(error.retry_after, delay) * random.uniform(1.0, 1.5))
-                delay = min(2 * delay, LONGEST_DELAY)
+                delay = min(2 * delay, MAX_DELAY)
         raise AssertionError("the last attempt answers or raises")
 
-    async def _ask(self, client: AsyncClient, body: Mapping[str, Any]) -> Message:
+    async def _request(self, client: AsyncClient, body: Mapping[str, Any]) -> Message:
         import httpx2  # imported here, because the import takes 0.1 s and few runs use an endpoint
 
         try:
             async with asyncio.timeout(self.timeout_seconds):
                 response = await client.post(self._url, json=body)
         except TimeoutError:
-            raise _NoAnswerError(f"no answer in timeout_seconds={self.timeout_seconds}") from None
+            raise _TemporaryError(f"no answer in timeout_seconds={self.timeout_seconds}") from None
         except httpx2.RequestError as error:
-            raise _NoAnswerError(f"{type(error).__name__}: {error}") from error
+            raise _TemporaryError(f"{type(error).__name__}: {error}") from error
         if response.status_code != 200:
-            raise self._refusal(response)
-        return _message(response)
+            raise self._status_error(response)
+        return _parse_completion(response)
 
-    def _refusal(self, response: Response) -> Exception:
+    def _status_error(self, response: Response) -> Exception:
         status = response.status_code
-        text = f"status {status}: {response.text[:SHOWN_CHARACTERS]}"
-        if status in LATER or (status >= 500 and status not in NEVER):
-            return _NoAnswerError(text, _retry_after(response))
+        text = f"status {status}: {response.text[:MAX_ERROR_CHARACTERS]}"
+        if status in RETRYABLE_STATUSES or (status >= 500 and status not in PERMANENT_STATUSES):
+            return _TemporaryError(text, _retry_after(response))
         return UserError(
             f"{self._url} rejected the request, {text}; check base_url, model and the key"
         )
@@ -176,16 +176,16 @@ class ChatEndpoint(MessageCompleter):
     @asynccontextmanager
     async def _connections(self) -> AsyncIterator[_Connections]:
         """Yield the connections that all calls of this event loop share."""
-        loop, opened = asyncio.get_running_loop(), self._opened
+        loop, opened = asyncio.get_running_loop(), self._connections_by_loop
         if loop not in opened:
             opened[loop] = _Connections(self._client(), asyncio.Semaphore(self.max_concurrent))
         connections = opened[loop]
-        connections.users += 1
+        connections.num_calls += 1
         try:
             yield connections
         finally:
-            connections.users -= 1
-            if connections.users == 0:
+            connections.num_calls -= 1
+            if connections.num_calls == 0:
                 del opened[loop]
                 await connections.client.aclose()
 
@@ -194,12 +194,12 @@ class ChatEndpoint(MessageCompleter):
 
         # Proxy variables of the environment are ignored for an endpoint on this machine.
         host = urlsplit(self.base_url).hostname or ""
-        is_here = host in ("localhost", "::1") or host.startswith("127.")
+        is_local = host in ("localhost", "::1") or host.startswith("127.")
         return httpx2.AsyncClient(
             headers=self._headers(),
-            timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS),
+            timeout=httpx2.Timeout(None, connect=CONNECT_TIMEOUT_SECONDS),
             limits=httpx2.Limits(max_connections=self.max_concurrent),
-            trust_env=not is_here,
+            trust_env=not is_local,
         )
 
     def _headers(self) -> dict[str, str]:
@@ -220,27 +220,27 @@ class ChatEndpoint(MessageCompleter):
 
 def _is_url(text: str) -> bool:
     try:
-        parts = urlsplit(text)
+        url = urlsplit(text)
     except ValueError:  # urlsplit raises it for an incomplete IPv6 address
         return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname)
+    return url.scheme in ("http", "https") and bool(url.hostname)
 
 
-def _message(response: Response) -> Message:
+def _parse_completion(response: Response) -> Message:
     try:
         content = response.json()["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError):
-        raise _NoAnswerError(
-            f"this is not a chat completion: {response.text[:SHOWN_CHARACTERS]}"
+        raise _TemporaryError(
+            f"this is not a chat completion: {response.text[:MAX_ERROR_CHARACTERS]}"
         ) from None
     if not isinstance(content, str | None):
-        raise _NoAnswerError(f"its content is not a text: {content!r:.{SHOWN_CHARACTERS}}")
+        raise _TemporaryError(f"its content is not a text: {content!r:.{MAX_ERROR_CHARACTERS}}")
     return {"role": "assistant", "content": content or ""}
 
 
 def _retry_after(response: Response) -> float:
     """Return the delay in seconds that the endpoint asks for; 0 if it asks for none."""
     try:
-        return min(LONGEST_RETRY_AFTER, max(0.0, float(response.headers.get("retry-after", "0"))))
+        return min(MAX_RETRY_AFTER, max(0.0, float(response.headers.get("retry-after", "0"))))
     except ValueError:
         return 0.0

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from planish.datasets import rows
-from planish.datasets.rows import has_split, load_rows, located_rows
+from planish.datasets.rows import has_split, load_rows, rows_with_locations
 from planish.errors import UserError
 from planish.evaluation.tasks import load_task
 
@@ -42,7 +42,7 @@ def test_a_layout_of_the_hub_is_read(tmp_path, layout):
     assert load_rows(str(tmp_path), "test") == [{"n": 3}]
     assert has_split(str(tmp_path), "test")
     assert not has_split(str(tmp_path), "validation")
-    assert len(located_rows(str(tmp_path), "train")) == 2
+    assert len(rows_with_locations(str(tmp_path), "train")) == 2
 
 
 def test_a_configuration_is_named_after_a_colon(tmp_path):
@@ -67,7 +67,7 @@ def test_an_error_lists_what_is_there(tmp_path):
 
 def test_a_directory_with_the_name_of_a_hub_dataset_is_reported_once(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rows, "_noted", set())
+    monkeypatch.setattr(rows, "_warned_datasets", set())
     write(tmp_path / "openai/gsm8k/train.jsonl", 1)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

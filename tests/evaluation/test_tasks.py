@@ -179,4 +179,4 @@ def test_the_digest_tells_questions_apart(sums, tmp_path):
 
 
 def test_each_kind_says_what_its_rows_are():
-    assert all(kind.form for kind in TASKS.values())
+    assert all(kind.row_fields for kind in TASKS.values())

@@ -18,7 +18,7 @@ from inspect_ai.tool import ToolChoice, ToolInfo
 from planish.client.service_client import ServiceClient
 from planish.errors import UnsupportedError
 from planish.evaluation.models import OpenedModel, open_model
-from planish.integrations.inspect.messages import choice, renderer_messages
+from planish.integrations.inspect.messages import make_choice, renderer_messages
 from planish.integrations.inspect.options import check_options, sampling_params
 
 MAX_TOKENS = 2048
@@ -71,54 +71,66 @@ class PlanishAPI(ModelAPI):
             )
         renderer = self.model.renderer
         prompt = renderer.build_generation_prompt(renderer_messages(input))
-        wanted = config.max_tokens or MAX_TOKENS
-        window = self.model.context_window
-        room = wanted if window is None else min(wanted, window - prompt.length)
-        if room < 1:
-            said = f"the prompt has {prompt.length} tokens, and the model's context holds {window}"
-            return ModelOutput.from_content(self.model_name, said, "model_length")
-        began = time.monotonic()
+        requested_tokens = config.max_tokens or MAX_TOKENS
+        context_window = self.model.context_window
+        max_tokens = (
+            requested_tokens
+            if context_window is None
+            else min(requested_tokens, context_window - prompt.length)
+        )
+        if max_tokens < 1:
+            message = (
+                f"the prompt has {prompt.length} tokens, and the model's context holds "
+                f"{context_window}"
+            )
+            return ModelOutput.from_content(self.model_name, message, "model_length")
+        start_time = time.monotonic()
         response = await self.model.sampling_client.sample_async(
             prompt=prompt,
             num_samples=config.num_choices or 1,
-            sampling_params=sampling_params(config, room, self._stop(config.stop_seqs or [])),
+            sampling_params=sampling_params(
+                config, max_tokens, self._stop_sequences(config.stop_seqs or [])
+            ),
             topk_sample_logprobs=(config.top_logprobs or 0) if config.logprobs else 0,
         )
-        sampled = sum(len(sequence.tokens) for sequence in response.sequences)
-        cached = response.prompt_cache_hit_tokens
+        num_sampled = sum(len(sequence.tokens) for sequence in response.sequences)
+        num_cached = response.prompt_cache_hit_tokens
         return ModelOutput(
             model=self.model_name,
             choices=[
-                choice(
+                make_choice(
                     sequence,
                     renderer,
                     self.model_name,
                     stop=config.stop_seqs or [],
-                    was_bounded_by_context=room < wanted,
+                    was_bounded_by_context=max_tokens < requested_tokens,
                     with_logprobs=bool(config.logprobs),
                 )
                 for sequence in response.sequences
             ],
             usage=ModelUsage(
-                input_tokens=prompt.length - cached,
-                output_tokens=sampled,
-                total_tokens=prompt.length + sampled,
-                input_tokens_cache_read=cached,
+                input_tokens=prompt.length - num_cached,
+                output_tokens=num_sampled,
+                total_tokens=prompt.length + num_sampled,
+                input_tokens_cache_read=num_cached,
             ),
-            time=time.monotonic() - began,
+            time=time.monotonic() - start_time,
         )
 
-    def _stop(self, strings: list[str]) -> list[str] | list[int]:
+    def _stop_sequences(self, strings: list[str]) -> list[str] | list[int]:
         """Return the stops of the format and of the task. The sampler takes either tokens or
         strings, so with the task's strings, the format's stop tokens are decoded to text.
         """
-        own = self.model.renderer.get_stop_sequences()
+        renderer_stops = self.model.renderer.get_stop_sequences()
         if not strings:
-            return own
+            return renderer_stops
         tokenizer = self.model.renderer.tokenizer
         return [
             *strings,
-            *(mark if isinstance(mark, str) else tokenizer.decode([mark]) for mark in own),
+            *(
+                stop if isinstance(stop, str) else tokenizer.decode([stop])
+                for stop in renderer_stops
+            ),
         ]
 
     async def count_text_tokens(self, text: str) -> int:

@@ -17,7 +17,7 @@ from planish.types import SamplingParams
 
 logger = getLogger(__name__)
 
-IGNORED_HINTS = (
+IGNORED_OPTIONS = (
     "parallel_tool_calls",
     "cache_prompt",
     "verbosity",
@@ -27,7 +27,7 @@ IGNORED_HINTS = (
     "reasoning_tokens",
     "reasoning_summary",
 )
-SUPPORTED = (
+SUPPORTED_OPTIONS = (
     "max_tokens",
     "temperature",
     "top_p",
@@ -38,7 +38,7 @@ SUPPORTED = (
     "logprobs",
     "top_logprobs",
 )
-HANDLED_BY_INSPECT = (
+INSPECT_OPTIONS = (
     "max_retries",
     "timeout",
     "attempt_timeout",
@@ -53,26 +53,26 @@ HANDLED_BY_INSPECT = (
     "cache",
 )
 
-_warned: set[str] = set()
+_warned_options: set[str] = set()
 
 
 def check_options(config: GenerateConfig) -> None:
     """Raise UnsupportedError for options that planish does not support. Log one warning per process
     for each hint that is ignored.
     """
-    given = {
+    set_options = {
         name
         for name, value in config.model_dump(exclude_none=True).items()
         if value not in (False, {}, [])
     }
-    for name in sorted(given.intersection(IGNORED_HINTS) - _warned):
-        _warned.add(name)
+    for name in sorted(set_options.intersection(IGNORED_OPTIONS) - _warned_options):
+        _warned_options.add(name)
         logger.warning("planish ignores the option %s=%r", name, getattr(config, name))
-    refused = sorted(given - {*SUPPORTED, *IGNORED_HINTS, *HANDLED_BY_INSPECT})
-    if refused:
-        named = ", ".join(f"{name}={getattr(config, name)!r}" for name in refused)
+    unsupported = sorted(set_options - {*SUPPORTED_OPTIONS, *IGNORED_OPTIONS, *INSPECT_OPTIONS})
+    if unsupported:
+        values = ", ".join(f"{name}={getattr(config, name)!r}" for name in unsupported)
         raise UnsupportedError(
-            f"{named}: planish does not support this; leave it out of the task's generate config"
+            f"{values}: planish does not support this; leave it out of the task's generate config"
         )
 
 

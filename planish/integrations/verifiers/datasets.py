@@ -42,32 +42,34 @@ class VerifiersDatasetBuilder(RLDatasetBuilder):
     seed: int = chz.field(default=0, doc="seed of the order of the data")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
-        train, tests = self._splits(load_environment(self.env_id, read_env_args(self.env_args)))
-        group = partial(self._group, size=self.group_size)
-        data = ProblemDataset(train, group, self.batch_size, shuffle_seed=self.seed)
-        return data, evaluation_dataset(tests, partial(self._group, size=1))
+        train, test = self._splits(load_environment(self.env_id, read_env_args(self.env_args)))
+        group = partial(self._group, num_envs=self.group_size)
+        train_dataset = ProblemDataset(train, group, self.batch_size, shuffle_seed=self.seed)
+        return train_dataset, evaluation_dataset(test, partial(self._group, num_envs=1))
 
     def _splits(self, environment: Any) -> tuple[Rows, Rows]:
-        train, tests = environment.build_dataset(), environment.build_eval_dataset()
+        train, test = environment.build_dataset(), environment.build_eval_dataset()
         if train is None:
             raise UserError(
                 f"env_id={self.env_id}: the environment has only evaluation data; give an "
                 "environment with training data"
             )
-        if self.eval_problems != 0 and tests is not None:
-            return train, tests.select(range(len(tests))[: self.eval_problems])
+        if self.eval_problems != 0 and test is not None:
+            return train, test.select(range(len(test))[: self.eval_problems])
         if not self.eval_problems:
             return train, []
         source = f"env_id={self.env_id} has no eval data"
-        kept, held_out = hold_out(len(train), self.eval_problems, self.seed, source, "rows")
-        return train.select(kept), train.select(held_out)
+        train_positions, test_positions = hold_out(
+            len(train), self.eval_problems, self.seed, source, "rows"
+        )
+        return train.select(train_positions), train.select(test_positions)
 
-    def _group(self, row: Mapping[str, Any], size: int) -> VerifiersGroup:
+    def _group(self, row: Mapping[str, Any], num_envs: int) -> VerifiersGroup:
         return VerifiersGroup(
             load=partial(load_environment, self.env_id, read_env_args(self.env_args)),
             make_renderer=partial(model_renderer, self.model_name, self.renderer_name),
             row=row,
-            num_envs=size,
+            num_envs=num_envs,
             max_prompt_tokens=self.max_prompt_tokens,
             tag=self.env_id.rpartition("/")[2],
         )

@@ -22,7 +22,7 @@ from planish import logtree
 from planish.completers import StopCondition
 from planish.errors import PlanishError, UserError
 from planish.integrations.verifiers.library import (
-    MODEL,
+    POLICY_NAME,
     Completion,
     CompletionRequest,
     PromptTooLong,
@@ -51,7 +51,7 @@ from planish.rl.types import (
 )
 from planish.types import ModelInput
 
-_STOPS = {
+_STOP_REASONS = {
     "timeout_reached": StopReason.ROLLOUT_TIMEOUT,
     "prompt_too_long": StopReason.CONTEXT_OVERFLOW,
     "max_total_completion_tokens_reached": StopReason.MAX_SAMPLED_TOKENS,
@@ -84,19 +84,19 @@ class ProxyModel:
         """The messages of the newest prompt."""
         self._renderer = renderer
         self._max_prompt_tokens = max_prompt_tokens
-        self._turn = asyncio.Lock()
+        self._request_lock = asyncio.Lock()
         self._action: asyncio.Future[tuple[Action, bool]] | None = None
         self._conversation: Conversation | None = None
         self._latest: LatestAnswer | None = None
 
-    async def ask(self, request: CompletionRequest) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
         """Return the policy's answer to a request of the rollout. PromptTooLong if the prompt has
         more than `max_prompt_tokens` tokens.
         """
-        async with self._turn:
-            received = [read_message(message) for message in request.messages]
+        async with self._request_lock:
+            messages = [read_message(message) for message in request.messages]
             tools = [read_tool(tool) for tool in request.tools]
-            conversation = self._next_conversation(received, tools)
+            conversation = self._next_conversation(messages, tools)
             limit = self._max_prompt_tokens
             if limit is not None and len(conversation.tokens) > limit:
                 raise PromptTooLong
@@ -107,10 +107,10 @@ class ProxyModel:
             answer = conversation.with_call_ids(self._renderer.parse_response(action).message)
             fields = answer_fields(answer)
             self._conversation = conversation
-            self._latest = LatestAnswer([*received, read_answer(fields)], answer, action, tools)
+            self._latest = LatestAnswer([*messages, read_answer(fields)], answer, action, tools)
             return Completion(fields, action, len(conversation.tokens), is_cut_off)
 
-    def answer(self, action: Action, is_cut_off: bool) -> bool:
+    def provide_action(self, action: Action, is_cut_off: bool) -> bool:
         """Give the policy's action to the waiting rollout. Return False if the rollout no longer
         waits for it.
         """
@@ -120,22 +120,22 @@ class ProxyModel:
         self._action.set_result((action, is_cut_off))
         return True
 
-    def _next_conversation(self, received: list[Message], tools: Sequence[Any]) -> Conversation:
-        """Return the conversation of the next prompt. If `received` continues the previous
+    def _next_conversation(self, messages: list[Message], tools: Sequence[Any]) -> Conversation:
+        """Return the conversation of the next prompt. If `messages` continues the previous
         conversation with the same tools, append the new messages to it. Otherwise render a new
         conversation.
         """
         latest, conversation = self._latest, self._conversation
         if latest is not None and conversation is not None and tools == latest.tools:
-            size = len(latest.messages)
-            if received[:size] == latest.messages:
+            num_known = len(latest.messages)
+            if messages[:num_known] == latest.messages:
                 conversation.update(
                     latest.answer,
                     latest.action,
-                    [*conversation.messages, latest.answer, *received[size:]],
+                    [*conversation.messages, latest.answer, *messages[num_known:]],
                 )
                 return conversation
-        return Conversation(self._renderer, with_tools(self._renderer, received, tools))
+        return Conversation(self._renderer, with_tools(self._renderer, messages, tools))
 
 
 @dataclass(eq=False)
@@ -154,34 +154,34 @@ class VerifiersEnv(Env):
         """The final state of verifiers; None until the rollout has ended."""
         self._proxy = ProxyModel(self.renderer, self.max_prompt_tokens)
         self._rollout: asyncio.Task[Any] | None = None
-        self._turns = 0
+        self._num_turns = 0
 
     async def initial_observation(
         self,
     ) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
-        client = policy_client(self._proxy.ask)
+        client = policy_client(self._proxy.complete)
         self._rollout = asyncio.create_task(
-            self.environment.rollout(dict(self.row), client, MODEL, {})
+            self.environment.rollout(dict(self.row), client, POLICY_NAME, {})
         )
         prompt = await self._next_prompt()
         with logtree.scope_header("Prompt"):
             logtree.conversation(self._proxy.messages)
         if prompt is None:
-            why = self.state.get("stop_condition") or "no stop condition"
+            stop_condition = self.state.get("stop_condition") or "no stop condition"
             return InitialObservationOverflow(
-                logs={"rollout": f"it ended without a request to the policy ({why})"}
+                logs={"rollout": f"it ended without a request to the policy ({stop_condition})"}
             )
         return ModelInput.from_ints(prompt), self.renderer.get_stop_sequences()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
-        self._turns += 1
+        self._num_turns += 1
         is_cut_off = extra is not None and extra.get("stop_reason") == "length"
-        known = len(self._proxy.messages)
-        was_awaited = self._proxy.answer(action, is_cut_off)
+        num_known_messages = len(self._proxy.messages)
+        was_delivered = self._proxy.provide_action(action, is_cut_off)
         prompt = await self._next_prompt()
-        with logtree.scope_header(f"Turn {self._turns}"):
+        with logtree.scope_header(f"Turn {self._num_turns}"):
             answer = self.renderer.parse_response(action).message
-            replies = self._proxy.messages[known + 1 :] if prompt is not None else []
+            replies = self._proxy.messages[num_known_messages + 1 :] if prompt is not None else []
             logtree.conversation([answer, *replies])
         return StepResult(
             reward=0.0,
@@ -189,7 +189,7 @@ class VerifiersEnv(Env):
             next_observation=ModelInput.from_ints(prompt or []),
             next_stop_condition=self.renderer.get_stop_sequences(),
             stop_reason=self._stop_reason(is_cut_off) if prompt is None else None,
-            train_on_action=was_awaited,
+            train_on_action=was_delivered,
         )
 
     async def close(self) -> None:
@@ -203,13 +203,13 @@ class VerifiersEnv(Env):
         its error.
         """
         assert self._rollout is not None
-        asking = asyncio.ensure_future(self._proxy.prompts.get())
+        prompt_task = asyncio.ensure_future(self._proxy.prompts.get())
         try:
-            await asyncio.wait({asking, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
-            if asking.done():
-                return asking.result()
+            await asyncio.wait({prompt_task, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
+            if prompt_task.done():
+                return prompt_task.result()
         finally:
-            asking.cancel()
+            prompt_task.cancel()
         self.state = self._rollout.result()
         error = self.state.get("error")
         if error is not None:
@@ -219,8 +219,8 @@ class VerifiersEnv(Env):
 
     def _stop_reason(self, is_cut_off: bool) -> StopReason:
         condition = self.state.get("stop_condition")
-        if condition in _STOPS:
-            return _STOPS[condition]
+        if condition in _STOP_REASONS:
+            return _STOP_REASONS[condition]
         if is_cut_off:
             return StopReason.MAX_TOKENS
         is_limit = condition == "max_turns_reached" and self.environment.max_turns > 1
@@ -240,7 +240,7 @@ class VerifiersGroup(EnvGroupBuilder):
     num_envs: int
     max_prompt_tokens: int | None = None
     tag: str = "verifiers"
-    _made: list[VerifiersEnv] = field(default_factory=list, init=False, repr=False, compare=False)
+    _envs: list[VerifiersEnv] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.num_envs < 1:
@@ -252,7 +252,7 @@ class VerifiersGroup(EnvGroupBuilder):
             VerifiersEnv(environment, self.row, renderer, self.max_prompt_tokens)
             for _ in range(self.num_envs)
         ]
-        self._made.extend(envs)
+        self._envs.extend(envs)
         return envs
 
     async def compute_group_rewards(
@@ -274,11 +274,13 @@ class VerifiersGroup(EnvGroupBuilder):
                 await environment.rubric.dummy_score_group(states)
             for state in states:
                 await environment.rubric.cleanup(state)
-        return [_grade(env.state) for env in env_group if isinstance(env, VerifiersEnv)]
+        return [
+            _reward_and_metrics(env.state) for env in env_group if isinstance(env, VerifiersEnv)
+        ]
 
     async def cleanup(self) -> None:
-        envs = list(self._made)
-        self._made.clear()
+        envs = list(self._envs)
+        self._envs.clear()
         for env in envs:
             await env.close()
 
@@ -286,7 +288,7 @@ class VerifiersGroup(EnvGroupBuilder):
         return [self.tag]
 
 
-def _grade(state: Any) -> tuple[float, Metrics]:
+def _reward_and_metrics(state: Any) -> tuple[float, Metrics]:
     if not state["trajectory"]:
         return 0.0, {}
     metrics = {name: float(value) for name, value in (state["metrics"] or {}).items()}

@@ -19,8 +19,8 @@ from typing import Any
 from planish.errors import UnsupportedError, UserError
 from planish.integrations.verifiers.messages import check_sampling
 
-INSTALL = "pip install 'planish[verifiers]'"
-MODEL = "planish"
+INSTALL_COMMAND = "pip install 'planish[verifiers]'"
+POLICY_NAME = "planish"
 """The name under which environments know the policy."""
 
 
@@ -51,7 +51,7 @@ class PromptTooLong(Exception):
     """The prompt has more tokens than `max_prompt_tokens`."""
 
 
-Ask = Callable[[CompletionRequest], Awaitable[Completion]]
+CompleteFunction = Callable[[CompletionRequest], Awaitable[Completion]]
 
 
 def require_verifiers() -> None:
@@ -59,15 +59,16 @@ def require_verifiers() -> None:
     0.3.
     """
     try:
-        found = version("verifiers")
+        installed_version = version("verifiers")
     except PackageNotFoundError:
         raise UserError(
-            f"environments of verifiers need the package verifiers; run: {INSTALL}"
+            f"environments of verifiers need the package verifiers; run: {INSTALL_COMMAND}"
         ) from None
-    if found.split(".")[:2] != ["0", "3"]:
+    if installed_version.split(".")[:2] != ["0", "3"]:
         raise UnsupportedError(
-            f"verifiers {found} is installed, but planish needs 0.3, because 0.4 has no "
-            f"Environment class; run: {INSTALL}"
+            f"verifiers {installed_version} is installed, but planish needs 0.3, because 0.4 has "
+            f"no "
+            f"Environment class; run: {INSTALL_COMMAND}"
         )
 
 
@@ -100,9 +101,10 @@ def check_environment(environment: Any, name: str) -> None:
     """Raise UnsupportedError unless `environment` is a verifiers.Environment with chat messages."""
     verifiers = importlib.import_module("verifiers")
     if not isinstance(environment, verifiers.Environment):
-        kind = f"{type(environment).__module__}.{type(environment).__qualname__}"
+        type_name = f"{type(environment).__module__}.{type(environment).__qualname__}"
         raise UnsupportedError(
-            f"{name} is a {kind}; planish runs verifiers.Environment (SingleTurnEnv, ToolEnv, ...)"
+            f"{name} is a {type_name}; planish runs verifiers.Environment (SingleTurnEnv, ToolEnv, "
+            f"...)"
         )
     if environment.message_type != "chat":
         raise UnsupportedError(
@@ -115,11 +117,13 @@ def _restore_signal_handlers() -> Iterator[None]:
     """Restore the handlers of Ctrl-C and SIGTERM after the block. Environments replace them when
     they are loaded, and the run's own handlers would be lost.
     """
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous_handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
@@ -132,8 +136,8 @@ def _client_type() -> type:
     class PolicyClient(clients.Client):
         """The policy as the model of an environment."""
 
-        def __init__(self, ask: Ask) -> None:
-            super().__init__(ask)
+        def __init__(self, complete: CompleteFunction) -> None:
+            super().__init__(complete)
 
         def setup_client(self, config: Any) -> Any:
             raise UnsupportedError(
@@ -150,7 +154,7 @@ def _client_type() -> type:
             self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any
         ) -> Completion:
             check_sampling(sampling_args)
-            if model != MODEL:
+            if model != POLICY_NAME:
                 raise UnsupportedError(
                     f"the environment requests the model {model!r}, but only the policy can be "
                     "called"
@@ -165,24 +169,24 @@ def _client_type() -> type:
 
         async def from_native_response(self, response: Completion) -> Any:
             calls = response.fields["tool_calls"]
-            finish = "length" if response.is_cut_off else "tool_calls" if calls else "stop"
-            written = len(response.tokens)
+            finish_reason = "length" if response.is_cut_off else "tool_calls" if calls else "stop"
+            num_tokens = len(response.tokens)
             return types.Response(
                 id="",
                 created=int(time.time()),
-                model=MODEL,
+                model=POLICY_NAME,
                 usage=types.Usage(
                     prompt_tokens=response.prompt_tokens,
                     reasoning_tokens=0,
-                    completion_tokens=written,
-                    total_tokens=response.prompt_tokens + written,
+                    completion_tokens=num_tokens,
+                    total_tokens=response.prompt_tokens + num_tokens,
                 ),
                 message=types.ResponseMessage(
                     **{
                         **response.fields,
                         "tool_calls": calls and [types.ToolCall(**call) for call in calls],
                     },
-                    finish_reason=finish,
+                    finish_reason=finish_reason,
                     is_truncated=response.is_cut_off,
                 ),
             )
@@ -193,6 +197,6 @@ def _client_type() -> type:
     return PolicyClient
 
 
-def policy_client(ask: Ask) -> Any:
+def policy_client(complete: CompleteFunction) -> Any:
     """Return a verifiers.Client through which an environment calls the policy."""
-    return _client_type()(ask)
+    return _client_type()(complete)

@@ -15,28 +15,28 @@ from planish.renderers.chatml import with_thought
 from planish.renderers.messages import get_thinking_content
 
 
-def read_message(given: Any) -> Message:
+def read_message(source: Any) -> Message:
     """Convert a message of verifiers. UnsupportedError for content other than text."""
-    role = "user" if given.role == "text" else given.role
-    message: dict[str, Any] = {"role": role, "content": _text(given.content)}
+    role = "user" if source.role == "text" else source.role
+    message: dict[str, Any] = {"role": role, "content": _text(source.content)}
     if role == "assistant":
         calls = [
             {"id": call.id, "name": call.name, "arguments": call.arguments}
-            for call in getattr(given, "tool_calls", None) or ()
+            for call in getattr(source, "tool_calls", None) or ()
         ]
-        reasoning = getattr(given, "reasoning_content", None)
+        reasoning = getattr(source, "reasoning_content", None)
         return _assistant_message(message["content"], reasoning, calls)
     if role == "tool":
-        message["tool_call_id"] = given.tool_call_id
+        message["tool_call_id"] = source.tool_call_id
     return cast(Message, message)
 
 
-def read_tool(given: Any) -> ToolSpec:
+def read_tool(tool: Any) -> ToolSpec:
     """Convert a tool of verifiers."""
     return {
-        "name": given.name,
-        "description": given.description,
-        "parameters": dict(given.parameters),
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": dict(tool.parameters),
     }
 
 
@@ -81,14 +81,15 @@ def check_sampling(arguments: Mapping[str, Any]) -> None:
     """Raise UnsupportedError if an environment sets sampling arguments. The options of the run
     determine temperature, length and seeds.
     """
-    asked = {
+    options = {
         name: value
         for name, value in arguments.items()
         if value not in (None, {}, []) and (name, value) != ("n", 1)
     }
-    if asked:
+    if options:
         raise UnsupportedError(
-            f"the environment sets sampling arguments, {json.dumps(asked, default=str)}; give them "
+            f"the environment sets sampling arguments, {json.dumps(options, default=str)}; give "
+            f"them "
             "to the run, and "
             "leave them out of the environment"
         )

@@ -10,7 +10,7 @@ math_rl.
 import chz
 
 from planish.datasets.grading import extract_boxed
-from planish.datasets.gsm8k import QUESTION_SUFFIX, Problem, shown_example
+from planish.datasets.gsm8k import QUESTION_SUFFIX, Problem, worked_example
 from planish.datasets.math_problems import COLLECTIONS, load_splits
 from planish.datasets.process_grader import process_grader
 from planish.renderers import Renderer
@@ -23,7 +23,7 @@ class BoxedProblemEnv(ProblemEnv):
     """One question, asked after a worked example."""
 
     def __init__(self, renderer: Renderer, problem: Problem, suffix: str = QUESTION_SUFFIX) -> None:
-        super().__init__(renderer, convo_prefix=shown_example(suffix))
+        super().__init__(renderer, convo_prefix=worked_example(suffix))
         self.problem = problem
         self.suffix = suffix
 

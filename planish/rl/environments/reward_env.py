@@ -19,7 +19,7 @@ import chz
 
 from planish import logtree
 from planish.completers import StopCondition
-from planish.datasets.rows import has_split, located_rows
+from planish.datasets.rows import has_split, rows_with_locations
 from planish.errors import UserError
 from planish.renderers import Message, Renderer, get_text_content
 from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
@@ -124,7 +124,7 @@ class RewardDatasetBuilder(ProblemDatasetBuilder):
         return "rewards"
 
     def _questions(self, split: str) -> list[tuple[list[Message], Row]]:
-        rows = located_rows(self.dataset, split)
+        rows = rows_with_locations(self.dataset, split)
         return [(_messages(row, where), row) for where, row in rows]
 
 
