@@ -29,7 +29,7 @@ from planish.engine.checkpoints.files import (
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError
 from planish.model.config import ModelConfig, read_json
 from planish.model.lora import EXPERT_FILE_NAMES, expert_matrices
-from planish.model.weights import expected_shapes, text_name
+from planish.model.weights import expected_shapes, text_model_name
 
 HEAD = "lm_head"
 """The name of the output head."""
@@ -196,7 +196,7 @@ def read_matrices(
     for name, tensor in tensors.items():
         match = _TENSOR_NAME.fullmatch(name)
         if match is not None:
-            linear = text_name(match["linear"])
+            linear = text_model_name(match["linear"])
             linear = HEAD if linear in _HEAD_ALIASES else linear
             tensors_by_linear.setdefault(linear, {})[match["matrix"]] = tensor.to(torch.float32)
         elif not is_ignored(name, tensor):

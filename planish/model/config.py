@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
 from planish.model.fp8_config import Fp8Config, read_fp8
-from planish.model.json_fields import number, positive
+from planish.model.json_fields import positive_float, positive_int
 from planish.model.rope_config import (
-    LayerRope,
+    LayerRopeSource,
     RopeConfig,
     max_context,
     read_rope,
@@ -60,7 +60,7 @@ FAMILIES: dict[str, Family] = {
 """The family of each supported architecture. The keys are values of `architectures` in config.json.
 """
 
-MULTIMODAL = {
+MULTIMODAL_ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": ("gemma3", ("Gemma3ForCausalLM",)),
     "Mistral3ForConditionalGeneration": (
         "mistral3",
@@ -80,7 +80,7 @@ MODEL_TYPES = {
 }
 """The model_type in config.json where it differs from the family's name."""
 
-PARTIAL_ROPE: tuple[Family, ...] = ("phi3", "qwen3_5", "qwen3_5_moe")
+PARTIAL_ROPE_FAMILIES: tuple[Family, ...] = ("phi3", "qwen3_5", "qwen3_5_moe")
 """The families whose RoPE may rotate only a part of each head."""
 
 _QWEN3_5_DEFAULTS = {
@@ -96,7 +96,7 @@ _QWEN3_5_DEFAULTS = {
     "full_attention_interval": 4,
 }
 
-_DEFAULTS: dict[Family, dict[str, Any]] = {
+_FAMILY_DEFAULTS: dict[Family, dict[str, Any]] = {
     "gemma3": {
         "vocab_size": 262208,
         "hidden_size": 2304,
@@ -162,14 +162,16 @@ _ROPE_DEFAULTS: dict[Family, dict[str, Any]] = {
 }
 """The default of `rope_parameters` in a family, used if the config lacks this field."""
 
-_LAYER_ROPES: dict[Family, tuple[LayerRope, LayerRope]] = {
+_LAYER_ROPE_SOURCES: dict[Family, tuple[LayerRopeSource, LayerRopeSource]] = {
     "gemma3": (
-        LayerRope("full_attention", "rope_theta", 1_000_000.0),
-        LayerRope("sliding_attention", "rope_local_base_freq", 10_000.0, is_scaled=False),
+        LayerRopeSource("full_attention", "rope_theta", 1_000_000.0),
+        LayerRopeSource(
+            "sliding_attention", "rope_local_base_freq", 10_000.0, has_rope_scaling=False
+        ),
     ),
     "olmo3": (
-        LayerRope("full_attention", theta=500_000.0),
-        LayerRope("sliding_attention", theta=500_000.0, is_scaled=False),
+        LayerRopeSource("full_attention", default_theta=500_000.0),
+        LayerRopeSource("sliding_attention", default_theta=500_000.0, has_rope_scaling=False),
     ),
 }
 """For each family whose layer types differ in RoPE: the settings of full-attention layers and of
@@ -319,8 +321,8 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The indices of the layers with attention, ascending."""
-        recurrent = self.delta_net.layers if self.delta_net is not None else ()
-        return tuple(layer for layer in range(self.num_layers) if layer not in recurrent)
+        recurrent_layers = self.delta_net.layers if self.delta_net is not None else ()
+        return tuple(layer for layer in range(self.num_layers) if layer not in recurrent_layers)
 
     def window(self, layer: int) -> int | None:
         """Return the attention window of a layer in positions, or None if it has no window."""
@@ -377,19 +379,21 @@ class ModelConfig:
             raise UnknownModelError(
                 f"{directory} is not a model directory: it has no config.json; check the path"
             )
-        fields = outer = read_json(directory / "config.json")
+        fields = outer_fields = read_json(directory / "config.json")
         architecture = _architecture(fields, directory)
         eos_token_ids = _eos_token_ids(directory, fields)
         try:
             fields = text_fields(fields)
             if not fields.get("quantization_config"):
                 fields |= _modelopt_fields(directory)
-            family = FAMILIES[fields["architectures"][0] if is_multimodal(outer) else architecture]
-            fields = _DEFAULTS.get(family, {}) | fields
+            family = FAMILIES[
+                fields["architectures"][0] if is_multimodal(outer_fields) else architecture
+            ]
+            fields = _FAMILY_DEFAULTS.get(family, {}) | fields
             if family in _ROPE_DEFAULTS and not rope_parameters(fields):
                 fields["rope_parameters"] = _ROPE_DEFAULTS[family]
             _reject_unsupported(fields, family)
-            return _from_fields(fields, family, eos_token_ids)
+            return _config_from_fields(fields, family, eos_token_ids)
         except UnsupportedError as error:
             raise UnsupportedError(f"{directory}/config.json: {error}") from error
         except (KeyError, TypeError) as error:
@@ -436,9 +440,9 @@ def _architecture(fields: Mapping[str, Any], directory: Path) -> str:
     """Return the supported architecture that config.json names, or raise UnsupportedError."""
     model_type = fields.get("model_type")
     model_types = {name: MODEL_TYPES.get(name, family) for name, family in FAMILIES.items()}
-    model_types |= {name: own_type for name, (own_type, _) in MULTIMODAL.items()}
+    model_types |= {name: outer_type for name, (outer_type, _) in MULTIMODAL_ARCHITECTURES.items()}
     architectures = fields.get("architectures") or [
-        name for name, own_type in model_types.items() if own_type == model_type
+        name for name, outer_type in model_types.items() if outer_type == model_type
     ]
     for name in architectures:
         if name in model_types and model_type in (None, model_types[name]):
@@ -446,13 +450,15 @@ def _architecture(fields: Mapping[str, Any], directory: Path) -> str:
     raise UnsupportedError(
         f"{directory}/config.json: the architecture is {', '.join(map(str, architectures)) or 'not named'} "
         f"(model_type {model_type!r}); planish supports {', '.join(FAMILIES)}, and the text models of "
-        f"{', '.join(MULTIMODAL)}"
+        f"{', '.join(MULTIMODAL_ARCHITECTURES)}"
     )
 
 
 def is_multimodal(fields: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes a multimodal model whose text model is supported."""
-    return fields.get("model_type") in {model_type for model_type, _ in MULTIMODAL.values()}
+    return fields.get("model_type") in {
+        model_type for model_type, _ in MULTIMODAL_ARCHITECTURES.values()
+    }
 
 
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -463,16 +469,18 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not is_multimodal(fields):
         return dict(fields)
-    text = fields.get("text_config")
-    if not isinstance(text, Mapping):
-        raise TypeError(f"text_config is {text!r}, not an object")
+    text_config = fields.get("text_config")
+    if not isinstance(text_config, Mapping):
+        raise TypeError(f"text_config is {text_config!r}, not an object")
     text_architectures = next(
-        names for outer_type, names in MULTIMODAL.values() if outer_type == fields["model_type"]
+        names
+        for outer_type, names in MULTIMODAL_ARCHITECTURES.values()
+        if outer_type == fields["model_type"]
     )
     architectures_by_type = {
         MODEL_TYPES.get(name, FAMILIES[name]): name for name in text_architectures
     }
-    model_type = text.get("model_type", next(iter(architectures_by_type)))
+    model_type = text_config.get("model_type", next(iter(architectures_by_type)))
     if model_type not in architectures_by_type:
         raise UnsupportedError(
             f"the text_config has model_type {model_type!r}; inside {fields['model_type']}, "
@@ -488,17 +496,24 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     outer_fields = {key: fields[key] for key in shared_keys if key in fields}
     if fields["model_type"] in ("qwen3_5", "qwen3_5_moe"):
         # In transformers, only the outer config decides whether the head of these models is tied.
-        text = {**text, "tie_word_embeddings": bool(fields.get("tie_word_embeddings", False))}
+        text_config = {
+            **text_config,
+            "tie_word_embeddings": bool(fields.get("tie_word_embeddings", False)),
+        }
     return {
         **outer_fields,
-        **text,
+        **text_config,
         "model_type": model_type,
         "architectures": [architectures_by_type[model_type]],
     }
 
 
 def _reject_unsupported(fields: Mapping[str, Any], family: Family) -> None:
-    if family == "gpt_oss" and fields.get("quantization_config") and not _is_mxfp4(fields, family):
+    if (
+        family == "gpt_oss"
+        and fields.get("quantization_config")
+        and not _has_mxfp4_experts(fields, family)
+    ):
         raise UnsupportedError(
             f"quantization_config has quant_method {_quant_method(fields)!r}; planish loads gpt-oss "
             "in mxfp4 or bf16. Use such a checkpoint"
@@ -540,28 +555,30 @@ def _reject_unsupported(fields: Mapping[str, Any], family: Family) -> None:
     rotary_fraction = rope_parameters(fields).get(
         "partial_rotary_factor", fields.get("partial_rotary_factor")
     )
-    if family not in PARTIAL_ROPE and rotary_fraction not in (None, 1, 1.0):
+    if family not in PARTIAL_ROPE_FAMILIES and rotary_fraction not in (None, 1, 1.0):
         raise UnsupportedError(
             f"partial_rotary_factor is {rotary_fraction}; planish supports only 1 in this family"
         )
 
 
-def _is_mxfp4(fields: Mapping[str, Any], family: Family) -> bool:
+def _has_mxfp4_experts(fields: Mapping[str, Any], family: Family) -> bool:
     """Return whether the checkpoint stores the experts of a gpt-oss model in mxfp4."""
     return family == "gpt_oss" and _quant_method(fields) == "mxfp4"
 
 
 def _quant_method(fields: Mapping[str, Any]) -> str | None:
     """Return the quant_method of a checkpoint that is quantized, else None."""
-    stored = fields.get("quantization_config") or {}
-    if not isinstance(stored, Mapping):
-        raise TypeError(f"quantization_config is {stored!r}, not an object")
-    return stored.get("quant_method")
+    quantization = fields.get("quantization_config") or {}
+    if not isinstance(quantization, Mapping):
+        raise TypeError(f"quantization_config is {quantization!r}, not an object")
+    return quantization.get("quant_method")
 
 
-def _fp8(fields: Mapping[str, Any], family: Family) -> Fp8Config | None:
-    stored = fields.get("quantization_config")
-    return read_fp8(stored) if stored and not _is_mxfp4(fields, family) else None
+def _fp8_config(fields: Mapping[str, Any], family: Family) -> Fp8Config | None:
+    quantization = fields.get("quantization_config")
+    return (
+        read_fp8(quantization) if quantization and not _has_mxfp4_experts(fields, family) else None
+    )
 
 
 def _reject_gemma_options(fields: Mapping[str, Any]) -> None:
@@ -580,27 +597,29 @@ def _reject_gemma_options(fields: Mapping[str, Any]) -> None:
         )
 
 
-def _windows(fields: Mapping[str, Any], family: Family, context: int) -> tuple[int | None, ...]:
+def _windows(
+    fields: Mapping[str, Any], family: Family, context_length: int
+) -> tuple[int | None, ...]:
     """Return the attention window of each layer (see `ModelConfig.windows`)."""
-    layers = positive(fields, "num_hidden_layers")
+    num_layers = positive_int(fields, "num_hidden_layers")
     layer_types = fields.get("layer_types")
     if family in ("qwen3_5", "qwen3_5_moe"):
-        return ()  # `_delta_net` reads the layer types of these families.
+        return ()  # `_delta_net_config` reads the layer types of these families.
     if family in ("mistral", "ministral3", "phi3"):
-        layer_types = ["sliding_attention"] * layers
+        layer_types = ["sliding_attention"] * num_layers
     elif family == "gemma3":
         pattern = fields.get("sliding_window_pattern", fields.get("_sliding_window_pattern", 6))
-        layer_types = layer_types or _alternating(layers, pattern)
+        layer_types = layer_types or _alternating_layer_types(num_layers, pattern)
     elif family == "olmo3":
-        layer_types = layer_types or _alternating(layers, 4)
+        layer_types = layer_types or _alternating_layer_types(num_layers, 4)
     elif family == "gpt_oss":
-        layer_types = layer_types or _alternating(layers, 2)
+        layer_types = layer_types or _alternating_layer_types(num_layers, 2)
     elif not fields.get("use_sliding_window") and family in ("qwen2", "qwen3", "qwen3_moe"):
         layer_types = None
     elif family in ("qwen2", "qwen3", "qwen3_moe"):
-        num_full = min(layers, fields.get("max_window_layers", 28))
+        num_full = min(num_layers, fields.get("max_window_layers", 28))
         layer_types = layer_types or ["full_attention"] * num_full + ["sliding_attention"] * (
-            layers - num_full
+            num_layers - num_full
         )
     elif fields.get("use_sliding_window") and (family == "llama" or not layer_types):
         raise UnsupportedError(
@@ -608,46 +627,55 @@ def _windows(fields: Mapping[str, Any], family: Family, context: int) -> tuple[i
             if family != "llama"
             else "use_sliding_window is true; planish supports no sliding windows in Llama models"
         )
-    layer_types = layer_types or ["full_attention"] * layers
-    _check_layer_types(layer_types, layers, "sliding_attention")
+    layer_types = layer_types or ["full_attention"] * num_layers
+    _check_layer_types(layer_types, num_layers, "sliding_attention")
     if "sliding_attention" not in layer_types or fields.get("sliding_window") is None:
         return ()
-    window = positive(fields, "sliding_window")
-    if window >= context and family not in _LAYER_ROPES:
-        # A window that covers the whole context masks nothing. The families of _LAYER_ROPES keep
-        # it anyway, because the window also determines which RoPE a layer uses.
+    window = positive_int(fields, "sliding_window")
+    if window >= context_length and family not in _LAYER_ROPE_SOURCES:
+        # A window that covers the whole context masks nothing. The families of
+        # _LAYER_ROPE_SOURCES keep it anyway, because the window also determines which RoPE a layer
+        # uses.
         return ()
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+    return tuple(
+        window if layer_type == "sliding_attention" else None for layer_type in layer_types
+    )
 
 
-def _check_layer_types(layer_types: Sequence[object], layers: int, other: str) -> None:
-    """Raise TypeError unless each of the `layers` layers is of type full_attention or `other`."""
-    if len(layer_types) != layers:
+def _check_layer_types(layer_types: Sequence[object], num_layers: int, other_type: str) -> None:
+    """Raise TypeError unless all `num_layers` layers are of type full_attention or `other_type`."""
+    if len(layer_types) != num_layers:
         raise TypeError(
-            f"layer_types has {len(layer_types)} entries, and num_hidden_layers is {layers}; "
+            f"layer_types has {len(layer_types)} entries, and num_hidden_layers is {num_layers}; "
             "layer_types needs one entry for each layer"
         )
-    unknown = sorted({repr(kind) for kind in layer_types if kind not in (other, "full_attention")})
+    unknown = sorted(
+        {
+            repr(layer_type)
+            for layer_type in layer_types
+            if layer_type not in (other_type, "full_attention")
+        }
+    )
     if unknown:
         raise TypeError(
-            f"layer_types contains {', '.join(unknown)}; each entry must be {other!r} or "
+            f"layer_types contains {', '.join(unknown)}; each entry must be {other_type!r} or "
             "'full_attention'"
         )
 
 
-def _alternating(layers: int, period: int) -> list[str]:
-    """Return the types of `layers` layers. Every `period`-th layer has full attention."""
+def _alternating_layer_types(num_layers: int, period: int) -> list[str]:
+    """Return the types of `num_layers` layers. Every `period`-th layer has full attention."""
     layer_types = ("sliding_attention", "full_attention")
-    return [layer_types[(layer + 1) % period == 0] for layer in range(layers)]
+    return [layer_types[(layer + 1) % period == 0] for layer in range(num_layers)]
 
 
-def _from_fields(
+def _config_from_fields(
     fields: Mapping[str, Any], family: Family, eos_token_ids: tuple[int, ...]
 ) -> ModelConfig:
-    num_heads = positive(fields, "num_attention_heads")
-    hidden_size = positive(fields, "hidden_size")
+    num_heads = positive_int(fields, "num_attention_heads")
+    hidden_size = positive_int(fields, "hidden_size")
     if fields.get("head_dim") is not None:
-        head_dim = positive(fields, "head_dim")
+        head_dim = positive_int(fields, "head_dim")
     elif family == "qwen3":
         head_dim = 128
     elif hidden_size % num_heads == 0:
@@ -657,10 +685,10 @@ def _from_fields(
             f"head_dim is missing, and hidden_size {hidden_size} is not a multiple of "
             f"num_attention_heads {num_heads}"
         )
-    full_source, local_source = _LAYER_ROPES.get(family, (None, None))
-    rope = read_rope(fields, full_source)
-    context = max_context(fields, rope)
-    windows = _windows(fields, family, context)
+    full_rope, local_rope = _LAYER_ROPE_SOURCES.get(family, (None, None))
+    rope = read_rope(fields, full_rope)
+    context_length = max_context(fields, rope)
+    windows = _windows(fields, family, context_length)
     has_kv_heads = fields.get("num_key_value_heads") is not None or family not in (
         "llama",
         "olmo3",
@@ -668,49 +696,55 @@ def _from_fields(
     )
     return ModelConfig(
         family=family,
-        vocab_size=positive(fields, "vocab_size"),
+        vocab_size=positive_int(fields, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=positive(
+        intermediate_size=positive_int(
             fields,
             "intermediate_size" if family != "qwen3_5_moe" else "shared_expert_intermediate_size",
         ),
-        num_layers=positive(fields, "num_hidden_layers"),
+        num_layers=positive_int(fields, "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=positive(fields, "num_key_value_heads") if has_kv_heads else num_heads,
+        num_kv_heads=positive_int(fields, "num_key_value_heads") if has_kv_heads else num_heads,
         head_dim=head_dim,
-        rms_norm_eps=number(fields, "rms_norm_eps", 1e-6),
+        rms_norm_eps=positive_float(fields, "rms_norm_eps", 1e-6),
         rope=rope,
-        max_context=context,
+        max_context=context_length,
         tied_head=bool(fields.get("tie_word_embeddings", False)),
         qk_norm=family in ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "olmo3"),
         qkv_bias=family in ("qwen2", "gpt_oss"),
         eos_token_ids=eos_token_ids,
         windows=windows,
-        local_rope=read_rope(fields, local_source) if local_source is not None else None,
-        rotary_dims=rotary_dims(fields, head_dim) if family in PARTIAL_ROPE else None,
-        fp8=_fp8(fields, family),
+        local_rope=read_rope(fields, local_rope) if local_rope is not None else None,
+        rotary_dims=rotary_dims(fields, head_dim) if family in PARTIAL_ROPE_FAMILIES else None,
+        fp8=_fp8_config(fields, family),
         **_family_fields(fields, family),
     )
 
 
 def _expert_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that describe the experts of Qwen3 and Qwen3.5."""
-    layers = positive(fields, "num_hidden_layers")
+    num_layers = positive_int(fields, "num_hidden_layers")
     # transformers 5 writes num_local_experts, older versions num_experts.
     expert_fields = {"num_experts": fields.get("num_local_experts", 128), **fields}
-    sparse_step = positive({"decoder_sparse_step": 1, **fields}, "decoder_sparse_step")
+    sparse_step = positive_int({"decoder_sparse_step": 1, **fields}, "decoder_sparse_step")
     dense_layers = fields.get("mlp_only_layers") or []
     if not isinstance(dense_layers, list) or any(
         not isinstance(layer, int) for layer in dense_layers
     ):
         raise TypeError(f"mlp_only_layers is {dense_layers!r}; it must be a list of layer indices")
     return {
-        "num_experts": positive(expert_fields, "num_experts"),
-        "experts_per_token": positive({"num_experts_per_tok": 8, **fields}, "num_experts_per_tok"),
-        "expert_size": positive({"moe_intermediate_size": 768, **fields}, "moe_intermediate_size"),
+        "num_experts": positive_int(expert_fields, "num_experts"),
+        "experts_per_token": positive_int(
+            {"num_experts_per_tok": 8, **fields}, "num_experts_per_tok"
+        ),
+        "expert_size": positive_int(
+            {"moe_intermediate_size": 768, **fields}, "moe_intermediate_size"
+        ),
         "normalizes_expert_weights": bool(fields.get("norm_topk_prob", False)),
         "dense_layers": tuple(
-            layer for layer in range(layers) if layer in dense_layers or (layer + 1) % sparse_step
+            layer
+            for layer in range(num_layers)
+            if layer in dense_layers or (layer + 1) % sparse_step
         ),
     }
 
@@ -719,13 +753,13 @@ def _layers_without_rope(fields: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the indices of SmolLM3's layers without RoPE: those whose entry in `no_rope_layers` is
     0.
     """
-    layers = positive(fields, "num_hidden_layers")
-    interval = positive({"no_rope_layer_interval": 4, **fields}, "no_rope_layer_interval")
+    num_layers = positive_int(fields, "num_hidden_layers")
+    interval = positive_int({"no_rope_layer_interval": 4, **fields}, "no_rope_layer_interval")
     uses_rope = fields.get("no_rope_layers")
     if uses_rope is None:
-        uses_rope = [(layer + 1) % interval != 0 for layer in range(layers)]
-    if not isinstance(uses_rope, list) or len(uses_rope) != layers:
-        raise TypeError(f"no_rope_layers is {uses_rope!r}, not a list with {layers} entries")
+        uses_rope = [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if not isinstance(uses_rope, list) or len(uses_rope) != num_layers:
+        raise TypeError(f"no_rope_layers is {uses_rope!r}, not a list with {num_layers} entries")
     return tuple(layer for layer, uses in enumerate(uses_rope) if not uses)
 
 
@@ -738,18 +772,22 @@ def _family_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
             "activation": "gelu_tanh",
             "output_norms": True,
             "norm_offset": 1.0,
-            "embedding_scale": positive(fields, "hidden_size") ** 0.5,
-            "query_scalar": number(fields, "query_pre_attn_scalar"),
+            "embedding_scale": positive_int(fields, "hidden_size") ** 0.5,
+            "query_scalar": positive_float(fields, "query_pre_attn_scalar"),
         }
     if family == "olmo3":
         return {"output_norms": True, "input_norms": False, "joint_qk_norm": True}
     if family in ("qwen3_5", "qwen3_5_moe"):
-        found = {"norm_offset": 1.0, "output_gate": True, "delta_net": _delta_net(fields)}
+        family_fields = {
+            "norm_offset": 1.0,
+            "output_gate": True,
+            "delta_net": _delta_net_config(fields),
+        }
         if family == "qwen3_5_moe":
             # The router always divides by the sum, and every layer has experts.
-            found |= _expert_fields(fields) | {"normalizes_expert_weights": True}
-            found |= {"has_shared_expert": True, "dense_layers": ()}
-        return found
+            family_fields |= _expert_fields(fields) | {"normalizes_expert_weights": True}
+            family_fields |= {"has_shared_expert": True, "dense_layers": ()}
+        return family_fields
     if family == "phi3":
         return {"fused_projections": True}
     if family == "qwen3_moe":
@@ -757,64 +795,66 @@ def _family_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if family == "gpt_oss":
         return {
             "activation": "clamped_swiglu",
-            "swiglu_alpha": number(fields, "swiglu_alpha"),
-            "swiglu_limit": number(fields, "swiglu_limit"),
+            "swiglu_alpha": positive_float(fields, "swiglu_alpha"),
+            "swiglu_limit": positive_float(fields, "swiglu_limit"),
             "attention_sinks": True,
             "output_bias": True,
             "expert_biases": True,
-            "num_experts": positive(fields, "num_local_experts"),
-            "experts_per_token": positive(fields, "num_experts_per_tok"),
-            "expert_size": positive(fields, "intermediate_size"),
+            "num_experts": positive_int(fields, "num_local_experts"),
+            "experts_per_token": positive_int(fields, "num_experts_per_tok"),
+            "expert_size": positive_int(fields, "intermediate_size"),
             # The softmax over the chosen experts equals the normalized softmax over all.
             "normalizes_expert_weights": True,
-            "mxfp4_experts": _is_mxfp4(fields, family),
+            "mxfp4_experts": _has_mxfp4_experts(fields, family),
         }
     if family == "ministral3" and rope_parameters(fields).get("llama_4_scaling_beta"):
         parameters = rope_parameters(fields)
         return {
-            "query_scale_beta": number(parameters, "llama_4_scaling_beta"),
-            "query_scale_interval": positive(parameters, "original_max_position_embeddings"),
+            "query_scale_beta": positive_float(parameters, "llama_4_scaling_beta"),
+            "query_scale_interval": positive_int(parameters, "original_max_position_embeddings"),
         }
     return {}
 
 
-def _delta_net(fields: Mapping[str, Any]) -> DeltaNetConfig | None:
+def _delta_net_config(fields: Mapping[str, Any]) -> DeltaNetConfig | None:
     """Return the gated delta-net layers of Qwen3.5, or None if all layers have attention."""
-    layers = positive(fields, "num_hidden_layers")
-    interval = positive(fields, "full_attention_interval")
+    num_layers = positive_int(fields, "num_hidden_layers")
+    interval = positive_int(fields, "full_attention_interval")
     layer_types = fields.get("layer_types") or [
         "linear_attention" if (layer + 1) % interval else "full_attention"
-        for layer in range(layers)
+        for layer in range(num_layers)
     ]
-    _check_layer_types(layer_types, layers, "linear_attention")
-    recurrent = tuple(layer for layer, kind in enumerate(layer_types) if kind == "linear_attention")
-    if len(recurrent) == layers:
+    _check_layer_types(layer_types, num_layers, "linear_attention")
+    recurrent_layers = tuple(
+        layer for layer, layer_type in enumerate(layer_types) if layer_type == "linear_attention"
+    )
+    if len(recurrent_layers) == num_layers:
         raise UnsupportedError(
             "layer_types has no full_attention layer; planish needs at least one"
         )
     num_key_heads, num_value_heads = (
-        positive(fields, f"linear_num_{part}_heads") for part in ("key", "value")
+        positive_int(fields, f"linear_num_{part}_heads") for part in ("key", "value")
     )
     if num_value_heads % num_key_heads:
         raise UnsupportedError(
             f"linear_num_value_heads is {num_value_heads}, which is not a multiple of "
             f"linear_num_key_heads {num_key_heads}"
         )
-    conv_width = positive(fields, "linear_conv_kernel_dim")
+    conv_width = positive_int(fields, "linear_conv_kernel_dim")
     if conv_width < 2:
         raise UnsupportedError("linear_conv_kernel_dim is 1; it must be at least 2")
     if fields.get("attn_output_gate", True) is not True:
         raise UnsupportedError(
             "attn_output_gate is false; planish supports Qwen3.5 only with this gate"
         )
-    if not recurrent:
+    if not recurrent_layers:
         return None
     return DeltaNetConfig(
-        layers=recurrent,
+        layers=recurrent_layers,
         num_key_heads=num_key_heads,
         num_value_heads=num_value_heads,
-        key_dim=positive(fields, "linear_key_head_dim"),
-        value_dim=positive(fields, "linear_value_head_dim"),
+        key_dim=positive_int(fields, "linear_key_head_dim"),
+        value_dim=positive_int(fields, "linear_value_head_dim"),
         conv_width=conv_width,
     )
 
@@ -824,13 +864,17 @@ def _modelopt_fields(directory: Path) -> dict[str, Any]:
     write it.
     """
     path = directory / "hf_quant_config.json"
-    stored = read_json(path).get("quantization") if path.is_file() else None
-    return {"quantization_config": {"quant_method": "modelopt", **stored}} if stored else {}
+    quantization = read_json(path).get("quantization") if path.is_file() else None
+    return (
+        {"quantization_config": {"quant_method": "modelopt", **quantization}}
+        if quantization
+        else {}
+    )
 
 
 def _eos_token_ids(directory: Path, fields: Mapping[str, Any]) -> tuple[int, ...]:
-    generation = directory / "generation_config.json"
-    eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    generation_config = directory / "generation_config.json"
+    eos = read_json(generation_config).get("eos_token_id") if generation_config.is_file() else None
     if eos is None:
         eos = fields.get("eos_token_id")
     token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]

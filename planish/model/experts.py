@@ -63,8 +63,8 @@ class TokenExpertPairs:
     def __init__(self, selected_experts: Tensor, num_experts: int) -> None:
         """`selected_experts`: int64 [T, k], the distinct experts of each row."""
         self.num_rows, self.experts_per_row = selected_experts.shape
-        flat = selected_experts.flatten()
-        sorted_experts, self.order = flat.sort(stable=True)
+        flat_experts = selected_experts.flatten()
+        sorted_experts, self.order = flat_experts.sort(stable=True)
         """`order`: int64 [P]. Sorted pair i is entry order[i] of the flattened
         `selected_experts`.
         """
@@ -74,7 +74,7 @@ class TokenExpertPairs:
         self._num_experts = num_experts
 
     @cached_property
-    def _keys(self) -> np.ndarray:
+    def _sort_keys(self) -> np.ndarray:
         """For each sorted pair, expert * T + row: int64 [P], ascending."""
         keys: np.ndarray = (self._experts * self.num_rows + self.row_indices).cpu().numpy()
         return keys
@@ -84,26 +84,26 @@ class TokenExpertPairs:
         """The experts that at least one row uses, each with the slice of its sorted pairs."""
         return self.parts_of(0, self.num_rows)
 
-    def bounds(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    def expert_ranges(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the range of sorted pairs of each expert, for the rows start .. stop - 1.
 
         The pairs of one expert in these rows are consecutive. The result is the index of each
         expert's first pair, int64 [N], and the number of its pairs, int64 [N].
         """
-        first = np.arange(self._num_experts) * self.num_rows
-        begin = np.searchsorted(self._keys, first + start)
-        return begin, np.searchsorted(self._keys, first + stop) - begin
+        expert_keys = np.arange(self._num_experts) * self.num_rows
+        starts = np.searchsorted(self._sort_keys, expert_keys + start)
+        return starts, np.searchsorted(self._sort_keys, expert_keys + stop) - starts
 
     def parts_of(self, start: int, stop: int) -> list[tuple[int, slice]]:
         """Return the experts that rows start .. stop - 1 use, each with the slice of its pairs."""
-        firsts, counts = (array.tolist() for array in self.bounds(start, stop))
+        firsts, counts = (array.tolist() for array in self.expert_ranges(start, stop))
         return [
             (expert, slice(first, first + count))
             for expert, (first, count) in enumerate(zip(firsts, counts, strict=True))
             if count
         ]
 
-    def by_row(self, values: Tensor) -> Tensor:
+    def unsort(self, values: Tensor) -> Tensor:
         """Return values [P, ...] of the sorted pairs as [T, k, ...], in the order of `chosen`."""
         out = torch.empty_like(values)
         out[self.order] = values
@@ -122,26 +122,26 @@ def mixture_of_experts(
     `x`: [T, D]. `adapters`: one adapter (or None) for all rows, with gradients, or a batch of
     several adapters, without gradients. `layer`: the index of the decoder layer.
     """
-    batch = None if adapters is None or isinstance(adapters, LoraWeights) else adapters
-    weights, pairs = route(backend, x, experts.router, training=batch is None)
-    if batch is None:
+    adapter_batch = None if adapters is None or isinstance(adapters, LoraWeights) else adapters
+    weights, pairs = route(backend, x, experts.router, training=adapter_batch is None)
+    if adapter_batch is None:
         lora_in = lora_out = None
         if isinstance(adapters, LoraWeights):
-            own = adapters.layers[layer]
-            lora_in, lora_out = own.mlp_in, own.mlp_out
+            layer_lora = adapters.layers[layer]
+            lora_in, lora_out = layer_lora.mlp_in, layer_lora.mlp_out
         matrices = [
             matrix
             for lora in (lora_in, lora_out)
             for matrix in (() if lora is None else (lora.a, *lora.bs))
         ]
-        run = _Run(backend, experts, pairs, lora_in, lora_out)
-        return _Experts.apply(run, x, weights, *matrices)  # type: ignore[no-any-return]
-    gathered = x[pairs.row_indices]
-    gate_up = _matmuls(backend, gathered, experts.gate_up, pairs)
-    batch.add_expert_(gathered, gate_up, pairs, layer, "mlp_in")
-    hidden = activated(backend, gate_up)
-    out = _matmuls(backend, hidden, experts.down, pairs)
-    batch.add_expert_(hidden, out, pairs, layer, "mlp_out")
+        call = _ExpertsCall(backend, experts, pairs, lora_in, lora_out)
+        return _ExpertsFunction.apply(call, x, weights, *matrices)  # type: ignore[no-any-return]
+    expert_inputs = x[pairs.row_indices]
+    gate_up = _matmuls(backend, expert_inputs, experts.gate_up, pairs)
+    adapter_batch.add_expert_(expert_inputs, gate_up, pairs, layer, "mlp_in")
+    activations = activated(backend, gate_up)
+    out = _matmuls(backend, activations, experts.down, pairs)
+    adapter_batch.add_expert_(activations, out, pairs, layer, "mlp_out")
     return _weighted_sum(out, pairs, weights)
 
 
@@ -162,9 +162,9 @@ def route(
         logits = backend.matmul(wide, router)
     probabilities = logits.softmax(-1)
     # A stable sort defines which of two equal probabilities comes first; topk does not.
-    order = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices
-    chosen = order[:, : config.experts_per_token].contiguous()
-    weights = probabilities.gather(1, chosen)
+    ranked_experts = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices
+    selected_experts = ranked_experts[:, : config.experts_per_token].contiguous()
+    weights = probabilities.gather(1, selected_experts)
     if config.normalizes_expert_weights:
         # Add column by column, because the order of torch's sum over the last dimension may depend
         # on the number of rows.
@@ -172,12 +172,12 @@ def route(
         for column in weights[:, 1:].split(1, 1):
             total = total + column
         weights = weights / total
-    return weights, TokenExpertPairs(chosen, config.num_experts)
+    return weights, TokenExpertPairs(selected_experts, config.num_experts)
 
 
 @dataclass(frozen=True)
-class _Run:
-    """The constants of one call of `_Experts`."""
+class _ExpertsCall:
+    """The constants of one call of `_ExpertsFunction`."""
 
     backend: Backend
     experts: Experts
@@ -186,7 +186,7 @@ class _Run:
     lora_out: LoraMatrices | None
 
 
-class _Experts(torch.autograd.Function):
+class _ExpertsFunction(torch.autograd.Function):
     """The experts with one adapter or none, and their gradients.
 
     Only the input, the router's weights, the output of gate and up, and the LoRA hidden states are
@@ -199,54 +199,57 @@ class _Experts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, run: _Run, x: Tensor, weights: Tensor, *matrices: Tensor) -> Tensor:
-        backend, pairs = run.backend, run.pairs
-        gathered = x[pairs.row_indices]
-        gate_up = _matmuls(backend, gathered, run.experts.gate_up, pairs, training=True)
-        lora_hidden_in = _add_lora_(backend, gathered, gate_up, pairs, run.lora_in)
-        hidden = activated(backend, gate_up)
-        out = _matmuls(backend, hidden, run.experts.down, pairs, training=True)
-        lora_hidden_out = _add_lora_(backend, hidden, out, pairs, run.lora_out)
-        ctx.run = run
+    def forward(ctx, call: _ExpertsCall, x: Tensor, weights: Tensor, *matrices: Tensor) -> Tensor:
+        backend, pairs = call.backend, call.pairs
+        expert_inputs = x[pairs.row_indices]
+        gate_up = _matmuls(backend, expert_inputs, call.experts.gate_up, pairs, training=True)
+        lora_hidden_in = _add_lora_(backend, expert_inputs, gate_up, pairs, call.lora_in)
+        activations = activated(backend, gate_up)
+        out = _matmuls(backend, activations, call.experts.down, pairs, training=True)
+        lora_hidden_out = _add_lora_(backend, activations, out, pairs, call.lora_out)
+        ctx.call = call
         ctx.save_for_backward(x, weights, gate_up, lora_hidden_in, lora_hidden_out)
         return _weighted_sum(out, pairs, weights)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weights, gate_up, lora_hidden_in, lora_hidden_out = ctx.saved_tensors
-        run: _Run = ctx.run
-        backend, pairs = run.backend, run.pairs
-        hidden = activated(backend, gate_up)
+        call: _ExpertsCall = ctx.call
+        backend, pairs = call.backend, call.pairs
+        activations = activated(backend, gate_up)
         pair_weights = weights.flatten()[pairs.order].unsqueeze(1)
         # `grad` is not multiplied by the pairs' weights, because the gradient of a weight needs
-        # `grad_hidden` without that weight. But the LoRA gradients must contain the weights. They
-        # are products of `grad` with `hidden` and `lora_hidden_out`, so `hidden` and
+        # `grad_activations` without that weight. But the LoRA gradients must contain the weights.
+        # They are products of `grad` with `activations` and `lora_hidden_out`, so `activations` and
         # `lora_hidden_out` are multiplied by the weights instead.
-        narrow = pair_weights.to(hidden.dtype)
-        given = (hidden * narrow, None if lora_hidden_out is None else lora_hidden_out * narrow)
-        grad_hidden, grads_out = _backward(
-            run, grad[pairs.row_indices], *given, run.experts.down, run.lora_out
+        scale = pair_weights.to(activations.dtype)
+        weighted = (
+            activations * scale,
+            None if lora_hidden_out is None else lora_hidden_out * scale,
         )
-        grad_weights = (grad_hidden.to(weights.dtype) * hidden.to(weights.dtype)).sum(1)
+        grad_activations, grads_out = _backward(
+            call, grad[pairs.row_indices], *weighted, call.experts.down, call.lora_out
+        )
+        grad_weights = (grad_activations.to(weights.dtype) * activations.to(weights.dtype)).sum(1)
         for expert, part in pairs.parts:
-            bias = run.experts.down[expert].bias
+            bias = call.experts.down[expert].bias
             if bias is not None:
                 wide = grad[pairs.row_indices[part]].to(weights.dtype)
                 grad_weights[part] += wide @ bias.to(weights.dtype)
-        grad_hidden = (grad_hidden * pair_weights).to(hidden.dtype)
-        grad_gate_up = activated_backward(backend, grad_hidden, gate_up)
-        grad_gathered, grads_in = _backward(
-            run,
+        grad_activations = (grad_activations * pair_weights).to(activations.dtype)
+        grad_gate_up = activated_backward(backend, grad_activations, gate_up)
+        grad_expert_inputs, grads_in = _backward(
+            call,
             grad_gate_up,
             x[pairs.row_indices],
             lora_hidden_in,
-            run.experts.gate_up,
-            run.lora_in,
+            call.experts.gate_up,
+            call.lora_in,
         )
         return (
             None,
-            _weighted_sum(grad_gathered, pairs),
-            pairs.by_row(grad_weights),
+            _weighted_sum(grad_expert_inputs, pairs),
+            pairs.unsort(grad_weights),
             *grads_in,
             *grads_out,
         )
@@ -278,13 +281,15 @@ def _add_lora_(
         return None
     lora_hidden = x.new_zeros(len(x), padded_lora_columns(lora.rank))
     for expert, part in pairs.parts:
-        own = lora.expert(expert)
-        lora_hidden[part, : lora.rank] = backend.add_lora_(x[part], out[part], [out.shape[1]], own)
+        expert_lora = lora.expert(expert)
+        lora_hidden[part, : lora.rank] = backend.add_lora_(
+            x[part], out[part], [out.shape[1]], expert_lora
+        )
     return lora_hidden
 
 
 def _backward(
-    run: _Run,
+    call: _ExpertsCall,
     grad: Tensor,
     x: Tensor,
     lora_hidden: Tensor | None,
@@ -303,15 +308,15 @@ def _backward(
             torch.zeros(matrix.shape, dtype=torch.float32, device=matrix.device)
             for matrix in (lora.a, *lora.bs)
         ]
-    for expert, part in run.pairs.parts:
-        grad_x[part] = run.backend.matmul_backward(grad[part], linears[expert])
+    for expert, part in call.pairs.parts:
+        grad_x[part] = call.backend.matmul_backward(grad[part], linears[expert])
         if lora is not None and lora_hidden is not None:
-            given = (grad[part], x[part], lora_hidden[part, : lora.rank], grad_x[part])
-            grad_a, grad_bs = run.backend.lora_backward_(
-                *given, [grad.shape[1]], lora.expert(expert)
+            operands = (grad[part], x[part], lora_hidden[part, : lora.rank], grad_x[part])
+            grad_a, grad_bs = call.backend.lora_backward_(
+                *operands, [grad.shape[1]], lora.expert(expert)
             )
-            for whole, own in zip(grads, (grad_a, *grad_bs), strict=True):
-                whole[expert] = own
+            for layer_grad, expert_grad in zip(grads, (grad_a, *grad_bs), strict=True):
+                layer_grad[expert] = expert_grad
     return grad_x, grads
 
 
@@ -321,10 +326,10 @@ def _weighted_sum(values: Tensor, pairs: TokenExpertPairs, weights: Tensor | Non
     `weights`: [T, k]; None stands for 1. The terms are added in float32, one column of `weights`
     after another.
     """
-    by_row = pairs.by_row(values)
+    row_values = pairs.unsort(values)
     total: Tensor | None = None
     for column in range(pairs.experts_per_row):
-        term = by_row[:, column].to(torch.promote_types(values.dtype, torch.float32))
+        term = row_values[:, column].to(torch.promote_types(values.dtype, torch.float32))
         if weights is not None:
             term = term * weights[:, column, None]
         total = term if total is None else total + term

@@ -42,55 +42,56 @@ class Fp8Config:
     """
 
 
-def read_fp8(stored: Mapping[str, Any]) -> Fp8Config:
+def read_fp8(quantization: Mapping[str, Any]) -> Fp8Config:
     """Return the layout that the `quantization_config` of a config.json describes.
 
     Raises UnsupportedError if planish cannot read the layout, and TypeError for malformed fields.
     """
-    method = stored.get("quant_method")
+    method = quantization.get("quant_method")
     if method == "fp8":
-        return _of_transformers(stored)
+        return _read_transformers(quantization)
     if method == "compressed-tensors":
-        return _of_compressed_tensors(stored)
+        return _read_compressed_tensors(quantization)
     if method == "modelopt":
-        algorithm = str(stored.get("quant_algo")).upper()
+        algorithm = str(quantization.get("quant_algo")).upper()
         if algorithm not in _MODELOPT_BLOCKS:
-            raise _unsupported(stored, f"quant_algo {stored.get('quant_algo')!r}")
+            raise _unsupported_error(quantization, f"quant_algo {quantization.get('quant_algo')!r}")
         return Fp8Config(_MODELOPT_BLOCKS[algorithm])
-    raise _unsupported(stored)
+    raise _unsupported_error(quantization)
 
 
-def _of_transformers(stored: Mapping[str, Any]) -> Fp8Config:
+def _read_transformers(quantization: Mapping[str, Any]) -> Fp8Config:
     for key, supported in (("fmt", "e4m3"), ("expert_dtype", "fp8")):
-        if stored.get(key, supported) != supported:
-            raise _unsupported(stored, f"{key} {stored[key]!r}")
-    block = stored.get("weight_block_size")
-    return Fp8Config(None if block is None else _block(block, "weight_block_size"))
+        if quantization.get(key, supported) != supported:
+            raise _unsupported_error(quantization, f"{key} {quantization[key]!r}")
+    block = quantization.get("weight_block_size")
+    return Fp8Config(None if block is None else _read_block(block, "weight_block_size"))
 
 
-def _of_compressed_tensors(stored: Mapping[str, Any]) -> Fp8Config:
-    if stored.get("format") not in ("float-quantized", "naive-quantized"):
-        raise _unsupported(stored, f"format {stored.get('format')!r}")
-    if (sparsity := stored.get("sparsity_config")) and sparsity.get("format") != "dense":
-        raise _unsupported(stored, f"sparsity_config {sparsity.get('format')!r}")
+def _read_compressed_tensors(quantization: Mapping[str, Any]) -> Fp8Config:
+    if quantization.get("format") not in ("float-quantized", "naive-quantized"):
+        raise _unsupported_error(quantization, f"format {quantization.get('format')!r}")
+    if (sparsity := quantization.get("sparsity_config")) and sparsity.get("format") != "dense":
+        raise _unsupported_error(quantization, f"sparsity_config {sparsity.get('format')!r}")
     blocks = set()
-    for group in (stored.get("config_groups") or {}).values():
+    for group in (quantization.get("config_groups") or {}).values():
         weights = group.get("weights") or {}
         if (weights.get("type"), weights.get("num_bits")) != ("float", 8):
-            raise _unsupported(
-                stored, f"weights of type {weights.get('type')!r}, {weights.get('num_bits')} bits"
+            raise _unsupported_error(
+                quantization,
+                f"weights of type {weights.get('type')!r}, {weights.get('num_bits')} bits",
             )
         strategy = weights.get("strategy")
         if strategy == "block":
-            blocks.add(_block(weights.get("block_structure"), "block_structure"))
+            blocks.add(_read_block(weights.get("block_structure"), "block_structure"))
         elif strategy not in ("tensor", "channel"):
-            raise _unsupported(stored, f"strategy {strategy!r}")
+            raise _unsupported_error(quantization, f"strategy {strategy!r}")
     if len(blocks) > 1:
-        raise _unsupported(stored, "blocks of several sizes")
+        raise _unsupported_error(quantization, "blocks of several sizes")
     return Fp8Config(next(iter(blocks), None))
 
 
-def _block(value: object, key: str) -> tuple[int, int]:
+def _read_block(value: object, key: str) -> tuple[int, int]:
     if (
         not isinstance(value, list | tuple)
         or len(value) != 2
@@ -100,8 +101,10 @@ def _block(value: object, key: str) -> tuple[int, int]:
     return value[0], value[1]
 
 
-def _unsupported(stored: Mapping[str, Any], detail: str = "") -> UnsupportedError:
-    layout = f"quant_method {stored.get('quant_method')!r}" + (f" with {detail}" if detail else "")
+def _unsupported_error(quantization: Mapping[str, Any], detail: str = "") -> UnsupportedError:
+    layout = f"quant_method {quantization.get('quant_method')!r}" + (
+        f" with {detail}" if detail else ""
+    )
     return UnsupportedError(
         f"quantization_config has {layout}, and planish does not load such weights. It loads fp8 "
         "(e4m3) as transformers, compressed-tensors (float-quantized) and modelopt (FP8) write it. "

@@ -4,24 +4,24 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def positive(fields: Mapping[str, Any], key: str) -> int:
+def positive_int(fields: Mapping[str, Any], key: str) -> int:
     """Return a field that must be a positive integer."""
-    value = fields[key] if key in fields else missing(key)
+    value = fields[key] if key in fields else raise_missing(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise TypeError(f"{key} is {value!r}, not a positive integer")
     return value
 
 
-def number(fields: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def positive_float(fields: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """Return a field that must be a positive number, or `default` if the field is missing."""
     value = fields.get(key, default)
     if value is None:
-        missing(key)
+        raise_missing(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise TypeError(f"{key} is {value!r}, not a positive number")
     return float(value)
 
 
-def missing(key: str) -> Any:
+def raise_missing(key: str) -> Any:
     """Raise the TypeError of a missing field."""
     raise TypeError(f"{key} is missing")

@@ -19,7 +19,7 @@ from planish.model.sources import (
 )
 from planish.model.weight_sizes import SCHEMES, weight_bytes
 
-_SIZES = {"bf16": None, **{scheme: scheme for scheme in SCHEMES}}
+_SIZE_COLUMNS = {"bf16": None, **{scheme: scheme for scheme in SCHEMES}}
 """The headings of the sizes, and their quantization schemes."""
 
 
@@ -32,7 +32,7 @@ class ModelEntry:
     """"models", "PLANISH_MODELS", "planish cache", "hub cache" or "download"."""
     path: Path | None
     """The directory or .gguf file; None if it is not on this machine yet."""
-    cached: bool
+    is_local: bool
     """Whether the model can be loaded without a network."""
     problem: str | None = None
     """Why the model cannot be loaded; None if it can."""
@@ -46,13 +46,13 @@ def list_models(models: Mapping[str, str] | None = None) -> list[ModelEntry]:
     """
     entries: dict[str, ModelEntry] = {}
     for entry in (
-        *_mapped(models or {}, "models"),
-        *_mapped(environment_models(), "PLANISH_MODELS"),
-        _embedded(SMOLLM2),
-        _embedded(GEMMA3),
+        *_mapped_entries(models or {}, "models"),
+        *_mapped_entries(environment_models(), "PLANISH_MODELS"),
+        _embedded_entry(SMOLLM2),
+        _embedded_entry(GEMMA3),
     ):
         entries.setdefault(entry.name, entry)
-    for entry in _hub_cache():
+    for entry in _hub_cache_entries():
         entries.setdefault(entry.name, entry)
     return list(entries.values())
 
@@ -60,13 +60,13 @@ def list_models(models: Mapping[str, str] | None = None) -> list[ModelEntry]:
 def print_models(models: Mapping[str, str] | None = None, console: Console | None = None) -> None:
     """Print `list_models` as a table."""
     table = Table()
-    for heading in ("name", "source", "path", *_SIZES):
+    for heading in ("name", "source", "path", *_SIZE_COLUMNS):
         table.add_column(heading, overflow="fold")
     for entry in list_models(models):
         location = str(entry.path) if entry.path else "downloaded and cached at first use"
         if entry.problem:
             location += f"\n{entry.problem}"
-        table.add_row(entry.name, entry.source, location, *_sizes(entry))
+        table.add_row(entry.name, entry.source, location, *_size_cells(entry))
     console = console or Console()
     console.print(table)
     console.print(
@@ -78,7 +78,7 @@ def print_models(models: Mapping[str, str] | None = None, console: Console | Non
     )
 
 
-def _sizes(entry: ModelEntry) -> list[str]:
+def _size_cells(entry: ModelEntry) -> list[str]:
     """Return the sizes of the weights in GB under each scheme, or nothing if they are not known."""
     if entry.problem or entry.path is None or not entry.path.is_dir():
         return []
@@ -87,29 +87,29 @@ def _sizes(entry: ModelEntry) -> list[str]:
         "-"
         if scheme is not None and config.mxfp4_experts
         else f"{weight_bytes(config, 2, scheme) / 1e9:.2f}"
-        for scheme in _SIZES.values()
+        for scheme in _SIZE_COLUMNS.values()
     ]
 
 
-def _mapped(mapping: Mapping[str, str], source: str) -> Iterator[ModelEntry]:
+def _mapped_entries(mapping: Mapping[str, str], source: str) -> Iterator[ModelEntry]:
     for name, target in mapping.items():
         path = Path(target).expanduser()
         is_gguf = path.suffix.lower() == ".gguf" and path.is_file()
-        problem = None if is_gguf else _problem(path)
-        yield ModelEntry(name, source, path, cached=problem is None, problem=problem)
+        problem = None if is_gguf else _config_problem(path)
+        yield ModelEntry(name, source, path, is_local=problem is None, problem=problem)
 
 
-def _embedded(model: EmbeddedModel) -> ModelEntry:
-    converted = models_home() / model.directory_name
-    if converted.is_dir():
-        return ModelEntry(model.name, "planish cache", converted, cached=True)
-    from_hub = hub_cache_directory(model.name)
-    if from_hub is not None:
-        return ModelEntry(model.name, "hub cache", from_hub, cached=True)
-    return ModelEntry(model.name, "download", None, cached=False)
+def _embedded_entry(model: EmbeddedModel) -> ModelEntry:
+    converted_directory = models_home() / model.directory_name
+    if converted_directory.is_dir():
+        return ModelEntry(model.name, "planish cache", converted_directory, is_local=True)
+    hub_directory = hub_cache_directory(model.name)
+    if hub_directory is not None:
+        return ModelEntry(model.name, "hub cache", hub_directory, is_local=True)
+    return ModelEntry(model.name, "download", None, is_local=False)
 
 
-def _hub_cache() -> Iterator[ModelEntry]:
+def _hub_cache_entries() -> Iterator[ModelEntry]:
     try:
         repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
@@ -118,11 +118,11 @@ def _hub_cache() -> Iterator[ModelEntry]:
         repository.repo_id for repository in repositories if repository.repo_type == "model"
     ):
         directory = hub_cache_directory(name)
-        if directory is not None and _problem(directory) is None:
-            yield ModelEntry(name, "hub cache", directory, cached=True)
+        if directory is not None and _config_problem(directory) is None:
+            yield ModelEntry(name, "hub cache", directory, is_local=True)
 
 
-def _problem(directory: Path) -> str | None:
+def _config_problem(directory: Path) -> str | None:
     try:
         ModelConfig.from_directory(directory)
     except UserError as error:

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from planish.errors import UserError
 from planish.model.config import ModelConfig
-from planish.model.weight_sizes import NF4_BLOCK, SCHEMES, quantized_shapes
+from planish.model.weight_sizes import NF4_BLOCK_SIZE, SCHEMES, quantized_shapes
 
 _SMALLEST_SCALE = 2.0**-100
 """Channels with smaller scales become zero, because kernels do not support denormal numbers."""
@@ -157,7 +157,7 @@ class Nf4Weight(FourBitWeight):
     @classmethod
     def quantize(cls, weight: Tensor) -> Nf4Weight:
         """Quantize a weight [out, in] of any float dtype. `in` must be a multiple of 64."""
-        blocks = weight.float().view(len(weight), -1, NF4_BLOCK)
+        blocks = weight.float().view(len(weight), -1, NF4_BLOCK_SIZE)
         maxima = blocks.abs().amax(2)
         codes = _nearest(_scaled(blocks, maxima), four_bit_values(cls, weight.device)).view(
             len(weight), -1, 2
@@ -266,9 +266,9 @@ def check_quantizable(config: ModelConfig, scheme: str | None) -> None:
     if scheme != "nf4":
         return
     for name, (_, fan_in) in quantized_shapes(config).items():
-        if fan_in % NF4_BLOCK:
+        if fan_in % NF4_BLOCK_SIZE:
             raise UserError(
-                f"quantize='nf4': {name} has {fan_in} inputs, which is not a multiple of {NF4_BLOCK}; "
+                f"quantize='nf4': {name} has {fan_in} inputs, which is not a multiple of {NF4_BLOCK_SIZE}; "
                 "give quantize='int8'"
             )
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planish.errors import UnsupportedError
-from planish.model.json_fields import missing, number, positive
+from planish.model.json_fields import positive_float, positive_int, raise_missing
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
-class LayerRope:
+class LayerRopeSource:
     """Where config.json has the RoPE settings of one layer type, and their defaults.
 
     Only families whose layer types differ in RoPE need it.
@@ -88,9 +88,9 @@ class LayerRope:
     """The key of the layer type's settings in `rope_parameters` (transformers 5)."""
     theta_key: str = "rope_theta"
     """The field with theta in configs of transformers 4."""
-    theta: float = 10000.0
+    default_theta: float = 10000.0
     """The default of theta."""
-    is_scaled: bool = True
+    has_rope_scaling: bool = True
     """Whether the field `rope_scaling` of transformers 4 applies to the layer type."""
 
 
@@ -105,52 +105,52 @@ def rope_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
     return dict(found)
 
 
-def read_rope(fields: Mapping[str, Any], layer: LayerRope | None = None) -> RopeConfig:
+def read_rope(fields: Mapping[str, Any], source: LayerRopeSource | None = None) -> RopeConfig:
     """Read the RoPE settings of all layers, or of one layer type.
 
     Raises UnsupportedError for an unknown kind of scaling, and TypeError for a wrong value.
     """
     parameters = rope_parameters(fields)
-    key, default = "rope_theta", 10000.0
-    if layer is not None:
-        key, default = layer.theta_key, layer.theta
-        if layer.layer_type in parameters:
-            parameters = parameters[layer.layer_type] or {}
-        elif not layer.is_scaled:
+    theta_key, default_theta = "rope_theta", 10000.0
+    if source is not None:
+        theta_key, default_theta = source.theta_key, source.default_theta
+        if source.layer_type in parameters:
+            parameters = parameters[source.layer_type] or {}
+        elif not source.has_rope_scaling:
             parameters = {}
-    given = {name: value for name, value in parameters.items() if value is not None}
-    if fields.get(key) is not None:
-        given.setdefault("rope_theta", fields[key])
-    theta = number(given, "rope_theta", default)
-    if any(isinstance(value, Mapping) for value in given.values()):
+    settings = {name: value for name, value in parameters.items() if value is not None}
+    if fields.get(theta_key) is not None:
+        settings.setdefault("rope_theta", fields[theta_key])
+    theta = positive_float(settings, "rope_theta", default_theta)
+    if any(isinstance(value, Mapping) for value in settings.values()):
         raise UnsupportedError(
             "rope_parameters differ between layers; the decoder has one RoPE for all layers of this family"
         )
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind in ("default", "dynamic"):
+    rope_type = settings.get("rope_type", settings.get("type", "default"))
+    if rope_type in ("default", "dynamic"):
         # Dynamic scaling begins beyond max_position_embeddings, where planish's context ends.
         return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, LinearRopeScaling(number(given, "factor")))
-    if kind == "llama3":
+    if rope_type == "linear":
+        return RopeConfig(theta, LinearRopeScaling(positive_float(settings, "factor")))
+    if rope_type == "llama3":
         return RopeConfig(
             theta,
             Llama3RopeScaling(
-                factor=number(given, "factor"),
-                low_freq_factor=number(given, "low_freq_factor"),
-                high_freq_factor=number(given, "high_freq_factor"),
-                original_max_position_embeddings=positive(
-                    given, "original_max_position_embeddings"
+                factor=positive_float(settings, "factor"),
+                low_freq_factor=positive_float(settings, "low_freq_factor"),
+                high_freq_factor=positive_float(settings, "high_freq_factor"),
+                original_max_position_embeddings=positive_int(
+                    settings, "original_max_position_embeddings"
                 ),
             ),
         )
-    if kind == "yarn" and fields.get("model_type") != "phi3":
-        return RopeConfig(theta, _yarn(given))
-    if kind in ("longrope", "su", "yarn"):
+    if rope_type == "yarn" and fields.get("model_type") != "phi3":
+        return RopeConfig(theta, _yarn_scaling(settings))
+    if rope_type in ("longrope", "su", "yarn"):
         # Phi-3 was first published with the names su and yarn for longrope.
-        return RopeConfig(theta, _longrope(fields, given))
+        return RopeConfig(theta, _longrope_scaling(fields, settings))
     raise UnsupportedError(
-        f"RoPE scaling {kind!r}; planish supports default, linear, dynamic, llama3, yarn and longrope"
+        f"RoPE scaling {rope_type!r}; planish supports default, linear, dynamic, llama3, yarn and longrope"
     )
 
 
@@ -160,19 +160,19 @@ def rotary_dims(fields: Mapping[str, Any], head_dim: int) -> int | None:
     The field `partial_rotary_factor` gives their share of the head. Raises UnsupportedError if the
     number is odd, or not between 1 and `head_dim`.
     """
-    share = rope_parameters(fields).get("partial_rotary_factor")
-    share = fields.get("partial_rotary_factor") if share is None else share
-    dims = int(head_dim * number({"share": 1.0 if share is None else share}, "share"))
+    fraction = rope_parameters(fields).get("partial_rotary_factor")
+    fraction = fields.get("partial_rotary_factor") if fraction is None else fraction
+    dims = int(head_dim * positive_float({"share": 1.0 if fraction is None else fraction}, "share"))
     if dims % 2 or not 0 < dims <= head_dim:
         raise UnsupportedError(
-            f"partial_rotary_factor is {share}, which rotates {dims} of {head_dim} dimensions; RoPE needs an even number of them"
+            f"partial_rotary_factor is {fraction}, which rotates {dims} of {head_dim} dimensions; RoPE needs an even number of them"
         )
     return None if dims == head_dim else dims
 
 
 def max_context(fields: Mapping[str, Any], rope: RopeConfig) -> int:
     """Return the longest supported sequence in tokens (see `ModelConfig.max_context`)."""
-    configured = positive(fields, "max_position_embeddings")
+    configured = positive_int(fields, "max_position_embeddings")
     if isinstance(rope.scaling, YarnRopeScaling):
         # Qwen's model cards tell users to add YaRN and to leave max_position_embeddings at the
         # length without YaRN.
@@ -189,40 +189,44 @@ def _original_context(fields: Mapping[str, Any], parameters: Mapping[str, Any]) 
     # Phi-3 has this field at the top level of config.json. That value takes precedence over the
     # one inside rope_scaling.
     key = "original_max_position_embeddings"
-    return positive(fields if fields.get(key) is not None else parameters, key)
+    return positive_int(fields if fields.get(key) is not None else parameters, key)
 
 
-def _longrope(fields: Mapping[str, Any], given: Mapping[str, Any]) -> LongRopeScaling:
+def _longrope_scaling(fields: Mapping[str, Any], settings: Mapping[str, Any]) -> LongRopeScaling:
     for key in ("short_factor", "long_factor"):
-        values = given.get(key) or missing(key)
+        values = settings.get(key) or raise_missing(key)
         if not isinstance(values, list) or not all(
             isinstance(value, int | float) and value > 0 for value in values
         ):
             raise TypeError(f"{key} is {values!r}, not a list of positive numbers")
-    original = _original_context(fields, given)
-    factor = number(given, "factor", positive(fields, "max_position_embeddings") / original)
-    default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
+    original_context = _original_context(fields, settings)
+    factor = positive_float(
+        settings, "factor", positive_int(fields, "max_position_embeddings") / original_context
+    )
+    default = math.sqrt(1 + math.log(factor) / math.log(original_context)) if factor > 1.0 else 1.0
     return LongRopeScaling(
-        factors=tuple(given["short_factor"]),
-        attention_factor=number(given, "attention_factor", default),
+        factors=tuple(settings["short_factor"]),
+        attention_factor=positive_float(settings, "attention_factor", default),
     )
 
 
-def _yarn(given: Mapping[str, Any]) -> YarnRopeScaling:
-    factor = number(given, "factor")
+def _yarn_scaling(settings: Mapping[str, Any]) -> YarnRopeScaling:
+    factor = positive_float(settings, "factor")
 
-    def stretch(share: float) -> float:
-        return max(1.0, 0.1 * share * math.log(factor) + 1.0)
+    def mscale_factor(coefficient: float) -> float:
+        return max(1.0, 0.1 * coefficient * math.log(factor) + 1.0)
 
-    by_mscale = stretch(number(given, "mscale", 1.0)) / stretch(
-        number(given, "mscale_all_dim", 1.0)
+    mscale_ratio = mscale_factor(positive_float(settings, "mscale", 1.0)) / mscale_factor(
+        positive_float(settings, "mscale_all_dim", 1.0)
     )
-    default = by_mscale if {"mscale", "mscale_all_dim"} <= given.keys() else stretch(1.0)
+    default = (
+        mscale_ratio if {"mscale", "mscale_all_dim"} <= settings.keys() else mscale_factor(1.0)
+    )
     return YarnRopeScaling(
         factor=factor,
-        original_max_position_embeddings=positive(given, "original_max_position_embeddings"),
-        beta_fast=number(given, "beta_fast", 32.0),
-        beta_slow=number(given, "beta_slow", 1.0),
-        truncate=bool(given.get("truncate", True)),
-        attention_factor=number(given, "attention_factor", default),
+        original_max_position_embeddings=positive_int(settings, "original_max_position_embeddings"),
+        beta_fast=positive_float(settings, "beta_fast", 32.0),
+        beta_slow=positive_float(settings, "beta_slow", 1.0),
+        truncate=bool(settings.get("truncate", True)),
+        attention_factor=positive_float(settings, "attention_factor", default),
     )

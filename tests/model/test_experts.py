@@ -47,7 +47,7 @@ def test_rows_are_sorted_by_expert_then_by_row():
     assert pairs.row_indices.tolist() == [0, 1, 1, 2, 0, 2]
     assert pairs.parts == [(0, slice(0, 2)), (1, slice(2, 4)), (3, slice(4, 6))]
     assert pairs.parts_of(1, 2) == [(0, slice(1, 2)), (1, slice(2, 3))]
-    assert pairs.by_row(torch.arange(6)).tolist() == [[4, 0], [1, 2], [5, 3]]
+    assert pairs.unsort(torch.arange(6)).tolist() == [[4, 0], [1, 2], [5, 3]]
 
 
 @pytest.mark.usefixtures("_kernels")

@@ -369,7 +369,7 @@ def test_a_python_without_pip_gets_a_remedy(tmp_path, monkeypatch):
 
 def test_listing_names_each_model_once_with_its_source(tmp_path, home, monkeypatch):
     assert list_models() == [
-        ModelEntry(name, "download", None, cached=False)
+        ModelEntry(name, "download", None, is_local=False)
         for name in (DEFAULT_MODEL, embedded.GEMMA3_MODEL)
     ]
     mapped = tiny_model(tmp_path / "mapped")
@@ -384,15 +384,15 @@ def test_listing_names_each_model_once_with_its_source(tmp_path, home, monkeypat
         embedded.GEMMA3_MODEL,
         "org/m",
     ]
-    assert entries["mine"] == ModelEntry("mine", "models", mapped, cached=True)
+    assert entries["mine"] == ModelEntry("mine", "models", mapped, is_local=True)
     assert entries["env"].source == "PLANISH_MODELS"
-    assert entries["org/m"] == ModelEntry("org/m", "hub cache", cached, cached=True)
-    assert not entries["lost"].cached
+    assert entries["org/m"] == ModelEntry("org/m", "hub cache", cached, is_local=True)
+    assert not entries["lost"].is_local
     assert "no config.json" in (entries["lost"].problem or "")
     converted = tiny_model(home / embedded.DIRECTORY_NAME)
-    assert ModelEntry(DEFAULT_MODEL, "planish cache", converted, cached=True) in list_models()
+    assert ModelEntry(DEFAULT_MODEL, "planish cache", converted, is_local=True) in list_models()
     for entry in list_models({"mine": str(mapped)}):
-        if entry.cached:
+        if entry.is_local:
             assert resolve_model(entry.name, {"mine": str(mapped)}) == entry.path
 
 

@@ -365,7 +365,7 @@ class PanelAdapterRows:
         self, x: Tensor, out: Tensor, pairs: TokenExpertPairs, layer: int, module: str
     ) -> None:
         """Do the same as `AdapterBatch.add_expert_`, with one kernel call for all experts."""
-        bounds = [pairs.bounds(start, stop) for start, stop, _ in self._members]
+        bounds = [pairs.expert_ranges(start, stop) for start, stop, _ in self._members]
         begin, count = (np.stack(ends, 1) for ends in zip(*bounds, strict=True))
         first = self._first(layer, module)
         table = self.table[first : first + len(begin)].copy()

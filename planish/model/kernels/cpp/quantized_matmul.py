@@ -28,7 +28,7 @@ from planish.model.quantization import (
     dynamic_values,
     mxfp4_scales,
 )
-from planish.model.weight_sizes import NF4_BLOCK
+from planish.model.weight_sizes import NF4_BLOCK_SIZE
 
 _GROUP = 256
 _Codes = np.dtype(
@@ -124,7 +124,7 @@ def _nf4(weights: Sequence[Nf4Weight], arena: WeightArena) -> dict[str, Tensor]:
     groups = [0, *(-(-count // _GROUP) for count in blocks)]
     starts = torch.tensor(groups).cumsum(0) * _GROUP
     firsts = [
-        start + torch.arange(weight.shape[0]) * (weight.shape[1] // NF4_BLOCK)
+        start + torch.arange(weight.shape[0]) * (weight.shape[1] // NF4_BLOCK_SIZE)
         for start, weight in zip(starts[:-1], weights, strict=True)
     ]
     return {
