@@ -33,7 +33,7 @@ from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, 
 from planish.export.lora_update import PEFT_PREFIX, LoraMatrices, check_plain_lora, read_matrices
 from planish.export.writing import MARKER_FILE
 from planish.model.config import ModelConfig, read_json
-from planish.model.lora import EXPERT_FILE_NAMES, LoraLayout, expert_matrices
+from planish.model.lora import PEFT_EXPERT_NAMES, LoraLayout, split_expert_matrices
 from planish.model.quantization import check_quantizable
 from planish.model.sources import resolve_model
 from planish.model.weight_sizes import SCHEMES
@@ -215,7 +215,7 @@ def _matrices_by_target(
     """
     for linear, pair in matrices_by_linear.items():
         a, b = pair.a, pair.b
-        for layout_name, file_name in EXPERT_FILE_NAMES.items():
+        for layout_name, file_name in PEFT_EXPERT_NAMES.items():
             # PEFT adds ".base_layer" to the name of one of the two linears of the experts. The name
             # tells which of them it is only if both have matrices.
             possible_names = {linear, linear.removesuffix(".base_layer"), f"{linear}.base_layer"}
@@ -226,7 +226,7 @@ def _matrices_by_target(
                 and len(possible_names & matrices_by_linear.keys()) == 2
             ):
                 prefix = linear.removesuffix(file_name)
-                yield f"{prefix}{layout_name}", *expert_matrices(a, b, model.num_experts)
+                yield f"{prefix}{layout_name}", *split_expert_matrices(a, b, model.num_experts)
                 break
         else:
             yield linear, a, b

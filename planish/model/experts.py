@@ -31,7 +31,11 @@ from torch import Tensor
 from planish.model.kernels.backend import AdapterBatch, Backend, LoraMatrices, padded_lora_columns
 from planish.model.kernels.linear import PackedLinear
 from planish.model.lora import LoraWeights
-from planish.model.operations import activated, activated_backward, adapted_linear
+from planish.model.operations import (
+    adapted_linear,
+    gated_activation_backward,
+    gated_activation_forward,
+)
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ def mixture_of_experts(
     expert_inputs = x[pairs.row_indices]
     gate_up = _matmuls(backend, expert_inputs, experts.gate_up, pairs)
     adapter_batch.add_expert_(expert_inputs, gate_up, pairs, layer, "mlp_in")
-    activations = activated(backend, gate_up)
+    activations = gated_activation_forward(backend, gate_up)
     out = _matmuls(backend, activations, experts.down, pairs)
     adapter_batch.add_expert_(activations, out, pairs, layer, "mlp_out")
     return _weighted_sum(out, pairs, weights)
@@ -204,7 +208,7 @@ class _ExpertsFunction(torch.autograd.Function):
         expert_inputs = x[pairs.row_indices]
         gate_up = _matmuls(backend, expert_inputs, call.experts.gate_up, pairs, training=True)
         lora_hidden_in = _add_lora_(backend, expert_inputs, gate_up, pairs, call.lora_in)
-        activations = activated(backend, gate_up)
+        activations = gated_activation_forward(backend, gate_up)
         out = _matmuls(backend, activations, call.experts.down, pairs, training=True)
         lora_hidden_out = _add_lora_(backend, activations, out, pairs, call.lora_out)
         ctx.call = call
@@ -216,7 +220,7 @@ class _ExpertsFunction(torch.autograd.Function):
         x, weights, gate_up, lora_hidden_in, lora_hidden_out = ctx.saved_tensors
         call: _ExpertsCall = ctx.call
         backend, pairs = call.backend, call.pairs
-        activations = activated(backend, gate_up)
+        activations = gated_activation_forward(backend, gate_up)
         pair_weights = weights.flatten()[pairs.order].unsqueeze(1)
         # `grad` is not multiplied by the pairs' weights, because the gradient of a weight needs
         # `grad_activations` without that weight. But the LoRA gradients must contain the weights.
@@ -237,7 +241,7 @@ class _ExpertsFunction(torch.autograd.Function):
                 wide = grad[pairs.row_indices[part]].to(weights.dtype)
                 grad_weights[part] += wide @ bias.to(weights.dtype)
         grad_activations = (grad_activations * pair_weights).to(activations.dtype)
-        grad_gate_up = activated_backward(backend, grad_activations, gate_up)
+        grad_gate_up = gated_activation_backward(backend, grad_activations, gate_up)
         grad_expert_inputs, grads_in = _backward(
             call,
             grad_gate_up,

@@ -50,7 +50,7 @@ from planish.tokenizer import save_tokenizer
 if TYPE_CHECKING:  # importing torch takes seconds, and commands that list models do not need it
     import torch
 
-CONVERSION = 1
+CONVERSION_VERSION = 1
 """Version of the conversion. Increase it when the conversion changes, so that cached results of an
 older version are not reused.
 """
@@ -82,7 +82,7 @@ EXPERT_NAMES = TENSOR_NAMES | {
     "ffn_down_exps": "mlp.experts.down_proj",
 }
 """In GGUF, one tensor has the weights of all experts. Its first dimension is the expert's index."""
-NAMES = {
+TENSOR_NAMES_BY_ARCHITECTURE = {
     "gemma3": OUTPUT_NORM_NAMES,
     "olmo2": OUTPUT_NORM_NAMES,
     "phi3": FUSED_NAMES,
@@ -105,13 +105,13 @@ ARCHITECTURES = {
 models name llama as their architecture, or mistral3 if the model came with a vision tower.
 """
 
-INTERLEAVED = ("llama", "smollm3", "mistral3")
+INTERLEAVED_ARCHITECTURES = ("llama", "smollm3", "mistral3")
 """The architectures whose query and key rows GGUF stores in the interleaved RoPE order."""
 
 ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """The tensors with RoPE scaling. The conversion writes their contents to config.json."""
 
-OUTER_NAMES = {
+NON_LAYER_TENSOR_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
@@ -121,16 +121,18 @@ OUTER_NAMES = {
 _SPACE = "\u2581"
 """The character that SentencePiece writes for a space."""
 QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORD = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-_UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-TEKKEN_SPLIT = rf"{_WORD}|{_UPPER}|\p{{N}}{_REST}"
-GPT4O_SPLIT = rf"{_WORD}{_SHORT}|{_UPPER}{_SHORT}|\p{{N}}{{1,3}}{_REST}"
+_LOWERCASE_WORD = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+_UPPERCASE_WORD = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+_NON_WORDS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+TEKKEN_SPLIT = rf"{_LOWERCASE_WORD}|{_UPPERCASE_WORD}|\p{{N}}{_NON_WORDS}"
+GPT4O_SPLIT = (
+    rf"{_LOWERCASE_WORD}{_CONTRACTION}|{_UPPERCASE_WORD}{_CONTRACTION}|\p{{N}}{{1,3}}{_NON_WORDS}"
+)
 LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"|\p{N}| ?", r"|\p{N}{1,3}| ?")
 
 
-SPLITS = {
+SPLIT_PATTERNS = {
     "qwen2": QWEN2_SPLIT,
     "llama-bpe": LLAMA3_SPLIT,
     "dbrx": LLAMA3_SPLIT,
@@ -141,7 +143,7 @@ SPLITS = {
 """The regular expressions with which some pre-tokenizers split a text, by the pre-tokenizer's name.
 """
 
-IGNORES_MERGES = ("llama-bpe", "tekken")
+MERGE_IGNORING_PRE_TOKENIZERS = ("llama-bpe", "tekken")
 """The pre-tokenizers of tokenizers with `ignore_merges`: a word that is itself a token is not built
 by merges. By default, these tokenizers also add the BOS token.
 """
@@ -208,8 +210,8 @@ def convert_gguf(path: str | Path, directory: str | Path) -> Path:
     from safetensors.torch import save_file
 
     source = read_gguf(path)
-    config = _config(source)
-    tokenizer = _tokenizer(source)
+    config = _config_json(source)
+    tokenizer = _build_tokenizer(source)
     staging = directory.with_name(f".{directory.name}.{os.getpid()}-{uuid4().hex[:8]}.tmp")
     try:
         staging.mkdir(parents=True)
@@ -220,7 +222,7 @@ def convert_gguf(path: str | Path, directory: str | Path) -> Path:
         )
         save_tokenizer(staging, tokenizer, **_tokenizer_settings(source))
         (staging / "README.md").write_text(_readme(source), encoding="utf-8")
-        save_file(_tensors(source), staging / SINGLE_FILE, metadata={"format": "pt"})
+        save_file(_converted_tensors(source), staging / SINGLE_FILE, metadata={"format": "pt"})
         set_default_mode(staging / SINGLE_FILE)
         load_weights(staging, ModelConfig.from_directory(staging))
         _publish(staging, directory)
@@ -262,7 +264,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def _config(source: GGUFFile) -> dict[str, Any]:
+def _config_json(source: GGUFFile) -> dict[str, Any]:
     """Return the contents of the model's config.json."""
     if source.architecture not in ARCHITECTURES:
         raise UnsupportedError(
@@ -272,14 +274,17 @@ def _config(source: GGUFFile) -> dict[str, Any]:
     architecture = ARCHITECTURES[source.architecture]
     if source.architecture == "mistral3" and not source.field("attention.temperature_scale", 0.0):
         architecture = "MistralForCausalLM"
-    heads = source.field("attention.head_count")
-    tokens = {
+    num_heads = source.field("attention.head_count")
+    special_token_ids = {
         f"{role}_token_id": source.metadata.get(f"tokenizer.ggml.{name}_token_id")
         for role, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
     }
-    ends = [tokens["eos_token_id"], source.metadata.get("tokenizer.ggml.eot_token_id")]
-    if None not in ends and ends[0] != ends[1]:
-        tokens["eos_token_id"] = ends
+    end_token_ids = [
+        special_token_ids["eos_token_id"],
+        source.metadata.get("tokenizer.ggml.eot_token_id"),
+    ]
+    if None not in end_token_ids and end_token_ids[0] != end_token_ids[1]:
+        special_token_ids["eos_token_id"] = end_token_ids
     return {
         "architectures": [architecture],
         "model_type": MODEL_TYPES.get(architecture, FAMILIES[architecture]),
@@ -288,8 +293,8 @@ def _config(source: GGUFFile) -> dict[str, Any]:
         "hidden_size": source.field("embedding_length"),
         "intermediate_size": source.field("feed_forward_length"),
         "num_hidden_layers": source.field("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": source.field("attention.head_count_kv", heads),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": source.field("attention.head_count_kv", num_heads),
         "head_dim": _head_dim(source),
         "hidden_act": "silu",
         "rms_norm_eps": _shortest_decimal(source.field("attention.layer_norm_rms_epsilon")),
@@ -298,7 +303,7 @@ def _config(source: GGUFFile) -> dict[str, Any]:
         "max_position_embeddings": source.field("context_length"),
         "tie_word_embeddings": "output.weight" not in source.tensors,
         **_family_config(source),
-        **{role: token for role, token in tokens.items() if token is not None},
+        **{role: token for role, token in special_token_ids.items() if token is not None},
     }
 
 
@@ -308,9 +313,11 @@ def _family_config(source: GGUFFile) -> dict[str, Any]:
         return _gemma3_config(source)
     window = source.field("attention.sliding_window", 0)
     if source.architecture == "olmo2":
-        is_local = source.field("attention.sliding_window_pattern")
-        kinds = ["sliding_attention" if each else "full_attention" for each in is_local]
-        return {"sliding_window": window, "layer_types": kinds}
+        sliding_layers = source.field("attention.sliding_window_pattern")
+        layer_types = [
+            "sliding_attention" if is_sliding else "full_attention" for is_sliding in sliding_layers
+        ]
+        return {"sliding_window": window, "layer_types": layer_types}
     if source.architecture == "phi3":
         head_dim = _head_dim(source)
         return {
@@ -336,15 +343,15 @@ def _gemma3_config(source: GGUFFile) -> dict[str, Any]:
 
     A GGUF file lacks the values that llama.cpp has as constants of the architecture in its code.
     """
-    layers, hidden = source.field("block_count"), source.field("embedding_length")
+    num_layers, hidden_size = source.field("block_count"), source.field("embedding_length")
     # Only Gemma 3 27B, which has 62 layers, scales attention scores by the hidden size per head.
-    is_27b = layers == 62
+    is_27b = num_layers == 62
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": source.field("attention.sliding_window"),
         "sliding_window_pattern": 6,
         "rope_local_base_freq": 10000.0,
-        "query_pre_attn_scalar": hidden // source.field("attention.head_count")
+        "query_pre_attn_scalar": hidden_size // source.field("attention.head_count")
         if is_27b
         else _head_dim(source),
         "attn_logit_softcapping": None,
@@ -386,29 +393,30 @@ def _shortest_decimal(value: float) -> float:
 
 
 def _rope_scaling(source: GGUFFile) -> dict[str, Any] | None:
-    kind = source.field("rope.scaling.type", "none")
+    scaling_type = source.field("rope.scaling.type", "none")
     if "rope_factors_short.weight" in source.tensors:
-        return _longrope(source)
-    if kind == "none" and "rope_freqs.weight" in source.tensors:
+        return _longrope_scaling(source)
+    if scaling_type == "none" and "rope_freqs.weight" in source.tensors:
         return _llama3_scaling(source)
-    if kind == "none":
+    if scaling_type == "none":
         return None
-    if kind == "linear":
+    if scaling_type == "linear":
         return {"rope_type": "linear", "factor": source.field("rope.scaling.factor")}
-    if kind == "yarn" and "rope_freqs.weight" not in source.tensors:
-        return _yarn(source)
+    if scaling_type == "yarn" and "rope_freqs.weight" not in source.tensors:
+        return _yarn_scaling(source)
     raise UnsupportedError(
-        f"{source.path} has RoPE scaling {kind!r}; planish converts none, linear, llama3, yarn and longrope"
+        f"{source.path} has RoPE scaling {scaling_type!r}; planish converts none, linear, llama3, "
+        "yarn and longrope"
     )
 
 
-def _yarn(source: GGUFFile) -> dict[str, Any]:
-    found = {
+def _yarn_scaling(source: GGUFFile) -> dict[str, Any]:
+    required = {
         "rope_type": "yarn",
         "factor": source.field("rope.scaling.factor"),
         "original_max_position_embeddings": source.field("rope.scaling.original_context_length"),
     }
-    optional = {
+    optional_keys = {
         "attention_factor": "rope.scaling.attn_factor",
         "beta_fast": "rope.scaling.yarn_beta_fast",
         "beta_slow": "rope.scaling.yarn_beta_slow",
@@ -418,11 +426,13 @@ def _yarn(source: GGUFFile) -> dict[str, Any]:
         "mscale": "rope.scaling.yarn_log_multiplier",
         "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
     }
-    given = {name: source.field(key, 0.0) for name, key in optional.items()}
-    return found | {name: _shortest_decimal(value) for name, value in given.items() if value}
+    optional_values = {name: source.field(key, 0.0) for name, key in optional_keys.items()}
+    return required | {
+        name: _shortest_decimal(value) for name, value in optional_values.items() if value
+    }
 
 
-def _longrope(source: GGUFFile) -> dict[str, Any]:
+def _longrope_scaling(source: GGUFFile) -> dict[str, Any]:
     factors = {
         name: [
             _shortest_decimal(value)
@@ -430,13 +440,17 @@ def _longrope(source: GGUFFile) -> dict[str, Any]:
         ]
         for name, stored in (("short_factor", "short"), ("long_factor", "long"))
     }
-    length = source.field("context_length")
-    original = source.field("rope.scaling.original_context_length")
-    default = math.sqrt(1 + math.log(max(1.0, length / original)) / math.log(original))
-    stored = source.field("rope.scaling.attn_factor", default)
+    context_length = source.field("context_length")
+    original_context = source.field("rope.scaling.original_context_length")
+    default_factor = math.sqrt(
+        1 + math.log(max(1.0, context_length / original_context)) / math.log(original_context)
+    )
+    stored = source.field("rope.scaling.attn_factor", default_factor)
     # Published configs usually omit this factor, so omit it if it has its default.
-    own = {} if math.isclose(stored, default, rel_tol=1e-5) else {"attention_factor": stored}
-    return {"rope_type": "longrope", **factors, **own}
+    optional_fields = (
+        {} if math.isclose(stored, default_factor, rel_tol=1e-5) else {"attention_factor": stored}
+    )
+    return {"rope_type": "longrope", **factors, **optional_fields}
 
 
 def _llama3_scaling(source: GGUFFile) -> dict[str, Any] | None:
@@ -445,25 +459,30 @@ def _llama3_scaling(source: GGUFFile) -> dict[str, Any] | None:
     In all of these models, the frequency bands have the same bounds. The models differ only in
     `factor`, which is the largest divisor of the table.
     """
-    table = _dequantized(source, "rope_freqs.weight")
-    if (table == 1).all():
+    divisors = _dequantized(source, "rope_freqs.weight")
+    if (divisors == 1).all():
         return None
-    factor, low, high, original = _shortest_decimal(table.max()), 1.0, 4.0, 8192
+    factor = _shortest_decimal(divisors.max())
+    low_freq_factor, high_freq_factor, original_context = 1.0, 4.0, 8192
     head_dim = _head_dim(source)
     theta = source.field("rope.freq_base", 10000.0)
     wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = ((original / wavelengths - low) / (high - low)).clip(0, 1)
-    expected = 1 / ((1 - smooth) / factor + smooth)
-    if table.shape != expected.shape or not np.allclose(expected, table, rtol=1e-4):
+    smooth = (
+        (original_context / wavelengths - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    ).clip(0, 1)
+    expected_divisors = 1 / ((1 - smooth) / factor + smooth)
+    if divisors.shape != expected_divisors.shape or not np.allclose(
+        expected_divisors, divisors, rtol=1e-4
+    ):
         raise UnsupportedError(
             f"{source.path} has a table of RoPE frequencies that is not Llama 3's; use the model's Hugging Face directory"
         )
     return {
         "rope_type": "llama3",
         "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
+        "low_freq_factor": low_freq_factor,
+        "high_freq_factor": high_freq_factor,
+        "original_max_position_embeddings": original_context,
     }
 
 
@@ -473,7 +492,7 @@ def _dequantized(source: GGUFFile, name: str) -> np.ndarray:
     return np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32)
 
 
-def _tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
+def _converted_tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
     import torch
 
     tensors = {}
@@ -487,7 +506,7 @@ def _tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
                 f"{source.path} has {name} quantized as {stored.tensor_type.name}, which planish cannot read; get a file in another "
                 "quantization, such as Q8_0"
             ) from None
-        if source.architecture in INTERLEAVED and name.split(".")[-2:-1] in (
+        if source.architecture in INTERLEAVED_ARCHITECTURES and name.split(".")[-2:-1] in (
             ["attn_q"],
             ["attn_k"],
         ):
@@ -499,8 +518,8 @@ def _tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
             tensors[target] = values.contiguous()
             continue
         for expert, weight in enumerate(values):
-            own = target.replace(".experts.", f".experts.{expert}.")
-            tensors[own] = weight.clone()  # safetensors refuses tensors that share memory
+            expert_target = target.replace(".experts.", f".experts.{expert}.")
+            tensors[expert_target] = weight.clone()  # safetensors refuses tensors that share memory
     return tensors
 
 
@@ -509,11 +528,11 @@ def _tensor_name(name: str, architecture: str) -> str:
 
     An unknown name is returned unchanged, so that the check in `load_weights` reports it.
     """
-    names = NAMES.get(architecture, TENSOR_NAMES)
+    names = TENSOR_NAMES_BY_ARCHITECTURE.get(architecture, TENSOR_NAMES)
     parts = name.split(".")
     if parts[0] == "blk" and len(parts) == 4 and parts[2] in names:
         return f"model.layers.{parts[1]}.{names[parts[2]]}.{parts[3]}"
-    return OUTER_NAMES.get(name, name)
+    return NON_LAYER_TENSOR_NAMES.get(name, name)
 
 
 def _deinterleave_heads(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -527,31 +546,32 @@ def _deinterleave_heads(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
     )
 
 
-def _tokenizer(source: GGUFFile) -> Tokenizer:
+def _build_tokenizer(source: GGUFFile) -> Tokenizer:
     """Build the BPE tokenizer from the file's tables, with the same token ids."""
-    table = source.metadata
-    kind = table.get("tokenizer.ggml.model")
+    metadata = source.metadata
+    kind = metadata.get("tokenizer.ggml.model")
     is_sentencepiece = kind == "llama" and source.architecture == "gemma3"
     if kind != "gpt2" and not is_sentencepiece:
         raise UnsupportedError(
             f"{source.path} has a {kind!r} tokenizer; planish converts 'gpt2', and 'llama' of Gemma 3"
         )
-    tokens, kinds = table.get("tokenizer.ggml.tokens"), table.get("tokenizer.ggml.token_type")
-    if not tokens or not kinds or len(tokens) != len(kinds):
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    token_types = metadata.get("tokenizer.ggml.token_type")
+    if not tokens or not token_types or len(tokens) != len(token_types):
         raise DamagedFileError(
             f"{source.path} has no tokens, or token types of another length; get the file again"
         )
     vocab = {
         token: index
-        for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        for index, (token, kind) in enumerate(zip(tokens, token_types, strict=True))
         if kind != TokenType.UNUSED
     }
-    pre = table.get("tokenizer.ggml.pre", "default")
+    pre_tokenizer = metadata.get("tokenizer.ggml.pre", "default")
     try:
         tokenizer = (
-            _sentencepiece(source, vocab, kinds)
+            _sentencepiece_tokenizer(source, vocab, token_types)
             if is_sentencepiece
-            else _byte_level(source, vocab, pre)
+            else _byte_level_tokenizer(source, vocab, pre_tokenizer)
         )
     except UnsupportedError:
         raise
@@ -559,59 +579,80 @@ def _tokenizer(source: GGUFFile) -> Tokenizer:
         raise DamagedFileError(
             f"{source.path}: the merges do not fit the tokens ({error}); get the file again"
         ) from error
-    if table.get("tokenizer.ggml.add_bos_token", pre in IGNORES_MERGES or is_sentencepiece):
-        bos = table["tokenizer.ggml.bos_token_id"]
+    if metadata.get(
+        "tokenizer.ggml.add_bos_token",
+        pre_tokenizer in MERGE_IGNORING_PRE_TOKENIZERS or is_sentencepiece,
+    ):
+        bos = metadata["tokenizer.ggml.bos_token_id"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A",
             pair=f"{tokens[bos]} $A {tokens[bos]} $B",
             special_tokens=[(tokens[bos], bos)],
         )
-    for kind, add in (
+    for kind, add_tokens in (
         (TokenType.CONTROL, tokenizer.add_special_tokens),
         (TokenType.USER_DEFINED, tokenizer.add_tokens),
     ):
-        special = kind == TokenType.CONTROL
-        chosen = [token for token, found in zip(tokens, kinds, strict=True) if found == kind]
-        add([AddedToken(token, special=special, normalized=False) for token in chosen])
+        is_special = kind == TokenType.CONTROL
+        added_tokens = [
+            token
+            for token, token_type in zip(tokens, token_types, strict=True)
+            if token_type == kind
+        ]
+        add_tokens(
+            [AddedToken(token, special=is_special, normalized=False) for token in added_tokens]
+        )
     return tokenizer
 
 
-def _byte_level(source: GGUFFile, vocab: Mapping[str, int], pre: str) -> Tokenizer:
+def _byte_level_tokenizer(
+    source: GGUFFile, vocab: Mapping[str, int], pre_tokenizer: str
+) -> Tokenizer:
     """Return the byte-level BPE tokenizer with the file's merges."""
-    table = source.metadata.get("tokenizer.ggml.merges", [])
-    merges = [tuple(merge.split(" ", 1)) for merge in table]
+    merge_lines = source.metadata.get("tokenizer.ggml.merges", [])
+    merges = [tuple(merge.split(" ", 1)) for merge in merge_lines]
     tokenizer = Tokenizer(
-        models.BPE(vocab=dict(vocab), merges=merges, ignore_merges=pre in IGNORES_MERGES)
+        models.BPE(
+            vocab=dict(vocab),
+            merges=merges,
+            ignore_merges=pre_tokenizer in MERGE_IGNORING_PRE_TOKENIZERS,
+        )
     )
-    tokenizer.pre_tokenizer = _pre_tokenizer(pre, source.path)
-    if pre == "qwen2":
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre_tokenizer, source.path)
+    if pre_tokenizer == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _sentencepiece(source: GGUFFile, vocab: Mapping[str, int], kinds: Sequence[int]) -> Tokenizer:
+def _sentencepiece_tokenizer(
+    source: GGUFFile, vocab: Mapping[str, int], token_types: Sequence[int]
+) -> Tokenizer:
     """Return the tokenizer of a SentencePiece BPE model, which has scores instead of merges.
 
     SentencePiece merges the two neighbours whose joint piece has the highest score. So the list of
     merges contains every split of a piece into two pieces, ordered by the score of the joint piece.
     Characters outside the vocabulary become their UTF-8 bytes.
     """
-    table = source.metadata
-    if table.get("tokenizer.ggml.add_space_prefix", True):
+    metadata = source.metadata
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
         raise UnsupportedError(
             f"{source.path} has a tokenizer that adds a space before the text; planish converts none"
         )
-    scores = table["tokenizer.ggml.scores"]
-    normal = {piece for piece, index in vocab.items() if kinds[index] == TokenType.NORMAL}
-    ranked = []
-    for piece in normal:
+    scores = metadata["tokenizer.ggml.scores"]
+    normal_pieces = {
+        piece for piece, index in vocab.items() if token_types[index] == TokenType.NORMAL
+    }
+    scored_merges = []
+    for piece in normal_pieces:
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
-            if left in normal and right in normal:
-                ranked.append((-scores[vocab[piece]], vocab[left], vocab[right], left, right))
-    merges = [(left, right) for *_, left, right in sorted(ranked)]
-    unknown = table["tokenizer.ggml.tokens"][table["tokenizer.ggml.unknown_token_id"]]
+            if left in normal_pieces and right in normal_pieces:
+                scored_merges.append(
+                    (-scores[vocab[piece]], vocab[left], vocab[right], left, right)
+                )
+    merges = [(left, right) for *_, left, right in sorted(scored_merges)]
+    unknown = metadata["tokenizer.ggml.tokens"][metadata["tokenizer.ggml.unknown_token_id"]]
     model = models.BPE(
         vocab=dict(vocab), merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
     )
@@ -623,30 +664,39 @@ def _sentencepiece(source: GGUFFile, vocab: Mapping[str, int], kinds: Sequence[i
     return tokenizer
 
 
-def _pre_tokenizer(pre: str, path: Path) -> pre_tokenizers.PreTokenizer:
-    """Return the pre-tokenizer that llama.cpp calls `pre`. UnsupportedError for an unknown name."""
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if pre in ("default", "gpt-2"):
-        return words
-    if pre == "smollm":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
-    split = SPLITS.get(pre)
-    if split is None:
+def _pre_tokenizer(name: str, path: Path) -> pre_tokenizers.PreTokenizer:
+    """Return the pre-tokenizer that llama.cpp calls `name`, or raise UnsupportedError."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if name in ("default", "gpt-2"):
+        return byte_level
+    if name == "smollm":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    pattern = SPLIT_PATTERNS.get(name)
+    if pattern is None:
         raise UnsupportedError(
-            f"{path} has the pre-tokenizer {pre!r}; planish supports smollm, gpt-2, {', '.join(SPLITS)}"
+            f"{path} has the pre-tokenizer {name!r}; planish supports smollm, gpt-2, "
+            f"{', '.join(SPLIT_PATTERNS)}"
         )
-    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), behavior="isolated"), whole])
+    byte_level_without_split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), behavior="isolated"), byte_level_without_split]
+    )
 
 
 def _tokenizer_settings(source: GGUFFile) -> dict[str, Any]:
     tokens = source.metadata["tokenizer.ggml.tokens"]
-    roles = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
-    ids = {
-        role: source.metadata.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()
+    role_names = {
+        "bos_token": "bos",
+        "eos_token": "eos",
+        "pad_token": "padding",
+        "unk_token": "unknown",
+    }
+    token_ids = {
+        role: source.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        for role, name in role_names.items()
     }
     return {
         "chat_template": source.metadata.get("tokenizer.chat_template"),
         "max_length": source.field("context_length"),
-        "tokens": {role: tokens[token] for role, token in ids.items() if token is not None},
+        "tokens": {role: tokens[token] for role, token in token_ids.items() if token is not None},
     }

@@ -24,10 +24,10 @@ from planish.model.kernels.backend import Backend, HeadAdapters, HeadMember, Lor
 from planish.model.kernels.linear import PackedLinear
 
 # How many of the largest logits of each row are recomputed in float32.
-_EXACT = 16
+_NUM_EXACT_LOGITS = 16
 # A remainder of fewer rows joins the last chunk, because matmuls of few rows may not be
 # batch-invariant (kernels/reference/row_tiling.py).
-_FEW = 32
+_MIN_CHUNK_ROWS = 32
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def head_logits(
     if not _is_rounded(backend):
         return logits.float()
     wide = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    backend.top_logits(hidden, head, lora, logits, min(_EXACT, logits.shape[1]), wide)
+    backend.top_logits(hidden, head, lora, logits, min(_NUM_EXACT_LOGITS, logits.shape[1]), wide)
     return wide
 
 
@@ -85,34 +85,37 @@ def scored_logprobs(
     `recompute`.
     """
     matrices = (None, None) if lora is None else (lora.a, lora.bs[0])
-    keep = torch.is_grad_enabled() and not recompute
-    run = _Scoring(backend, head, lora, temperature, keep)
-    return _ScoredLogprobs.apply(hidden, *matrices, run, rows, targets)  # type: ignore[no-any-return]
+    stores_logits = torch.is_grad_enabled() and not recompute
+    call = _ScoringCall(backend, head, lora, temperature, stores_logits)
+    return _ScoredLogprobs.apply(hidden, *matrices, call, rows, targets)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
-class _Scoring:
+class _ScoringCall:
     """The constants of one call of `scored_logprobs`."""
 
     backend: Backend
     head: PackedLinear
     lora: LoraMatrices | None
     temperature: float
-    keep: bool
+    stores_logits: bool
     """Whether to store the logits for the backward pass."""
 
     def adapters(
-        self, hidden: Tensor, whole: HeadAdapters | None = None, part: slice | Tensor | None = None
+        self,
+        hidden: Tensor,
+        batch_adapters: HeadAdapters | None = None,
+        rows: slice | Tensor | None = None,
     ) -> HeadAdapters | None:
         """Return the adapter for all rows of `hidden`, or None without an adapter.
 
-        `hidden` may be a part of a larger batch. `whole`: the adapter for that batch, whose LoRA
-        hidden states are reused. `part`: the rows of `hidden` in that batch.
+        `hidden` may be a part of a larger batch. `batch_adapters`: the adapter for that
+        batch, whose LoRA hidden states are reused. `rows`: the rows of `hidden` in that batch.
         """
         if self.lora is None:
             return None
-        known = None if whole is None else whole.hidden[part]
-        return self.backend.head_adapters([(0, hidden.shape[0], self.lora)], hidden, known)
+        lora_hidden = None if batch_adapters is None else batch_adapters.hidden[rows]
+        return self.backend.head_adapters([(0, hidden.shape[0], self.lora)], hidden, lora_hidden)
 
     def stored_logits(self, hidden: Tensor, lora: HeadAdapters | None) -> list[Tensor]:
         """Return [logits], or [tokens, exact values, logits] if the logits are rounded.
@@ -122,7 +125,7 @@ class _Scoring:
         logits = _logits(self.backend, hidden, self.head, lora, training=True)
         if not _is_rounded(self.backend):
             return [logits]
-        k = min(_EXACT, logits.shape[1])
+        k = min(_NUM_EXACT_LOGITS, logits.shape[1])
         return [*self.backend.top_logits(hidden, self.head, lora, logits, k), logits]
 
 
@@ -130,21 +133,21 @@ class _ScoredLogprobs(torch.autograd.Function):
     """The differentiable operation of `scored_logprobs`."""
 
     @staticmethod
-    def forward(ctx, hidden, a, b, run: _Scoring, rows, targets) -> Tensor:
-        backend, lora, kept = run.backend, run.adapters(hidden), list[Tensor]()
+    def forward(ctx, hidden, a, b, call: _ScoringCall, rows, targets) -> Tensor:
+        backend, lora, stored_chunks = call.backend, call.adapters(hidden), list[Tensor]()
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        log_total = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
-        temperatures = torch.full_like(log_total, run.temperature)
+        log_sum_exp = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
+        temperatures = torch.full_like(log_sum_exp, call.temperature)
         for chunk in _chunks(hidden.shape[0], backend.head_rows):
-            stored = run.stored_logits(hidden[chunk], run.adapters(hidden[chunk], lora, chunk))
-            log_total[chunk] = backend.log_sum_exp(
-                stored[-1], temperatures[chunk], _exact_part(stored)
+            stored = call.stored_logits(hidden[chunk], call.adapters(hidden[chunk], lora, chunk))
+            log_sum_exp[chunk] = backend.log_sum_exp(
+                stored[-1], temperatures[chunk], _exact_logits_of(stored)
             )
-            kept += stored if run.keep else ()
-        scored = backend.token_logits(hidden, run.head, lora, rows, targets)
-        ctx.save_for_backward(hidden, rows, targets, log_total, *kept)
-        ctx.run, ctx.lora = run, lora
-        return scored.div_(torch.full_like(scored, run.temperature)) - log_total[rows]
+            stored_chunks += stored if call.stores_logits else ()
+        scored = backend.token_logits(hidden, call.head, lora, rows, targets)
+        ctx.save_for_backward(hidden, rows, targets, log_sum_exp, *stored_chunks)
+        ctx.call, ctx.lora = call, lora
+        return scored.div_(torch.full_like(scored, call.temperature)) - log_sum_exp[rows]
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -153,86 +156,90 @@ class _ScoredLogprobs(torch.autograd.Function):
         The gradient of a logprob with respect to the logits is (onehot(target) - softmax) /
         temperature. All pairs of a row are handled together.
         """
-        hidden, rows, targets, log_total, *kept = ctx.saved_tensors
-        run: _Scoring = ctx.run
-        pairs = _LivePairs(rows, targets, grad / run.temperature)
-        grads = _HeadGrads(hidden, run, ctx.lora)
-        per_chunk = 3 if _is_rounded(run.backend) else 1
-        for number, chunk in enumerate(_chunks(hidden.shape[0], run.backend.head_rows)):
-            where = pairs.distinct_rows(chunk)
-            if where.numel() == 0:
+        hidden, rows, targets, log_sum_exp, *stored_chunks = ctx.saved_tensors
+        call: _ScoringCall = ctx.call
+        pairs = _NonzeroPairs(rows, targets, grad / call.temperature)
+        grads = _HeadGrads(hidden, call, ctx.lora)
+        tensors_per_chunk = 3 if _is_rounded(call.backend) else 1
+        for number, chunk in enumerate(_chunks(hidden.shape[0], call.backend.head_rows)):
+            row_indices = pairs.distinct_rows(chunk)
+            if row_indices.numel() == 0:
                 continue
-            given = (run.temperature, log_total[where], *pairs.by_row(where))
-            if run.keep:
-                stored = kept[per_chunk * number : per_chunk * (number + 1)]
-                grad_logits = run.backend.log_sum_exp_backward(
-                    stored[-1], where - chunk.start, *given, _exact_part(stored)
+            loss_inputs = (call.temperature, log_sum_exp[row_indices], *pairs.by_row(row_indices))
+            if call.stores_logits:
+                stored = stored_chunks[
+                    tensors_per_chunk * number : tensors_per_chunk * (number + 1)
+                ]
+                grad_logits = call.backend.log_sum_exp_backward(
+                    stored[-1], row_indices - chunk.start, *loss_inputs, _exact_logits_of(stored)
                 )
             else:
-                lora = run.adapters(hidden[where], ctx.lora, where)
-                stored = run.stored_logits(hidden[where], lora)
+                lora = call.adapters(hidden[row_indices], ctx.lora, row_indices)
+                stored = call.stored_logits(hidden[row_indices], lora)
                 grad_logits = stored[-1]
-                run.backend.log_sum_exp_backward_(grad_logits, *given, _exact_part(stored))
-            grads.add(where, grad_logits.to(hidden.dtype))
+                call.backend.log_sum_exp_backward_(
+                    grad_logits, *loss_inputs, _exact_logits_of(stored)
+                )
+            grads.add(row_indices, grad_logits.to(hidden.dtype))
         return grads.hidden, *grads.matrices, None, None, None
 
 
-class _LivePairs:
+class _NonzeroPairs:
     """The pairs with a nonzero gradient, sorted by row."""
 
     def __init__(self, rows: Tensor, targets: Tensor, grad: Tensor) -> None:
-        live = torch.nonzero(grad).squeeze(1)
-        order = live[rows[live].argsort(stable=True)]
+        nonzero = torch.nonzero(grad).squeeze(1)
+        order = nonzero[rows[nonzero].argsort(stable=True)]
         self.rows, self.grad = rows[order], grad[order]
         self._targets = targets[order]
 
-    def _between(self, first: int, last: int) -> slice:
+    def _pairs_of_rows(self, first: int, last: int) -> slice:
         """Return the slice of the pairs whose rows are in first .. last, inclusive."""
         bounds = torch.searchsorted(self.rows, self.rows.new_tensor([first, last + 1])).tolist()
         return slice(*bounds)
 
     def distinct_rows(self, chunk: slice) -> Tensor:
         """Return the rows of `chunk` that have at least one pair, in ascending order."""
-        return torch.unique_consecutive(self.rows[self._between(chunk.start, chunk.stop - 1)])
+        return torch.unique_consecutive(self.rows[self._pairs_of_rows(chunk.start, chunk.stop - 1)])
 
     def by_row(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the pairs of `rows` in CSR form: row offsets [R + 1], targets and gradients.
 
         `rows`: int64 [R] in ascending order.
         """
-        mine = self._between(int(rows[0]), int(rows[-1]))
-        first = torch.searchsorted(self.rows[mine], torch.cat([rows, rows[-1:] + 1]))
-        return first, self._targets[mine].contiguous(), self.grad[mine].contiguous()
+        pairs = self._pairs_of_rows(int(rows[0]), int(rows[-1]))
+        offsets = torch.searchsorted(self.rows[pairs], torch.cat([rows, rows[-1:] + 1]))
+        return offsets, self._targets[pairs].contiguous(), self.grad[pairs].contiguous()
 
 
 class _HeadGrads:
     """The gradients of hidden, A and B, accumulated over chunks of rows."""
 
-    def __init__(self, hidden: Tensor, run: _Scoring, adapters: HeadAdapters | None) -> None:
-        self._source, self._run, self._adapters = hidden, run, adapters
+    def __init__(self, hidden: Tensor, call: _ScoringCall, adapters: HeadAdapters | None) -> None:
+        self._hidden_states, self._call, self._adapters = hidden, call, adapters
         self.hidden = torch.zeros_like(hidden)
-        matrices = () if run.lora is None else (run.lora.a, run.lora.bs[0])
+        matrices = () if call.lora is None else (call.lora.a, call.lora.bs[0])
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        self._sums = [
+        self._matrix_grads = [
             torch.zeros(matrix.shape, dtype=wide, device=hidden.device) for matrix in matrices
         ]
 
-    def add(self, where: Tensor, grad_logits: Tensor) -> None:
-        """Add the gradients of the rows `where` [R], given `grad_logits` [R, V]."""
-        backend, lora = self._run.backend, self._run.lora
-        grad_hidden = backend.matmul_backward(grad_logits, self._run.head)
+    def add(self, row_indices: Tensor, grad_logits: Tensor) -> None:
+        """Add the gradients of the rows `row_indices` [R], given `grad_logits` [R, V]."""
+        backend, lora = self._call.backend, self._call.lora
+        grad_hidden = backend.matmul_backward(grad_logits, self._call.head)
         if lora is not None and self._adapters is not None:
-            lora_hidden = self._adapters.hidden[where][:, : lora.rank]
-            given = (grad_logits, self._source[where], lora_hidden, grad_hidden)
-            grad_a, (grad_b,) = backend.lora_backward_(*given, [grad_logits.shape[1]], lora)
-            self._sums[0] += grad_a
-            self._sums[1] += grad_b
-        self.hidden[where] = grad_hidden
+            lora_hidden = self._adapters.hidden[row_indices][:, : lora.rank]
+            operands = (grad_logits, self._hidden_states[row_indices], lora_hidden, grad_hidden)
+            grad_a, (grad_b,) = backend.lora_backward_(*operands, [grad_logits.shape[1]], lora)
+            self._matrix_grads[0] += grad_a
+            self._matrix_grads[1] += grad_b
+        self.hidden[row_indices] = grad_hidden
 
     @property
     def matrices(self) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of A and B, or (None, None) without an adapter."""
-        a, b = self._sums or (None, None)
+        a, b = self._matrix_grads or (None, None)
         return a, b
 
 
@@ -255,12 +262,12 @@ def _is_rounded(backend: Backend) -> bool:
     return backend.logits_dtype.itemsize < 4
 
 
-def _exact_part(stored: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+def _exact_logits_of(stored: list[Tensor]) -> tuple[Tensor, Tensor] | None:
     """Return the tokens and exact values of stored logits, or None if the logits are exact."""
     return (stored[0], stored[1]) if len(stored) == 3 else None
 
 
 def _chunks(total: int, size: int) -> list[slice]:
     """Return slices of about `size` rows; a small remainder joins the last slice."""
-    starts = [0, *range(size, total - _FEW + 1, size)]
+    starts = [0, *range(size, total - _MIN_CHUNK_ROWS + 1, size)]
     return [slice(start, stop) for start, stop in pairwise([*starts, total])]

@@ -206,9 +206,9 @@ class KVPool:
 
         Unused slots are set to zero again, because masked positions must stay finite (`_empty`).
         """
-        freed, count = set(slots), len(self.owners) - len(slots)
-        gaps = [slot for slot in slots if slot < count]
-        last_slots = [slot for slot in range(count, len(self.owners)) if slot not in freed]
+        freed, num_remaining = set(slots), len(self.owners) - len(slots)
+        gaps = [slot for slot in slots if slot < num_remaining]
+        last_slots = [slot for slot in range(num_remaining, len(self.owners)) if slot not in freed]
         if gaps:
             gap_slots, moved_slots = (
                 on_device(x, torch.int64, self.spec.device) for x in (gaps, last_slots)
@@ -218,30 +218,30 @@ class KVPool:
         for gap, last in zip(gaps, last_slots, strict=True):
             self.owners[gap] = self.owners[last]
             self.owners[gap].slot = gap
-        if not count or self._is_mostly_unused(count):
-            self._resize(count)
+        if not num_remaining or self._is_mostly_unused(num_remaining):
+            self._resize(num_remaining)
         else:
             for tensor in (*self.keys, *self.values):
-                tensor[count : len(self.owners)].zero_()
-        del self.owners[count:]
+                tensor[num_remaining : len(self.owners)].zero_()
+        del self.owners[num_remaining:]
 
     def _is_mostly_unused(self, count: int) -> bool:
         """Return whether the pool should shrink if `count` of its slots stay in use."""
         return self.num_slots > 2 * count + 8
 
-    def _resize(self, slots: int) -> None:
+    def _resize(self, num_slots: int) -> None:
         # The loop copies one layer at a time, so only one layer is in memory twice.
         for tensors in (self.keys, self.values):
-            for layer, old in enumerate(tensors):
-                tensors[layer] = self._empty(slots)
-                kept = min(slots, old.shape[0])
-                tensors[layer][:kept] = old[:kept]
+            for layer, old_tensor in enumerate(tensors):
+                tensors[layer] = self._empty(num_slots)
+                num_copied = min(num_slots, old_tensor.shape[0])
+                tensors[layer][:num_copied] = old_tensor[:num_copied]
         self.reallocations += 1
 
-    def _empty(self, slots: int) -> Tensor:
+    def _empty(self, num_slots: int) -> Tensor:
         # Masked positions get weight 0, but 0 times NaN or inf is NaN, and uninitialised memory may
         # contain both. So the memory must be zeroed.
-        size = (slots, self.spec.heads, self.capacity, self.spec.head_dim)
+        size = (num_slots, self.spec.heads, self.capacity, self.spec.head_dim)
         return torch.zeros(size, dtype=self.spec.dtype, device=self.spec.device)
 
 
@@ -274,15 +274,18 @@ class GappedKVPool(KVPool):
 
     def _free_slots(self, slots: Sequence[int]) -> None:
         freed = set(slots)
-        kept = [
+        remaining = [
             (owner, slot)
             for owner, slot in zip(self.owners, self._slots_in_use, strict=True)
             if slot not in freed
         ]
-        self.owners, self._slots_in_use = [owner for owner, _ in kept], [slot for _, slot in kept]
+        self.owners, self._slots_in_use = (
+            [owner for owner, _ in remaining],
+            [slot for _, slot in remaining],
+        )
         for slot in slots:
             heappush(self._gaps, slot)
-        if not kept or self._is_mostly_unused(len(kept)):
+        if not remaining or self._is_mostly_unused(len(remaining)):
             self._close_gaps()
 
     def trim(self) -> None:
@@ -297,10 +300,10 @@ class GappedKVPool(KVPool):
             self._slots_in_use, self._gaps = [], []
             self._resize(0)
             return
-        kept = on_device(self._slots_in_use, torch.int64, self.spec.device)
+        slots_in_use = on_device(self._slots_in_use, torch.int64, self.spec.device)
         for tensors in (self.keys, self.values):
-            for layer, old in enumerate(tensors):
-                tensors[layer] = old[kept]
+            for layer, old_tensor in enumerate(tensors):
+                tensors[layer] = old_tensor[slots_in_use]
         for slot, owner in enumerate(self.owners):
             owner.slot = slot
         self._slots_in_use, self._gaps = list(range(count)), []
@@ -329,21 +332,23 @@ class KVBudget:
         """Return whether `positions` more positions fit into the budget."""
         return self.allocated_positions + positions <= self.max_positions
 
-    def reclaim_for(self, wanted: Mapping[KVPool, int]) -> None:
-        """Deallocate unused slots until the wanted slots fit into the budget.
+    def reclaim_for(self, additional_slots: Mapping[KVPool, int]) -> None:
+        """Deallocate unused slots until the additional slots fit into the budget.
 
-        The keys of `wanted` are the pools that are about to grow, and the values are the numbers of
-        their additional owners. Nothing is deallocated if all additional owners fit already.
-        Trimming a pool copies its slots in use. So this method trims as few pools as possible: it
-        starts with the pool that has the most unused positions.
+        The keys of `additional_slots` are the pools that are about to grow, and the values are the
+        numbers of their additional owners. Nothing is deallocated if all additional owners fit
+        already. Trimming a pool copies its slots in use. So this method trims as few pools as
+        possible: it starts with the pool that has the most unused positions.
         """
-        spare = {pool: pool.num_slots - len(pool) - wanted.get(pool, 0) for pool in self.pools}
-        missing = sum(-n * pool.capacity for pool, n in spare.items() if n < 0)
-        missing -= self.max_positions - self.allocated_positions
-        for pool in sorted(spare, key=lambda pool: -spare[pool] * pool.capacity):
-            if missing <= 0 or spare[pool] <= 0:
+        spare_slots = {
+            pool: pool.num_slots - len(pool) - additional_slots.get(pool, 0) for pool in self.pools
+        }
+        missing_positions = sum(-n * pool.capacity for pool, n in spare_slots.items() if n < 0)
+        missing_positions -= self.max_positions - self.allocated_positions
+        for pool in sorted(spare_slots, key=lambda pool: -spare_slots[pool] * pool.capacity):
+            if missing_positions <= 0 or spare_slots[pool] <= 0:
                 return
-            missing -= spare[pool] * pool.capacity
+            missing_positions -= spare_slots[pool] * pool.capacity
             pool.trim()
 
 
@@ -372,9 +377,11 @@ class KVPools:
     def ensure_free_slots(self, capacities: Iterable[int]) -> None:
         """Allocate one additional slot for each of these capacities (which may repeat)."""
         self._drop_empty()
-        wanted = {self.pool_for(capacity): count for capacity, count in Counter(capacities).items()}
-        self._budget.reclaim_for(wanted)
-        for pool, count in wanted.items():
+        additional_slots = {
+            self.pool_for(capacity): count for capacity, count in Counter(capacities).items()
+        }
+        self._budget.reclaim_for(additional_slots)
+        for pool, count in additional_slots.items():
             pool.ensure_free_slots(count)
 
     def _drop_empty(self) -> None:
@@ -388,7 +395,7 @@ class KVPools:
                 del self._pools[capacity]
                 self._budget.pools.remove(pool)
 
-    def in_use(self) -> list[KVPool]:
+    def pools_in_use(self) -> list[KVPool]:
         """Return the pools that have an owner, in the order of their capacity."""
         return [
             self._pools[capacity] for capacity in sorted(self._pools) if len(self._pools[capacity])

@@ -46,14 +46,14 @@ def fused_modules(model: ModelConfig, layer: int) -> tuple[tuple[str, ...], ...]
     Linears that read the same input form a group. A model has the same number of groups in each
     layer: six with shared experts, else four.
     """
-    found = _JOINED_MODULES if model.fused_projections else FUSED_MODULES
+    groups = _JOINED_MODULES if model.fused_projections else FUSED_MODULES
     if model.has_experts(layer):
-        found = _EXPERT_MODULES
+        groups = _EXPERT_MODULES
         if model.has_shared_expert:
-            found += _SHARED_EXPERT_MODULES
+            groups += _SHARED_EXPERT_MODULES
     if model.delta_net is not None and layer in model.delta_net.layers:
-        found = _DELTA_NET_MODULES + found[2:]
-    return found
+        groups = _DELTA_NET_MODULES + groups[2:]
+    return groups
 
 
 def distinct_fused_modules(model: ModelConfig) -> tuple[tuple[str, ...], ...]:

@@ -25,7 +25,7 @@ from planish.model.kernels.backend import Backend, LoraMatrices, PackedAdapter
 from planish.model.linears import fused_modules, linear_shape, num_experts_of
 from planish.types import LoraConfig
 
-EXPERT_FILE_NAMES = {
+PEFT_EXPERT_NAMES = {
     "mlp.experts.gate_up_proj": "mlp.experts.base_layer",
     "mlp.experts.down_proj": "mlp.experts",
 }
@@ -34,14 +34,14 @@ has the adapter of gate_up_proj, its outer one the adapter of down_proj.
 """
 
 
-def expert_matrices(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def split_expert_matrices(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Split PEFT's joint matrices of all experts; return A [experts, rank, in] and B [experts, out,
     rank].
 
     `a`: PEFT's A, [experts * rank, in]. `b`: PEFT's B, [out, rank * experts].
     """
     # The columns of B are ordered by rank first and by expert second.
-    return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+    return a.unflatten(0, (num_experts, -1)), b.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -65,34 +65,34 @@ class MatrixSpec:
         return math.prod(self.shape)
 
     @property
-    def file_name(self) -> str:
+    def peft_name(self) -> str:
         """The name of the matrix in PEFT's files, without prefix and suffix."""
-        part = self.name.removeprefix(self.target)
-        for ours, theirs in EXPERT_FILE_NAMES.items():
-            if self.target.endswith(f".{ours}"):
-                return self.target.removesuffix(ours) + theirs + part
+        suffix = self.name.removeprefix(self.target)
+        for module, peft_module in PEFT_EXPERT_NAMES.items():
+            if self.target.endswith(f".{module}"):
+                return self.target.removesuffix(module) + peft_module + suffix
         return self.name
 
     @property
-    def file_shape(self) -> tuple[int, ...]:
+    def peft_shape(self) -> tuple[int, ...]:
         """The shape of the matrix in PEFT's files, where all matrices are two-dimensional."""
         if len(self.shape) == 2:
             return self.shape
-        experts, rows, columns = self.shape
-        return (rows, columns * experts) if self.is_b else (experts * rows, columns)
+        num_experts, rows, columns = self.shape
+        return (rows, columns * num_experts) if self.is_b else (num_experts * rows, columns)
 
-    def to_file(self, matrix: Tensor) -> Tensor:
+    def to_peft(self, matrix: Tensor) -> Tensor:
         """Return the matrix in the layout of PEFT's files, contiguous."""
         # In PEFT's files, the columns of B are ordered by rank first and by expert second.
         if len(self.shape) == 3 and self.is_b:
             matrix = matrix.permute(1, 2, 0)
-        return matrix.reshape(self.file_shape).contiguous()
+        return matrix.reshape(self.peft_shape).contiguous()
 
-    def from_file(self, matrix: Tensor) -> Tensor:
+    def from_peft(self, matrix: Tensor) -> Tensor:
         """Return a matrix of PEFT's files in the shape of this matrix."""
         if len(self.shape) == 3 and self.is_b:
-            experts, rows, columns = self.shape
-            return matrix.reshape(rows, columns, experts).permute(2, 0, 1)
+            num_experts, rows, columns = self.shape
+            return matrix.reshape(rows, columns, num_experts).permute(2, 0, 1)
         return matrix.reshape(self.shape)
 
     @property
@@ -121,8 +121,8 @@ class LayerLora:
 
         `module`: the name of a field of this class.
         """
-        found: LoraMatrices | None = getattr(self, module)
-        return found
+        matrices: LoraMatrices | None = getattr(self, module)
+        return matrices
 
 
 _MODULE_NAMES = tuple(module.name for module in fields(LayerLora))
@@ -149,40 +149,42 @@ class LoraLayout:
         self.lora = lora
         self.scaling = self.ALPHA / lora.rank
         self.entries: list[MatrixSpec] = []
-        self.sites: list[tuple[MatrixSpec, ...]] = []
-        """The entries of each site (target module), the As before the Bs.
+        self.target_modules: list[tuple[MatrixSpec, ...]] = []
+        """The entries of each trained target module, the As before the Bs.
 
-        A site is a group of linears that read the same input. The trained sites of each layer come
-        first (at most six per layer), then the head.
+        A target module is a group of linears that read the same input. The modules of each layer
+        come first (at most six per layer), then the head.
         """
         for layer in range(model.num_layers):
-            for site in fused_modules(model, layer):
-                if lora.train_mlp if site[0].startswith("mlp") else lora.train_attn:
-                    self._add_site(
+            for module_names in fused_modules(model, layer):
+                if lora.train_mlp if module_names[0].startswith("mlp") else lora.train_attn:
+                    self._add_target_module(
                         [
                             (f"model.layers.{layer}.{name}", *linear_shape(model, name))
-                            for name in site
+                            for name in module_names
                         ],
-                        num_experts_of(model, site),
+                        num_experts_of(model, module_names),
                     )
         if lora.train_unembed:
-            self._add_site([("lm_head", model.vocab_size, model.hidden_size)])
+            self._add_target_module([("lm_head", model.vocab_size, model.hidden_size)])
         self.size = sum(entry.size for entry in self.entries)
 
-    def _add_site(self, linears: list[tuple[str, int, int]], experts: int = 0) -> None:
-        rank, front = self.lora.rank, (experts,) if experts else ()
-        parts = [
-            (f"{target}.lora_A", target, (*front, rank, fan_in)) for target, _, fan_in in linears
+    def _add_target_module(self, linears: list[tuple[str, int, int]], num_experts: int = 0) -> None:
+        rank, expert_dims = self.lora.rank, (num_experts,) if num_experts else ()
+        matrices = [
+            (f"{target}.lora_A", target, (*expert_dims, rank, fan_in))
+            for target, _, fan_in in linears
         ]
-        parts += [
-            (f"{target}.lora_B", target, (*front, fan_out, rank)) for target, fan_out, _ in linears
+        matrices += [
+            (f"{target}.lora_B", target, (*expert_dims, fan_out, rank))
+            for target, fan_out, _ in linears
         ]
-        site = []
-        for name, target, shape in parts:
+        entries = []
+        for name, target, shape in matrices:
             offset = self.entries[-1].offset + self.entries[-1].size if self.entries else 0
-            site.append(MatrixSpec(name, target, shape, offset))
-            self.entries.append(site[-1])
-        self.sites.append(tuple(site))
+            entries.append(MatrixSpec(name, target, shape, offset))
+            self.entries.append(entries[-1])
+        self.target_modules.append(tuple(entries))
 
     def init(self, seed: int | None) -> Tensor:
         """Return a fresh master vector, float32 [size] on the CPU.
@@ -226,10 +228,10 @@ class LoraWeights:
         self.layout = layout
         flat = master.detach().to(device=backend.device, dtype=backend.dtype, copy=True)
         self.leaves: list[Tensor] = []
-        self._spans: list[tuple[int, int, bool]] = []
-        found = {
+        self._leaf_ranges: list[tuple[int, int, bool]] = []
+        matrices_by_target = {
             entries[0].target: self._matrices(flat, entries, requires_grad)
-            for entries in layout.sites
+            for entries in layout.target_modules
         }
         layers = range(layout.model.num_layers)
         targets = [
@@ -237,18 +239,19 @@ class LoraWeights:
             for layer in layers
             for names in fused_modules(layout.model, layer)
         ]
-        matrices = [found.get(target) for target in targets]
+        matrices = [matrices_by_target.get(target) for target in targets]
         self.packed = backend.pack_adapter(matrices)
         """The matrices of all layers, packed for the backend's kernels. None if the backend
         computes LoRA with torch.
         """
-        targets_of_layers = _with_packed(matrices, self.packed)
-        head = [found.get("lm_head")]
+        layer_matrices = _with_packed(matrices, self.packed)
+        head = [matrices_by_target.get("lm_head")]
         self._packed_head = backend.pack_adapter(head, is_head=True)
         (self.head,) = _with_packed(head, self._packed_head)
-        n = len(fused_module_names(layout.model))
+        num_modules = len(fused_module_names(layout.model))
         self.layers = [
-            LayerLora(*targets_of_layers[n * layer : n * (layer + 1)]) for layer in layers
+            LayerLora(*layer_matrices[num_modules * layer : num_modules * (layer + 1)])
+            for layer in layers
         ]
 
     def _matrices(
@@ -275,7 +278,7 @@ class LoraWeights:
         # Some kernels accumulate the gradient in float32; do not round it to the leaf's dtype.
         leaf.grad_dtype = torch.float32
         self.leaves.append(leaf)
-        self._spans.append((offset, size, is_b))
+        self._leaf_ranges.append((offset, size, is_b))
         return leaf
 
     def end_training(self) -> None:
@@ -297,7 +300,7 @@ class LoraWeights:
         ]
         # The leaves are in the order of the flat vector and cover it, so `cat` restores the layout.
         flat = torch.cat([grad.view(-1) for grad in grads])
-        scaled = [flat[offset : offset + size] for offset, size, is_b in self._spans if is_b]
+        scaled = [flat[offset : offset + size] for offset, size, is_b in self._leaf_ranges if is_b]
         torch._foreach_mul_(scaled, self.layout.scaling)  # pyright: ignore[reportPrivateImportUsage]
         for leaf in self.leaves:
             leaf.grad = None
@@ -310,38 +313,38 @@ def _with_packed(
     if packed is None:
         return list(matrices)
     return [
-        own if own is None else replace(own, packed=packed.target(index))
-        for index, own in enumerate(matrices)
+        lora if lora is None else replace(lora, packed=packed.target(index))
+        for index, lora in enumerate(matrices)
     ]
 
 
 class LoraStack:
     """Adapters of one shape, stacked so that one batched matmul applies all of them.
 
-    For each site of k linears, A is [n, k * rank, in] and each B is [n, out, rank].
+    For each target module of k linears, A is [n, k * rank, in] and each B is [n, out, rank].
     """
 
-    def __init__(self, members: Sequence[LoraWeights]) -> None:
+    def __init__(self, adapters: Sequence[LoraWeights]) -> None:
         """Stack the adapters, which must have the same layout."""
-        self.members = tuple(members)
+        self.adapters = tuple(adapters)
         self.layers = [
             LayerLora(
                 *(
-                    _stacked([getattr(layer, site.name) for layer in layers])
-                    for site in fields(LayerLora)
+                    _stack_matrices([getattr(layer, module.name) for layer in layers])
+                    for module in fields(LayerLora)
                 )
             )
-            for layers in zip(*(weights.layers for weights in members), strict=True)
+            for layers in zip(*(weights.layers for weights in adapters), strict=True)
         ]
 
 
-def _stacked(sites: Sequence[LoraMatrices | None]) -> LoraMatrices | None:
-    found = [site for site in sites if site is not None]
-    if not found:
+def _stack_matrices(matrices: Sequence[LoraMatrices | None]) -> LoraMatrices | None:
+    trained = [lora for lora in matrices if lora is not None]
+    if not trained:
         return None
     return LoraMatrices(
-        torch.stack([site.a for site in found]),
-        tuple(torch.stack(bs) for bs in zip(*(site.bs for site in found), strict=True)),
+        torch.stack([lora.a for lora in trained]),
+        tuple(torch.stack(bs) for bs in zip(*(lora.bs for lora in trained), strict=True)),
     )
 
 

@@ -50,10 +50,10 @@ class _AdaptedLinear(torch.autograd.Function):
         # The first layer reads the frozen embedding, which needs no gradient.
         needs_grad_x = ctx.needs_input_grad[1]
         grad_x = ctx.backend.matmul_backward(grad, ctx.linear) if needs_grad_x else None
-        saved = ctx.saved_tensors
-        if not saved:
+        saved_tensors = ctx.saved_tensors
+        if not saved_tensors:
             return None, grad_x, None, None
-        x, lora_hidden, a, *bs = saved
+        x, lora_hidden, a, *bs = saved_tensors
         lora = LoraMatrices(a, tuple(bs), ctx.packed)
         grad_a, grad_bs = ctx.backend.lora_backward_(
             grad, x, lora_hidden, grad_x, ctx.linear.sizes, lora
@@ -126,12 +126,12 @@ class _Rope(torch.autograd.Function):
         return None, ctx.backend.rope(grad.contiguous(), cos, sin, inverse=True), None, None
 
 
-def reorder(x: Tensor, order: Tensor) -> Tensor:
+def permute_last_dim(x: Tensor, order: Tensor) -> Tensor:
     """Return x [..., E] with its last dimension permuted by `order`, int64 [E]."""
-    return _Reorder.apply(x, order)  # type: ignore[no-any-return]
+    return _PermuteLastDim.apply(x, order)  # type: ignore[no-any-return]
 
 
-class _Reorder(torch.autograd.Function):
+class _PermuteLastDim(torch.autograd.Function):
     """A permutation, whose backward pass applies the inverse permutation to the gradient.
 
     The backward pass of torch's `index_select` is slower: it adds the gradient to a tensor of
@@ -149,18 +149,18 @@ class _Reorder(torch.autograd.Function):
         return grad.index_select(-1, order.argsort()), None
 
 
-def gated(backend: Backend, gate_up: Tensor) -> Tensor:
+def gated_activation(backend: Backend, gate_up: Tensor) -> Tensor:
     """Return activation(gate) * up (Shazeer 2020): [T, I].
 
     `gate_up`: [T, 2 * I], where the columns of the gate come first. The activation is SiLU or GELU
     (see `ModelConfig.activation`).
     """
     if torch.is_grad_enabled():
-        return _Gated.apply(backend, gate_up)  # type: ignore[no-any-return]
-    return activated(backend, gate_up)
+        return _GatedActivation.apply(backend, gate_up)  # type: ignore[no-any-return]
+    return gated_activation_forward(backend, gate_up)
 
 
-def activated(backend: Backend, gate_up: Tensor) -> Tensor:
+def gated_activation_forward(backend: Backend, gate_up: Tensor) -> Tensor:
     """Return activation(gate) * up: [T, I], without gradients. `gate_up`: [T, 2 * I].
 
     The clamped SwiGLU has another formula and order of columns (see `Backend.clamped_swiglu`).
@@ -173,10 +173,10 @@ def activated(backend: Backend, gate_up: Tensor) -> Tensor:
     return backend.swiglu(gate_up)
 
 
-def activated_backward(backend: Backend, grad: Tensor, gate_up: Tensor) -> Tensor:
+def gated_activation_backward(backend: Backend, grad: Tensor, gate_up: Tensor) -> Tensor:
     """Return the gradient with respect to `gate_up`: [T, 2 * I].
 
-    `grad` [T, I] is the gradient with respect to the result of `activated`.
+    `grad` [T, I] is the gradient with respect to the result of `gated_activation_forward`.
     """
     config = backend.config
     if config.activation == "clamped_swiglu":
@@ -187,30 +187,30 @@ def activated_backward(backend: Backend, grad: Tensor, gate_up: Tensor) -> Tenso
     return backend.swiglu_backward(grad, gate_up)
 
 
-class _Gated(torch.autograd.Function):
+class _GatedActivation(torch.autograd.Function):
     """A gated activation, whose backward pass recomputes the activation instead of storing it."""
 
     @staticmethod
     def forward(ctx, backend: Backend, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.backend = backend
-        return activated(backend, gate_up)
+        return gated_activation_forward(backend, gate_up)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (gate_up,) = ctx.saved_tensors
-        return None, activated_backward(ctx.backend, grad, gate_up)
+        return None, gated_activation_backward(ctx.backend, grad, gate_up)
 
 
-def gated_output(x: Tensor, gate: Tensor) -> Tensor:
+def apply_output_gate(x: Tensor, gate: Tensor) -> Tensor:
     """Return x * sigmoid(gate) in the dtype of `x`.
 
     `x`: [T, H * E]. `gate`: [T, H * E], or [T, 1] for one gate per row.
     """
-    return _GatedOutput.apply(x, gate)  # type: ignore[no-any-return]
+    return _OutputGate.apply(x, gate)  # type: ignore[no-any-return]
 
 
-class _GatedOutput(torch.autograd.Function):
+class _OutputGate(torch.autograd.Function):
     """The product with a sigmoid gate, in float32. The backward pass recomputes the sigmoid."""
 
     @staticmethod

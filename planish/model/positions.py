@@ -17,14 +17,14 @@ hundreds to thousands of positions, so entries of CHUNK positions would waste me
 """
 
 
-def whole_spans(positions: int) -> int:
+def round_up_to_spans(positions: int) -> int:
     """Return `positions` rounded up to a multiple of SPAN."""
     return -(-positions // SPAN) * SPAN
 
 
 def capacity_for(positions: int) -> int:
     """Return the capacity of the smallest slot for `positions`: a positive multiple of SPAN."""
-    return max(SPAN, whole_spans(positions))
+    return max(SPAN, round_up_to_spans(positions))
 
 
 def sample_capacity(prompt_tokens: int, max_tokens: int) -> int:

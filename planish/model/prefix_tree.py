@@ -85,9 +85,9 @@ def pack(sequences: Sequence[np.ndarray], budget: int) -> list[MicroBatch]:
     shared = [0] * len(order)
     for i in range(1, len(order)):
         shared[i] = _common_prefix(arrays[order[i - 1]], arrays[order[i]])
-    cuts = _micro_batch_borders([len(arrays[index]) for index in order], shared, budget)
+    borders = _micro_batch_borders([len(arrays[index]) for index in order], shared, budget)
     micro_batches = [
-        _layout(arrays, order[i:j], [0, *shared[i + 1 : j]]) for i, j in pairwise(cuts)
+        _layout(arrays, order[i:j], [0, *shared[i + 1 : j]]) for i, j in pairwise(borders)
     ]
     return sorted(micro_batches, key=lambda micro_batch: micro_batch.datums[0])
 
@@ -121,7 +121,7 @@ def _micro_batch_borders(lengths: list[int], shared: list[int], budget: int) -> 
     enough.
     """
     n = len(lengths)
-    total = [
+    row_offsets = [
         0,
         *accumulate(length - common for length, common in zip(lengths, shared, strict=True)),
     ]
@@ -137,17 +137,17 @@ def _micro_batch_borders(lengths: list[int], shared: list[int], budget: int) -> 
         starts.append(last)
         # If sequence `last` exceeds the budget, the maximum is its own length. Then only its
         # prefixes and copies fit beside it, because they add no row.
-        most = max(budget, lengths[last])
+        max_rows = max(budget, lengths[last])
         while (
             stop - starts[0] > _MAX_DATUMS
-            or total[stop] - total[starts[0]] + shared[starts[0]] > most
+            or row_offsets[stop] - row_offsets[starts[0]] + shared[starts[0]] > max_rows
         ):
             starts.popleft()
         best[stop], came_from[stop] = costs[starts[0]], starts[0]
-    cuts = [n]
-    while cuts[-1] > 0:
-        cuts.append(came_from[cuts[-1]])
-    return cuts[::-1]
+    borders = [n]
+    while borders[-1] > 0:
+        borders.append(came_from[borders[-1]])
+    return borders[::-1]
 
 
 def _layout(
@@ -157,21 +157,21 @@ def _layout(
 
     `shared`: length of the common prefix of each sequence with the previous one.
     """
-    total = sum(len(arrays[index]) for index in order) - sum(shared)
-    tokens, positions = np.empty(total, np.int64), np.empty(total, np.int64)
-    subtree_end = np.full(total, total, np.int64)
+    total_rows = sum(len(arrays[index]) for index in order) - sum(shared)
+    tokens, positions = np.empty(total_rows, np.int64), np.empty(total_rows, np.int64)
+    subtree_end = np.full(total_rows, total_rows, np.int64)
     datum_rows: dict[int, np.ndarray] = {}
     path = np.empty(0, np.int64)
-    size = 0
-    for index, keep in zip(order, shared, strict=True):
+    num_rows = 0
+    for index, shared_length in zip(order, shared, strict=True):
         sequence = arrays[index]
-        new = slice(size, size + len(sequence) - keep)
-        subtree_end[path[keep:]] = size
-        tokens[new] = sequence[keep:]
-        positions[new] = np.arange(keep, len(sequence))
-        path = np.concatenate([path[:keep], np.arange(new.start, new.stop)])
+        new = slice(num_rows, num_rows + len(sequence) - shared_length)
+        subtree_end[path[shared_length:]] = num_rows
+        tokens[new] = sequence[shared_length:]
+        positions[new] = np.arange(shared_length, len(sequence))
+        path = np.concatenate([path[:shared_length], np.arange(new.start, new.stop)])
         datum_rows[index] = path
-        size = new.stop
+        num_rows = new.stop
     datums = tuple(sorted(order))
     return MicroBatch(
         tokens,
@@ -190,14 +190,14 @@ def _segments(subtree_end: np.ndarray) -> tuple[Segment, ...]:
     starts = [0, *(np.flatnonzero(subtree_end[1:] != subtree_end[:-1]) + 1).tolist()]
     ends = [*starts[1:], len(subtree_end)]
     segments: list[Segment] = []
-    above: list[Segment] = []
+    open_segments: list[Segment] = []
     for start, end in zip(starts, ends, strict=True):
-        while above and above[-1].subtree_end <= start:
-            above.pop()
-        parent = above[-1] if above else None
+        while open_segments and open_segments[-1].subtree_end <= start:
+            open_segments.pop()
+        parent = open_segments[-1] if open_segments else None
         ancestors = _joined(parent.ancestors, (parent.start, parent.end)) if parent else ()
         segments.append(Segment(start, end, int(subtree_end[start]), ancestors))
-        above.append(segments[-1])
+        open_segments.append(segments[-1])
     return tuple(segments)
 
 

@@ -45,9 +45,9 @@ from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.weight_sizes import NF4_BLOCK_SIZE, SCHEMES, quantized_shapes
 
-_SMALLEST_SCALE = 2.0**-100
+_MIN_SCALE = 2.0**-100
 """Channels with smaller scales become zero, because kernels do not support denormal numbers."""
-_GROUP = 256
+_SCALE_GROUP_SIZE = 256
 """The number of nf4 scales that share a scale of their own."""
 _CPU = torch.device("cpu")
 NF4_VALUES = (
@@ -131,7 +131,7 @@ class Int8Weight(QuantizedWeight):
         """Quantize a weight [out, in] of any float dtype."""
         wide = weight.float()
         scales = wide.abs().amax(1) / 127
-        scales = scales.where(scales >= _SMALLEST_SCALE, 0.0)
+        scales = scales.where(scales >= _MIN_SCALE, 0.0)
         codes = (wide / scales.where(scales > 0, 1.0)[:, None]).round_().clamp_(-127, 127)
         return cls(codes.where(scales[:, None] > 0, 0.0).to(torch.int8), scales)
 
@@ -159,19 +159,23 @@ class Nf4Weight(FourBitWeight):
         """Quantize a weight [out, in] of any float dtype. `in` must be a multiple of 64."""
         blocks = weight.float().view(len(weight), -1, NF4_BLOCK_SIZE)
         maxima = blocks.abs().amax(2)
-        codes = _nearest(_scaled(blocks, maxima), four_bit_values(cls, weight.device)).view(
-            len(weight), -1, 2
-        )
+        codes = _nearest_index(
+            _divide_by_max(blocks, maxima), four_bit_values(cls, weight.device)
+        ).view(len(weight), -1, 2)
         # In float64, the mean does not depend on the number of threads. bitsandbytes computes it in
         # float32, so its last bit depends on the device.
         offset = maxima.double().mean().float()
-        flat = (maxima - offset).view(-1)
-        groups = F.pad(flat, (0, -len(flat) % _GROUP)).view(-1, _GROUP)
+        centred_scales = (maxima - offset).view(-1)
+        groups = F.pad(centred_scales, (0, -len(centred_scales) % _SCALE_GROUP_SIZE)).view(
+            -1, _SCALE_GROUP_SIZE
+        )
         scale_scales = groups.abs().amax(1)
-        scale_codes = _nearest(_scaled(groups, scale_scales), dynamic_values(weight.device))
+        scale_codes = _nearest_index(
+            _divide_by_max(groups, scale_scales), dynamic_values(weight.device)
+        )
         return cls(
             codes[..., 0] << 4 | codes[..., 1],
-            scale_codes.view(-1)[: len(flat)].view(maxima.shape),
+            scale_codes.view(-1)[: len(centred_scales)].view(maxima.shape),
             scale_scales,
             offset,
         )
@@ -180,7 +184,7 @@ class Nf4Weight(FourBitWeight):
     def scales(self) -> Tensor:
         """The dequantized scales of the blocks: float32 [out, in / 64]."""
         values = dynamic_values(self.codes.device)[self.scale_codes.int()].view(-1)
-        groups = self.scale_scales[:, None].expand(-1, _GROUP).reshape(-1)[: len(values)]
+        groups = self.scale_scales[:, None].expand(-1, _SCALE_GROUP_SIZE).reshape(-1)[: len(values)]
         return values.mul_(groups).add_(self.offset).view(self.scale_codes.shape)
 
 
@@ -252,8 +256,8 @@ def quantize(weight: Tensor, scheme: str) -> QuantizedWeight:
 
 def dequantized(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> Tensor:
     """Return the weights of linears that read the same input as one tensor [out, in]."""
-    found = [weight.dequantize(dtype) for weight in weights]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    tensors = [weight.dequantize(dtype) for weight in weights]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def check_quantizable(config: ModelConfig, scheme: str | None) -> None:
@@ -288,13 +292,13 @@ def dynamic_values(device: torch.device = _CPU) -> Tensor:
     The values span seven orders of magnitude. Each order of magnitude has twice as many values as
     the next smaller one (Dettmers et al. 2022, as in bitsandbytes).
     """
-    found = [0.0, 1.0]
+    values = [0.0, 1.0]
     for exponent in range(7):
         borders = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
         means = (borders[:-1] + borders[1:]) / 2.0
         for sign in (1, -1):
-            found += (sign * 10 ** (exponent - 6) * means).tolist()
-    return torch.tensor(sorted(found), dtype=torch.float32, device=device)
+            values += (sign * 10 ** (exponent - 6) * means).tolist()
+    return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
 @cache
@@ -308,13 +312,13 @@ def mxfp4_scales(device: torch.device = _CPU) -> Tensor:
     return scales.where(scales >= 2.0**-125, 0.0).float().to(device)
 
 
-def _scaled(rows: Tensor, maxima: Tensor) -> Tensor:
+def _divide_by_max(x: Tensor, maxima: Tensor) -> Tensor:
     """Return rows [..., n] divided by their maxima [...], within -1 .. 1."""
     # bitsandbytes multiplies by the reciprocal too. A division would round to other codes.
-    return (rows * (1.0 / maxima.clamp(min=1e-38))[..., None]).clamp_(-1, 1)
+    return (x * (1.0 / maxima.clamp(min=1e-38))[..., None]).clamp_(-1, 1)
 
 
-def _nearest(x: Tensor, values: Tensor) -> Tensor:
+def _nearest_index(x: Tensor, values: Tensor) -> Tensor:
     """Return the index of the nearest of the ascending `values` to each number, as uint8."""
     borders = (values[:-1] + values[1:]) / 2
     return torch.bucketize(x, borders, out_int32=True).to(torch.uint8)

@@ -62,9 +62,9 @@ class RotaryEmbedding:
         factor = 1.0
         if isinstance(rope.scaling, YarnRopeScaling | LongRopeScaling):
             factor = rope.scaling.attention_factor
-        kept = head_dim // 2 - angles.shape[1]
-        self.cos = F.pad(angles.cos() * factor, (0, kept), value=1.0).to(device)
-        self.sin = F.pad(angles.sin() * factor, (0, kept)).to(device)
+        unrotated_pairs = head_dim // 2 - angles.shape[1]
+        self.cos = F.pad(angles.cos() * factor, (0, unrotated_pairs), value=1.0).to(device)
+        self.sin = F.pad(angles.sin() * factor, (0, unrotated_pairs)).to(device)
 
     def __call__(self, positions: Tensor) -> Rotation:
         """Return the rotation of each row. `positions`: int64 [T]."""
@@ -73,21 +73,24 @@ class RotaryEmbedding:
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Return the angle per position of each dimension pair in radians: float32 [E/2]."""
-    inverse = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    base = 1.0 / inverse
+    theta_powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    unscaled = 1.0 / theta_powers
     if rope.scaling is None:
-        return base
+        return unscaled
     if isinstance(rope.scaling, LinearRopeScaling):
-        return base / rope.scaling.factor
+        return unscaled / rope.scaling.factor
     if isinstance(rope.scaling, LongRopeScaling):
-        return 1.0 / (torch.tensor(rope.scaling.factors, dtype=torch.float32) * inverse)
+        return 1.0 / (torch.tensor(rope.scaling.factors, dtype=torch.float32) * theta_powers)
     if isinstance(rope.scaling, YarnRopeScaling):
-        kept = _yarn_kept(rope.theta, rope.scaling, head_dim)
-        return 1.0 / (rope.scaling.factor * inverse) * (1 - kept) + base * kept
-    return _llama3_frequencies(base, rope.scaling)
+        unscaled_share = _yarn_unscaled_share(rope.theta, rope.scaling, head_dim)
+        return (
+            1.0 / (rope.scaling.factor * theta_powers) * (1 - unscaled_share)
+            + unscaled * unscaled_share
+        )
+    return _llama3_frequencies(unscaled, rope.scaling)
 
 
-def paired_halves(head_dim: int, rotary_dims: int) -> Tensor:
+def half_pairing_order(head_dim: int, rotary_dims: int) -> Tensor:
     """Return a permutation of a head's dimensions that adapts partial RoPE to the kernels: int64
     [E].
 
@@ -108,36 +111,38 @@ def query_scales(beta: float, interval: int, max_context: int) -> Tensor:
     return 1 + beta * torch.log(1 + torch.floor(torch.arange(max_context) / interval))
 
 
-def _llama3_frequencies(base: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """Return Llama 3.1's scaled frequencies, given the unscaled frequencies `base`: float32 [E/2].
+def _llama3_frequencies(unscaled: Tensor, scaling: Llama3RopeScaling) -> Tensor:
+    """Return Llama 3.1's scaled frequencies, given the frequencies `unscaled`: float32 [E/2].
 
     Long wavelengths are multiplied by `factor`, and short wavelengths are kept. The frequencies in
     between are interpolated.
     """
-    wavelength = 2 * math.pi / base
-    old = scaling.original_max_position_embeddings
-    smooth = (old / wavelength - scaling.low_freq_factor) / (
+    wavelength = 2 * math.pi / unscaled
+    original_context = scaling.original_max_position_embeddings
+    smooth = (original_context / wavelength - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor
     )
-    between = (1 - smooth) * base / scaling.factor + smooth * base
-    stretched = torch.where(
-        wavelength > old / scaling.low_freq_factor, base / scaling.factor, between
+    interpolated = (1 - smooth) * unscaled / scaling.factor + smooth * unscaled
+    scaled = torch.where(
+        wavelength > original_context / scaling.low_freq_factor,
+        unscaled / scaling.factor,
+        interpolated,
     )
-    return torch.where(wavelength < old / scaling.high_freq_factor, base, stretched)
+    return torch.where(wavelength < original_context / scaling.high_freq_factor, unscaled, scaled)
 
 
-def _yarn_kept(theta: float, scaling: YarnRopeScaling, head_dim: int) -> Tensor:
+def _yarn_unscaled_share(theta: float, scaling: YarnRopeScaling, head_dim: int) -> Tensor:
     """Return YaRN's weight of the unscaled frequency for each dimension pair: float32 [E/2].
 
     The weight is 1 for pairs with at least `beta_fast` full rotations in the original context, and
     0 for pairs with at most `beta_slow`. In between it falls linearly with the pair's index.
     """
 
-    def pair(turns: float) -> float:
-        wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+    def pair_index(num_rotations: float) -> float:
+        wavelength = scaling.original_max_position_embeddings / (num_rotations * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(theta))
 
-    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    low, high = pair_index(scaling.beta_fast), pair_index(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)

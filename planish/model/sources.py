@@ -32,7 +32,7 @@ from huggingface_hub import HfApi, snapshot_download
 from planish.errors import StorageError, UnknownModelError, UserError
 from planish.files import cache_home
 from planish.model.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, fetch_embedded_model
-from planish.model.gguf import CONVERSION, convert_gguf
+from planish.model.gguf import CONVERSION_VERSION, convert_gguf
 from planish.model.weights import weight_files
 
 HUB_FILES = (
@@ -174,7 +174,7 @@ def _from_path(name: str, convert: bool) -> Path:
 def conversion_directory(gguf: Path) -> Path:
     """Return the path of this GGUF file's conversion in the cache; it need not exist yet."""
     status = gguf.stat()
-    identity = f"{gguf.resolve()}|{status.st_size}|{status.st_mtime_ns}|{CONVERSION}"
+    identity = f"{gguf.resolve()}|{status.st_size}|{status.st_mtime_ns}|{CONVERSION_VERSION}"
     return models_home() / f"{gguf.stem}--{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.errors import UnknownModelError
-from planish.model.config import FAMILIES, MODEL_TYPES, MULTIMODAL, read_json
+from planish.model.config import FAMILIES, MODEL_TYPES, MULTIMODAL_ARCHITECTURES, read_json
 from planish.renderers.chat_format import ChatFormat
 from planish.renderers.chatml import ChatML
 from planish.renderers.llama3 import BOS, EOT, START
@@ -67,7 +67,7 @@ MODEL_TYPES_OF_BASE_MODELS = {
     MODEL_TYPES.get(architecture, family)
     for architecture, family in FAMILIES.items()
     if family != "gpt_oss"
-} | {model_type for model_type, _ in MULTIMODAL.values()}
+} | {model_type for model_type, _ in MULTIMODAL_ARCHITECTURES.values()}
 """The model types (config.json) for which a directory without a chat template gets role_colon."""
 
 

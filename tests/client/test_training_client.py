@@ -328,7 +328,7 @@ async def test_cancelling_an_async_sample_cancels_the_request(embedded_client):
         )
     while sampler.busy:
         await asyncio.sleep(0.01)
-    assert not sampler._sample_pools.in_use()
+    assert not sampler._sample_pools.pools_in_use()
 
 
 @pytest.mark.slow

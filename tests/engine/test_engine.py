@@ -547,11 +547,11 @@ def test_cancelling_a_running_sample_frees_its_memory(engine):
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
     sampler = engine._models.get("llama").sampler
     sample = engine.submit(request("s", 1900, 4))
-    wait_until(lambda: bool(sampler._sample_pools.in_use()))
+    wait_until(lambda: bool(sampler._sample_pools.pools_in_use()))
     assert sample.cancel()
     wait_until(lambda: not sampler.busy)
-    assert not sampler._sample_pools.in_use()
-    assert not sampler._prompt_pools.in_use()
+    assert not sampler._sample_pools.pools_in_use()
+    assert not sampler._prompt_pools.pools_in_use()
     with pytest.raises(CancelledError):
         sample.result(WAIT)
     tokens(engine, "s")

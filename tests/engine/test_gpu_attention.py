@@ -70,7 +70,7 @@ class Batch:
         return torch.randn(size, generator=self.generator).to(self.shape.dtype).to(DEVICE)
 
     def redraw(self) -> None:
-        for pool in (*self.prompts.in_use(), *self.samples.in_use()):
+        for pool in (*self.prompts.pools_in_use(), *self.samples.pools_in_use()):
             for tensor in (*pool.keys, *pool.values):
                 tensor.copy_(self.random(*tensor.shape))
 
@@ -78,7 +78,7 @@ class Batch:
         """Overwrite every position that no row may attend to, including the keys that the next step
         will store.
         """
-        for pool in self.prompts.in_use():
+        for pool in self.prompts.pools_in_use():
             _spoil(
                 pool,
                 {
@@ -86,7 +86,7 @@ class Batch:
                     for prompt in cast(list[Prompt], pool.owners)
                 },
             )
-        for pool in self.samples.in_use():
+        for pool in self.samples.pools_in_use():
             _spoil(pool, {sample.slot: sample.stored for sample in cast(list[Sample], pool.owners)})
 
     def tables(self, max_rows: int) -> DecodeTables:
@@ -210,9 +210,11 @@ def test_attention_tables_are_reused_step_after_step():
     running.end(first)
     for sample in others:
         running.store(sample)  # one moves to a larger slot
-    pools = {id(pool): pool.reallocations for pool in running.samples.in_use()}
+    pools = {id(pool): pool.reallocations for pool in running.samples.pools_in_use()}
     running.begin(150, [1, 2, 3])
-    assert any(pool.reallocations > pools.get(id(pool), 0) for pool in running.samples.in_use())
+    assert any(
+        pool.reallocations > pools.get(id(pool), 0) for pool in running.samples.pools_in_use()
+    )
     running.check(tables, padding=2)
     assert where == [tensor.data_ptr() for tensor in tables._tables.on_device.values()]
 
@@ -329,7 +331,7 @@ def test_pieces_cover_all_positions_exactly_once(groups, heads, group):
             running.append(Sample(prompt, length % SPAN + count))
             samples.pool_for(capacity_for(length % SPAN + count + 1)).owners.append(running[-1])
     for pools in (prompts, samples):
-        for pool in pools.in_use():
+        for pool in pools.pools_in_use():
             for slot, owner in enumerate(pool.owners):
                 owner.slot = slot
     rows: dict[SlotOwner, int] = {sample: row for row, sample in enumerate(reversed(running))}

@@ -84,7 +84,7 @@ def test_reserve_allocates_exactly_the_reserved_slots():
     for _ in range(3):
         pools.pool_for(64).allocate(Owner())
     assert pools.pool_for(64).num_slots == 3
-    assert pools.in_use() == [pools.pool_for(64)]
+    assert pools.pools_in_use() == [pools.pool_for(64)]
 
 
 @pytest.mark.parametrize("kind", [KVPool, GappedKVPool])

@@ -88,8 +88,8 @@ def run(sampler: Sampler, *ops: Sample | Job) -> list[SampleResponse]:
 
 def assert_nothing_left(sampler: Sampler) -> None:
     assert sampler._scheduler._reserved_positions == 0
-    assert not sampler._prompt_pools.in_use()
-    assert not sampler._sample_pools.in_use()
+    assert not sampler._prompt_pools.pools_in_use()
+    assert not sampler._sample_pools.pools_in_use()
     assert not sampler._last_hidden
     assert not sampler._chunk_hidden
     assert not sampler._recurrent_states

@@ -175,11 +175,11 @@ def peft_gradient(
     twin = get_peft_model(base, config)
     named = dict(twin.named_parameters())
     parameters = [
-        named[f"base_model.model.{entry.file_name}.default.weight"] for entry in layout.entries
+        named[f"base_model.model.{entry.peft_name}.default.weight"] for entry in layout.entries
     ]
     views = layout.views(adapter.master)
     for entry, parameter in zip(layout.entries, parameters, strict=True):
-        parameter.data.copy_(entry.to_file(views[entry.name]))
+        parameter.data.copy_(entry.to_peft(views[entry.name]))
     total = 0.0
     for datum in data:
         inputs = {name: value.to_torch() for name, value in datum.loss_fn_inputs.items()}
@@ -194,7 +194,7 @@ def peft_gradient(
     grads = []
     for entry, parameter in zip(layout.entries, parameters, strict=True):
         assert parameter.grad is not None
-        grads.append(entry.from_file(parameter.grad).reshape(-1).float())
+        grads.append(entry.from_peft(parameter.grad).reshape(-1).float())
     return total, torch.cat(grads)
 
 

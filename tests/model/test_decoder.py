@@ -260,8 +260,8 @@ def peft_twin(path, layout: LoraLayout, master: torch.Tensor):
     parameters = dict(twin.named_parameters())
     views = layout.views(master)
     for entry in layout.entries:
-        name = f"base_model.model.{entry.file_name}.default.weight"
-        parameters[name].data.copy_(entry.to_file(views[entry.name]))
+        name = f"base_model.model.{entry.peft_name}.default.weight"
+        parameters[name].data.copy_(entry.to_peft(views[entry.name]))
     return twin
 
 

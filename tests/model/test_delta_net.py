@@ -111,7 +111,7 @@ def test_a_forest_has_the_outputs_and_the_gradients_of_its_sequences(
 ):
     """With few entries in memory, the backward pass computes one head at a time."""
     if few_entries:
-        name = "planish.model.kernels.reference.delta_net.BLOCK_ENTRIES"
+        name = "planish.model.kernels.reference.delta_net.MAX_BLOCK_ELEMENTS"
         monkeypatch.setattr(name, 1)
     _, micro_batch = forest()
     inputs = inputs_of(len(micro_batch))

@@ -7,12 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from planish.model.config import ModelConfig
-from planish.model.embedded import DIRECTORY_NAME
+from planish.model.embedded import DEFAULT_DIRECTORY_NAME
 from planish.model.sources import models_home
 from planish.model.weights import load_weights
 from planish.tokenizer import load_tokenizer
 
-DIRECTORY = models_home() / DIRECTORY_NAME
+DIRECTORY = models_home() / DEFAULT_DIRECTORY_NAME
 
 pytestmark = pytest.mark.skipif(
     not DIRECTORY.is_dir(), reason="the embedded model is not in the cache"

@@ -17,7 +17,7 @@ from planish.model.experts import Experts, TokenExpertPairs, mixture_of_experts,
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.lora import AdapterRange, LoraLayout, LoraWeights
-from planish.model.operations import gated_output
+from planish.model.operations import apply_output_gate
 from planish.model.weights import load_weights
 from planish.testing import save_weights, tiny_model
 from planish.types import LoraConfig
@@ -97,17 +97,17 @@ def test_gradients_equal_those_of_peft(tmp_path, family, normalizes):
     parameters = dict(twin.named_parameters())
     found = layout.views(weights.collect_grad())
     for entry in layout.entries:
-        expected = parameters[f"base_model.model.{entry.file_name}.default.weight"].grad
+        expected = parameters[f"base_model.model.{entry.peft_name}.default.weight"].grad
         assert expected is not None
         scale = expected.abs().max()
         assert scale > 0
-        assert (entry.to_file(found[entry.name]) - expected).abs().max() < 1e-4 * scale, entry.name
+        assert (entry.to_peft(found[entry.name]) - expected).abs().max() < 1e-4 * scale, entry.name
 
 
 def master_of(weights: LoraWeights) -> torch.Tensor:
     """Return the master vector of float32 compute weights."""
     parts = []
-    for leaf, (_, _, is_b) in zip(weights.leaves, weights._spans, strict=True):
+    for leaf, (_, _, is_b) in zip(weights.leaves, weights._leaf_ranges, strict=True):
         parts.append(leaf.detach().flatten() / (weights.layout.scaling if is_b else 1.0))
     return torch.cat(parts)
 
@@ -251,7 +251,7 @@ def test_files_of_transformers_hold_the_same_weights(tmp_path):
 def test_the_output_gate_has_the_gradients_of_autograd():
     x, gate = torch.randn(7, 12), torch.randn(7, 1)
     grad, found = torch.randn(7, 12), []
-    for function in (gated_output, lambda x, gate: x * gate.sigmoid()):
+    for function in (apply_output_gate, lambda x, gate: x * gate.sigmoid()):
         leaves = x.clone().requires_grad_(), gate.clone().requires_grad_()
         out = function(*leaves)
         found.append((out, *torch.autograd.grad(out, leaves, grad)))
@@ -380,5 +380,5 @@ def check_files(layout: LoraLayout) -> None:
     views = layout.views(torch.arange(float(layout.size)))
     for entry in layout.entries:
         matrix = views[entry.name]
-        assert entry.to_file(matrix).shape == entry.file_shape
-        assert torch.equal(entry.from_file(entry.to_file(matrix)), matrix)
+        assert entry.to_peft(matrix).shape == entry.peft_shape
+        assert torch.equal(entry.from_peft(entry.to_peft(matrix)), matrix)

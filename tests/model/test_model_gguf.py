@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from planish.errors import DamagedFileError, StorageError, UnknownModelError, UnsupportedError
 from planish.model.config import ModelConfig
-from planish.model.gguf import _pre_tokenizer, _tokenizer, convert_gguf, read_gguf
+from planish.model.gguf import _build_tokenizer, _pre_tokenizer, convert_gguf, read_gguf
 from planish.model.rope_config import LinearRopeScaling
 from planish.testing import EOS_TOKEN_ID, SPECIAL_TOKENS, WORD_TOKENS, save_weights, tiny_model
 from planish.tokenizer import load_tokenizer
@@ -199,7 +199,7 @@ def test_a_converted_gemma3_equals_the_original(tmp_path, monkeypatch):
 
 
 def test_a_sentencepiece_vocabulary_merges_by_score(tmp_path):
-    tokenizer = _tokenizer(read_gguf(write_sentencepiece(tmp_path / "m.gguf")))
+    tokenizer = _build_tokenizer(read_gguf(write_sentencepiece(tmp_path / "m.gguf")))
 
     def pieces(text):
         return tokenizer.encode(text).tokens

@@ -126,7 +126,7 @@ def test_the_unknown_model_error_lists_sources_and_remedies(home):
         "No matching distribution",
     ):
         assert part in message
-    assert not (home / embedded.DIRECTORY_NAME).exists()
+    assert not (home / embedded.DEFAULT_DIRECTORY_NAME).exists()
     assert not list(home.glob(".*.download"))
 
 
@@ -190,7 +190,7 @@ def test_a_complete_hub_cache_is_used_without_network(tmp_path):
 def test_the_converted_embedded_model_precedes_the_hub_cache(tmp_path, home):
     from_hub = put_into_hub_cache(tmp_path, DEFAULT_MODEL)
     assert resolve_model(DEFAULT_MODEL) == from_hub
-    converted = tiny_model(home / embedded.DIRECTORY_NAME)
+    converted = tiny_model(home / embedded.DEFAULT_DIRECTORY_NAME)
     assert resolve_model(DEFAULT_MODEL) == converted
 
 
@@ -389,7 +389,7 @@ def test_listing_names_each_model_once_with_its_source(tmp_path, home, monkeypat
     assert entries["org/m"] == ModelEntry("org/m", "hub cache", cached, is_local=True)
     assert not entries["lost"].is_local
     assert "no config.json" in (entries["lost"].problem or "")
-    converted = tiny_model(home / embedded.DIRECTORY_NAME)
+    converted = tiny_model(home / embedded.DEFAULT_DIRECTORY_NAME)
     assert ModelEntry(DEFAULT_MODEL, "planish cache", converted, is_local=True) in list_models()
     for entry in list_models({"mine": str(mapped)}):
         if entry.is_local:

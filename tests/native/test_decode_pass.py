@@ -38,7 +38,7 @@ class Running:
             self.owners += [Sample(prompt, length % SPAN + n) for n in range(answers)]
         for sample in self.owners:
             self.samples.pool_for(256).allocate(sample)
-        for pool in (*self.prompts.in_use(), *self.samples.in_use()):
+        for pool in (*self.prompts.pools_in_use(), *self.samples.pools_in_use()):
             for stored in (*pool.keys, *pool.values):
                 stored.normal_()
 
@@ -48,7 +48,7 @@ class Running:
         return CppDecodeAttention(rows, self.prompts, self.samples)
 
     def stored(self) -> list[Tensor]:
-        (pool,) = self.samples.in_use()
+        (pool,) = self.samples.pools_in_use()
         return [*pool.keys, *pool.values]
 
 

@@ -14,7 +14,7 @@ from planish.model.head import scored_logprobs
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.matmul import PanelWeight, WeightArena, supports_matmul
 from planish.model.kernels.reference.row_tiling import cancelling
-from planish.model.operations import add_rms_norm, gated, rope
+from planish.model.operations import add_rms_norm, gated_activation, rope
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -100,7 +100,7 @@ def test_the_rotation_equals_torch(rows, heads, size, dtype):
 def test_gated_activations_equal_torch(rows, width, dtype, activation):
     def function(backend, gate_up):
         backend.config = replace(backend.config, activation=activation)
-        return gated(backend, gate_up)
+        return gated_activation(backend, gate_up)
 
     both(
         function,

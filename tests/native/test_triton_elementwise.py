@@ -22,7 +22,7 @@ from planish.model.kernels.reference.token_sampling import invert
 from planish.model.kernels.triton.backend import TritonBackend
 from planish.model.kernels.triton.families import FAMILIES
 from planish.model.lora import AdapterRange, LoraLayout, LoraWeights
-from planish.model.operations import add_rms_norm, gated, rope
+from planish.model.operations import add_rms_norm, gated_activation, rope
 from planish.model.weights import load_weights
 from planish.testing import tiny_model
 from planish.types import LoraConfig, SamplingParams
@@ -321,7 +321,7 @@ def test_gradients_through_the_model_functions_equal_torch(dtype, normal, both):
             [normal(5, 4, 20, dtype=dtype)],
             (5, 3, 20),
         ),
-        (gated, [normal(5, 66, dtype=dtype)], (5, 33)),
+        (gated_activation, [normal(5, 66, dtype=dtype)], (5, 33)),
     ]
     for function, leaves, shape in cases:
         ours, theirs = both(

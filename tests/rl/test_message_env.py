@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planish import logtree
 from planish.errors import UserError
-from planish.model.embedded import DIRECTORY_NAME
+from planish.model.embedded import DEFAULT_DIRECTORY_NAME
 from planish.model.sources import models_home
 from planish.renderers import Message, get_renderer
 from planish.rl.data_processing import trajectory_to_data
@@ -21,7 +21,7 @@ from planish.rl.rollout.rollouts import do_single_rollout
 from planish.rl.types import InitialObservationOverflow, StopReason
 from planish.tokenizer import load_tokenizer
 
-EMBEDDED = models_home() / DIRECTORY_NAME
+EMBEDDED = models_home() / DEFAULT_DIRECTORY_NAME
 UNREADABLE = f"<tool_call>{{broken</tool_call>{END}"
 HI = f"Hi{END}"
 

@@ -121,7 +121,7 @@ def write_tensors(
 
     views = layout.views(state["master"].cpu())
     matrices = {
-        f"{_PEFT_PREFIX}{entry.file_name}.weight": entry.to_file(views[entry.name])
+        f"{_PEFT_PREFIX}{entry.peft_name}.weight": entry.to_peft(views[entry.name])
         for entry in layout.entries
     }
     tensors_by_file = {ADAPTER_FILE: matrices}
@@ -230,9 +230,9 @@ def _peft_targets(layout: LoraLayout) -> dict[str, list[str]]:
 
 
 def _flat_master(tensors: Mapping[str, Tensor], layout: LoraLayout) -> Tensor:
-    entries = {f"{_PEFT_PREFIX}{entry.file_name}.weight": entry for entry in layout.entries}
+    entries = {f"{_PEFT_PREFIX}{entry.peft_name}.weight": entry for entry in layout.entries}
     if entries.keys() != tensors.keys() or any(
-        tensors[name].shape != e.file_shape for name, e in entries.items()
+        tensors[name].shape != e.peft_shape for name, e in entries.items()
     ):
         raise CheckpointError(
             "the names or shapes of the checkpoint's matrices differ from those of this model; use "
@@ -242,7 +242,7 @@ def _flat_master(tensors: Mapping[str, Tensor], layout: LoraLayout) -> Tensor:
 
     master = torch.empty(layout.size)
     for name, entry in entries.items():
-        matrix = entry.from_file(tensors[name])
+        matrix = entry.from_peft(tensors[name])
         master[entry.offset : entry.offset + entry.size] = matrix.reshape(-1)
     return master
 

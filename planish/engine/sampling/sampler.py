@@ -47,7 +47,12 @@ from planish.engine.sampling.token_sampling import sample_tokens, top_logprobs
 from planish.engine.sampling.validation import check_sample, max_tokens_of
 from planish.errors import NonFiniteError, UserError
 from planish.model.decoder import Decoder
-from planish.model.delta_net import RecurrentState, StateSegment, sampling_bytes, state_bytes
+from planish.model.delta_net import (
+    RecurrentState,
+    StateSegment,
+    sampling_workspace_bytes,
+    state_bytes,
+)
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.reference.adapter_stacks import shape_of
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
@@ -157,7 +162,7 @@ class SamplerSettings:
             + backend.workspace_bytes
             + self.max_prefill_tokens_per_step
             * (8 * config.hidden_size + backend.dtype.itemsize * values_per_token)
-            + sampling_bytes(
+            + sampling_workspace_bytes(
                 config, backend.dtype, self.max_batch, self.max_prefill_tokens_per_step
             )
         )

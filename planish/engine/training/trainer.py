@@ -33,7 +33,7 @@ from planish.engine.training.datums import Example, read_examples
 from planish.engine.training.losses import Loss, find_loss
 from planish.errors import NonFiniteError
 from planish.model.decoder import Decoder
-from planish.model.delta_net import backward_bytes, stored_bytes
+from planish.model.delta_net import activation_bytes_per_row, backward_bytes
 from planish.model.head import scored_logprobs
 from planish.model.kernels.backend import Backend, padded_lora_columns
 from planish.model.kernels.device import Device
@@ -101,7 +101,7 @@ class TrainerSettings:
         if config.delta_net is not None:
             # Estimate a gated delta-net layer as a layer with attention plus the tensors that only
             # a gated delta net stores.
-            layer_bytes += stored_bytes(config.delta_net, backend.dtype)
+            layer_bytes += activation_bytes_per_row(config.delta_net, backend.dtype)
         if self.recomputes(num_tokens):
             # The backward pass needs the activations of at most two layers at a time, and the
             # logits of one chunk of rows with their gradient.

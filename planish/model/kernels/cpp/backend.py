@@ -201,7 +201,7 @@ class CppBackend(TorchBackend):
     def packed_adapter_sizes(self, layout: LoraLayout) -> tuple[int, int]:
         """Return the number of elements of an adapter's panels: (forward, backward)."""
         forward = backward = 0
-        for entries in layout.sites:
+        for entries in layout.target_modules:
             *front, _, fan_in = entries[0].shape
             experts = front[0] if front else 1
             bs = [entry.shape[-2:] for entry in entries if entry.is_b]

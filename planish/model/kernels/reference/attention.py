@@ -28,7 +28,7 @@ from torch import Tensor
 
 from planish.model.kernels.backend import Attend
 from planish.model.kernels.reference import ordered_attention
-from planish.model.positions import whole_spans
+from planish.model.positions import round_up_to_spans
 from planish.model.prefix_tree import MicroBatch, attention_mask
 
 # Maximum number of rows per batch of short segments. Larger batches would save calls, but they do
@@ -167,7 +167,7 @@ def _fits(batch: list[tuple[np.ndarray, int]], keys: np.ndarray, start: int) -> 
 
 def _path(batch: list[tuple[np.ndarray, int]], device: torch.device) -> _Path:
     n = max(len(keys) - start for keys, start in batch)
-    width = whole_spans(max(len(keys) for keys, _ in batch))
+    width = round_up_to_spans(max(len(keys) for keys, _ in batch))
     places = [np.minimum(start + np.arange(n), len(keys) - 1) for keys, start in batch]
     real = [start + np.arange(n) < len(keys) for keys, start in batch]
     rows = [keys[place] for (keys, _), place in zip(batch, places, strict=True)]

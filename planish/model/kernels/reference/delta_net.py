@@ -27,7 +27,7 @@ from torch import Tensor
 from planish.model.config import DeltaNetConfig
 from planish.model.delta_net import (
     BLOCK,
-    BLOCK_ENTRIES,
+    MAX_BLOCK_ELEMENTS,
     DeltaNetInputs,
     DeltaNetWeights,
     StateSegment,
@@ -347,7 +347,9 @@ class _TreeScan(torch.autograd.Function):
         grads = [torch.zeros_like(scan_input) for scan_input in scan_inputs]
         q, _, v, _, _ = scan_inputs
         max_segments = max(len(level.indices) for level in ctx.levels)
-        heads_per_pass = max(1, BLOCK_ENTRIES // (BLOCK * max_segments * q.shape[2] * v.shape[2]))
+        heads_per_pass = max(
+            1, MAX_BLOCK_ELEMENTS // (BLOCK * max_segments * q.shape[2] * v.shape[2])
+        )
         for first in range(0, q.shape[1], heads_per_pass):
             heads = slice(first, first + heads_per_pass)
             _tree_backward(

@@ -23,7 +23,7 @@ from planish.model.kernels.reference.ordered_attention import (
     row_max,
 )
 from planish.model.kv_cache import KVPool, KVPools, SlotOwner
-from planish.model.positions import SPAN, whole_spans
+from planish.model.positions import SPAN, round_up_to_spans
 
 ATTENDED_ROWS = 16
 """The maximum number of query rows that one thread of the C++ kernels processes at a time.
@@ -125,7 +125,7 @@ class PrefillAttention:
         for first in range(0, span.count, _QUERY_BLOCK):
             part = q[first : first + _QUERY_BLOCK]
             seen = span.start + first + torch.arange(1, len(part) + 1, device=q.device)
-            width = whole_spans(span.start + first + len(part))
+            width = round_up_to_spans(span.start + first + len(part))
             queries = part.unflatten(1, (heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
             attended, _ = attend(
                 queries[None],
@@ -163,11 +163,11 @@ class DecodeAttention:
             for sample, row in first_rows.items()
         }
         self._own = [
-            part for pool in samples.in_use() for part in _own_parts(pool, rows_of, device)
+            part for pool in samples.pools_in_use() for part in _own_parts(pool, rows_of, device)
         ]
         shared = [
             part
-            for pool in prompts.in_use()
+            for pool in prompts.pools_in_use()
             for part in _prompt_parts(pool, samples, rows_of, device)
         ]
         self._parts = [*shared, *self._own]
@@ -322,7 +322,7 @@ def _own_parts(pool: KVPool, rows_of: dict[SlotOwner, range], device: torch.devi
                 rows=batch_rows,
                 visible=torch.tensor(visible, device=device)[:, None, None],
                 ends=torch.tensor(visible, device=device)[:, None],
-                width=whole_spans(max(visible)),
+                width=round_up_to_spans(max(visible)),
                 span=slice(numbers[0], numbers[0] + len(numbers)) if in_order else None,
             )
         )
@@ -341,7 +341,9 @@ def _prompt_parts(
     prompts = cast("list[PromptSlot]", pool.owners)
     members: list[list[tuple[int, int]]] = [[] for _ in prompts]
     for sample in (
-        sample for other in samples.in_use() for sample in cast("list[SampleSlot]", other.owners)
+        sample
+        for other in samples.pools_in_use()
+        for sample in cast("list[SampleSlot]", other.owners)
     ):
         slot = sample.prompt.slot
         if slot < len(prompts) and prompts[slot] is sample.prompt and sample.prompt.length >= SPAN:

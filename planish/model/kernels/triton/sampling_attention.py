@@ -325,7 +325,7 @@ class _Step:
         row_counts: Mapping[SlotOwner, int],
     ) -> _Step:
         """Return the rows of the samples in `samples` (see `Backend.decode_attention`)."""
-        prompt_pools, sample_pools = prompts.in_use(), samples.in_use()
+        prompt_pools, sample_pools = prompts.pools_in_use(), samples.pools_in_use()
         active = [
             prompt for pool in prompt_pools for prompt in cast("list[PromptSlot]", pool.owners)
         ]
