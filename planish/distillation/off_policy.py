@@ -36,7 +36,7 @@ from planish.supervised.types import SupervisedDataset
 from planish.tokenizer import ModelTokenizer
 from planish.training import supervised_config as supervised
 from planish.training.run_loop import open_client
-from planish.training.supervised_context import within_context
+from planish.training.supervised_context import limit_to_context
 from planish.training.train_supervised import CONSOLE_METRICS, train
 from planish.types import Datum, ModelInput, SamplingParams
 
@@ -77,7 +77,7 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
         config.teacher_config, service_client, config.model_name, "teacher_config"
     )
     await require_topk(teacher, config.topk)
-    config = await within_context(
+    config = await limit_to_context(
         config, service_client, [(config.teacher_config.base_model, EXTRA_REQUEST_TOKENS)]
     )
 

@@ -41,7 +41,7 @@ from planish.supervised.types import SupervisedDataset
 from planish.training import supervised_config as supervised
 from planish.training.run_loop import open_client
 from planish.training.run_options import require
-from planish.training.supervised_context import within_context
+from planish.training.supervised_context import limit_to_context
 from planish.training.train_supervised import train
 from planish.types import Datum, ModelInput
 
@@ -118,9 +118,9 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
         await require_one_vocabulary(config.model_name, base_model, service_client, option)
         # The last target is not part of the datum's input, but the reference reads it as input. So
         # the reference needs a context of one more token than the policy.
-        config = await within_context(config, service_client, [(base_model, 1)])
+        config = await limit_to_context(config, service_client, [(base_model, 1)])
     else:
-        config = await within_context(config, service_client)
+        config = await limit_to_context(config, service_client)
 
     def objective_of(start: RunStart) -> "PairObjective":
         reference = (

@@ -29,7 +29,7 @@ from planish.supervised.objective import PendingGradient
 from planish.supervised.types import SupervisedDataset
 from planish.training import supervised_config as supervised
 from planish.training.run_loop import open_client
-from planish.training.supervised_context import within_context
+from planish.training.supervised_context import limit_to_context
 from planish.training.train_supervised import train
 from planish.types import Datum
 
@@ -93,7 +93,7 @@ def check(config: Config) -> None:
 
 
 async def _run(config: Config, service_client: ServiceClient) -> Path:
-    config = await within_context(
+    config = await limit_to_context(
         config, service_client, [(config.model_name, EXTRA_REQUEST_TOKENS)]
     )
     builder = config.dataset_builder

@@ -25,9 +25,9 @@ from planish.errors import UserError
 from planish.model.config import read_json, text_fields
 
 BASE_RATE = 5e-5
-WIDTH = 2000
-EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
-MODEL_TYPES = {
+REFERENCE_HIDDEN_SIZE = 2000
+HIDDEN_SIZE_EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
+FAMILY_BY_MODEL_TYPE = {
     "llama": "llama",
     "qwen2": "qwen",
     "qwen3": "qwen",
@@ -79,7 +79,7 @@ HIDDEN_SIZES = {
 """Maps each family to its models (names without organisation and variant) and their hidden sizes.
 The sizes are from each model's config.json.
 """
-VARIANT = re.compile(r"(-instruct|-base)?(-2507)?(-fp8(-dynamic|-block)?)?")
+VARIANT_SUFFIX = re.compile(r"(-instruct|-base)?(-2507)?(-fp8(-dynamic|-block)?)?")
 
 
 def get_lr(model_name: str, is_lora: bool = True) -> float:
@@ -88,9 +88,11 @@ def get_lr(model_name: str, is_lora: bool = True) -> float:
     Use a smaller rate for runs that start from trained weights. UserError for a family without a
     formula.
     """
-    family, hidden_size = _family(model_name)
+    family, hidden_size = _family_and_hidden_size(model_name)
     factor = get_lora_lr_over_full_finetune_lr(model_name) if is_lora else 1.0
-    return BASE_RATE * factor * (WIDTH / hidden_size) ** EXPONENTS[family]
+    return (
+        BASE_RATE * factor * (REFERENCE_HIDDEN_SIZE / hidden_size) ** HIDDEN_SIZE_EXPONENTS[family]
+    )
 
 
 def get_lora_lr_over_full_finetune_lr(model_name: str) -> float:
@@ -98,29 +100,33 @@ def get_lora_lr_over_full_finetune_lr(model_name: str) -> float:
     return 10.0
 
 
-def _family(model_name: str) -> tuple[str, int]:
+def _family_and_hidden_size(model_name: str) -> tuple[str, int]:
     """Return the family and the hidden size of a model."""
-    config = Path(model_name).expanduser() / "config.json"
-    if config.is_file():
-        fields = read_json(config)
+    config_path = Path(model_name).expanduser() / "config.json"
+    if config_path.is_file():
+        fields = read_json(config_path)
         try:
             fields = text_fields(fields)
         except TypeError as error:
             reason = f"config.json says model_type {fields['model_type']!r}, and {error}"
-            raise _unknown(model_name, reason) from None
-        if fields.get("model_type") in MODEL_TYPES and isinstance(fields.get("hidden_size"), int):
-            return MODEL_TYPES[fields["model_type"]], fields["hidden_size"]
-        raise _unknown(model_name, f"config.json says model_type {fields.get('model_type')!r}")
+            raise _unknown_model_error(model_name, reason) from None
+        if fields.get("model_type") in FAMILY_BY_MODEL_TYPE and isinstance(
+            fields.get("hidden_size"), int
+        ):
+            return FAMILY_BY_MODEL_TYPE[fields["model_type"]], fields["hidden_size"]
+        raise _unknown_model_error(
+            model_name, f"config.json says model_type {fields.get('model_type')!r}"
+        )
     name = model_name.rstrip("/").rpartition("/")[2].lower()
     for family, sizes in HIDDEN_SIZES.items():
-        for known, hidden_size in sizes.items():
-            if name.startswith(known) and VARIANT.fullmatch(name, len(known)):
+        for base_name, hidden_size in sizes.items():
+            if name.startswith(base_name) and VARIANT_SUFFIX.fullmatch(name, len(base_name)):
                 return family, hidden_size
-    raise _unknown(model_name, "its name is not in the table")
+    raise _unknown_model_error(model_name, "its name is not in the table")
 
 
-def _unknown(model_name: str, reason: str) -> UserError:
+def _unknown_model_error(model_name: str, reason: str) -> UserError:
     return UserError(
         f"no learning rate is known for model_name={model_name} ({reason}); give learning_rate=..., for LoRA somewhere from 1e-4 to "
-        f"1e-3 (families with a formula: {', '.join(EXPONENTS)})"
+        f"1e-3 (families with a formula: {', '.join(HIDDEN_SIZE_EXPONENTS)})"
     )

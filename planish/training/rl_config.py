@@ -133,9 +133,9 @@ class Config(RolloutOptions, LossOptions, RunOptions):
     def groups_per_batch(self) -> int | None:
         """Groups per step; None for the dataset's own batches. UserError if two options differ."""
         sizes = {
-            part.groups_per_batch
-            for part in (self.async_config, self.stream_minibatch_config)
-            if part
+            options.groups_per_batch
+            for options in (self.async_config, self.stream_minibatch_config)
+            if options
         } - {None}
         if len(sizes) > 1:
             raise UserError(
@@ -197,9 +197,9 @@ def check_all_but_reference(config: Config) -> None:
             "loss_fn_config['skip_unweighted']=1: leave it out, because the run compares the "
             "logprobs of all sampled tokens with the sampler's"
         )
-    stream = config.stream_minibatch_config
-    if stream is not None:
-        require_at_least(stream, num_minibatches=1)
+    streaming = config.stream_minibatch_config
+    if streaming is not None:
+        require_at_least(streaming, num_minibatches=1)
     strategy_from(config.rollout_error_tolerance)
     _check_unused(config)
 

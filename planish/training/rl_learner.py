@@ -42,7 +42,7 @@ from planish.runlog.evaluators import Evaluator
 from planish.runlog.run_directory import CheckpointRecord
 from planish.runlog.spans import Spans
 from planish.training.rl_config import Config
-from planish.training.rl_step import TrainingStep, train_on
+from planish.training.rl_step import TrainingStep, roll_out_and_submit
 from planish.training.run_loop import RunLoop
 
 
@@ -69,13 +69,13 @@ class RLLearner:
     context_window: int | None
     in_flight: deque[PendingBatch] = field(default_factory=deque)
     """Batches that have not been trained on, the next one first."""
-    update: TrainingStep | None = None
+    current_update: TrainingStep | None = None
     """The update of the step that is being trained on."""
-    has_named_page: bool = False
+    has_printed_page: bool = False
 
     def __post_init__(self) -> None:
         self.training_client = self.loop.training_client
-        self.counters = Counters.of(self.loop.start.record)
+        self.counters = RunCounters.from_checkpoint(self.loop.start.record)
 
     async def run_steps(self) -> None:
         """Run all steps, evaluate the final weights, and log their metrics in a separate row."""
@@ -85,32 +85,34 @@ class RLLearner:
             asyncio.TaskGroup() as tasks,
         ):
             runner = GroupRolloutRunner(strategy, self.config.termination, pool)
-            for step in range(self.loop.done, self.loop.steps):
+            for step in range(self.loop.steps_done, self.loop.num_steps):
                 await self.step(step, runner, tasks)
             await self.final_eval(runner)
 
     async def step(self, step: int, runner: GroupRolloutRunner, tasks: asyncio.TaskGroup) -> None:
         """Run one step: save and evaluate if due, roll out, train, log."""
         loop, spans = self.loop, Spans(self.loop.trace)
-        if (save := loop.due_checkpoint(loop.done)) is not None:
+        if (save_checkpoint := loop.due_checkpoint(loop.steps_done)) is not None:
             with spans.measure("save_checkpoint"):
-                await loop.save(save)
+                await loop.save(save_checkpoint)
         with spans.measure("publish"):
             sampling_client = await self.publish()
         evals: Metrics = {}
         if self.is_eval_due(step):
             evals = await self.evaluate(step, sampling_client, runner, spans)
-        self.launch(step, sampling_client, runner, tasks)
+        self.start_rollouts(step, sampling_client, runner, tasks)
         batch = self.in_flight[0]
-        self.update = TrainingStep(
+        self.current_update = TrainingStep(
             self.config, self.training_client, self.shaping, loop.learning_rate(step)
         )
-        rollouts = await train_on(self.update, batch.groups, loop.interruption.guard, spans)
+        rollouts = await roll_out_and_submit(
+            self.current_update, batch.groups, loop.interruption.guard, spans
+        )
         self.in_flight.popleft()
         batch.progress.close()
         # The trainer applies a submitted update even if this task is cancelled. So log the step in
         # any case: otherwise a checkpoint would contain an update that the log does not have.
-        await run_uncancelled(self.finish(step, self.update, batch, rollouts, evals, spans))
+        await run_uncancelled(self.finish(step, self.current_update, batch, rollouts, evals, spans))
 
     async def finish(
         self,
@@ -122,18 +124,18 @@ class RLLearner:
         spans: Spans,
     ) -> None:
         """Wait until the trainer is done with a submitted step, and log the step."""
-        trained = await self.results(step, update, spans)
+        train_metrics = await self.train_metrics(step, update, spans)
         with spans.measure("rollout_files"):
             groups = [rollout.group for rollout in rollouts]
             advantages = compute_advantages(groups, self.config.advantage)
             await self.write_files("train", step, rollouts, advantages)
-        self.name_first_page(step)
-        self.counters.count(rollouts, batch.groups, update.data_D, batch.errors_of_dropped)
+        self.print_first_page(step)
+        self.counters.add_step(rollouts, batch.groups, update.data_D, batch.errors_of_dropped)
         metrics = {
             "progress/batch": step,
-            "progress/done_frac": (step + 1) / self.loop.steps,
+            "progress/done_frac": (step + 1) / self.loop.num_steps,
             **environment_metrics(rollouts),
-            **trained,
+            **train_metrics,
             **sampling_entropy(update.data_D),
             **(staleness(rollouts, step) if self.config.async_config else {}),
             **self.counters.metrics(),
@@ -142,21 +144,21 @@ class RLLearner:
         }
         self.loop.log_step(step, metrics, spans)
         self.loop.display.step_done()
-        self.loop.done, self.update = step + 1, None
+        self.loop.steps_done, self.current_update = step + 1, None
 
-    async def results(self, step: int, update: TrainingStep, spans: Spans) -> Metrics:
+    async def train_metrics(self, step: int, update: TrainingStep, spans: Spans) -> Metrics:
         """Wait until the trainer is done with a step, and return its metrics."""
         with (
             spans.measure("train"),
-            self.loop.display.training(step, update.num_minibatches) as training,
+            self.loop.display.training(step, update.num_minibatches) as progress,
         ):
-            trained = await update.finish(training.advance)
+            metrics = await update.finish(progress.advance)
         if self.config.compute_post_kl:
             with spans.measure("compute_post_kl"):
-                trained |= await update.post_update_kl()
-        return trained
+                metrics |= await update.post_update_kl()
+        return metrics
 
-    def launch(
+    def start_rollouts(
         self,
         step: int,
         sampling_client: SamplingClient,
@@ -169,9 +171,9 @@ class RLLearner:
         policy = TinkerTokenCompleter(
             sampling_client, self.config.max_tokens, self.config.temperature, self.context_window
         )
-        end = min(step + self.config.lag + 1, self.loop.steps)
-        for index in range(step + len(self.in_flight), end):
-            builders = self.builders(index)
+        end_batch = min(step + self.config.lag + 1, self.loop.num_steps)
+        for index in range(step + len(self.in_flight), end_batch):
+            builders = self.group_builders(index)
             progress = self.loop.display.sampling(index, len(builders))
             errors_of_dropped: list[RolloutError] = []
             groups = [
@@ -192,7 +194,7 @@ class RLLearner:
             ]
             self.in_flight.append(PendingBatch(groups, progress, errors_of_dropped))
 
-    def builders(self, index: int) -> list[EnvGroupBuilder]:
+    def group_builders(self, index: int) -> list[EnvGroupBuilder]:
         """Return the groups of a batch. An error of the dataset names the batch."""
         try:
             builders = list(self.dataset.get_batch(index) or ())
@@ -209,8 +211,8 @@ class RLLearner:
 
     def is_eval_due(self, step: int) -> bool:
         """Return whether the evaluators run before `step`."""
-        every = self.config.eval_every
-        return every > 0 and (step % every == 0 or self.loop.is_first_or_last(step))
+        eval_every = self.config.eval_every
+        return eval_every > 0 and (step % eval_every == 0 or self.loop.is_first_or_last(step))
 
     async def evaluate(
         self, step: int, sampling_client: SamplingClient, runner: GroupRolloutRunner, spans: Spans
@@ -247,10 +249,10 @@ class RLLearner:
         """Evaluate the final weights, and log the metrics in a separate row."""
         if not self.evaluators:
             return
-        steps, spans = self.loop.steps, Spans(self.loop.trace)
-        evals = await self.evaluate(steps, await self.publish(), runner, spans)
-        row = {"progress/batch": steps, "progress/done_frac": 1.0, **evals}
-        self.loop.log_step(steps, row, spans)
+        num_steps, spans = self.loop.num_steps, Spans(self.loop.trace)
+        evals = await self.evaluate(num_steps, await self.publish(), runner, spans)
+        row = {"progress/batch": num_steps, "progress/done_frac": 1.0, **evals}
+        self.loop.log_step(num_steps, row, spans)
 
     async def write_files(
         self,
@@ -266,10 +268,10 @@ class RLLearner:
             asyncio.to_thread(self.files.write, split, step, rollouts, advantages)
         )
 
-    def name_first_page(self, step: int) -> None:
+    def print_first_page(self, step: int) -> None:
         """Print the path of the first page of rollouts, once per process."""
-        if not self.has_named_page and self.config.num_groups_to_log:
-            self.has_named_page = True
+        if not self.has_printed_page and self.config.num_groups_to_log:
+            self.has_printed_page = True
             page = self.files.path("train", step)
             self.loop.display.say(
                 f"rollouts of step {step}, for reading: {page}; each step has a page"
@@ -277,15 +279,15 @@ class RLLearner:
 
     async def settle_after_error(self) -> bool:
         """Return False if the step that failed has changed the weights."""
-        return self.update is None or not await self.update.has_moved_weights()
+        return self.current_update is None or not await self.current_update.has_moved_weights()
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         """Return the counters, which are saved with the checkpoint."""
-        return self.counters.row()
+        return self.counters.checkpoint_fields()
 
 
 @dataclass
-class Counters:
+class RunCounters:
     """Counts over the whole run. Checkpoints carry them, so that a resumed run continues them."""
 
     tokens: Counter[str]
@@ -293,18 +295,18 @@ class Counters:
     step_tokens: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, record: CheckpointRecord | None) -> Self:
+    def from_checkpoint(cls, record: CheckpointRecord | None) -> Self:
         """Return the counts of a checkpoint; zeros without a checkpoint."""
         extra = record.extra if record else {}
         return cls(
             Counter(extra.get("cumulative_tokens", {})), Counter(extra.get("rollout_errors", {}))
         )
 
-    def row(self) -> dict[str, dict[str, int]]:
+    def checkpoint_fields(self) -> dict[str, dict[str, int]]:
         """Return the counts in the form of a checkpoint's row."""
         return {"cumulative_tokens": dict(self.tokens), "rollout_errors": dict(self.errors)}
 
-    def count(
+    def add_step(
         self,
         rollouts: Sequence[GroupRollout],
         groups: Sequence[object],
@@ -314,8 +316,8 @@ class Counters:
         """Count one step. `rollouts` are the groups of `groups` that were not dropped. `data_D` are
         the trained sequences. `errors_of_dropped` are the errors of dropped groups.
         """
-        trained = sum(len(sequence.tokens_N) - 1 for sequence in data_D)
-        self.step_tokens = Counter({**token_counts(rollouts), "trained": trained})
+        trained_tokens = sum(len(sequence.tokens_N) - 1 for sequence in data_D)
+        self.step_tokens = Counter({**token_counts(rollouts), "trained": trained_tokens})
         self.tokens.update(self.step_tokens)
         errors = [error for rollout in rollouts for error in rollout.group.rollout_errors]
         for error in [*errors, *errors_of_dropped]:

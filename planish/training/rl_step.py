@@ -32,14 +32,14 @@ from planish.types import AdamParams, ForwardBackwardOutput
 T = TypeVar("T")
 
 
-def loss_config(config: Config) -> dict[str, float] | None:
+def loss_options(config: Config) -> dict[str, float] | None:
     """Return the options of the loss. A sampling temperature other than 1 is added: rollouts are
     on-policy only if the loss divides its logits by the same temperature.
     """
-    given = dict(config.loss_fn_config or {})
+    options = dict(config.loss_fn_config or {})
     if config.temperature != 1.0:
-        given.setdefault("temperature", config.temperature)
-    return given or None
+        options.setdefault("temperature", config.temperature)
+    return options or None
 
 
 @dataclass
@@ -52,15 +52,15 @@ class TrainingStep:
     """A term that is added to the advantages after they are computed, or None."""
     learning_rate: float
     data_D: list[TrainingSequence] = field(default_factory=list)
-    _pending: list[Any] = field(default_factory=list)
-    _since_update: int = 0
-    _updates: list[Any] = field(default_factory=list)
+    _pending_outputs: list[Any] = field(default_factory=list)
+    _minibatches_since_update: int = 0
+    _pending_updates: list[Any] = field(default_factory=list)
     _shaping_metrics: Metrics = field(default_factory=dict)
 
     @property
-    def has_updated(self) -> bool:
+    def has_submitted_update(self) -> bool:
         """Whether an optimizer step was submitted. The step can then no longer be abandoned."""
-        return bool(self._updates)
+        return bool(self._pending_updates)
 
     async def forward_backward(self, data_D: Sequence[TrainingSequence]) -> None:
         """Submit the forward_backward call of one minibatch. Do nothing if `data_D` is empty."""
@@ -68,17 +68,17 @@ class TrainingStep:
             return
         config = self.config
         data = [sequence.datum(config.loss_fn) for sequence in data_D]
-        self._pending.append(
+        self._pending_outputs.append(
             await self.training_client.forward_backward_async(
-                data, config.loss_fn, loss_fn_config=loss_config(config)
+                data, config.loss_fn, loss_fn_config=loss_options(config)
             )
         )
         self.data_D += data_D
-        self._since_update += 1
+        self._minibatches_since_update += 1
 
-    async def update(self) -> None:
+    async def submit_update(self) -> None:
         """Submit the optimizer step of a substep, if there is a gradient."""
-        if self._since_update == 0:
+        if self._minibatches_since_update == 0:
             return
         adam = AdamParams(
             learning_rate=self.learning_rate,
@@ -87,34 +87,36 @@ class TrainingStep:
             eps=1e-8,
             grad_clip_norm=self.config.grad_clip_norm,
         )
-        self._updates.append(await self.training_client.optim_step_async(adam))
-        self._since_update = 0
+        self._pending_updates.append(await self.training_client.optim_step_async(adam))
+        self._minibatches_since_update = 0
 
     @property
     def num_minibatches(self) -> int:
         """The number of submitted forward_backward calls."""
-        return len(self._pending)
+        return len(self._pending_outputs)
 
-    async def finish(self, minibatch_done: Callable[[], None] = lambda: None) -> Metrics:
-        """Wait for all submitted operations, and return the trainer's metrics. `minibatch_done` is
-        called after each minibatch.
+    async def finish(self, on_minibatch_done: Callable[[], None] = lambda: None) -> Metrics:
+        """Wait for all submitted operations, and return the trainer's metrics. `on_minibatch_done`
+        is called after each minibatch.
         """
         outputs = []
-        for pending in self._pending:
+        for pending in self._pending_outputs:
             outputs.append(await pending)
-            minibatch_done()
-        updates = [await pending for pending in self._updates]
+            on_minibatch_done()
+        update_results = [await pending for pending in self._pending_updates]
         metrics: Metrics = {"optim/lr": self.learning_rate, **self._shaping_metrics}
         metrics |= {f"optim/{name}": value for name, value in combine_metrics(outputs).items()}
-        if updates:
-            metrics |= {f"optim/{name}": value for name, value in updates[-1].metrics.items()}
+        if update_results:
+            metrics |= {
+                f"optim/{name}": value for name, value in update_results[-1].metrics.items()
+            }
         return metrics | kl.kl_metrics("optim/kl_sample_train", self.data_D, outputs)
 
     async def has_moved_weights(self) -> bool:
         """Wait for the optimizer steps, and return whether one was applied. A UserError means that
         a step was rejected. After any other error the weights may have changed, so return True.
         """
-        for pending in self._updates:
+        for pending in self._pending_updates:
             try:
                 await pending
             except UserError:
@@ -130,17 +132,17 @@ class TrainingStep:
             return {}
         data = [sequence.datum(self.config.loss_fn) for sequence in self.data_D]
         pending = await self.training_client.forward_async(
-            data, self.config.loss_fn, loss_fn_config=loss_config(self.config)
+            data, self.config.loss_fn, loss_fn_config=loss_options(self.config)
         )
         return kl.kl_metrics("kl_pre_post", self.data_D, [await pending])
 
-    async def shaped(
+    async def shape_advantages(
         self, shaping: kl.AdvantageShaping, data_P_D: list[list[TrainingSequence]]
     ) -> list[list[TrainingSequence]]:
         """Return the data of each group with the advantages that `shaping` gives them."""
         shaped_D, self._shaping_metrics = await shaping(flatten(data_P_D))
-        remaining = iter(shaped_D)
-        return [[next(remaining) for _ in group_D] for group_D in data_P_D]
+        sequences = iter(shaped_D)
+        return [[next(sequences) for _ in group_D] for group_D in data_P_D]
 
 
 def training_data(rollout: GroupRollout | None, config: Config) -> list[TrainingSequence]:
@@ -155,7 +157,7 @@ def training_data(rollout: GroupRollout | None, config: Config) -> list[Training
     return assemble_training_data([rollout.group], advantages, rollout.teacher)
 
 
-async def train_on(
+async def roll_out_and_submit(
     step: TrainingStep,
     groups_P: Sequence[Awaitable[GroupRollout | None]],
     guard: Callable[[Awaitable[GroupRollout | None]], Awaitable[GroupRollout | None]],
@@ -169,11 +171,11 @@ async def train_on(
     config = step.config
     rollouts_P: list[GroupRollout | None] = []
 
-    async def wait_for(count: int) -> None:
+    async def wait_for_groups(count: int) -> None:
         """Wait until `rollouts_P` contains the first `count` groups."""
         while len(rollouts_P) < count:
             group = groups_P[len(rollouts_P)]
-            rollouts_P.append(await (group if step.has_updated else guard(group)))
+            rollouts_P.append(await (group if step.has_submitted_update else guard(group)))
 
     if config.stream_minibatch_config is not None:
         with spans.measure("sampling"):
@@ -181,22 +183,22 @@ async def train_on(
                 for minibatch in split_evenly(
                     substep, config.stream_minibatch_config.num_minibatches
                 ):
-                    await wait_for(minibatch[-1] + 1)
+                    await wait_for_groups(minibatch[-1] + 1)
                     await step.forward_backward(
                         flatten(training_data(rollouts_P[i], config) for i in minibatch)
                     )
-                await step.update()
+                await step.submit_update()
     else:
         with spans.measure("sampling"):
-            await wait_for(len(groups_P))
+            await wait_for_groups(len(groups_P))
         with spans.measure("assemble_training_data"):
             data_P_D = [training_data(rollout, config) for rollout in rollouts_P]
         if step.shaping is not None:
             with spans.measure(step.shaping.timing_name):
-                data_P_D = await step.shaped(step.shaping, data_P_D)
+                data_P_D = await step.shape_advantages(step.shaping, data_P_D)
         for substep_P_D in split_evenly(data_P_D, config.num_substeps):
             await step.forward_backward(flatten(substep_P_D))
-            await step.update()
+            await step.submit_update()
     return [rollout for rollout in rollouts_P if rollout is not None]
 
 
@@ -205,11 +207,11 @@ def flatten(data_P_D: Iterable[Sequence[TrainingSequence]]) -> list[TrainingSequ
     return [sequence for group_D in data_P_D for sequence in group_D]
 
 
-def split_evenly(items: Sequence[T], parts: int) -> Iterator[Sequence[T]]:
-    """Yield `items` in at most `parts` contiguous, non-empty pieces of nearly equal size."""
-    parts = min(parts, len(items))
-    for index in range(parts):
-        yield items[index * len(items) // parts : (index + 1) * len(items) // parts]
+def split_evenly(items: Sequence[T], num_parts: int) -> Iterator[Sequence[T]]:
+    """Yield `items` in at most `num_parts` contiguous, non-empty pieces of nearly equal size."""
+    num_parts = min(num_parts, len(items))
+    for index in range(num_parts):
+        yield items[index * len(items) // num_parts : (index + 1) * len(items) // num_parts]
 
 
 def combine_metrics(outputs: Sequence[ForwardBackwardOutput]) -> Metrics:

@@ -48,7 +48,7 @@ class Learner(Protocol):
     """Runs the training steps, and reports each finished step to its loop."""
 
     async def run_steps(self) -> None:
-        """Run the steps from `loop.done` to `loop.steps`, and evaluate the final weights."""
+        """Run the steps from `loop.steps_done` to `loop.num_steps`, and evaluate the final weights."""
         ...
 
     async def settle_after_error(self) -> bool:
@@ -67,19 +67,19 @@ class RunLoop:
     """One run, with its client, files, logs and console while it is in progress."""
 
     options: RunOptions
-    steps: int
+    num_steps: int
     start: RunStart
-    run: RunDirectory
+    run_directory: RunDirectory
     checkpoints: RunCheckpoints
     display: StepDisplay
-    log: MetricLog
+    metric_log: MetricLog
     trace: TraceFile | None
     interruption: Interruption = field(default_factory=Interruption)
     learner: Learner = field(init=False)
 
     def __post_init__(self) -> None:
         self.training_client = self.start.training_client
-        self.done = self.saved = self.start.batch
+        self.steps_done = self.steps_saved = self.start.batch
 
     async def run_to_end(self, learner: Learner) -> bool:
         """Run all steps. Return False if a signal ended the run early. In that case the run has
@@ -92,11 +92,12 @@ class RunLoop:
         except Interrupted:
             await self.save_if_needed()
             self.display.say(
-                f"stopped after {self.done} of {self.steps} steps; the same command resumes there"
+                f"stopped after {self.steps_done} of {self.num_steps} steps; the same command "
+                "resumes there"
             )
             return False
         except Exception as error:
-            await self._rescue(error)
+            await self._save_after_error(error)
             raise
         record = await self.save(self.checkpoints.save_final)
         self.display.say(
@@ -109,7 +110,7 @@ class RunLoop:
         """Return the learning rate of `step`."""
         options = self.options
         return learning_rate_at(
-            step, self.steps, options.learning_rate, options.lr_schedule, options.warmup_steps
+            step, self.num_steps, options.learning_rate, options.lr_schedule, options.warmup_steps
         )
 
     def is_first_or_last(self, step: int) -> bool:
@@ -119,7 +120,7 @@ class RunLoop:
         case at the first step if this run extends a finished run. Resuming drops the metrics row
         of the earlier final evaluation, so the first step evaluates the same weights again.
         """
-        return step == self.steps or (step == self.start.batch and self.start.was_finished)
+        return step == self.num_steps or (step == self.start.batch and self.start.was_finished)
 
     async def evaluate(
         self,
@@ -162,42 +163,44 @@ class RunLoop:
         self, step: int, metrics: Metrics, spans: Spans, times: Mapping[str, float] | None = None
     ) -> None:
         """Write the row of a step. `times` replaces the times of `spans` with the same names."""
-        self.log.log(step, metrics | spans.metrics() | dict(times or {}))
-        self.run.log_spans(step, spans.rows())
+        self.metric_log.log(step, metrics | spans.metrics() | dict(times or {}))
+        self.run_directory.log_spans(step, spans.rows())
         if self.trace is not None:
             self.trace.write(step, spans)
 
-    def due_checkpoint(self, done: int) -> SaveCheckpoint | None:
-        """Return the method that saves the checkpoint due after `done` steps. None if no checkpoint
-        is due, or if those steps are already saved.
+    def due_checkpoint(self, steps_done: int) -> SaveCheckpoint | None:
+        """Return the method that saves the checkpoint due after `steps_done` steps. None if no
+        checkpoint is due, or if those steps are already saved.
         """
-        if done == self.saved:
+        if steps_done == self.steps_saved:
             return None
         return self.checkpoints.due(
-            done,
+            steps_done,
             save_every=self.options.save_every,
             rolling_save_every=self.options.rolling_save_every,
         )
 
-    async def save(self, save: SaveCheckpoint) -> CheckpointRecord:
+    async def save(self, save_checkpoint: SaveCheckpoint) -> CheckpointRecord:
         """Save the steps that are done. A save that has started completes even if the run fails or
         is cancelled.
         """
 
-        async def saving() -> CheckpointRecord:
-            record = await asyncio.to_thread(save, self.done, self.learner.checkpoint_metadata())
-            self.saved = self.done
+        async def save_and_record() -> CheckpointRecord:
+            record = await asyncio.to_thread(
+                save_checkpoint, self.steps_done, self.learner.checkpoint_metadata()
+            )
+            self.steps_saved = self.steps_done
             return record
 
-        with self.display.saving(self.done):
-            return await run_uncancelled(saving())
+        with self.display.saving(self.steps_done):
+            return await run_uncancelled(save_and_record())
 
     async def save_if_needed(self) -> None:
         """Save the steps that are done, unless the newest checkpoint contains all of them."""
-        if self.done > self.saved:
+        if self.steps_done > self.steps_saved:
             await self.save(self.checkpoints.save_state_only)
 
-    async def _rescue(self, error: Exception) -> None:
+    async def _save_after_error(self, error: Exception) -> None:
         """Save the finished steps before `error` ends the run. Skip this if the weights contain
         more than those steps.
         """
@@ -205,27 +208,30 @@ class RunLoop:
             if not await self.learner.settle_after_error():
                 return
             await self.save_if_needed()
-        except Exception as another:
+        except Exception as save_error:
             # For example, the disk is full or the server is down. The run still ends with `error`,
             # so report the failed save as a note.
-            error.add_note(f"the steps since the last checkpoint could not be saved: {another!r}")
+            error.add_note(
+                f"the steps since the last checkpoint could not be saved: {save_error!r}"
+            )
         else:
             self.display.say(
-                f"failed after {self.done} of {self.steps} steps; the same command resumes there"
+                f"failed after {self.steps_done} of {self.num_steps} steps; the same command "
+                "resumes there"
             )
 
 
 def start_run(
     options: StartOptions,
     service_client: ServiceClient,
-    run: RunDirectory,
+    run_directory: RunDirectory,
     data_size: int,
     recipe_name: str | None,
 ) -> RunStart:
     """Begin a run, or resume it from its newest checkpoint, by calling `start_training`."""
     return start_training(
         service_client,
-        run,
+        run_directory,
         model_name=options.model_name,
         lora_rank=options.lora_rank,
         lora_switches=options.lora_switches,
@@ -238,16 +244,18 @@ def start_run(
 
 @contextmanager
 def open_client(
-    options: Any, service_client: ServiceClient | None, others: Sequence[str | None] = ()
+    options: Any, service_client: ServiceClient | None, other_models: Sequence[str | None] = ()
 ) -> Iterator[ServiceClient]:
     """Provide `service_client` within the block. If it is None, open a client for the block: in
-    this process, or at the options' `base_url`. `others` are additional base models to load.
+    this process, or at the options' `base_url`. `other_models` are additional base models to load.
     """
     if service_client is not None:
         yield service_client
         return
     deterministic = getattr(options, "deterministic", None)
-    models = models_used_together(options.base_url, getattr(options, "model_name", None), *others)
+    models = models_used_together(
+        options.base_url, getattr(options, "model_name", None), *other_models
+    )
     with ServiceClient(
         base_url=options.base_url, models=models, deterministic=deterministic
     ) as own_client:
@@ -260,7 +268,7 @@ async def run_training(
     *,
     config: Mapping[str, Any],
     may_change: Sequence[str],
-    steps: int,
+    num_steps: int,
     data_size: int,
     make_learner: Callable[[RunLoop], Awaitable[Learner]],
     console_metrics: Mapping[str, str] | None = None,
@@ -276,51 +284,56 @@ async def run_training(
     After Ctrl-C or SIGTERM the run is saved, so that it can be resumed. Then KeyboardInterrupt or
     planish.processes.interruption.Terminated is raised.
     """
-    with RunDirectory(options.log_path, config, may_change=may_change) as run:
+    with RunDirectory(options.log_path, config, may_change=may_change) as run_directory:
         start = await asyncio.to_thread(
-            start_run, options, service_client, run, data_size, options.recipe_name
+            start_run, options, service_client, run_directory, data_size, options.recipe_name
         )
-        if start.batch > steps or (start.batch == steps and start.was_finished):
+        if start.batch > num_steps or (start.batch == num_steps and start.was_finished):
             print(
-                f"{run.path}: all {start.batch} steps are done{remedy}; give another log_path to begin "
-                "a new run"
+                f"{run_directory.path}: all {start.batch} steps are done{remedy}; give another "
+                "log_path to begin a new run"
             )
-            return run.path
-        run.resume_at(start.batch)
+            return run_directory.path
+        run_directory.resume_at(start.batch)
         diff = await asyncio.to_thread(code_diff, [Path(__file__), Path.cwd()])
-        write_atomically(run.path / CODE_DIFF, diff)
+        write_atomically(run_directory.path / CODE_DIFF, diff)
         checkpoints = RunCheckpoints(
-            start, run, options.ttl_seconds, options.rolling_ttl_seconds, service_client
+            start, run_directory, options.ttl_seconds, options.rolling_ttl_seconds, service_client
         )
         with (
-            StepDisplay(steps, start.batch) as display,
+            StepDisplay(num_steps, start.batch) as display,
             open_metric_logs(
                 options.loggers,
-                run,
-                steps=steps,
+                run_directory,
+                steps=num_steps,
                 console=display.console,
                 shown=console_metrics,
                 project=options.wandb_project,
                 name=options.wandb_name,
-            ) as log,
-            TraceFile(run.path, start.batch) if options.enable_trace else nullcontext() as trace,
+            ) as metric_log,
+            TraceFile(run_directory.path, start.batch)
+            if options.enable_trace
+            else nullcontext() as trace,
         ):
             display.say(
                 f"{options.model_name}: steps {start.batch} to "
-                f"{steps}{explain_fewer_steps(options, steps)}, written to {run.path}"
+                f"{num_steps}{explain_fewer_steps(options, num_steps)}, written to "
+                f"{run_directory.path}"
             )
-            loop = RunLoop(options, steps, start, run, checkpoints, display, log, trace)
+            loop = RunLoop(
+                options, num_steps, start, run_directory, checkpoints, display, metric_log, trace
+            )
             learner = await make_learner(loop)
             with loop.interruption.heed_signals(display.say):
                 is_finished = await loop.run_to_end(learner)
     if not is_finished:
         raise loop.interruption.exit_exception
-    return run.path
+    return run_directory.path
 
 
-def explain_fewer_steps(options: RunOptions, steps: int) -> str:
+def explain_fewer_steps(options: RunOptions, num_steps: int) -> str:
     """Return an explanation if the run has fewer steps than `max_steps`, otherwise ""."""
-    if options.max_steps is None or options.max_steps <= steps:
+    if options.max_steps is None or options.max_steps <= num_steps:
         return ""
-    passes = "one pass" if options.num_epochs == 1 else f"{options.num_epochs} passes"
-    return f" ({passes} over the data; raise num_epochs to reach max_steps={options.max_steps})"
+    epochs = "one pass" if options.num_epochs == 1 else f"{options.num_epochs} passes"
+    return f" ({epochs} over the data; raise num_epochs to reach max_steps={options.max_steps})"

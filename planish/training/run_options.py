@@ -170,14 +170,14 @@ RESUMABLE_OPTIONS = (
 """Options that may differ when a run is resumed."""
 
 
-def resumable_options(options: RunOptions, *others: str) -> tuple[str, ...]:
-    """Return the options that may differ when a run is resumed; `others` are added.
+def resumable_options(options: RunOptions, *other_options: str) -> tuple[str, ...]:
+    """Return the options that may differ when a run is resumed; `other_options` are added.
 
     The number of steps may change only with a constant learning rate. Other schedules depend on it,
     so a change would alter the rates of steps already taken.
     """
-    length = ("max_steps", "num_epochs") if options.lr_schedule == "constant" else ()
-    return (*RESUMABLE_OPTIONS, *others, *length)
+    length_options = ("max_steps", "num_epochs") if options.lr_schedule == "constant" else ()
+    return (*RESUMABLE_OPTIONS, *other_options, *length_options)
 
 
 def check_run(options: RunOptions) -> None:
@@ -207,9 +207,9 @@ def require(options: Any, **rules: tuple[bool, str]) -> None:
             raise UserError(f"{name}={getattr(options, name)}: give {remedy}")
 
 
-def require_at_least(config: Any, **minimum: int) -> None:
+def require_at_least(options: Any, **minimums: int) -> None:
     """Raise UserError for the first option that is below its minimum. None is accepted."""
-    for name, least in minimum.items():
-        value = getattr(config, name)
-        if value is not None and value < least:
-            raise UserError(f"{name}={value}: give a whole number of at least {least}")
+    for name, minimum in minimums.items():
+        value = getattr(options, name)
+        if value is not None and value < minimum:
+            raise UserError(f"{name}={value}: give a whole number of at least {minimum}")

@@ -14,11 +14,11 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def learning_rate_at(
-    step: int, steps: int, base: float, schedule: str, warmup_steps: int = 0
+    step: int, num_steps: int, base_rate: float, schedule: str, warmup_steps: int = 0
 ) -> float:
-    """Return the learning rate of `step` (counted from 0) of `steps`. It rises linearly to `base`
-    over the first `warmup_steps` steps.
+    """Return the learning rate of `step` (counted from 0) of `num_steps`. It rises linearly to
+    `base_rate` over the first `warmup_steps` steps.
     """
     if step < warmup_steps:
-        return base * (step + 1) / (warmup_steps + 1)
-    return base * SCHEDULES[schedule]((step - warmup_steps) / max(1, steps - warmup_steps))
+        return base_rate * (step + 1) / (warmup_steps + 1)
+    return base_rate * SCHEDULES[schedule]((step - warmup_steps) / max(1, num_steps - warmup_steps))

@@ -12,33 +12,33 @@ from planish.training.supervised_config import Config
 C = TypeVar("C", bound=Config)
 
 
-async def within_context(
-    config: C, service_client: ServiceClient, readers: Sequence[tuple[str, int]] = ()
+async def limit_to_context(
+    config: C, service_client: ServiceClient, other_models: Sequence[tuple[str, int]] = ()
 ) -> C:
     """Return `config` with its dataset's `max_length` lowered to the smallest context window.
 
-    A message is printed if `max_length` changes. `readers` are other base models that read each
-    example, such as a teacher, with the number of tokens that each needs beyond `max_length`. A
-    builder that is not a ChatDatasetBuilder is returned unchanged. Models whose context window the
-    service does not report are ignored.
+    A message is printed if `max_length` changes. `other_models` are other base models that read
+    each example, such as a teacher, with the number of tokens that each needs beyond `max_length`.
+    A builder that is not a ChatDatasetBuilder is returned unchanged. Models whose context window
+    the service does not report are ignored.
     """
     builder = config.dataset_builder
     if not isinstance(builder, ChatDatasetBuilder):
         return config
-    given = builder.common_config.max_length
+    max_length = builder.common_config.max_length
     limits = []
-    for name, extra_tokens in ((config.model_name, 0), *readers):
-        context = (await service_client.get_server_capabilities_async()).context_of(name)
-        if context is None:
+    for name, extra_tokens in ((config.model_name, 0), *other_models):
+        context_window = (await service_client.get_server_capabilities_async()).context_of(name)
+        if context_window is None:
             # The service knows the context of a model that is named by its directory only after it
             # has loaded the model.
             await service_client.create_sampling_client_async(base_model=name)
-            context = (await service_client.get_server_capabilities_async()).context_of(name)
-        if context is not None:
-            limits.append((context - extra_tokens, name))
-    if not limits or (given is not None and given <= min(limits)[0]):
+            context_window = (await service_client.get_server_capabilities_async()).context_of(name)
+        if context_window is not None:
+            limits.append((context_window - extra_tokens, name))
+    if not limits or (max_length is not None and max_length <= min(limits)[0]):
         return config
     limit, name = min(limits)
-    print(f"max_length={given} is lowered to {limit}, because of the context window of {name}")
-    common = chz.replace(builder.common_config, max_length=limit)
-    return chz.replace(config, dataset_builder=chz.replace(builder, common_config=common))
+    print(f"max_length={max_length} is lowered to {limit}, because of the context window of {name}")
+    common_config = chz.replace(builder.common_config, max_length=limit)
+    return chz.replace(config, dataset_builder=chz.replace(builder, common_config=common_config))

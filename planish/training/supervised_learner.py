@@ -86,27 +86,27 @@ class SupervisedLearner:
         self.training_client = self.loop.training_client
         self.epoch: int | None = None
         """The current epoch of the dataset."""
-        self.last_row = time.perf_counter()
+        self.last_row_time = time.perf_counter()
 
     async def run_steps(self) -> None:
         """Take all steps, evaluate the final weights, and log their metrics in a separate row."""
         loop = self.loop
-        for step in range(loop.done, loop.steps):
+        for step in range(loop.steps_done, loop.num_steps):
             if loop.interruption.is_stop_requested:
                 await self.drain()
                 raise Interrupted
             await self.submit_step(step)
             await self.drain(max_pending=self.config.submit_ahead)
             # The last step is followed by the final checkpoint.
-            save = loop.due_checkpoint(step + 1) if step + 1 < loop.steps else None
-            if save is not None:
+            save_checkpoint = loop.due_checkpoint(step + 1) if step + 1 < loop.num_steps else None
+            if save_checkpoint is not None:
                 await self.drain()
-                await loop.save(save)
+                await loop.save(save_checkpoint)
         await self.drain()
         spans = Spans(loop.trace)
-        evals = await self.evaluate(loop.steps, spans)
+        evals = await self.evaluate(loop.num_steps, spans)
         if evals:
-            self.log_step(loop.steps, {"progress": 1.0, **evals}, spans)
+            self.log_step(loop.num_steps, {"progress": 1.0, **evals}, spans)
 
     async def settle_after_error(self) -> bool:
         """Log the steps that were applied. Return False if an update after the failed step was
@@ -115,10 +115,10 @@ class SupervisedLearner:
         if self.weights_ahead_of_record:
             return False
         are_applied = [await pending.is_applied() for pending in self.pending]
-        failed = are_applied.count(False)
-        if any(are_applied[len(self.pending) - failed :]):
+        num_failed = are_applied.count(False)
+        if any(are_applied[len(self.pending) - num_failed :]):
             return False
-        await self.drain(max_pending=failed)
+        await self.drain(max_pending=num_failed)
         return True
 
     async def submit_step(self, step: int) -> None:
@@ -138,7 +138,7 @@ class SupervisedLearner:
         gradient = await self.objective.submit(self.training_client, batch)
         await self.drain(max_pending=max(self.config.submit_ahead - 1, 0))
         self.weights_ahead_of_record = True
-        update = await self.training_client.optim_step_async(self.adam(step))
+        update = await self.training_client.optim_step_async(self.adam_params(step))
         self.pending.append(PendingStep(step, batch, gradient, update, evals, spans))
         self.weights_ahead_of_record = False
 
@@ -160,7 +160,7 @@ class SupervisedLearner:
             step, self.weights_ahead_of_record = pending.step, True
             row = {
                 "epoch": step // len(self.dataset),
-                "progress": (step + 1) / self.loop.steps,
+                "progress": (step + 1) / self.loop.num_steps,
                 "learning_rate": self.loop.learning_rate(step),
                 **counts(pending.batch),
                 **metrics,
@@ -168,7 +168,7 @@ class SupervisedLearner:
             }
             self.log_step(step, row, pending.spans)
             self.loop.display.step_done()
-            self.loop.done, self.weights_ahead_of_record = step + 1, False
+            self.loop.steps_done, self.weights_ahead_of_record = step + 1, False
 
     async def evaluate(self, step: int, spans: Spans) -> Metrics:
         """Return the metrics of the evaluators that are due before `step`. After the last step, all
@@ -201,7 +201,7 @@ class SupervisedLearner:
         since the previous row.
         """
         now = time.perf_counter()
-        seconds, self.last_row = now - self.last_row, now
+        seconds, self.last_row_time = now - self.last_row_time, now
         times = {"time/total": seconds}
         if "num_tokens" in metrics:
             times["tokens_per_second/trained"] = metrics["num_tokens"] / seconds
@@ -209,9 +209,9 @@ class SupervisedLearner:
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         """Return the epoch, which each checkpoint's row contains."""
-        return {"epoch": self.loop.done // len(self.dataset)}
+        return {"epoch": self.loop.steps_done // len(self.dataset)}
 
-    def adam(self, step: int) -> AdamParams:
+    def adam_params(self, step: int) -> AdamParams:
         """Return the optimizer's parameters for `step`."""
         config = self.config
         return AdamParams(
@@ -229,8 +229,8 @@ async def results(pending: PendingStep) -> Metrics:
     if pending.gradient is None:
         return {}
     metrics = await pending.gradient.metrics()
-    updated = (await pending.update).metrics
-    return metrics | {f"optim/{name}": value for name, value in updated.items()}
+    update_metrics = (await pending.update).metrics
+    return metrics | {f"optim/{name}": value for name, value in update_metrics.items()}
 
 
 def counts(batch: Batch) -> Metrics:

@@ -54,8 +54,8 @@ async def train(
         )
     train_set, test_set = checked_datasets(await config.dataset_builder())
     dataset = with_epochs(train_set, config)
-    steps = len(dataset) if config.max_steps is None else min(len(dataset), config.max_steps)
-    if steps == 0:
+    num_steps = len(dataset) if config.max_steps is None else min(len(dataset), config.max_steps)
+    if num_steps == 0:
         raise UserError(
             "dataset_builder returned a dataset without batches; give a dataset with at least one"
         )
@@ -63,7 +63,7 @@ async def train(
 
     async def make_learner(loop: RunLoop) -> RLLearner:
         files = RolloutFiles(
-            loop.run.path,
+            loop.run_directory.path,
             config.rollout_layout,
             config.num_groups_to_log,
             config.rollout_json_export,
@@ -82,30 +82,32 @@ async def train(
         )
 
     ends_at_max_steps = config.max_steps is not None and config.max_steps < len(dataset)
-    resumable = resumable_options(config, "num_groups_to_log")
-    option = "max_steps" if ends_at_max_steps else "num_epochs"
+    options_that_may_change = resumable_options(config, "num_groups_to_log")
+    length_option = "max_steps" if ends_at_max_steps else "num_epochs"
     return await run_training(
         config,
         service_client,
         config=chz.asdict(config, shallow=True, include_type=True),
-        may_change=resumable,
-        steps=steps,
+        may_change=options_that_may_change,
+        num_steps=num_steps,
         data_size=train_set.data_size(),
         make_learner=make_learner,
-        remedy=f"; give more {option} to continue" if option in resumable else "",
+        remedy=f"; give more {length_option} to continue"
+        if length_option in options_that_may_change
+        else "",
     )
 
 
-def checked_datasets(built: Any) -> tuple[RLDataset, RLDataset | None]:
+def checked_datasets(result: Any) -> tuple[RLDataset, RLDataset | None]:
     """Return the result of a dataset builder: a training set, and a test set or None. UserError if
     it is anything else.
     """
-    if not isinstance(built, tuple) or len(built) != 2:
+    if not isinstance(result, tuple) or len(result) != 2:
         raise UserError(
-            f"dataset_builder returned a {type(built).__name__}; return a tuple of two datasets, "
+            f"dataset_builder returned a {type(result).__name__}; return a tuple of two datasets, "
             "for training and for evaluation (or None)"
         )
-    train_set, test_set = built
+    train_set, test_set = result
     if train_set is None:
         raise UserError(
             "dataset_builder returned None for training; return a dataset (only the second one, "

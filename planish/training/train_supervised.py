@@ -14,7 +14,7 @@ from planish.supervised.types import SupervisedDataset
 from planish.training.run_loop import RunLoop, open_client, run_training
 from planish.training.run_options import resumable_options
 from planish.training.supervised_config import Config, check
-from planish.training.supervised_context import within_context
+from planish.training.supervised_context import limit_to_context
 from planish.training.supervised_learner import EvalSchedule, SupervisedLearner
 
 CONSOLE_METRICS = {
@@ -37,7 +37,7 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
     check(config)
     with open_client(config, service_client) as client:
         return await train(
-            await within_context(config, client), client, cross_entropy, CONSOLE_METRICS
+            await limit_to_context(config, client), client, cross_entropy, CONSOLE_METRICS
         )
 
 
@@ -49,17 +49,17 @@ def cross_entropy(start: RunStart) -> Objective:
 async def train(
     config: Config,
     service_client: ServiceClient,
-    objective_of: Callable[[RunStart], Objective],
+    make_objective: Callable[[RunStart], Objective],
     console_metrics: dict[str, str],
 ) -> Path:
-    """Train a run with the objective that `objective_of` returns. Return the run directory.
+    """Train a run with the objective that `make_objective` returns. Return the run directory.
 
     `console_metrics` maps the metrics on a step's console line to their format.
     """
     train_set, test_set = await asyncio.to_thread(config.dataset_builder)
 
     async def make_learner(loop: RunLoop) -> SupervisedLearner:
-        objective = await asyncio.to_thread(objective_of, loop.start)
+        objective = await asyncio.to_thread(make_objective, loop.start)
         schedules = await asyncio.to_thread(eval_schedules, config, objective, test_set)
         return SupervisedLearner(loop, config, train_set, objective, schedules)
 
@@ -68,31 +68,35 @@ async def train(
         service_client,
         config=chz.asdict(config),
         may_change=resumable_options(config, "submit_ahead"),
-        steps=planned_steps(train_set, config),
+        num_steps=num_planned_steps(train_set, config),
         data_size=train_set.data_size(),
         make_learner=make_learner,
         console_metrics=console_metrics,
     )
 
 
-def planned_steps(train_set: SupervisedDataset, config: Config) -> int:
+def num_planned_steps(train_set: SupervisedDataset, config: Config) -> int:
     """Return the number of steps of the run. UserError if the dataset has no batches."""
     if len(train_set) == 0:
         raise UserError(
             "dataset_builder returned a dataset without batches; give a dataset with at least "
             "one, or a smaller batch_size"
         )
-    steps = config.num_epochs * len(train_set)
-    return steps if config.max_steps is None else min(steps, config.max_steps)
+    num_steps = config.num_epochs * len(train_set)
+    return num_steps if config.max_steps is None else min(num_steps, config.max_steps)
 
 
 def eval_schedules(
     config: Config, objective: Objective, test_set: SupervisedDataset | None
 ) -> list[EvalSchedule]:
     """Return the evaluators of the test set and of the options, with how often they run."""
-    own = [objective.evaluator(test_set)] if test_set is not None and config.eval_every else []
+    test_evaluators = (
+        [objective.evaluator(test_set)] if test_set is not None and config.eval_every else []
+    )
     return [
-        EvalSchedule(config.eval_every, [*own, *(build() for build in config.evaluator_builders)]),
+        EvalSchedule(
+            config.eval_every, [*test_evaluators, *(build() for build in config.evaluator_builders)]
+        ),
         EvalSchedule(
             config.infrequent_eval_every,
             [build() for build in config.infrequent_evaluator_builders],

@@ -16,7 +16,7 @@ from planish.rl.rollout.metrics import (
 from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import RolloutError, Trajectory, TrajectoryGroup, Transition
 from planish.runlog.run_directory import CheckpointRecord
-from planish.training.rl_learner import Counters
+from planish.training.rl_learner import RunCounters
 from planish.types import ModelInput
 
 
@@ -140,8 +140,8 @@ def test_staleness_and_times_are_reported():
 def test_counters_continue_after_a_resume():
     errors = [RolloutError("TimeoutError", "late"), RolloutError("OSError", "gone")]
     group = rollout([turn(3, 2, cached=1)], errors=errors)
-    counters = Counters.of(None)
-    counters.count([group], [None, None], trajectory_to_data(group.group.trajectories_G[0], 1.0))
+    counters = RunCounters.from_checkpoint(None)
+    counters.add_step([group], [None, None], trajectory_to_data(group.group.trajectories_G[0], 1.0))
     first = counters.metrics()
     assert first == {
         "tokens/sampled": 2,
@@ -157,9 +157,13 @@ def test_counters_continue_after_a_resume():
         "rollout_errors/total": 2,
         "rollout_errors/groups_skipped": 1,
     }
-    again = Counters.of(CheckpointRecord("000001", 1, extra=counters.row()))
-    again.count([group], [None], [])
+    again = RunCounters.from_checkpoint(
+        CheckpointRecord("000001", 1, extra=counters.checkpoint_fields())
+    )
+    again.add_step([group], [None], [])
     second = again.metrics()
     assert (second["tokens/trained"], second["tokens/cumulative/trained"]) == (0, 4)
     assert (second["tokens/cumulative/sampled"], second["rollout_errors/total"]) == (4, 4)
-    assert not any(name.startswith("rollout_errors") for name in Counters.of(None).metrics())
+    assert not any(
+        name.startswith("rollout_errors") for name in RunCounters.from_checkpoint(None).metrics()
+    )

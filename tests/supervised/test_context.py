@@ -9,7 +9,7 @@ import pytest
 from planish.supervised.datasets import FromConversationFileBuilder
 from planish.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
 from planish.training.supervised_config import Config
-from planish.training.supervised_context import within_context
+from planish.training.supervised_context import limit_to_context
 from planish.training.train_supervised import main
 from planish.types import GetServerCapabilitiesResponse, SupportedModel
 
@@ -62,14 +62,14 @@ def length_of(config):
 def test_max_length_is_limited_by_the_context_of_each_model(
     asked, contexts, readers, found, capsys
 ):
-    held = asyncio.run(within_context(config(asked), Models(contexts), readers))  # pyright: ignore[reportArgumentType]
+    held = asyncio.run(limit_to_context(config(asked), Models(contexts), readers))  # pyright: ignore[reportArgumentType]
     assert length_of(held) == found
     assert ("is lowered to" in capsys.readouterr().out) == (asked != found)
 
 
 def test_the_context_of_an_unlisted_model_is_known_after_loading():
     service = Models({"tiny": 100, "other": 60}, later=["tiny", "other"])
-    held = asyncio.run(within_context(config(100), service, [("other", 1)]))  # pyright: ignore[reportArgumentType]
+    held = asyncio.run(limit_to_context(config(100), service, [("other", 1)]))  # pyright: ignore[reportArgumentType]
     assert length_of(held) == 59
 
 
@@ -79,7 +79,7 @@ def test_a_custom_builder_is_not_changed():
             raise NotImplementedError
 
     own = chz.replace(config(1), dataset_builder=Own())
-    assert asyncio.run(within_context(own, Models({"tiny": 100}))) is own  # pyright: ignore[reportArgumentType]
+    assert asyncio.run(limit_to_context(own, Models({"tiny": 100}))) is own  # pyright: ignore[reportArgumentType]
 
 
 def test_a_run_truncates_at_the_context_and_logs_the_length(service, chats, tmp_path):
