@@ -59,7 +59,11 @@ from planish.server.http.context import ALL_BODIES, HttpState, read_keys
 from planish.server.http.metrics_page import SubstitutedLosses, metrics_route
 from planish.server.http.routes_checkpoints import tokenizer_files
 from planish.server.openai import routes
-from planish.server.openai.models import BYTES_PER_CHARACTER, CHARACTERS_PER_TOKEN, TEXT_AT_ONCE
+from planish.server.openai.models import (
+    MAX_CHARACTERS_PER_TOKEN,
+    MAX_TOKENIZED_BYTES,
+    TOKENIZER_BYTES_PER_CHARACTER,
+)
 from planish.server.options import ServeOptions, add_arguments, options_of
 from planish.server.server import Server
 from planish.server.settings import HttpSettings, MemorySettings
@@ -516,7 +520,7 @@ def memory_plan(
     for path in models.values():
         weight_files(path)
     contexts = [ModelConfig.from_directory(path).max_context for path in models.values()]
-    text = max([TEXT_AT_ONCE, *(CHARACTERS_PER_TOKEN * context for context in contexts)])
+    text = max([MAX_TOKENIZED_BYTES, *(MAX_CHARACTERS_PER_TOKEN * context for context in contexts)])
     return MemoryPlan(
         str(memory.device),
         {name: memory.claim(path) for name, path in models.items()},
@@ -524,7 +528,7 @@ def memory_plan(
         settings.request_memory_bytes
         + settings.result_memory_bytes
         + ALL_BODIES
-        + text * BYTES_PER_CHARACTER,
+        + text * TOKENIZER_BYTES_PER_CHARACTER,
     )
 
 

@@ -228,7 +228,7 @@ def test_texts_and_bytes_of_tokens_are_correct(tokenizer):
     texts = TokenTexts(tokenizer)
     text = "Grüße, 😀!\n<|im_end|>"
     tokens = tokenizer.encode(text, add_special_tokens=False)
-    assert b"".join(texts.of(token)[1] for token in tokens).decode() == text
-    assert texts.of(EOS_TOKEN_ID) == ("<|im_end|>", b"<|im_end|>")
-    assert texts.of(0xC3) == ("\ufffd", b"\xc3")
-    assert texts.of(271) == ("", b"")
+    assert b"".join(texts.decode_token(token)[1] for token in tokens).decode() == text
+    assert texts.decode_token(EOS_TOKEN_ID) == ("<|im_end|>", b"<|im_end|>")
+    assert texts.decode_token(0xC3) == ("\ufffd", b"\xc3")
+    assert texts.decode_token(271) == ("", b"")

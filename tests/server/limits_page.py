@@ -9,7 +9,7 @@ from typing import Any, get_args
 from request_limits import BODIES, JSON_LIMITS, PROTOBUF_LIMITS, Limit
 
 from planish.server.openai import requests
-from planish.server.openai.models import CHARACTERS_PER_TOKEN, TEXT_AT_ONCE
+from planish.server.openai.models import MAX_CHARACTERS_PER_TOKEN, MAX_TOKENIZED_BYTES
 from planish.server.openai.openapi import openapi
 from planish.server.openai.requests import MAX_OPTION_BYTES
 from planish.server.settings import ServerSettings
@@ -101,10 +101,10 @@ def page() -> str:
         f"The JSON of one parameter has at most {MAX_OPTION_BYTES >> 10} KiB. The text of `messages`, `tools` and a",
         "prompt must fit the model's context. Its limit in characters is the context's number of tokens",
         "times the length of the longest token of the vocabulary. A token longer than "
-        f"{CHARACTERS_PER_TOKEN}",
-        f"characters counts as {CHARACTERS_PER_TOKEN}. All prompts of a request together have the same limit, or",
+        f"{MAX_CHARACTERS_PER_TOKEN}",
+        f"characters counts as {MAX_CHARACTERS_PER_TOKEN}. All prompts of a request together have the same limit, or",
         "8,388,608 characters if that is more. The server tokenizes several bodies at once, with at most",
-        f"{TEXT_AT_ONCE >> 20} MiB of text together. The other bodies wait for their tenant's turn.\n",
+        f"{MAX_TOKENIZED_BYTES >> 20} MiB of text together. The other bodies wait for their tenant's turn.\n",
     ]
     for path, fields in openai_fields().items():
         rows = [(f"`{name}`", limit) for name, limit in fields.items()]

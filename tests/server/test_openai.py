@@ -1151,7 +1151,7 @@ async def test_saving_a_checkpoint_again_does_not_disturb_waiting_requests(model
         async def saved() -> str:
             saving = SaveWeightsForSampler(model.model_id, "latest", overwrite=True)
             found = await models.find(TENANT, orjson.loads(await model.run(saving))["path"])
-            return await models.sampler(TENANT, found, [operation])
+            return await models.sampler_id_for(TENANT, found, [operation])
 
         turn = await server.sampling_queue.turn("somebody", 1, 0)
         old = await saved()
@@ -1171,7 +1171,8 @@ async def test_loading_a_model_does_not_block_other_requests(model_dir, data_dir
         is_loaded = threading.Event()
         monkeypatch.setattr(server.engine._service, "check_sample", lambda *_: is_loaded.wait(20))
         asked = [
-            asyncio.create_task(models.sampler(TENANT, served, [operation])) for _ in range(50)
+            asyncio.create_task(models.sampler_id_for(TENANT, served, [operation]))
+            for _ in range(50)
         ]
         try:
             await asyncio.sleep(0.1)

@@ -15,9 +15,9 @@ from starlette.requests import Request
 from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.store import Store
 from planish.server.openai.models import (
-    CHARACTERS_PER_TOKEN,
-    TEXT_AT_ONCE,
-    BaseTexts,
+    MAX_CHARACTERS_PER_TOKEN,
+    MAX_TOKENIZED_BYTES,
+    ModelTokenization,
     OpenAIModels,
 )
 from planish.server.results import Abandoned, Tenant
@@ -57,17 +57,19 @@ class Work:
 
 async def test_texts_that_are_tokenized_at_once_are_bounded_and_shared():
     models, work = models_with(SimpleNamespace(is_calm=True)), Work()
-    sizes = [TEXT_AT_ONCE // 4] * 10 + [TEXT_AT_ONCE // 3, 100]
+    sizes = [MAX_TOKENIZED_BYTES // 4] * 10 + [MAX_TOKENIZED_BYTES // 3, 100]
 
     def of(tenant: Tenant, size: int) -> Any:
-        return models.tokenizing(
+        return models.run_tokenizer(
             tenant, request_with(bytes(size)), lambda: work.of(tenant.name, size)
         )
 
-    await asyncio.gather(*(of(ALICE, size) for size in sizes), of(BOB, TEXT_AT_ONCE // 4))
-    assert TEXT_AT_ONCE // 2 < work.peak <= TEXT_AT_ONCE
+    await asyncio.gather(*(of(ALICE, size) for size in sizes), of(BOB, MAX_TOKENIZED_BYTES // 4))
+    assert MAX_TOKENIZED_BYTES // 2 < work.peak <= MAX_TOKENIZED_BYTES
     assert work.order.index("bob") <= 6  # Bob does not wait for all that Alice sent before
-    assert await models.tokenizing(ALICE, request_with(bytes(10 * TEXT_AT_ONCE)), lambda: 1)
+    assert await models.run_tokenizer(
+        ALICE, request_with(bytes(10 * MAX_TOKENIZED_BYTES)), lambda: 1
+    )
 
 
 async def test_a_body_that_crashes_the_server_while_it_is_tokenized_is_abandoned(tmp_path: Path):
@@ -92,7 +94,7 @@ async def test_a_body_that_crashes_the_server_while_it_is_tokenized_is_abandoned
                 guard.leave = guard.pause = lambda key: None
 
         try:
-            await models_with(guard).tokenizing(ALICE, request_with(sent), work)
+            await models_with(guard).run_tokenizer(ALICE, request_with(sent), work)
         finally:
             if not is_killed:
                 await guard.end()
@@ -113,6 +115,6 @@ async def test_a_body_that_crashes_the_server_while_it_is_tokenized_is_abandoned
 
 
 def test_a_text_has_a_limit_by_context(model_dir: Path):
-    texts = BaseTexts("planish/tiny-model", model_dir)
+    texts = ModelTokenization("planish/tiny-model", model_dir)
     longest = max(map(len, load_tokenizer(model_dir).get_vocab()))
-    assert texts.max_characters == texts.max_context * min(longest, CHARACTERS_PER_TOKEN)
+    assert texts.max_characters == texts.max_context * min(longest, MAX_CHARACTERS_PER_TOKEN)

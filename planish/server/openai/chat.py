@@ -22,11 +22,11 @@ from planish.renderers.registry import with_effort, with_thinking
 from planish.renderers.stream_parser import Reading, StreamedSample, marks_of, read_message
 from planish.server.http.context import WrongParameterError
 from planish.server.openai.constraints import chat_constraint, constrains_calls
-from planish.server.openai.models import OpenAIModels, Served, TokenTexts
+from planish.server.openai.models import OpenAIModels, ServedModel, TokenTexts
 from planish.server.openai.protocol import (
     Envelope,
-    Finished,
-    Sampled,
+    PromptFinishedEvent,
+    TokenEvent,
     Usage,
     answer,
     check_text,
@@ -40,10 +40,10 @@ TopTokens = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True)
-class Chat:
+class ParsedChat:
     """A parsed chat request."""
 
-    model: Served
+    model: ServedModel
     options: ChatRequest
     renderer: Renderer
     stop_ids: frozenset[int]
@@ -51,7 +51,7 @@ class Chat:
     """The one sample request."""
     constrains_calls: bool
 
-    def growing(self) -> StreamedSample:
+    def new_sample_parser(self) -> StreamedSample:
         """Return the parser of one sample."""
         return StreamedSample(
             read_message(self.renderer),
@@ -66,25 +66,29 @@ async def chat_completions(
     models: OpenAIModels, tenant: Tenant, request: Request, options: ChatRequest
 ) -> Response:
     """Answer a chat request, streamed or in one body."""
-    return await answer(models, tenant, request, options, _parsed, _stream, _whole)
+    return await answer(
+        models, tenant, request, options, _parse_chat, _stream_chunks, _response_body
+    )
 
 
-def _parsed(model: Served, options: ChatRequest) -> Chat:
+def _parse_chat(model: ServedModel, options: ChatRequest) -> ParsedChat:
     renderer = renderer_of(model, options)
     tools = [] if options.tool_choice == "none" else options.tools
-    marks = renderer.get_stop_sequences()
-    stop_ids = model.texts.end_ids | {mark for mark in marks if isinstance(mark, int)}
-    strings = [mark for mark in marks if isinstance(mark, str)]
+    stop_sequences = renderer.get_stop_sequences()
+    stop_ids = model.tokenization.eos_token_ids | {
+        mark for mark in stop_sequences if isinstance(mark, int)
+    }
+    stop_strings = [mark for mark in stop_sequences if isinstance(mark, str)]
     prompt = build_prompt(model, renderer, options.messages, tools)
     constraint = chat_constraint(options, tools, renderer)
     operation = Sample(
         sampler_id="",
         prompt=prompt,
         num_samples=options.n,
-        sampling_params=options.sampling_params(stop_ids, strings, constraint),
-        topk_sample_logprobs=options.wanted_logprobs or 0,
+        sampling_params=options.sampling_params(stop_ids, stop_strings, constraint),
+        topk_sample_logprobs=options.num_top_logprobs or 0,
     )
-    return Chat(
+    return ParsedChat(
         model=model,
         options=options,
         renderer=renderer,
@@ -94,50 +98,50 @@ def _parsed(model: Served, options: ChatRequest) -> Chat:
     )
 
 
-def renderer_of(model: Served, options: ChatRequest | TokenizeRequest) -> Renderer:
+def renderer_of(model: ServedModel, options: ChatRequest | TokenizeRequest) -> Renderer:
     """Return the renderer of a request, with its reasoning effort, or with or without thinking.
     Raise WrongParameterError if the model's chat format does not support what the request asks for.
     """
-    renderer = model.texts.renderer(model.renderer_name)
-    thinks = options.chat_template_kwargs.enable_thinking
+    renderer = model.tokenization.renderer(model.renderer_name)
+    enable_thinking = options.chat_template_kwargs.enable_thinking
     effort = options.reasoning_effort if isinstance(options, ChatRequest) else None
-    name = "chat_template_kwargs" if effort is None else "reasoning_effort"
-    if effort is not None and thinks not in (None, effort != "none"):
+    parameter = "chat_template_kwargs" if effort is None else "reasoning_effort"
+    if effort is not None and enable_thinking not in (None, effort != "none"):
         raise WrongParameterError(
-            name,
+            parameter,
             f"reasoning_effort={effort!r} contradicts chat_template_kwargs.enable_thinking="
-            f"{str(thinks).lower()}; leave one of them out",
+            f"{str(enable_thinking).lower()}; leave one of them out",
         )
     try:
         if effort is not None:
-            return model.texts.renderer(with_effort(renderer.name, effort))
+            return model.tokenization.renderer(with_effort(renderer.name, effort))
         return (
             renderer
-            if thinks is None
-            else model.texts.renderer(with_thinking(renderer.name, thinks))
+            if enable_thinking is None
+            else model.tokenization.renderer(with_thinking(renderer.name, enable_thinking))
         )
     except UserError as error:
-        raise WrongParameterError(name, f"{name}: {error}") from None
+        raise WrongParameterError(parameter, f"{parameter}: {error}") from None
 
 
-def _whole(chat: Chat, responses: Sequence[SampleResponse]) -> dict[str, Any]:
+def _response_body(chat: ParsedChat, responses: Sequence[SampleResponse]) -> dict[str, Any]:
     [response] = responses
     choices = [_choice(chat, index, sequence) for index, sequence in enumerate(response.sequences)]
-    envelope = Envelope.of("chatcmpl", "chat.completion", chat.model.name)
-    body = envelope.body(choices, Usage.of(chat.operations, responses))
-    return {**body, **_prompt_ids(chat)}
+    envelope = Envelope.new("chatcmpl", "chat.completion", chat.model.name)
+    body = envelope.body(choices, Usage.from_responses(chat.operations, responses))
+    return {**body, **_prompt_token_ids(chat)}
 
 
-def _prompt_ids(chat: Chat) -> dict[str, Any]:
+def _prompt_token_ids(chat: ParsedChat) -> dict[str, Any]:
     if not chat.options.return_token_ids:
         return {}
     return {"prompt_token_ids": chat.operations[0].prompt.to_ints()}
 
 
-def _choice(chat: Chat, index: int, sequence: SampledSequence) -> dict[str, Any]:
-    growing = chat.growing()
-    growing.tokens = sequence.tokens
-    reading = growing.whole()
+def _choice(chat: ParsedChat, index: int, sequence: SampledSequence) -> dict[str, Any]:
+    parser = chat.new_sample_parser()
+    parser.tokens = sequence.tokens
+    reading = parser.whole()
     # A sample that ends early may leave a call with incomplete arguments, as in OpenAI's API.
     calls = [*reading.calls, *([reading.open_call] if reading.open_call else [])]
     message: dict[str, Any] = {
@@ -152,24 +156,24 @@ def _choice(chat: Chat, index: int, sequence: SampledSequence) -> dict[str, Any]
     return {
         "index": index,
         "message": {**message, "refusal": None},
-        "logprobs": _logprobs(chat, _scored(sequence)),
+        "logprobs": _logprobs(chat, _scored_tokens(sequence)),
         "finish_reason": _finish_reason(sequence, bool(calls)),
         **ids,
     }
 
 
 @dataclass
-class _Streamed:
+class _ChoiceStream:
     """The state of one sample while its answer is streamed."""
 
-    chat: Chat
+    chat: ParsedChat
     index: int
-    growing: StreamedSample
-    scored: list[Scored] = field(default_factory=list)
+    parser: StreamedSample
+    unsent_tokens: list[ScoredToken] = field(default_factory=list)
     """The sampled tokens that no chunk contains yet."""
-    calls: int = 0
+    num_sent_calls: int = 0
     """The number of complete tool calls sent so far. It is also the index of the open call."""
-    open_arguments: str | None = None
+    sent_arguments: str | None = None
     """The part of the open call's arguments that was sent. None if there is no open call."""
 
     def chunks(self, reading: Reading) -> Iterator[dict[str, Any]]:
@@ -182,7 +186,7 @@ class _Streamed:
             yield self.choice(delta)
         for call in reading.calls:
             yield from self._call_chunks(call["function"])
-            self.calls, self.open_arguments = self.calls + 1, None
+            self.num_sent_calls, self.sent_arguments = self.num_sent_calls + 1, None
         if reading.open_call is not None:
             yield from self._call_chunks(reading.open_call["function"])
 
@@ -190,61 +194,65 @@ class _Streamed:
         """Yield the choices for the part of a call that was not sent yet. `function` is the name of
         the function and the arguments that were sampled so far.
         """
-        if self.open_arguments is None:
-            head = _call({"function": {**function, "arguments": ""}})
-            yield self.choice({"tool_calls": [{"index": self.calls, **head}]})
-            self.open_arguments = ""
+        if self.sent_arguments is None:
+            first_part = _call({"function": {**function, "arguments": ""}})
+            yield self.choice({"tool_calls": [{"index": self.num_sent_calls, **first_part}]})
+            self.sent_arguments = ""
         arguments = function["arguments"]
-        if len(arguments) > len(self.open_arguments) and arguments.startswith(self.open_arguments):
-            new = arguments[len(self.open_arguments) :]
-            part = {"index": self.calls, "function": {"arguments": new}}
+        if len(arguments) > len(self.sent_arguments) and arguments.startswith(self.sent_arguments):
+            unsent_arguments = arguments[len(self.sent_arguments) :]
+            part = {"index": self.num_sent_calls, "function": {"arguments": unsent_arguments}}
             yield self.choice({"tool_calls": [part]})
-            self.open_arguments += new
+            self.sent_arguments += unsent_arguments
 
     def choice(self, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         """Return a choice with `delta`, and with the tokens that no earlier chunk contains."""
-        scored, self.scored = self.scored, []
+        tokens, self.unsent_tokens = self.unsent_tokens, []
         ids = (
-            {"token_ids": [one.token for one in scored]}
+            {"token_ids": [one.token for one in tokens]}
             if self.chat.options.return_token_ids
             else {}
         )
         return {
             "index": self.index,
             "delta": delta,
-            "logprobs": _logprobs(self.chat, scored),
+            "logprobs": _logprobs(self.chat, tokens),
             "finish_reason": reason,
             **ids,
         }
 
 
-async def _stream(
-    chat: Chat, events: AsyncIterator[Sampled | Finished]
+async def _stream_chunks(
+    chat: ParsedChat, events: AsyncIterator[TokenEvent | PromptFinishedEvent]
 ) -> AsyncIterator[dict[str, Any]]:
-    envelope = Envelope.of("chatcmpl", "chat.completion.chunk", chat.model.name)
-    streamed = [_Streamed(chat, index, chat.growing()) for index in range(chat.options.n)]
-    for one in streamed:
+    envelope = Envelope.new("chatcmpl", "chat.completion.chunk", chat.model.name)
+    choice_streams = [
+        _ChoiceStream(chat, index, chat.new_sample_parser()) for index in range(chat.options.n)
+    ]
+    for stream in choice_streams:
         yield {
-            **envelope.body([one.choice({"role": "assistant", "content": ""})]),
-            **_prompt_ids(chat),
+            **envelope.body([stream.choice({"role": "assistant", "content": ""})]),
+            **_prompt_token_ids(chat),
         }
     async for event in events:
-        if isinstance(event, Sampled):
-            one = streamed[event.token.sample]
-            one.growing.add(event.token.token)
-            one.scored.append(Scored(event.token.token, event.token.logprob, event.token.topk))
-            if one.growing.is_due:
-                for choice in one.chunks(one.growing.delta()):
+        if isinstance(event, TokenEvent):
+            stream = choice_streams[event.token.sample]
+            stream.parser.add(event.token.token)
+            stream.unsent_tokens.append(
+                ScoredToken(event.token.token, event.token.logprob, event.token.topk)
+            )
+            if stream.parser.is_due:
+                for choice in stream.chunks(stream.parser.delta()):
                     yield envelope.body([choice])
             continue
-        for one, sequence in zip(streamed, event.response.sequences, strict=True):
-            for choice in one.chunks(one.growing.rest()):
+        for stream, sequence in zip(choice_streams, event.response.sequences, strict=True):
+            for choice in stream.chunks(stream.parser.rest()):
                 yield envelope.body([choice])
-            has_calls = one.calls > 0 or one.open_arguments is not None
+            has_calls = stream.num_sent_calls > 0 or stream.sent_arguments is not None
             reason = _finish_reason(sequence, has_calls)
-            yield envelope.body([one.choice({}, reason)])
+            yield envelope.body([stream.choice({}, reason)])
         if chat.options.include_usage:
-            yield envelope.body([], Usage.of(chat.operations, [event.response]))
+            yield envelope.body([], Usage.from_responses(chat.operations, [event.response]))
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,7 +271,7 @@ def _finish_reason(sequence: SampledSequence, has_calls: bool) -> str:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredToken:
     """A sampled token with its logprob, and the top tokens at its position."""
 
     token: int
@@ -271,35 +279,35 @@ class Scored:
     top: TopTokens
 
 
-def _scored(sequence: SampledSequence) -> list[Scored]:
-    tops = sequence.topk_logprobs or [()] * len(sequence.tokens)
+def _scored_tokens(sequence: SampledSequence) -> list[ScoredToken]:
+    top_tokens = sequence.topk_logprobs or [()] * len(sequence.tokens)
     return [
-        Scored(token, logprob, top or ())
-        for token, logprob, top in zip(sequence.tokens, sequence.logprobs, tops, strict=True)
+        ScoredToken(token, logprob, top or ())
+        for token, logprob, top in zip(sequence.tokens, sequence.logprobs, top_tokens, strict=True)
     ]
 
 
-def _logprobs(chat: Chat, scored: Sequence[Scored]) -> dict[str, Any] | None:
-    """Return the `logprobs` object for the tokens in `scored`, without stop tokens. Return None if
-    the request did not ask for logprobs.
+def _logprobs(chat: ParsedChat, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
+    """Return the `logprobs` object for `tokens`, without stop tokens. Return None if the request
+    did not ask for logprobs.
     """
-    if chat.options.wanted_logprobs is None:
+    if chat.options.num_top_logprobs is None:
         return None
-    texts = chat.model.texts.tokens
-    rows = [
+    token_texts = chat.model.tokenization.token_texts
+    entries = [
         {
-            **_token(texts, one.token, one.logprob),
-            "top_logprobs": [_token(texts, *other) for other in one.top],
+            **_token_entry(token_texts, one.token, one.logprob),
+            "top_logprobs": [_token_entry(token_texts, *other) for other in one.top],
         }
-        for one in scored
+        for one in tokens
         if one.token not in chat.stop_ids
     ]
-    return {"content": rows, "refusal": None}
+    return {"content": entries, "refusal": None}
 
 
-def _token(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
-    text, data = texts.of(token)
-    return {"token": text, "logprob": logprob, "bytes": list(data)}
+def _token_entry(token_texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
+    text, token_bytes = token_texts.decode_token(token)
+    return {"token": text, "logprob": logprob, "bytes": list(token_bytes)}
 
 
 # Clients copy earlier answers into the conversation, including these fields. planish ignores them
@@ -308,19 +316,19 @@ _ANSWER_FIELDS = ("refusal", "audio", "annotations", "function_call")
 
 
 def build_prompt(
-    model: Served,
+    model: ServedModel,
     renderer: Renderer,
-    given: Sequence[Mapping[str, Any]],
+    request_messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Tool],
 ) -> ModelInput:
-    """Return the prompt for the messages in `given`. If there are `tools`, the system message of
-    the prompt describes them. Raise WrongParameterError, which names the field, if the renderer
+    """Return the prompt for `request_messages`. If there are `tools`, the system message of the
+    prompt describes them. Raise WrongParameterError, which names the field, if the renderer
     cannot express a message or tool.
     """
     functions = [tool.function.model_dump(exclude={"strict"}, exclude_none=True) for tool in tools]
-    for name, value in (("messages", given), ("tools", functions)):
-        check_text(name, value, model.texts.max_characters)
-    messages = [_message(one) for one in given]
+    for name, value in (("messages", request_messages), ("tools", functions)):
+        check_text(name, value, model.tokenization.max_characters)
+    messages = [_normalize_message(one) for one in request_messages]
     if functions and not renderer.format.abilities.tools:
         raise WrongParameterError(
             "tools",
@@ -332,7 +340,7 @@ def build_prompt(
             has_system = messages[0].get("role") == "system"
             system = messages.pop(0).get("content") if has_system else ""
             messages = [
-                *renderer.create_conversation_prefix_with_tools(functions, _text(system)),
+                *renderer.create_conversation_prefix_with_tools(functions, _system_text(system)),
                 *messages,
             ]
         return renderer.build_generation_prompt(messages)
@@ -342,10 +350,10 @@ def build_prompt(
         ) from None
 
 
-def _message(given: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize_message(original: Mapping[str, Any]) -> dict[str, Any]:
     message = {
         key: value
-        for key, value in given.items()
+        for key, value in original.items()
         if not (key in _ANSWER_FIELDS and not value) and value is not None
     }
     if message.get("role") == "developer":
@@ -354,23 +362,23 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
         # This name identifies a participant of the chat. No chat format here writes such a name.
         message.pop("name", None)
     # vLLM and its clients also use the name `reasoning` for reasoning_content.
-    thoughts = [message.pop(name, None) for name in ("reasoning_content", "reasoning")]
-    thought = thoughts[0] or thoughts[1]
-    if thought:
+    reasoning_texts = [message.pop(name, None) for name in ("reasoning_content", "reasoning")]
+    reasoning = reasoning_texts[0] or reasoning_texts[1]
+    if reasoning:
         message["content"] = [
-            {"type": "thinking", "thinking": thought},
-            *_parts(message.get("content", "")),
+            {"type": "thinking", "thinking": reasoning},
+            *_content_parts(message.get("content", "")),
         ]
     return message
 
 
-def _parts(content: Any) -> list[Any]:
+def _content_parts(content: Any) -> list[Any]:
     if isinstance(content, list):
         return content
     return [{"type": "text", "text": content}] if content else []
 
 
-def _text(content: Any) -> str:
+def _system_text(content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(

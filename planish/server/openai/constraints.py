@@ -25,10 +25,10 @@ from planish.server.http.context import UnsupportedParameterError, WrongParamete
 from planish.server.openai.requests import (
     ChatRequest,
     JsonObjectFormat,
+    JsonSchema,
     JsonSchemaFormat,
     NamedTool,
     SampleRequest,
-    Schema,
     Tool,
 )
 from planish.types import Constraint
@@ -37,12 +37,12 @@ _ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerConstraint:
     """A constraint on the answer's text. It is used alone, or as a part of a larger grammar."""
 
     parameter: str
     """The request parameter that contains the constraint."""
-    constraint: Callable[[], Constraint]
+    make: Callable[[], Constraint]
     """Creates the constraint for an answer without reasoning and tool calls."""
     rule: str | None
     """A Lark expression for the text, to be used in a larger grammar. None if the constraint is
@@ -54,8 +54,8 @@ def text_constraint(request: SampleRequest) -> Constraint | None:
     """Return the constraint of a text completion, or None if the request has no constraint. Raise
     WrongParameterError if the constraint is invalid.
     """
-    answer = _answer(request)
-    return None if answer is None else _checked(answer.parameter, answer.constraint)
+    answer = _answer_constraint(request)
+    return None if answer is None else _make_constraint(answer.parameter, answer.make)
 
 
 def chat_constraint(
@@ -68,23 +68,29 @@ def chat_constraint(
     strict, or if `parallel_tool_calls` is false. Raise WrongParameterError if the request has an
     invalid constraint.
     """
-    answer = _answer(request)
+    answer = _answer_constraint(request)
     choice = request.tool_choice
     if constrains_calls(request, tools):
         must_call = _must_call(request)
-        callable_tools = _callable(tools, choice if must_call else None)
-        instead = None if must_call else _rule(answer) if answer else ANY_TEXT
+        callable_tools = _callable_tools(tools, choice if must_call else None)
+        text_alternative = None if must_call else _grammar_rule(answer) if answer else ANY_TEXT
         # Allow only one call of a named function, as in vLLM. Otherwise a small model could repeat
         # the call until the context is full.
-        several = request.parallel_tool_calls and not isinstance(choice, NamedTool)
-        rules = calls_rules(renderer, callable_tools, several=several, instead=instead)
-        return _checked("tools", lambda: Constraint("lark", message_grammar(renderer, rules)))
+        allows_several = request.parallel_tool_calls and not isinstance(choice, NamedTool)
+        rules = calls_rules(
+            renderer, callable_tools, several=allows_several, instead=text_alternative
+        )
+        return _make_constraint(
+            "tools", lambda: Constraint("lark", message_grammar(renderer, rules))
+        )
     if answer is None:
         return None
     if not renderer.format.abilities.samples_thinking:
-        return _checked(answer.parameter, answer.constraint)
-    rules = answer_rules(renderer, _rule(answer))
-    return _checked(answer.parameter, lambda: Constraint("lark", message_grammar(renderer, rules)))
+        return _make_constraint(answer.parameter, answer.make)
+    rules = answer_rules(renderer, _grammar_rule(answer))
+    return _make_constraint(
+        answer.parameter, lambda: Constraint("lark", message_grammar(renderer, rules))
+    )
 
 
 def constrains_calls(request: ChatRequest, tools: Sequence[Tool]) -> bool:
@@ -93,7 +99,7 @@ def constrains_calls(request: ChatRequest, tools: Sequence[Tool]) -> bool:
         return True
     is_strict = any(tool.function.strict for tool in tools)
     return bool(tools) and (
-        _answer(request) is not None or not request.parallel_tool_calls or is_strict
+        _answer_constraint(request) is not None or not request.parallel_tool_calls or is_strict
     )
 
 
@@ -101,18 +107,18 @@ def _must_call(request: ChatRequest) -> bool:
     return request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
 
 
-def named(error: UserError, request: SampleRequest) -> UserError:
+def error_for_client(error: UserError, request: SampleRequest) -> UserError:
     """Return the error to send for an engine's `error`. If the engine rejected the constraint, the
     returned WrongParameterError names the request parameter that contains the constraint.
     """
     if not str(error).startswith("SamplingParams.constraint"):
         return error
-    answer = _answer(request)
+    answer = _answer_constraint(request)
     name = answer.parameter if answer else "tools"
     return WrongParameterError(name, str(error).replace("SamplingParams.constraint", name))
 
 
-def _callable(tools: Sequence[Tool], choice: object) -> list[CallableTool]:
+def _callable_tools(tools: Sequence[Tool], choice: object) -> list[CallableTool]:
     """Return the tools that the model may call: all, or only the one that `choice` names."""
     functions = [tool.function for tool in tools]
     if isinstance(choice, NamedTool):
@@ -128,7 +134,7 @@ def _callable(tools: Sequence[Tool], choice: object) -> list[CallableTool]:
     return [CallableTool(one.name, one.parameters or {}, bool(one.strict)) for one in functions]
 
 
-def _rule(answer: Answer) -> str:
+def _grammar_rule(answer: AnswerConstraint) -> str:
     if answer.rule is None:
         raise UnsupportedParameterError(
             answer.parameter,
@@ -138,7 +144,7 @@ def _rule(answer: Answer) -> str:
     return answer.rule
 
 
-def _checked(parameter: str, make: Callable[[], Constraint]) -> Constraint:
+def _make_constraint(parameter: str, make: Callable[[], Constraint]) -> Constraint:
     try:
         return make()
     except UserError as error:
@@ -147,79 +153,92 @@ def _checked(parameter: str, make: Callable[[], Constraint]) -> Constraint:
         ) from None
 
 
-def _answer(request: SampleRequest) -> Answer | None:
+def _answer_constraint(request: SampleRequest) -> AnswerConstraint | None:
     """Return the request's constraint on the answer's text, or None if it has none. Raise
     WrongParameterError if two parameters constrain the text.
     """
-    found = [*_format(request), *_structured(request), *_guided(request)]
-    if len(found) > 1:
+    constraints = [
+        *_from_response_format(request),
+        *_from_structured_outputs(request),
+        *_from_guided_parameters(request),
+    ]
+    if len(constraints) > 1:
         raise WrongParameterError(
-            found[1].parameter,
-            f"{found[0].parameter} and {found[1].parameter} both constrain the answer; give one",
+            constraints[1].parameter,
+            f"{constraints[0].parameter} and {constraints[1].parameter} both constrain the "
+            "answer; give one",
         )
-    return found[0] if found else None
+    return constraints[0] if constraints else None
 
 
-def _format(request: SampleRequest) -> list[Answer]:
+def _from_response_format(request: SampleRequest) -> list[AnswerConstraint]:
     match request.response_format:
         case JsonObjectFormat():
-            return [_json("response_format", _ANY_OBJECT)]
+            return [_json_constraint("response_format", _ANY_OBJECT)]
         case JsonSchemaFormat(json_schema=named):
-            return [_json("response_format", named.schema_, bool(named.strict))]
+            return [_json_constraint("response_format", named.schema_, bool(named.strict))]
     return []
 
 
-def _structured(request: SampleRequest) -> list[Answer]:
-    given = request.structured_outputs
-    if given is None:
+def _from_structured_outputs(request: SampleRequest) -> list[AnswerConstraint]:
+    outputs = request.structured_outputs
+    if outputs is None:
         return []
     name = "structured_outputs"
-    found = _all_of(name, given.json_, given.regex, given.choice, given.grammar)
-    if given.json_object:
-        found.append(_json(name, _ANY_OBJECT))
-    if not found:
+    constraints = _from_values(name, outputs.json_, outputs.regex, outputs.choice, outputs.grammar)
+    if outputs.json_object:
+        constraints.append(_json_constraint(name, _ANY_OBJECT))
+    if not constraints:
         raise WrongParameterError(
             name, f"{name} is empty; give json, json_object, regex, choice or grammar"
         )
-    return found
+    return constraints
 
 
-def _guided(request: SampleRequest) -> list[Answer]:
+def _from_guided_parameters(request: SampleRequest) -> list[AnswerConstraint]:
     return [
-        *_all_of("guided_json", request.guided_json, None, None, None),
-        *_all_of("guided_regex", None, request.guided_regex, None, None),
-        *_all_of("guided_choice", None, None, request.guided_choice, None),
-        *_all_of("guided_grammar", None, None, None, request.guided_grammar),
+        *_from_values("guided_json", request.guided_json, None, None, None),
+        *_from_values("guided_regex", None, request.guided_regex, None, None),
+        *_from_values("guided_choice", None, None, request.guided_choice, None),
+        *_from_values("guided_grammar", None, None, None, request.guided_grammar),
     ]
 
 
-def _all_of(
-    name: str,
-    schema: Schema | None,
+def _from_values(
+    parameter: str,
+    schema: JsonSchema | None,
     regex: str | None,
     choices: list[str] | None,
     grammar: str | None,
-) -> list[Answer]:
-    found = []
+) -> list[AnswerConstraint]:
+    constraints = []
     if schema is not None:
-        found.append(_json(name, _parsed(name, schema)))
+        constraints.append(_json_constraint(parameter, _parse_schema(parameter, schema)))
     if regex is not None:
-        slashes = regex.replace("\\/", "/").replace("/", "\\/")
-        found.append(Answer(name, lambda: Constraint("regex", regex), f"/{slashes}/"))
+        escaped_regex = regex.replace("\\/", "/").replace("/", "\\/")
+        constraints.append(
+            AnswerConstraint(parameter, lambda: Constraint("regex", regex), f"/{escaped_regex}/")
+        )
     if choices is not None:
         rule = f"({' | '.join(map(literal, choices))})"
-        found.append(Answer(name, lambda: Constraint("choice", choices=choices), rule))
+        constraints.append(
+            AnswerConstraint(parameter, lambda: Constraint("choice", choices=choices), rule)
+        )
     if grammar is not None:
-        found.append(Answer(name, lambda: Constraint("lark", grammar), None))
-    return found
+        constraints.append(AnswerConstraint(parameter, lambda: Constraint("lark", grammar), None))
+    return constraints
 
 
-def _json(name: str, schema: dict[str, Any], strict: bool = False) -> Answer:
+def _json_constraint(
+    parameter: str, schema: dict[str, Any], strict: bool = False
+) -> AnswerConstraint:
     text = schema_text(schema, strict)
-    return Answer(name, lambda: Constraint("json_schema", text), json_rule(schema, strict))
+    return AnswerConstraint(
+        parameter, lambda: Constraint("json_schema", text), json_rule(schema, strict)
+    )
 
 
-def _parsed(name: str, schema: Schema) -> dict[str, Any]:
+def _parse_schema(parameter: str, schema: JsonSchema) -> dict[str, Any]:
     if isinstance(schema, dict):
         return schema
     try:
@@ -227,5 +246,5 @@ def _parsed(name: str, schema: Schema) -> dict[str, Any]:
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        raise WrongParameterError(name, f"{name} is not a JSON schema; give an object")
+        raise WrongParameterError(parameter, f"{parameter} is not a JSON schema; give an object")
     return parsed

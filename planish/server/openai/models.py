@@ -49,22 +49,22 @@ _MAX_SAMPLERS = 16
 """Maximum number of samplers kept per tenant. The least recently used one is closed first."""
 
 
-CHARACTERS_PER_TOKEN = 16
+MAX_CHARACTERS_PER_TOKEN = 16
 """A text may have this many characters for each token of the model's context. A token of English or
 code has 3 to 5 characters on average. Only long runs of one character, such as spaces, have tokens
 of more than 16 characters.
 """
-BYTES_PER_CHARACTER = 540
+TOKENIZER_BYTES_PER_CHARACTER = 540
 """The maximum memory that a tokenizer needs per character of its input, in bytes. We measured 90 to
 360 bytes for ASCII and 540 bytes for an emoji of three tokens, with SmolLM2's tokenizer.
 """
-TEXT_AT_ONCE = 1 << 20
+MAX_TOKENIZED_BYTES = 1 << 20
 """Limit for the bodies of all requests that are tokenized at the same time, in bytes. One tenant
 may use half of this limit while other tenants are active. A larger body is tokenized alone.
 """
 
 
-class BaseTexts:
+class ModelTokenization:
     """One base model's tokenizer, renderers and limits."""
 
     def __init__(self, name: str, directory: Path) -> None:
@@ -74,15 +74,15 @@ class BaseTexts:
         tokenizer = load_tokenizer(directory)
         self.tokenizer: ModelTokenizer = tokenizer
         self.codec = Codec(self.tokenizer)
-        self.tokens = TokenTexts(self.tokenizer)
+        self.token_texts = TokenTexts(self.tokenizer)
         config = ModelConfig.from_directory(directory)
-        self.end_ids = frozenset(config.eos_token_ids) | eos_ids(self.codec)
+        self.eos_token_ids = frozenset(config.eos_token_ids) | eos_ids(self.codec)
         """Tokens that end a sequence."""
         self.max_context = config.max_context
         vocabulary = tokenizer.get_vocab()
         self.vocabulary_size = max(vocabulary.values()) + 1
-        longest = max(map(len, vocabulary))
-        self.max_characters = config.max_context * min(longest, CHARACTERS_PER_TOKEN)
+        max_token_length = max(map(len, vocabulary))
+        self.max_characters = config.max_context * min(max_token_length, MAX_CHARACTERS_PER_TOKEN)
         """The maximum number of characters of a text. Longer texts are rejected before they are
         tokenized.
         """
@@ -92,13 +92,13 @@ class BaseTexts:
         """Return the renderer `name`, or the model's recommended renderer if `name` is None. Raise
         UserError if there is no such renderer.
         """
-        name = name or self._recommended
+        name = name or self._recommended_name
         if name not in self._renderers:
             self._renderers[name] = get_renderer(name, self.tokenizer)
         return self._renderers[name]
 
     @cached_property
-    def _recommended(self) -> str:
+    def _recommended_name(self) -> str:
         try:
             return recommended_renderer_name(self._name)
         except UnknownModelError:
@@ -106,30 +106,32 @@ class BaseTexts:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A model that a request names: a base model or a checkpoint."""
 
     name: str
     base_model: str
-    texts: BaseTexts
+    tokenization: ModelTokenization
     renderer_name: str | None
     """The renderer with which the checkpoint was trained, according to the checkpoint's metadata.
     None for a base model, and if the metadata does not name a known renderer.
     """
-    made: float
+    created: float
     """When the checkpoint was saved, in seconds since 1970; 0 for a base model. If this time
     changes, the checkpoint was saved again under its name.
     """
 
 
 @dataclass
-class _Account:
+class _TenantSamplers:
     """One tenant's session and its samplers."""
 
     session_id: str | None = None
-    count: int = 0
+    num_created: int = 0
     samplers: OrderedDict[str, tuple[float, str]] = field(default_factory=OrderedDict)
-    """Maps a model's name to (`Served.made`, id of its sampler), least recently used first."""
+    """Maps a model's name to (`ServedModel.created`, id of its sampler), least recently used
+    first.
+    """
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -140,16 +142,16 @@ class OpenAIModels:
         """`directories` maps the names of the served base models to their directories."""
         self.server = server
         self._directories = directories
-        self._texts: dict[str, BaseTexts] = {}
-        self._loading = asyncio.Lock()
-        self._accounts: dict[str, _Account] = {}
-        self._running: Counter[str] = Counter()
+        self._tokenizations: dict[str, ModelTokenization] = {}
+        self._load_lock = asyncio.Lock()
+        self._samplers_by_tenant: dict[str, _TenantSamplers] = {}
+        self._running_requests: Counter[str] = Counter()
         """The number of running requests of each sampler."""
-        self._replaced: set[str] = set()
+        self._replaced_samplers: set[str] = set()
         """Samplers to be closed when their running requests end."""
-        self._tokenizing = FairQueue(TEXT_AT_ONCE, TEXT_AT_ONCE // 2)
+        self._tokenizing_queue = FairQueue(MAX_TOKENIZED_BYTES, MAX_TOKENIZED_BYTES // 2)
 
-    async def tokenizing(self, tenant: Tenant, request: Request, work: Callable[[], R]) -> R:
+    async def run_tokenizer(self, tenant: Tenant, request: Request, work: Callable[[], R]) -> R:
         """Return the result of `work()`, which tokenizes the texts of a request. `work` runs in a
         thread when it is the tenant's turn.
 
@@ -157,7 +159,7 @@ class OpenAIModels:
         body has repeatedly crashed the server.
         """
         guard, body = self.server.crash_guard, request.state.body
-        turn = await self._tokenizing.turn(tenant.name, len(body), len(body))
+        turn = await self._tokenizing_queue.turn(tenant.name, len(body), len(body))
         try:
             if guard.is_calm:
                 return await asyncio.to_thread(work)
@@ -167,12 +169,12 @@ class OpenAIModels:
         finally:
             turn.release()
 
-    async def find(self, tenant: Tenant, name: str) -> Served:
+    async def find(self, tenant: Tenant, name: str) -> ServedModel:
         """Return the model with this name. Raise ModelNotFoundError if the name is neither a base
         model nor a checkpoint that the tenant may read.
         """
         if name in self._directories:
-            return Served(name, name, await self._base_texts(name), None, 0.0)
+            return ServedModel(name, name, await self._tokenization(name), None, 0.0)
         try:
             path = str(CheckpointPath.parse(name))
             info = await self.server.checkpoints.info(tenant, path)
@@ -188,29 +190,31 @@ class OpenAIModels:
             )
         metadata = info.checkpoint.user_metadata or {}
         renderer = metadata.get("renderer_name")
-        return Served(
+        return ServedModel(
             path,
             info.base_model,
-            await self._base_texts(info.base_model),
+            await self._tokenization(info.base_model),
             renderer if renderer in FORMATS else None,
             info.checkpoint.time.timestamp(),
         )
 
-    async def sampler(self, tenant: Tenant, model: Served, operations: Sequence[Sample]) -> str:
+    async def sampler_id_for(
+        self, tenant: Tenant, model: ServedModel, operations: Sequence[Sample]
+    ) -> str:
         """Return the id of a sampler of the model. Raise ValueError if an operation is invalid, and
         TooManyRequests or Unavailable if the operations cannot be accepted now.
         """
         self.server.limits.check(tenant.name, 0)
         for operation in operations:
             await self.server.samplers.check(tenant, model.base_model, operation)
-        return await self._sampler(tenant, model)
+        return await self._sampler_id(tenant, model)
 
     async def sample(self, tenant: Tenant, sampler_id: str, operation: Sample) -> SampleResponse:
         """Sample from the sampler `sampler_id`, which replaces `operation.sampler_id`. Cancelling
         the call cancels the request.
         """
         self.server.limits.enter(tenant.name, 0)
-        self._running[sampler_id] += 1
+        self._running_requests[sampler_id] += 1
         try:
             self.server.limits.use(tenant.name, operation.prompt.length)
             self.server.engine.check_open()
@@ -219,69 +223,71 @@ class OpenAIModels:
             )
         finally:
             self.server.limits.leave(tenant.name, 0)
-            self._running[sampler_id] -= 1
-            if not self._running[sampler_id]:
-                del self._running[sampler_id]
-                if sampler_id in self._replaced:
+            self._running_requests[sampler_id] -= 1
+            if not self._running_requests[sampler_id]:
+                del self._running_requests[sampler_id]
+                if sampler_id in self._replaced_samplers:
                     await self._close_when_idle(sampler_id)
 
-    async def _sampler(self, tenant: Tenant, model: Served) -> str:
-        account = self._accounts.setdefault(tenant.name, _Account())
-        async with account.lock:
-            session_id = await self._session(tenant, account)
-            made, sampler_id = account.samplers.get(model.name, (0.0, ""))
-            if made != model.made or self.server.samplers.get(sampler_id) is None:
-                await self._close(account, model.name)
+    async def _sampler_id(self, tenant: Tenant, model: ServedModel) -> str:
+        tenant_samplers = self._samplers_by_tenant.setdefault(tenant.name, _TenantSamplers())
+        async with tenant_samplers.lock:
+            session_id = await self._session_id(tenant, tenant_samplers)
+            created, sampler_id = tenant_samplers.samplers.get(model.name, (0.0, ""))
+            if created != model.created or self.server.samplers.get(sampler_id) is None:
+                await self._close(tenant_samplers, model.name)
                 is_path = model.name not in self._directories
-                parts = IdParts(session_id, account.count)
-                account.count += 1
-                names = {"model_path": model.name} if is_path else {"base_model": model.name}
+                parts = IdParts(session_id, tenant_samplers.num_created)
+                tenant_samplers.num_created += 1
+                source = {"model_path": model.name} if is_path else {"base_model": model.name}
                 self.server.engine.check_open()
                 sampler_id = await self.server.samplers.create(
-                    tenant, CreateSampler(parts.sampler_id, **names)
+                    tenant, CreateSampler(parts.sampler_id, **source)
                 )
-                account.samplers[model.name] = (model.made, sampler_id)
-                while len(account.samplers) > _MAX_SAMPLERS:
-                    await self._close(account, next(iter(account.samplers)))
-            account.samplers.move_to_end(model.name)
+                tenant_samplers.samplers[model.name] = (model.created, sampler_id)
+                while len(tenant_samplers.samplers) > _MAX_SAMPLERS:
+                    await self._close(tenant_samplers, next(iter(tenant_samplers.samplers)))
+            tenant_samplers.samplers.move_to_end(model.name)
             return sampler_id
 
-    async def _session(self, tenant: Tenant, account: _Account) -> str:
+    async def _session_id(self, tenant: Tenant, tenant_samplers: _TenantSamplers) -> str:
         """Return the id of the tenant's session. Create a session if the tenant has none, or if its
         session has ended.
         """
-        if account.session_id is not None:
+        if tenant_samplers.session_id is not None:
             try:
-                await self.server.sessions.touch(tenant, account.session_id)
+                await self.server.sessions.touch(tenant, tenant_samplers.session_id)
             except (Gone, NotFound):
-                account.session_id = None
-        if account.session_id is None:
+                tenant_samplers.session_id = None
+        if tenant_samplers.session_id is None:
             self.server.engine.check_open()
-            account.session_id = await self.server.sessions.create(tenant, SessionSpec(["openai"]))
-            account.count, account.samplers = 0, OrderedDict()
-        return account.session_id
+            tenant_samplers.session_id = await self.server.sessions.create(
+                tenant, SessionSpec(["openai"])
+            )
+            tenant_samplers.num_created, tenant_samplers.samplers = 0, OrderedDict()
+        return tenant_samplers.session_id
 
-    async def _close(self, account: _Account, name: str) -> None:
-        _, sampler_id = account.samplers.pop(name, (0.0, ""))
+    async def _close(self, tenant_samplers: _TenantSamplers, name: str) -> None:
+        _, sampler_id = tenant_samplers.samplers.pop(name, (0.0, ""))
         await self._close_when_idle(sampler_id)
 
     async def _close_when_idle(self, sampler_id: str) -> None:
         """Close a sampler once no request uses it."""
-        if self._running[sampler_id]:
-            self._replaced.add(sampler_id)
+        if self._running_requests[sampler_id]:
+            self._replaced_samplers.add(sampler_id)
             return
-        self._replaced.discard(sampler_id)
+        self._replaced_samplers.discard(sampler_id)
         sampler = self.server.samplers.get(sampler_id)
         if sampler is not None:
             await self.server.samplers.close(sampler, "a newer sampler replaced it")
 
-    async def _base_texts(self, name: str) -> BaseTexts:
-        async with self._loading:
-            if name not in self._texts:
-                self._texts[name] = await asyncio.to_thread(
-                    BaseTexts, name, self._directories[name]
+    async def _tokenization(self, name: str) -> ModelTokenization:
+        async with self._load_lock:
+            if name not in self._tokenizations:
+                self._tokenizations[name] = await asyncio.to_thread(
+                    ModelTokenization, name, self._directories[name]
                 )
-            return self._texts[name]
+            return self._tokenizations[name]
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -296,7 +302,7 @@ def _byte_level_alphabet() -> dict[str, int]:
     }
 
 
-_ALPHABET = _byte_level_alphabet()
+_BYTE_OF_CHARACTER = _byte_level_alphabet()
 
 
 class TokenTexts:
@@ -307,10 +313,10 @@ class TokenTexts:
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._is_byte_level = "ByteLevel" in repr(getattr(backend, "decoder", None))
-        self._special = set(getattr(tokenizer, "added_tokens_decoder", {}))
-        self.of = lru_cache(maxsize=1 << 16)(self._of)
+        self._special_ids = set(getattr(tokenizer, "added_tokens_decoder", {}))
+        self.decode_token = lru_cache(maxsize=1 << 16)(self._decode_token)
 
-    def _of(self, token: int) -> tuple[str, bytes]:
+    def _decode_token(self, token: int) -> tuple[str, bytes]:
         """Return the text and the bytes of one token."""
         text = self._tokenizer.decode(
             [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -318,10 +324,10 @@ class TokenTexts:
         return text, self._bytes(token, text)
 
     def _bytes(self, token: int, text: str) -> bytes:
-        written = self._tokenizer.convert_ids_to_tokens(token)
-        if token in self._special or not isinstance(written, str):
+        raw_token = self._tokenizer.convert_ids_to_tokens(token)
+        if token in self._special_ids or not isinstance(raw_token, str):
             return text.encode()
-        if self._is_byte_level and all(character in _ALPHABET for character in written):
-            return bytes(_ALPHABET[character] for character in written)
-        byte = _BYTE_TOKEN.fullmatch(written)
+        if self._is_byte_level and all(character in _BYTE_OF_CHARACTER for character in raw_token):
+            return bytes(_BYTE_OF_CHARACTER[character] for character in raw_token)
+        byte = _BYTE_TOKEN.fullmatch(raw_token)
         return bytes([int(byte.group(1), 16)]) if byte else text.encode()

@@ -14,7 +14,7 @@ from planish.server.openai.requests import (
     DetokenizeRequest,
     Request,
     TokenizeRequest,
-    schemas,
+    request_schemas,
 )
 
 _REQUESTS: dict[str, tuple[type[Request], str]] = {
@@ -73,7 +73,7 @@ def openapi() -> dict[str, Any]:
         "paths": paths,
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-            "schemas": {**schemas(kinds), "Error": _ERROR},
+            "schemas": {**request_schemas(kinds), "Error": _ERROR},
         },
     }
 

@@ -19,8 +19,8 @@ from starlette.responses import Response, StreamingResponse
 
 from planish.errors import UserError
 from planish.server.http.context import WrongParameterError, error_body, json_response
-from planish.server.openai.constraints import named
-from planish.server.openai.models import OpenAIModels, Served
+from planish.server.openai.constraints import error_for_client
+from planish.server.openai.models import OpenAIModels, ServedModel
 from planish.server.openai.requests import SampleRequest
 from planish.server.results import Tenant
 from planish.service import Sample, SampledToken
@@ -28,22 +28,22 @@ from planish.types import SampleResponse
 
 T = TypeVar("T")
 R = TypeVar("R", bound=SampleRequest)
-P = TypeVar("P", bound="Parsed")
+P = TypeVar("P", bound="ParsedRequest")
 
 
-_MAX_ANSWER = 1 << 30
+_MAX_ANSWER_BYTES = 1 << 30
 """Limit for the memory of one answer, in bytes."""
-_TOKEN_BYTES, _SCORE_BYTES = 32, 300
+_TOKEN_BYTES, _LOGPROB_BYTES = 32, 300
 """Estimated bytes of memory for one sampled token, and for one logprob with the token's text."""
 
 
-def check_text(name: str, given: Any, max_characters: int) -> None:
-    """Raise WrongParameterError if the JSON value `given` has more than `max_characters`.
+def check_text(name: str, value: Any, max_characters: int) -> None:
+    """Raise WrongParameterError if a JSON value has more than `max_characters`.
 
     `name` is the parameter that the error names. Call this before tokenizing, because the tokenizer
     needs up to 540 bytes of memory per character.
     """
-    size = _characters(given)
+    size = _characters(value)
     if size > max_characters:
         raise WrongParameterError(
             name,
@@ -71,32 +71,33 @@ def _characters(value: Any) -> int:
     return total
 
 
-def check_size(operations: Sequence[Sample], context: int) -> None:
+def check_answer_size(operations: Sequence[Sample], max_context: int) -> None:
     """Raise WrongParameterError if the answer could need more memory than one request may use.
-    `context` is the length of the model's context in tokens.
+    `max_context` is the length of the model's context in tokens.
     """
-    size = sum(_max_bytes(operation, context) for operation in operations)
-    if size > _MAX_ANSWER:
+    size = sum(_max_answer_bytes(operation, max_context) for operation in operations)
+    if size > _MAX_ANSWER_BYTES:
         raise WrongParameterError(
             "n",
-            f"the answer could have {size >> 20:,} MiB, and the limit is {_MAX_ANSWER >> 20:,}; "
-            "lower n, max_tokens, logprobs "
-            "or the number of prompts",
+            f"the answer could have {size >> 20:,} MiB, and the limit is "
+            f"{_MAX_ANSWER_BYTES >> 20:,}; lower n, max_tokens, logprobs or the number of prompts",
         )
 
 
-def _max_bytes(operation: Sample, context: int) -> int:
+def _max_answer_bytes(operation: Sample, max_context: int) -> int:
     """Return the most memory that the answer may need for its Python objects and JSON, in bytes."""
-    drawn = (
+    max_new_tokens = (
         0
         if operation.prompt_only
-        else min(operation.sampling_params.max_tokens or context, context)
+        else min(operation.sampling_params.max_tokens or max_context, max_context)
     )
-    row = _TOKEN_BYTES + _SCORE_BYTES * operation.topk_sample_logprobs
-    prompt_row = (
-        _SCORE_BYTES * (1 + operation.topk_prompt_logprobs) if operation.prompt_logprobs else 0
+    bytes_per_sampled_token = _TOKEN_BYTES + _LOGPROB_BYTES * operation.topk_sample_logprobs
+    bytes_per_prompt_token = (
+        _LOGPROB_BYTES * (1 + operation.topk_prompt_logprobs) if operation.prompt_logprobs else 0
     )
-    return operation.num_samples * (drawn * row + operation.prompt.length * prompt_row)
+    return operation.num_samples * (
+        max_new_tokens * bytes_per_sampled_token + operation.prompt.length * bytes_per_prompt_token
+    )
 
 
 class ClientGoneError(Exception):
@@ -104,19 +105,19 @@ class ClientGoneError(Exception):
 
 
 @dataclass(frozen=True)
-class Sampled:
+class TokenEvent:
     """An event: a token was sampled."""
 
-    prompt: int
+    prompt_index: int
     """Index of the prompt."""
     token: SampledToken
 
 
 @dataclass(frozen=True)
-class Finished:
+class PromptFinishedEvent:
     """An event: all samples of one prompt are finished."""
 
-    prompt: int
+    prompt_index: int
     """Index of the prompt."""
     response: SampleResponse
 
@@ -125,28 +126,30 @@ class Finished:
 class Usage:
     """Token counts of a request."""
 
-    prompt: int
-    sampled: int
-    cached: int
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
 
     @classmethod
-    def of(cls, operations: Sequence[Sample], responses: Sequence[SampleResponse]) -> Usage:
+    def from_responses(
+        cls, operations: Sequence[Sample], responses: Sequence[SampleResponse]
+    ) -> Usage:
         """Count the tokens of requests and responses."""
         return cls(
-            prompt=sum(operation.prompt.length for operation in operations),
-            sampled=sum(
+            prompt_tokens=sum(operation.prompt.length for operation in operations),
+            completion_tokens=sum(
                 len(sequence.tokens_np) for response in responses for sequence in response.sequences
             ),
-            cached=sum(response.prompt_cache_hit_tokens for response in responses),
+            cached_tokens=sum(response.prompt_cache_hit_tokens for response in responses),
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON of the counts."""
         return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.sampled,
-            "total_tokens": self.prompt + self.sampled,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 
@@ -154,29 +157,29 @@ class Usage:
 class Envelope:
     """The fields that are the same in every body of one answer, such as its id."""
 
-    kind: str
+    object_type: str
     model: str
     id: str
     created: int
 
     @classmethod
-    def of(cls, prefix: str, kind: str, model: str) -> Envelope:
+    def new(cls, prefix: str, object_type: str, model: str) -> Envelope:
         """Return an envelope with a new id."""
-        return cls(kind, model, f"{prefix}-{secrets.token_hex(12)}", int(time.time()))
+        return cls(object_type, model, f"{prefix}-{secrets.token_hex(12)}", int(time.time()))
 
     def body(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
         """Return a response body or stream chunk with these choices."""
-        head = {
+        fields = {
             "id": self.id,
-            "object": self.kind,
+            "object": self.object_type,
             "created": self.created,
             "model": self.model,
             "choices": choices,
         }
-        return head if usage is None else {**head, "usage": usage.to_json()}
+        return fields if usage is None else {**fields, "usage": usage.to_json()}
 
 
-class Parsed(Protocol):
+class ParsedRequest(Protocol):
     """A parsed request: a Chat or a Completion."""
 
     @property
@@ -190,26 +193,28 @@ async def answer(
     tenant: Tenant,
     request: Request,
     options: R,
-    parse: Callable[[Served, R], P],
-    stream: Callable[[P, AsyncIterator[Sampled | Finished]], AsyncIterator[dict[str, Any]]],
-    whole: Callable[[P, Sequence[SampleResponse]], dict[str, Any]],
+    parse: Callable[[ServedModel, R], P],
+    make_chunks: Callable[
+        [P, AsyncIterator[TokenEvent | PromptFinishedEvent]], AsyncIterator[dict[str, Any]]
+    ],
+    make_body: Callable[[P, Sequence[SampleResponse]], dict[str, Any]],
 ) -> Response:
-    """Parse a request, sample its prompts, and answer it: with the chunks of `stream` if
-    `options.stream` is true, otherwise with the body that `whole` returns.
+    """Parse a request, sample its prompts, and answer it: with the chunks of
+    `make_chunks` if `options.stream` is true, otherwise with the body that `make_body` returns.
     """
     model = await models.find(tenant, options.model)
-    parsed = await models.tokenizing(tenant, request, lambda: parse(model, options))
-    check_size(parsed.operations, model.texts.max_context)
+    parsed = await models.run_tokenizer(tenant, request, lambda: parse(model, options))
+    check_answer_size(parsed.operations, model.tokenization.max_context)
     try:
-        sampler_id = await models.sampler(tenant, model, parsed.operations)
+        sampler_id = await models.sampler_id_for(tenant, model, parsed.operations)
     except UserError as error:
-        raise named(error, options) from None
+        raise error_for_client(error, options) from None
     if options.stream:
         events = sample_events(models, tenant, sampler_id, parsed.operations)
-        return stream_response(stream(parsed, events))
+        return stream_response(make_chunks(parsed, events))
     sampling = sample_all(models, tenant, sampler_id, parsed.operations)
     responses = await while_connected(request, sampling)
-    return json_response(await asyncio.to_thread(whole, parsed, responses))
+    return json_response(await asyncio.to_thread(make_body, parsed, responses))
 
 
 async def sample_all(
@@ -217,70 +222,72 @@ async def sample_all(
 ) -> list[SampleResponse]:
     """Return the samples of every prompt. If one fails, cancel the others and raise its error."""
     try:
-        async with asyncio.TaskGroup() as tasks:
-            sampling = [
-                tasks.create_task(models.sample(tenant, sampler_id, operation))
+        async with asyncio.TaskGroup() as task_group:
+            tasks = [
+                task_group.create_task(models.sample(tenant, sampler_id, operation))
                 for operation in operations
             ]
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
-    return [task.result() for task in sampling]
+    return [task.result() for task in tasks]
 
 
 async def sample_events(
     models: OpenAIModels, tenant: Tenant, sampler_id: str, operations: Sequence[Sample]
-) -> AsyncIterator[Sampled | Finished]:
+) -> AsyncIterator[TokenEvent | PromptFinishedEvent]:
     """Yield tokens as they are sampled, and each prompt's samples when they are finished. Closing
     the iterator cancels the unfinished samples.
     """
-    events: asyncio.Queue[Sampled | asyncio.Task[SampleResponse]] = asyncio.Queue()
+    events: asyncio.Queue[TokenEvent | asyncio.Task[SampleResponse]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    order: dict[asyncio.Task[SampleResponse], int] = {}
+    prompt_indices: dict[asyncio.Task[SampleResponse], int] = {}
 
-    def listening(index: int, operation: Sample) -> Sample:
+    def with_listener(index: int, operation: Sample) -> Sample:
         def on_token(token: SampledToken) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, Sampled(index, token))
+            loop.call_soon_threadsafe(events.put_nowait, TokenEvent(index, token))
 
         return replace(operation, on_token=on_token)
 
     for index, operation in enumerate(operations):
-        task = asyncio.create_task(models.sample(tenant, sampler_id, listening(index, operation)))
-        order[task] = index
+        task = asyncio.create_task(
+            models.sample(tenant, sampler_id, with_listener(index, operation))
+        )
+        prompt_indices[task] = index
         task.add_done_callback(events.put_nowait)
     try:
-        left = len(order)
-        while left:
+        num_unfinished = len(prompt_indices)
+        while num_unfinished:
             event = await events.get()
-            if isinstance(event, Sampled):
+            if isinstance(event, TokenEvent):
                 yield event
             else:
-                left -= 1
-                yield Finished(order[event], event.result())
+                num_unfinished -= 1
+                yield PromptFinishedEvent(prompt_indices[event], event.result())
     finally:
-        for task in order:
+        for task in prompt_indices:
             task.cancel()
-        await asyncio.gather(*order, return_exceptions=True)
+        await asyncio.gather(*prompt_indices, return_exceptions=True)
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """Return the result of `work`. If the client closes the connection first, cancel `work` and
     raise ClientGoneError.
     """
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_until_gone(request))
+    work_task = asyncio.ensure_future(work)
+    disconnect_task = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        await asyncio.wait((work_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
+        if not work_task.done():
             raise ClientGoneError
-        return working.result()
+        return work_task.result()
     finally:
-        watching.cancel()
-        working.cancel()
+        disconnect_task.cancel()
+        work_task.cancel()
         with suppress(asyncio.CancelledError, Exception):
-            await working
+            await work_task
 
 
-async def _until_gone(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -293,9 +300,9 @@ def stream_response(bodies: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
     async def events() -> AsyncIterator[bytes]:
         try:
             async for body in bodies:
-                yield _event(body)
+                yield _server_sent_event(body)
         except Exception as error:
-            yield _event(error_body(error))
+            yield _server_sent_event(error_body(error))
         yield b"data: [DONE]\n\n"
 
     return StreamingResponse(
@@ -303,5 +310,5 @@ def stream_response(bodies: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
     )
 
 
-def _event(body: dict[str, Any]) -> bytes:
+def _server_sent_event(body: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(body) + b"\n\n"

@@ -25,15 +25,15 @@ R = TypeVar("R", bound="Request")
 MAX_CHOICES, MAX_TOP_LOGPROBS, MAX_STOPS, MAX_PROMPTS = 128, 20, 16, 1024
 MAX_TOOLS = 1024
 MAX_OPTION_BYTES = 256 << 10
-"""Limit for the JSON of one parameter in bytes. It does not apply to `_TEXTS`, the parameters that
+"""Limit for the JSON of one parameter in bytes. It does not apply to `_TEXT_PARAMETERS`, which
 carry the text of the request.
 """
-_TEXTS = ("messages", "tools", "prompt", "tokens")
-_TEXT_TOKENS = 16
+_TEXT_PARAMETERS = ("messages", "tools", "prompt", "tokens")
+_DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for a text completion."""
 
 
-def _whole(value: Any) -> Any:
+def _integral_float_to_int(value: Any) -> Any:
     """Return a float such as 3.0 as an integer. Some languages have no integers, so their clients
     may send such floats.
     """
@@ -42,16 +42,16 @@ def _whole(value: Any) -> Any:
     return value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
-Token = Annotated[int, Field(ge=0, lt=1 << 31)]
-Tokens = Annotated[list[Token], Field(fail_fast=True)]
-NonEmpty = Annotated[str, Field(min_length=1)]
+Integer = Annotated[int, BeforeValidator(_integral_float_to_int)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+NonEmptyString = Annotated[str, Field(min_length=1)]
 NoOpParams = Mapping[str, tuple[tuple[Any, ...], str]]
 """Maps an unsupported parameter to (no-op values, remedy). A no-op value does not change the answer,
 so it is accepted. The remedy is a part of the error for any other value.
 """
 
-_CLIENT_INFORMATION = (
+_IGNORED_PARAMETERS = (
     "user",
     "metadata",
     "safety_identifier",
@@ -60,11 +60,11 @@ _CLIENT_INFORMATION = (
     "request_id",
     "rid",
 )
-_OWN_DISTRIBUTION = "tokens are sampled from the model's own distribution; leave it out"
-_PLAIN_TEXT = "this server has no other form for the text of an answer; leave it out"
+_OWN_DISTRIBUTION_REMEDY = "tokens are sampled from the model's own distribution; leave it out"
+_PLAIN_TEXT_REMEDY = "this server has no other form for the text of an answer; leave it out"
 _SAMPLING_NO_OP_PARAMS: NoOpParams = {
-    "logit_bias": (({},), _OWN_DISTRIBUTION),
-    "bad_words": (([],), _OWN_DISTRIBUTION),
+    "logit_bias": (({},), _OWN_DISTRIBUTION_REMEDY),
+    "bad_words": (([],), _OWN_DISTRIBUTION_REMEDY),
     "length_penalty": ((1,), "there is no beam search; leave it out"),
     "use_beam_search": ((False,), "there is no beam search; leave it out"),
     "best_of": ((1,), "every choice is returned; leave it out"),
@@ -72,10 +72,10 @@ _SAMPLING_NO_OP_PARAMS: NoOpParams = {
     "store": ((False,), "nothing is stored; leave it out or give false"),
     "service_tier": (("auto", "default"), "there is one tier; leave it out"),
     "priority": ((0,), "all requests have one priority; leave it out"),
-    "include_stop_str_in_output": ((False,), _PLAIN_TEXT),
-    "skip_special_tokens": ((True,), _PLAIN_TEXT),
-    "spaces_between_special_tokens": ((True,), _PLAIN_TEXT),
-    "no_stop_trim": ((False,), _PLAIN_TEXT),
+    "include_stop_str_in_output": ((False,), _PLAIN_TEXT_REMEDY),
+    "skip_special_tokens": ((True,), _PLAIN_TEXT_REMEDY),
+    "spaces_between_special_tokens": ((True,), _PLAIN_TEXT_REMEDY),
+    "no_stop_trim": ((False,), _PLAIN_TEXT_REMEDY),
     "return_tokens_as_token_ids": ((False,), "give return_token_ids"),
     "return_hidden_states": ((False,), "hidden states are not returned; leave it out"),
     "prompt_logprobs": ((), "give echo and logprobs to /v1/completions"),
@@ -112,13 +112,13 @@ _TEXT_NO_OP_PARAMS: NoOpParams = {
 }
 
 
-class Part(BaseModel):
+class StrictModel(BaseModel):
     """An object in a request. Unknown keys are rejected."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class Request(Part):
+class Request(StrictModel):
     """The body of a request."""
 
     no_op_params: ClassVar[NoOpParams] = {}
@@ -128,7 +128,7 @@ class Request(Part):
         """Raise WrongParameterError if two parameters contradict each other."""
 
 
-class StreamOptions(Part):
+class StreamOptions(StrictModel):
     """Options of a streamed answer."""
 
     include_usage: bool = False
@@ -136,19 +136,19 @@ class StreamOptions(Part):
     continuous_usage_stats: Literal[False] = False
 
 
-class TextFormat(Part):
+class TextFormat(StrictModel):
     """Text that is not constrained."""
 
     type: Literal["text"]
 
 
-class JsonObjectFormat(Part):
+class JsonObjectFormat(StrictModel):
     """Any JSON object."""
 
     type: Literal["json_object"]
 
 
-class NamedSchema(Part):
+class NamedSchema(StrictModel):
     """A JSON schema of `response_format`."""
 
     name: str = ""
@@ -157,7 +157,7 @@ class NamedSchema(Part):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(Part):
+class JsonSchemaFormat(StrictModel):
     """JSON that a schema accepts."""
 
     type: Literal["json_schema"]
@@ -167,17 +167,17 @@ class JsonSchemaFormat(Part):
 ResponseFormat = Annotated[
     TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
 ]
-Schema = dict[str, Any] | str
-Choices = Annotated[list[NonEmpty], Field(fail_fast=True, min_length=1)]
+JsonSchema = dict[str, Any] | str
+GuidedChoices = Annotated[list[NonEmptyString], Field(fail_fast=True, min_length=1)]
 
 
-class StructuredOutputs(Part):
+class StructuredOutputs(StrictModel):
     """A constraint on the answer's text, with vLLM's parameter names."""
 
-    json_: Annotated[Schema | None, Field(alias="json")] = None
+    json_: Annotated[JsonSchema | None, Field(alias="json")] = None
     json_object: bool | None = None
     regex: str | None = None
-    choice: Choices | None = None
+    choice: GuidedChoices | None = None
     grammar: Annotated[str | None, Field(description="A Lark grammar of llguidance.")] = None
 
 
@@ -185,35 +185,35 @@ class SampleRequest(Request):
     """The options that chat and text completions share."""
 
     no_op_params: ClassVar[NoOpParams] = _SAMPLING_NO_OP_PARAMS
-    n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] = 1
+    n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[Whole, Field(ge=-1, lt=1 << 31, description="0 or -1: off.")] = -1
+    top_k: Annotated[Integer, Field(ge=-1, lt=1 << 31, description="0 or -1: off.")] = -1
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=MAX_STOPS)] = []
-    stop_token_ids: Annotated[Tokens, Field(max_length=MAX_STOP_TOKENS // 2)] = []
-    min_tokens: Annotated[Whole, Field(ge=0)] = 0
+    seed: Annotated[Integer, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: NonEmptyString | Annotated[list[NonEmptyString], Field(max_length=MAX_STOPS)] = []
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKENS // 2)] = []
+    min_tokens: Annotated[Integer, Field(ge=0)] = 0
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | None = None
+    guided_json: JsonSchema | None = None
     guided_regex: str | None = None
-    guided_choice: Choices | None = None
+    guided_choice: GuidedChoices | None = None
     guided_grammar: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
 
     @property
-    def wanted_tokens(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         """The maximum number of tokens to sample. None: sample to the end of the context."""
         raise NotImplementedError
 
     @property
-    def wanted_logprobs(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         """The number of top tokens per position whose logprobs are returned. None: no logprobs. 0:
         only the logprobs of the sampled tokens.
         """
@@ -230,17 +230,21 @@ class SampleRequest(Request):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling_params(
-        self, stop_ids: Iterable[int], strings: Sequence[str], constraint: Constraint | None
+        self,
+        extra_stop_ids: Iterable[int],
+        extra_stop_strings: Sequence[str],
+        constraint: Constraint | None,
     ) -> SamplingParams:
-        """Return the sampling parameters. The stop tokens `stop_ids` and the stop strings `strings`
-        are added to those of the request. Raise WrongParameterError if a parameter is invalid.
+        """Return the sampling parameters. `extra_stop_ids` and `extra_stop_strings` are added to
+        the stop tokens and stop strings of the request. Raise WrongParameterError if a parameter is
+        invalid.
         """
         try:
             return SamplingParams(
-                max_tokens=None if self.wanted_tokens is None else max(1, self.wanted_tokens),
+                max_tokens=None if self.max_new_tokens is None else max(1, self.max_new_tokens),
                 seed=self.seed,
-                stop=[*strings, *self.stop_strings],
-                stop_token_ids=sorted({*stop_ids, *self.stop_token_ids}),
+                stop=[*extra_stop_strings, *self.stop_strings],
+                stop_token_ids=sorted({*extra_stop_ids, *self.stop_token_ids}),
                 temperature=self.temperature,
                 top_k=self.top_k or -1,
                 top_p=self.top_p,
@@ -261,7 +265,7 @@ class SampleRequest(Request):
             raise WrongParameterError("stream_options", "stream_options needs stream=true")
 
 
-class Function(Part):
+class Function(StrictModel):
     """A function that the model may call. Further keys are shown to the model."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -271,20 +275,20 @@ class Function(Part):
     strict: bool | None = None
 
 
-class Tool(Part):
+class Tool(StrictModel):
     """A tool that the model may use."""
 
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(Part):
+class FunctionName(StrictModel):
     """The name of a function."""
 
     name: str
 
 
-class NamedTool(Part):
+class NamedTool(StrictModel):
     """The tool that the model must use."""
 
     type: Literal["function"]
@@ -295,7 +299,7 @@ Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 
-class ChatTemplateOptions(Part):
+class ChatTemplateOptions(StrictModel):
     """The options of Qwen3's chat template."""
 
     enable_thinking: bool | None = None
@@ -306,10 +310,10 @@ class ChatRequest(SampleRequest):
 
     no_op_params: ClassVar[NoOpParams] = {**_SAMPLING_NO_OP_PARAMS, **_CHAT_NO_OP_PARAMS}
     messages: Messages
-    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
-    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    max_tokens: Annotated[Integer, Field(ge=1)] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Tools = []
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
@@ -317,12 +321,12 @@ class ChatRequest(SampleRequest):
     chat_template_kwargs: ChatTemplateOptions = ChatTemplateOptions()
 
     @property
-    def wanted_tokens(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         """`max_completion_tokens`, or else the older `max_tokens`."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def wanted_logprobs(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         """`top_logprobs`, by default 0, if `logprobs` is true. Otherwise None."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -336,23 +340,28 @@ class ChatRequest(SampleRequest):
 class CompletionRequest(SampleRequest):
     """The body of POST /v1/completions."""
 
-    no_op_params: ClassVar[NoOpParams] = {**_SAMPLING_NO_OP_PARAMS, **_TEXT_NO_OP_PARAMS}
+    no_op_params: ClassVar[NoOpParams] = {
+        **_SAMPLING_NO_OP_PARAMS,
+        **_TEXT_NO_OP_PARAMS,
+    }
     prompt: (
         str
-        | Annotated[Tokens, Field(min_length=1)]
-        | Annotated[list[str | Tokens], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[
+            list[str | TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)
+        ]
     )
-    max_tokens: Annotated[Whole, Field(ge=0)] = _TEXT_TOKENS
-    logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    max_tokens: Annotated[Integer, Field(ge=0)] = _DEFAULT_COMPLETION_TOKENS
+    logprobs: Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool = False
 
     @property
-    def wanted_tokens(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         """`max_tokens`, by default 16."""
         return self.max_tokens
 
     @property
-    def wanted_logprobs(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         """`logprobs`."""
         return self.logprobs
 
@@ -379,46 +388,46 @@ class TokenizeRequest(Request):
 class DetokenizeRequest(Request):
     """The body of POST /detokenize."""
 
-    tokens: Tokens
+    tokens: TokenIds
 
 
-def read_request(kind: type[R], fields: Fields) -> R:
+def read_request(request_type: type[R], fields: Fields) -> R:
     """Return the body of a request. Raise UnsupportedParameterError or WrongParameterError, which
     name the parameter, if it is invalid.
     """
-    values: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     for name in fields:
         value = fields.raw(name)
-        if value is None or name in _CLIENT_INFORMATION:
+        if value is None or name in _IGNORED_PARAMETERS:
             continue
-        if name in kind.no_op_params:
-            allowed, remedy = kind.no_op_params[name]
-            if not any(type(value) in _kinds(one) and value == one for one in allowed):
+        if name in request_type.no_op_params:
+            allowed, remedy = request_type.no_op_params[name]
+            if not any(type(value) in _json_types(one) and value == one for one in allowed):
                 raise UnsupportedParameterError(name, remedy)
-        elif name not in kind.model_fields:
+        elif name not in request_type.model_fields:
             raise UnsupportedParameterError(name[:100], "leave it out")
-        elif name not in _TEXTS and len(orjson.dumps(value)) > MAX_OPTION_BYTES:
+        elif name not in _TEXT_PARAMETERS and len(orjson.dumps(value)) > MAX_OPTION_BYTES:
             raise WrongParameterError(
                 name, f"{name} is larger than {MAX_OPTION_BYTES >> 10} KiB; shorten it"
             )
         else:
-            values[name] = value
+            parameters[name] = value
     try:
-        request = kind.model_validate(values)
+        request = request_type.model_validate(parameters)
     except ValidationError as error:
-        raise _wrong(values, error) from None
+        raise _validation_error(parameters, error) from None
     request.check()
     return request
 
 
-def _kinds(value: Any) -> tuple[type, ...]:
+def _json_types(value: Any) -> tuple[type, ...]:
     """Return the Python types that a JSON value equal to `value` may have. A comparison with == is
     not enough, because True == 1 in Python.
     """
     return (int, float) if type(value) is int else (type(value),)
 
 
-def _wrong(values: Mapping[str, Any], error: ValidationError) -> WrongParameterError:
+def _validation_error(values: Mapping[str, Any], error: ValidationError) -> WrongParameterError:
     """Return the error for the first fault that pydantic found. pydantic's path to a fault also
     contains names of union branches. Only the steps that exist in the body are shown.
     """
@@ -436,19 +445,20 @@ def _wrong(values: Mapping[str, Any], error: ValidationError) -> WrongParameterE
     return WrongParameterError(name, f"{path}={shown(value)}: {fault}")
 
 
-def schemas(kinds: Sequence[type[Request]]) -> dict[str, Any]:
+def request_schemas(request_types: Sequence[type[Request]]) -> dict[str, Any]:
     """Map the names of request types and of their parts to JSON schemas, for OpenAPI 3.1."""
-    _, whole = models_json_schema(
-        [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
+    _, document = models_json_schema(
+        [(kind, "validation") for kind in request_types],
+        ref_template="#/components/schemas/{model}",
     )
-    found = whole["$defs"]
-    for kind in kinds:
-        schema = found[kind.__name__]
+    components = document["$defs"]
+    for kind in request_types:
+        schema = components[kind.__name__]
         properties = schema["properties"]
         properties |= {name: {"enum": [*values]} for name, (values, _) in kind.no_op_params.items()}
-        properties |= {name: {} for name in _CLIENT_INFORMATION}
+        properties |= {name: {} for name in _IGNORED_PARAMETERS}
         for name, one in properties.items():
             if name not in schema.get("required", ()):
                 properties[name] = {"anyOf": [one, {"type": "null"}]}
         schema["additionalProperties"] = {"type": "null"}
-    return found
+    return components

@@ -53,28 +53,28 @@ def routes(server: Server, directories: Mapping[str, Path]) -> list[Route]:
     """Return the routes. `directories` maps the served base models to their directories."""
     models = OpenAIModels(server, directories)
     return [
-        _posted("/v1/chat/completions", ChatRequest, chat_completions, models),
-        _posted("/v1/completions", CompletionRequest, completions, models),
-        _posted("/tokenize", TokenizeRequest, tokenize, models),
-        _posted("/detokenize", DetokenizeRequest, detokenize, models),
-        _read("/v1/models", _list_models, models),
-        _read("/v1/models/", _list_models, models),
-        _read("/v1/models/{model:path}", _one_model, models),
+        _post_route("/v1/chat/completions", ChatRequest, chat_completions, models),
+        _post_route("/v1/completions", CompletionRequest, completions, models),
+        _post_route("/tokenize", TokenizeRequest, tokenize, models),
+        _post_route("/detokenize", DetokenizeRequest, detokenize, models),
+        _get_route("/v1/models", _list_models, models),
+        _get_route("/v1/models/", _list_models, models),
+        _get_route("/v1/models/{model:path}", _get_model, models),
         Route("/openapi.json", _openapi, methods=["GET"]),
-        *(_refused(path, sentence) for path, sentence in _REFUSED.items()),
+        *(_unsupported_route(path, sentence) for path, sentence in _UNSUPPORTED_ENDPOINTS.items()),
     ]
 
 
-_REFUSED = {
+_UNSUPPORTED_ENDPOINTS = {
     "/v1/embeddings": "the models here write text, and give no embeddings",
     "/v1/responses": "give the messages to POST /v1/chat/completions",
 }
 """Endpoints of OpenAI that are not served, with the reason or the remedy."""
 
 
-def _refused(path: str, sentence: str) -> Route:
+def _unsupported_route(path: str, remedy: str) -> Route:
     async def answer(request: Request) -> Response:
-        message = f"there is no endpoint {request.method[:20]} {path}: {sentence}"
+        message = f"there is no endpoint {request.method[:20]} {path}: {remedy}"
         return json_response(body_of(message, 404), 404)
 
     return Route(path, answer, methods=["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
@@ -85,30 +85,32 @@ async def _openapi(request: Request) -> Response:
     return json_response(openapi())
 
 
-def _posted(
+def _post_route(
     path: str,
-    kind: type[R],
+    request_type: type[R],
     endpoint: Callable[[OpenAIModels, Tenant, Request, R], Awaitable[Response]],
     models: OpenAIModels,
 ) -> Route:
     async def answer(context: RequestContext) -> Response:
         async with context.body(SAMPLE_BODY) as body:
             context.request.state.body = body
-            options = await context.compute(len(body), lambda: read_request(kind, Fields.of(body)))
+            options = await context.compute(
+                len(body), lambda: read_request(request_type, Fields.of(body))
+            )
             return await endpoint(models, context.tenant, context.request, options)
 
-    return Route(path, _guarded(answer), methods=["POST"])
+    return Route(path, _authenticated(answer), methods=["POST"])
 
 
-def _read(
+def _get_route(
     path: str,
     handler: Callable[[OpenAIModels, RequestContext], Awaitable[Response]],
     models: OpenAIModels,
 ) -> Route:
-    return Route(path, _guarded(lambda context: handler(models, context)), methods=["GET"])
+    return Route(path, _authenticated(lambda context: handler(models, context)), methods=["GET"])
 
 
-def _guarded(
+def _authenticated(
     handler: Callable[[RequestContext], Awaitable[Response]],
 ) -> Callable[[Request], Awaitable[Response]]:
     """Require a key, and return errors in the form that OpenAI clients read."""
@@ -125,18 +127,21 @@ def _guarded(
 
 
 async def _list_models(models: OpenAIModels, context: RequestContext) -> Response:
-    found = await context.server.list_checkpoints(context.tenant)
+    checkpoints = await context.server.list_checkpoints(context.tenant)
     entries = [
-        *(_entry(model.model_name, 0) for model in context.server.capabilities().supported_models),
-        *(_entry(item.tinker_path, int(item.time.timestamp())) for item in found.items),
+        *(
+            _model_entry(model.model_name, 0)
+            for model in context.server.capabilities().supported_models
+        ),
+        *(_model_entry(item.tinker_path, int(item.time.timestamp())) for item in checkpoints.items),
     ]
     return json_response({"object": "list", "data": entries})
 
 
-async def _one_model(models: OpenAIModels, context: RequestContext) -> Response:
+async def _get_model(models: OpenAIModels, context: RequestContext) -> Response:
     model = await models.find(context.tenant, context.path("model"))
-    return json_response(_entry(model.name, int(model.made)))
+    return json_response(_model_entry(model.name, int(model.created)))
 
 
-def _entry(name: str, created: int) -> dict[str, Any]:
+def _model_entry(name: str, created: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "planish"}

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from planish.server.http.context import WrongParameterError, json_response
 from planish.server.openai.chat import build_prompt, renderer_of
-from planish.server.openai.models import OpenAIModels, Served
+from planish.server.openai.models import OpenAIModels, ServedModel
 from planish.server.openai.protocol import check_text
 from planish.server.openai.requests import DetokenizeRequest, TokenizeRequest
 from planish.server.results import Tenant
@@ -23,12 +23,12 @@ async def tokenize(
     """Answer with the tokens of a prompt or of a chat."""
     model = await models.find(tenant, options.model)
     return json_response(
-        await models.tokenizing(tenant, request, lambda: _tokenized(model, options))
+        await models.run_tokenizer(tenant, request, lambda: _tokenize(model, options))
     )
 
 
-def _tokenized(model: Served, options: TokenizeRequest) -> dict[str, Any]:
-    texts = model.texts
+def _tokenize(model: ServedModel, options: TokenizeRequest) -> dict[str, Any]:
+    tokenization = model.tokenization
     if (options.prompt is None) == (options.messages is None):
         raise WrongParameterError("prompt", "give either prompt or messages")
     if options.messages is not None:
@@ -39,18 +39,20 @@ def _tokenized(model: Served, options: TokenizeRequest) -> dict[str, Any]:
         renderer = renderer_of(model, options)
         tokens = build_prompt(model, renderer, options.messages, options.tools).to_ints()
     else:
-        check_text("prompt", options.prompt, texts.max_characters)
-        tokens = texts.tokenizer.encode(
+        check_text("prompt", options.prompt, tokenization.max_characters)
+        tokens = tokenization.tokenizer.encode(
             str(options.prompt), add_special_tokens=options.add_special_tokens is not False
         )
     answer: dict[str, Any] = {
         "count": len(tokens),
-        "max_model_len": texts.max_context,
+        "max_model_len": tokenization.max_context,
         "tokens": tokens,
         "token_strs": None,
     }
     if options.return_token_strs:
-        answer["token_strs"] = [texts.tokenizer.convert_ids_to_tokens(token) for token in tokens]
+        answer["token_strs"] = [
+            tokenization.tokenizer.convert_ids_to_tokens(token) for token in tokens
+        ]
     return answer
 
 
@@ -59,22 +61,23 @@ async def detokenize(
 ) -> Response:
     """Answer with the text of a list of tokens."""
     model = await models.find(tenant, options.model)
-    text = await models.tokenizing(tenant, request, lambda: _text(model, options.tokens))
+    text = await models.run_tokenizer(tenant, request, lambda: _detokenize(model, options.tokens))
     return json_response({"prompt": text})
 
 
-def _text(model: Served, tokens: list[int]) -> str:
-    tokenizer = model.texts.tokenizer
-    if len(tokens) > model.texts.max_context:
+def _detokenize(model: ServedModel, tokens: list[int]) -> str:
+    tokenizer = model.tokenization.tokenizer
+    if len(tokens) > model.tokenization.max_context:
         raise WrongParameterError(
             "tokens",
             f"tokens has {len(tokens):,} ids, and the model's context holds "
-            f"{model.texts.max_context:,}; give fewer",
+            f"{model.tokenization.max_context:,}; give fewer",
         )
-    size = model.texts.vocabulary_size
-    unknown = next((token for token in tokens if token >= size), None)
+    vocabulary_size = model.tokenization.vocabulary_size
+    unknown = next((token for token in tokens if token >= vocabulary_size), None)
     if unknown is not None:
         raise WrongParameterError(
-            "tokens", f"tokens contains {unknown}; the tokenizer has ids from 0 to {size - 1}"
+            "tokens",
+            f"tokens contains {unknown}; the tokenizer has ids from 0 to {vocabulary_size - 1}",
         )
     return tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
