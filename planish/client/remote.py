@@ -56,7 +56,7 @@ from planish.service import (
 )
 from planish.types import Checkpoint, CheckpointPath, GetServerCapabilitiesResponse
 from planish.wire.fields import Fields
-from planish.wire.operations import Posted
+from planish.wire.operations import PostRequest
 from planish.wire.records import (
     capabilities_from_json,
     checkpoint_from_json,
@@ -184,7 +184,7 @@ class RemoteService:
         tinker:// path.
         """
         parsed = CheckpointPath.parse(path)
-        info = self._post(Posted.json("/weights_info", {"tinker_path": str(parsed)}))
+        info = self._post(PostRequest.json("/weights_info", {"tinker_path": str(parsed)}))
         return CheckpointInfo(
             info.text("base_model"), lora_from_weights_info(info), self._checkpoint(parsed, info)
         )
@@ -312,7 +312,7 @@ class RemoteService:
     def _get(self, path: str, params: Mapping[str, str | int] | None = None) -> Fields:
         return Fields.of(self._call(self._connection.get, path, params).content)
 
-    def _post(self, posted: Posted) -> Fields:
+    def _post(self, posted: PostRequest) -> Fields:
         return Fields.of(self._call(self._connection.post, posted).content)
 
     def _call(self, function: Callable[P, Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R:

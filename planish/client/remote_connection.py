@@ -28,7 +28,7 @@ from planish.client.remote_thread import run_in_pool
 from planish.errors import UserError
 from planish.wire.client_frames import Frame, FrameReader
 from planish.wire.messages import PROTOBUF
-from planish.wire.operations import JSON, Posted
+from planish.wire.operations import JSON_MEDIA_TYPE, PostRequest
 
 if TYPE_CHECKING:
     from httpx2 import Response
@@ -60,7 +60,9 @@ class ServerConnection:
     )
 
     def __post_init__(self) -> None:
-        headers = {"Accept": JSON} | ({"X-API-Key": self.api_key} if self.api_key else {})
+        headers = {"Accept": JSON_MEDIA_TYPE} | (
+            {"X-API-Key": self.api_key} if self.api_key else {}
+        )
         # Polls for results keep many connections open, and the search for a free connection takes
         # time proportional to their number, so other requests have a pool of their own.
         self._request_http, self._poll_http = (
@@ -85,7 +87,7 @@ class ServerConnection:
 
     async def post(
         self,
-        posted: Posted,
+        posted: PostRequest,
         *,
         returned_statuses: Collection[int] = (),
         max_retry_seconds: float | None = None,
@@ -105,7 +107,7 @@ class ServerConnection:
             "POST", posted.path, max_retry_seconds, returned_statuses, **options
         )
 
-    async def frames(self, request: Callable[[], Posted | None]) -> AsyncIterator[Frame]:
+    async def frames(self, request: Callable[[], PostRequest | None]) -> AsyncIterator[Frame]:
         """Yield the frames of a streamed response to `request()`.
 
         When the stream ends or breaks, `request` is called again: it returns the next request, or
@@ -141,12 +143,12 @@ class ServerConnection:
         """Wait without a time limit for the result of an accepted request. Raise PlanishError if
         the request failed.
         """
-        posted = Posted.json(
+        posted = PostRequest.json(
             "/retrieve_future", {"request_id": request_id, "allow_metadata_only": False}
         )
         headers = {
-            "Content-Type": JSON,
-            "Accept": f"{PROTOBUF}, {JSON}" if takes_protobuf else JSON,
+            "Content-Type": JSON_MEDIA_TYPE,
+            "Accept": f"{PROTOBUF}, {JSON_MEDIA_TYPE}" if takes_protobuf else JSON_MEDIA_TYPE,
         }
         retry_state = RetryState(self.max_retry_seconds, self.url)
         while True:
@@ -174,8 +176,8 @@ class ServerConnection:
                     raise error_from_result(body)
                 return response.content
 
-    async def _encode_body(self, posted: Posted) -> tuple[bytes, dict[str, str]]:
-        headers = {"Content-Type": posted.media}
+    async def _encode_body(self, posted: PostRequest) -> tuple[bytes, dict[str, str]]:
+        headers = {"Content-Type": posted.media_type}
         if not self.compress or len(posted.content) < _MIN_COMPRESSED_BYTES:
             return posted.content, headers
         return await run_in_pool(zstandard.compress, posted.content), {

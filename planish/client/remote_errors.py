@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from planish.errors import CheckpointError, EngineClosedError, PlanishError, UserError
-from planish.wire.client_errors import ERROR_CLASS, named_error
+from planish.wire.client_errors import ERROR_CLASS, error_from_name
 
 if TYPE_CHECKING:
     from httpx2 import Response
@@ -62,7 +62,7 @@ def error_from_result(body: Mapping[str, Any]) -> PlanishError:
     """Return the exception for the result of a failed request: {"error", "category"}."""
     message = str(body.get("error"))
     if body.get("category") == "user":
-        return named_error(message, body.get(ERROR_CLASS))
+        return error_from_name(message, body.get(ERROR_CLASS))
     return ServerFaultError(message)
 
 
@@ -84,11 +84,11 @@ def _error_from_status(
             problem = message.removesuffix(_SDK_REMEDY)
             return UserError(f"{problem}; {_KEY_REMEDY}")
         case 404:
-            return named_error(message, body.get(ERROR_CLASS), default)
+            return error_from_name(message, body.get(ERROR_CLASS), default)
         case 410:
             return EngineClosedError(
                 f"the server has closed the session: {message}; make a new ServiceClient"
             )
         case _ if status < 500:
-            return named_error(message, body.get(ERROR_CLASS))
+            return error_from_name(message, body.get(ERROR_CLASS))
     return ServerFaultError(f"the server answered {status}: {message}")

@@ -32,10 +32,10 @@ from planish.service import (
 )
 from planish.types import GetInfoResponse
 from planish.wire.fields import Fields
-from planish.wire.models import info_from_json
+from planish.wire.models import model_info_from_json
 from planish.wire.operations import (
-    Posted,
-    request_of,
+    PostRequest,
+    post_request_for,
     result_from_bytes,
 )
 
@@ -119,10 +119,10 @@ class ModelQueue:
             )
             return
         try:
-            accepted = await self.connection.post(request_of(operation))
+            accepted = await self.connection.post(post_request_for(operation))
             await self.connection.result(_request_id(accepted), takes_protobuf=False)
             info_response = await self.connection.post(
-                Posted.json("/get_info", {"model_id": self.model_id, "type": "get_info"})
+                PostRequest.json("/get_info", {"model_id": self.model_id, "type": "get_info"})
             )
         except PlanishError as error:
             self._failure = UserError(
@@ -130,7 +130,7 @@ class ModelQueue:
                 "another model"
             )
             raise
-        self.info = info_from_json(Fields.of(info_response.content))
+        self.info = model_info_from_json(Fields.of(info_response.content))
         queued.future.set_result(self.info)
 
     async def _add_gradient(self, operation: ForwardBackward, queued: QueuedOperation) -> None:
@@ -176,9 +176,9 @@ class ModelQueue:
     async def _send_numbered(self, operation: Operation[Any]) -> str:
         """Send an operation with the next sequence number, and return the id of the request."""
         if _num_tokens(operation) > _MAX_INLINE_TOKENS:
-            posted = await run_in_pool(request_of, operation, self._next_seq_id)
+            posted = await run_in_pool(post_request_for, operation, self._next_seq_id)
         else:
-            posted = request_of(operation, self._next_seq_id)
+            posted = post_request_for(operation, self._next_seq_id)
         try:
             response = await self.connection.post(posted, returned_statuses=_SEQ_USED_STATUSES)
         except UserError:

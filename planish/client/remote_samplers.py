@@ -29,7 +29,7 @@ from planish.errors import PlanishError
 from planish.service import CreateSampler, Sample, SamplerInfo
 from planish.wire.client_frames import Frame
 from planish.wire.fields import Fields
-from planish.wire.operations import Posted, request_of
+from planish.wire.operations import PostRequest, post_request_for
 from planish.wire.records import sampler_info_from_json
 from planish.wire.sampling import sample_response_from_message
 
@@ -90,7 +90,7 @@ class SampleSender:
             return
         sampler.num_pending += 1
         try:
-            await self.connection.post(request_of(operation))
+            await self.connection.post(post_request_for(operation))
             info_response = await self.connection.get(f"/samplers/{sampler.server_id}")
             info = sampler_info_from_json(Fields.of(info_response.content))
         except Exception as error:
@@ -108,7 +108,7 @@ class SampleSender:
         """Release the sampler on the server when all of its requests are finished."""
         sampler.is_released = True
         if not sampler.num_pending:
-            posted = Posted.json("/planish/release", {"sampler_id": sampler.server_id})
+            posted = PostRequest.json("/planish/release", {"sampler_id": sampler.server_id})
             with suppress(PlanishError):  # the end of the session releases it
                 await self.connection.post(posted, max_retry_seconds=0)
 
@@ -118,7 +118,7 @@ class SampleSender:
         sampler.num_pending += 1
         try:
             await self._wait_until_created(sampler)
-            request = request_of(
+            request = post_request_for(
                 replace(operation, sampler_id=sampler.server_id), next(sampler.sequence_numbers)
             )
             pending = PendingSample(request.content, asyncio.get_running_loop().create_future())
@@ -162,11 +162,11 @@ class SampleSender:
         """
         sent_requests: list[PendingSample] = []
 
-        def unfinished_requests() -> Posted | None:
+        def unfinished_requests() -> PostRequest | None:
             sent_requests[:] = [pending for pending in batch if not pending.content.done()]
             bodies = b",".join(pending.body for pending in sent_requests)
             return (
-                Posted("/planish/draw", b'{"requests":[' + bodies + b"]}")
+                PostRequest("/planish/draw", b'{"requests":[' + bodies + b"]}")
                 if sent_requests
                 else None
             )
@@ -193,7 +193,7 @@ class SampleSender:
         """Send one request and poll for its result, as the tinker SDK does."""
         try:
             accepted = Fields.of(
-                (await self.connection.post(Posted("/asample", pending.body))).content
+                (await self.connection.post(PostRequest("/asample", pending.body))).content
             )
             pending.sequence_ids = accepted.optional(accepted.array, "sample_sequence_ids", [])
             request_id = accepted.identifier("request_id")
@@ -247,7 +247,7 @@ class SampleSender:
     async def _cancel_on_server(self, request_id: str) -> None:
         with suppress(PlanishError):  # otherwise the server samples it, and its result is dropped
             await self.connection.post(
-                Posted.json("/cancel_future", {"request_id": request_id}), max_retry_seconds=0
+                PostRequest.json("/cancel_future", {"request_id": request_id}), max_retry_seconds=0
             )
 
     async def _wait_until_created(self, sampler: RemoteSampler) -> None:

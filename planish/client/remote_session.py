@@ -14,7 +14,7 @@ from typing import Any
 from planish.client.remote_connection import ServerConnection
 from planish.client.remote_errors import json_body_of
 from planish.errors import EngineClosedError, PlanishError, UserError
-from planish.wire.operations import Posted
+from planish.wire.operations import PostRequest
 
 WIRE_FIELD = "planish_wire"
 """The field of the server's settings with the version of planish's additions to the protocol."""
@@ -43,7 +43,7 @@ class RemoteSession:
         server is not a planish server, speaks another version, or rejects the key.
         """
         sdk_fields = {"sdk_version": f"planish {version('planish')}"}
-        settings = await _first_contact(connection, Posted.json("/client/config", sdk_fields))
+        settings = await _first_contact(connection, PostRequest.json("/client/config", sdk_fields))
         server_version = settings.get(WIRE_FIELD, WIRE_VERSION)
         if server_version != WIRE_VERSION:
             raise UserError(
@@ -56,14 +56,14 @@ class RemoteSession:
             "user_metadata": dict(user_metadata),
             **sdk_fields,
         }
-        created = await _first_contact(connection, Posted.json("/create_session", fields))
+        created = await _first_contact(connection, PostRequest.json("/create_session", fields))
         if not isinstance(created.get("session_id"), str):
             raise _not_planish_error(connection, "its answer to create_session has no session_id")
         return cls(created["session_id"], connection)
 
     async def keep_alive(self) -> None:
         """Send heartbeats until the session has ended."""
-        posted = Posted.json(
+        posted = PostRequest.json(
             "/session_heartbeat", {"session_id": self.session_id, "type": "session_heartbeat"}
         )
         last_answer = time.monotonic()
@@ -89,7 +89,7 @@ class RemoteSession:
         """End the session, so that the server frees its models and samplers. If the request fails,
         the server frees them after its session timeout.
         """
-        posted = Posted.json(
+        posted = PostRequest.json(
             f"/sessions/{self.session_id}/finish", {"reason": {"type": reason}, "detail": None}
         )
         with suppress(PlanishError, TimeoutError):
@@ -98,7 +98,7 @@ class RemoteSession:
             )
 
 
-async def _first_contact(connection: ServerConnection, posted: Posted) -> Mapping[str, Any]:
+async def _first_contact(connection: ServerConnection, posted: PostRequest) -> Mapping[str, Any]:
     seconds = _FIRST_CONTACT_TIMEOUT_SECONDS
     response = await connection.post(
         posted, returned_statuses=(404, 405), max_retry_seconds=seconds, response_timeout=seconds

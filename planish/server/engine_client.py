@@ -41,9 +41,9 @@ WARMUP_SAMPLE = Sample(
 )
 """Checking this sample loads a base model and its tokenizer."""
 
-_LONGEST_CHECK = 5.0
-_QUICK_THREADS = 4
-_SLOW_THREADS = 8
+_MAX_CHECK_SECONDS = 5.0
+_NUM_SUBMIT_THREADS = 4
+_NUM_LOAD_THREADS = 8
 
 
 class EngineClient:
@@ -55,10 +55,12 @@ class EngineClient:
         """
         service.keep_expired_checkpoints()
         self._service = service
-        self._directory = re.compile(rf"{re.escape(str(data_dir))}(/|(?![\w.-]))")
+        self._data_dir_pattern = re.compile(rf"{re.escape(str(data_dir))}(/|(?![\w.-]))")
         # There are two pools, so that a call that loads a model or reads a disk cannot delay the
         # submission of other operations.
-        self._quick = ThreadPoolExecutor(_QUICK_THREADS, thread_name_prefix="planish-submit")
+        self._submit_threads = ThreadPoolExecutor(
+            _NUM_SUBMIT_THREADS, thread_name_prefix="planish-submit"
+        )
         self.fault: str | None = None
         """The error that stopped the engine; None while the engine works."""
         self.accepts_requests = False
@@ -66,7 +68,9 @@ class EngineClient:
         and to False at the beginning of its stop.
         """
         self._is_closed = False
-        self._slow = ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="planish-load")
+        self._load_threads = ThreadPoolExecutor(
+            _NUM_LOAD_THREADS, thread_name_prefix="planish-load"
+        )
 
     @property
     def is_healthy(self) -> bool:
@@ -82,9 +86,10 @@ class EngineClient:
         """Queue an operation. Errors of the submission are raised here, and later errors by the
         future.
         """
-        slow = isinstance(operation, CreateModel | CreateSampler | LoadWeights)
-        future = await self._call(
-            self._slow if slow else self._quick, lambda: self._service.submit(operation)
+        is_slow = isinstance(operation, CreateModel | CreateSampler | LoadWeights)
+        future = await self._run_in_pool(
+            self._load_threads if is_slow else self._submit_threads,
+            lambda: self._service.submit(operation),
         )
         future.add_done_callback(self._note_outcome)
         return asyncio.wrap_future(future)
@@ -93,7 +98,7 @@ class EngineClient:
         """Queue an operation, and wait for its result."""
         return await (await self.submit(operation))
 
-    def check_sample_now(self, base_model: str, operation: Sample) -> None:
+    def check_sample_inline(self, base_model: str, operation: Sample) -> None:
         """Raise ValueError if the sample request is invalid for every sampler of the base model.
         The check runs in the calling thread.
         """
@@ -103,19 +108,19 @@ class EngineClient:
         """Raise ValueError if the sample request is invalid for every sampler of the base model.
         The check runs in another thread, and loads the base model if necessary.
         """
-        await self._in_thread(lambda: self._service.check_sample(base_model, operation))
+        await self._run_in_thread(lambda: self._service.check_sample(base_model, operation))
 
     async def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
         """Return the memory that an adapter takes for training and for sampling."""
-        return await self._in_thread(lambda: self._service.adapter_bytes(base_model, lora))
+        return await self._run_in_thread(lambda: self._service.adapter_bytes(base_model, lora))
 
     async def weights_fingerprint(self, base_model: str) -> str:
         """Return a hash of a base model's weight files."""
-        return await self._in_thread(lambda: self._service.weights_fingerprint(base_model))
+        return await self._run_in_thread(lambda: self._service.weights_fingerprint(base_model))
 
     async def tokenizer_directory(self, base_model: str) -> Path:
         """Return the directory of a base model's tokenizer."""
-        return await self._in_thread(lambda: self._service.tokenizer_directory(base_model))
+        return await self._run_in_thread(lambda: self._service.tokenizer_directory(base_model))
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
         """Return the engine's base models."""
@@ -123,15 +128,15 @@ class EngineClient:
 
     async def checkpoint_info(self, path: str) -> CheckpointInfo:
         """Return a checkpoint's base model, LoRA configuration and description."""
-        return await self._in_thread(lambda: self._service.checkpoint_info(path))
+        return await self._run_in_thread(lambda: self._service.checkpoint_info(path))
 
     async def checkpoint_paths(self) -> list[str]:
         """Return the paths of all checkpoints on disk, including damaged ones and the private
         copies that the server makes for itself.
         """
-        return await self._in_thread(self._service.checkpoint_paths)
+        return await self._run_in_thread(self._service.checkpoint_paths)
 
-    async def exists(self, path: str) -> bool:
+    async def checkpoint_exists(self, path: str) -> bool:
         """Return whether there is such a checkpoint."""
         try:
             await self.checkpoint_info(path)
@@ -143,15 +148,15 @@ class EngineClient:
         self, source: str, destination: str, ttl_seconds: int | None = None
     ) -> None:
         """Copy a checkpoint, and replace any checkpoint at `destination`."""
-        await self._in_thread(
+        await self._run_in_thread(
             lambda: self._service.copy_checkpoint(source, destination, ttl_seconds, overwrite=True)
         )
 
-    async def copy_weights(self, source: str, destination: str) -> None:
+    async def copy_without_metadata(self, source: str, destination: str) -> None:
         """Make a private copy of a checkpoint for the server. The copy has no metadata, because
         metadata may be large and cannot be shared by hard links.
         """
-        await self._in_thread(
+        await self._run_in_thread(
             lambda: self._service.copy_checkpoint(
                 source, destination, overwrite=True, keep_metadata=False
             )
@@ -159,15 +164,15 @@ class EngineClient:
 
     async def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:
         """Set the time to live of a checkpoint."""
-        await self._in_thread(lambda: self._service.set_checkpoint_ttl(path, ttl_seconds))
+        await self._run_in_thread(lambda: self._service.set_checkpoint_ttl(path, ttl_seconds))
 
     async def checkpoint_files(self, path: str) -> Mapping[str, Path]:
         """Return the files of a checkpoint by name."""
-        return await self._in_thread(lambda: self._service.checkpoint_files(path))
+        return await self._run_in_thread(lambda: self._service.checkpoint_files(path))
 
     async def clear_leftovers(self) -> None:
         """Delete files of interrupted writes."""
-        await self._in_thread(self._service.clear_leftovers)
+        await self._run_in_thread(self._service.clear_leftovers)
 
     async def delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint, if it exists."""
@@ -178,14 +183,14 @@ class EngineClient:
             except CheckpointError:
                 return
 
-        await self._in_thread(delete)
+        await self._run_in_thread(delete)
 
     async def close(self) -> None:
         """Close the engine. Unfinished operations end with EngineClosedError."""
         self._is_closed = True
-        await self._in_thread(lambda: self._service.close(finish=False))
-        self._quick.shutdown(wait=False)
-        self._slow.shutdown(wait=False)
+        await self._run_in_thread(lambda: self._service.close(finish=False))
+        self._submit_threads.shutdown(wait=False)
+        self._load_threads.shutdown(wait=False)
 
     def fail(self, fault: str) -> None:
         """Record that the engine has failed, and log the fault. Only the first fault counts."""
@@ -205,10 +210,10 @@ class EngineClient:
         if isinstance(error, EngineClosedError) and not self._is_closed:
             self.fail(str(error))
 
-    async def _in_thread(self, work: Callable[[], R]) -> R:
-        return await self._call(self._slow, work)
+    async def _run_in_thread(self, work: Callable[[], R]) -> R:
+        return await self._run_in_pool(self._load_threads, work)
 
-    async def _call(self, threads: Executor, work: Callable[[], R]) -> R:
+    async def _run_in_pool(self, threads: Executor, work: Callable[[], R]) -> R:
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, work)
         except Exception as error:
@@ -221,7 +226,7 @@ class EngineClient:
         def hidden(value: Any) -> Any:
             if not isinstance(value, str):
                 return value
-            return self._directory.sub(
+            return self._data_dir_pattern.sub(
                 lambda found: "" if found[1] else "the server's data directory", value
             )
 
@@ -237,22 +242,22 @@ class StallWatch:
         """`timeout` is the longest time without progress that is normal, in seconds."""
         self._timeout = timeout
         self._clock = clock
-        self._checked = clock()
-        self._progress: int | None = None
-        self._seconds = 0.0
+        self._last_check = clock()
+        self._last_progress: int | None = None
+        self._stalled_seconds = 0.0
         """How long the engine has made no progress, in seconds."""
 
     def is_stalled(self, progress: int | None) -> bool:
         """Return whether the engine hangs. Call this every second with `Engine.progress()`."""
         now = self._clock()
         # If the whole process was stopped for a while, the engine had no chance to make progress.
-        # So at most `_LONGEST_CHECK` seconds count per check.
-        passed, self._checked = min(now - self._checked, _LONGEST_CHECK), now
-        if progress is None or progress != self._progress:
-            self._progress, self._seconds = progress, 0.0
+        # So at most `_MAX_CHECK_SECONDS` seconds count per check.
+        elapsed, self._last_check = min(now - self._last_check, _MAX_CHECK_SECONDS), now
+        if progress is None or progress != self._last_progress:
+            self._last_progress, self._stalled_seconds = progress, 0.0
             return False
-        self._seconds += passed
-        return self._seconds >= self._timeout
+        self._stalled_seconds += elapsed
+        return self._stalled_seconds >= self._timeout
 
 
 class DeviceClock:
@@ -264,17 +269,17 @@ class DeviceClock:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` returns seconds."""
         self._clock = clock
-        self._last = clock()
+        self._last_end = clock()
 
     def now(self) -> float:
         """Return the current time."""
         return self._clock()
 
-    def spent(self, submitted: float) -> float:
+    def charge(self, submitted: float) -> float:
         """Return the charge, in seconds, of a request that ends now. `submitted` is the time of its
         submission. The charges of all requests add up to at most the time that has passed.
         """
         now = self._clock()
-        spent = now - max(submitted, self._last)
-        self._last = now
-        return spent
+        seconds = now - max(submitted, self._last_end)
+        self._last_end = now
+        return seconds

@@ -25,17 +25,17 @@ from dataclasses import dataclass, field, replace
 
 from planish.errors import EngineClosedError, StorageError
 from planish.server.durable import journal
-from planish.server.durable.checkpoints import is_private, loading_seq
+from planish.server.durable.checkpoints import is_private, private_copy_seq
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow, SamplerRow, SessionRow, select
-from planish.server.durable.request_log import result_of
+from planish.server.durable.request_log import done_from_result
 from planish.server.durable.store import Transaction
 from planish.server.models.model import Model
 from planish.server.models.request_queue import QueueItem, RequestQueue
 from planish.server.results import Failed
 from planish.server.samplers import Sampler
 from planish.server.services import Services
-from planish.server.sessions import AHEAD_SECONDS, drop_sessions
+from planish.server.sessions import AHEAD_SECONDS, delete_sessions
 from planish.service import UnloadModel
 from planish.types import CheckpointPath
 
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Recovered:
+class RecoveredCounts:
     """The numbers of open sessions, models, samplers and unanswered requests at a start."""
 
     sessions: int
@@ -57,21 +57,21 @@ class Recovery:
     """Opens the sessions, models and samplers of an earlier process, and resumes their requests."""
 
     _services: Services
-    _loads: set[tuple[str, int]] = field(default_factory=set)
+    _repeatable_loads: set[tuple[str, int]] = field(default_factory=set)
     """(model id, sequence number) of each load_weights that a replay would repeat."""
     _closing: set[asyncio.Task[None]] = field(default_factory=set)
 
-    async def recover(self) -> Recovered:
+    async def recover(self) -> RecoveredCounts:
         """Open sessions, models and samplers, delete private checkpoints that no row names, and
         resume the unanswered requests.
         """
         store, sessions = self._services.store, self._services.sessions
         # Leave out the clients' texts, because all of them together may exceed the memory.
-        session_rows = await store.read(select, SessionRow, "ended IS NULL", without="spec")
-        still_open = "closed IS NULL ORDER BY created"
-        models = await store.read(select, ModelRow, still_open, without="user_metadata")
-        samplers = await store.read(select, SamplerRow, still_open)
-        to_do = await store.read(journal.to_do)
+        session_rows = await store.read(select, SessionRow, "ended IS NULL", omit="spec")
+        is_open = "closed IS NULL ORDER BY created"
+        models = await store.read(select, ModelRow, is_open, omit="user_metadata")
+        samplers = await store.read(select, SamplerRow, is_open)
+        unanswered = await store.read(journal.unanswered_requests)
         for session in session_rows:
             sessions.add(session)
         for model in models:
@@ -80,30 +80,33 @@ class Recovery:
             await self._add_sampler(sampler)
         await self._services.engine.clear_leftovers()
         await self._services.checkpoints.reconcile()
-        await self._delete_unnamed()
-        for row in to_do:
+        await self._delete_unreferenced()
+        for row in unanswered:
             self._resume(row)
         for model in list(self._services.sessions.models.values()):
             model.wake()
-        owners = {row.session for row in (*models, *samplers)}
-        for session_id in owners:
-            sessions.clear_if_ended(session_id)
-        return Recovered(len(session_rows), len(models), len(samplers), len(to_do))
+        session_ids = {row.session for row in (*models, *samplers)}
+        for session_id in session_ids:
+            sessions.close_members_if_ended(session_id)
+        return RecoveredCounts(len(session_rows), len(models), len(samplers), len(unanswered))
 
     async def _add_model(self, row: ModelRow) -> None:
-        rows = await self._services.store.read(journal.of_model, row.id, row.last_snapshot)
+        rows = await self._services.store.read(journal.requests_of_model, row.id, row.last_snapshot)
         queue: RequestQueue[QueueItem] = RequestQueue(row.last_snapshot + 1, row.passed)
         unload_seq = None
         # Older versions may have stored an unload request under the number of another request that
         # arrived at the same moment.
-        for found in sorted(rows, key=lambda row: row.kind == "unload_model"):
-            if found.kind == "load_weights" and found.state in ("started", "done"):
-                self._loads.add((row.id, found.seq))
-            if found.kind == "unload_model":
-                unload_seq = max(found.seq, queue.end)
-                found = replace(found, seq=unload_seq)
-            is_open = found.is_to_do
-            queue.add(found.seq, self._services.request_log.restore(found) if is_open else found)
+        for request_row in sorted(rows, key=lambda row: row.kind == "unload_model"):
+            if request_row.kind == "load_weights" and request_row.state in ("started", "done"):
+                self._repeatable_loads.add((row.id, request_row.seq))
+            if request_row.kind == "unload_model":
+                unload_seq = max(request_row.seq, queue.unused_seq)
+                request_row = replace(request_row, seq=unload_seq)
+            is_unanswered = request_row.is_unanswered
+            queue.add(
+                request_row.seq,
+                self._services.request_log.restore(request_row) if is_unanswered else request_row,
+            )
         # Answered requests before the first unanswered one are replayed when the model is loaded.
         while isinstance(queue.peek(), RequestRow):
             queue.take()
@@ -117,16 +120,16 @@ class Recovery:
         elif model is None:
             self._close(sampler, "its weights were not saved when its model was unloaded")
         else:
-            await self._decide_published(sampler, f"{row.model}:{row.seq}")
+            await self._open_or_close_published(sampler, f"{row.model}:{row.seq}")
 
-    async def _decide_published(self, sampler: Sampler, request_id: str) -> None:
+    async def _open_or_close_published(self, sampler: Sampler, request_id: str) -> None:
         """Open a published sampler if the request that publishes it succeeded, and close the
         sampler if the request failed. If the request has no answer yet, the sampler stays as it is.
         """
-        row = await self._services.store.read(journal.row, request_id)
+        row = await self._services.store.read(journal.request_row, request_id)
         if row is not None and row.state == "done":
             sampler.ready.set()
-        elif row is None or not row.is_to_do:
+        elif row is None or not row.is_unanswered:
             self._close(sampler, "the request that should have published it failed")
 
     def _close(self, sampler: Sampler, reason: str) -> None:
@@ -149,27 +152,29 @@ class Recovery:
             if sampler is not None:
                 self._services.samplers.start(sampler, request)
             else:
-                why = Failed(f"sampling_session_id={row.owner!r} is closed", "user")
-                request_log.settle(request, why)
+                failure = Failed(f"sampling_session_id={row.owner!r} is closed", "user")
+                request_log.settle(request, failure)
         elif row.owner not in self._services.sessions.models:
             request = request_log.restore(row)
             if row.kind == "unload_model":  # it was unloaded, and the crash came before the answer
-                request_log.settle(request, result_of(UnloadModel(row.owner), None))
+                request_log.settle(request, done_from_result(UnloadModel(row.owner), None))
             else:
-                why = Failed(f"model_id={row.owner!r} is closed", "user")
-                request_log.settle(request, why, state="refused")
+                failure = Failed(f"model_id={row.owner!r} is closed", "user")
+                request_log.settle(request, failure, state="refused")
 
-    async def _delete_unnamed(self) -> None:
+    async def _delete_unreferenced(self) -> None:
         """Delete private checkpoints that no row names. Such a checkpoint exists if the server
         crashed after it made the checkpoint and before it wrote the row.
         """
-        sources = {sampler.row.source for sampler in self._services.samplers.all()}
+        sources = {sampler.row.source for sampler in self._services.samplers.open_samplers()}
         for path in await self._services.engine.checkpoint_paths():
             if not is_private(path) or path in sources:
                 continue
             model = self._services.sessions.models.get(CheckpointPath.parse(path).run_id)
-            seq = loading_seq(path)
-            is_loaded = model is not None and seq is not None and (model.id, seq) in self._loads
+            seq = private_copy_seq(path)
+            is_loaded = (
+                model is not None and seq is not None and (model.id, seq) in self._repeatable_loads
+            )
             if model is not None and (is_loaded or path == model.row.snapshot):
                 model.private_paths.add(path)
             else:
@@ -179,15 +184,15 @@ class Recovery:
                     _log.error("%s is not needed, and stays on disk: %s", path, error)
 
 
-_TICK_SECONDS = 1.0
-_ROUND_SECONDS = 30.0
-_FRESH_SECONDS = 600.0
+_SHORT_INTERVAL_SECONDS = 1.0
+_CLEANUP_INTERVAL_SECONDS = 30.0
+_MIN_RESULT_AGE_SECONDS = 600.0
 """A result younger than this is not deleted, even if all results exceed `max_result_bytes`."""
-_ENDED_SECONDS = 7 * 86400.0
+_SESSION_RETENTION_SECONDS = 7 * 86400.0
 """How long ended sessions and their samplers stay in the database, in seconds."""
-_BATCH = 5000
+_MAX_DELETED_ROWS = 5000
 """The maximum number of rows that one transaction deletes."""
-_PAGES = 1000
+_MAX_FREED_PAGES = 1000
 """The maximum number of database pages that one transaction returns to the file system."""
 
 
@@ -199,33 +204,33 @@ class Cleanup:
 
     async def run(self) -> None:
         """Clean up until the task is cancelled."""
-        last = time.monotonic()
+        last_cleanup = time.monotonic()
         while True:
             await asyncio.sleep(
-                min(_TICK_SECONDS, self._services.settings.missing_request_timeout / 4)
+                min(_SHORT_INTERVAL_SECONDS, self._services.settings.missing_request_timeout / 4)
             )
-            await self._guarded(self._expire_missing_requests)
-            await self._guarded(
+            await self._run_logging_errors(self._expire_missing_requests)
+            await self._run_logging_errors(
                 lambda: self._services.adapter_cache.unload_idle(
                     self._services.settings.adapter_idle_timeout
                 )
             )
             self._services.expiry_clock.earliest()
-            if time.monotonic() - last >= _ROUND_SECONDS:
-                last = time.monotonic()
+            if time.monotonic() - last_cleanup >= _CLEANUP_INTERVAL_SECONDS:
+                last_cleanup = time.monotonic()
                 await self.clean()
 
     async def clean(self) -> None:
         """Run the parts of the cleanup that run every 30 seconds. Delete files first, because on a
         full disk every write to the database waits for space.
         """
-        await self._guarded(self._services.checkpoints.remove_expired)
-        await self._guarded(self._services.sessions.write_seen)
-        await self._guarded(self._end_stale_sessions)
-        await self._guarded(self._close_samplers)
-        await self._guarded(self._drop_results)
+        await self._run_logging_errors(self._services.checkpoints.remove_expired)
+        await self._run_logging_errors(self._services.sessions.write_last_seen)
+        await self._run_logging_errors(self._end_stale_sessions)
+        await self._run_logging_errors(self._close_excess_samplers)
+        await self._run_logging_errors(self._delete_results)
 
-    async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def _run_logging_errors(self, work: Callable[[], Awaitable[None]]) -> None:
         """Run one part of the cleanup. Its failure must not prevent the other parts."""
         try:
             await work()
@@ -244,16 +249,21 @@ class Cleanup:
         for session_id in services.sessions.stale(oldest):
             await services.sessions.end(session_id, "its client has sent nothing for too long")
 
-    async def _close_samplers(self) -> None:
+    async def _close_excess_samplers(self) -> None:
         """Close the least recently used unnamed samplers of a tenant that has more than
         `max_samplers`. Then reduce the size of all unnamed samplers to `max_unnamed_sampler_bytes`:
         of the tenant that stores the most, repeatedly close the least recently used sampler.
         """
-        settings, saved = self._services.settings, defaultdict[str, list[Sampler]](list)
-        for sampler in sorted(self._services.samplers.all(), key=lambda sampler: sampler.used):
+        settings, samplers_by_tenant = (
+            self._services.settings,
+            defaultdict[str, list[Sampler]](list),
+        )
+        for sampler in sorted(
+            self._services.samplers.open_samplers(), key=lambda sampler: sampler.last_used
+        ):
             if sampler.row.model and sampler.row.source:
-                saved[sampler.row.tenant].append(sampler)
-        for published in saved.values():
+                samplers_by_tenant[sampler.row.tenant].append(sampler)
+        for published in samplers_by_tenant.values():
             while len(published) > settings.max_samplers:
                 await self._services.samplers.close(
                     published.pop(0),
@@ -263,12 +273,12 @@ class Cleanup:
                 )
         sizes = {
             tenant: sum(sampler.row.bytes for sampler in published)
-            for tenant, published in saved.items()
+            for tenant, published in samplers_by_tenant.items()
         }
         while sum(sizes.values()) > settings.max_unnamed_sampler_bytes:
-            largest = max(sizes, key=lambda tenant: sizes[tenant])
-            sampler = saved[largest].pop(0)
-            sizes[largest] -= sampler.row.bytes
+            largest_tenant = max(sizes, key=lambda tenant: sizes[tenant])
+            sampler = samplers_by_tenant[largest_tenant].pop(0)
+            sizes[largest_tenant] -= sampler.row.bytes
             await self._services.samplers.close(
                 sampler,
                 "it was the least recently used one when unnamed samplers took more than "
@@ -276,35 +286,42 @@ class Cleanup:
                 "them",
             )
 
-    async def _drop_results(self) -> None:
+    async def _delete_results(self) -> None:
         store, clock = self._services.store, self._services.expiry_clock
-        await store.keep(_correct_times, time.time())
-        await store.keep(clock.record)
+        await store.write_with_retries(_correct_times, time.time())
+        await store.write_with_retries(clock.record)
         oldest = clock.before(self._services.settings.result_retention)
-        while await store.keep(self._drop_before, oldest) == _BATCH:
+        while (
+            await store.write_with_retries(self._delete_expired_results, oldest)
+            == _MAX_DELETED_ROWS
+        ):
             pass
-        await store.keep(drop_sessions, "ended < ?", [clock.before(_ENDED_SECONDS)])
-        await store.keep(self._drop_large, clock.before(_FRESH_SECONDS))
-        await self._services.request_log.failed.trim()
-        await store.keep(lambda transaction: transaction.reclaim(_PAGES))
+        await store.write_with_retries(
+            delete_sessions, "ended < ?", [clock.before(_SESSION_RETENTION_SECONDS)]
+        )
+        await store.write_with_retries(
+            self._delete_excess_results, clock.before(_MIN_RESULT_AGE_SECONDS)
+        )
+        await self._services.request_log.failed_requests.trim()
+        await store.write_with_retries(lambda transaction: transaction.free_pages(_MAX_FREED_PAGES))
 
-    def _drop_before(self, transaction: Transaction, oldest: float) -> int:
-        aged = "finished < ? AND result_bytes > 0"
-        journal.drop_results(transaction, aged, [oldest])
-        return journal.delete(
+    def _delete_expired_results(self, transaction: Transaction, expired_before: float) -> int:
+        has_expired_result = "finished < ? AND result_bytes > 0"
+        journal.drop_results(transaction, has_expired_result, [expired_before])
+        return journal.delete_requests(
             transaction,
-            f"id IN (SELECT id FROM requests WHERE finished < ? AND {journal.NOT_NEEDED} ORDER BY "
-            f"finished LIMIT {_BATCH})",
-            [oldest],
+            f"id IN (SELECT id FROM requests WHERE finished < ? AND {journal.IS_REDUNDANT} "
+            f"ORDER BY finished LIMIT {_MAX_DELETED_ROWS})",
+            [expired_before],
         )
 
-    def _drop_large(self, transaction: Transaction, before: float) -> None:
+    def _delete_excess_results(self, transaction: Transaction, before: float) -> None:
         """Delete the oldest results that were finished before `before`, until all results together
         take at most `max_result_bytes`.
         """
         query = "SELECT SUM(result_bytes) FROM requests WHERE finished IS NOT NULL"
-        total = transaction.execute(query).fetchone()[0] or 0
-        if total <= self._services.settings.max_result_bytes:
+        total_bytes = transaction.execute(query).fetchone()[0] or 0
+        if total_bytes <= self._services.settings.max_result_bytes:
             return
         rows = transaction.execute(
             "SELECT id, result_bytes FROM requests WHERE finished < ? AND result_bytes > 0 ORDER "
@@ -312,9 +329,9 @@ class Cleanup:
             [before],
         )
         for request_id, size in rows.fetchall():
-            if total <= self._services.settings.max_result_bytes:
+            if total_bytes <= self._services.settings.max_result_bytes:
                 return
-            total -= size
+            total_bytes -= size
             journal.drop_results(transaction, "id = ?", [request_id])
 
 

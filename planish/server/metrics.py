@@ -2,8 +2,8 @@
 decision depends on them.
 
 Counters only grow from the start of the process; gauges are current values. A field that `metric`
-or `described` declares is shown at /metrics under the declared name. The labels are tenants' names,
-and kinds and states of requests (results.Done).
+or `metric_metadata` declares is shown at /metrics under the declared name. The labels are tenants'
+names, and kinds and states of requests (results.Done).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-def described(name: str, text: str, *labels: str) -> Mapping[str, Any]:
+def metric_metadata(name: str, text: str, *labels: str) -> Mapping[str, Any]:
     """Return the metadata of a field that is shown at /metrics. With `labels`, the field maps label
     values to counts.
     """
@@ -23,7 +23,7 @@ def described(name: str, text: str, *labels: str) -> Mapping[str, Any]:
 
 def metric(name: str, text: str, *labels: str, **default: Any) -> Any:
     """Return a field that is shown at /metrics."""
-    return field(metadata=described(name, text, *labels), **default)
+    return field(metadata=metric_metadata(name, text, *labels), **default)
 
 
 @dataclass
@@ -32,17 +32,17 @@ class Counters:
 
     sampled_tokens: Counter[str] = field(
         default_factory=Counter,
-        metadata=described("planish_sampled_tokens", "Number of sampled tokens", "tenant"),
+        metadata=metric_metadata("planish_sampled_tokens", "Number of sampled tokens", "tenant"),
     )
     prompt_tokens: Counter[str] = field(
         default_factory=Counter,
-        metadata=described(
+        metadata=metric_metadata(
             "planish_prompt_tokens", "Number of prompt tokens in sample requests", "tenant"
         ),
     )
     cached_prompt_tokens: Counter[str] = field(
         default_factory=Counter,
-        metadata=described(
+        metadata=metric_metadata(
             "planish_cached_prompt_tokens",
             "Number of prompt tokens found in the prefix cache",
             "tenant",
@@ -50,41 +50,41 @@ class Counters:
     )
     trained_tokens: Counter[str] = field(
         default_factory=Counter,
-        metadata=described(
+        metadata=metric_metadata(
             "planish_trained_tokens",
             "Number of tokens in the data of forward and forward_backward",
             "tenant",
         ),
     )
-    accepted: Counter[str] = field(
+    accepted_requests: Counter[str] = field(
         default_factory=Counter,
-        metadata=described(
+        metadata=metric_metadata(
             "planish_requests_accepted", "Number of accepted requests by kind", "kind"
         ),
     )
-    answered: Counter[tuple[str, str]] = field(
+    answered_requests: Counter[tuple[str, str]] = field(
         default_factory=Counter,
-        metadata=described(
+        metadata=metric_metadata(
             "planish_requests_answered",
             "Number of answered requests by kind and state",
             "kind",
             "state",
         ),
     )
-    samples: int = 0
+    num_sample_requests: int = 0
     """Sample requests given to the engine."""
-    sequences_at_samples: int = 0
+    sum_of_running_sequences: int = 0
     """The number of sequences in the engine at the start of each sample request, summed over all
-    sample requests. Divided by `samples`, it is the mean batch size.
+    sample requests. Divided by `num_sample_requests`, it is the mean batch size.
     """
-    snapshots: int = metric("planish_snapshots", "Number of model snapshots written", default=0)
-    replayed: int = metric(
+    num_snapshots: int = metric("planish_snapshots", "Number of model snapshots written", default=0)
+    replayed_requests: int = metric(
         "planish_replayed_requests", "Number of requests replayed to load a model", default=0
     )
-    loads: int = metric(
+    adapter_loads: int = metric(
         "planish_adapter_loads", "Number of times an adapter was loaded into memory", default=0
     )
-    unloads: int = metric(
+    adapter_unloads: int = metric(
         "planish_adapter_unloads",
         "Number of times an adapter was unloaded because it was idle or another needed the memory",
         default=0,
@@ -92,16 +92,22 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Disk:
+class DiskUsage:
     """The data directory without checkpoints: sizes in bytes, and the free space of its disk."""
 
-    database: int = metric(
+    database_bytes: int = metric(
         "planish_database_bytes",
         "Bytes of the database with journal and results, including its log",
     )
-    bodies: int = metric("planish_body_bytes", "Bytes of the files of large requests and results")
-    body_files: int = metric("planish_body_files", "Number of files of large requests and results")
-    free: int = metric("planish_disk_free_bytes", "Free bytes on the disk of the data directory")
+    body_bytes: int = metric(
+        "planish_body_bytes", "Bytes of the files of large requests and results"
+    )
+    num_body_files: int = metric(
+        "planish_body_files", "Number of files of large requests and results"
+    )
+    free_bytes: int = metric(
+        "planish_disk_free_bytes", "Free bytes on the disk of the data directory"
+    )
 
 
 @dataclass(frozen=True)
@@ -109,21 +115,23 @@ class Metrics:
     """The counters and the current gauges."""
 
     counters: Counters
-    disk: Disk
-    queued: Mapping[tuple[str, str], int] = metric(
+    disk: DiskUsage
+    queued_requests: Mapping[tuple[str, str], int] = metric(
         "planish_requests_queued", "Number of accepted requests without an answer", "kind", "tenant"
     )
     checkpoint_bytes: Mapping[str, int] = metric(
         "planish_checkpoint_bytes", "Bytes of named checkpoints on disk", "tenant"
     )
-    sequences: int = metric("planish_sequences_running", "Number of sequences in the engine")
+    running_sequences: int = metric(
+        "planish_sequences_running", "Number of sequences in the engine"
+    )
     waiting_sequences: int = metric(
         "planish_samples_waiting", "Number of sample requests that wait for a slot"
     )
-    training_operations: int = metric(
+    running_training_operations: int = metric(
         "planish_training_running", "Number of training operations in the engine"
     )
-    waiting_training: int = metric(
+    waiting_training_operations: int = metric(
         "planish_training_waiting", "Number of training operations that wait for a slot"
     )
     open_sessions: int = metric("planish_sessions_open", "Number of open sessions")

@@ -182,8 +182,8 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="stable_reinforce=LOSS",
         dest="substitute_losses",
-        help="compute LOSS if a script requests stable_reinforce, whose formula is not public; responses "
-        "and /metrics report the substitution",
+        help="compute LOSS if a script requests stable_reinforce, whose formula is not public; "
+        "responses and /metrics report the substitution",
     )
 
 
@@ -193,23 +193,25 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
         host=arguments.host,
         port=arguments.port,
         data_dir=arguments.data_dir,
-        models=_pairs("--model", "NAME=PATH", arguments.model),
+        models=_parse_pairs("--model", "NAME=PATH", arguments.model),
         api_key_file=arguments.api_key_file,
         engine=EngineSettings(
             device=arguments.device,
             dtype=arguments.dtype,
             quantize=arguments.quantize,
-            kv_cache_bytes=_gib_bytes("--kv-cache-gib", arguments.kv_cache_gib),
-            prefix_cache_bytes=_gib_bytes(
-                "--prefix-cache-gib", arguments.prefix_cache_gib, or_none=True
+            kv_cache_bytes=_gib_to_bytes("--kv-cache-gib", arguments.kv_cache_gib),
+            prefix_cache_bytes=_gib_to_bytes(
+                "--prefix-cache-gib", arguments.prefix_cache_gib, allow_zero=True
             ),
             share_prefix_cache=arguments.share_prefix_cache,
             max_batch=arguments.max_batch,
             micro_batch_tokens=arguments.micro_batch_tokens,
             deterministic=arguments.deterministic,
-            substitute_losses=_pairs("--substitute-loss", "LOSS=LOSS", arguments.substitute_losses),
+            substitute_losses=_parse_pairs(
+                "--substitute-loss", "LOSS=LOSS", arguments.substitute_losses
+            ),
         ),
-        settings=_settings(_pairs("--set", "NAME=VALUE", arguments.settings)),
+        settings=_parse_settings(_parse_pairs("--set", "NAME=VALUE", arguments.settings)),
         hub_tokenizers=arguments.hub_tokenizers,
         poll_seconds=arguments.poll_seconds,
         log_format=arguments.log_format,
@@ -217,7 +219,7 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
     )
 
 
-def _pairs(option: str, form: str, entries: Sequence[str]) -> dict[str, str]:
+def _parse_pairs(option: str, form: str, entries: Sequence[str]) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for entry in entries:
         name, equals, value = (part.strip() for part in entry.partition("="))
@@ -229,21 +231,21 @@ def _pairs(option: str, form: str, entries: Sequence[str]) -> dict[str, str]:
     return pairs
 
 
-def _settings(given: Mapping[str, str]) -> ServerSettings:
-    given = _renamed(given)
-    whole = {field.name: field.type == "int" for field in fields(ServerSettings)}
-    unknown = sorted(given.keys() - whole.keys())
+def _parse_settings(values_by_name: Mapping[str, str]) -> ServerSettings:
+    values_by_name = _replace_old_names(values_by_name)
+    is_integer = {field.name: field.type == "int" for field in fields(ServerSettings)}
+    unknown = sorted(values_by_name.keys() - is_integer.keys())
     if unknown:
         raise UserError(
-            f"--set {unknown[0]}: there is no such setting; give one of {', '.join(whole)}"
+            f"--set {unknown[0]}: there is no such setting; give one of {', '.join(is_integer)}"
         )
     values: dict[str, Any] = {
-        name: _number(name, text, whole[name]) for name, text in given.items()
+        name: _parse_number(name, text, is_integer[name]) for name, text in values_by_name.items()
     }
     return ServerSettings(**values)
 
 
-def _renamed(given: Mapping[str, str]) -> dict[str, str]:
+def _replace_old_names(given: Mapping[str, str]) -> dict[str, str]:
     """Replace the old names of settings, and log a warning for each."""
     settings: dict[str, str] = {}
     for old, value in given.items():
@@ -258,21 +260,21 @@ def _renamed(given: Mapping[str, str]) -> dict[str, str]:
     return settings
 
 
-def _number(name: str, text: str, whole: bool) -> float:
-    found = _NUMBER.fullmatch(text)
-    if found is None or (found[2] and not name.endswith("_bytes")):
+def _parse_number(name: str, text: str, is_integer: bool) -> float:
+    match = _NUMBER.fullmatch(text)
+    if match is None or (match[2] and not name.endswith("_bytes")):
         raise UserError(
             f"--set {name}={text}: give a "
             f"number{', or one with a unit such as 64MiB' * name.endswith('_bytes')}"
         )
-    value = float(found[1]) * _UNITS[found[2]]
-    if whole and not value.is_integer():
+    value = float(match[1]) * _UNITS[match[2]]
+    if is_integer and not value.is_integer():
         raise UserError(f"--set {name}={text}: give a whole number")
-    return int(value) if whole else value
+    return int(value) if is_integer else value
 
 
-def _gib_bytes(option: str, gib: float | None, or_none: bool = False) -> int | None:
-    """Convert GiB to bytes. With `or_none`, 0 is valid."""
-    if gib is not None and not (0 < gib < 1 << 20 or (or_none and gib == 0)):
-        raise UserError(f"{option} {gib}: give a number above 0{', or 0 for none' * or_none}")
+def _gib_to_bytes(option: str, gib: float | None, allow_zero: bool = False) -> int | None:
+    """Convert GiB to bytes. With `allow_zero`, 0 is valid."""
+    if gib is not None and not (0 < gib < 1 << 20 or (allow_zero and gib == 0)):
+        raise UserError(f"{option} {gib}: give a number above 0{', or 0 for none' * allow_zero}")
     return None if gib is None else int(gib * _GIB)

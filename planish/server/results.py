@@ -140,7 +140,7 @@ class TrainingRun:
     last_sampler_checkpoint: Checkpoint | None = None
 
 
-_STOPPING_SECONDS = 5.0
+_STOPPING_RETRY_SECONDS = 5.0
 
 
 class ServerError(PlanishError):
@@ -214,19 +214,20 @@ class Unavailable(ServerError):
 def stopping() -> Unavailable:
     """Return the error for requests to a server that is stopping."""
     return Unavailable(
-        "the server is stopping; it resumes accepted requests at its next start", _STOPPING_SECONDS
+        "the server is stopping; it resumes accepted requests at its next start",
+        _STOPPING_RETRY_SECONDS,
     )
 
 
 OUT_OF_MEMORY = "the server is out of memory; send the request again later"
-_MEMORY_SECONDS = 1.0
+_MEMORY_RETRY_SECONDS = 1.0
 
 
 def client_error(error: Exception) -> Exception:
     """Return the error to send to a client: Unavailable if the server's memory did not suffice,
     otherwise `error`.
     """
-    return Unavailable(OUT_OF_MEMORY, _MEMORY_SECONDS) if is_out_of_memory(error) else error
+    return Unavailable(OUT_OF_MEMORY, _MEMORY_RETRY_SECONDS) if is_out_of_memory(error) else error
 
 
 def retry_headers(error: BaseException) -> dict[str, str]:

@@ -26,16 +26,16 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from planish.errors import CheckpointError, DamagedFileError, EngineClosedError, UserError
-from planish.server.durable.checkpoints import check_source, source_path
+from planish.server.durable.checkpoints import check_is_not_private, sampler_copy_path
 from planish.server.durable.quotas import ROW_BYTES, check_samplers
-from planish.server.durable.records import SamplerRow, change, put, select
+from planish.server.durable.records import SamplerRow, select, update_row, upsert
 from planish.server.durable.request_log import (
     JournalEntry,
     QueuedRequest,
+    done_from_result,
     encode_request,
-    failure,
-    new_row,
-    result_of,
+    failed_from_error,
+    new_request_row,
     run_uncancelled,
 )
 from planish.server.durable.store import Transaction, crash_point
@@ -53,14 +53,14 @@ from planish.server.results import (
 from planish.server.scheduling import CachedAdapter
 from planish.service import CreateSampler, ReleaseSampler, Sample, SampledToken, SamplerInfo
 from planish.types import SampleResponse
-from planish.wire.models import session_of
+from planish.wire.models import session_id_of
 
 if TYPE_CHECKING:
     from planish.server.services import Services
 
 _log = logging.getLogger(__name__)
 
-_INLINE_TOKENS = 4096
+_MAX_INLINE_TOKENS = 4096
 """Longer prompts are checked in a thread."""
 
 
@@ -70,13 +70,13 @@ class Sampler:
 
     row: SamplerRow
     _services: Services
-    origin: CachedAdapter | None
+    model: CachedAdapter | None
     """The training model that publishes the sampler; None for other samplers."""
     failure: str | None = None
     """Why the sampler cannot be used: its creation failed, or it is closed."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the sampler is created or published, or when its creation fails."""
-    used: float = field(default_factory=time.time)
+    last_used: float = field(default_factory=time.time)
 
     @property
     def id(self) -> str:
@@ -104,7 +104,7 @@ class Sampler:
         """
         async with self._services.crash_guard.running(self.id):
             try:
-                await self._services.engine.perform(await self._creation())
+                await self._services.engine.perform(await self._creation_operation())
             except (DamagedFileError, CheckpointError) as error:
                 _log.error("%s cannot be loaded: %s", self.id, error)
                 raise
@@ -117,19 +117,19 @@ class Sampler:
         with suppress(UserError):  # a simultaneous `close` may have removed it
             await self._services.engine.perform(ReleaseSampler(self.id))
 
-    async def _creation(self) -> CreateSampler:
+    async def _creation_operation(self) -> CreateSampler:
         row = self.row
         if row.source is None:
             assert row.model is None, (
                 f"{row.id} has no weights of its own: only its model can create it again"
             )
             return CreateSampler(row.id, row.base_model)
-        made_for = (await self._services.engine.checkpoint_info(row.source)).base_model
+        trained_on = (await self._services.engine.checkpoint_info(row.source)).base_model
         # The engine rejects a checkpoint that was trained on other base weights, unless the
         # operation names the base model. A row does not store whether the client named one. If the
         # row's base model differs from the checkpoint's, the client must have named it.
         return CreateSampler(
-            row.id, row.base_model if row.base_model != made_for else None, row.source
+            row.id, row.base_model if row.base_model != trained_on else None, row.source
         )
 
 
@@ -144,7 +144,7 @@ class Samplers:
         """The published samplers. The key is the model's id and the sequence number of the request
         that publishes the sampler.
         """
-        self._creating: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._creation_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Locks by sampler id. A caller holds the lock while it creates the sampler."""
         self._checked_models: set[str] = set()
         """Base models that an earlier check has loaded. The first check of a base model loads it,
@@ -152,9 +152,9 @@ class Samplers:
         """
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """The unanswered samples, by request id."""
-        self._in_engine: set[str] = set()
+        self._ids_in_engine: set[str] = set()
         """The ids of the requests that run in the engine."""
-        self._postponed: set[asyncio.Task[None]] = set()
+        self._postponed_tasks: set[asyncio.Task[None]] = set()
         """Tasks that were cancelled by a stop. The next start runs their requests."""
 
     # Finding.
@@ -163,7 +163,7 @@ class Samplers:
         """Return an open sampler, or None."""
         return self._samplers.get(sampler_id)
 
-    def all(self) -> list[Sampler]:
+    def open_samplers(self) -> list[Sampler]:
         """Return the open samplers."""
         return list(self._samplers.values())
 
@@ -191,14 +191,14 @@ class Samplers:
         """Create a sampler, and return its id when it can sample. A repeated request waits for the
         same sampler. Raise BadRequest if a different request has used this id.
         """
-        await self._services.sessions.touch(tenant, session_of(operation.sampler_id))
-        lock = self._creating.setdefault(operation.sampler_id, asyncio.Lock())
+        await self._services.sessions.touch(tenant, session_id_of(operation.sampler_id))
+        lock = self._creation_locks.setdefault(operation.sampler_id, asyncio.Lock())
         async with lock:
-            if not await self._exists(tenant, operation):
+            if not await self._was_created(tenant, operation):
                 await self._create(tenant, operation)
         return operation.sampler_id
 
-    async def _exists(self, tenant: Tenant, operation: CreateSampler) -> bool:
+    async def _was_created(self, tenant: Tenant, operation: CreateSampler) -> bool:
         rows = await self._services.store.read(select, SamplerRow, "id = ?", [operation.sampler_id])
         if not rows:
             return False
@@ -215,14 +215,14 @@ class Samplers:
 
     async def _create(self, tenant: Tenant, operation: CreateSampler) -> None:
         services = self._services
-        services.request_log.check_room(tenant.name, 0)
+        services.request_log.check_capacity(tenant.name, 0)
         await services.store.read(check_samplers, tenant.name, services.settings)
-        row = await self._new_row(tenant, operation)
+        row = await self._new_sampler_row(tenant, operation)
         crash_point("pinned before recording")
 
         def record(transaction: Transaction) -> None:
             check_samplers(transaction, tenant.name, services.settings)
-            put(transaction, row)
+            upsert(transaction, row)
 
         try:
             await services.store.write(record)
@@ -232,7 +232,7 @@ class Samplers:
             raise
         sampler = self.add(row)
         sampler.ready.set()
-        self._services.sessions.clear_if_ended(row.session)
+        self._services.sessions.close_members_if_ended(row.session)
         try:
             async with self.pinned(sampler):
                 pass
@@ -240,18 +240,18 @@ class Samplers:
             await self.close(sampler, f"the sampler could not be created ({error})")
             raise
 
-    async def _new_row(self, tenant: Tenant, operation: CreateSampler) -> SamplerRow:
+    async def _new_sampler_row(self, tenant: Tenant, operation: CreateSampler) -> SamplerRow:
         base_model, source, memory_bytes, size_on_disk = operation.base_model, None, 0, 0
         if operation.model_path is not None:
-            check_source(operation.model_path)
+            check_is_not_private(operation.model_path)
             info = await self._services.checkpoints.info(tenant, operation.model_path)
             base_model = base_model or info.base_model
             # Check first, because adapter_bytes reads the files of the base model.
             self._services.check_base_model(base_model)
             size = await self._services.engine.adapter_bytes(base_model, info.lora)
             memory_bytes = size.sampling
-            source = source_path(operation.sampler_id)
-            await self._services.engine.copy_weights(info.checkpoint.tinker_path, source)
+            source = sampler_copy_path(operation.sampler_id)
+            await self._services.engine.copy_without_metadata(info.checkpoint.tinker_path, source)
             size_on_disk = info.checkpoint.size_bytes or 0
         assert base_model is not None
         self._services.check_base_model(base_model)
@@ -259,7 +259,7 @@ class Samplers:
         return SamplerRow(
             id=operation.sampler_id,
             tenant=tenant.name,
-            session=session_of(operation.sampler_id),
+            session=session_id_of(operation.sampler_id),
             base_model=base_model,
             model_path=operation.model_path,
             model=None,
@@ -271,9 +271,9 @@ class Samplers:
             bytes=size_on_disk + ROW_BYTES,
         )
 
-    def add(self, row: SamplerRow, origin: CachedAdapter | None = None) -> Sampler:
-        """Open a sampler. `origin` is the model that publishes it."""
-        sampler = Sampler(row, self._services, origin)
+    def add(self, row: SamplerRow, model: CachedAdapter | None = None) -> Sampler:
+        """Open a sampler. `model` is the model that publishes it."""
+        sampler = Sampler(row, self._services, model)
         self._samplers[row.id] = sampler
         if row.model is not None and row.seq is not None:
             self._published[row.model, row.seq] = sampler
@@ -289,7 +289,7 @@ class Samplers:
         self._services.adapter_cache.insert_loaded(sampler)
         sampler.ready.set()
 
-    def note_unpublished(self, model_id: str, seq: int, message: str) -> None:
+    def note_failed_request(self, model_id: str, seq: int, message: str) -> None:
         """Note that request `seq` of a model failed. If the request should have published a
         sampler, the sampler fails with `message`.
         """
@@ -297,10 +297,12 @@ class Samplers:
         if sampler is not None:
             self._fail(sampler, message)
 
-    async def saved(self, sampler: Sampler, source: str, size: int) -> None:
+    async def record_save(self, sampler: Sampler, source: str, size: int) -> None:
         """Record the private checkpoint that holds a published sampler's weights."""
         sampler.row = replace(sampler.row, source=source, bytes=size)
-        await self._services.store.keep(change, SamplerRow, sampler.id, source=source, bytes=size)
+        await self._services.store.write_with_retries(
+            update_row, SamplerRow, sampler.id, source=source, bytes=size
+        )
 
     async def release(self, sampler: Sampler) -> None:
         """Remove a sampler from memory, if it is loaded."""
@@ -317,7 +319,9 @@ class Samplers:
         if sampler.row.model is not None and sampler.row.seq is not None:
             self._published.pop((sampler.row.model, sampler.row.seq), None)
         self._fail(sampler, reason)
-        await self._services.store.keep(change, SamplerRow, sampler.id, closed=reason)
+        await self._services.store.write_with_retries(
+            update_row, SamplerRow, sampler.id, closed=reason
+        )
         crash_point("sampler closed before cleaning")
         await self.release(sampler)
         if sampler.row.source is not None:
@@ -334,14 +338,14 @@ class Samplers:
         """
         await sampler.ready.wait()
         sampler.check()
-        sampler.used = time.time()
+        sampler.last_used = time.time()
         cache = self._services.adapter_cache
         if (
             sampler.row.source is None
-            and sampler.origin is not None
+            and sampler.model is not None
             and not cache.is_loaded(sampler)
         ):
-            async with cache.pinned(sampler.origin):
+            async with cache.pinned(sampler.model):
                 pass  # loading the model publishes the sampler again
         try:
             async with cache.pinned(sampler):
@@ -358,17 +362,19 @@ class Samplers:
         """
         operation = replace(operation, cache_owner=tenant.name)
         stop = operation.sampling_params.stop
-        has_text = isinstance(stop, str) or any(isinstance(item, str) for item in stop or ())
+        has_stop_strings = isinstance(stop, str) or any(
+            isinstance(item, str) for item in stop or ()
+        )
         # The check compiles a constraint, which may take some tenths of a second.
         is_long = (
-            operation.prompt.length > _INLINE_TOKENS
+            operation.prompt.length > _MAX_INLINE_TOKENS
             or operation.sampling_params.constraint is not None
         )
-        if has_text or is_long or base_model not in self._checked_models:
+        if has_stop_strings or is_long or base_model not in self._checked_models:
             await self._services.engine.check_sample(base_model, operation)
             self._checked_models.add(base_model)
         else:
-            self._services.engine.check_sample_now(base_model, operation)
+            self._services.engine.check_sample_inline(base_model, operation)
 
     async def submit(self, tenant: Tenant, seq_id: int, operation: Sample) -> Accepted:
         """Journal a sample request and start it. A repeated request returns the same request id.
@@ -389,7 +395,7 @@ class Samplers:
     async def _journal(
         self, tenant: Tenant, sampler: Sampler, seq_id: int, entry: JournalEntry
     ) -> None:
-        row = new_row(tenant, sampler.id, seq_id, entry)
+        row = new_request_row(tenant, sampler.id, seq_id, entry)
         request = await self._services.request_log.accept(row, entry)
         if request is not None:
             self.start(sampler, request)
@@ -398,7 +404,7 @@ class Samplers:
         """Run a journaled sample request in a task of its own."""
         task = asyncio.create_task(self._run(sampler, request), name=f"sample {request.id}")
         self._tasks[request.id] = task
-        task.add_done_callback(lambda ended: self._ended(request, ended))
+        task.add_done_callback(lambda ended: self._on_task_done(request, ended))
 
     def cancel(self, tenant: Tenant, request_id: str) -> None:
         """Cancel a sample that has no answer yet. Other requests do not change."""
@@ -417,7 +423,7 @@ class Samplers:
         guard = self._services.crash_guard
         key = "" if guard.is_calm else await asyncio.to_thread(_guard_key, tenant.name, operation)
         async with (
-            self._turn(tenant.name, operation.num_samples, operation.prompt.length),
+            self._slots(tenant.name, operation.num_samples, operation.prompt.length),
             self.pinned(sampler),
             guard.running(key),
         ):
@@ -427,84 +433,86 @@ class Samplers:
         """Wait up to `seconds` for the samples in the engine. Waiting and unfinished samples run
         again after the next start.
         """
-        await self._postpone(self._tasks.keys() - self._in_engine)
+        await self._postpone(self._tasks.keys() - self._ids_in_engine)
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=seconds)
         await self._postpone(self._tasks)
 
     async def _postpone(self, request_ids: Iterable[str]) -> None:
         tasks = [self._tasks[request_id] for request_id in request_ids]
-        self._postponed.update(tasks)
+        self._postponed_tasks.update(tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _ended(self, request: QueuedRequest, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, request: QueuedRequest, task: asyncio.Task[None]) -> None:
         self._tasks.pop(request.id, None)
-        self._in_engine.discard(request.id)
-        if task.cancelled() and task not in self._postponed:
+        self._ids_in_engine.discard(request.id)
+        if task.cancelled() and task not in self._postponed_tasks:
             self._services.request_log.settle(request, Failed("the request was cancelled", "user"))
 
     async def _run(self, sampler: Sampler, request: QueuedRequest) -> None:
         try:
-            # After a disk fault, `_answer` is called again. Each call waits for a turn of its own,
-            # so the request holds no slots while it waits for the disk.
+            # After a disk fault, `_compute_answer` is called again. Each call waits for a turn of
+            # its own, so the request holds no slots while it waits for the disk.
             answer = await self._services.request_log.disk_faults.retry_until_fixed(
-                lambda: self._answer(sampler, request), sampler.id
+                lambda: self._compute_answer(sampler, request), sampler.id
             )
         except EngineClosedError:
             return
         except Exception as error:
             if not isinstance(error, (ValueError, Abandoned)):
                 _log.exception("%s failed", request.id)
-            answer = failure(error)
+            answer = failed_from_error(error)
         self._services.request_log.settle(request, answer)
 
-    async def _answer(self, sampler: Sampler, request: QueuedRequest) -> Done:
+    async def _compute_answer(self, sampler: Sampler, request: QueuedRequest) -> Done:
         """Wait for the turn of the request, and then sample. The operation is read from the journal
         only after this wait, so that waiting requests need no memory.
         """
         request_log, tenant = self._services.request_log, request.row.tenant
         await sampler.ready.wait()
-        if not request.sequences:  # an earlier process accepted the request
-            request.measure(await request_log.operation(request))
-        async with self._turn(tenant, request.sequences, request.tokens):
+        if not request.num_sequences:  # an earlier process accepted the request
+            request.set_counts(await request_log.operation(request))
+        async with self._slots(tenant, request.num_sequences, request.num_input_tokens):
             operation = await request_log.operation(request)
             assert isinstance(operation, Sample)
             async with self.pinned(sampler), self._services.crash_guard.running(request.id):
-                self._in_engine.add(request.id)
+                self._ids_in_engine.add(request.id)
                 response = await self._sample(tenant, operation)
-                return result_of(operation, response)
+                return done_from_result(operation, response)
 
     @asynccontextmanager
-    async def _turn(self, tenant: str, sequences: int, tokens: int) -> AsyncIterator[None]:
-        turn = await self._services.sampling_queue.turn(tenant, max(1, sequences), tokens)
+    async def _slots(self, tenant: str, num_sequences: int, num_tokens: int) -> AsyncIterator[None]:
+        lease = await self._services.sampling_queue.acquire_slots(
+            tenant, max(1, num_sequences), num_tokens
+        )
         try:
             yield
         finally:
-            turn.release()
+            lease.release()
 
     async def _sample(self, tenant: str, operation: Sample) -> SampleResponse:
         counters, queue = self._services.counters, self._services.sampling_queue
-        sampled = 0
+        num_sampled = 0
 
         def on_token(token: SampledToken) -> None:
-            nonlocal sampled
-            sampled += 1
+            nonlocal num_sampled
+            num_sampled += 1
             if operation.on_token is not None:
                 operation.on_token(token)
 
         try:
             crash_point("before running")
-            counters.samples += 1
-            counters.sequences_at_samples += queue.used
+            counters.num_sample_requests += 1
+            counters.sum_of_running_sequences += queue.used_slots
             response = await self._services.engine.perform(
                 replace(operation, on_token=on_token, cache_owner=tenant)
             )
         finally:  # a cancelled request is charged for the tokens sampled so far
-            queue.charge(tenant, sampled)
-            self._services.limits.use(tenant, sampled)
-            counters.sampled_tokens[tenant] += sampled
+            queue.charge(tenant, num_sampled)
+            self._services.limits.use_tokens(tenant, num_sampled)
+            counters.sampled_tokens[tenant] += num_sampled
         counters.prompt_tokens[tenant] += operation.prompt.length
         counters.cached_prompt_tokens[tenant] += response.prompt_cache_hit_tokens
         return response

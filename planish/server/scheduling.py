@@ -35,16 +35,16 @@ _ACTIVE_SECONDS = 600.0
 
 
 @dataclass(frozen=True, eq=False)
-class _Waiting:
+class _WaitingRequest:
     """A request that waits for its turn."""
 
-    size: int
-    tokens: int
+    num_slots: int
+    num_tokens: int
     is_long: bool
     granted: asyncio.Future[None]
 
 
-class Turn:
+class SlotLease:
     """The slots of one request in the engine. The request holds them until `release`."""
 
     def __init__(self, release: Callable[[], None]) -> None:
@@ -83,11 +83,11 @@ class FairQueue:
         self._long_capacity = capacity if long_capacity is None else long_capacity
         self._long_tokens = long_tokens
         self._clock = clock
-        self._slots: Counter[str] = Counter()
+        self._slots_by_tenant: Counter[str] = Counter()
         self._long_slots = 0
         self._last_requests: dict[str, float] = {}
         """When each tenant sent its last request."""
-        self._queues: dict[str, deque[_Waiting]] = {}
+        self._queues: dict[str, deque[_WaitingRequest]] = {}
         self._virtual_times: dict[str, int] = {}
         """The virtual time of each tenant: the `_virtual_now` at which the tenant became active,
         plus the tokens that it has used since. A tenant without an entry starts at `_virtual_now`.
@@ -99,88 +99,98 @@ class FairQueue:
         """
 
     @property
-    def waiting(self) -> int:
+    def num_waiting(self) -> int:
         """The number of requests that wait for their turn."""
         return sum(
             not request.granted.done() for queue in self._queues.values() for request in queue
         )
 
     @property
-    def used(self) -> int:
+    def used_slots(self) -> int:
         """The sum of the sizes of all granted turns."""
-        return self._slots.total()
+        return self._slots_by_tenant.total()
 
-    async def turn(self, tenant: str, size: int, tokens: int, ahead: int = 0) -> Turn:
+    async def acquire_slots(
+        self, tenant: str, num_slots: int, num_tokens: int, tokens_ahead: int = 0
+    ) -> SlotLease:
         """Wait for the tenant's turn.
 
-        `tokens` is the known cost of the request. `ahead` is the cost of earlier requests of the
-        same model that are still running. The request counts as long if `tokens + ahead` exceeds
-        `long_tokens`, because it holds its slots until the earlier requests have run, too.
+        `num_tokens` is the known cost of the request. `tokens_ahead` is the cost of earlier
+        requests of the same model that are still running. The request counts as long if
+        `num_tokens + tokens_ahead` exceeds `long_tokens`, because it holds its slots until the
+        earlier requests have run, too.
         """
-        size, is_long = min(size, self._capacity), tokens + ahead > self._long_tokens
-        request = _Waiting(size, tokens, is_long, asyncio.get_running_loop().create_future())
+        num_slots, is_long = (
+            min(num_slots, self._capacity),
+            num_tokens + tokens_ahead > self._long_tokens,
+        )
+        request = _WaitingRequest(
+            num_slots, num_tokens, is_long, asyncio.get_running_loop().create_future()
+        )
         self._queues.setdefault(tenant, deque()).append(request)
         self._last_requests[tenant] = self._clock()
-        self._grant()
+        self._grant_slots()
         try:
             await request.granted
         except asyncio.CancelledError:
             if not request.granted.cancelled():
                 # the turn was granted at the moment of the cancellation
-                self._free(tenant, request)
+                self._release_slots(tenant, request)
             else:
-                self._grant()
+                self._grant_slots()
             raise
-        return Turn(lambda: self._free(tenant, request))
+        return SlotLease(lambda: self._release_slots(tenant, request))
 
-    def charge(self, tenant: str, tokens: int) -> None:
+    def charge(self, tenant: str, num_tokens: int) -> None:
         """Charge tokens that were not known when the turn was granted."""
-        self._virtual_times[tenant] = self._virtual_time(tenant) + tokens
+        self._virtual_times[tenant] = self._virtual_time(tenant) + num_tokens
 
-    def _free(self, tenant: str, request: _Waiting) -> None:
-        self._slots[tenant] -= request.size
-        if not self._slots[tenant]:
-            del self._slots[tenant]
+    def _release_slots(self, tenant: str, request: _WaitingRequest) -> None:
+        self._slots_by_tenant[tenant] -= request.num_slots
+        if not self._slots_by_tenant[tenant]:
+            del self._slots_by_tenant[tenant]
         if request.is_long:
-            self._long_slots -= request.size
-        self._grant()
+            self._long_slots -= request.num_slots
+        self._grant_slots()
 
-    def _grant(self) -> None:
-        while (tenant := self._next()) is not None:
+    def _grant_slots(self) -> None:
+        while (tenant := self._next_tenant()) is not None:
             request = self._queues[tenant].popleft()
-            self._slots[tenant] += request.size
+            self._slots_by_tenant[tenant] += request.num_slots
             if request.is_long:
-                self._long_slots += request.size
+                self._long_slots += request.num_slots
             self._virtual_now = self._virtual_time(tenant)
             self._virtual_times = {
-                name: passed
-                for name, passed in self._virtual_times.items()
-                if passed > self._virtual_now
+                name: virtual_time
+                for name, virtual_time in self._virtual_times.items()
+                if virtual_time > self._virtual_now
             }
-            self.charge(tenant, request.tokens)
+            self.charge(tenant, request.num_tokens)
             request.granted.set_result(None)
 
-    def _next(self) -> str | None:
+    def _next_tenant(self) -> str | None:
         """Return the tenant that gets the next turn. Return None if no tenant may have more slots
         now, or if the first request of the next tenant needs more slots than are free.
         """
-        limit = self._capacity if self._is_alone() else self._max_per_tenant
+        limit = self._capacity if self._has_one_active_tenant() else self._max_per_tenant
         for tenant in sorted(self._tenants_waiting(), key=self._virtual_time):
-            request, slots = self._queues[tenant][0], self._slots[tenant]
+            request, held_slots = self._queues[tenant][0], self._slots_by_tenant[tenant]
             if (
                 request.is_long
                 and self._long_slots
-                and self._long_slots + request.size > self._long_capacity
+                and self._long_slots + request.num_slots > self._long_capacity
             ):
                 continue
-            if not slots or slots + request.size <= limit:
-                return tenant if self.used + request.size <= self._capacity else None
+            if not held_slots or held_slots + request.num_slots <= limit:
+                return tenant if self.used_slots + request.num_slots <= self._capacity else None
         return None
 
-    def _is_alone(self) -> bool:
-        latest = self._clock() - _ACTIVE_SECONDS
+    def _has_one_active_tenant(self) -> bool:
+        active_since = self._clock() - _ACTIVE_SECONDS
         self._last_requests = {
-            tenant: asked for tenant, asked in self._last_requests.items() if asked > latest
+            tenant: last_request
+            for tenant, last_request in self._last_requests.items()
+            if last_request > active_since
         }
         return len(self._last_requests) < 2
 
@@ -233,19 +243,19 @@ class CachedAdapter(Protocol):
 class _CacheEntry:
     adapter: CachedAdapter
     is_loaded: bool = False
-    reserved: int = 0
-    pins: int = 0
+    reserved_bytes: int = 0
+    num_pins: int = 0
     last_used: float = 0.0
-    changing: asyncio.Task[Any] | None = None
+    transition: asyncio.Task[Any] | None = None
     """The task that loads or unloads the adapter; None if there is none."""
 
     @property
     def is_ready(self) -> bool:
-        return self.is_loaded and self.changing is None
+        return self.is_loaded and self.transition is None
 
     @property
     def is_idle(self) -> bool:
-        return self.is_ready and not self.pins and self.adapter.is_evictable
+        return self.is_ready and not self.num_pins and self.adapter.is_evictable
 
 
 class AdapterCache:
@@ -265,14 +275,14 @@ class AdapterCache:
     @property
     def used_bytes(self) -> int:
         """Memory of the adapters that are loaded or being loaded."""
-        return sum(entry.reserved for entry in self._entries.values())
+        return sum(entry.reserved_bytes for entry in self._entries.values())
 
     @property
     def is_waiting(self) -> bool:
         """Whether a caller waits for memory."""
         return self._memory_lock.locked()
 
-    def loaded(self) -> list[CachedAdapter]:
+    def loaded_adapters(self) -> list[CachedAdapter]:
         """Return the adapters in memory."""
         return [entry.adapter for entry in self._entries.values() if entry.is_loaded]
 
@@ -292,13 +302,15 @@ class AdapterCache:
         the adapter is not loaded.
         """
         entry = self._entry(adapter)
-        entry.pins += 1
+        entry.num_pins += 1
         try:
             while not entry.is_ready:
-                await asyncio.shield(entry.changing or self._change(entry, self._load(entry)))
+                await asyncio.shield(
+                    entry.transition or self._start_transition(entry, self._load(entry))
+                )
             yield
         finally:
-            entry.pins -= 1
+            entry.num_pins -= 1
             entry.last_used = time.monotonic()
             self._notify(entry)
 
@@ -307,7 +319,7 @@ class AdapterCache:
         another adapter is loaded or `unload_idle` runs.
         """
         entry = self._entry(adapter)
-        entry.is_loaded, entry.reserved, entry.last_used = (
+        entry.is_loaded, entry.reserved_bytes, entry.last_used = (
             True,
             adapter.memory_bytes,
             time.monotonic(),
@@ -322,25 +334,27 @@ class AdapterCache:
         """Unload adapters that were idle for `seconds`. Then unload the least recently used
         adapters until the others fit the budget.
         """
-        latest = time.monotonic() - seconds
-        used = self.used_bytes
-        for entry in self._idle():
-            if entry.last_used <= latest or used > self._budget:
+        idle_since = time.monotonic() - seconds
+        used_bytes = self.used_bytes
+        for entry in self._evictable_entries():
+            if entry.last_used <= idle_since or used_bytes > self._budget:
                 await self._unload(entry)
-                used = self.used_bytes
+                used_bytes = self.used_bytes
 
     def _entry(self, adapter: CachedAdapter) -> _CacheEntry:
         return self._entries.setdefault(adapter.id, _CacheEntry(adapter))
 
-    def _change(self, entry: _CacheEntry, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+    def _start_transition(
+        self, entry: _CacheEntry, work: Coroutine[Any, Any, R]
+    ) -> asyncio.Task[R]:
         async def run() -> R:
             try:
                 return await work
             finally:
-                entry.changing = None
+                entry.transition = None
                 self._notify(entry)
 
-        entry.changing = task = asyncio.create_task(run())
+        entry.transition = task = asyncio.create_task(run())
         # asyncio logs the exception of a task if nobody has retrieved it. Retrieve it here, because
         # all callers that wait for the task may have been cancelled.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -349,7 +363,7 @@ class AdapterCache:
     def _notify(self, entry: _CacheEntry) -> None:
         """Wake the callers that wait for memory, and drop the entry if nothing uses it."""
         if (
-            not (entry.is_loaded or entry.pins or entry.changing)
+            not (entry.is_loaded or entry.num_pins or entry.transition)
             and self._entries.get(entry.adapter.id) is entry
         ):
             del self._entries[entry.adapter.id]
@@ -357,39 +371,45 @@ class AdapterCache:
 
     async def _load(self, entry: _CacheEntry) -> None:
         if entry.adapter.memory_bytes:
-            await self._reserve(entry)
-            if not entry.pins:  # all callers were cancelled while they waited for memory
+            await self._reserve_memory(entry)
+            if not entry.num_pins:  # all callers were cancelled while they waited for memory
                 return
         try:
             await retry_briefly(entry.adapter.load, entry.adapter.id)
         except BaseException:
-            entry.reserved = 0
+            entry.reserved_bytes = 0
             raise
         entry.is_loaded = True
-        self._counters.loads += 1
+        self._counters.adapter_loads += 1
 
-    async def _reserve(self, entry: _CacheEntry) -> None:
+    async def _reserve_memory(self, entry: _CacheEntry) -> None:
         """Evict adapters until there is memory for the entry, and reserve it. Callers get memory
         in the order in which they asked. The wait ends early if the entry is no longer pinned.
         """
-        needed = entry.adapter.memory_bytes
+        needed_bytes = entry.adapter.memory_bytes
         async with self._memory_lock:
-            while entry.pins and (used := self.used_bytes) and used + needed > self._budget:
+            while (
+                entry.num_pins
+                and (used_bytes := self.used_bytes)
+                and used_bytes + needed_bytes > self._budget
+            ):
                 self._changed.clear()
-                if not any([await self._unload(idle) for idle in self._idle()[:1]]):
+                if not any([await self._unload(idle) for idle in self._evictable_entries()[:1]]):
                     await self._changed.wait()
-            if entry.pins:
-                entry.reserved = needed
+            if entry.num_pins:
+                entry.reserved_bytes = needed_bytes
 
-    def _idle(self) -> list[_CacheEntry]:
+    def _evictable_entries(self) -> list[_CacheEntry]:
         """Return the entries that may be evicted and take memory, the least recently used one
         first.
         """
-        idle = [entry for entry in self._entries.values() if entry.is_idle and entry.reserved]
+        idle = [entry for entry in self._entries.values() if entry.is_idle and entry.reserved_bytes]
         return sorted(idle, key=lambda entry: entry.last_used)
 
     async def _unload(self, entry: _CacheEntry) -> bool:
-        return entry.is_idle and await asyncio.shield(self._change(entry, self._evict(entry)))
+        return entry.is_idle and await asyncio.shield(
+            self._start_transition(entry, self._evict(entry))
+        )
 
     async def _evict(self, entry: _CacheEntry) -> bool:
         try:
@@ -398,6 +418,6 @@ class AdapterCache:
             _log.exception("%s could not be unloaded", entry.adapter.id)
             entry.last_used = time.monotonic()
             return False
-        entry.is_loaded, entry.reserved = False, 0
-        self._counters.unloads += 1
+        entry.is_loaded, entry.reserved_bytes = False, 0
+        self._counters.adapter_unloads += 1
         return True

@@ -266,7 +266,7 @@ class _Server(uvicorn.Server):
         if counter % _TICKS_PER_SECOND == 0:
             notify("WATCHDOG=1")
             self._connections.close_overdue()
-            self._collector.tick(is_busy=self._http.decoding.used > 0)
+            self._collector.tick(is_busy=self._http.decoding.used_slots > 0)
         return await super().on_tick(counter)
 
     def _report_stall(self) -> None:

@@ -33,23 +33,23 @@ from weakref import WeakValueDictionary
 
 from planish.errors import EngineClosedError, UserError
 from planish.server.durable import base_weights
-from planish.server.durable.checkpoints import check_source
-from planish.server.durable.quotas import check_models, text_bytes
+from planish.server.durable.checkpoints import check_is_not_private
+from planish.server.durable.quotas import check_models, row_bytes
 from planish.server.durable.records import (
     PAGE_BYTES,
     ModelRow,
     count,
-    moment,
-    page_bytes,
-    page_of_ids,
-    put,
-    put_checkpoint,
+    item_bytes,
     select,
-    text_of,
+    select_key_page,
+    to_json_text,
+    upsert,
+    upsert_checkpoint,
+    utc_time,
 )
 from planish.server.durable.request_log import (
     JournalEntry,
-    new_row,
+    new_request_row,
     run_uncancelled,
 )
 from planish.server.durable.store import Transaction
@@ -77,11 +77,11 @@ from planish.types import (
     GetServerCapabilitiesResponse,
     ModelData,
 )
-from planish.wire.models import IdParts, session_of
+from planish.wire.models import IdParts, session_id_of
 
 _log = logging.getLogger(__name__)
 
-_CREATION_SECONDS = 40.0
+_MAX_CREATION_WAIT_SECONDS = 40.0
 """How long `model_info` waits for the creation of the model."""
 
 
@@ -106,7 +106,7 @@ class Server(Services):
         self.cleanup = Cleanup(self)
         self._recovery = Recovery(self)
         self._run_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._background: list[asyncio.Task[None]] = []
+        self._background_tasks: list[asyncio.Task[None]] = []
 
     # Life of the process.
 
@@ -115,13 +115,13 @@ class Server(Services):
         server accepts requests when this returns. Raise UserError if the weights of a base model
         changed while models or samplers of this base model are open.
         """
-        begun = time.monotonic()
+        started = time.monotonic()
         await base_weights.check(self.store, self.engine, self.base_models)
         await self.crash_guard.begin()
-        await self.request_log.failed.begin()
+        await self.request_log.failed_requests.load_sizes()
         await self.expiry_clock.begin(self.store)
         recovered = await self._recovery.recover()
-        self._background = [
+        self._background_tasks = [
             asyncio.create_task(self.cleanup.run(), name="cleanup"),
             asyncio.create_task(self._verify_checkpoints(), name="verification of checkpoints"),
         ]
@@ -129,7 +129,7 @@ class Server(Services):
         _log.info(
             "ready in %.1f s with %d sessions, %d models, %d samplers and %d unanswered requests "
             "from before",
-            time.monotonic() - begun,
+            time.monotonic() - started,
             recovered.sessions,
             recovered.models,
             recovered.samplers,
@@ -142,9 +142,9 @@ class Server(Services):
         """
         self.engine.accepts_requests = False
         self.request_log.disk_faults.stop()
-        for task in self._background:
+        for task in self._background_tasks:
             task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.gather(*self._background_tasks, return_exceptions=True)
         deadline = time.monotonic() + seconds
         await asyncio.gather(self.samplers.stop(seconds), self._stop_models(seconds))
         await asyncio.gather(self.sessions.stop(), self._recovery.stop())
@@ -191,23 +191,25 @@ class Server(Services):
         snapshots = await self.store.read(count, ModelRow, "snapshot IS NOT NULL")
         return Metrics(
             counters=deepcopy(self.counters),
-            queued=request_log.queued(),
-            sequences=self.sampling_queue.used,
-            waiting_sequences=self.sampling_queue.waiting,
-            training_operations=self.training_queue.used,
-            waiting_training=self.training_queue.waiting,
+            queued_requests=request_log.queued_counts(),
+            running_sequences=self.sampling_queue.used_slots,
+            waiting_sequences=self.sampling_queue.num_waiting,
+            running_training_operations=self.training_queue.used_slots,
+            waiting_training_operations=self.training_queue.num_waiting,
             open_sessions=self.sessions.open_count,
             open_models=len(self.sessions.models),
-            open_samplers=len(self.samplers.all()),
-            adapters_in_memory=sum(adapter.memory_bytes > 0 for adapter in cache.loaded()),
+            open_samplers=len(self.samplers.open_samplers()),
+            adapters_in_memory=sum(adapter.memory_bytes > 0 for adapter in cache.loaded_adapters()),
             adapter_bytes=cache.used_bytes,
             request_bytes=request_log.operation_bytes,
-            result_bytes=request_log.recent_bytes,
+            result_bytes=request_log.recent_answer_bytes,
             resident_bytes=resident_bytes(),
             models_with_snapshot=snapshots,
             checkpoint_bytes=await self.checkpoints.bytes_by_tenant(),
-            unnamed_sampler_bytes=sum(s.row.bytes for s in self.samplers.all() if s.row.model),
-            disk=await asyncio.to_thread(self.store.disk),
+            unnamed_sampler_bytes=sum(
+                s.row.bytes for s in self.samplers.open_samplers() if s.row.model
+            ),
+            disk=await asyncio.to_thread(self.store.disk_usage),
             disk_is_full=request_log.disk_is_full(),
         )
 
@@ -226,7 +228,7 @@ class Server(Services):
         """
         self.engine.check_open()
         model_id = operation.model_id
-        await self.sessions.touch(tenant, session_of(model_id))
+        await self.sessions.touch(tenant, session_id_of(model_id))
         entry = await self.request_log.encode(operation, 0)
         return await run_uncancelled(self._create_model(tenant, operation, entry))
 
@@ -236,14 +238,14 @@ class Server(Services):
         model_id = operation.model_id
         accepted = Accepted(f"{model_id}:0", model_id)
         async with self._run_lock(model_id):
-            if await self.request_log.repeats(accepted.request_id, entry.digest):
+            if await self.request_log.was_accepted(accepted.request_id, entry.digest):
                 return accepted
             if await self.store.read(select, ModelRow, "id = ?", [model_id]):
                 raise BadRequest(
                     f"model_seq_id: {model_id!r} has already been used; continue with the next "
                     "sequence number"
                 )
-            await self._journal_creation(await self._new_row(tenant, operation), entry)
+            await self._journal_creation(await self._new_model_row(tenant, operation), entry)
         return accepted
 
     def _run_lock(self, run_id: str) -> asyncio.Lock:
@@ -277,7 +279,7 @@ class Server(Services):
         try:
             model = await self.sessions.open_model(tenant, model_id)
         except Gone:
-            if await self.request_log.repeats(accepted.request_id, entry.digest):
+            if await self.request_log.was_accepted(accepted.request_id, entry.digest):
                 return accepted
             raise
         await model.intake.unload(accepted.request_id, entry)
@@ -289,7 +291,9 @@ class Server(Services):
         """
         row = await self.sessions.model_row(tenant, model_id)
         if row.arch is None:
-            outcome = await self.request_log.outcome(tenant, f"{model_id}:0", _CREATION_SECONDS)
+            outcome = await self.request_log.outcome(
+                tenant, f"{model_id}:0", _MAX_CREATION_WAIT_SECONDS
+            )
             if isinstance(outcome, Failed):
                 raise UserError(f"model_id={model_id!r} could not be created: {outcome.message}")
             row = (await self.sessions.open_model(tenant, model_id)).row
@@ -297,42 +301,42 @@ class Server(Services):
         data = ModelData(row.arch or "", row.base_model, str(directory))
         return GetInfoResponse(model_id, data, True, row.rank)
 
-    async def _new_row(self, tenant: Tenant, operation: CreateModel) -> ModelRow:
+    async def _new_model_row(self, tenant: Tenant, operation: CreateModel) -> ModelRow:
         base_model, lora = operation.base_model, operation.lora
         if operation.from_path is not None:
-            check_source(operation.from_path)
+            check_is_not_private(operation.from_path)
             info = await self.checkpoints.info(tenant, operation.from_path)
             base_model, lora = base_model or info.base_model, info.lora
         assert base_model is not None
         self.check_base_model(base_model)
         size, now = await self.engine.adapter_bytes(base_model, lora), time.time()
-        metadata = text_of(operation.user_metadata)
+        metadata = to_json_text(operation.user_metadata)
         return ModelRow(
             id=operation.model_id,
             tenant=tenant.name,
-            session=session_of(operation.model_id),
+            session=session_id_of(operation.model_id),
             base_model=base_model,
-            lora=text_of(lora),
+            lora=to_json_text(lora),
             user_metadata=metadata,
             training_bytes=size.training,
             sampling_bytes=size.sampling,
             created=now,
             used=now,
-            bytes=text_bytes(metadata, metadata),
+            bytes=row_bytes(metadata, metadata),
         )
 
     async def _journal_creation(self, row: ModelRow, entry: JournalEntry) -> None:
-        creation = new_row(Tenant(row.tenant), row.id, 0, entry)
+        creation = new_request_row(Tenant(row.tenant), row.id, 0, entry)
 
         def record(transaction: Transaction) -> None:
             check_models(transaction, row.tenant, self.settings)
-            put(transaction, row)
+            upsert(transaction, row)
 
         request = await self.request_log.accept(creation, entry, record)
         if request is not None:
             model = replace(row, user_metadata="")
             Model(self, model, RequestQueue(0)).enqueue(request)
-            self.sessions.clear_if_ended(row.session)
+            self.sessions.close_members_if_ended(row.session)
 
     # Training runs. Every model that a tenant made is a run, whether it is open or closed.
 
@@ -340,14 +344,16 @@ class Server(Services):
         """Return a page of the tenant's runs, newest first. A page ends early when the metadata of
         its runs exceed PAGE_BYTES. `Page.limit` is then the number of runs on the page.
         """
-        found, total = await self.store.read(page_of_ids, ModelRow, tenant.name, limit, offset)
+        run_ids, total = await self.store.read(
+            select_key_page, ModelRow, tenant.name, limit, offset
+        )
         runs, size = list[TrainingRun](), 0
-        for run_id in found:
+        for run_id in run_ids:
             with suppress(NotFound):  # the run was removed meanwhile
                 run = await self.training_run(tenant, run_id)
                 newest = (run.last_checkpoint, run.last_sampler_checkpoint)
                 metadata = [run.user_metadata, *(c.user_metadata or {} for c in newest if c)]
-                size += page_bytes(*(text for each in metadata for text in chain(*each.items())))
+                size += item_bytes(*(text for each in metadata for text in chain(*each.items())))
                 if runs and size > PAGE_BYTES:
                     return Page(runs, offset, len(runs), total)
                 runs.append(run)
@@ -356,14 +362,14 @@ class Server(Services):
     async def training_run(self, tenant: Tenant, run_id: str) -> TrainingRun:
         """Return one run. Raise NotFound if the tenant has no run with this id."""
         row = await self.sessions.model_row(tenant, run_id)
-        last = await self.store.read(_last_request, run_id)
-        newest = await self.checkpoints.newest(run_id)
+        last_request = await self.store.read(_last_request_time, run_id)
+        newest = await self.checkpoints.newest_by_type(run_id)
         return TrainingRun(
             training_run_id=row.id,
             base_model=row.base_model,
             model_owner=row.tenant,
             lora_rank=row.rank,
-            last_request_time=moment(max(row.used, last)),
+            last_request_time=utc_time(max(row.used, last_request)),
             user_metadata=row.metadata,
             last_checkpoint=newest.get("training"),
             last_sampler_checkpoint=newest.get("sampler"),
@@ -394,56 +400,56 @@ class Server(Services):
         self.engine.check_open()
         await self.sessions.touch(tenant, session_id)
         run_id = IdParts(session_id, model_seq_id).model_id
-        row = await self.checkpoints.readable(tenant, source)
+        row = await self.checkpoints.readable_row(tenant, source)
         return await run_uncancelled(self._copy_into_run(tenant, row.path, run_id, ttl_seconds))
 
     async def _copy_into_run(
         self, tenant: Tenant, source: str, run_id: str, ttl_seconds: int | None
     ) -> str:
         """Copy a checkpoint into the run `run_id`, unless the run already contains this copy."""
-        named = CheckpointPath.parse(source)
-        path = str(CheckpointPath(run_id, named.checkpoint_type, named.name))
-        why_closed = f"it holds a copy of {source}"
+        source_path = CheckpointPath.parse(source)
+        path = str(CheckpointPath(run_id, source_path.checkpoint_type, source_path.name))
+        closed_reason = f"it holds a copy of {source}"
         # Without this lock, two sources with the same name could both be copied to `path`. The
         # files could then be from one source, and the rows from the other.
         async with self._run_lock(run_id):
-            if await self._is_copied(run_id, why_closed):
+            if await self._is_copied(run_id, closed_reason):
                 return path
             await self.checkpoints.check_quota(tenant)
-            self.request_log.check_room(tenant.name, 0)
+            self.request_log.check_capacity(tenant.name, 0)
             await self.engine.copy_checkpoint(source, path, self.expiry_clock.extended(ttl_seconds))
             # Describe the copy and not `source`, which its owner may overwrite at any time.
             info = await self.engine.checkpoint_info(path)
-            copied = await self.checkpoints.saved(tenant, path)
-            metadata = text_of(info.checkpoint.user_metadata or {})
+            checkpoint_row = await self.checkpoints.row_from_files(tenant, path)
+            metadata = to_json_text(info.checkpoint.user_metadata or {})
             run = ModelRow(
                 id=run_id,
                 tenant=tenant.name,
-                session=session_of(run_id),
+                session=session_id_of(run_id),
                 base_model=info.base_model,
-                lora=text_of(info.lora),
+                lora=to_json_text(info.lora),
                 user_metadata=metadata,
                 training_bytes=0,
                 sampling_bytes=0,
-                created=copied.made,
-                used=copied.made,
-                closed=why_closed,
-                bytes=text_bytes(metadata),
+                created=checkpoint_row.made,
+                used=checkpoint_row.made,
+                closed=closed_reason,
+                bytes=row_bytes(metadata),
             )
 
             def record(transaction: Transaction) -> None:
-                put(transaction, run)
-                put_checkpoint(transaction, copied)
+                upsert(transaction, run)
+                upsert_checkpoint(transaction, checkpoint_row)
 
             await self.store.write(record)
         return path
 
-    async def _is_copied(self, run_id: str, why_closed: str) -> bool:
+    async def _is_copied(self, run_id: str, closed_reason: str) -> bool:
         """Return whether the run already contains this copy. Raise UserError if a model, or a copy
         of another checkpoint, uses the id of the run.
         """
         runs = await self.store.read(select, ModelRow, "id = ?", [run_id])
-        if runs and runs[0].closed != why_closed:
+        if runs and runs[0].closed != closed_reason:
             raise UserError(
                 f"model_seq_id: {run_id!r} is already used by another model; continue with the "
                 "next sequence number"
@@ -451,6 +457,6 @@ class Server(Services):
         return bool(runs)
 
 
-def _last_request(db: sqlite3.Connection, owner: str) -> float:
+def _last_request_time(db: sqlite3.Connection, owner: str) -> float:
     query = "SELECT COALESCE(MAX(accepted), 0) FROM requests WHERE owner = ?"
     return db.execute(query, [owner]).fetchone()[0]

@@ -19,11 +19,11 @@ from planish.server.engine_client import WARMUP_SAMPLE, DeviceClock, EngineClien
 from planish.server.metrics import Counters
 from planish.server.samplers import Samplers
 from planish.server.scheduling import AdapterCache, FairQueue
-from planish.server.sessions import ENDED, Sessions
+from planish.server.sessions import SESSION_ENDED, Sessions
 from planish.server.settings import ServerSettings
 from planish.service import HostedService
 
-_LONG_TOKENS = 4096
+_LONG_REQUEST_TOKENS = 4096
 """A training request with more tokens than this counts as long. If there are several training
 slots, one of them is reserved for short requests.
 """
@@ -62,16 +62,20 @@ class Services:
             settings.training_slots,
             settings.max_training_slots_per_tenant,
             long_capacity=max(1, settings.training_slots - 1),
-            long_tokens=_LONG_TOKENS,
+            long_tokens=_LONG_REQUEST_TOKENS,
         )
         self.sampling_queue = FairQueue(
             settings.sampling_slots, settings.max_sampling_slots_per_tenant
         )
-        self.sessions = Sessions(self.store, settings, self.request_log.check_disk, self._closings)
+        self.sessions = Sessions(
+            self.store, settings, self.request_log.check_disk, self._close_functions
+        )
         self.samplers = Samplers(self)
         self.clock = DeviceClock()
         self.stopping = asyncio.Event()
-        """Set when the server begins to stop. Models then take no more requests from their queues."""
+        """Set when the server begins to stop. Models then take no more requests from their
+        queues.
+        """
 
     def check_base_model(self, name: str) -> None:
         """Raise UnknownModelError for a base model that is not served. This check keeps a client
@@ -88,11 +92,11 @@ class Services:
             with suppress(Exception):  # only requests of this base model will fail
                 await self.engine.check_sample(name, WARMUP_SAMPLE)
 
-    def _closings(self, session_id: str) -> list[Callable[[], Awaitable[None]]]:
+    def _close_functions(self, session_id: str) -> list[Callable[[], Awaitable[None]]]:
         """Return the functions that close the open models and samplers of a session, one each."""
         models = [m for m in self.sessions.models.values() if m.row.session == session_id]
-        samplers = [s for s in self.samplers.all() if s.row.session == session_id]
+        samplers = [s for s in self.samplers.open_samplers() if s.row.session == session_id]
         return [
-            *(partial(model.close_when_idle, ENDED) for model in models),
-            *(partial(self.samplers.close, sampler, ENDED) for sampler in samplers),
+            *(partial(model.close_when_idle, SESSION_ENDED) for model in models),
+            *(partial(self.samplers.close, sampler, SESSION_ENDED) for sampler in samplers),
         ]

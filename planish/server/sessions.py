@@ -19,21 +19,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from planish.errors import EngineClosedError, StorageError
-from planish.server.durable.quotas import check_sessions, text_bytes
+from planish.server.durable.quotas import check_sessions, row_bytes
 from planish.server.durable.records import (
     ModelRow,
     SamplerRow,
     SessionRow,
-    change,
-    change_each,
     count,
-    ids,
-    moment,
-    page_of_ids,
-    put,
-    remove,
+    delete_row,
     select,
-    text_of,
+    select_key_page,
+    select_keys,
+    to_json_text,
+    update_row,
+    update_rows,
+    upsert,
+    utc_time,
 )
 from planish.server.durable.store import Store, Transaction, crash_point
 from planish.server.results import Gone, NotFound, Page, SessionRecord, SessionSpec, Tenant
@@ -42,13 +42,13 @@ from planish.server.settings import TenantSettings
 if TYPE_CHECKING:
     from planish.server.models.model import Model
 
-ENDED = "its session ended"
+SESSION_ENDED = "its session ended"
 
-_AWAY_SECONDS = 300.0
+_SUSPENSION_SECONDS = 300.0
 """The server checks for stale sessions every 30 seconds. If more time than this passed between two
 checks, the process or its machine was suspended.
 """
-_RETURN_SECONDS = 600.0
+_RECONNECT_SECONDS = 600.0
 """After a start or a suspension, no session counts as stale for this long. In this time, clients
 can reconnect.
 """
@@ -57,7 +57,7 @@ AHEAD_SECONDS = 60.0
 present time.
 """
 
-_MAX_DETAIL = 1000
+_MAX_DETAIL_CHARACTERS = 1000
 """The maximum length, in characters, of a client's reason for ending its session. The rest is cut
 off.
 """
@@ -73,29 +73,29 @@ class Sessions:
         store: Store,
         settings: TenantSettings,
         check_disk: Callable[[int], None],
-        closings: Callable[[str], Sequence[Callable[[], Awaitable[None]]]],
+        close_functions: Callable[[str], Sequence[Callable[[], Awaitable[None]]]],
     ) -> None:
         """`check_disk(size)` raises Unavailable if the disk has no space for `size` bytes.
-        `closings(session_id)` returns the functions that close the session's models and samplers,
-        one function each.
+        `close_functions(session_id)` returns the functions that close the session's models and
+        samplers, one function each.
         """
         self._store = store
         self._settings = settings
         self._check_disk = check_disk
-        self._closings = closings
+        self._close_functions = close_functions
         self.models: dict[str, Model] = {}
-        """The open models of all sessions, by id. A model adds itself, and removes itself when it is
-        closed.
+        """The open models of all sessions, by id. A model adds itself, and removes itself when it
+        is closed.
         """
-        self._open: dict[str, SessionRow] = {}
-        self._seen: dict[str, float] = {}
+        self._open_rows: dict[str, SessionRow] = {}
+        self._last_seen: dict[str, float] = {}
         """The times of last requests that are not on disk yet, by session id."""
-        self._clearing: set[asyncio.Task[None]] = set()
-        self._looked = self._returned = time.monotonic()
+        self._closing_tasks: set[asyncio.Task[None]] = set()
+        self._last_check = self._running_since = time.monotonic()
 
     def add(self, row: SessionRow) -> None:
         """Add an open session."""
-        self._open[row.id] = replace(row, spec="")  # `spec` is only read from the database
+        self._open_rows[row.id] = replace(row, spec="")  # `spec` is only read from the database
 
     async def create(
         self, tenant: Tenant, spec: SessionSpec, idempotency_key: str | None = None
@@ -107,33 +107,33 @@ class Sessions:
         """
         session_id = secrets.token_hex(8)
         if idempotency_key is not None:
-            session_id = _id_of_key(tenant, idempotency_key)
+            session_id = _id_from_key(tenant, idempotency_key)
             if await self._store.read(select, SessionRow, "id = ?", [session_id]):
                 await self.touch(tenant, session_id)
                 return session_id
-        text, now = text_of(spec), time.time()
-        row = SessionRow(session_id, tenant.name, text, now, now, bytes=text_bytes(text))
+        text, now = to_json_text(spec), time.time()
+        row = SessionRow(session_id, tenant.name, text, now, now, bytes=row_bytes(text))
         self._check_disk(row.bytes)
-        await self._store.write(self._record, row)
-        if row.id not in self._open:
+        await self._store.write(self._insert_session, row)
+        if row.id not in self._open_rows:
             self.add(row)
         return row.id
 
-    def _record(self, transaction: Transaction, row: SessionRow) -> None:
+    def _insert_session(self, transaction: Transaction, row: SessionRow) -> None:
         if select(transaction, SessionRow, "id = ?", [row.id]):
             return  # a request with the same key arrived at the same moment
         check_sessions(transaction, row.tenant, self._settings)
-        put(transaction, row)
+        upsert(transaction, row)
         total = count(transaction, SessionRow, "tenant = ?", [row.tenant])
         if total > self._settings.max_sessions:
             where = "tenant = ? AND ended IS NOT NULL ORDER BY created LIMIT ?"
-            drop_sessions(transaction, where, [row.tenant, total - self._settings.max_sessions])
+            delete_sessions(transaction, where, [row.tenant, total - self._settings.max_sessions])
 
     async def touch(self, tenant: Tenant, session_id: str) -> SessionRow:
         """Note that the client sent a request, and return its open session. Raise NotFound if the
         tenant has no such session, and Gone if the session has ended.
         """
-        row = self._open.get(session_id)
+        row = self._open_rows.get(session_id)
         if row is None:
             row = await self._row(tenant, session_id)
             raise Gone(
@@ -141,7 +141,7 @@ class Sessions:
             )
         if row.tenant != tenant.name:
             raise _not_found(session_id)
-        self._seen[session_id] = time.time()
+        self._last_seen[session_id] = time.time()
         return row
 
     async def finish(
@@ -154,46 +154,52 @@ class Sessions:
             await self.touch(tenant, session_id)
         except Gone:
             return
-        await self.end(session_id, f"{reason}: {detail[:_MAX_DETAIL]}" if detail else reason)
+        await self.end(
+            session_id, f"{reason}: {detail[:_MAX_DETAIL_CHARACTERS]}" if detail else reason
+        )
 
     async def end(self, session_id: str, reason: str) -> None:
         """End a session. The server accepts no further work for it."""
-        if self._open.pop(session_id, None) is None:
+        if self._open_rows.pop(session_id, None) is None:
             return
         now = time.time()
-        await self._store.keep(change, SessionRow, session_id, ended=now, reason=reason)
+        await self._store.write_with_retries(
+            update_row, SessionRow, session_id, ended=now, reason=reason
+        )
         crash_point("session ended before cleaning")
-        self.clear(session_id)
+        self.close_members(session_id)
 
-    def clear_if_ended(self, session_id: str) -> None:
+    def close_members_if_ended(self, session_id: str) -> None:
         """Clear a session if it ended while one of its models or samplers was being created."""
-        if session_id not in self._open:
-            self.clear(session_id)
+        if session_id not in self._open_rows:
+            self.close_members(session_id)
 
-    def clear(self, session_id: str) -> None:
+    def close_members(self, session_id: str) -> None:
         """Close the models and samplers of an ended session in the background. Each model first
         runs the requests that it has accepted.
         """
-        task = asyncio.create_task(self._clear(session_id), name=f"end of session {session_id}")
-        self._clearing.add(task)
-        task.add_done_callback(self._clearing.discard)
+        task = asyncio.create_task(
+            self._close_members(session_id), name=f"end of session {session_id}"
+        )
+        self._closing_tasks.add(task)
+        task.add_done_callback(self._closing_tasks.discard)
 
-    async def cleared(self) -> None:
-        """Wait until all ended sessions are cleared."""
-        await asyncio.gather(*self._clearing)
+    async def wait_until_closed(self) -> None:
+        """Wait until the models and samplers of all ended sessions are closed."""
+        await asyncio.gather(*self._closing_tasks)
 
     async def stop(self) -> None:
         """Stop clearing ended sessions; the next start resumes it. Write the times of the last
         requests to disk.
         """
-        for task in self._clearing:
+        for task in self._closing_tasks:
             task.cancel()
-        await asyncio.gather(*self._clearing, return_exceptions=True)
+        await asyncio.gather(*self._closing_tasks, return_exceptions=True)
         with suppress(StorageError):  # do not wait for a full disk
-            await self._store.write(self._take_seen())
+            await self._store.write(self._take_last_seen())
 
-    async def _clear(self, session_id: str) -> None:
-        for close in self._closings(session_id):
+    async def _close_members(self, session_id: str) -> None:
+        for close in self._close_functions(session_id):
             try:
                 await close()
             except EngineClosedError:
@@ -207,43 +213,43 @@ class Sessions:
     @property
     def open_count(self) -> int:
         """The number of open sessions."""
-        return len(self._open)
+        return len(self._open_rows)
 
     def is_open(self, session_id: str) -> bool:
         """Return whether a session is open."""
-        return session_id in self._open
+        return session_id in self._open_rows
 
     def stale(self, oldest: float) -> list[str]:
         """Return the ids of the sessions whose clients sent nothing after `oldest`. Shortly after a
         start or a suspension of the server, return none.
         """
         looked, now = time.monotonic(), time.time()
-        if looked - self._looked > _AWAY_SECONDS:
-            self._returned = looked
-        self._looked = looked
-        for row in list(self._open.values()):
-            if max(row.seen, self._seen.get(row.id, 0)) > now + AHEAD_SECONDS:
-                self._seen[row.id] = now
-                self._open[row.id] = replace(row, seen=now)
-        if looked - self._returned < min(now - oldest, _RETURN_SECONDS):
+        if looked - self._last_check > _SUSPENSION_SECONDS:
+            self._running_since = looked
+        self._last_check = looked
+        for row in list(self._open_rows.values()):
+            if max(row.seen, self._last_seen.get(row.id, 0)) > now + AHEAD_SECONDS:
+                self._last_seen[row.id] = now
+                self._open_rows[row.id] = replace(row, seen=now)
+        if looked - self._running_since < min(now - oldest, _RECONNECT_SECONDS):
             return []
         return [
             row.id
-            for row in self._open.values()
-            if max(row.seen, self._seen.get(row.id, 0)) < oldest
+            for row in self._open_rows.values()
+            if max(row.seen, self._last_seen.get(row.id, 0)) < oldest
         ]
 
-    async def write_seen(self) -> None:
+    async def write_last_seen(self) -> None:
         """Write the time of each session's last request to disk, for the next start."""
-        await self._store.keep(self._take_seen())
+        await self._store.write_with_retries(self._take_last_seen())
 
-    def _take_seen(self) -> Callable[[Transaction], None]:
-        seen, self._seen = self._seen, {}
-        for session_id, when in seen.items():
-            if session_id in self._open:
-                self._open[session_id] = replace(self._open[session_id], seen=when)
-        pairs = [(when, session_id) for session_id, when in seen.items()]
-        return lambda transaction: change_each(transaction, SessionRow, "seen", pairs)
+    def _take_last_seen(self) -> Callable[[Transaction], None]:
+        seen, self._last_seen = self._last_seen, {}
+        for session_id, last_seen in seen.items():
+            if session_id in self._open_rows:
+                self._open_rows[session_id] = replace(self._open_rows[session_id], seen=last_seen)
+        pairs = [(last_seen, session_id) for session_id, last_seen in seen.items()]
+        return lambda transaction: update_rows(transaction, SessionRow, "seen", pairs)
 
     async def open_model(self, tenant: Tenant, model_id: str) -> Model:
         """Return the tenant's model. Raise NotFound if the tenant has no such model, and Gone if
@@ -271,25 +277,27 @@ class Sessions:
 
     async def page(self, tenant: Tenant, limit: int, offset: int) -> Page[str]:
         """Return a page of the tenant's session ids, newest first."""
-        found, total = await self._store.read(page_of_ids, SessionRow, tenant.name, limit, offset)
-        return Page(found, offset, limit, total)
+        session_ids, total = await self._store.read(
+            select_key_page, SessionRow, tenant.name, limit, offset
+        )
+        return Page(session_ids, offset, limit, total)
 
     async def record(self, tenant: Tenant, session_id: str) -> SessionRecord:
         """Return a session, open or ended. Raise NotFound if the tenant has no such session."""
         row = await self._row(tenant, session_id)
         models, samplers = await self._store.read(
             lambda db: (
-                ids(db, ModelRow, "session = ? ORDER BY created", [session_id]),
-                ids(db, SamplerRow, "session = ? ORDER BY created", [session_id]),
+                select_keys(db, ModelRow, "session = ? ORDER BY created", [session_id]),
+                select_keys(db, SamplerRow, "session = ? ORDER BY created", [session_id]),
             )
         )
-        ended = None if row.ended is None else moment(row.ended)
+        ended = None if row.ended is None else utc_time(row.ended)
         return SessionRecord(
             session_id,
             SessionSpec(**json.loads(row.spec)),
             models,
             samplers,
-            moment(row.created),
+            utc_time(row.created),
             ended,
         )
 
@@ -302,27 +310,27 @@ class Sessions:
         return rows[0]
 
 
-def drop_sessions(transaction: Transaction, where: str, values: Sequence[Any]) -> None:
+def delete_sessions(transaction: Transaction, where: str, values: Sequence[Any]) -> None:
     """Delete the selected sessions, except sessions with an open model or sampler. The closed
     samplers of a deleted session, and its runs without checkpoints, are deleted too. `where` is an
     SQL condition, which may end with an order and a limit.
     """
-    open_parts = " OR ".join(
+    has_open_member = " OR ".join(
         f"EXISTS (SELECT 1 FROM {table} WHERE session = sessions.id AND closed IS NULL)"
         for table in ("models", "samplers")
     )
-    chosen = f"SELECT id FROM sessions WHERE NOT ({open_parts}) AND {where}"
-    for row in transaction.execute(chosen, values).fetchall():
+    query = f"SELECT id FROM sessions WHERE NOT ({has_open_member}) AND {where}"
+    for row in transaction.execute(query, values).fetchall():
         transaction.execute("DELETE FROM samplers WHERE session = ?", [row[0]])
         transaction.execute(
             "DELETE FROM models WHERE session = ? AND NOT EXISTS "
             "(SELECT 1 FROM checkpoints WHERE run = models.id)",
             [row[0]],
         )
-        remove(transaction, SessionRow, row[0])
+        delete_row(transaction, SessionRow, row[0])
 
 
-def _id_of_key(tenant: Tenant, key: str) -> str:
+def _id_from_key(tenant: Tenant, key: str) -> str:
     return hashlib.blake2b(f"{tenant.name}\0{key}".encode(), digest_size=8).hexdigest()
 
 

@@ -19,9 +19,9 @@ from planish.errors import (
 ERROR_CLASS = "error_class"
 """The JSON field with the name of the class, next to the message in "detail" or "error"."""
 
-_CLASSES = {
-    kind.__name__: kind
-    for kind in (
+_CLASSES_BY_NAME = {
+    error_class.__name__: error_class
+    for error_class in (
         CheckpointError,
         DamagedFileError,
         NonFiniteError,
@@ -32,14 +32,21 @@ _CLASSES = {
 }
 
 
-def name_of(error: BaseException) -> str | None:
+def error_class_name(error: BaseException) -> str | None:
     """Return the name of the error's class, or of its nearest base class that clients know. Return
     None if clients know neither, for example for a fault of the server.
     """
-    return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _CLASSES), None)
+    return next(
+        (
+            error_class.__name__
+            for error_class in type(error).__mro__
+            if error_class.__name__ in _CLASSES_BY_NAME
+        ),
+        None,
+    )
 
 
-def named_error(message: str, name: object, default: type[UserError] = UserError) -> UserError:
+def error_from_name(message: str, name: object, default: type[UserError] = UserError) -> UserError:
     """Return an error of the class with this name; of class `default` if the name is unknown."""
-    kind = _CLASSES.get(name, default) if isinstance(name, str) else default
-    return kind(message)
+    error_class = _CLASSES_BY_NAME.get(name, default) if isinstance(name, str) else default
+    return error_class(message)

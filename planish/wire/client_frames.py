@@ -18,7 +18,7 @@ import orjson
 
 from planish.errors import UserError
 
-MEDIA = "application/x-planish-frames"
+MEDIA_TYPE = "application/x-planish-frames"
 _LENGTHS = struct.Struct("<II")
 _MAX_HEADER = 1 << 24
 
@@ -40,35 +40,35 @@ class Frame:
 class FrameReader:
     """Takes bytes as they arrive, and returns complete frames."""
 
-    _rest: bytearray = field(default_factory=bytearray)
+    _buffer: bytearray = field(default_factory=bytearray)
 
     def feed(self, data: bytes) -> list[Frame]:
         """Add bytes, and return the frames that they complete."""
-        self._rest += data
+        self._buffer += data
         frames = []
         start = 0
-        while (end := self._end(start)) is not None:
-            header_size, _ = _LENGTHS.unpack_from(self._rest, start)
-            middle = start + _LENGTHS.size + header_size
+        while (end := self._frame_end(start)) is not None:
+            header_size, _ = _LENGTHS.unpack_from(self._buffer, start)
+            content_start = start + _LENGTHS.size + header_size
             frames.append(
                 Frame(
-                    _header(bytes(self._rest[start + _LENGTHS.size : middle])),
-                    bytes(self._rest[middle:end]),
+                    _header(bytes(self._buffer[start + _LENGTHS.size : content_start])),
+                    bytes(self._buffer[content_start:end]),
                 )
             )
             start = end
-        del self._rest[:start]
+        del self._buffer[:start]
         return frames
 
-    def _end(self, start: int) -> int | None:
+    def _frame_end(self, start: int) -> int | None:
         """Return where the frame that begins at `start` ends; None if it is incomplete."""
-        if len(self._rest) - start < _LENGTHS.size:
+        if len(self._buffer) - start < _LENGTHS.size:
             return None
-        header_size, content_size = _LENGTHS.unpack_from(self._rest, start)
+        header_size, content_size = _LENGTHS.unpack_from(self._buffer, start)
         if header_size > _MAX_HEADER:
             raise UserError("the answer is not a sequence of frames")
         end = start + _LENGTHS.size + header_size + content_size
-        return end if end <= len(self._rest) else None
+        return end if end <= len(self._buffer) else None
 
 
 def _header(data: bytes) -> Mapping[str, Any]:

@@ -25,22 +25,22 @@ from planish.wire.json_pieces import (
     TooDeepError,
     TooManyContainersError,
     TooManyItemsError,
-    parse_pieces,
+    parse_in_pieces,
 )
 
 T = TypeVar("T")
 D = TypeVar("D")
 
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,255}")
-MAX_ID = 256
+MAX_ID_CHARACTERS = 256
 """Maximum number of characters of an id."""
-MAX_TEXT = 4096
+MAX_STRING_CHARACTERS = 4096
 """Maximum number of characters of a string, unless its field has a limit of its own."""
-MAX_LIST = 1024
+MAX_LIST_ITEMS = 1024
 """Maximum number of items of a list, unless its field has a limit of its own."""
-MAX_MAP = 64
+MAX_MAP_ENTRIES = 64
 """Maximum number of entries of an object whose keys are chosen by the client."""
-_MAX_SHOWN = 80
+_MAX_SHOWN_CHARACTERS = 80
 MAX_CONTAINERS = 1 << 17
 """Limit for the number of objects and lists in a body. Parsed into Python objects, they take up to
 40 times the memory of their JSON text, and a garbage collection of many of them stops all threads.
@@ -51,11 +51,13 @@ bytes of memory while the body is read.
 """
 MAX_DEPTH = 64
 """Limit for the nesting depth of objects and lists. Recursive code can process this depth."""
-MAX_ITEMS = 1 << 17
+MAX_CONTAINER_ITEMS = 1 << 17
 """Limit of the entries of an object, and of the items of a list that are not numbers."""
-_LIMITS = JsonLimits(depth=MAX_DEPTH, containers=MAX_CONTAINERS, items=MAX_ITEMS)
-_COUNTED_BYTES = 1 << 20
-_WHOLE_BYTES, _WHOLE_VALUES = 1 << 20, 1 << 13
+_LIMITS = JsonLimits(
+    max_depth=MAX_DEPTH, max_containers=MAX_CONTAINERS, max_items=MAX_CONTAINER_ITEMS
+)
+_COUNT_STEP_BYTES = 1 << 20
+_MAX_UNSPLIT_BYTES, _MAX_UNSPLIT_VALUES = 1 << 20, 1 << 13
 """Bodies with at most this many bytes and values are parsed by one call, which takes about 1 ms at
 most. Larger bodies are parsed in pieces, so that other threads run in between.
 """
@@ -64,22 +66,24 @@ most. Larger bodies are parsed in pieces, so that other threads run in between.
 class Fields:
     """One JSON object."""
 
-    def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
-        """`where` is the path of the object in its body, empty for the body itself."""
+    def __init__(self, values: Mapping[str, Any], object_path: str = "") -> None:
+        """`object_path` is the path of the object in its body, empty for the body itself."""
         self._values = values
-        self._where = where
-        self._read: set[str] = set()
+        self._object_path = object_path
+        self._read_names: set[str] = set()
 
     @classmethod
     def of(cls, body: bytes) -> Fields:
         """Parse the body of a request, which must be one JSON object. Raise MemoryError if there is
         too little memory for it.
         """
-        if _values(body) > MAX_VALUES:
+        if _max_value_count(body) > MAX_VALUES:
             raise UserError(f"the body has more than {MAX_VALUES:,} values; send fewer in one call")
-        value = _parsed(body.removeprefix(codecs.BOM_UTF8))
+        value = _parse(body.removeprefix(codecs.BOM_UTF8))
         if not isinstance(value, dict):
-            raise UserError(f"the body is {_kind(value)}; give an object with the request's fields")
+            raise UserError(
+                f"the body is {_type_name(value)}; give an object with the request's fields"
+            )
         return cls(value)
 
     def __enter__(self) -> Fields:
@@ -87,12 +91,12 @@ class Fields:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self.refuse_others()
+            self.reject_unread()
 
-    def refuse_others(self) -> None:
+    def reject_unread(self) -> None:
         """Raise UserError for a field that is set and was not read."""
         for name, value in self._values.items():
-            if name not in self._read and value not in (None, False, 0, "", [], {}):
+            if name not in self._read_names and value not in (None, False, 0, "", [], {}):
                 raise UserError(
                     f"{self.path(name)}={shown(value)} is unknown, and unknown fields are not "
                     "ignored; leave it out"
@@ -104,8 +108,8 @@ class Fields:
 
     def path(self, name: str) -> str:
         """Return the path of a field in the body, for error messages."""
-        name = name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}..."
-        return f"{self._where}.{name}" if self._where else name
+        name = name if len(name) <= _MAX_SHOWN_CHARACTERS else f"{name[:_MAX_SHOWN_CHARACTERS]}..."
+        return f"{self._object_path}.{name}" if self._object_path else name
 
     def has(self, name: str) -> bool:
         """Return whether the field is present and not null."""
@@ -113,7 +117,7 @@ class Fields:
 
     def skip(self, *names: str) -> None:
         """Mark fields as read without reading them, because their values have no effect."""
-        self._read.update(names)
+        self._read_names.update(names)
 
     @overload
     def optional(self, read: Callable[[str], T], name: str) -> T | None: ...
@@ -123,15 +127,15 @@ class Fields:
         """Return `read(name)`, where `read` is usually a method of this object. Return the default
         if the field is absent or null.
         """
-        self._read.add(name)
+        self._read_names.add(name)
         return read(name) if self.has(name) else default
 
-    def text(self, name: str, most: int = MAX_TEXT) -> str:
-        """Read a string of at most `most` characters."""
+    def text(self, name: str, maximum: int = MAX_STRING_CHARACTERS) -> str:
+        """Read a string of at most `maximum` characters."""
         value = self._get(name)
         if not isinstance(value, str):
             raise self._wrong(name, "a string")
-        check_count(self.path(name), len(value), most, "characters")
+        check_count(self.path(name), len(value), maximum, "characters")
         return value
 
     def identifier(self, name: str) -> str:
@@ -172,53 +176,54 @@ class Fields:
         """Return the same object as if it were a body: errors name its fields without its path."""
         return Fields(self._values)
 
-    def array(self, name: str, most: int = MAX_LIST) -> list[Any]:
-        """Read a list of at most `most` items."""
+    def array(self, name: str, maximum: int = MAX_LIST_ITEMS) -> list[Any]:
+        """Read a list of at most `maximum` items."""
         value = self._get(name)
         if not isinstance(value, list):
             raise self._wrong(name, "a list")
-        check_count(self.path(name), len(value), most, "items")
+        check_count(self.path(name), len(value), maximum, "items")
         return value
 
     def object(self, name: str) -> Fields:
         """Read an object."""
         return self._object(name, self._get(name))
 
-    def objects(self, name: str, most: int = MAX_LIST) -> Iterator[Fields]:
-        """Read a list of at most `most` objects."""
-        for index, value in enumerate(self.array(name, most)):
+    def objects(self, name: str, maximum: int = MAX_LIST_ITEMS) -> Iterator[Fields]:
+        """Read a list of at most `maximum` objects."""
+        for index, value in enumerate(self.array(name, maximum)):
             yield self._object(f"{name}[{index}]", value)
 
-    def mapping(self, name: str, most: int = MAX_MAP) -> dict[str, Any]:
-        """Read an object as a dict of at most `most` entries."""
+    def mapping(self, name: str, maximum: int = MAX_MAP_ENTRIES) -> dict[str, Any]:
+        """Read an object as a dict of at most `maximum` entries."""
         value = self._get(name)
         if not isinstance(value, dict):
             raise self._wrong(name, "an object")
-        check_count(self.path(name), len(value), most, "entries")
+        check_count(self.path(name), len(value), maximum, "entries")
         return value
 
-    def strings(self, name: str, most: int = MAX_LIST) -> dict[str, str]:
-        """Read an object of at most `most` strings, such as user_metadata."""
-        value = self.mapping(name, most)
+    def strings(self, name: str, maximum: int = MAX_LIST_ITEMS) -> dict[str, str]:
+        """Read an object of at most `maximum` strings, such as user_metadata."""
+        value = self.mapping(name, maximum)
         for key, item in value.items():
             if not isinstance(item, str):
                 raise UserError(
-                    f"{self.path(name)}.{key[:_MAX_SHOWN]} is {_kind(item)}; give a string"
+                    f"{self.path(name)}.{key[:_MAX_SHOWN_CHARACTERS]} is {_type_name(item)}; "
+                    "give a string"
                 )
         return value
 
     def raw(self, name: str) -> Any:
         """Return the value, which may have any type, or None if the field is absent."""
-        self._read.add(name)
+        self._read_names.add(name)
         return self._values.get(name)
 
     def _object(self, name: str, value: Any) -> Fields:
         if not isinstance(value, dict):
-            raise UserError(f"{self.path(name)} is {_kind(value)}; give an object")
+            raise UserError(f"{self.path(name)} is {_type_name(value)}; give an object")
         return Fields(value, self.path(name))
 
     def _get(self, name: str) -> Any:
-        self._read.add(name)
+        self._read_names.add(name)
         if not self.has(name):
             raise UserError(f"{self.path(name)} is missing")
         return self._values[name]
@@ -227,18 +232,18 @@ class Fields:
         return UserError(f"{self.path(name)}={shown(self._values[name])}: give {wanted}")
 
 
-def _values(body: bytes) -> int:
+def _max_value_count(body: bytes) -> int:
     """Return an upper bound of the number of values, less one. Other threads run in between."""
     return sum(
-        body.count(b",", begin, begin + _COUNTED_BYTES)
-        for begin in range(0, len(body), _COUNTED_BYTES)
+        body.count(b",", begin, begin + _COUNT_STEP_BYTES)
+        for begin in range(0, len(body), _COUNT_STEP_BYTES)
     )
 
 
-def _parsed(body: bytes) -> Any:
+def _parse(body: bytes) -> Any:
     try:
         if not _is_parsed_at_once(body):
-            return parse_pieces(body, _LIMITS)
+            return parse_in_pieces(body, _LIMITS)
         value = orjson.loads(body)
         if _depth_exceeds(value, MAX_DEPTH):
             raise TooDeepError
@@ -254,8 +259,8 @@ def _parsed(body: bytes) -> Any:
         ) from None
     except TooManyItemsError:
         raise UserError(
-            f"the body has an object or a list with more than {MAX_ITEMS:,} items that are not "
-            "numbers; send fewer in one call"
+            f"the body has an object or a list with more than {MAX_CONTAINER_ITEMS:,} items that "
+            "are not numbers; send fewer in one call"
         ) from None
     except InvalidJsonError as error:
         raise UserError(f"the body is not JSON: {error}") from None
@@ -269,18 +274,18 @@ def _is_parsed_at_once(body: bytes) -> bool:
     """Return whether the body is parsed by one call, and not in pieces."""
     if len(body) <= 2 * PIECE_BYTES:
         return True
-    if len(body) > _WHOLE_BYTES:
+    if len(body) > _MAX_UNSPLIT_BYTES:
         return False
     characters = np.frombuffer(body, np.uint8)
     # Every value follows one of these characters. Characters within strings are counted too.
     count = sum(int(np.count_nonzero(characters == ord(mark))) for mark in ",[{")
-    return count <= _WHOLE_VALUES
+    return count <= _MAX_UNSPLIT_VALUES
 
 
-def _depth_exceeds(value: Any, most: int) -> bool:
-    """Return whether objects and lists are nested more than `most` deep."""
+def _depth_exceeds(value: Any, maximum: int) -> bool:
+    """Return whether objects and lists are nested more than `maximum` deep."""
     level = [value] if type(value) is dict or type(value) is list else []
-    for _ in range(most):
+    for _ in range(maximum):
         level = [
             item
             for container in level
@@ -292,10 +297,10 @@ def _depth_exceeds(value: Any, most: int) -> bool:
     return True
 
 
-def check_count(name: str, count: int, most: int, kind: str) -> None:
-    """Raise UserError if a field has more than `most` things of a kind, such as "entries"."""
-    if count > most:
-        raise UserError(f"{name} has {count:,} {kind}; give at most {most:,}")
+def check_count(name: str, count: int, maximum: int, kind: str) -> None:
+    """Raise UserError if a field has more than `maximum` things of a kind, such as "entries"."""
+    if count > maximum:
+        raise UserError(f"{name} has {count:,} {kind}; give at most {maximum:,}")
 
 
 def check_identifier(name: str, value: str) -> None:
@@ -314,12 +319,16 @@ def shown(value: Any) -> str:
         case dict():
             return "{...}"
         case str():
-            return repr(value) if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]!r}..."
+            return (
+                repr(value)
+                if len(value) <= _MAX_SHOWN_CHARACTERS
+                else f"{value[:_MAX_SHOWN_CHARACTERS]!r}..."
+            )
         case _:
             return repr(value)
 
 
-def _kind(value: Any) -> str:
+def _type_name(value: Any) -> str:
     names = {
         str: "a string",
         list: "a list",

@@ -45,20 +45,20 @@ class IdParts:
         return f"{self.session_id}:sample:{self.seq_id}"
 
 
-def id_parts(server_id: str) -> IdParts:
+def parse_server_id(server_id: str) -> IdParts:
     """Return the session and number in the id of a model or a sampler."""
     session_id, _, number = server_id.split(":")
     return IdParts(session_id, int(number))
 
 
-def session_of(model_id: str) -> str:
+def session_id_of(model_id: str) -> str:
     """Return the session in the id of a model or a sampler."""
     return model_id.partition(":")[0]
 
 
-def _id_parts_from_json(fields: Fields, number: str) -> IdParts:
-    """Read the session and number of a model or a sampler. `number` is the number's field."""
-    return IdParts(fields.identifier("session_id"), fields.integer(number, low=0))
+def _id_parts_from_json(fields: Fields, number_field: str) -> IdParts:
+    """Read the session and number of a model or a sampler. `number_field` is the number's field."""
+    return IdParts(fields.identifier("session_id"), fields.integer(number_field, low=0))
 
 
 def create_model_from_json(fields: Fields) -> CreateModel:
@@ -78,7 +78,7 @@ def create_model_from_json(fields: Fields) -> CreateModel:
 
 def create_model_to_json(operation: CreateModel) -> dict[str, Any]:
     """Write a create_model for a fresh model, or a load_weights for a model from a checkpoint."""
-    parts = id_parts(operation.model_id)
+    parts = parse_server_id(operation.model_id)
     fields: dict[str, Any] = {
         "session_id": parts.session_id,
         "model_seq_id": parts.seq_id,
@@ -151,7 +151,7 @@ def save_weights_from_json(fields: Fields) -> SaveWeights:
         fields.skip("type")
         return SaveWeights(
             head.model_id,
-            _name(fields, head.seq_id),
+            _checkpoint_name(fields, head.seq_id),
             fields.optional(fields.integer, "ttl_seconds"),
             fields.optional(fields.boolean, "overwrite", False),
             fields.optional(fields.strings, "user_metadata", {}),
@@ -177,7 +177,7 @@ def save_weights_for_sampler_from_json(fields: Fields) -> SaveWeightsForSampler 
         if not fields.has("sampling_session_seq_id"):
             overwrite = fields.optional(fields.boolean, "overwrite", False)
             return SaveWeightsForSampler(
-                head.model_id, _name(fields, head.seq_id), ttl, overwrite, metadata
+                head.model_id, _checkpoint_name(fields, head.seq_id), ttl, overwrite, metadata
             )
         if fields.optional(fields.text, "path") is not None:
             raise UserError(
@@ -185,7 +185,9 @@ def save_weights_for_sampler_from_json(fields: Fields) -> SaveWeightsForSampler 
                 "or sampling_session_seq_id to make a sampler"
             )
         number = fields.integer("sampling_session_seq_id", low=0)
-        return PublishSampler(head.model_id, IdParts(session_of(head.model_id), number).sampler_id)
+        return PublishSampler(
+            head.model_id, IdParts(session_id_of(head.model_id), number).sampler_id
+        )
 
 
 def save_to_json(operation: SaveWeights | SaveWeightsForSampler, seq_id: int) -> dict[str, Any]:
@@ -211,7 +213,7 @@ def publish_to_json(operation: PublishSampler, seq_id: int) -> dict[str, Any]:
         "model_id": operation.model_id,
         "seq_id": seq_id,
         "kind": "snapshot",
-        "sampling_session_seq_id": id_parts(operation.sampler_id).seq_id,
+        "sampling_session_seq_id": parse_server_id(operation.sampler_id).seq_id,
     }
 
 
@@ -227,7 +229,7 @@ def create_sampler_from_json(fields: Fields) -> CreateSampler:
 
 def create_sampler_to_json(operation: CreateSampler) -> dict[str, Any]:
     """Write a request for a sampler."""
-    parts = id_parts(operation.sampler_id)
+    parts = parse_server_id(operation.sampler_id)
     fields = {"base_model": operation.base_model, "model_path": operation.model_path}
     return {
         "type": "create_sampling_session",
@@ -237,7 +239,7 @@ def create_sampler_to_json(operation: CreateSampler) -> dict[str, Any]:
     }
 
 
-def info_to_json(info: GetInfoResponse, tokenizer_id: str | None) -> dict[str, Any]:
+def model_info_to_json(info: GetInfoResponse, tokenizer_id: str | None) -> dict[str, Any]:
     """Write a model's information."""
     data = {"arch": info.model_data.arch, "model_name": info.model_name}
     return {
@@ -251,7 +253,7 @@ def info_to_json(info: GetInfoResponse, tokenizer_id: str | None) -> dict[str, A
     }
 
 
-def info_from_json(fields: Fields) -> GetInfoResponse:
+def model_info_from_json(fields: Fields) -> GetInfoResponse:
     """Read a model's information."""
     data = fields.object("model_data")
     return GetInfoResponse(
@@ -290,7 +292,7 @@ def _check_optimizer(fields: Fields) -> None:
             )
 
 
-def _name(fields: Fields, seq_id: int) -> str:
+def _checkpoint_name(fields: Fields, seq_id: int) -> str:
     """Read the name of a checkpoint. The default is the number of the request, so that a repeated
     request gets the same name.
     """

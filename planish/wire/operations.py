@@ -65,9 +65,9 @@ from planish.wire.training import (
     parse_forward_backward,
 )
 
-JSON = "application/json"
+JSON_MEDIA_TYPE = "application/json"
 
-_KINDS: dict[type[Operation[Any]], str] = {
+_KIND_NAMES: dict[type[Operation[Any]], str] = {
     ForwardBackward: "forward_backward",
     OptimStep: "optim_step",
     CreateModel: "create_model",
@@ -79,7 +79,7 @@ _KINDS: dict[type[Operation[Any]], str] = {
     CreateSampler: "create_sampling_session",
     Sample: "sample",
 }
-_PATHS = {
+_PATHS_BY_KIND = {
     "forward": "/forward_backward",
     "publish_sampler": "/save_weights_for_sampler",
     "sample": "/asample",
@@ -88,31 +88,33 @@ _PATHS = {
 
 
 @dataclass(frozen=True)
-class Posted:
+class PostRequest:
     """A POST request: path, body and media type."""
 
     path: str
     """The path after /api/v1."""
     content: bytes
-    media: str = JSON
+    media_type: str = JSON_MEDIA_TYPE
 
     @classmethod
-    def json(cls, path: str, fields: dict[str, Any]) -> Posted:
+    def json(cls, path: str, fields: dict[str, Any]) -> PostRequest:
         """Return a request with a JSON body."""
         return cls(path, orjson.dumps(fields))
 
 
-def request_of(operation: Operation[Any], seq_id: int = 0) -> Posted:
+def post_request_for(operation: Operation[Any], seq_id: int = 0) -> PostRequest:
     """Return the request for an operation. `seq_id` is the sequence number of the operation. It
     starts at 1 for each model, and at 0 for each sampler. The creation of a model or a sampler has
     no sequence number.
     """
-    kind = kind_of(operation)
-    media = PROTOBUF if isinstance(operation, ForwardBackward) else JSON
-    return Posted(_PATHS.get(kind, f"/{kind}"), operation_to_bytes(operation, seq_id), media)
+    kind = operation_kind(operation)
+    media = PROTOBUF if isinstance(operation, ForwardBackward) else JSON_MEDIA_TYPE
+    return PostRequest(
+        _PATHS_BY_KIND.get(kind, f"/{kind}"), operation_to_bytes(operation, seq_id), media
+    )
 
 
-def kind_of(operation: Operation[Any]) -> str:
+def operation_kind(operation: Operation[Any]) -> str:
     """Return the kind of an operation, such as "optim_step". Raise TypeError if there is no request
     for the operation.
     """
@@ -121,9 +123,9 @@ def kind_of(operation: Operation[Any]) -> str:
             return "forward"
         case CreateModel(from_path=str()):
             return "load_weights"
-    if type(operation) not in _KINDS:
+    if type(operation) not in _KIND_NAMES:
         raise TypeError(f"there is no request for a {type(operation).__name__}")
-    return _KINDS[type(operation)]
+    return _KIND_NAMES[type(operation)]
 
 
 def operation_to_bytes(operation: Operation[Any], seq_id: int) -> bytes:
@@ -149,7 +151,7 @@ def operation_to_bytes(operation: Operation[Any], seq_id: int) -> bytes:
             fields = sample_request_to_json(SampleRequest(seq_id, operation))
         case _:
             raise TypeError(f"there is no request for a {type(operation).__name__}")
-    return _json(fields)
+    return _to_sorted_json(fields)
 
 
 _DECODERS: dict[str, Callable[[Fields], Operation[Any]]] = {
@@ -181,7 +183,7 @@ def result_to_bytes(operation: Operation[Any], result: Any) -> bytes:
         case SampleResponse():
             return sample_response_to_message(result)
         case OptimStepResponse():
-            return _json({"metrics": result.metrics})
+            return _to_sorted_json({"metrics": result.metrics})
     match operation:
         case (
             CreateModel(model_id=model_id, from_path=path)
@@ -194,12 +196,12 @@ def result_to_bytes(operation: Operation[Any], result: Any) -> bytes:
             fields = {"path": result.path}
         case PublishSampler():
             sampler = {"sampling_session_id": operation.sampler_id}
-            return _json({"type": "save_weights_for_sampler", **sampler})
+            return _to_sorted_json({"type": "save_weights_for_sampler", **sampler})
         case UnloadModel():
             fields = {"model_id": operation.model_id}
         case _:
             raise TypeError(f"{type(operation).__name__} has no answer for clients")
-    return _json({"type": kind_of(operation), **fields})
+    return _to_sorted_json({"type": operation_kind(operation), **fields})
 
 
 def result_from_bytes(operation: Operation[Any], content: bytes) -> Any:
@@ -224,5 +226,5 @@ def result_from_bytes(operation: Operation[Any], content: bytes) -> Any:
     raise TypeError(f"{type(operation).__name__} is not an operation of a model")
 
 
-def _json(fields: dict[str, Any]) -> bytes:
+def _to_sorted_json(fields: dict[str, Any]) -> bytes:
     return orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)

@@ -28,11 +28,11 @@ from planish.types import (
 from planish.wire.fields import Fields, shown
 from planish.wire.messages import LENGTH, STOP, SampleResponseMessage, parse_message
 from planish.wire.tensors import (
+    array_from_bytes,
     check_dense_elements,
-    csr_dense_elements,
+    dense_element_count,
     model_input_from_json,
     model_input_to_json,
-    numbers,
     tensor_from_json,
     tensor_from_message,
     tensor_to_json,
@@ -80,12 +80,12 @@ def sample_request_from_json(fields: Fields) -> SampleRequest:
             ),
             sampling_params=_params_from_json(fields.object("sampling_params")),
             prompt_logprobs=fields.optional(fields.boolean, "prompt_logprobs", False),
-            topk_prompt_logprobs=_count(fields, "topk_prompt_logprobs"),
-            topk_sample_logprobs=_count(fields, "topk_sample_logprobs"),
-            target_prompt_logprobs=_targets(tensor_from_json(targets))
+            topk_prompt_logprobs=_optional_count(fields, "topk_prompt_logprobs"),
+            topk_sample_logprobs=_optional_count(fields, "topk_sample_logprobs"),
+            target_prompt_logprobs=_dense_targets(tensor_from_json(targets))
             if targets is not None
             else None,
-            prompt_alt_tokens_k=_count(fields, "prompt_alt_tokens_k"),
+            prompt_alt_tokens_k=_optional_count(fields, "prompt_alt_tokens_k"),
             prompt_logprobs_last_n=fields.optional(fields.integer, "prompt_logprobs_last_n"),
             record_stability_info=fields.optional(fields.boolean, "record_stability_info", False),
             prompt_only=fields.optional(fields.boolean, "prompt_only", False),
@@ -95,30 +95,30 @@ def sample_request_from_json(fields: Fields) -> SampleRequest:
 
 def sample_request_to_json(request: SampleRequest) -> dict[str, Any]:
     """Write a sample request."""
-    op = request.operation
+    operation = request.operation
     fields = {
         "type": "sample",
-        "sampling_session_id": op.sampler_id,
+        "sampling_session_id": operation.sampler_id,
         "seq_id": request.seq_id,
-        "prompt": model_input_to_json(op.prompt),
-        "num_samples": op.num_samples,
-        "sampling_params": _params_to_json(op.sampling_params),
-        "prompt_logprobs": op.prompt_logprobs,
-        "topk_prompt_logprobs": op.topk_prompt_logprobs,
-        "topk_sample_logprobs": op.topk_sample_logprobs,
-        "prompt_alt_tokens_k": op.prompt_alt_tokens_k,
-        "prompt_only": op.prompt_only,
+        "prompt": model_input_to_json(operation.prompt),
+        "num_samples": operation.num_samples,
+        "sampling_params": _params_to_json(operation.sampling_params),
+        "prompt_logprobs": operation.prompt_logprobs,
+        "topk_prompt_logprobs": operation.topk_prompt_logprobs,
+        "topk_sample_logprobs": operation.topk_sample_logprobs,
+        "prompt_alt_tokens_k": operation.prompt_alt_tokens_k,
+        "prompt_only": operation.prompt_only,
     }
-    if op.target_prompt_logprobs is not None:
-        fields["target_prompt_logprobs"] = tensor_to_json(op.target_prompt_logprobs)
-    if op.prompt_logprobs_last_n is not None:
-        fields["prompt_logprobs_last_n"] = op.prompt_logprobs_last_n
-    if op.record_stability_info:
+    if operation.target_prompt_logprobs is not None:
+        fields["target_prompt_logprobs"] = tensor_to_json(operation.target_prompt_logprobs)
+    if operation.prompt_logprobs_last_n is not None:
+        fields["prompt_logprobs_last_n"] = operation.prompt_logprobs_last_n
+    if operation.record_stability_info:
         fields["record_stability_info"] = True
     return fields
 
 
-def targets_of(operation: Sample) -> int:
+def target_count(operation: Sample) -> int:
     """Return the number of logprobs that `target_prompt_logprobs` asks for."""
     targets = operation.target_prompt_logprobs
     return 0 if targets is None else math.prod(targets.shape or ())
@@ -128,11 +128,11 @@ def sample_response_to_message(response: SampleResponse) -> bytes:
     """Write a response as protobuf."""
     message = SampleResponseMessage(prompt_cache_hit_tokens=response.prompt_cache_hit_tokens)
     for sequence in response.sequences:
-        to = message.sequences.add(stop_reason=_STOP_REASONS[sequence.stop_reason])
-        to.tokens = sequence.tokens_np.astype("<i4", copy=False).tobytes()
-        to.logprobs = sequence.logprobs_np.astype("<f4", copy=False).tobytes()
+        sequence_message = message.sequences.add(stop_reason=_STOP_REASONS[sequence.stop_reason])
+        sequence_message.tokens = sequence.tokens_np.astype("<i4", copy=False).tobytes()
+        sequence_message.logprobs = sequence.logprobs_np.astype("<f4", copy=False).tobytes()
         if sequence.topk_logprobs_np is not None:
-            _write_topk(to.topk_sampled_logprobs, sequence.topk_logprobs_np)
+            _write_topk(sequence_message.topk_sampled_logprobs, sequence.topk_logprobs_np)
     if response.prompt_logprobs_np is not None:
         message.prompt_logprobs = response.prompt_logprobs_np.astype("<f4", copy=False).tobytes()
     if response.topk_prompt_logprobs_np is not None:
@@ -164,10 +164,13 @@ def sample_response_from_message(
     alt = message.prompt_alt_tokens
     return SampleResponse(
         sequences=[
-            _sequence(sequence, name) for sequence, name in zip(message.sequences, ids, strict=True)
+            _sequence_from_message(sequence, name)
+            for sequence, name in zip(message.sequences, ids, strict=True)
         ],
-        prompt_logprobs_np=_floats(message.prompt_logprobs) if message.prompt_logprobs else None,
-        topk_prompt_logprobs_np=_topk(message, "topk_prompt_logprobs"),
+        prompt_logprobs_np=_logprobs_from_bytes(message.prompt_logprobs)
+        if message.prompt_logprobs
+        else None,
+        topk_prompt_logprobs_np=_topk_from_message(message, "topk_prompt_logprobs"),
         target_prompt_logprobs=(
             tensor_from_message(message.target_prompt_logprobs, "target_prompt_logprobs")
             if message.HasField("target_prompt_logprobs")
@@ -284,34 +287,34 @@ def _params_to_json(params: SamplingParams) -> dict[str, Any]:
     return fields
 
 
-def _count(fields: Fields, name: str) -> int:
+def _optional_count(fields: Fields, name: str) -> int:
     return fields.optional(lambda name: fields.integer(name, 0, 2**31 - 1), name, 0)
 
 
-def _targets(tensor: TensorData) -> TensorData:
+def _dense_targets(tensor: TensorData) -> TensorData:
     """Return the targets in dense form. Entries that a CSR tensor does not list become -1, which
     means no token.
     """
     if tensor.sparse_crow_indices is None:
         return tensor
-    check_dense_elements("target_prompt_logprobs", csr_dense_elements(tensor), _MAX_TARGETS)
+    check_dense_elements("target_prompt_logprobs", dense_element_count(tensor), _MAX_TARGETS)
     return TensorData(tensor.to_numpy(pad_value=-1), tensor.dtype, tensor.shape)
 
 
-def _sequence(message: Any, sequence_id: str) -> SampledSequence:
+def _sequence_from_message(message: Any, sequence_id: str) -> SampledSequence:
     if message.stop_reason not in _STOP_NAMES:
         raise UserError(f"stop_reason {message.stop_reason} is unknown")
     return SampledSequence(
         stop_reason=_STOP_NAMES[message.stop_reason],
         sequence_id=sequence_id,
-        tokens_np=numbers(message.tokens, "<i4", "tokens").copy(),
-        logprobs_np=_floats(message.logprobs),
-        topk_logprobs_np=_topk(message, "topk_sampled_logprobs"),
+        tokens_np=array_from_bytes(message.tokens, "<i4", "tokens").copy(),
+        logprobs_np=_logprobs_from_bytes(message.logprobs),
+        topk_logprobs_np=_topk_from_message(message, "topk_sampled_logprobs"),
     )
 
 
-def _floats(data: bytes) -> np.ndarray:
-    return numbers(data, "<f4", "logprobs").copy()
+def _logprobs_from_bytes(data: bytes) -> np.ndarray:
+    return array_from_bytes(data, "<f4", "logprobs").copy()
 
 
 def _write_topk(message: Any, topk: TopkLogprobs) -> None:
@@ -321,12 +324,12 @@ def _write_topk(message: Any, topk: TopkLogprobs) -> None:
     message.logprobs = np.where(undefined, UNDEFINED_LOGPROB, topk.logprobs).astype("<f4").tobytes()
 
 
-def _topk(message: Any, name: str) -> TopkLogprobs | None:
+def _topk_from_message(message: Any, name: str) -> TopkLogprobs | None:
     if not message.HasField(name):
         return None
     topk = getattr(message, name)
-    ids = numbers(topk.token_ids, "<i4", f"{name}.token_ids")
-    logprobs = _floats(topk.logprobs)
+    ids = array_from_bytes(topk.token_ids, "<i4", f"{name}.token_ids")
+    logprobs = _logprobs_from_bytes(topk.logprobs)
     if ids.size != topk.length * topk.k or logprobs.size != ids.size:
         raise UserError(
             f"{name}: {ids.size} token ids and {logprobs.size} logprobs are not {topk.length} x "

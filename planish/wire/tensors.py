@@ -23,7 +23,7 @@ from planish.wire.messages import BFLOAT16, FLOAT32, INT32, INT64, TensorMessage
 
 MAX_DENSE_ELEMENTS = 1 << 26
 """Limit for all CSR tensors of one body, in dense form."""
-MAX_PARTS = 1 << 17
+MAX_DATA_ITEMS = 1 << 17
 """Limit for the number of datums, chunks and tensors in one body. Each of them takes memory and
 time, however small it is.
 """
@@ -32,70 +32,73 @@ MAX_TOKENS = 1 << 20
 MAX_DIMENSIONS = 8
 """Limit of a tensor's dimensions."""
 
-_READ_AT_ONCE = 1 << 14
-_NUMPY: dict[TensorDtype, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
+_PIECE_ITEMS = 1 << 14
+_NUMPY_DTYPES: dict[TensorDtype, np.dtype[Any]] = {
+    "float32": np.dtype("<f4"),
+    "int64": np.dtype("<i8"),
+}
 PROTO_DTYPES: dict[TensorDtype, int] = {"float32": FLOAT32, "int64": INT64}
-_STORED: dict[int, tuple[np.dtype[Any], TensorDtype]] = {
+_WIRE_DTYPES: dict[int, tuple[np.dtype[Any], TensorDtype]] = {
     FLOAT32: (np.dtype("<f4"), "float32"),
     INT64: (np.dtype("<i8"), "int64"),
     INT32: (np.dtype("<i4"), "int64"),
     BFLOAT16: (np.dtype("<u2"), "float32"),
 }
-_OTHER_CHUNKS = {"image": "images", "image_asset_pointer": "images", "dmel": "audio"}
+_UNSUPPORTED_CHUNKS = {"image": "images", "image_asset_pointer": "images", "dmel": "audio"}
 
 
-def numbers(data: bytes, dtype: np.dtype[Any] | str, where: str) -> np.ndarray:
+def array_from_bytes(data: bytes, dtype: np.dtype[Any] | str, path: str) -> np.ndarray:
     """Return bytes as a one-dimensional array of `dtype`, without a copy. Raise UserError if the
     length is not a multiple of the item size.
     """
-    item = np.dtype(dtype)
-    if len(data) % item.itemsize:
+    item_dtype = np.dtype(dtype)
+    if len(data) % item_dtype.itemsize:
         raise UserError(
-            f"{where} has {len(data)} bytes, which is not a multiple of the {item.itemsize} of "
-            f"{item.name}"
+            f"{path} has {len(data)} bytes, which is not a multiple of the {item_dtype.itemsize} "
+            f"of {item_dtype.name}"
         )
-    return np.frombuffer(data, dtype=item)
+    return np.frombuffer(data, dtype=item_dtype)
 
 
-def stored_numbers(data: bytes, dtype: int, where: str) -> tuple[np.ndarray, TensorDtype]:
+def tensor_values(data: bytes, dtype: int, path: str) -> tuple[np.ndarray, TensorDtype]:
     """Return the values of a tensor, as int64 or float32, and the name of their dtype. `dtype` is
     the type of the bytes: float32, int64, int32 or bfloat16 (messages.py). Raise UserError for
     another type.
     """
-    if dtype not in _STORED:
-        raise UserError(f"{where}: dtype {dtype} is unknown; give 1 (float32) or 2 (int64)")
-    item, name = _STORED[dtype]
-    values = numbers(data, item, where)
+    if dtype not in _WIRE_DTYPES:
+        raise UserError(f"{path}: dtype {dtype} is unknown; give 1 (float32) or 2 (int64)")
+    item_dtype, name = _WIRE_DTYPES[dtype]
+    values = array_from_bytes(data, item_dtype, path)
     if dtype == BFLOAT16:
         values = (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(_NUMPY[name], copy=False), name
+    return values.astype(_NUMPY_DTYPES[name], copy=False), name
 
 
-def tensor_from_message(message: Any, where: str) -> TensorData:
+def tensor_from_message(message: Any, path: str) -> TensorData:
     """Read a tensor from protobuf."""
     match message.WhichOneof("encoding"):
         case "dense":
-            values, dtype = stored_numbers(message.dense, message.dtype, where)
-            check_count(f"{where}.shape", len(message.shape), MAX_DIMENSIONS, "dimensions")
-            return _tensor(where, values, dtype, _shape(message.shape, values.size, where))
+            values, dtype = tensor_values(message.dense, message.dtype, path)
+            check_count(f"{path}.shape", len(message.shape), MAX_DIMENSIONS, "dimensions")
+            return _tensor(path, values, dtype, _checked_shape(message.shape, values.size, path))
         case "sparse_csr":
             csr = message.sparse_csr
-            check_count(f"{where}.shape", len(message.shape), MAX_DIMENSIONS, "dimensions")
-            values, dtype = stored_numbers(csr.values, message.dtype, f"{where}.values")
-            crow = numbers(csr.crow_indices, "<i8", f"{where}.crow_indices").tolist()
-            col = numbers(csr.col_indices, "<i8", f"{where}.col_indices").tolist()
-            return _sparse(where, values, dtype, list(message.shape), crow, col)
-    raise UserError(f"{where} has no values: give dense or sparse_csr")
+            check_count(f"{path}.shape", len(message.shape), MAX_DIMENSIONS, "dimensions")
+            values, dtype = tensor_values(csr.values, message.dtype, f"{path}.values")
+            crow = array_from_bytes(csr.crow_indices, "<i8", f"{path}.crow_indices").tolist()
+            col = array_from_bytes(csr.col_indices, "<i8", f"{path}.col_indices").tolist()
+            return _csr_tensor(path, values, dtype, list(message.shape), crow, col)
+    raise UserError(f"{path} has no values: give dense or sparse_csr")
 
 
 def tensor_to_message(tensor: TensorData) -> Any:
     """Write a tensor as protobuf."""
     message = TensorMessage(dtype=PROTO_DTYPES[tensor.dtype], shape=tensor.shape)
-    item = _NUMPY[tensor.dtype]
+    item_dtype = _NUMPY_DTYPES[tensor.dtype]
     if tensor.sparse_crow_indices is None:
-        message.dense = tensor.to_numpy().astype(item, copy=False).tobytes()
+        message.dense = tensor.to_numpy().astype(item_dtype, copy=False).tobytes()
     else:
-        message.sparse_csr.values = np.asarray(tensor.data, dtype=item).tobytes()
+        message.sparse_csr.values = np.asarray(tensor.data, dtype=item_dtype).tobytes()
         message.sparse_csr.crow_indices = np.asarray(
             tensor.sparse_crow_indices, dtype="<i8"
         ).tobytes()
@@ -108,11 +111,11 @@ def tensor_to_message(tensor: TensorData) -> Any:
 def tensor_from_json(fields: Fields) -> TensorData:
     """Read a tensor from JSON."""
     with fields:
-        where = fields.path("data")
+        path = fields.path("data")
         dtype = fields.text("dtype")
-        if dtype not in _NUMPY:
+        if dtype not in _NUMPY_DTYPES:
             raise UserError(f"{fields.path('dtype')}={dtype[:40]!r}: give 'float32' or 'int64'")
-        values = _from_list(fields.array("data", MAX_VALUES), dtype, where)
+        values = _array_from_list(fields.array("data", MAX_VALUES), dtype, path)
         shape = _integers(fields, "shape")
         check_count(fields.path("shape"), len(shape or ()), MAX_DIMENSIONS, "dimensions")
         crow, col = (
@@ -121,13 +124,13 @@ def tensor_from_json(fields: Fields) -> TensorData:
         )
         if crow is None and col is None:
             return _tensor(
-                where, values, dtype, _shape(shape or (), values.size, fields.path("shape"))
+                path, values, dtype, _checked_shape(shape or (), values.size, fields.path("shape"))
             )
         if crow is None or col is None or shape is None:
             raise UserError(
-                f"{where}: a CSR tensor has shape, sparse_crow_indices and sparse_col_indices"
+                f"{path}: a CSR tensor has shape, sparse_crow_indices and sparse_col_indices"
             )
-        return _sparse(where, values, dtype, shape, crow, col)
+        return _csr_tensor(path, values, dtype, shape, crow, col)
 
 
 def tensor_to_json(tensor: TensorData) -> dict[str, Any]:
@@ -141,19 +144,19 @@ def tensor_to_json(tensor: TensorData) -> dict[str, Any]:
     return fields
 
 
-def model_input_from_messages(chunks: Sequence[Any], where: str) -> ModelInput:
+def model_input_from_messages(chunks: Sequence[Any], path: str) -> ModelInput:
     """Read a model input from protobuf chunks."""
-    check_parts(where, len(chunks))
-    found, count = [], 0
+    check_data_items(path, len(chunks))
+    text_chunks, num_tokens = [], 0
     for index, chunk in enumerate(chunks):
-        kind = chunk.WhichOneof("chunk")
-        if kind != "encoded_text":
-            raise _unsupported_chunk(f"{where}[{index}]", kind)
-        tokens = numbers(chunk.encoded_text.tokens, "<i4", f"{where}[{index}].tokens")
-        count += tokens.size
-        check_count(where, count, MAX_TOKENS, "token ids")
-        found.append(EncodedTextChunk(tokens.tolist()))
-    return ModelInput(found)
+        chunk_type = chunk.WhichOneof("chunk")
+        if chunk_type != "encoded_text":
+            raise _unsupported_chunk(f"{path}[{index}]", chunk_type)
+        tokens = array_from_bytes(chunk.encoded_text.tokens, "<i4", f"{path}[{index}].tokens")
+        num_tokens += tokens.size
+        check_count(path, num_tokens, MAX_TOKENS, "token ids")
+        text_chunks.append(EncodedTextChunk(tokens.tolist()))
+    return ModelInput(text_chunks)
 
 
 def write_chunks(model_input: ModelInput, chunks: Any) -> None:
@@ -169,20 +172,20 @@ def write_chunks(model_input: ModelInput, chunks: Any) -> None:
 
 def model_input_from_json(fields: Fields) -> ModelInput:
     """Read a model input from JSON."""
-    found, count = [], 0
+    text_chunks, num_tokens = [], 0
     with fields:
-        check_parts(fields.path("chunks"), len(fields.array("chunks", MAX_VALUES)))
-        for chunk in fields.objects("chunks", MAX_PARTS):
+        check_data_items(fields.path("chunks"), len(fields.array("chunks", MAX_VALUES)))
+        for chunk in fields.objects("chunks", MAX_DATA_ITEMS):
             with chunk:
-                kind = chunk.optional(chunk.text, "type", "encoded_text")
-                if kind != "encoded_text":
-                    raise _unsupported_chunk(chunk.path("type"), kind)
+                chunk_type = chunk.optional(chunk.text, "type", "encoded_text")
+                if chunk_type != "encoded_text":
+                    raise _unsupported_chunk(chunk.path("type"), chunk_type)
                 tokens = chunk.array("tokens", MAX_VALUES)
-                count += len(tokens)
-                check_count(fields.path("chunks"), count, MAX_TOKENS, "token ids")
+                num_tokens += len(tokens)
+                check_count(fields.path("chunks"), num_tokens, MAX_TOKENS, "token ids")
                 _check_integers(tokens, chunk.path("tokens"))
-                found.append(EncodedTextChunk(tokens))
-    return ModelInput(found)
+                text_chunks.append(EncodedTextChunk(tokens))
+    return ModelInput(text_chunks)
 
 
 def model_input_to_json(model_input: ModelInput) -> dict[str, Any]:
@@ -193,7 +196,7 @@ def model_input_to_json(model_input: ModelInput) -> dict[str, Any]:
 
 
 def _tensor(
-    where: str,
+    path: str,
     values: np.ndarray,
     dtype: TensorDtype,
     shape: list[int] | None,
@@ -203,11 +206,11 @@ def _tensor(
     try:
         return TensorData(values, dtype, shape, crow, col)
     except ValueError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
 
 
-def _sparse(
-    where: str,
+def _csr_tensor(
+    path: str,
     values: np.ndarray,
     dtype: TensorDtype,
     shape: list[int],
@@ -215,41 +218,42 @@ def _sparse(
     col: list[int],
 ) -> TensorData:
     if len(shape) != 2 or min(shape) < 0:
-        raise UserError(f"{where}: a CSR tensor of shape {shape[:4]}; it has two dimensions")
-    check_dense_elements(where, math.prod(shape))
-    return _tensor(where, values, dtype, shape, crow, col)
+        raise UserError(f"{path}: a CSR tensor of shape {shape[:4]}; it has two dimensions")
+    check_dense_elements(path, math.prod(shape))
+    return _tensor(path, values, dtype, shape, crow, col)
 
 
-def check_dense_elements(where: str, elements: int, most: int = MAX_DENSE_ELEMENTS) -> None:
-    """Raise UserError if CSR tensors have more than `most` elements in dense form."""
-    if elements > most:
+def check_dense_elements(path: str, num_elements: int, maximum: int = MAX_DENSE_ELEMENTS) -> None:
+    """Raise UserError if CSR tensors have more than `maximum` elements in dense form."""
+    if num_elements > maximum:
         raise UserError(
-            f"{where}: CSR tensors have {elements:,} elements in dense form; give at most {most:,}"
+            f"{path}: CSR tensors have {num_elements:,} elements in dense form; give at most "
+            f"{maximum:,}"
         )
 
 
-def check_parts(where: str, parts: int) -> None:
+def check_data_items(path: str, num_items: int) -> None:
     """Raise UserError if there are too many datums, chunks and tensors."""
-    if parts > MAX_PARTS:
+    if num_items > MAX_DATA_ITEMS:
         raise UserError(
-            f"{where} has more than {MAX_PARTS:,} datums, chunks of tokens and tensors; send fewer "
-            "in one call"
+            f"{path} has more than {MAX_DATA_ITEMS:,} datums, chunks of tokens and tensors; send "
+            "fewer in one call"
         )
 
 
-def csr_dense_elements(tensor: TensorData) -> int:
+def dense_element_count(tensor: TensorData) -> int:
     """Return the number of elements of a CSR tensor in dense form; 0 for a dense tensor."""
     return 0 if tensor.sparse_crow_indices is None else math.prod(tensor.shape or ())
 
 
-def _shape(shape: Sequence[int], size: int, where: str) -> list[int] | None:
+def _checked_shape(shape: Sequence[int], size: int, path: str) -> list[int] | None:
     """Return a shape after checking that `size` values fill it. Return None for an empty shape,
     which on the wire means one dimension.
     """
     if not shape:
         return None
     if min(shape) < 0 or math.prod(shape) != size:
-        raise UserError(f"{where}: {size} values do not fill the shape {list(shape)[:8]}")
+        raise UserError(f"{path}: {size} values do not fill the shape {list(shape)[:8]}")
     return list(shape)
 
 
@@ -260,41 +264,41 @@ def _integers(fields: Fields, name: str) -> list[int] | None:
     return values
 
 
-def _check_integers(values: list[Any], where: str) -> None:
+def _check_integers(values: list[Any], path: str) -> None:
     for value in values:
         if type(value) is not int or not -(2**63) <= value < 2**63:
-            raise UserError(f"{where} holds {shown(value)}; give whole numbers")
+            raise UserError(f"{path} holds {shown(value)}; give whole numbers")
 
 
-def _from_list(values: list[Any], dtype: TensorDtype, where: str) -> np.ndarray:
+def _array_from_list(values: list[Any], dtype: TensorDtype, path: str) -> np.ndarray:
     for value in values:
         if type(value) is not int and type(value) is not float:
-            raise UserError(f"{where} holds {shown(value)}; give one flat list of numbers")
+            raise UserError(f"{path} holds {shown(value)}; give one flat list of numbers")
     if dtype == "float32":
         with np.errstate(over="ignore"):
             # An overflow becomes infinite. Code that needs finite values reports it later.
-            return _array(values, np.float64).astype(np.float32)
+            return _array_in_pieces(values, np.float64).astype(np.float32)
     for value in values:
         if not (math.isfinite(value) and value == math.trunc(value) and -(2**63) <= value < 2**63):
-            raise UserError(f"{where} holds {value!r}, which is not an int64; give whole numbers")
-    return _array([int(value) for value in values], np.int64)
+            raise UserError(f"{path} holds {value!r}, which is not an int64; give whole numbers")
+    return _array_in_pieces([int(value) for value in values], np.int64)
 
 
-def _array(values: list[Any], dtype: type[np.generic]) -> np.ndarray:
+def _array_in_pieces(values: list[Any], dtype: type[np.generic]) -> np.ndarray:
     """Return a list of numbers as an array. numpy holds the interpreter lock while it reads a list.
     So the list is read in pieces, and other threads run in between.
     """
     array = np.empty(len(values), dtype)
-    for begin in range(0, len(values), _READ_AT_ONCE):
-        piece = slice(begin, begin + _READ_AT_ONCE)
+    for begin in range(0, len(values), _PIECE_ITEMS):
+        piece = slice(begin, begin + _PIECE_ITEMS)
         array[piece] = np.asarray(values[piece], dtype)
     return array
 
 
-def _unsupported_chunk(where: str, kind: str | None) -> UserError:
-    if kind in _OTHER_CHUNKS:
+def _unsupported_chunk(path: str, kind: str | None) -> UserError:
+    if kind in _UNSUPPORTED_CHUNKS:
         return UnsupportedError(
-            f"{where} is {_OTHER_CHUNKS[kind]}: the models of this server read text; send "
+            f"{path} is {_UNSUPPORTED_CHUNKS[kind]}: the models of this server read text; send "
             "encoded_text chunks"
         )
-    return UserError(f"{where} is not a chunk of tokens; send encoded_text chunks")
+    return UserError(f"{path} is not a chunk of tokens; send encoded_text chunks")

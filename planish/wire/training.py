@@ -20,8 +20,8 @@ from planish.service import ForwardBackward, OptimStep
 from planish.tensors import TensorData
 from planish.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepResponse
 from planish.wire.fields import (
-    MAX_MAP,
-    MAX_TEXT,
+    MAX_MAP_ENTRIES,
+    MAX_STRING_CHARACTERS,
     MAX_VALUES,
     Fields,
     check_count,
@@ -35,37 +35,37 @@ from planish.wire.messages import (
     parse_message,
 )
 from planish.wire.tensors import (
+    MAX_DATA_ITEMS,
     MAX_DIMENSIONS,
-    MAX_PARTS,
     PROTO_DTYPES,
+    array_from_bytes,
+    check_data_items,
     check_dense_elements,
-    check_parts,
-    csr_dense_elements,
+    dense_element_count,
     model_input_from_json,
     model_input_from_messages,
-    numbers,
-    stored_numbers,
     tensor_from_json,
     tensor_from_message,
     tensor_to_json,
     tensor_to_message,
+    tensor_values,
     write_chunks,
 )
 
-_REQUEST = ForwardBackwardRequestMessage.DESCRIPTOR.name
+_REQUEST_NAME = ForwardBackwardRequestMessage.DESCRIPTOR.name
 _DATA_FIELD = ForwardBackwardRequestMessage.DESCRIPTOR.fields_by_name["data"].number
 MAX_FIELDS = 1 << 20
 """Limit for the number of protobuf fields in one body, including the fields of its datums and
 tensors. The fields are counted before parsing, because a parsed empty field takes 30 times the
 memory of its encoding.
 """
-_DATUM = ForwardBackwardRequestMessage.DESCRIPTOR.fields_by_name["data"].message_type
-_ENTRY = _DATUM.fields_by_name["loss_fn_inputs"].message_type
-_INPUTS = (_DATA_FIELD, _DATUM.fields_by_name["loss_fn_inputs"].number)
-_TENSOR = (*_INPUTS, _ENTRY.fields_by_name["value"].number)
-_SHAPE = (*_TENSOR, TensorMessage.DESCRIPTOR.fields_by_name["shape"].number)
-_WALKED = {(_DATA_FIELD,), _INPUTS, _TENSOR}
-_LONGEST_VARINT = 10
+_DATUM_TYPE = ForwardBackwardRequestMessage.DESCRIPTOR.fields_by_name["data"].message_type
+_INPUT_ENTRY_TYPE = _DATUM_TYPE.fields_by_name["loss_fn_inputs"].message_type
+_INPUTS_PATH = (_DATA_FIELD, _DATUM_TYPE.fields_by_name["loss_fn_inputs"].number)
+_TENSOR_PATH = (*_INPUTS_PATH, _INPUT_ENTRY_TYPE.fields_by_name["value"].number)
+_SHAPE_PATH = (*_TENSOR_PATH, TensorMessage.DESCRIPTOR.fields_by_name["shape"].number)
+_NESTED_PATHS = {(_DATA_FIELD,), _INPUTS_PATH, _TENSOR_PATH}
+_MAX_VARINT_BYTES = 10
 _ADAM_FIELDS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
 
 
@@ -95,7 +95,7 @@ def parse_forward_backward_head(body: bytes) -> Any:
     """Parse a protobuf body without its datums. Only the first `MAX_FIELDS` fields are read, so
     that a body with too many fields cannot exhaust the memory.
     """
-    fields = islice(_fields_of(body, 0, len(body)), MAX_FIELDS)
+    fields = islice(_iterate_fields(body, 0, len(body)), MAX_FIELDS)
     head = [body[begin:end] for number, begin, _, end in fields if number != _DATA_FIELD]
     return parse_message(ForwardBackwardRequestMessage(), b"".join(head))
 
@@ -104,36 +104,36 @@ def parse_forward_backward(body: bytes) -> Any:
     """Parse a protobuf body. If it has too many fields, or a shape of too many dimensions, raise
     UserError before parsing it.
     """
-    datums = 0
-    for count, (number, begin, end) in enumerate(_walk(body), start=1):
+    num_datums = 0
+    for count, (number, begin, end) in enumerate(_walk_fields(body), start=1):
         if number == (_DATA_FIELD,):
-            datums += 1
-            check_parts("data", datums)
+            num_datums += 1
+            check_data_items("data", num_datums)
         if count > MAX_FIELDS:
             raise UserError(
                 f"the body has more than {MAX_FIELDS:,} datums and parts; send fewer in one call"
             )
         # A dimension has one byte in the body, and takes eight when it is parsed.
-        if number == _SHAPE and end - begin > MAX_DIMENSIONS * _LONGEST_VARINT:
+        if number == _SHAPE_PATH and end - begin > MAX_DIMENSIONS * _MAX_VARINT_BYTES:
             raise UserError(f"a tensor has more than {MAX_DIMENSIONS} dimensions; give fewer")
     return parse_message(ForwardBackwardRequestMessage(), body)
 
 
-def _walk(body: bytes) -> Iterator[tuple[tuple[int, ...], int, int]]:
+def _walk_fields(body: bytes) -> Iterator[tuple[tuple[int, ...], int, int]]:
     """Yield (path, start of the content, end) for each field of the body and of the messages in
-    `_WALKED`: datums, the entries of their `loss_fn_inputs`, and the tensors of these entries. A
-    path has the field numbers of the enclosing fields and of the field itself.
+    `_NESTED_PATHS`: datums, the entries of their `loss_fn_inputs`, and the tensors of these
+    entries. A path has the field numbers of the enclosing fields and of the field itself.
     """
     pending: list[tuple[tuple[int, ...], Iterator[tuple[int, int, int, int]]]] = [
-        ((), _fields_of(body, 0, len(body)))
+        ((), _iterate_fields(body, 0, len(body)))
     ]
     while pending:
         path, fields = pending[-1]
         for number, _, begin, end in fields:
-            at = (*path, number)
-            yield at, begin, end
-            if at in _WALKED:
-                pending.append((at, _fields_of(body, begin, end)))
+            field_path = (*path, number)
+            yield field_path, begin, end
+            if field_path in _NESTED_PATHS:
+                pending.append((field_path, _iterate_fields(body, begin, end)))
                 break
         else:
             pending.pop()
@@ -141,15 +141,15 @@ def _walk(body: bytes) -> Iterator[tuple[tuple[int, ...], int, int]]:
 
 def forward_backward_from_message(message: Any) -> ForwardBackward:
     """Read an operation from a parsed message."""
-    check_parts("data", len(message.data))
-    check_count("loss_fn", len(message.loss_fn), MAX_TEXT, "characters")
+    check_data_items("data", len(message.data))
+    check_count("loss_fn", len(message.loss_fn), MAX_STRING_CHARACTERS, "characters")
     for name in ("loss_fn_config", "loss_fn_config_v2"):
-        check_count(name, len(getattr(message, name)), MAX_MAP, "entries")
-    data = _within_bounds(
+        check_count(name, len(getattr(message, name)), MAX_MAP_ENTRIES, "entries")
+    data = _collect_within_limits(
         _datum_from_message(datum, f"data[{index}]") for index, datum in enumerate(message.data)
     )
     return ForwardBackward(
-        message.model_id, data, message.loss_fn, _config(message), message.forward_only
+        message.model_id, data, message.loss_fn, _loss_config(message), message.forward_only
     )
 
 
@@ -167,10 +167,10 @@ def forward_backward_to_message(operation: ForwardBackward, seq_id: int) -> byte
         else:
             message.loss_fn_config[key] = message.loss_fn_config_v2[key].number = float(value)
     for datum in operation.data:
-        to = message.data.add()
-        write_chunks(datum.model_input, to.model_input)
+        datum_message = message.data.add()
+        write_chunks(datum.model_input, datum_message.model_input)
         for name, tensor in datum.loss_fn_inputs.items():
-            to.loss_fn_inputs[name].CopyFrom(tensor_to_message(tensor))
+            datum_message.loss_fn_inputs[name].CopyFrom(tensor_to_message(tensor))
     return message.SerializeToString(deterministic=True)
 
 
@@ -178,17 +178,21 @@ def forward_backward_from_json(fields: Fields, forward_only: bool) -> ForwardBac
     """Read the body of /forward if `forward_only` is True, else the body of /forward_backward."""
     with fields:
         head = head_from_json(fields)
-        with fields.object("forward_input" if forward_only else "forward_backward_input") as given:
-            check_parts(given.path("data"), len(given.array("data", MAX_VALUES)))
-            data = _within_bounds(
-                _datum_from_json(datum) for datum in given.objects("data", MAX_PARTS)
+        with fields.object(
+            "forward_input" if forward_only else "forward_backward_input"
+        ) as input_fields:
+            check_data_items(input_fields.path("data"), len(input_fields.array("data", MAX_VALUES)))
+            data = _collect_within_limits(
+                _datum_from_json(datum) for datum in input_fields.objects("data", MAX_DATA_ITEMS)
             )
-            config = given.optional(given.mapping, "loss_fn_config", {})
+            config = input_fields.optional(input_fields.mapping, "loss_fn_config", {})
             for key, value in config.items():
                 if isinstance(value, bool) or not isinstance(value, int | float | str):
-                    path = given.path("loss_fn_config")
+                    path = input_fields.path("loss_fn_config")
                     raise UserError(f"{path}.{key[:40]}={shown(value)}: give a number or a string")
-            return ForwardBackward(head.model_id, data, given.text("loss_fn"), config, forward_only)
+            return ForwardBackward(
+                head.model_id, data, input_fields.text("loss_fn"), config, forward_only
+            )
 
 
 def output_to_message(output: ForwardBackwardOutput) -> bytes:
@@ -198,8 +202,8 @@ def output_to_message(output: ForwardBackwardOutput) -> bytes:
     message = ForwardBackwardOutputMessage(
         loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics
     )
-    for _, run in groupby(output.loss_fn_outputs, key=_layout):
-        datums = list(run)
+    for _, group in groupby(output.loss_fn_outputs, key=_batch_key):
+        datums = list(group)
         record = message.loss_fn_outputs.add(
             type_tag=output.loss_fn_output_type, num_datums=len(datums)
         )
@@ -247,8 +251,10 @@ def optim_step_from_json(fields: Fields) -> OptimStep:
                 "optimizer here; "
                 "give adam_params"
             )
-        with fields.object("adam_params") as given:
-            params = {name: given.number(name) for name in _ADAM_FIELDS if given.has(name)}
+        with fields.object("adam_params") as adam_fields:
+            params = {
+                name: adam_fields.number(name) for name in _ADAM_FIELDS if adam_fields.has(name)
+            }
     return OptimStep(head.model_id, AdamParams(**params))
 
 
@@ -269,7 +275,7 @@ def optim_step_response_from_json(fields: Fields) -> OptimStepResponse:
     return OptimStepResponse({name: metrics.number(name) for name in metrics})
 
 
-def _fields_of(body: bytes, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+def _iterate_fields(body: bytes, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield (field number, start of the field, start of its content, end) for each field of the
     message in `body[begin:end]`. Raise UserError if these bytes are not a message.
     """
@@ -277,20 +283,20 @@ def _fields_of(body: bytes, begin: int, end: int) -> Iterator[tuple[int, int, in
         tag, content = _varint(body, begin, end)
         match tag & 7:
             case 0:
-                _, after = _varint(body, content, end)
+                _, field_end = _varint(body, content, end)
             case 1:
-                after = content + 8
+                field_end = content + 8
             case 5:
-                after = content + 4
+                field_end = content + 4
             case 2:
                 size, content = _varint(body, content, end)
-                after = content + size
+                field_end = content + size
             case _:
-                raise UserError(f"the body is not a {_REQUEST} in protobuf: it has groups")
-        if after > end:
-            raise UserError(f"the body is not a {_REQUEST} in protobuf: it is cut off")
-        yield tag >> 3, begin, content, after
-        begin = after
+                raise UserError(f"the body is not a {_REQUEST_NAME} in protobuf: it has groups")
+        if field_end > end:
+            raise UserError(f"the body is not a {_REQUEST_NAME} in protobuf: it is cut off")
+        yield tag >> 3, begin, content, field_end
+        begin = field_end
 
 
 def _varint(body: bytes, begin: int, end: int) -> tuple[int, int]:
@@ -303,10 +309,10 @@ def _varint(body: bytes, begin: int, end: int) -> tuple[int, int]:
         if byte < 128:
             return value, begin
         shift += 7
-    raise UserError(f"the body is not a {_REQUEST} in protobuf: it is cut off")
+    raise UserError(f"the body is not a {_REQUEST_NAME} in protobuf: it is cut off")
 
 
-def _config(message: Any) -> Mapping[str, float]:
+def _loss_config(message: Any) -> Mapping[str, float]:
     """Read the options of a loss. Newer clients write every option to `loss_fn_config_v2`, and the
     numbers to `loss_fn_config` too. A string is returned as it is; the loss then rejects it.
     """
@@ -318,26 +324,26 @@ def _config(message: Any) -> Mapping[str, float]:
     }
 
 
-def _within_bounds(data: Iterable[Datum]) -> list[Datum]:
-    found, elements, parts, tokens = [], 0, 0, 0
+def _collect_within_limits(data: Iterable[Datum]) -> list[Datum]:
+    datums, num_elements, num_items, num_tokens = [], 0, 0, 0
     for datum in data:
-        tokens += datum.model_input.length
-        check_count("data", tokens, MAX_VALUES, "token ids")
-        parts += 1 + len(datum.model_input.chunks) + len(datum.loss_fn_inputs)
-        check_parts("data", parts)
-        elements += sum(csr_dense_elements(tensor) for tensor in datum.loss_fn_inputs.values())
-        check_dense_elements("data", elements)
-        found.append(datum)
-    return found
+        num_tokens += datum.model_input.length
+        check_count("data", num_tokens, MAX_VALUES, "token ids")
+        num_items += 1 + len(datum.model_input.chunks) + len(datum.loss_fn_inputs)
+        check_data_items("data", num_items)
+        num_elements += sum(dense_element_count(tensor) for tensor in datum.loss_fn_inputs.values())
+        check_dense_elements("data", num_elements)
+        datums.append(datum)
+    return datums
 
 
-def _datum_from_message(message: Any, where: str) -> Datum:
-    check_count(f"{where}.loss_fn_inputs", len(message.loss_fn_inputs), MAX_MAP, "entries")
+def _datum_from_message(message: Any, path: str) -> Datum:
+    check_count(f"{path}.loss_fn_inputs", len(message.loss_fn_inputs), MAX_MAP_ENTRIES, "entries")
     tensors = {
-        name: tensor_from_message(tensor, f"{where}.loss_fn_inputs[{name[:40]!r}]")
+        name: tensor_from_message(tensor, f"{path}.loss_fn_inputs[{name[:40]!r}]")
         for name, tensor in message.loss_fn_inputs.items()
     }
-    return Datum(model_input_from_messages(message.model_input, f"{where}.model_input"), tensors)
+    return Datum(model_input_from_messages(message.model_input, f"{path}.model_input"), tensors)
 
 
 def _datum_from_json(fields: Fields) -> Datum:
@@ -349,7 +355,7 @@ def _datum_from_json(fields: Fields) -> Datum:
         return Datum(model_input_from_json(fields.object("model_input")), tensors)
 
 
-def _layout(datum: Mapping[str, TensorData]) -> list[tuple[str, str, list[int]]]:
+def _batch_key(datum: Mapping[str, TensorData]) -> list[tuple[str, str, list[int]]]:
     """Return what the datums of one record have in common: names, dtypes and trailing shapes of
     their tensors.
     """
@@ -365,15 +371,17 @@ def _write_batch(batch: Any, tensors: Sequence[TensorData]) -> None:
 
 
 def _read_batch(batch: Any, name: str) -> list[TensorData]:
-    values, dtype = stored_numbers(batch.data, batch.dtype, name)
-    offsets = numbers(batch.offsets, "<i8", f"{name}.offsets")
-    item = len(batch.data) // max(1, values.size)
-    trailing = list(batch.trailing_shape)
-    row = math.prod(trailing)
+    values, dtype = tensor_values(batch.data, batch.dtype, name)
+    offsets = array_from_bytes(batch.offsets, "<i8", f"{name}.offsets")
+    item_bytes = len(batch.data) // max(1, values.size)
+    trailing_shape = list(batch.trailing_shape)
+    row_elements = math.prod(trailing_shape)
     tensors = []
     for start, end in pairwise(offsets.tolist()):
-        part = values[start // max(1, item) : end // max(1, item)]
-        if row < 1 or part.size % row:
-            raise UserError(f"{name}: {part.size} values do not fill rows of shape {trailing}")
-        tensors.append(TensorData(part, dtype, [part.size // row, *trailing]))
+        part = values[start // max(1, item_bytes) : end // max(1, item_bytes)]
+        if row_elements < 1 or part.size % row_elements:
+            raise UserError(
+                f"{name}: {part.size} values do not fill rows of shape {trailing_shape}"
+            )
+        tensors.append(TensorData(part, dtype, [part.size // row_elements, *trailing_shape]))
     return tensors

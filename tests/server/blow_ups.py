@@ -20,7 +20,7 @@ MAX_BODY = 8 << 20
 """Bodies are cut to about this size, so that a run sends requests and not only bytes."""
 MAX_MESSAGES = 20_000
 """An empty message has two bytes in a body and hundreds in the memory of this program."""
-MAX_ITEMS = 64
+MAX_CONTAINER_ITEMS = 64
 """Only so many items of a list or map can be blown up in turn. A blown-up list has millions, and a
 `Place` for each of them took more than 2 GiB.
 """
@@ -68,7 +68,7 @@ def shot_of(
 
 def _json_places(value: Any, path: str) -> Iterator[Place]:
     keys = list(value) if isinstance(value, dict) else range(len(value))
-    for key in islice(keys, MAX_ITEMS):
+    for key in islice(keys, MAX_CONTAINER_ITEMS):
         where = f"{path}[]" if isinstance(value, list) else f"{path}.{key}".lstrip(".")
         yield Place(where, lambda source, size, key=key: _blow_up_json(value, key, source, size))
         if isinstance(value[key], dict | list):
@@ -119,10 +119,10 @@ def _message_places(message: Any, path: str) -> Iterator[Place]:
             continue
         if descriptor.message_type.GetOptions().map_entry:
             if descriptor.message_type.fields_by_name["value"].message_type is not None:
-                for key in list(islice(value, MAX_ITEMS)):
+                for key in list(islice(value, MAX_CONTAINER_ITEMS)):
                     yield from _message_places(value[key], f"{where}[{key}]")
         elif descriptor.is_repeated:
-            for item in islice(value, MAX_ITEMS):
+            for item in islice(value, MAX_CONTAINER_ITEMS):
                 yield from _message_places(item, f"{where}[]")
         else:
             yield from _message_places(value, where)

@@ -134,13 +134,13 @@ def _serve(start: Start) -> None:
     if start.crash_after is not None:
         limit = time.process_time() + start.crash_after
         threading.Thread(target=_die_at, args=(limit, start.timer_mark), daemon=True).start()
-    store._INLINE_BYTES = 500  # so that there are bodies in files
+    store._MIN_FILE_BYTES = 500  # so that there are bodies in files
     if start.memory_error_at is not None:
         _run_out_of_memory(start.memory_error_at)
     if start.has_poison:
         _be_poisoned()
     else:  # or one of so many kills in a row might be taken for the doing of a request
-        crash_guard._ENDS_ALONE = 20
+        crash_guard._MAX_SOLE_CRASHES = 20
     server = make_core(start.model_dir, start.data_dir, start.settings)
     app = create_app(server, HttpSettings(_POLL_SECONDS, tenants_by_key=start.keys))
     config = uvicorn.Config(
@@ -185,7 +185,7 @@ def _run_out_of_memory(number: int) -> None:
         return call
 
     store.Transaction.execute = failing(store.Transaction.execute)
-    store.Transaction.store = failing(store.Transaction.store)
+    store.Transaction.store_body = failing(store.Transaction.store_body)
     CheckpointStore._write = failing(CheckpointStore._write)
     CheckpointStore._link = failing(CheckpointStore._link)
 

@@ -33,16 +33,16 @@ from planish.types import (
     MAX_STOP_TOKENS,
 )
 from planish.wire.fields import (
+    MAX_CONTAINER_ITEMS,
     MAX_CONTAINERS,
     MAX_DEPTH,
-    MAX_ID,
-    MAX_ITEMS,
-    MAX_LIST,
-    MAX_MAP,
-    MAX_TEXT,
+    MAX_ID_CHARACTERS,
+    MAX_LIST_ITEMS,
+    MAX_MAP_ENTRIES,
+    MAX_STRING_CHARACTERS,
     MAX_VALUES,
 )
-from planish.wire.tensors import MAX_DENSE_ELEMENTS, MAX_DIMENSIONS, MAX_PARTS, MAX_TOKENS
+from planish.wire.tensors import MAX_DATA_ITEMS, MAX_DENSE_ELEMENTS, MAX_DIMENSIONS, MAX_TOKENS
 from planish.wire.training import MAX_FIELDS
 
 MAX_INT64 = 2**63 - 1
@@ -71,7 +71,7 @@ FLAG = Limit("true or false", "give true or false", [True, False], [2, "true"])
 NOT_READ = Limit("not read; part of the body", covers_all_within=True)
 
 
-def text(most: int = MAX_TEXT) -> Limit:
+def text(most: int = MAX_STRING_CHARACTERS) -> Limit:
     """Return the limit of a string with at most `most` characters."""
     return Limit(
         f"{most:,} characters",
@@ -108,10 +108,10 @@ def one_of(*values: str, answer: str) -> Limit:
 
 
 IDENTIFIER = Limit(
-    f"{MAX_ID} letters, digits and `_ . : -`",
+    f"{MAX_ID_CHARACTERS} letters, digits and `_ . : -`",
     "is not an id: give up to 256 letters",
-    ["x" * MAX_ID],
-    ["x" * (MAX_ID + 1), "a/b"],
+    ["x" * MAX_ID_CHARACTERS],
+    ["x" * (MAX_ID_CHARACTERS + 1), "a/b"],
 )
 
 
@@ -128,14 +128,14 @@ def name(most: int = 200) -> Limit:
 NAME = name()
 TTL = whole(1, LONGEST_TTL_SECONDS, "ttl_seconds=")
 METADATA = Limit(
-    f"{MAX_METADATA:,} characters of keys and values, {MAX_LIST:,} entries",
+    f"{MAX_METADATA:,} characters of keys and values, {MAX_LIST_ITEMS:,} entries",
     "user_metadata has ",
-    [{"k" * 1000: "v" * (MAX_METADATA - 1000)}, {f"{i}": "" for i in range(MAX_LIST)}],
-    [{"k" * 1000: "v" * (MAX_METADATA - 999)}, {f"{i}": "" for i in range(MAX_LIST + 1)}],
+    [{"k" * 1000: "v" * (MAX_METADATA - 1000)}, {f"{i}": "" for i in range(MAX_LIST_ITEMS)}],
+    [{"k" * 1000: "v" * (MAX_METADATA - 999)}, {f"{i}": "" for i in range(MAX_LIST_ITEMS + 1)}],
     covers_all_within=True,
 )
 SESSION_SPEC = Limit(
-    f"{MAX_METADATA:,} characters together, {MAX_LIST:,} entries",
+    f"{MAX_METADATA:,} characters together, {MAX_LIST_ITEMS:,} entries",
     " give at most ",
     [],
     [],
@@ -144,7 +144,7 @@ SESSION_SPEC = Limit(
 COUNT = Limit("0 to the size of the vocabulary", "give a number from 0 to the vocabulary's")
 
 _LARGE_LIST = Limit(f"{MAX_VALUES:,} values in the body")
-_PARTS = Limit(f"{MAX_PARTS:,} datums, chunks and tensors in the body")
+_PARTS = Limit(f"{MAX_DATA_ITEMS:,} datums, chunks and tensors in the body")
 
 _TYPE = {"type": NOT_READ}
 _SEQ = {"seq_id": Limit("the next number of the model, from 1 to 2^62", "seq_id", [], [0, 2**63])}
@@ -194,10 +194,10 @@ def _under(path: str, table: Mapping[str, Limit]) -> dict[str, Limit]:
 def _gradient(name: str) -> dict[str, Limit]:
     datum = f"{name}.data[]"
     options = Limit(
-        f"{MAX_MAP} numbers or strings",
-        f"has {MAX_MAP + 1} entries; give at most {MAX_MAP}",
+        f"{MAX_MAP_ENTRIES} numbers or strings",
+        f"has {MAX_MAP_ENTRIES + 1} entries; give at most {MAX_MAP_ENTRIES}",
         [],
-        [{f"k{i}": 1.0 for i in range(MAX_MAP + 1)}],
+        [{f"k{i}": 1.0 for i in range(MAX_MAP_ENTRIES + 1)}],
         covers_all_within=True,
     )
     return {
@@ -207,10 +207,10 @@ def _gradient(name: str) -> dict[str, Limit]:
         datum: OBJECT,
         **_under(f"{datum}.model_input", _CHUNKS),
         f"{datum}.loss_fn_inputs": Limit(
-            f"{MAX_MAP} tensors",
-            f"has {MAX_MAP + 1} entries; give at most {MAX_MAP}",
+            f"{MAX_MAP_ENTRIES} tensors",
+            f"has {MAX_MAP_ENTRIES + 1} entries; give at most {MAX_MAP_ENTRIES}",
             [],
-            [{f"k{i}": {} for i in range(MAX_MAP + 1)}],
+            [{f"k{i}": {} for i in range(MAX_MAP_ENTRIES + 1)}],
         ),
         **_under(f"{datum}.loss_fn_inputs.*", _TENSOR),
         f"{datum}.model_input_spans": NOT_READ,
@@ -312,7 +312,7 @@ JSON_LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "owner": OBJECT,
         "owner.type": one_of("own", "accessible", answer="sessions of other keys"),
         "project_ids": NOT_READ,
-        "statuses": items(MAX_LIST, {"type": "active"}),
+        "statuses": items(MAX_LIST_ITEMS, {"type": "active"}),
         "statuses[].type": one_of(
             "active", "client_finished", "cancelled", "failed", answer="is unknown"
         ),
@@ -322,8 +322,8 @@ JSON_LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "cursor.last_created_at": Limit("a time in ISO 8601"),
         "cursor.last_session_id": text(),
         "user_metadata": Limit(
-            f"{MAX_LIST:,} strings", f"has {MAX_LIST + 1:,} entries; give at most {MAX_LIST:,}",
-            [{f"{i}": "" for i in range(MAX_LIST)}], [{f"{i}": "" for i in range(MAX_LIST + 1)}],
+            f"{MAX_LIST_ITEMS:,} strings", f"has {MAX_LIST_ITEMS + 1:,} entries; give at most {MAX_LIST_ITEMS:,}",
+            [{f"{i}": "" for i in range(MAX_LIST_ITEMS)}], [{f"{i}": "" for i in range(MAX_LIST_ITEMS + 1)}],
             covers_all_within=True,
         ),
         "display_name": text(),
@@ -400,8 +400,8 @@ PROTOBUF_LIMITS: Mapping[str, Limit] = {
     "model_id": IDENTIFIER,
     "seq_id": whole(1, 2**31 - 1, "seq_id"),
     "loss_fn": text(),
-    "loss_fn_config": Limit(f"{MAX_MAP} numbers", covers_all_within=True),
-    "loss_fn_config_v2": Limit(f"{MAX_MAP} numbers or strings", covers_all_within=True),
+    "loss_fn_config": Limit(f"{MAX_MAP_ENTRIES} numbers", covers_all_within=True),
+    "loss_fn_config_v2": Limit(f"{MAX_MAP_ENTRIES} numbers or strings", covers_all_within=True),
     "forward_only": FLAG,
     "data": _PARTS,
     "data[].model_input": _PARTS,
@@ -411,7 +411,7 @@ PROTOBUF_LIMITS: Mapping[str, Limit] = {
     ),
     "data[].model_input[].image": Limit("absent", covers_all_within=True),
     "data[].model_input[].dmel": Limit("absent", covers_all_within=True),
-    "data[].loss_fn_inputs": Limit(f"{MAX_MAP} tensors"),
+    "data[].loss_fn_inputs": Limit(f"{MAX_MAP_ENTRIES} tensors"),
     **_under("data[].loss_fn_inputs.*", _PROTO_TENSOR),
     "data[].model_input_spans": NOT_READ,
     "data[].loss_fn_input_spans": NOT_READ,
@@ -429,11 +429,15 @@ BODIES: Sequence[tuple[str, str, str]] = (
     ("size of any other request", f"{SMALL_BODY // MIB} MiB", "413"),
     ("size of all bodies at once", f"{ALL_BODIES // MIB} MiB; half of it for one key", "503"),
     ("objects and lists in a JSON body", f"{MAX_CONTAINERS:,}", "400"),
-    ("entries of an object, items of a list that are not numbers", f"{MAX_ITEMS:,}", "400"),
+    (
+        "entries of an object, items of a list that are not numbers",
+        f"{MAX_CONTAINER_ITEMS:,}",
+        "400",
+    ),
     ("values in a JSON body, token ids in a training request", f"{MAX_VALUES:,}", "400"),
     ("nesting depth of objects and lists", f"{MAX_DEPTH}", "400"),
     ("fields of a protobuf body, its datums and tensors", f"{MAX_FIELDS:,}", "400"),
-    ("datums, chunks and tensors in a training request", f"{MAX_PARTS:,}", "400"),
+    ("datums, chunks and tensors in a training request", f"{MAX_DATA_ITEMS:,}", "400"),
     ("elements of all CSR tensors of a body, dense", f"{MAX_DENSE_ELEMENTS:,}", "400"),
     ("an unknown field", "null, false, 0, empty", "400: unknown fields are not ignored"),
 )

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from planish.server.http import access
 from planish.server.http.context import HttpState, RequestContext, endpoint, json_response
 from planish.server.http.metrics_page import metrics_route
-from planish.server.metrics import Counters, Disk, Metrics
+from planish.server.metrics import Counters, DiskUsage, Metrics
 from planish.server.settings import HttpSettings
 
 KEYS = {"tml-alice-key": "alice", "tml-reader-key": "metrics"}
@@ -45,8 +45,8 @@ class StubServer:
         fields: dict[str, Any] = dict.fromkeys(
             set(Metrics.__dataclass_fields__) - {"counters", "disk"}, 0
         )
-        fields["queued"] = fields["checkpoint_bytes"] = {}
-        return Metrics(counters=Counters(), disk=Disk(0, 0, 0, 0), **fields)
+        fields["queued_requests"] = fields["checkpoint_bytes"] = {}
+        return Metrics(counters=Counters(), disk=DiskUsage(0, 0, 0, 0), **fields)
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ async def test_an_adapter_is_loaded_once_for_all_pins(log):
     await use()
     assert log == ["+a"]
     assert residency.used_bytes == 10
-    assert residency.loaded() == [a]
+    assert residency.loaded_adapters() == [a]
 
 
 async def test_the_least_recently_used_adapter_is_evicted(log):
@@ -212,7 +212,7 @@ async def test_a_load_completes_although_its_caller_was_cancelled(log):
         else:
             await asyncio.wait([using])
             await asyncio.sleep(0.01)
-            assert residency.loaded() == [a]
+            assert residency.loaded_adapters() == [a]
             await residency.unload_idle(0)
     assert log == ["+a", "-a", "+a"]
     leaving = asyncio.create_task(residency.unload_idle(0))

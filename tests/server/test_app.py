@@ -32,7 +32,7 @@ from planish.server.settings import HttpSettings
 from planish.service import ForwardBackward
 from planish.testing import tiny_model
 from planish.types import Datum, ModelInput
-from planish.wire.bodies import open_body
+from planish.wire.bodies import decompress_body
 from planish.wire.client_frames import FrameReader
 from planish.wire.sampling import sample_response_from_message
 from planish.wire.training import (
@@ -308,9 +308,9 @@ def test_compressed_bodies_are_opened_outside_the_event_loop(alice: Caller, monk
 
     def opened(*arguments: Any) -> bytes:
         in_loop.append(asyncio._get_running_loop() is not None)
-        return open_body(*arguments)
+        return decompress_body(*arguments)
 
-    monkeypatch.setattr(context, "open_body", opened)
+    monkeypatch.setattr(context, "decompress_body", opened)
     body = zstandard.compress(b'{"session_id": "%b"}' % (b"s" * 100_000))
     alice.post("/session_heartbeat", body, 400, headers={"content-encoding": "zstd"})
     assert in_loop == [False]
@@ -1068,7 +1068,7 @@ def test_session_metadata_is_limited_and_not_kept_in_memory(alice: Caller, clien
     assert "at most 65,536" in alice.post("/create_session", body, 400)["detail"]
     session = alice.session(user_metadata={"b": "c"})
     server = client.app.state.http.server  # type: ignore[attr-defined]
-    assert server.sessions._open[session].spec == ""
+    assert server.sessions._open_rows[session].spec == ""
     assert alice.get(f"/sessions/{session}")["user_metadata"] == {"b": "c"}
 
 

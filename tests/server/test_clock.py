@@ -211,7 +211,7 @@ async def client_record(server, client):
 
 async def clean_after_the_time_to_reconnect(server) -> None:
     """Clean up as if the server had run for more than ten minutes."""
-    server.sessions._returned -= HOUR
+    server.sessions._running_since -= HOUR
     await server.cleanup.clean()
 
 

@@ -127,8 +127,8 @@ async def test_crashes_with_other_requests_running_blame_nothing(tmp_path):
         await ended_with(tmp_path, "a")  # the two ends that count
     await ended_with(tmp_path, "b", "c", "d")
     async with life(tmp_path) as lived:
-        assert not lived.guard._abandoned
-        assert lived.guard._suspects == {"a": 3, "b": 1, "c": 1, "d": 1}
+        assert not lived.guard._abandoned_keys
+        assert lived.guard._crash_counts == {"a": 3, "b": 1, "c": 1, "d": 1}
 
 
 @pytest.mark.parametrize("forgive", ["answered", "stopped"])
@@ -143,7 +143,7 @@ async def test_an_answer_or_a_clean_stop_clears_a_suspect(tmp_path, forgive):
     await ended_with(tmp_path, "slow")
     await ended_with(tmp_path, "slow")
     async with life(tmp_path) as lived:
-        assert not lived.guard._abandoned
+        assert not lived.guard._abandoned_keys
 
 
 async def test_a_request_that_was_only_read_is_no_suspect(tmp_path):
@@ -153,7 +153,7 @@ async def test_a_request_that_was_only_read_is_no_suspect(tmp_path):
             pass
         await lived.ask("a")
     async with life(tmp_path) as lived:
-        assert lived.guard._suspects == {"a": 1}
+        assert lived.guard._crash_counts == {"a": 1}
 
 
 async def test_an_abandoned_request_has_one_try_after_a_clean_stop(tmp_path):
@@ -182,7 +182,7 @@ async def test_many_suspects_are_bisected(tmp_path):
             assert "r0" in lived.entered
     assert widths == [40, 5, 1, 1, 1]
     async with life(tmp_path) as lived:
-        assert lived.guard._abandoned == {"r0"}
+        assert lived.guard._abandoned_keys == {"r0"}
 
 
 async def test_suspects_and_other_requests_alternate_in_order(tmp_path):
@@ -263,7 +263,7 @@ async def test_an_abandoned_request_fails_and_an_abandoned_creation_closes_its_m
     for _ in range(5):
         await ended_with(tmp_path, "m:0")
     async with life(tmp_path) as lived:
-        row = await lived.store.read(lambda db: journal.row(db, "m:0"))
+        row = await lived.store.read(lambda db: journal.request_row(db, "m:0"))
         assert row is not None
         assert (row.state, row.category) == ("failed", "server")
         assert row.message is not None

@@ -176,6 +176,8 @@ def test_systemd_is_told_the_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 async def test_a_fault_is_noted_when_a_submission_meets_it(tmp_path: Path):
     class Faulty:
+        def keep_expired_checkpoints(self) -> None: ...
+
         def submit(self, operation: object) -> object:
             raise EngineClosedError("a fault while nothing ran")
 

@@ -10,8 +10,8 @@ import pytest
 from server_client import TENANT, Client, adam, gradient, make_core, running, state
 
 from planish.errors import UserError
-from planish.server.durable.failed_requests import AnsweredRow, redundant
-from planish.server.durable.journal import row as request_row
+from planish.server.durable.failed_requests import AnsweredRow, redundant_rows
+from planish.server.durable.journal import request_row
 from planish.server.durable.quotas import ROW_BYTES
 from planish.server.results import BadRequest, Gone, Tenant, TooManyRequests
 from planish.server.server import Server
@@ -84,7 +84,7 @@ async def test_rows_that_a_replay_needs_are_kept_and_more_are_rejected(model_dir
         unload = await server.unload_model(TENANT, model.model_id)
         await client.done(unload.request_id)
         another = await client.model()
-        server.request_log.failed._full.clear()
+        server.request_log.failed_requests._full_since.clear()
         await server.reject(TENANT, another.model_id, 1, WRONG)
 
 
@@ -118,9 +118,9 @@ async def test_a_restart_computes_the_same_without_the_deleted_rows(model_dir, d
                     try:
                         await server.reject(TENANT, model.model_id, model.seq, WRONG, kind)
                     except TooManyRequests:
-                        server.request_log.failed._full.clear()
+                        server.request_log.failed_requests._full_since.clear()
                         model.seq -= 1
-            await server.request_log.failed.trim()
+            await server.request_log.failed_requests.trim()
             await asyncio.sleep(0.1)
             rows = await failed_rows(server)
             copy = place.with_name(place.name + " copy")
@@ -185,7 +185,7 @@ def test_deleting_redundant_rows_never_changes_a_replay():
             )
         if source.random() < 0.3:
             del rows[source.randrange(len(rows))]  # it has not arrived
-        found = list(redundant(rows, 1, 0))
+        found = list(redundant_rows(rows, 1, 0))
         expected = replayed([row for row in rows if row.finished is not None])
         for count in range(len(found) + 1):
             left = [row for row in rows if row not in found[:count] and row.finished is not None]
@@ -197,8 +197,8 @@ def test_deleting_redundant_rows_never_changes_a_replay():
 
 def test_a_number_that_may_still_arrive_ends_the_search():
     rows = [AnsweredRow(str(seq), "save_weights", seq, "refused", 1.0) for seq in (1, 2, 4, 5)]
-    assert [row.seq for row in redundant(rows, 1, 0)] == [1, 2]
-    assert [row.seq for row in redundant(rows, 1, 4)] == [1, 2, 4, 5]
+    assert [row.seq for row in redundant_rows(rows, 1, 0)] == [1, 2]
+    assert [row.seq for row in redundant_rows(rows, 1, 4)] == [1, 2, 4, 5]
 
 
 async def test_the_sizes_are_counted_again_after_a_restart(model_dir, data_dir):

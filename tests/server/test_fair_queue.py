@@ -18,10 +18,10 @@ async def quiet() -> None:
 def test_the_tenant_with_the_fewest_tokens_is_next():
     async def scenario() -> list[str]:
         gate, order = FairQueue(1), []
-        first = await gate.turn("long", 1, 1000)
+        first = await gate.acquire_slots("long", 1, 1000)
 
         async def ask(tenant: str) -> None:
-            turn = await gate.turn(tenant, 1, 10)
+            turn = await gate.acquire_slots(tenant, 1, 10)
             order.append(tenant)
             await quiet()
             turn.release()
@@ -30,7 +30,7 @@ def test_the_tenant_with_the_fewest_tokens_is_next():
             asyncio.create_task(ask(name)) for name in ("long", "long", "short", "short", "short")
         ]
         await quiet()
-        assert gate.waiting == 5
+        assert gate.num_waiting == 5
         first.release()
         await asyncio.gather(*asked)
         return order
@@ -41,11 +41,11 @@ def test_the_tenant_with_the_fewest_tokens_is_next():
 def test_tokens_charged_after_a_turn_count():
     async def scenario() -> list[str]:
         gate, order = FairQueue(1), []
-        first = await gate.turn("a", 1, 1)
+        first = await gate.acquire_slots("a", 1, 1)
         gate.charge("a", 100)
 
         async def ask(tenant: str) -> None:
-            turn = await gate.turn(tenant, 1, 30)
+            turn = await gate.acquire_slots(tenant, 1, 30)
             order.append(tenant)
             turn.release()
 
@@ -60,9 +60,9 @@ def test_tokens_charged_after_a_turn_count():
 
 async def test_turns_stay_within_capacity_and_large_ones_are_not_overtaken():
     gate = FairQueue(10)
-    three = [await gate.turn("a", 3, 1) for _ in range(3)]
-    large = asyncio.create_task(gate.turn("a", 100, 1))
-    small = asyncio.create_task(gate.turn("a", 1, 1))
+    three = [await gate.acquire_slots("a", 3, 1) for _ in range(3)]
+    large = asyncio.create_task(gate.acquire_slots("a", 100, 1))
+    small = asyncio.create_task(gate.acquire_slots("a", 1, 1))
     await quiet()
     assert not large.done()
     assert not small.done()
@@ -78,26 +78,26 @@ async def test_turns_stay_within_capacity_and_large_ones_are_not_overtaken():
 
 async def test_a_cancelled_request_leaves_the_queue():
     gate = FairQueue(1)
-    first = await gate.turn("a", 1, 1)
-    gone, stays, gone_too = (asyncio.create_task(gate.turn("a", 1, 1)) for _ in range(3))
+    first = await gate.acquire_slots("a", 1, 1)
+    gone, stays, gone_too = (asyncio.create_task(gate.acquire_slots("a", 1, 1)) for _ in range(3))
     await quiet()
     for task in (gone, gone_too):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert gate.waiting == 1
+    assert gate.num_waiting == 1
     first.release()
-    last = asyncio.create_task(gate.turn("a", 1, 1))
+    last = asyncio.create_task(gate.acquire_slots("a", 1, 1))
     (await stays).release()
     await last
-    assert gate.waiting == 0
+    assert gate.num_waiting == 0
 
 
 async def test_requests_behind_a_cancelled_large_one_get_their_turn():
     gate = FairQueue(2)
-    await gate.turn("a", 1, 1)
-    large = asyncio.create_task(gate.turn("a", 2, 1))
-    small = asyncio.create_task(gate.turn("a", 1, 1))
+    await gate.acquire_slots("a", 1, 1)
+    large = asyncio.create_task(gate.acquire_slots("a", 2, 1))
+    small = asyncio.create_task(gate.acquire_slots("a", 1, 1))
     await quiet()
     assert not small.done()
     large.cancel()
@@ -107,40 +107,40 @@ async def test_requests_behind_a_cancelled_large_one_get_their_turn():
 
 async def test_a_turn_granted_to_a_cancelled_request_is_returned():
     gate = FairQueue(1)
-    first = await gate.turn("a", 1, 1)
-    gone = asyncio.create_task(gate.turn("a", 1, 1))
+    first = await gate.acquire_slots("a", 1, 1)
+    gone = asyncio.create_task(gate.acquire_slots("a", 1, 1))
     await quiet()
     first.release()  # granted, but the task has not run yet
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone
     async with asyncio.timeout(1):
-        await gate.turn("b", 1, 1)
+        await gate.acquire_slots("b", 1, 1)
 
 
 async def test_one_tenant_cannot_take_all_slots_while_others_are_active():
     now = 0.0
     gate = FairQueue(10, max_per_tenant=6, clock=lambda: now)
-    alone = [await gate.turn("long", 2, 1000) for _ in range(5)]
-    assert gate.used == 10
-    other = asyncio.create_task(gate.turn("other", 4, 1))
+    alone = [await gate.acquire_slots("long", 2, 1000) for _ in range(5)]
+    assert gate.used_slots == 10
+    other = asyncio.create_task(gate.acquire_slots("other", 4, 1))
     await quiet()
     for turn in alone:
         turn.release()
     (await other).release()
-    held = [await gate.turn("long", 2, 1000) for _ in range(3)]
-    more = asyncio.create_task(gate.turn("long", 2, 1000))
+    held = [await gate.acquire_slots("long", 2, 1000) for _ in range(3)]
+    more = asyncio.create_task(gate.acquire_slots("long", 2, 1000))
     await quiet()
     assert not more.done()
     async with asyncio.timeout(1):
         # it does not wait for those that keep their places
-        (await gate.turn("third", 4, 1)).release()
+        (await gate.acquire_slots("third", 4, 1)).release()
     assert not more.done()
     held.pop().release()
     await more
     now = 601.0  # nobody else was heard of for so long
-    held += [await gate.turn("long", 2, 1000) for _ in range(2)]
-    assert gate.used == 10
+    held += [await gate.acquire_slots("long", 2, 1000) for _ in range(2)]
+    assert gate.used_slots == 10
 
 
 async def test_long_requests_do_not_take_all_slots():
@@ -148,14 +148,14 @@ async def test_long_requests_do_not_take_all_slots():
     however many these are.
     """
     gate = FairQueue(3, long_capacity=2, long_tokens=100)
-    first, second = [await gate.turn(tenant, 1, 5000) for tenant in ("a", "b")]
-    third = asyncio.create_task(gate.turn("c", 1, 101))
+    first, second = [await gate.acquire_slots(tenant, 1, 5000) for tenant in ("a", "b")]
+    third = asyncio.create_task(gate.acquire_slots("c", 1, 101))
     await quiet()
     assert not third.done()
     async with asyncio.timeout(1):
         for tenant in ("d", "d", "a"):
-            (await gate.turn(tenant, 1, 100)).release()
-    behind_its_own = asyncio.create_task(gate.turn("a", 1, 0, ahead=5000))
+            (await gate.acquire_slots(tenant, 1, 100)).release()
+    behind_its_own = asyncio.create_task(gate.acquire_slots("a", 1, 0, tokens_ahead=5000))
     await quiet()
     assert not behind_its_own.done()
     second.release()
@@ -166,17 +166,17 @@ async def test_long_requests_do_not_take_all_slots():
     first.release()
     async with asyncio.timeout(1):
         for tenant in ("b", "c"):
-            await gate.turn(tenant, 1, 5000)
+            await gate.acquire_slots(tenant, 1, 5000)
 
 
 async def test_a_first_turn_may_be_larger_than_the_share():
     gate = FairQueue(10, max_per_tenant=2)
-    (await gate.turn("other", 1, 1)).release()
+    (await gate.acquire_slots("other", 1, 1)).release()
     async with asyncio.timeout(1):
-        turn = await gate.turn("large", 100, 1)
-    assert gate.used == 10
+        turn = await gate.acquire_slots("large", 100, 1)
+    assert gate.used_slots == 10
     turn.release()
-    assert gate.used == 0
+    assert gate.used_slots == 0
 
 
 def test_tokens_are_shared_evenly_with_a_tenant_of_long_jobs():
@@ -192,7 +192,7 @@ def test_tokens_are_shared_evenly_with_a_tenant_of_long_jobs():
         async def work(tenant: str) -> None:
             nonlocal is_over
             while not is_over:
-                turn = await gate.turn(tenant, 1, sizes[tenant] // 2)
+                turn = await gate.acquire_slots(tenant, 1, sizes[tenant] // 2)
                 for _ in range(sizes[tenant] // piece):
                     async with device:
                         await asyncio.sleep(0)

@@ -165,7 +165,7 @@ def client_of(server: Server, client: Client) -> Client:
 def test_spare_space_is_freed_if_the_database_cannot_be_opened(tmp_path, monkeypatch, caplog):
     """SQLite needs space to open a database, even to read it."""
     Store(tmp_path).close()
-    spare, opened = tmp_path / ".server.spare", Store._opened
+    spare, opened = tmp_path / ".server.spare", Store._open_database
     assert spare.stat().st_size == 1 << 20
     assert spare.stat().st_mode & 0o777 == 0o600
 
@@ -177,7 +177,7 @@ def test_spare_space_is_freed_if_the_database_cannot_be_opened(tmp_path, monkeyp
             raise error
         return connection
 
-    monkeypatch.setattr(Store, "_opened", refuse)
+    monkeypatch.setattr(Store, "_open_database", refuse)
     monkeypatch.setattr(Store, "free_bytes", lambda store: 0)
     Store(tmp_path).close()
     assert not spare.exists()

@@ -20,7 +20,7 @@ from planish.service import (
 )
 from planish.types import LoraConfig, ModelInput, SamplingParams, TensorData
 from planish.wire.fields import Fields
-from planish.wire.models import id_parts
+from planish.wire.models import parse_server_id
 from planish.wire.operations import operation_from_bytes
 from planish.wire.training import forward_backward_from_json
 
@@ -133,4 +133,4 @@ def replace_inputs(datum, inputs):
 
 
 def test_ids_contain_session_and_number():
-    assert (id_parts(MODEL).session_id, id_parts(SAMPLER).seq_id) == ("a1", 4)
+    assert (parse_server_id(MODEL).session_id, parse_server_id(SAMPLER).seq_id) == ("a1", 4)

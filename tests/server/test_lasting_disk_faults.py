@@ -79,7 +79,7 @@ async def test_accepted_requests_wait_for_the_disk(model_dir, data_dir, monkeypa
         await disk.fail(10)
         disk.is_broken = False
         assert isinstance(await client.answer(waiting), Done)
-        assert server.request_log.disk_faults._waiting == {}
+        assert server.request_log.disk_faults._waiting_owners == {}
 
 
 async def test_samples_wait_for_the_disk_without_a_turn(model_dir, data_dir, monkeypatch):

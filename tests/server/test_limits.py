@@ -124,7 +124,7 @@ def test_every_field_that_is_read_has_a_limit(
 
     def recording(self: Fields, values: Mapping[str, Any], where: str = "") -> None:
         created(self, values, where)
-        self._read = Names(re.sub(r"\[\d+\]", "[]", where))
+        self._read_names = Names(re.sub(r"\[\d+\]", "[]", where))
 
     monkeypatch.setattr(Fields, "__init__", recording)
     request = served.request(name)

@@ -100,7 +100,8 @@ class Served:
         )
 
     def is_idle(self) -> bool:
-        return self.server.sampling_queue.used == 0 and not self.server.limits.queued()
+        server = self.server
+        return server.sampling_queue.used_slots == 0 and not server.limits.unanswered_by_tenant()
 
 
 @pytest.fixture(scope="module")
@@ -1153,14 +1154,14 @@ async def test_saving_a_checkpoint_again_does_not_disturb_waiting_requests(model
             found = await models.find(TENANT, orjson.loads(await model.run(saving))["path"])
             return await models.sampler_id_for(TENANT, found, [operation])
 
-        turn = await server.sampling_queue.turn("somebody", 1, 0)
+        turn = await server.sampling_queue.acquire_slots("somebody", 1, 0)
         old = await saved()
         waiting = [asyncio.create_task(models.sample(TENANT, old, operation)) for _ in range(2)]
         await asyncio.sleep(0)
         new = await saved()
         turn.release()
         assert all(response.sequences for response in await asyncio.gather(*waiting))
-        assert [sampler.id for sampler in server.samplers.all()] == [new]
+        assert [sampler.id for sampler in server.samplers.open_samplers()] == [new]
 
 
 async def test_loading_a_model_does_not_block_other_requests(model_dir, data_dir, monkeypatch):

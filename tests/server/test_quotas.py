@@ -29,7 +29,7 @@ async def rows(server: Server, kind: type[SessionRow | ModelRow | SamplerRow]) -
 
 async def published(server: Server) -> None:
     """Wait until the files of all samplers are saved."""
-    while any(sampler.row.source is None for sampler in server.samplers.all()):
+    while any(sampler.row.source is None for sampler in server.samplers.open_samplers()):
         await asyncio.sleep(0.02)
 
 
@@ -161,7 +161,7 @@ async def test_models_may_publish_any_number_of_samplers(model_dir, data_dir):
         samplers = [await model.publish() for _ in range(4)]
         await published(server)
         await server.cleanup.clean()
-        assert [sampler.id for sampler in server.samplers.all()] == samplers[-2:]
+        assert [sampler.id for sampler in server.samplers.open_samplers()] == samplers[-2:]
         await client.sample(samplers[-1])
 
 
@@ -173,11 +173,11 @@ async def test_the_tenant_with_most_unnamed_samplers_loses_them_first(model_dir,
         for _ in range(3):
             await model.publish()
         await published(server)
-        size = server.samplers.all()[0].row.bytes
+        size = server.samplers.open_samplers()[0].row.bytes
         limited = ServerSettings(max_unnamed_sampler_bytes=2 * size)
         object.__setattr__(server.cleanup._services, "settings", limited)
         await server.cleanup.clean()
-        left = server.samplers.all()
+        left = server.samplers.open_samplers()
         assert [sampler.row.tenant for sampler in left] == [OTHER.name, TENANT.name]
         assert left[0].id == kept
 
@@ -189,7 +189,7 @@ async def test_ended_sessions_make_room_for_new_ones(model_dir, data_dir):
         path = await model.save("a")
         await server.unload_model(TENANT, (await first.model()).model_id)
         await server.sessions.finish(TENANT, first.session_id, "success", "x" * 100_000)
-        await server.sessions.cleared()
+        await server.sessions.wait_until_closed()
         [ended] = await server.store.read(
             lambda db: db.execute("SELECT reason FROM sessions").fetchall()
         )
@@ -197,7 +197,7 @@ async def test_ended_sessions_make_room_for_new_ones(model_dir, data_dir):
         for _ in range(20):
             client = await Client.start(server)
             await server.sessions.finish(TENANT, client.session_id, "success", None)
-            await server.sessions.cleared()
+            await server.sessions.wait_until_closed()
         assert await rows(server, SessionRow) == 3
         with pytest.raises(NotFound):
             await server.sessions.record(TENANT, first.session_id)

@@ -252,12 +252,12 @@ async def test_a_stop_waits_only_for_requests_in_the_engine(model_dir, data_dir)
             for seq in range(5)
         ]
         counters = server.counters
-        while not counters.samples:
+        while not counters.num_sample_requests:
             await asyncio.sleep(0)
-        first = counters.samples
+        first = counters.num_sample_requests
         await server.stop(20)
         server.stop = do_nothing  # it has stopped
-        assert counters.samples == first
+        assert counters.num_sample_requests == first
         answers = [
             await server.request_log.outcome(TENANT, one.request_id, 0) for one in accepted[:first]
         ]
@@ -324,7 +324,7 @@ async def test_a_session_that_ended_before_a_crash_is_cleared_at_the_next_start(
     change_database(data_dir, "UPDATE sessions SET ended = 1, reason = 'success'")
     async with running(model_dir, data_dir) as server:
         client.server = server
-        await server.sessions.cleared()
+        await server.sessions.wait_until_closed()
         for call in (client.sample(sampler), model.publish()):
             with pytest.raises(Gone):
                 await call
@@ -382,7 +382,7 @@ async def test_a_model_with_altered_files_is_not_loaded(
     model_dir, data_dir, monkeypatch, caplog, where
 ):
     if "file" in where:
-        monkeypatch.setattr("planish.server.durable.store._INLINE_BYTES", 100)
+        monkeypatch.setattr("planish.server.durable.store._MIN_FILE_BYTES", 100)
 
     def alter(path):
         content = path.read_bytes()
@@ -547,7 +547,7 @@ async def test_a_snapshot_is_not_recorded_if_a_sampler_before_it_could_not_be_sa
         while not held:
             steps, last = steps + 1, await model.step(steps + 1)
         may_fail.set()
-        while not opened.adapter.lost_work:
+        while not opened.adapter.has_lost_work:
             await asyncio.sleep(0.01)
         asyncio.get_running_loop().call_later(0.5, may_end.set)
     async with running(model_dir, data_dir) as server:

@@ -15,7 +15,7 @@ import planish.server
 from planish.server.http.app import create_app
 from planish.service import CreateModel, ForwardBackward, Operation
 from planish.types import LoraConfig
-from planish.wire.operations import request_of
+from planish.wire.operations import post_request_for
 
 SERVER = Path(planish.server.__file__).parent
 FILES = {
@@ -62,8 +62,8 @@ def passed():
 
 async def send(client: httpx.AsyncClient, operation: Operation[Any], seq_id: int = 0) -> None:
     """Send an operation, and wait for its result."""
-    request = request_of(operation, seq_id)
-    headers = {"Content-Type": request.media}
+    request = post_request_for(operation, seq_id)
+    headers = {"Content-Type": request.media_type}
     sent = await client.post(request.path, content=request.content, headers=headers)
     body = {"request_id": sent.raise_for_status().json()["request_id"]}
     while (await client.post("/retrieve_future", json=body)).status_code == 408:

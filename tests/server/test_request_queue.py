@@ -25,7 +25,7 @@ def test_requests_are_taken_in_the_order_of_their_numbers(arrival, data):
         if data.draw(st.booleans()):
             out += taken(queue)
     assert out + taken(queue) == list(range(1, 12))
-    assert (queue.end, len(queue), queue.is_blocked) == (12, 0, False)
+    assert (queue.unused_seq, len(queue), queue.is_blocked) == (12, 0, False)
 
 
 def test_a_missing_number_blocks_the_requests_after_it():
@@ -76,4 +76,4 @@ def test_sequence_numbers_can_be_very_large():
     assert queue.is_blocked
     assert queue.skip_missing() == [1]
     assert taken(queue) == [1]
-    assert queue.end == 2**62 + 1
+    assert queue.unused_seq == 2**62 + 1

@@ -21,7 +21,7 @@ from server_client import (
 
 from planish.server.durable import journal
 from planish.server.durable.checkpoints import CheckpointCatalog
-from planish.server.durable.request_log import QueuedRequest, failure
+from planish.server.durable.request_log import QueuedRequest, failed_from_error
 from planish.server.models import replay, steps
 from planish.server.models.model import Model
 from planish.server.results import BadRequest, Done, Failed, Gone, TryAgain, Unavailable
@@ -53,12 +53,12 @@ async def test_a_journaled_request_runs_after_its_client_disconnected(model_dir,
         ]
         for call in calls:
             task = asyncio.create_task(call)
-            while not server.request_log.unanswered and not task.done():
+            while not server.request_log.queued_counts() and not task.done():
                 await asyncio.sleep(0)
             assert task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            while server.request_log.unanswered:
+            while server.request_log.queued_counts():
                 await asyncio.sleep(0.01)
         for request_id in (
             f"{model.model_id}:1",
@@ -116,7 +116,9 @@ async def test_an_answer_is_sent_once_it_is_on_disk(model_dir, data_dir, monkeyp
         stopping.clear()
         for one in server.sessions.models.values():
             one.wake()
-        while any(request.written is None for request in server.request_log._active.values()):
+        while any(
+            request.answer_written is None for request in server.request_log._active.values()
+        ):
             await asyncio.sleep(0.01)
         requests = [*good, *bad, drawn.request_id]
         for request_id in requests:
@@ -144,7 +146,7 @@ async def test_the_answers_of_a_model_reach_the_disk_in_order(model_dir, data_di
         model = await client.model()
         requests = [await model.submit(each) for each in steps_of(model.model_id)]
         await client.done(requests[-1])
-        rows = [await server.store.read(journal.row, each) for each in requests]
+        rows = [await server.store.read(journal.request_row, each) for each in requests]
         assert [row.state for row in rows if row] == ["done"] * 3
 
 
@@ -159,7 +161,7 @@ async def test_bodies_that_no_replay_needs_are_removed(model_dir, data_dir):
             await client.answer(await model.submit(bad_gradient(model.model_id))), Failed
         )
         await client.sample(await client.sampler())
-        while server.request_log.queued():
+        while server.request_log.queued_counts():
             await asyncio.sleep(0.01)
         await server.store.write(lambda transaction: None)  # behind all answers
         rows = await server.store.read(
@@ -250,7 +252,7 @@ async def test_ended_sessions_are_forgotten_after_a_week(model_dir, data_dir):
         await (await new.model()).save("a")
         for client in (old, new):
             await server.sessions.finish(TENANT, client.session_id, "success", None)
-        await server.sessions.cleared()
+        await server.sessions.wait_until_closed()
         long_ago = "UPDATE sessions SET ended = ended - 8 * 86400 WHERE id = ?"
         await server.store.write(
             lambda transaction: transaction.execute(long_ago, [old.session_id]).rowcount
@@ -275,15 +277,15 @@ async def test_requests_that_wait_for_a_closed_sampler_fail_and_leave_nothing(mo
             )
             for seq in range(2)
         ]
-        while not server.sampling_queue.used:
+        while not server.sampling_queue.used_slots:
             await asyncio.sleep(0.01)
         await server.sessions.finish(TENANT, client.session_id, "success", None)
-        await server.sessions.cleared()
+        await server.sessions.wait_until_closed()
         server.samplers.cancel(TENANT, drawing.request_id)
         answer = await client.answer(waiting.request_id)
         assert isinstance(answer, Failed)
         assert "its session ended" in answer.message
-        assert server.adapter_cache.loaded() == []
+        assert server.adapter_cache.loaded_adapters() == []
 
 
 async def test_an_internal_error_still_answers_the_request(model_dir, data_dir, monkeypatch):
@@ -294,7 +296,7 @@ async def test_an_internal_error_still_answers_the_request(model_dir, data_dir, 
         client = await Client.start(server)
         model = await client.model()
         with monkeypatch.context() as patch:
-            patch.setattr(Model, "_start", broken)
+            patch.setattr(Model, "_submit", broken)
             patch.setattr(replay, "repeat_failure", broken)
             requests = [
                 await model.submit(gradient(model.model_id)),
@@ -323,13 +325,13 @@ async def test_an_unload_queues_behind_a_load_that_is_still_being_checked(
         client = await Client.start(server)
         model = await client.model()
         path = await model.save("a")
-        looked_at, readable = asyncio.Event(), CheckpointCatalog.readable
+        looked_at, readable = asyncio.Event(), CheckpointCatalog.readable_row
 
         async def slow(*args: Any) -> Any:
             await looked_at.wait()
             return await readable(*args)
 
-        monkeypatch.setattr(CheckpointCatalog, "readable", slow)
+        monkeypatch.setattr(CheckpointCatalog, "readable_row", slow)
         loads = [
             asyncio.create_task(model.submit(LoadWeights(model.model_id, path), 2))
             for _ in range(2)
@@ -370,4 +372,4 @@ async def test_an_unreadable_request_uses_up_its_number(model_dir, data_dir):
 def test_an_error_is_sent_with_its_notes():
     error = MemoryError("main memory is full")
     error.add_note("lower max_batch")
-    assert failure(error).message == "main memory is full\nlower max_batch"
+    assert failed_from_error(error).message == "main memory is full\nlower max_batch"

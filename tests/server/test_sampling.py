@@ -120,7 +120,7 @@ async def test_a_sampler_is_created_once(model_dir, data_dir):
         assert (info.base_model, info.model_path) == (BASE, None)
         with pytest.raises(NotFound):
             await server.samplers.info(TENANT, "nothing")
-        model, (made,) = await client.model(), server.samplers.all()
+        model, (made,) = await client.model(), server.samplers.open_samplers()
         for _ in range(2):
             with pytest.raises(BadRequest, match="already been used"):
                 await model.submit(PublishSampler(model.model_id, operation.sampler_id))
@@ -173,7 +173,7 @@ async def test_many_samples_are_answered_concurrently(model_dir, data_dir):
         )
         answers = await asyncio.gather(*[client.done(one.request_id) for one in accepted])
         assert len(set(answers)) <= 5 * 3  # prompt_cache_hit_tokens may differ, tokens not
-        assert server.request_log.unanswered == 0
+        assert not server.request_log.queued_counts()
 
 
 async def test_short_requests_of_one_tenant_do_not_wait_for_all_of_another(model_dir, data_dir):
@@ -245,7 +245,7 @@ async def test_a_sampler_closed_during_loading_is_removed_from_memory(model_dir,
         sampler = server.samplers.get(await client.sampler(None, path))
         assert sampler is not None
         await server.adapter_cache.unload_idle(0)
-        loads = server.counters.loads
+        loads = server.counters.adapter_loads
         perform, loading, closed = server.engine.perform, asyncio.Event(), asyncio.Event()
 
         async def slow(operation: Any) -> Any:
@@ -263,8 +263,8 @@ async def test_a_sampler_closed_during_loading_is_removed_from_memory(model_dir,
         answer = await client.answer(accepted.request_id)
         assert isinstance(answer, Failed)
         assert "it was released" in answer.message
-        assert server.adapter_cache.loaded() == []
-        assert server.counters.loads == loads
+        assert server.adapter_cache.loaded_adapters() == []
+        assert server.counters.adapter_loads == loads
         # The engine does not have it any more.
         await server.engine.perform(CreateSampler(sampler.id, BASE))
 
@@ -308,7 +308,7 @@ async def test_a_sampler_closed_before_publication_is_not_in_memory(model_dir, d
         closing = asyncio.create_task(server.samplers.close(sampler, "it was released"))
         await client.answer(publishing)
         await closing
-        assert [cached.id for cached in server.adapter_cache.loaded()] == [model.model_id]
+        assert [cached.id for cached in server.adapter_cache.loaded_adapters()] == [model.model_id]
         await server.engine.perform(CreateSampler(sampler_id, BASE))
 
 
@@ -340,16 +340,16 @@ async def test_a_waiting_request_is_read_from_the_journal_when_its_turn_comes(mo
     async with running(model_dir, data_dir, settings) as server:
         client = await Client.start(server)
         sampler = await client.sampler()
-        turn = await server.sampling_queue.turn("somebody", 1, 0)
-        read, journaled = [], server.request_log.journaled_operation
+        turn = await server.sampling_queue.acquire_slots("somebody", 1, 0)
+        read, journaled = [], server.request_log.read_operation
 
         async def reading(row: RequestRow) -> Any:
             read.append(row.id)
             return await journaled(row)
 
-        server.request_log.journaled_operation = reading
+        server.request_log.read_operation = reading
         accepted = [await server.samplers.submit(TENANT, seq, sample(sampler)) for seq in range(3)]
-        while server.sampling_queue.waiting < 3:
+        while server.sampling_queue.num_waiting < 3:
             await asyncio.sleep(0.01)
         assert not read
         turn.release()
@@ -371,8 +371,8 @@ async def test_a_sampler_of_an_ended_session_is_removed(model_dir, data_dir):
         server.store.write = slow  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(ValueError, match="its session ended"):
             await client.sampler()
-        await server.sessions.cleared()
-        assert server.samplers.all() == []
+        await server.sessions.wait_until_closed()
+        assert server.samplers.open_samplers() == []
 
 
 async def test_an_unjournaled_sample_that_crashed_the_server_is_recognised(

@@ -327,7 +327,7 @@ async def test_ending_a_session_removes_everything_but_named_checkpoints(model_d
         ]
         await server.sessions.finish(TENANT, client.session_id, "success", None)
         await server.sessions.finish(TENANT, client.session_id, "success", None)
-        await server.sessions.cleared()
+        await server.sessions.wait_until_closed()
         for request_id in last:
             assert (await client.done(request_id)) is not None
         for call in (
@@ -344,7 +344,7 @@ async def test_ending_a_session_removes_everything_but_named_checkpoints(model_d
         ]
         left = {file.name for file in (data_dir / "checkpoints").glob("*/*/*")}
         assert left == {"a"}
-        assert server.adapter_cache.loaded() == []
+        assert server.adapter_cache.loaded_adapters() == []
         await server.sessions.touch(TENANT, other.session_id)
         assert (await server.sessions.page(TENANT, 10, 0)).items == [
             other.session_id,

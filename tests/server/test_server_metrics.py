@@ -19,25 +19,27 @@ async def test_metrics_count_events_and_report_gauges(model_dir, data_dir):
         assert counted.trained_tokens == {
             "everybody": sum(datum.model_input.length for datum in gradient(model.model_id).data)
         }
-        assert counted.accepted == {
+        assert counted.accepted_requests == {
             "create_model": 1,
             "forward_backward": 1,
             "optim_step": 1,
             "sample": 1,
         }
-        assert counted.answered == {(kind, "done"): 1 for kind in counted.accepted}
-        assert (counted.samples, counted.sequences_at_samples) == (1, 2)
+        assert counted.answered_requests == {
+            (kind, "done"): 1 for kind in counted.accepted_requests
+        }
+        assert (counted.num_sample_requests, counted.sum_of_running_sequences) == (1, 2)
         assert (
-            found.queued,
-            found.sequences,
+            found.queued_requests,
+            found.running_sequences,
             found.waiting_sequences,
-            found.training_operations,
+            found.running_training_operations,
         ) == ({}, 0, 0, 0)
         assert (found.open_sessions, found.open_models, found.open_samplers) == (1, 1, 1)
         assert found.adapters_in_memory == 1
         assert found.adapter_bytes > 0
         assert found.resident_bytes > 0
-        assert found.disk.database > 0
+        assert found.disk.database_bytes > 0
         assert not found.disk_is_full
         assert (found.checkpoint_bytes, found.unnamed_sampler_bytes) == ({}, 0)
         path = await model.save("a")

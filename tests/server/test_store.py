@@ -13,7 +13,7 @@ import pytest
 from older_databases import downgrade_to_3
 
 from planish.errors import DamagedFileError, StorageError, UserError
-from planish.server.durable.journal import of_model, row
+from planish.server.durable.journal import request_row, requests_of_model
 from planish.server.durable.store import BODIES, DATABASE, VERSION, Store, Transaction
 
 LARGE = bytes(300_000)
@@ -35,7 +35,7 @@ def files(directory: Path) -> list[str]:
 
 def journal(name: str, body: bytes, seq: int = 1):
     def change(transaction: Transaction) -> None:
-        stored = transaction.store(body)
+        stored = transaction.store_body(body)
         transaction.execute(
             "INSERT INTO requests (id, tenant, kind, owner, seq, state, accepted, body, body_file) "
             "VALUES (?, 't', 'k', 'o', ?, 'accepted', 0, ?, ?)",
@@ -60,7 +60,7 @@ async def test_a_failing_change_is_rolled_back_alone(tmp_path):
 
     def half(transaction: Transaction) -> None:
         put("half")(transaction)
-        transaction.store(LARGE)
+        transaction.store_body(LARGE)
         raise ValueError("no")
 
     outcomes = await asyncio.gather(
@@ -99,7 +99,7 @@ async def test_large_bodies_are_files_that_come_and_go_with_their_rows(tmp_path)
     assert (tmp_path / BODIES / file).read_bytes() == LARGE
 
     def drop(transaction: Transaction) -> None:
-        transaction.drop(file)
+        transaction.drop_file(file)
         transaction.execute("UPDATE requests SET body_file = NULL WHERE id = 'large'")
 
     await store.write(drop)
@@ -111,7 +111,7 @@ async def test_the_requests_of_a_model_are_in_the_order_of_their_numbers(tmp_pat
     store = Store(tmp_path)
     for seq in range(12):
         await store.write(journal(f"o:{seq}", b"", seq))
-    found = await store.read(lambda connection: of_model(connection, "o", after=7))
+    found = await store.read(lambda connection: requests_of_model(connection, "o", after=7))
     assert [request.seq for request in found] == [8, 9, 10, 11]
     store.close()
 
@@ -143,16 +143,16 @@ def disk(monkeypatch) -> SimpleNamespace:
 @pytest.mark.slow
 async def test_a_full_disk_fails_writes_and_retries_keeps(tmp_path, disk):
     store = Store(tmp_path)
-    kept = [store.keep(put("kept")), store.keep(put("kept too"))]
+    kept = [store.write_with_retries(put("kept")), store.write_with_retries(put("kept too"))]
     with pytest.raises(StorageError, match="disk is full") as refused:
         await store.write(journal("large", LARGE))
     assert str(tmp_path) not in str(refused.value)  # a client reads it
-    assert store.is_refused
+    assert store.is_failing
     assert files(tmp_path) == []
     assert not any(future.done() for future in kept)
     disk.is_full = False
     await asyncio.gather(*kept)
-    assert not store.is_refused
+    assert not store.is_failing
     await store.write(put("new"))
     assert await store.read(keys) == {"kept", "kept too", "new"}
     store.close()
@@ -176,7 +176,7 @@ async def test_changes_that_run_out_of_memory_are_repeated_in_their_order(tmp_pa
         assert [row[0] for row in found] == ["first"]
         put("second")(transaction)
 
-    kept = [store.keep(needs_memory), store.keep(is_second)]
+    kept = [store.write_with_retries(needs_memory), store.write_with_retries(is_second)]
     await asyncio.gather(*kept)
     tries = 0
     with pytest.raises(StorageError, match="out of memory"):
@@ -205,10 +205,10 @@ async def test_an_unwritable_disk_rejects_writes_until_it_recovers(tmp_path, cap
     with pytest.raises(StorageError, match="disk is full or cannot"):
         await store.write(put("a"))
     await asyncio.sleep(1.5)
-    assert store.is_refused
+    assert store.is_failing
     store._connection.execute("PRAGMA query_only = 0")
-    await store.keep(put("b"))
-    assert not store.is_refused
+    await store.write_with_retries(put("b"))
+    assert not store.is_failing
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
     assert await store.read(keys) == {"b"}
     store.close()
@@ -244,9 +244,9 @@ async def test_a_disk_error_is_cleared_by_the_next_successful_write(tmp_path, di
     store = Store(tmp_path)
     with pytest.raises(StorageError):
         await store.write(put("refused"))
-    assert store.is_refused
+    assert store.is_failing
     disk.is_full = False
-    while store.is_refused:  # though nobody writes
+    while store.is_failing:  # though nobody writes
         await asyncio.sleep(0.02)
     store.close()
 
@@ -262,7 +262,7 @@ async def test_a_real_full_disk_raises_storage_error(tmp_path):
         transaction.execute(f"PRAGMA max_page_count = {pages + 2}").fetchone()
 
     await store.write(shrink)
-    kept = store.keep(put("kept", bytes(200_000)))
+    kept = store.write_with_retries(put("kept", bytes(200_000)))
     with pytest.raises(StorageError):
         await store.write(put("refused", bytes(200_000)))
     assert await store.read(keys) == {"before"}
@@ -279,7 +279,7 @@ async def test_writes_that_wait_for_a_full_disk_fail_at_close(tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("planish.server.durable.store.crash_point", refuse)
-    kept = store.keep(put("kept"))
+    kept = store.write_with_retries(put("kept"))
     await asyncio.to_thread(store.close)
     with pytest.raises(StorageError):
         await kept
@@ -330,7 +330,7 @@ async def test_a_journal_of_an_earlier_version_is_read(tmp_path):
     connection.close()
     for _ in range(2):
         store = Store(tmp_path)
-        found = await store.read(lambda connection: row(connection, "a"))
+        found = await store.read(lambda connection: request_row(connection, "a"))
         assert found is not None
         assert (found.kind, found.error_class) == ("k", None)
         store.close()
@@ -399,7 +399,7 @@ async def test_a_failing_disk_is_logged_once(tmp_path, monkeypatch, caplog):
         with pytest.raises(StorageError):
             await store.write(put(key))
     monkeypatch.undo()
-    await store.keep(put("c"))
+    await store.write_with_retries(put("c"))
     store.close()
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
     assert "No space left" in caplog.text
@@ -409,7 +409,7 @@ async def test_free_pages_return_to_the_disk(tmp_path):
     store = Store(tmp_path)
     await store.write(put("a", bytes(5_000_000)))
     await store.write(lambda transaction: transaction.execute("DELETE FROM meta"))
-    await store.write(lambda transaction: transaction.reclaim(10_000))
+    await store.write(lambda transaction: transaction.free_pages(10_000))
     pages = await store.read(
         lambda connection: connection.execute("PRAGMA page_count").fetchone()[0]
     )

@@ -139,7 +139,7 @@ async def test_a_request_rejected_by_a_limit_keeps_its_number(model_dir, data_di
                 break
         assert refused
         assert 0 < again < 60
-        server.limits.use(model.client.tenant.name, -1000)  # a minute later
+        server.limits.use_tokens(model.client.tenant.name, -1000)  # a minute later
         assert await model.submit(request, refused) == f"{model.model_id}:{refused}"
 
 
@@ -205,7 +205,7 @@ async def test_a_short_step_does_not_wait_for_long_requests_of_other_tenants(mod
                 await model.submit(ForwardBackward(model.model_id, data, "cross_entropy"))
             )
             await model.submit(adam(model.model_id))
-        while server.training_queue.used < 3:
+        while server.training_queue.used_slots < 3:
             await asyncio.sleep(0.005)
         await models[3].step()
         answers = [server.request_log.active(request_id) for request_id in under_way]

@@ -284,7 +284,7 @@ async def test_an_unloaded_model_rejects_requests(model_dir, data_dir):
         with pytest.raises(Gone):
             await model.submit(gradient(model.model_id))
         assert await server.unload_model(TENANT, model.model_id) == unload
-        assert server.adapter_cache.loaded() == []
+        assert server.adapter_cache.loaded_adapters() == []
         assert (await server.training_run(TENANT, model.model_id)).base_model == BASE
 
 
@@ -311,7 +311,7 @@ async def test_a_model_evicted_while_closing_leaves_no_snapshot(model_dir, data_
         await asyncio.sleep(0)
         assert model.is_snapshotting
         # what was with the engine when it began is counted when it is answered
-        model.adapter.cost.changes = 1
+        model.adapter.cost.num_changes = 1
         closing = asyncio.create_task(model.close("it was unloaded"))
         await asyncio.sleep(0)
         leaving = asyncio.create_task(server.adapter_cache.unload_idle(0))
@@ -352,7 +352,7 @@ async def test_a_creation_repeated_while_being_written_is_the_same(
     async with running(model_dir, data_dir) as server:
         client = await Client.start(server)
         create = CreateModel(f"{client.session_id}:train:0", BASE, LoraConfig(RANK))
-        repeats = server.request_log.repeats
+        repeats = server.request_log.was_accepted
 
         pauses = iter((0.3, 0.0, 0.0))  # a request without a pause overtakes the first one
 
@@ -361,7 +361,7 @@ async def test_a_creation_repeated_while_being_written_is_the_same(
             await asyncio.sleep(next(pauses))
             return found
 
-        monkeypatch.setattr(server.request_log, "repeats", slowly)
+        monkeypatch.setattr(server.request_log, "was_accepted", slowly)
         accepted, again = await asyncio.gather(
             server.create_model(TENANT, create), server.create_model(TENANT, create)
         )

@@ -18,9 +18,9 @@ from planish.server.results import Accepted, Done, Failed, Outcome, TryAgain
 from planish.service import CreateModel, CreateSampler, Operation, Sample, UnloadModel
 from planish.wire.messages import PROTOBUF
 from planish.wire.operations import (
-    JSON,
-    Posted,
-    request_of,
+    JSON_MEDIA_TYPE,
+    PostRequest,
+    post_request_for,
 )
 
 _RETRIED = (408, 429, 503)
@@ -69,21 +69,21 @@ class WireClient:
         )
 
     async def create_model(self, operation: CreateModel) -> Accepted:
-        return await self._submit(request_of(operation))
+        return await self._submit(post_request_for(operation))
 
     async def unload_model(self, model_id: str) -> Accepted:
-        return await self._submit(request_of(UnloadModel(model_id)))
+        return await self._submit(post_request_for(UnloadModel(model_id)))
 
     async def submit_training(self, seq_id: int, operation: Operation[Any]) -> Accepted:
-        return await self._submit(request_of(operation, seq_id))
+        return await self._submit(post_request_for(operation, seq_id))
 
     async def create_sampler(self, operation: CreateSampler) -> str:
-        return orjson.loads((await self._send_posted(request_of(operation))).content)[
+        return orjson.loads((await self._send_posted(post_request_for(operation))).content)[
             "sampling_session_id"
         ]
 
     async def submit_sample(self, seq_id: int, operation: Sample) -> Accepted:
-        return await self._submit(request_of(operation, seq_id))
+        return await self._submit(post_request_for(operation, seq_id))
 
     async def cancel(self, request_id: str) -> None:
         await self._send("POST", "/cancel_future", orjson.dumps({"request_id": request_id}))
@@ -120,19 +120,19 @@ class WireClient:
             return Failed(fields["error"], fields["category"])
         return Done(fields.get("type", ""), "json", answer.content)
 
-    async def _submit(self, posted: Posted) -> Accepted:
+    async def _submit(self, posted: PostRequest) -> Accepted:
         return _accepted(await self._send_posted(posted))
 
-    async def _send_posted(self, posted: Posted) -> httpx.Response:
-        return await self._send("POST", posted.path, posted.content, posted.media)
+    async def _send_posted(self, posted: PostRequest) -> httpx.Response:
+        return await self._send("POST", posted.path, posted.content, posted.media_type)
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return orjson.loads((await self._send("POST", path, orjson.dumps(body))).content)
 
     async def _send(
-        self, method: str, path: str, body: bytes = b"", media: str = JSON
+        self, method: str, path: str, body: bytes = b"", media: str = JSON_MEDIA_TYPE
     ) -> httpx.Response:
-        headers = {"content-type": media, "accept": f"{PROTOBUF}, {JSON}"}
+        headers = {"content-type": media, "accept": f"{PROTOBUF}, {JSON_MEDIA_TYPE}"}
         try:
             answer = await self._http.request(method, path, content=body, headers=headers)
         except httpx.TransportError as error:

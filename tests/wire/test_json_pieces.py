@@ -1,4 +1,4 @@
-"""`parse_pieces` accepts the same texts as orjson, and returns the same values."""
+"""`parse_in_pieces` accepts the same texts as orjson, and returns the same values."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import orjson
 import pytest
 
 from planish.errors import UserError
-from planish.wire.fields import MAX_ITEMS, Fields
+from planish.wire.fields import MAX_CONTAINER_ITEMS, Fields
 from planish.wire.json_pieces import (
     InvalidJsonError,
     JsonLimits,
     TooDeepError,
     TooManyContainersError,
     TooManyItemsError,
-    parse_pieces,
+    parse_in_pieces,
 )
 
 WIDE = JsonLimits(1000, 10**6, 10**6)
@@ -59,7 +59,7 @@ def text_of(source: random.Random, value: Any) -> bytes:
 
 def outcome(text: bytes, piece: int) -> Any:
     try:
-        return orjson.dumps(parse_pieces(text, WIDE, piece))
+        return orjson.dumps(parse_in_pieces(text, WIDE, piece))
     except InvalidJsonError:
         return "invalid"
 
@@ -123,7 +123,7 @@ def test_what_is_not_json(text):
 def test_the_last_of_several_equal_keys_counts():
     text = b'{"a":[1,2,3],"b":{"c":4,"d":5},"a":[6,7,{"x":8,"y":9}],"b":{"c":[10,11],"c":12}}'
     for piece in PIECES:
-        assert parse_pieces(text, WIDE, piece) == orjson.loads(text)
+        assert parse_in_pieces(text, WIDE, piece) == orjson.loads(text)
 
 
 def test_a_deep_text_is_rejected():
@@ -132,9 +132,9 @@ def test_a_deep_text_is_rejected():
         for piece in (*PIECES, 1 << 16):
             if fails:
                 with pytest.raises(TooDeepError):
-                    parse_pieces(text, JsonLimits(64, 100, 100), piece)
+                    parse_in_pieces(text, JsonLimits(64, 100, 100), piece)
             else:
-                assert parse_pieces(text, JsonLimits(64, 100, 100), piece) == orjson.loads(text)
+                assert parse_in_pieces(text, JsonLimits(64, 100, 100), piece) == orjson.loads(text)
 
 
 @pytest.mark.parametrize("containers", [100, 101])
@@ -142,9 +142,9 @@ def test_brackets_in_strings_are_not_counted(containers):
     text = b"[" + b'["[{,{["],' * (containers - 1) + b"1]"
     if containers > 100:
         with pytest.raises(TooManyContainersError):
-            parse_pieces(text, JsonLimits(9, 100, 1000), 16)
+            parse_in_pieces(text, JsonLimits(9, 100, 1000), 16)
     else:
-        assert parse_pieces(text, JsonLimits(9, 100, 1000), 16) == orjson.loads(text)
+        assert parse_in_pieces(text, JsonLimits(9, 100, 1000), 16) == orjson.loads(text)
 
 
 @pytest.mark.parametrize("items", [100, 101])
@@ -153,20 +153,23 @@ def test_only_lists_of_numbers_are_long(items):
         text = b"[" + b",".join([item] * items) + b"]"
         if items > 100:
             with pytest.raises(TooManyItemsError):
-                parse_pieces(text, JsonLimits(9, 1000, 100), 16)
+                parse_in_pieces(text, JsonLimits(9, 1000, 100), 16)
         else:
-            assert parse_pieces(text, JsonLimits(9, 1000, 100), 16) == orjson.loads(text)
+            assert parse_in_pieces(text, JsonLimits(9, 1000, 100), 16) == orjson.loads(text)
     text = orjson.dumps({str(i): i for i in range(items)})
     if items > 100:
         with pytest.raises(TooManyItemsError):
-            parse_pieces(text, JsonLimits(9, 1000, 100), 16)
-    assert parse_pieces(b"[" + b"1,2.5," * items + b"3]", JsonLimits(9, 9, 100), 16)[-1] == 3
+            parse_in_pieces(text, JsonLimits(9, 1000, 100), 16)
+    assert parse_in_pieces(b"[" + b"1,2.5," * items + b"3]", JsonLimits(9, 9, 100), 16)[-1] == 3
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b'{"a":[' + b'"",' * MAX_ITEMS + b'""]}', "more than 131,072 items that are not numbers"),
+        (
+            b'{"a":[' + b'"",' * MAX_CONTAINER_ITEMS + b'""]}',
+            "more than 131,072 items that are not numbers",
+        ),
         (b'{"a":[' + b"1," * (1 << 17) + b"]}", "not JSON: a comma without a value near byte"),
         (b'{"a":[' + b"1," * (1 << 17) + b"1}}", "not JSON: unexpected character.*near byte"),
         (

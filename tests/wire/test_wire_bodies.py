@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planish.errors import UserError
-from planish.wire.bodies import BodyTooLargeError, open_body
+from planish.wire.bodies import BodyTooLargeError, decompress_body
 
 LIMIT = 1 << 16
 
@@ -26,13 +26,13 @@ PACKERS = {"zstd": zstandard.compress, "gzip": gzip.compress, "identity": bytes}
 @pytest.mark.parametrize("size", [0, 1, 1000, LIMIT])
 def test_a_body_is_decompressed_up_to_the_limit(encoding, pack, size):
     data = bytes(range(256)) * (size // 256) + bytes(size % 256)
-    assert open_body(pack(data), encoding, LIMIT) == data
+    assert decompress_body(pack(data), encoding, LIMIT) == data
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [*PACKERS.items(), ("zstd", zstd_without_size)])
 def test_one_byte_above_the_limit_is_too_large(encoding, pack):
     with pytest.raises(BodyTooLargeError, match="larger than"):
-        open_body(pack(bytes(LIMIT + 1)), encoding, LIMIT)
+        decompress_body(pack(bytes(LIMIT + 1)), encoding, LIMIT)
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_a_decompression_bomb_is_rejected_before_decompression(pack):
     packed = pack(bytes(1 << 28))
     assert len(packed) < 1 << 15
     with pytest.raises(BodyTooLargeError):
-        open_body(packed, "zstd", LIMIT)
+        decompress_body(packed, "zstd", LIMIT)
 
 
 @pytest.mark.parametrize("pack", [zstandard.compress, zstd_without_size])
@@ -49,22 +49,22 @@ def test_a_truncated_or_extended_zstd_body_is_rejected(pack):
     packed = pack(b"some text " * 200)
     for broken in (packed[:-3], packed + b"x", packed + packed, packed[:2], b""):
         with pytest.raises(UserError, match="zstd"):
-            open_body(broken, "zstd", LIMIT)
+            decompress_body(broken, "zstd", LIMIT)
 
 
 def test_a_truncated_or_extended_gzip_body_is_rejected():
     packed = gzip.compress(b"some text " * 200)
     for broken in (packed[:-3], packed + b"x", packed + packed, b""):
         with pytest.raises(UserError, match="gzip"):
-            open_body(broken, "gzip", LIMIT)
+            decompress_body(broken, "gzip", LIMIT)
 
 
 def test_an_unknown_encoding_is_named():
     with pytest.raises(UserError, match="'br'"):
-        open_body(b"", "br", LIMIT)
+        decompress_body(b"", "br", LIMIT)
 
 
 @given(st.binary(max_size=200), st.sampled_from(["zstd", "gzip", "identity"]))
 def test_any_bytes_are_decompressed_or_rejected(data, encoding):
     with contextlib.suppress(UserError):
-        assert isinstance(open_body(data, encoding, LIMIT), bytes)
+        assert isinstance(decompress_body(data, encoding, LIMIT), bytes)

@@ -7,7 +7,13 @@ import pytest
 
 from planish.errors import UserError
 from planish.wire import fields as fields_module
-from planish.wire.fields import MAX_DEPTH, MAX_LIST, MAX_MAP, MAX_TEXT, Fields
+from planish.wire.fields import (
+    MAX_DEPTH,
+    MAX_LIST_ITEMS,
+    MAX_MAP_ENTRIES,
+    MAX_STRING_CHARACTERS,
+    Fields,
+)
 from planish.wire.messages import INT64, ForwardBackwardRequestMessage
 from planish.wire.tensors import MAX_DIMENSIONS, MAX_TOKENS, tensor_from_json
 from planish.wire.training import (
@@ -46,7 +52,11 @@ def test_values_of_a_body(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(
     ("read", "value", "most"),
-    [("text", "x", MAX_TEXT), ("array", [0], MAX_LIST), ("strings", None, MAX_LIST)],
+    [
+        ("text", "x", MAX_STRING_CHARACTERS),
+        ("array", [0], MAX_LIST_ITEMS),
+        ("strings", None, MAX_LIST_ITEMS),
+    ],
 )
 def test_counts_of_a_field(read: str, value, most: int):
     def body(count: int) -> Fields:
@@ -60,7 +70,7 @@ def test_counts_of_a_field(read: str, value, most: int):
 
 def test_an_unknown_field_is_named_in_short():
     with pytest.raises(UserError) as refused:
-        Fields({"k" * 10_000: 1}).refuse_others()
+        Fields({"k" * 10_000: 1}).reject_unread()
     assert len(str(refused.value)) < 300
 
 
@@ -106,14 +116,14 @@ def test_fields_within_tensors_are_counted(monkeypatch: pytest.MonkeyPatch):
 
 def test_options_and_inputs_of_a_message():
     made = message()
-    for i in range(MAX_MAP):
+    for i in range(MAX_MAP_ENTRIES):
         made.loss_fn_config[f"k{i}"] = 1.0
     read(made)
     made.loss_fn_config["one more"] = 1.0
     with pytest.raises(UserError, match="loss_fn_config has 65 entries; give at most 64"):
         read(made)
     made = message()
-    for i in range(MAX_MAP):
+    for i in range(MAX_MAP_ENTRIES):
         made.data[0].loss_fn_inputs[f"k{i}"].CopyFrom(made.data[0].loss_fn_inputs["target_tokens"])
     with pytest.raises(UserError, match="loss_fn_inputs has 65 entries; give at most 64"):
         read(made)

@@ -5,8 +5,8 @@ import pytest
 
 from planish.errors import UserError
 from planish.wire import fields as fields_module
-from planish.wire.fields import MAX_CONTAINERS, MAX_ITEMS, Fields
-from planish.wire.json_pieces import parse_pieces
+from planish.wire.fields import MAX_CONTAINER_ITEMS, MAX_CONTAINERS, Fields
+from planish.wire.json_pieces import parse_in_pieces
 
 
 def of(**values) -> Fields:
@@ -26,7 +26,10 @@ def test_a_body_of_many_small_containers_is_rejected(part):
     def body(count: int) -> bytes:
         return b'{"data":[' + (part * count)[:-1] + b"]}"
 
-    assert len(Fields.of(body(MAX_CONTAINERS - 2)).array("data", MAX_ITEMS)) == MAX_CONTAINERS - 2
+    assert (
+        len(Fields.of(body(MAX_CONTAINERS - 2)).array("data", MAX_CONTAINER_ITEMS))
+        == MAX_CONTAINERS - 2
+    )
     with pytest.raises(UserError, match="more than 131,072 objects and lists"):
         Fields.of(body(MAX_CONTAINERS - 1))
     tracemalloc.start()
@@ -54,9 +57,9 @@ def test_only_large_bodies_of_many_values_are_parsed_in_pieces(monkeypatch, valu
 
     def recorded(*arguments):
         parsed_in_pieces.append(True)
-        return parse_pieces(*arguments)
+        return parse_in_pieces(*arguments)
 
-    monkeypatch.setattr(fields_module, "parse_pieces", recorded)
+    monkeypatch.setattr(fields_module, "parse_in_pieces", recorded)
     assert of(value=value).raw("value") == value
     assert bool(parsed_in_pieces) is in_pieces
 

@@ -175,14 +175,14 @@ def test_create_sampler_round_trip(base_model, model_path):
 @pytest.mark.parametrize("tokenizer_id", [None, "org/tokenizer"])
 def test_the_sdk_reads_our_info(tokenizer_id):
     info = GetInfoResponse("m", ModelData("llama", "org/model", tokenizer_id), True, 8)
-    body = models.info_to_json(info, tokenizer_id)
+    body = models.model_info_to_json(info, tokenizer_id)
     theirs = SdkInfo.model_validate(body)
     assert (theirs.model_data.model_name, theirs.model_data.tokenizer_id) == (
         "org/model",
         tokenizer_id,
     )
     assert theirs.lora_rank == 8
-    assert models.info_from_json(of(body)) == info
+    assert models.model_info_from_json(of(body)) == info
 
 
 READERS = [

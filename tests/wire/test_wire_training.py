@@ -229,7 +229,7 @@ def test_the_dense_size_of_sparse_tensors_is_limited_per_body():
 def test_too_many_tiny_parts_are_rejected_before_they_take_memory(
     monkeypatch, datums, chunks, tensors
 ):
-    monkeypatch.setattr(wire_tensors, "MAX_PARTS", 100)
+    monkeypatch.setattr(wire_tensors, "MAX_DATA_ITEMS", 100)
     made = []
 
     def datum(model_input: ModelInput, tensors: dict[str, TensorData]) -> Datum:

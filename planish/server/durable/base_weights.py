@@ -32,19 +32,19 @@ async def check(store: Store, engine: EngineClient, base_models: Sequence[str]) 
             _log.error("--model %s: its weights cannot be read: %s", name, error)
             continue
         try:
-            in_use = await store.write(_record, name, fingerprint)
+            num_dependents = await store.write(_record_fingerprint, name, fingerprint)
         except StorageError:
             return  # a full disk must not keep the server from starting
-        if in_use:
+        if num_dependents:
             raise UserError(
                 f"--model {name}: the weights differ from those that this data directory was last "
-                f"used with, and {in_use} open models and samplers depend on the earlier weights. "
-                "Give the earlier weights and the earlier --quantize, or serve the new weights "
-                "under another name"
+                f"used with, and {num_dependents} open models and samplers depend on the earlier "
+                "weights. Give the earlier weights and the earlier --quantize, or serve the new "
+                "weights under another name"
             )
 
 
-def _record(transaction: Transaction, name: str, fingerprint: str) -> int:
+def _record_fingerprint(transaction: Transaction, name: str, fingerprint: str) -> int:
     """Record the fingerprint of a base model, unless open models or samplers use an earlier,
     different fingerprint. Return the number of these models and samplers.
     """
@@ -52,15 +52,15 @@ def _record(transaction: Transaction, name: str, fingerprint: str) -> int:
     row = transaction.execute("SELECT value FROM meta WHERE key = ?", [key]).fetchone()
     if row is not None and bytes(row[0]).decode() == fingerprint:
         return 0
-    in_use = 0
+    num_dependents = 0
     if row is not None:
-        in_use = sum(
+        num_dependents = sum(
             count(transaction, kind, "base_model = ? AND closed IS NULL", [name])
             for kind in (ModelRow, SamplerRow)
         )
-    if not in_use:
+    if not num_dependents:
         transaction.execute(
             "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
             [key, fingerprint.encode()],
         )
-    return in_use
+    return num_dependents

@@ -48,7 +48,14 @@ from planish.errors import (
 from planish.server.durable.expiry_clock import ExpiryClock
 from planish.server.durable.links import LinkSigner
 from planish.server.durable.quotas import check_storage
-from planish.server.durable.records import CheckpointRow, change, count, remove, select, select_page
+from planish.server.durable.records import (
+    CheckpointRow,
+    count,
+    delete_row,
+    select,
+    select_checkpoint_page,
+    update_row,
+)
 from planish.server.durable.store import PRIVATE_PREFIX, Store, Transaction, crash_point
 from planish.server.engine_client import EngineClient
 from planish.server.results import Conflict, NoSuchCheckpoint, Page, Tenant
@@ -58,7 +65,7 @@ from planish.types import Checkpoint, CheckpointPath
 
 _log = logging.getLogger(__name__)
 
-_ALIVE = "(expires IS NULL OR expires > ?)"
+_IS_UNEXPIRED = "(expires IS NULL OR expires > ?)"
 
 
 class CheckpointCatalog:
@@ -79,9 +86,9 @@ class CheckpointCatalog:
         self._store = store
         self._settings = settings
         self._links = LinkSigner(store.directory)
-        self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def readable(self, tenant: Tenant, path: str) -> CheckpointRow:
+    async def readable_row(self, tenant: Tenant, path: str) -> CheckpointRow:
         """Return a checkpoint that the tenant may read: its own, or a public one. Raise
         NoSuchCheckpoint for any other checkpoint, and for an expired one.
         """
@@ -90,7 +97,7 @@ class CheckpointCatalog:
             raise _not_found(path)
         return row
 
-    async def owned(self, tenant: Tenant, path: str) -> CheckpointRow:
+    async def owned_row(self, tenant: Tenant, path: str) -> CheckpointRow:
         """Return a checkpoint of the tenant. Raise NoSuchCheckpoint for any other checkpoint, and
         for an expired one.
         """
@@ -106,95 +113,97 @@ class CheckpointCatalog:
         first. A page ends early when the metadata of its checkpoints exceed PAGE_BYTES.
         `Page.limit` is then the number of checkpoints on the page.
         """
-        where, values = f"tenant = ? AND {_ALIVE}", [tenant.name, time.time()]
+        where, values = f"tenant = ? AND {_IS_UNEXPIRED}", [tenant.name, time.time()]
         if run_id is not None:
             where, values = f"{where} AND run = ?", [*values, run_id]
         order = f"{where} ORDER BY made DESC, path LIMIT ? OFFSET ?"
-        (rows, is_cut), total = await self._store.read(
+        (rows, is_truncated), total = await self._store.read(
             lambda connection: (
-                select_page(connection, order, [*values, -1 if limit is None else limit, offset]),
+                select_checkpoint_page(
+                    connection, order, [*values, -1 if limit is None else limit, offset]
+                ),
                 count(connection, CheckpointRow, where, values),
             )
         )
         return Page(
             [row.checkpoint for row in rows],
             offset,
-            len(rows) if is_cut or limit is None else limit,
+            len(rows) if is_truncated or limit is None else limit,
             total,
         )
 
     async def size_of_session(self, tenant: Tenant, session_id: str) -> tuple[int, int]:
         """Return the number of checkpoints of a session's runs, and their total size in bytes."""
         query = (
-            f"SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM checkpoints WHERE tenant = ? AND {_ALIVE}"
-            " AND run IN (SELECT id FROM models WHERE session = ?)"
+            "SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM checkpoints WHERE tenant = ? "
+            f"AND {_IS_UNEXPIRED} AND run IN (SELECT id FROM models WHERE session = ?)"
         )
         values = [tenant.name, time.time(), session_id]
         number, size = await self._store.read(lambda db: db.execute(query, values).fetchone())
         return number, size
 
-    async def newest(self, run_id: str) -> dict[str, Checkpoint]:
+    async def newest_by_type(self, run_id: str) -> dict[str, Checkpoint]:
         """Return the newest checkpoint of each kind of a run, by kind. External weights are left
         out, because no sampler is created from them.
         """
         # "0" is the character after "/", so these bounds select the paths of one directory.
         where = (
-            f"run = ? AND {_ALIVE} AND path > ? || '/' AND path < ? || '0' AND NOT "
+            f"run = ? AND {_IS_UNEXPIRED} AND path > ? || '/' AND path < ? || '0' AND NOT "
             "(path > ? AND path < ?) ORDER BY made DESC LIMIT 1"
         )
-        external = f"tinker://{run_id}{_STORED}"
-        found: dict[str, Checkpoint] = {}
+        external = f"tinker://{run_id}{_STORED_DIRECTORY}"
+        newest: dict[str, Checkpoint] = {}
         for segment in ("weights", "sampler_weights"):
             directory = f"tinker://{run_id}/{segment}"
             values = [run_id, time.time(), directory, directory, external, f"{external}\U0010ffff"]
             for row in await self._store.read(select, CheckpointRow, where, values):
-                found[row.checkpoint.checkpoint_type] = row.checkpoint
-        return found
+                newest[row.checkpoint.checkpoint_type] = row.checkpoint
+        return newest
 
     async def info(self, tenant: Tenant, path: str) -> CheckpointInfo:
         """Return the description of a checkpoint that the tenant may read."""
-        row = await self.readable(tenant, path)
+        row = await self.readable_row(tenant, path)
         info = await self._engine.checkpoint_info(row.path)
         return replace(info, checkpoint=row.checkpoint)
 
     async def files(self, tenant: Tenant, path: str) -> CheckpointFiles:
         """Return the files of a checkpoint that the tenant may read, for a download."""
-        row = await self.readable(tenant, path)
+        row = await self.readable_row(tenant, path)
         recipients = recipients_of(row.checkpoint.user_metadata or {})
         return CheckpointFiles(await self._engine.checkpoint_files(row.path), recipients)
 
-    def changing(self, path: str) -> asyncio.Lock:
+    def lock(self, path: str) -> asyncio.Lock:
         """Return the lock for making, changing or deleting a checkpoint. The caller must change the
         files and queue the write of the checkpoint's row before it releases the lock.
         """
-        return self._changing.setdefault(path, asyncio.Lock())
+        return self._locks.setdefault(path, asyncio.Lock())
 
     async def delete(self, tenant: Tenant, path: str) -> None:
         """Delete one of the tenant's checkpoints."""
-        row = await self.owned(tenant, path)
-        async with self.changing(row.path):
-            removed = await self._remove(row)
-        await removed
+        row = await self.owned_row(tenant, path)
+        async with self.lock(row.path):
+            deletion = await self._delete_files_and_row(row)
+        await deletion
 
     async def set_public(self, tenant: Tenant, path: str, public: bool) -> None:
         """Publish or unpublish a checkpoint. Raise Conflict if this would change nothing."""
-        row = await self.owned(tenant, path)
+        row = await self.owned_row(tenant, path)
         if bool(row.public) == public:
             raise Conflict(f"{path} is {'already public' if public else 'not public'}")
-        await self._store.write(change, CheckpointRow, row.path, public=int(public))
+        await self._store.write(update_row, CheckpointRow, row.path, public=int(public))
 
     async def set_ttl(self, tenant: Tenant, path: str, ttl_seconds: int | None) -> None:
         """Let a checkpoint expire `ttl_seconds` from now. With None it never expires."""
-        row = await self.owned(tenant, path)
-        async with self.changing(row.path):
+        row = await self.owned_row(tenant, path)
+        async with self.lock(row.path):
             ttl_seconds = self._expiry_clock.extended(ttl_seconds)
             await self._engine.set_checkpoint_ttl(row.path, ttl_seconds)
-            expires = (await self.saved(tenant, row.path)).expires
-            await self._store.write(change, CheckpointRow, row.path, expires=expires)
+            expires = (await self.row_from_files(tenant, row.path)).expires
+            await self._store.write(update_row, CheckpointRow, row.path, expires=expires)
 
-    async def saved(self, tenant: Tenant, path: str) -> CheckpointRow:
+    async def row_from_files(self, tenant: Tenant, path: str) -> CheckpointRow:
         """Make the row of a checkpoint from its files. The row is not written to the database."""
-        return CheckpointRow.made_of(
+        return CheckpointRow.from_checkpoint(
             (await self._engine.checkpoint_info(path)).checkpoint, tenant.name
         )
 
@@ -210,15 +219,15 @@ class CheckpointCatalog:
     async def remove_expired(self) -> None:
         """Delete the checkpoints that have certainly expired."""
         now = self._expiry_clock.earliest()
-        expired = await self._store.read(select, CheckpointRow, f"NOT {_ALIVE}", [now])
-        removed = []
+        expired = await self._store.read(select, CheckpointRow, f"NOT {_IS_UNEXPIRED}", [now])
+        deletions = []
         for row in expired:
-            async with self.changing(row.path):
+            async with self.lock(row.path):
                 # The tenant may have saved a new checkpoint under this path meanwhile.
-                if not await self._is_alive(row.path):
-                    removed.append(await self._remove(row))
+                if not await self._is_unexpired(row.path):
+                    deletions.append(await self._delete_files_and_row(row))
         # Wait only after all deletions, because on a full disk the writes need the freed space.
-        await asyncio.gather(*removed)
+        await asyncio.gather(*deletions)
 
     async def reconcile(self) -> None:
         """Remove the rows of checkpoints that are not on disk. The server calls this at its start,
@@ -228,21 +237,21 @@ class CheckpointCatalog:
         on_disk = set(await self._engine.checkpoint_paths())
         query = "SELECT path, tenant, expires FROM checkpoints"
         rows = await self._store.read(lambda db: db.execute(query).fetchall())
-        lost, now = list[str](), time.time()
+        missing_paths, now = list[str](), time.time()
         for path, tenant, expires in rows:
             # A crash during the replacement of a checkpoint may leave the old one under a temporary
             # name. Reading the checkpoint in `_exists` restores its name.
             if path in on_disk or await self._exists(path):
                 continue
-            lost.append(path)
+            missing_paths.append(path)
             if expires is None or expires > now:
                 _log.warning("%s of %s is no longer on disk", path, tenant)
 
         def record(transaction: Transaction) -> None:
-            for path in lost:
-                remove(transaction, CheckpointRow, path)
+            for path in missing_paths:
+                delete_row(transaction, CheckpointRow, path)
 
-        if lost:
+        if missing_paths:
             with suppress(StorageError):  # on a full disk, the next start removes the rows
                 await self._store.write(record)
 
@@ -262,9 +271,9 @@ class CheckpointCatalog:
                 await self._verify(last)
 
     async def _verify(self, path: str) -> None:
-        async with self.changing(path):
+        async with self.lock(path):
             try:
-                found = (await self._engine.checkpoint_info(path)).checkpoint
+                checkpoint = (await self._engine.checkpoint_info(path)).checkpoint
             except CheckpointError:  # the checkpoint was deleted or has expired
                 return
             except (DamagedFileError, OSError) as error:
@@ -275,11 +284,11 @@ class CheckpointCatalog:
                     error,
                 )
                 return
-            expires = None if found.expires_at is None else found.expires_at.timestamp()
-            columns = {"expires": expires, "bytes": found.size_bytes or 0}
+            expires = None if checkpoint.expires_at is None else checkpoint.expires_at.timestamp()
+            columns = {"expires": expires, "bytes": checkpoint.size_bytes or 0}
             [row] = await self._store.read(select, CheckpointRow, "path = ?", [path]) or [None]
             if row is not None and columns != {"expires": row.expires, "bytes": row.bytes}:
-                self._store.keep_later(change, CheckpointRow, path, **columns)
+                self._store.write_in_background(update_row, CheckpointRow, path, **columns)
 
     def token(self, tenant: Tenant, path: str, seconds: float) -> str:
         """Return a token with which anybody can read the files of one checkpoint for `seconds`. The
@@ -297,7 +306,7 @@ class CheckpointCatalog:
     async def _row(self, path: str) -> CheckpointRow:
         parsed = str(CheckpointPath.parse(path))
         rows = await self._store.read(
-            select, CheckpointRow, f"path = ? AND {_ALIVE}", [parsed, time.time()]
+            select, CheckpointRow, f"path = ? AND {_IS_UNEXPIRED}", [parsed, time.time()]
         )
         if not rows:
             raise _not_found(path)
@@ -306,23 +315,23 @@ class CheckpointCatalog:
     async def _exists(self, path: str) -> bool:
         """Return whether the checkpoint is on disk, damaged or not."""
         try:
-            return await self._engine.exists(path)
+            return await self._engine.checkpoint_exists(path)
         except (DamagedFileError, OSError):
             return True
 
-    async def _is_alive(self, path: str) -> bool:
+    async def _is_unexpired(self, path: str) -> bool:
         """Return whether the checkpoint can be read and has not expired."""
         with suppress(DamagedFileError):
-            return await self._engine.exists(path)
+            return await self._engine.checkpoint_exists(path)
         return False
 
-    async def _remove(self, row: CheckpointRow) -> asyncio.Future[None]:
+    async def _delete_files_and_row(self, row: CheckpointRow) -> asyncio.Future[None]:
         """Delete the files and queue the deletion of the row. The returned future is done when the
         row is deleted.
         """
         await self._engine.delete_checkpoint(row.path)
         crash_point("checkpoint deleted before recording")
-        return self._store.keep(remove, CheckpointRow, row.path)
+        return self._store.write_with_retries(delete_row, CheckpointRow, row.path)
 
 
 def _not_found(path: str) -> NoSuchCheckpoint:
@@ -333,14 +342,14 @@ def _not_found(path: str) -> NoSuchCheckpoint:
     )
 
 
-def check_source(path: str) -> None:
+def check_is_not_private(path: str) -> None:
     """Raise CheckpointError for the path of a private checkpoint, which no client may read."""
     if is_private(path):
         raise CheckpointError(f"there is no checkpoint {path[:300]!r}")
 
 
-SUFFIX = ".age"
-_RECIPIENTS = "age_encryption_recipients"
+AGE_SUFFIX = ".age"
+_RECIPIENTS_KEY = "age_encryption_recipients"
 MAX_RECIPIENTS = 10
 
 
@@ -355,7 +364,7 @@ class CheckpointFiles:
     @property
     def names(self) -> list[str]:
         """The names of the files in the download."""
-        return [name + SUFFIX if self.recipients else name for name in self.paths]
+        return [name + AGE_SUFFIX if self.recipients else name for name in self.paths]
 
     def open(self, name: str) -> BinaryIO:
         """Open one of `names` for reading. Raise KeyError for another name, FileNotFoundError if
@@ -363,7 +372,7 @@ class CheckpointFiles:
         """
         if not self.recipients:
             return open(self.paths[name], "rb")
-        return encrypted(self.paths[name.removesuffix(SUFFIX)], self.recipients)
+        return encrypt(self.paths[name.removesuffix(AGE_SUFFIX)], self.recipients)
 
 
 def metadata_of(recipients: Sequence[Any]) -> dict[str, str]:
@@ -377,39 +386,39 @@ def metadata_of(recipients: Sequence[Any]) -> dict[str, str]:
         return {}
     if len(recipients) > MAX_RECIPIENTS:
         raise UserError(
-            f"{_RECIPIENTS} names {len(recipients)} keys; give at most {MAX_RECIPIENTS}"
+            f"{_RECIPIENTS_KEY} names {len(recipients)} keys; give at most {MAX_RECIPIENTS}"
         )
     for index, recipient in enumerate(recipients):
         if not isinstance(recipient, str) or "\n" in recipient:
             raise UserError(
-                f"{_RECIPIENTS}[{index}] is not a single-line string; give an age1... key or an "
-                "SSH public key"
+                f"{_RECIPIENTS_KEY}[{index}] is not a single-line string; give an age1... key or "
+                "an SSH public key"
             )
-        _recipient(recipient, f"{_RECIPIENTS}[{index}]")
-    return {_RECIPIENTS: "\n".join(recipients)}
+        _parse_recipient(recipient, f"{_RECIPIENTS_KEY}[{index}]")
+    return {_RECIPIENTS_KEY: "\n".join(recipients)}
 
 
 def recipients_of(metadata: Mapping[str, str]) -> tuple[str, ...]:
     """Return the recipients in the metadata of a checkpoint."""
-    return tuple(metadata.get(_RECIPIENTS, "").splitlines())
+    return tuple(metadata.get(_RECIPIENTS_KEY, "").splitlines())
 
 
-def encrypted(path: Path, recipients: Sequence[str]) -> BinaryIO:
+def encrypt(path: Path, recipients: Sequence[str]) -> BinaryIO:
     """Return a temporary file with the encrypted content. Closing the file deletes it."""
-    keys = [_recipient(recipient, _RECIPIENTS) for recipient in recipients]
-    sealed = tempfile.TemporaryFile()  # noqa: SIM115  (the caller closes it)
+    keys = [_parse_recipient(recipient, _RECIPIENTS_KEY) for recipient in recipients]
+    encrypted_file = tempfile.TemporaryFile()  # noqa: SIM115  (the caller closes it)
     try:
-        with open(path, "rb") as plain:
-            _pyrage().encrypt_io(plain, sealed, keys)
-        sealed.seek(0)
+        with open(path, "rb") as source:
+            _import_pyrage().encrypt_io(source, encrypted_file, keys)
+        encrypted_file.seek(0)
     except BaseException:
-        sealed.close()
+        encrypted_file.close()
         raise
-    return sealed
+    return encrypted_file
 
 
-def _recipient(text: str, name: str) -> Any:
-    pyrage = _pyrage()
+def _parse_recipient(text: str, name: str) -> Any:
+    pyrage = _import_pyrage()
     kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
     try:
         return kind.Recipient.from_str(text)
@@ -419,10 +428,10 @@ def _recipient(text: str, name: str) -> Any:
         ) from None
 
 
-def _pyrage() -> Any:
+def _import_pyrage() -> Any:
     if find_spec("pyrage") is None:
         raise UnsupportedError(
-            f"{_RECIPIENTS}: this server lacks the package pyrage; install planish[age] on it"
+            f"{_RECIPIENTS_KEY}: this server lacks the package pyrage; install planish[age] on it"
         )
     return importlib.import_module("pyrage")  # the package has no type hints
 
@@ -437,7 +446,7 @@ def sampler_name(seq: int) -> str:
     return f"{PRIVATE_PREFIX}sampler.{seq}"
 
 
-def loaded_path(model_id: str, seq: int, source: str) -> str:
+def private_copy_path(model_id: str, seq: int, source: str) -> str:
     """Return the path of the private copy of the checkpoint `source`, which request number `seq`
     loads. The copy has the same kind as `source`.
     """
@@ -448,7 +457,7 @@ def loaded_path(model_id: str, seq: int, source: str) -> str:
     )
 
 
-def source_path(sampler_id: str) -> str:
+def sampler_copy_path(sampler_id: str) -> str:
     """Return the path of the private copy of a sampler's checkpoint."""
     return str(CheckpointPath(sampler_id, "sampler", f"{PRIVATE_PREFIX}source"))
 
@@ -458,7 +467,7 @@ def is_private(path: str) -> bool:
     return CheckpointPath.parse(path).name.startswith(PRIVATE_PREFIX)
 
 
-def loading_seq(path: str) -> int | None:
+def private_copy_seq(path: str) -> int | None:
     """Return the number of the load request that a private copy was made for. Return None if the
     checkpoint is not such a copy.
     """
@@ -470,10 +479,10 @@ def is_superseded(path: str, seq: int) -> bool:
     """Return whether a snapshot at request `seq` makes this private checkpoint unnecessary, so that
     the server can delete it.
     """
-    loading = loading_seq(path)
+    copy_seq = private_copy_seq(path)
     return (
-        loading <= seq
-        if loading is not None
+        copy_seq <= seq
+        if copy_seq is not None
         else CheckpointPath.parse(path).name != snapshot_name(seq)
     )
 
@@ -488,14 +497,14 @@ def check_name_is_not_private(name: str) -> None:
 
 
 EXTERNAL_PREFIX = "external:"
-_SHOWN, _STORED = "/external_weights/", f"/sampler_weights/{EXTERNAL_PREFIX}"
+_CLIENT_DIRECTORY, _STORED_DIRECTORY = "/external_weights/", f"/sampler_weights/{EXTERNAL_PREFIX}"
 
 
 def stored_path(path: str) -> str:
     """Return the stored path of a checkpoint for the path that clients use. Raise UserError for a
     name that is reserved for external weights.
     """
-    stored = path.replace(_SHOWN, _STORED, 1)
+    stored = path.replace(_CLIENT_DIRECTORY, _STORED_DIRECTORY, 1)
     parsed = CheckpointPath.parse(stored)
     if stored == path:
         check_name_is_not_external(parsed.name)
@@ -504,12 +513,12 @@ def stored_path(path: str) -> str:
 
 def shown_path(path: str) -> str:
     """Return the path that clients use for a stored path."""
-    return path.replace(_STORED, _SHOWN, 1)
+    return path.replace(_STORED_DIRECTORY, _CLIENT_DIRECTORY, 1)
 
 
 def is_external(path: str) -> bool:
     """Return whether a stored path belongs to external weights."""
-    return _STORED in path
+    return _STORED_DIRECTORY in path
 
 
 def check_name_is_not_external(name: str) -> None:

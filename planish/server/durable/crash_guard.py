@@ -12,14 +12,15 @@ the next process watches its requests for an hour:
                at the same time, and at most an eighth of the group. So after several crashes each
                suspect runs alone. The server loads all base models before the first suspect, so
                that a crash during the loading of a base model is not blamed on a request.
-    abandoned  A suspect that was the only running request at `_ENDS_ALONE` of its crashes. An
+    abandoned  A suspect that was the only running request at `_MAX_SOLE_CRASHES` of its crashes. An
                abandoned request without an answer fails. An abandoned replay or load of an adapter
                is rejected from then on.
 
-A request is abandoned after `_ENDS_ALONE` + 2 crashes at the earliest. Before the first crash, the
-guard marks no requests. The second crash makes the request a suspect. A later crash counts only if
-no other request was running. A suspect that gets an answer is no longer a suspect. So an innocent
-request is abandoned only if the server crashes each time before the request is finished.
+A request is abandoned after `_MAX_SOLE_CRASHES` + 2 crashes at the earliest. Before the first
+crash, the guard marks no requests. The second crash makes the request a suspect. A later crash
+counts only if no other request was running. A suspect that gets an answer is no longer a suspect.
+So an innocent request is abandoned only if the server crashes each time before the request is
+finished.
 
 A clean shutdown clears all records except the abandoned keys. After a clean shutdown, an abandoned
 key gets one more try, because the server may have more memory at its next start.
@@ -42,20 +43,20 @@ from typing import Any
 
 from planish.errors import EngineClosedError, StorageError
 from planish.server.durable import journal
-from planish.server.durable.records import ModelRow, change
+from planish.server.durable.records import ModelRow, update_row
 from planish.server.durable.store import Store, Transaction
 from planish.server.results import Abandoned, Failed
 
-_ENDS_ALONE = 3
+_MAX_SOLE_CRASHES = 3
 """A suspect is abandoned after this many crashes during which no other request was running."""
-_GROUPS = 8
-"""Of n suspects with the same number of crashes, at most n // _GROUPS run at once (at least
+_GROUP_DIVISOR = 8
+"""Of n suspects with the same number of crashes, at most n // _GROUP_DIVISOR run at once (at least
 one).
 """
 _WATCH_SECONDS = 3600.0
 """How long the guard marks running requests after a crash."""
 
-_RUNNING = "running"
+_RUNNING_KEY = "running"
 """A key in the table `meta`. The key exists while a server runs, and stays there after a crash."""
 
 _log = logging.getLogger(__name__)
@@ -65,39 +66,41 @@ _log = logging.getLogger(__name__)
 class _EarlierRecords:
     """The records of the earlier process, read at a start."""
 
-    was_stopped: bool
+    was_clean: bool
     """Whether the earlier process shut down cleanly."""
-    marked: list[str] = field(default_factory=list)
+    marked_keys: list[str] = field(default_factory=list)
     """Keys that were running when the earlier process ended."""
-    suspects: dict[str, int] = field(default_factory=dict)
+    crash_counts: dict[str, int] = field(default_factory=dict)
     """The number of crashes during which each suspect was running, by key."""
-    abandoned: set[str] = field(default_factory=set)
+    abandoned_keys: set[str] = field(default_factory=set)
     """Abandoned keys of replays and loads of adapters. `enter` rejects these keys. The keys of
-    unanswered requests are not in this set, because these requests fail (`failed`).
+    unanswered requests are not in this set, because these requests fail (`failed_ids`).
     """
-    failed: list[str] = field(default_factory=list)
+    failed_ids: list[str] = field(default_factory=list)
     """The ids of unanswered requests that were abandoned and failed at this start."""
 
 
 class CrashGuard:
     """Finds the request that crashes the server, and abandons it."""
 
-    def __init__(self, store: Store, prepare: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """`prepare` is awaited before the first suspect runs. It must load the base models."""
+    def __init__(
+        self, store: Store, load_base_models: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        """`load_base_models` is awaited before the first suspect runs."""
         self._store = store
-        self._prepare = prepare
+        self._load_base_models = load_base_models
         self.is_calm = True
         """Whether the guard neither marks, delays nor rejects any request. Then it need not be told
         of a request. Once the guard is calm, it stays calm until the server crashes.
         """
-        self._preparing: asyncio.Task[None] | None = None
+        self._loading: asyncio.Task[None] | None = None
         self._watched_until = 0.0
-        self._suspects: dict[str, int] = {}
+        self._crash_counts: dict[str, int] = {}
         self._max_running: dict[int, int] = {}
         """The number of suspects that may run at once, for each group (number of crashes)."""
-        self._abandoned: set[str] = set()
-        self._active: Counter[str] = Counter()
-        self._marked: set[str] = set()
+        self._abandoned_keys: set[str] = set()
+        self._running_counts: Counter[str] = Counter()
+        self._marked_keys: set[str] = set()
         self._running_group = 0
         """The group of the running suspects, which all have this number of crashes. It is 0 if the
         running keys are not suspects.
@@ -113,60 +116,61 @@ class CrashGuard:
         before it reads or runs any request.
         """
         try:
-            found = await self._store.write(_count_crashes)
+            earlier = await self._store.write(_count_crashes)
         except StorageError:
             return  # requests cannot be marked on a full disk either
-        self._suspects, self._abandoned = found.suspects, found.abandoned
+        self._crash_counts, self._abandoned_keys = earlier.crash_counts, earlier.abandoned_keys
         self._max_running = {
-            ends: max(1, n // _GROUPS) for ends, n in Counter(found.suspects.values()).items()
+            ends: max(1, n // _GROUP_DIVISOR)
+            for ends, n in Counter(earlier.crash_counts.values()).items()
         }
-        if not found.was_stopped:
+        if not earlier.was_clean:
             self._watched_until = time.monotonic() + _WATCH_SECONDS
-        self._calm_down()
-        if found.was_stopped:
+        self._update_is_calm()
+        if earlier.was_clean:
             return
         _log.warning(
             "the previous server process did not shut down cleanly; %s",
-            f"its running requests were {_listed(found.marked)}"
-            if found.marked
+            f"its running requests were {_join_keys(earlier.marked_keys)}"
+            if earlier.marked_keys
             else "its running requests are unknown; this process records its running requests",
         )
-        for request_id in found.failed:
+        for request_id in earlier.failed_ids:
             _log.error(
                 "request %s was abandoned: in %d crashes of the server, it was the only running "
                 "request",
                 request_id,
-                _ENDS_ALONE,
+                _MAX_SOLE_CRASHES,
             )
 
     async def end(self) -> None:
         """Record a clean shutdown."""
         with suppress(StorageError):
-            await self._store.write(_stopped)
+            await self._store.write(_clear_records)
 
     async def enter(self, key: str) -> None:
         """Wait until the key may run together with the running keys. Mark the key if the guard
         watches, or if the key is a suspect. Raise Abandoned for an abandoned key.
         """
-        self._calm_down()
+        self._update_is_calm()
         if self.is_calm:
             return
-        if key in self._abandoned:
+        if key in self._abandoned_keys:
             raise Abandoned(
-                f"{_ended(key)}, so the server does not run it again: the server lacks memory or "
-                "another resource for it. Continue with a new client from a checkpoint, or ask the "
-                "server's operator for more memory"
+                f"{_crash_message(key)}, so the server does not run it again: the server lacks "
+                "memory or another resource for it. Continue with a new client from a checkpoint, "
+                "or ask the server's operator for more memory"
             )
-        if key in self._suspects:
-            self._preparing = self._preparing or asyncio.create_task(self._prepare())
-            await asyncio.shield(self._preparing)
+        if key in self._crash_counts:
+            self._loading = self._loading or asyncio.create_task(self._load_base_models())
+            await asyncio.shield(self._loading)
         admitted = asyncio.get_running_loop().create_future()
         self._waiting.append((key, admitted))
-        self._admit()
+        self._admit_waiting()
         try:
             await admitted
-            if self._is_watching or key in self._suspects:
-                self._marked.add(key)
+            if self._is_watching or key in self._crash_counts:
+                self._marked_keys.add(key)
                 with suppress(
                     StorageError
                 ):  # a full disk must not prevent the request from running
@@ -174,24 +178,24 @@ class CrashGuard:
         except BaseException:
             if admitted.done() and not admitted.cancelled():
                 self.pause(key)
-            self._admit()
+            self._admit_waiting()
             raise
 
     def leave(self, key: str) -> None:
         """Note that the request of a key was answered. This does nothing if the key is not
         running.
         """
-        if self._left(key):
-            self._suspects.pop(key, None)
-            self._store.keep_later(_forget, key)
-            self._calm_down()
-        self._admit()
+        if self._remove_running(key):
+            self._crash_counts.pop(key, None)
+            self._store.write_in_background(_forget, key)
+            self._update_is_calm()
+        self._admit_waiting()
 
     def pause(self, key: str) -> None:
         """Note that a key is not running at the moment, but will run again."""
-        if self._left(key):
-            self._store.keep_later(_unmark, key)
-        self._admit()
+        if self._remove_running(key):
+            self._store.write_in_background(_unmark, key)
+        self._admit_waiting()
 
     @asynccontextmanager
     async def running(self, key: str) -> AsyncIterator[None]:
@@ -219,40 +223,40 @@ class CrashGuard:
         finally:
             self.pause(key)
 
-    def _calm_down(self) -> None:
+    def _update_is_calm(self) -> None:
         """Update `is_calm`."""
-        self.is_calm = not (self._suspects or self._abandoned or self._is_watching)
+        self.is_calm = not (self._crash_counts or self._abandoned_keys or self._is_watching)
 
-    def _left(self, key: str) -> bool:
+    def _remove_running(self, key: str) -> bool:
         """Remove a key from the running keys. Return whether its mark must be removed."""
-        if key not in self._active:
+        if key not in self._running_counts:
             return False
-        self._active[key] -= 1
-        if self._active[key]:
+        self._running_counts[key] -= 1
+        if self._running_counts[key]:
             return False
-        del self._active[key]
-        is_marked = key in self._marked
-        self._marked.discard(key)
+        del self._running_counts[key]
+        is_marked = key in self._marked_keys
+        self._marked_keys.discard(key)
         return is_marked
 
-    def _admit(self) -> None:
+    def _admit_waiting(self) -> None:
         """Admit keys in the order of their arrival, so that no key waits forever."""
         while self._waiting:
             key, admitted = self._waiting[0]
             if not admitted.done():
                 if not self._may_run(key):
                     return
-                self._running_group = self._suspects.get(key, 0)
-                self._active[key] += 1
+                self._running_group = self._crash_counts.get(key, 0)
+                self._running_counts[key] += 1
                 admitted.set_result(None)
             self._waiting.popleft()
 
     def _may_run(self, key: str) -> bool:
-        group = self._suspects.get(key, 0)
-        if not self._active:
+        group = self._crash_counts.get(key, 0)
+        if not self._running_counts:
             return True
         return group == self._running_group and (
-            not group or self._active.total() < self._max_running[group]
+            not group or self._running_counts.total() < self._max_running[group]
         )
 
 
@@ -260,45 +264,45 @@ class CrashGuard:
 
 
 def _count_crashes(transaction: Transaction) -> _EarlierRecords:
-    left = transaction.execute("DELETE FROM meta WHERE key = ?", (_RUNNING,)).rowcount
-    transaction.execute("INSERT INTO meta VALUES (?, x'')", (_RUNNING,))
-    found = _EarlierRecords(was_stopped=not left)
-    found.marked = [
+    was_running = transaction.execute("DELETE FROM meta WHERE key = ?", (_RUNNING_KEY,)).rowcount
+    transaction.execute("INSERT INTO meta VALUES (?, x'')", (_RUNNING_KEY,))
+    earlier = _EarlierRecords(was_clean=not was_running)
+    earlier.marked_keys = [
         row[0] for row in transaction.execute("SELECT id FROM under_way WHERE is_marked")
     ]
     transaction.execute(
         "UPDATE under_way SET is_marked = 0, ends = ends + 1, ends_alone = ends_alone + (ends > 0 "
         "AND ?) WHERE is_marked",
-        (len(found.marked) == 1,),
+        (len(earlier.marked_keys) == 1,),
     )
     transaction.execute("DELETE FROM under_way WHERE ends = 0")
     for key, ends, ends_alone in transaction.execute(
         "SELECT id, ends, ends_alone FROM under_way"
     ).fetchall():
-        if ends_alone < _ENDS_ALONE:
-            found.suspects[key] = ends
-        elif _fail(transaction, key):
-            found.failed.append(key)
+        if ends_alone < _MAX_SOLE_CRASHES:
+            earlier.crash_counts[key] = ends
+        elif _fail_request(transaction, key):
+            earlier.failed_ids.append(key)
             _forget(transaction, key)
         else:
-            found.abandoned.add(key)
-    return found
+            earlier.abandoned_keys.add(key)
+    return earlier
 
 
-def _fail(transaction: Transaction, request_id: str) -> bool:
+def _fail_request(transaction: Transaction, request_id: str) -> bool:
     """Fail an abandoned request. Return False if the key is not the id of an unanswered request."""
-    row = journal.row(transaction, request_id)
-    if row is None or not row.is_to_do:
+    row = journal.request_row(transaction, request_id)
+    if row is None or not row.is_unanswered:
         return False
     message = (
-        f"{_ended(request_id)}, so the server does not run it again: the request needs more memory "
-        "than the server has, or crashes it. Send less data in one request (fewer or shorter "
-        "sequences), or ask the server's operator for more memory"
+        f"{_crash_message(request_id)}, so the server does not run it again: the request needs "
+        "more memory than the server has, or crashes it. Send less data in one request (fewer or "
+        "shorter sequences), or ask the server's operator for more memory"
     )
     now = time.time()
-    journal.finish(transaction, row.with_state("failed"), Failed(message, "server"), now)
+    journal.write_answer(transaction, row.with_state("failed"), Failed(message, "server"), now)
     if row.kind in ("create_model", "load_weights") and row.seq == 0:
-        change(
+        update_row(
             transaction, ModelRow, row.owner, closed=f"the model could not be created ({message})"
         )
         journal.drop_bodies(transaction, "owner = ?", [row.owner])
@@ -320,16 +324,18 @@ def _forget(transaction: Transaction, key: str) -> None:
     transaction.execute("DELETE FROM under_way WHERE id = ?", (key,))
 
 
-def _stopped(transaction: Transaction) -> None:
-    transaction.execute("DELETE FROM meta WHERE key = ?", (_RUNNING,))
-    transaction.execute("DELETE FROM under_way WHERE ends_alone < ?", (_ENDS_ALONE,))
-    transaction.execute("UPDATE under_way SET is_marked = 0, ends_alone = ?", (_ENDS_ALONE - 1,))
+def _clear_records(transaction: Transaction) -> None:
+    transaction.execute("DELETE FROM meta WHERE key = ?", (_RUNNING_KEY,))
+    transaction.execute("DELETE FROM under_way WHERE ends_alone < ?", (_MAX_SOLE_CRASHES,))
+    transaction.execute(
+        "UPDATE under_way SET is_marked = 0, ends_alone = ?", (_MAX_SOLE_CRASHES - 1,)
+    )
 
 
-def _ended(key: str) -> str:
-    return f"the server crashed {_ENDS_ALONE} times while it ran {key} and nothing else"
+def _crash_message(key: str) -> str:
+    return f"the server crashed {_MAX_SOLE_CRASHES} times while it ran {key} and nothing else"
 
 
-def _listed(keys: list[str]) -> str:
+def _join_keys(keys: list[str]) -> str:
     shown = ", ".join(keys[:20])
     return shown if len(keys) <= 20 else f"{shown} and {len(keys) - 20} more"

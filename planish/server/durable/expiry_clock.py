@@ -126,7 +126,7 @@ class ExpiryClock:
             return
         # An older version has recorded only the times of requests.
         last = "1 ORDER BY seen DESC LIMIT 1"
-        for session in await store.read(select, SessionRow, last, without="spec"):
+        for session in await store.read(select, SessionRow, last, omit="spec"):
             self.resume(session.seen, session.seen)
 
     def record(self, transaction: Transaction) -> None:

@@ -33,7 +33,7 @@ from planish.server.settings import TenantSettings
 
 _MESSAGE_BYTES = "LENGTH(CAST(message AS BLOB))"
 _IS_FAILED = "state IN ('failed', 'refused')"
-_KEPT = 0.75
+_TARGET_FRACTION = 0.75
 """The size of the rows after a deletion, as a fraction of the limit."""
 _RETRY_SECONDS = 5.0
 """If the rows still reach the limit after a deletion, the next deletion waits for this long."""
@@ -64,14 +64,14 @@ class FailedRequests:
     _store: Store
     _settings: TenantSettings
     _bytes: Counter[str] = field(default_factory=Counter)
-    _full: dict[str, float] = field(default_factory=dict)
+    _full_since: dict[str, float] = field(default_factory=dict)
     """The tenants whose rows still reached the limit after the last deletion. The value is the time
     of this deletion, in seconds of the monotonic clock.
     """
 
-    async def begin(self) -> None:
+    async def load_sizes(self) -> None:
         """Read the sizes of the rows of earlier processes from the database."""
-        self._bytes = Counter(await self._store.read(_sizes))
+        self._bytes = Counter(await self._store.read(_failed_bytes_by_tenant))
 
     def add(self, tenant: str, message: str | None) -> None:
         """Add the size of one row: a request was rejected, or failed, with this message."""
@@ -84,13 +84,14 @@ class FailedRequests:
         limit = self._settings.max_rejected_request_bytes
         if self._bytes[tenant] < limit:
             return
-        if time.monotonic() - self._full.get(tenant, -_RETRY_SECONDS) >= _RETRY_SECONDS:
+        if time.monotonic() - self._full_since.get(tenant, -_RETRY_SECONDS) >= _RETRY_SECONDS:
             await self._trim(tenant)
         if self._bytes[tenant] >= limit:
             raise TooManyRequests(
                 f"the rejected and failed requests of this tenant take {self._bytes[tenant]:,} "
                 f"bytes in the server's journal, and may take {limit:,} "
-                "(max_rejected_request_bytes); unload some models, or wait until the server has saved them",
+                "(max_rejected_request_bytes); unload some models, or wait until the server has "
+                "saved them",
                 _RETRY_SECONDS,
             )
 
@@ -102,14 +103,16 @@ class FailedRequests:
 
     async def _trim(self, tenant: str) -> None:
         limit = self._settings.max_rejected_request_bytes
-        rows = await self._store.read(_removable, tenant)
-        self._bytes[tenant] = await self._store.write(_remove, tenant, rows, int(_KEPT * limit))
-        self._full.pop(tenant, None)
+        rows = await self._store.read(_redundant_failed_rows, tenant)
+        self._bytes[tenant] = await self._store.write(
+            _delete_rows, tenant, rows, int(_TARGET_FRACTION * limit)
+        )
+        self._full_since.pop(tenant, None)
         if self._bytes[tenant] >= limit:
-            self._full[tenant] = time.monotonic()
+            self._full_since[tenant] = time.monotonic()
 
 
-def _sizes(source: Source) -> dict[str, int]:
+def _failed_bytes_by_tenant(source: Source) -> dict[str, int]:
     query = (
         f"SELECT tenant, SUM({ROW_BYTES} + {_MESSAGE_BYTES}) FROM requests "
         f"WHERE {_IS_FAILED} GROUP BY tenant"
@@ -117,7 +120,7 @@ def _sizes(source: Source) -> dict[str, int]:
     return dict(source.execute(query).fetchall())
 
 
-def _size(source: Source, tenant: str) -> int:
+def _failed_bytes(source: Source, tenant: str) -> int:
     query = (
         f"SELECT COALESCE(SUM({ROW_BYTES} + {_MESSAGE_BYTES}), 0) FROM requests "
         f"WHERE {_IS_FAILED} AND tenant = ?"
@@ -125,41 +128,48 @@ def _size(source: Source, tenant: str) -> int:
     return source.execute(query, [tenant]).fetchone()[0]
 
 
-_COLUMNS = f"id, kind, seq, state, finished, {ROW_BYTES} + COALESCE({_MESSAGE_BYTES}, 0)"
+_ANSWERED_ROW_COLUMNS = (
+    f"id, kind, seq, state, finished, {ROW_BYTES} + COALESCE({_MESSAGE_BYTES}, 0)"
+)
 
 
-def _removable(source: Source, tenant: str) -> list[tuple[str, AnsweredRow]]:
+def _redundant_failed_rows(source: Source, tenant: str) -> list[tuple[str, AnsweredRow]]:
     """Return (owner, row) for each failed row that no replay needs, oldest first. Rows of one model
-    keep the order of `redundant`, because the server must delete them in this order.
+    keep the order of `redundant_rows`, because the server must delete them in this order.
     """
     unneeded = source.execute(
-        f"SELECT owner, {_COLUMNS} FROM requests "
-        f"WHERE {_IS_FAILED} AND tenant = ? AND {journal.NOT_NEEDED}",
+        f"SELECT owner, {_ANSWERED_ROW_COLUMNS} FROM requests "
+        f"WHERE {_IS_FAILED} AND tenant = ? AND {journal.IS_REDUNDANT}",
         [tenant],
     )
-    found: list[tuple[float, str, AnsweredRow]] = []
+    aged_rows: list[tuple[float, str, AnsweredRow]] = []
     for owner, *columns in unneeded.fetchall():
         row = AnsweredRow(*columns)
-        found.append((row.finished or 0.0, owner, row))
+        aged_rows.append((row.finished or 0.0, owner, row))
     models = source.execute(
         "SELECT id, COALESCE(snapshot_seq, -1), passed FROM models "
         "WHERE tenant = ? AND closed IS NULL",
         [tenant],
     )
     for model, snapshot, passed in models.fetchall():
-        after = source.execute(
-            f"SELECT {_COLUMNS} FROM requests WHERE owner = ? AND seq > ? ORDER BY seq",
+        later_rows = source.execute(
+            f"SELECT {_ANSWERED_ROW_COLUMNS} FROM requests WHERE owner = ? AND seq > ? "
+            "ORDER BY seq",
             [model, snapshot],
         )
-        age = 0.0
-        for row in redundant([AnsweredRow(*each) for each in after], snapshot + 1, passed):
-            age = max(age, row.finished or 0.0)
-            found.append((age, model, row))
-    found.sort(key=lambda one: one[0])
-    return [(owner, row) for _, owner, row in found]
+        finished = 0.0
+        for row in redundant_rows(
+            [AnsweredRow(*each) for each in later_rows], snapshot + 1, passed
+        ):
+            finished = max(finished, row.finished or 0.0)
+            aged_rows.append((finished, model, row))
+    aged_rows.sort(key=lambda one: one[0])
+    return [(owner, row) for _, owner, row in aged_rows]
 
 
-def redundant(rows: Sequence[AnsweredRow], next_seq: int, passed: int) -> Iterator[AnsweredRow]:
+def redundant_rows(
+    rows: Sequence[AnsweredRow], next_seq: int, passed: int
+) -> Iterator[AnsweredRow]:
     """Yield the failed rows of one model that a replay does not need. The server may stop deleting
     rows at any point in this order: a replay still restores the same model.
 
@@ -168,7 +178,7 @@ def redundant(rows: Sequence[AnsweredRow], next_seq: int, passed: int) -> Iterat
     of at least `passed`.
     """
     has_gradient = False
-    failed_part: AnsweredRow | None = None
+    pending_failure: AnsweredRow | None = None
     """The forward_backward that makes the next optim_step fail."""
     for row in rows:
         if row.finished is None or row.seq > max(next_seq, passed):
@@ -176,45 +186,45 @@ def redundant(rows: Sequence[AnsweredRow], next_seq: int, passed: int) -> Iterat
         next_seq = row.seq + 1
         if row.kind == "forward_backward" and not row.has_failed:
             has_gradient = True
-        elif row.kind == "forward_backward" and failed_part is None:
-            failed_part = row
+        elif row.kind == "forward_backward" and pending_failure is None:
+            pending_failure = row
         elif row.kind == "forward_backward":
             yield row
         elif row.kind == "optim_step":
-            if row.has_failed and failed_part is not None:
+            if row.has_failed and pending_failure is not None:
                 # The failed optim_step clears the gradient, so the failed part has no effect.
-                yield failed_part
+                yield pending_failure
             if row.has_failed and not has_gradient:
                 yield row
-            has_gradient, failed_part = False, None
+            has_gradient, pending_failure = False, None
         elif row.kind == "load_weights" and not row.has_failed:
             # The engine decides whether a load keeps a pending gradient. So keep the failed
             # forward_backward before the load, and a failed optim_step after it.
-            has_gradient, failed_part = True, None
+            has_gradient, pending_failure = True, None
         elif row.has_failed and row.kind not in ("create_model", "unload_model"):
             yield row
 
 
-def _remove(
+def _delete_rows(
     transaction: Transaction, tenant: str, rows: list[tuple[str, AnsweredRow]], limit: int
 ) -> int:
     """Delete the first of `rows`, until the tenant's failed rows take at most `limit` bytes. Return
     the size of the tenant's remaining failed rows in bytes.
     """
-    excess = _size(transaction, tenant) - limit
-    chosen: list[str] = []
-    used: defaultdict[str, int] = defaultdict(int)
+    excess = _failed_bytes(transaction, tenant) - limit
+    ids: list[str] = []
+    passed_by_owner: defaultdict[str, int] = defaultdict(int)
     for owner, row in rows:
         if excess <= 0:
             break
         excess -= row.bytes
-        chosen.append(row.id)
-        used[owner] = max(used[owner], row.seq + 1)
-    ids = orjson.dumps(chosen).decode()
-    journal.delete(transaction, "id IN (SELECT value FROM json_each(?))", [ids])
-    for owner, passed in used.items():
+        ids.append(row.id)
+        passed_by_owner[owner] = max(passed_by_owner[owner], row.seq + 1)
+    ids_json = orjson.dumps(ids).decode()
+    journal.delete_requests(transaction, "id IN (SELECT value FROM json_each(?))", [ids_json])
+    for owner, passed in passed_by_owner.items():
         transaction.execute(
             "UPDATE models SET passed = MAX(passed, ?) WHERE id = ? AND closed IS NULL",
             [passed, owner],
         )
-    return _size(transaction, tenant)
+    return _failed_bytes(transaction, tenant)

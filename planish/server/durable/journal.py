@@ -1,5 +1,5 @@
 """The rows of requests in the journal. The functions that take a transaction are called through
-`Store.write` or `Store.keep`, and the others through `Store.read` too.
+`Store.write` or `Store.write_with_retries`, and the others through `Store.read` too.
 """
 
 from __future__ import annotations
@@ -9,15 +9,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from planish.server.durable.records import Record, Source, change, select
+from planish.server.durable.records import Record, Source, select, update_row
 from planish.server.durable.store import StoredBody, Transaction
 from planish.server.results import Category, Done, Failed
 
-_REPLAYED = ("create_model", "load_weights", "forward_backward", "optim_step", "publish_sampler")
+_REPLAYED_KINDS = (
+    "create_model",
+    "load_weights",
+    "forward_backward",
+    "optim_step",
+    "publish_sampler",
+)
 """Kinds of requests that change a model or publish its weights. A replay of the model runs these
 requests again.
 """
-NOT_NEEDED = (
+IS_REDUNDANT = (
     "(kind = 'sample' OR NOT EXISTS (SELECT 1 FROM models WHERE models.id = owner"
     " AND closed IS NULL AND requests.seq > COALESCE(snapshot_seq, -1)))"
 )
@@ -46,14 +52,14 @@ class RequestRow(Record):
     error_class: str | None = None
 
     @property
-    def is_to_do(self) -> bool:
+    def is_unanswered(self) -> bool:
         """Whether the request has no answer."""
         return self.state in ("accepted", "started")
 
     @property
     def is_replayed(self) -> bool:
         """Whether a replay of the model runs this request again."""
-        return self.state == "done" and self.kind in _REPLAYED
+        return self.state == "done" and self.kind in _REPLAYED_KINDS
 
     @property
     def failure(self) -> Failed:
@@ -65,20 +71,20 @@ class RequestRow(Record):
         return replace(self, state=state)
 
 
-def finish(
+def write_answer(
     transaction: Transaction,
-    done: RequestRow,
+    answered_row: RequestRow,
     answer: Done | Failed,
     now: float,
-    also: Callable[[Transaction], None] | None = None,
+    extra_write: Callable[[Transaction], None] | None = None,
 ) -> None:
-    """Write an answer and the state of `done`, and call `also` in the same transaction. The
-    request's body is removed, unless a replay may need it.
+    """Write an answer and the state of `answered_row`, and call `extra_write` in the same
+    transaction. The request's body is removed, unless a replay may need it.
     """
     columns: dict[str, Any]
     match answer:
         case Done(content=content):
-            stored = transaction.store(content)
+            stored = transaction.store_body(content)
             columns = {
                 "result": stored.inline,
                 "result_file": stored.file,
@@ -86,14 +92,16 @@ def finish(
             }
         case Failed(message, category, error_class):
             columns = {"message": message, "category": category, "error_class": error_class}
-    change(transaction, RequestRow, done.id, state=done.state, finished=now, **columns)
-    if not done.is_replayed:
-        drop_bodies(transaction, "id = ?", (done.id,))
-    if also is not None:
-        also(transaction)
+    update_row(
+        transaction, RequestRow, answered_row.id, state=answered_row.state, finished=now, **columns
+    )
+    if not answered_row.is_replayed:
+        drop_bodies(transaction, "id = ?", (answered_row.id,))
+    if extra_write is not None:
+        extra_write(transaction)
 
 
-def row(source: Source, request_id: str) -> RequestRow | None:
+def request_row(source: Source, request_id: str) -> RequestRow | None:
     """Return the row of a request; None if there is no such request."""
     found = select(source, RequestRow, "id = ?", [request_id])
     return found[0] if found else None
@@ -108,7 +116,7 @@ def is_owner(connection: sqlite3.Connection, tenant: str, owner: str) -> bool:
     return bool(connection.execute(query, (owner, tenant)).fetchone()[0])
 
 
-def body(connection: sqlite3.Connection, request_id: str) -> StoredBody:
+def stored_body(connection: sqlite3.Connection, request_id: str) -> StoredBody:
     """Return where the body of a request is stored."""
     return StoredBody(
         *connection.execute(
@@ -117,7 +125,7 @@ def body(connection: sqlite3.Connection, request_id: str) -> StoredBody:
     )
 
 
-def result(connection: sqlite3.Connection, request_id: str) -> StoredBody | None:
+def stored_result(connection: sqlite3.Connection, request_id: str) -> StoredBody | None:
     """Return where the result of a request is stored; None if the result was removed."""
     found = connection.execute(
         "SELECT result, result_file FROM requests WHERE id = ?", (request_id,)
@@ -125,12 +133,12 @@ def result(connection: sqlite3.Connection, request_id: str) -> StoredBody | None
     return None if found is None or found[0] is found[1] is None else StoredBody(*found)
 
 
-def of_model(source: Source, model_id: str, after: int) -> list[RequestRow]:
+def requests_of_model(source: Source, model_id: str, after: int) -> list[RequestRow]:
     """Return a model's requests with numbers above `after`, in order."""
     return select(source, RequestRow, "owner = ? AND seq > ? ORDER BY seq", [model_id, after])
 
 
-def to_do(source: Source) -> list[RequestRow]:
+def unanswered_requests(source: Source) -> list[RequestRow]:
     """Return the unanswered requests in the order of their arrival."""
     return select(source, RequestRow, "finished IS NULL ORDER BY accepted, seq")
 
@@ -142,7 +150,7 @@ def drop_bodies(transaction: Transaction, where: str, values: Sequence[Any]) -> 
     transaction.execute(f"UPDATE requests SET body = NULL, body_file = NULL WHERE {where}", values)
 
 
-def delete(transaction: Transaction, where: str, values: Sequence[Any]) -> int:
+def delete_requests(transaction: Transaction, where: str, values: Sequence[Any]) -> int:
     """Delete the selected rows with their bodies and results. Return the number of deleted rows."""
     _drop_files(transaction, "body_file, result_file", where, values)
     return transaction.execute(f"DELETE FROM requests WHERE {where}", values).rowcount
@@ -161,4 +169,4 @@ def _drop_files(transaction: Transaction, columns: str, where: str, values: Sequ
     """Drop the files that `columns` of the selected requests name."""
     for found in transaction.execute(f"SELECT {columns} FROM requests WHERE {where}", values):
         for file in found:
-            transaction.drop(file)
+            transaction.drop_file(file)

@@ -31,7 +31,7 @@ class LinkSigner:
 
     def __init__(self, data_dir: Path) -> None:
         """Read the key in `data_dir`, or create it. Raise DamagedFileError if it is damaged."""
-        self._key = _signing_key(data_dir / KEY_FILE)
+        self._key = _load_or_create_key(data_dir / KEY_FILE)
 
     def token(self, path: str, tenant: str, seconds: float) -> str:
         """Return a token for the checkpoint at `path` that is valid for `seconds`."""
@@ -48,8 +48,8 @@ class LinkSigner:
                 "this link was not signed by this server, or the server's key was replaced; ask "
                 "for a new link"
             )
-        path, tenant, until = orjson.loads(bytes.fromhex(content))
-        if until <= time.time():
+        path, tenant, expires = orjson.loads(bytes.fromhex(content))
+        if expires <= time.time():
             raise NotFound("this link has expired; ask for a new one")
         return path, tenant
 
@@ -57,9 +57,9 @@ class LinkSigner:
         return hmac.new(self._key, _encode(content), hashlib.sha256).hexdigest()
 
 
-def _signing_key(file: Path) -> bytes:
+def _load_or_create_key(file: Path) -> bytes:
     try:
-        key = _read(file) or _create(file)
+        key = _read_key(file) or _create_key(file)
     except OSError as error:
         # A full disk must not keep the server from starting.
         _log.warning(
@@ -75,7 +75,7 @@ def _signing_key(file: Path) -> bytes:
     return key
 
 
-def _read(file: Path) -> bytes | None:
+def _read_key(file: Path) -> bytes | None:
     try:
         key = file.read_bytes()
     except FileNotFoundError:
@@ -86,14 +86,14 @@ def _read(file: Path) -> bytes | None:
     return key
 
 
-def _create(file: Path) -> bytes:
+def _create_key(file: Path) -> bytes:
     key = secrets.token_bytes(_KEY_BYTES)
     temporary = file.with_name(f".{file.name}.tmp")
     temporary.unlink(missing_ok=True)
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
-        opened.write(key)
-        opened.flush()
-        os.fsync(opened.fileno())
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as output:
+        output.write(key)
+        output.flush()
+        os.fsync(output.fileno())
     os.replace(temporary, file)
     sync(file.parent)
     return key

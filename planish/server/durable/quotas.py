@@ -83,14 +83,14 @@ def check_sessions(source: Source, tenant: str, settings: TenantSettings) -> Non
     )
 
 
-def _check_count(found: int, names: tuple[str, str], limit: int, remedy: str) -> None:
-    what, setting = names
-    if found >= limit:
+def _check_count(num_open: int, names: tuple[str, str], limit: int, remedy: str) -> None:
+    plural, setting = names
+    if num_open >= limit:
         raise BadRequest(
-            f"this tenant has {found:,} open {what}, which is the limit ({setting}); {remedy}"
+            f"this tenant has {num_open:,} open {plural}, which is the limit ({setting}); {remedy}"
         )
 
 
-def text_bytes(*texts: str) -> int:
+def row_bytes(*texts: str) -> int:
     """Return the estimated size of a row with these texts, in bytes."""
     return ROW_BYTES + sum(len(text.encode()) for text in texts)

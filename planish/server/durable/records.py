@@ -31,7 +31,7 @@ class Record:
         return ", ".join(field.name for field in fields(cls))
 
     @classmethod
-    def of(cls, row: sqlite3.Row) -> Self:
+    def from_row(cls, row: sqlite3.Row) -> Self:
         """Return the record for one row of a query result."""
         return cls(**{key: row[key] for key in row.keys()})  # noqa: SIM118  (a Row iterates over values)
 
@@ -162,7 +162,7 @@ class CheckpointRow(Record):
     public: int = 0
 
     @classmethod
-    def made_of(cls, checkpoint: Checkpoint, tenant: str) -> Self:
+    def from_checkpoint(cls, checkpoint: Checkpoint, tenant: str) -> Self:
         """Return the row of a tenant's checkpoint."""
         run = CheckpointPath.parse(checkpoint.tinker_path).run_id
         expires = checkpoint.expires_at.timestamp() if checkpoint.expires_at else None
@@ -179,95 +179,106 @@ class CheckpointRow(Record):
         return Checkpoint(
             checkpoint_id=path.checkpoint_id,
             checkpoint_type=path.checkpoint_type,
-            time=moment(self.made),
+            time=utc_time(self.made),
             tinker_path=self.path,
             size_bytes=self.bytes,
             public=bool(self.public),
             user_metadata=json.loads(self.user_metadata) or None,
-            expires_at=None if self.expires is None else moment(self.expires),
+            expires_at=None if self.expires is None else utc_time(self.expires),
         )
 
 
 RecordT = TypeVar("RecordT", bound=Record)
 
 
-def moment(seconds: float) -> datetime:
+def utc_time(seconds: float) -> datetime:
     """Return the UTC time for `seconds` since 1970."""
     return datetime.fromtimestamp(seconds, UTC)
 
 
-def text_of(value: LoraConfig | SessionSpec | Mapping[str, str]) -> str:
+def to_json_text(value: LoraConfig | SessionSpec | Mapping[str, str]) -> str:
     """Return the JSON that a column stores for `value`."""
     fields = dict(value) if isinstance(value, Mapping) else asdict(value)
     return json.dumps(fields, ensure_ascii=False)
 
 
-def put(transaction: Transaction, record: Record) -> None:
+def upsert(transaction: Transaction, record: Record) -> None:
     """Insert a row, or replace the row with the same key."""
-    places = ", ".join("?" * len(fields(record)))
+    placeholders = ", ".join("?" * len(fields(record)))
     transaction.execute(
-        f"INSERT OR REPLACE INTO {record.table} ({record.columns()}) VALUES ({places})",
+        f"INSERT OR REPLACE INTO {record.table} ({record.columns()}) VALUES ({placeholders})",
         record.values(),
     )
 
 
-def put_checkpoint(transaction: Transaction, row: CheckpointRow) -> None:
+def upsert_checkpoint(transaction: Transaction, row: CheckpointRow) -> None:
     """Insert or replace the row of a checkpoint. A path that was public before stays public."""
-    before = select(transaction, CheckpointRow, "path = ?", [row.path])
-    put(transaction, replace(row, public=before[0].public) if before else row)
+    existing = select(transaction, CheckpointRow, "path = ?", [row.path])
+    upsert(transaction, replace(row, public=existing[0].public) if existing else row)
 
 
-def change(transaction: Transaction, kind: type[Record], key: str, **columns: Any) -> None:
+def update_row(
+    transaction: Transaction, record_type: type[Record], key: str, **columns: Any
+) -> None:
     """Set columns of one row."""
     names = ", ".join(f"{name} = ?" for name in columns)
     transaction.execute(
-        f"UPDATE {kind.table} SET {names} WHERE {_key(kind)} = ?", [*columns.values(), key]
+        f"UPDATE {record_type.table} SET {names} WHERE {_key_column(record_type)} = ?",
+        [*columns.values(), key],
     )
 
 
-def change_each(
-    transaction: Transaction, kind: type[Record], column: str, values: Iterable[tuple[float, str]]
+def update_rows(
+    transaction: Transaction,
+    record_type: type[Record],
+    column: str,
+    values: Iterable[tuple[float, str]],
 ) -> None:
     """Set one column of many rows. `values` are pairs (value, key)."""
     for pair in values:
-        transaction.execute(f"UPDATE {kind.table} SET {column} = ? WHERE {_key(kind)} = ?", pair)
+        transaction.execute(
+            f"UPDATE {record_type.table} SET {column} = ? WHERE {_key_column(record_type)} = ?",
+            pair,
+        )
 
 
-def remove(transaction: Transaction, kind: type[Record], key: str) -> None:
+def delete_row(transaction: Transaction, record_type: type[Record], key: str) -> None:
     """Delete one row."""
-    transaction.execute(f"DELETE FROM {kind.table} WHERE {_key(kind)} = ?", (key,))
+    transaction.execute(
+        f"DELETE FROM {record_type.table} WHERE {_key_column(record_type)} = ?", (key,)
+    )
 
 
 def select(
     source: Source,
-    kind: type[RecordT],
+    record_type: type[RecordT],
     where: str,
     values: Sequence[Any] = (),
-    without: str | None = None,
+    omit: str | None = None,
 ) -> list[RecordT]:
     """Return the selected records. `where` may end with an order and a limit. The column named
-    `without` is not read, and the records have an empty string there.
+    `omit` is not read, and the records have an empty string there.
     """
-    columns = kind.columns()
-    if without is not None:
-        columns = columns.replace(without, f"'' AS {without}")
-    found = source.execute(f"SELECT {columns} FROM {kind.table} WHERE {where}", values)
-    return [kind.of(row) for row in found]
+    columns = record_type.columns()
+    if omit is not None:
+        columns = columns.replace(omit, f"'' AS {omit}")
+    rows = source.execute(f"SELECT {columns} FROM {record_type.table} WHERE {where}", values)
+    return [record_type.from_row(row) for row in rows]
 
 
 PAGE_BYTES = 8 << 20
 """The maximum size of the texts on one page of a list, in bytes. A page of 1,000 items could
 otherwise be much larger, because each item has metadata.
 """
-_ITEM_BYTES = 512
+_ITEM_OVERHEAD_BYTES = 512
 
 
-def page_bytes(*texts: str) -> int:
+def item_bytes(*texts: str) -> int:
     """Return the number of bytes that an item with these texts adds to a page."""
-    return _ITEM_BYTES + sum(map(len, texts))
+    return _ITEM_OVERHEAD_BYTES + sum(map(len, texts))
 
 
-def select_page(
+def select_checkpoint_page(
     source: Source, where: str, values: Sequence[Any]
 ) -> tuple[list[CheckpointRow], bool]:
     """Return the selected checkpoints, and whether the list was cut off because its texts exceed
@@ -276,38 +287,44 @@ def select_page(
     columns = CheckpointRow.columns()
     # The cursor reads row by row, so rows after the cut are never in memory.
     cursor = source.execute(f"SELECT {columns} FROM checkpoints WHERE {where}", values)
-    found, size = list[CheckpointRow](), 0
+    records, size = list[CheckpointRow](), 0
     for row in cursor:
-        record = CheckpointRow.of(row)
-        size += page_bytes(record.path, record.user_metadata)
-        if found and size > PAGE_BYTES:
+        record = CheckpointRow.from_row(row)
+        size += item_bytes(record.path, record.user_metadata)
+        if records and size > PAGE_BYTES:
             cursor.close()
-            return found, True
-        found.append(record)
-    return found, False
+            return records, True
+        records.append(record)
+    return records, False
 
 
-def ids(source: Source, kind: type[Record], where: str, values: Sequence[Any] = ()) -> list[str]:
+def select_keys(
+    source: Source, record_type: type[Record], where: str, values: Sequence[Any] = ()
+) -> list[str]:
     """Return the keys of the selected records. `where` may end with an order and a limit."""
-    found = source.execute(f"SELECT {_key(kind)} FROM {kind.table} WHERE {where}", values)
-    return [row[0] for row in found]
+    rows = source.execute(
+        f"SELECT {_key_column(record_type)} FROM {record_type.table} WHERE {where}", values
+    )
+    return [row[0] for row in rows]
 
 
-def page_of_ids(
-    source: Source, kind: type[Record], tenant: str, limit: int, offset: int
+def select_key_page(
+    source: Source, record_type: type[Record], tenant: str, limit: int, offset: int
 ) -> tuple[list[str], int]:
     """Return the keys on a page of a tenant's records, newest first, and the number of all its
     records.
     """
     newest_first = "tenant = ? ORDER BY created DESC LIMIT ? OFFSET ?"
-    found = ids(source, kind, newest_first, [tenant, limit, offset])
-    return found, count(source, kind, "tenant = ?", [tenant])
+    keys = select_keys(source, record_type, newest_first, [tenant, limit, offset])
+    return keys, count(source, record_type, "tenant = ?", [tenant])
 
 
-def count(source: Source, kind: type[Record], where: str, values: Sequence[Any] = ()) -> int:
+def count(source: Source, record_type: type[Record], where: str, values: Sequence[Any] = ()) -> int:
     """Return the number of selected records."""
-    return source.execute(f"SELECT COUNT(*) FROM {kind.table} WHERE {where}", values).fetchone()[0]
+    return source.execute(
+        f"SELECT COUNT(*) FROM {record_type.table} WHERE {where}", values
+    ).fetchone()[0]
 
 
-def _key(kind: type[Record]) -> str:
-    return fields(kind)[0].name
+def _key_column(record_type: type[Record]) -> str:
+    return fields(record_type)[0].name

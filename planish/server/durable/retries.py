@@ -27,11 +27,11 @@ _PAUSES = (0.2, 0.5, 1.0, 2.0)
 """The pauses between the attempts, in seconds."""
 _LONG_PAUSES = (5.0, 10.0, 20.0, 40.0, 60.0)
 """The pauses while a fault lasts, in seconds. The last one repeats."""
-_LASTING = {
+_LASTING_ERRNOS = {
     *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENODEV, errno.ENXIO),
     *(errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE),
 }
-_LASTING_SQLITE = {
+_LASTING_SQLITE_CODES = {
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_CANTOPEN,
@@ -59,7 +59,7 @@ class DiskFaults:
     """The models and samplers whose work waits until the disk works again."""
 
     def __init__(self) -> None:
-        self._waiting: Counter[str] = Counter()
+        self._waiting_owners: Counter[str] = Counter()
         self._stopping = asyncio.Event()
         self.are_widespread = False
         """Whether several models or samplers wait. If only one waits, a single file may be
@@ -84,7 +84,7 @@ class DiskFaults:
                     if not is_lasting_fault(error):
                         raise
                     if not attempts:
-                        self._count(owner, 1)
+                        self._count_waiting(owner, 1)
                     pause = _LONG_PAUSES[min(attempts, len(_LONG_PAUSES) - 1)]
                     attempts += 1
                     _log.error(
@@ -99,22 +99,22 @@ class DiskFaults:
                     raise EngineClosedError("the server is stopping")
         finally:
             if attempts:
-                self._count(owner, -1)
+                self._count_waiting(owner, -1)
 
-    def _count(self, owner: str, change: int) -> None:
-        self._waiting[owner] += change
-        self._waiting += Counter()  # drops the zeros
-        self.are_widespread = len(self._waiting) > 1
+    def _count_waiting(self, owner: str, change: int) -> None:
+        self._waiting_owners[owner] += change
+        self._waiting_owners += Counter()  # drops the zeros
+        self.are_widespread = len(self._waiting_owners) > 1
 
 
 def is_lasting_fault(error: BaseException) -> bool:
     """Return whether a broken or full disk, or a lack of open files, caused an error."""
-    for cause in _causes(error):
-        if isinstance(cause, OSError) and cause.errno in _LASTING:
+    for cause in _cause_chain(error):
+        if isinstance(cause, OSError) and cause.errno in _LASTING_ERRNOS:
             return True
         if isinstance(cause, sqlite3.OperationalError):
             # The low byte of an extended code is the primary code.
-            return getattr(cause, "sqlite_errorcode", 0) & 0xFF in _LASTING_SQLITE
+            return getattr(cause, "sqlite_errorcode", 0) & 0xFF in _LASTING_SQLITE_CODES
     return False
 
 
@@ -122,7 +122,7 @@ def is_disk_fault(error: BaseException) -> bool:
     """Return whether a failed file call caused an error. A missing file is not a fault of the disk,
     because another attempt would not find the file either.
     """
-    for cause in _causes(error):
+    for cause in _cause_chain(error):
         if isinstance(cause, FileNotFoundError):
             return False
         if isinstance(cause, OSError):
@@ -130,7 +130,7 @@ def is_disk_fault(error: BaseException) -> bool:
     return False
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def _cause_chain(error: BaseException) -> Iterator[BaseException]:
     cause: BaseException | None = error
     while cause is not None:
         yield cause

@@ -8,11 +8,11 @@ A body of 256 KiB or more is stored in its own file, because SQLite would write 
 twice: to its log and then to the database. The file is synced before the transaction that names
 the file. The next start removes files that no row names.
 
-If the disk or the memory is full, `write` raises StorageError, and `keep` retries until it
-succeeds. If a read or a write meets a damaged part of the database, `read` and `write` raise
-StorageError and `keep` retries. The store never repairs or replaces a damaged part. If the database
-is missing but other files of a server exist, the store refuses to start. A new, empty database
-would name none of these files, so the start would delete them.
+If the disk or the memory is full, `write` raises StorageError, and `write_with_retries` retries
+until it succeeds. If a read or a write meets a damaged part of the database, `read` and `write`
+raise StorageError and `write_with_retries` retries. The store never repairs or replaces a damaged
+part. If the database is missing but other files of a server exist, the store refuses to start. A
+new, empty database would name none of these files, so the start would delete them.
 
 The module also defines the tables of the database, and the crash points that tests use. Times are
 seconds since 1970. Rows of ended sessions and closed samplers expire (maintenance.py). Rows of
@@ -56,7 +56,7 @@ from filelock import FileLock, Timeout
 
 from planish.errors import DamagedFileError, StorageError, UserError
 from planish.files import make_directory, sync, write_remedy
-from planish.server.metrics import Disk
+from planish.server.metrics import DiskUsage
 from planish.server.results import OUT_OF_MEMORY
 
 P = ParamSpec("P")
@@ -69,12 +69,12 @@ _log = logging.getLogger(__name__)
 
 DATABASE, BODIES = "server.db", "bodies"
 _DIRECTORY_MODE, _FILE_MODE = 0o700, 0o600
-_SPARE, _SPARE_BYTES = ".server.spare", 1 << 20
-_INLINE_BYTES = 1 << 18
-_LOG_PIECE_BYTES = 1 << 20
-_GROUP = 512
+_SPARE_FILE, _SPARE_BYTES = ".server.spare", 1 << 20
+_MIN_FILE_BYTES = 1 << 18
+_WAL_PIECE_BYTES = 1 << 20
+_MAX_GROUPED_CHANGES = 512
 _RETRY_SECONDS = 0.5
-_READERS = 2
+_NUM_READERS = 2
 
 
 @dataclass(frozen=True)
@@ -92,33 +92,33 @@ class Transaction:
         """`bodies` is the directory for the files of large bodies."""
         self._connection = connection
         self._bodies = bodies
-        self.written: list[str] = []
+        self.written_files: list[str] = []
         """Names of the files that were written in this transaction."""
-        self.dropped: list[str] = []
+        self.dropped_files: list[str] = []
         """Names of the files to be deleted after the commit."""
 
     def execute(self, sql: str, values: Any = ()) -> sqlite3.Cursor:
         """Run one SQL statement."""
         return self._connection.execute(sql, values)
 
-    def store(self, body: bytes) -> StoredBody:
+    def store_body(self, body: bytes) -> StoredBody:
         """Store a body, and return its place. A large body is written to a file and synced."""
-        if len(body) < _INLINE_BYTES:
+        if len(body) < _MIN_FILE_BYTES:
             return StoredBody(body)
         name = secrets.token_hex(16)
-        self.written.append(name)
+        self.written_files.append(name)
         with open(self._bodies / name, "xb") as file:
             file.write(body)
             file.flush()
             os.fsync(file.fileno())
         return StoredBody(None, name)
 
-    def drop(self, file: str | None) -> None:
+    def drop_file(self, file: str | None) -> None:
         """Delete a body's file after the transaction is committed. Do nothing if `file` is None."""
         if file is not None:
-            self.dropped.append(file)
+            self.dropped_files.append(file)
 
-    def reclaim(self, pages: int) -> None:
+    def free_pages(self, pages: int) -> None:
         """Return up to `pages` free pages of the database to the file system."""
         free = self._connection.execute("PRAGMA freelist_count").fetchone()[0]
         for _ in range(min(pages, free)):
@@ -133,10 +133,10 @@ class Transaction:
 
 @dataclass
 class _Change(Generic[R]):
-    make: Callable[[Transaction], R]
+    apply: Callable[[Transaction], R]
     future: Future[R]
-    patient: bool
-    outcome: R | None = None
+    retries: bool
+    result: R | None = None
     error: Exception | None = None
 
 
@@ -168,23 +168,23 @@ class Store:
         self._connections: list[sqlite3.Connection] = []
         """All open connections: one that writes, and one for each reading thread."""
         self._local = threading.local()
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="planish-store-read")
+        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="planish-store-read")
         try:
             self._check_complete()
             self._make_private()
-            self._connection = self._opened_on_full_disk()
+            self._connection = self._open_database_with_spare()
             self._connect_readers()
             self._remove_orphans()
-            self._keep_spare()
+            self._create_spare()
             sync(directory)
         except (OSError, sqlite3.DatabaseError) as error:
             self._release()
-            raise self._described(error) from error
+            raise self._error_for_operator(error) from error
         except BaseException:
             self._release()
             raise
         self._queue: SimpleQueue[_Change[Any] | None] = SimpleQueue()
-        self.is_refused = False
+        self.is_failing = False
         """Whether the last transaction failed because of the disk. While this is True, every
         transaction writes at least the database version, to test whether writes work again.
         """
@@ -197,25 +197,25 @@ class Store:
         """Call `change` with a transaction and the arguments. Return its result when the change is
         on disk. Raise StorageError if the disk refused the write; then nothing has changed.
         """
-        return await asyncio.wrap_future(self._put(change, False, args, kwargs))
+        return await asyncio.wrap_future(self._enqueue(change, False, args, kwargs))
 
-    def keep(
+    def write_with_retries(
         self, change: Callable[Concatenate[Transaction, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[R]:
         """Do the same as `write`, but retry until the disk accepts the change. Changes of several
         calls are made in the order of the calls.
         """
-        return asyncio.wrap_future(self._put(change, True, args, kwargs))
+        return asyncio.wrap_future(self._enqueue(change, True, args, kwargs))
 
-    def keep_later(
+    def write_in_background(
         self, change: Callable[Concatenate[Transaction, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """Do the same as `keep`, but return at once, even if the disk is full. A crash can lose the
-        change, so use this only for changes that the next start can make again.
+        """Do the same as `write_with_retries`, but return at once, even if the disk is full. A
+        crash can lose the change, so use this only for changes that the next start can make again.
         """
-        written = self.keep(change, *args, **kwargs)
+        future = self.write_with_retries(change, *args, **kwargs)
         # asyncio would log an exception that is never read. So read it here.
-        written.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
     async def read(
         self,
@@ -227,19 +227,19 @@ class Store:
         StorageError if the disk refuses the read or the database is damaged.
         """
 
-        def look() -> R:
+        def run_query() -> R:
             try:
                 return query(self._reader(), *args, **kwargs)
             except FileNotFoundError:
                 raise
             except (OSError, MemoryError, sqlite3.DatabaseError) as error:
-                if not _is_refusal(error):
+                if not _is_disk_or_memory_error(error):
                     raise
-                refusal = self._described(error)
+                refusal = self._error_for_operator(error)
                 _log.error("a read failed: %s", refusal)
-                raise _client_error(refusal) from error
+                raise _error_for_client(refusal) from error
 
-        return await asyncio.get_running_loop().run_in_executor(self._readers, look)
+        return await asyncio.get_running_loop().run_in_executor(self._readers, run_query)
 
     def body(self, stored: StoredBody) -> bytes:
         """Return the content of a stored body. This reads the disk, so call it in `read` or in a
@@ -250,7 +250,7 @@ class Store:
             return stored.inline
         return (self.directory / BODIES / stored.file).read_bytes()
 
-    def disk(self) -> Disk:
+    def disk_usage(self) -> DiskUsage:
         """Return the disk space of the directory. This reads the disk, so call it in a thread."""
         database = sum(path.stat().st_size for path in self.directory.glob(DATABASE + "*"))
         sizes: list[int] = []
@@ -258,7 +258,7 @@ class Store:
             for entry in os.scandir(self.directory / BODIES):
                 with suppress(FileNotFoundError):  # the file was removed meanwhile
                     sizes.append(entry.stat().st_size)
-        return Disk(database, sum(sizes), len(sizes), self.free_bytes())
+        return DiskUsage(database, sum(sizes), len(sizes), self.free_bytes())
 
     def free_bytes(self) -> int:
         """Return the free space of the disk in bytes; 0 if the directory was moved away."""
@@ -332,7 +332,7 @@ class Store:
                     private,
                 )
 
-    def _described(self, error: Exception) -> Exception:
+    def _error_for_operator(self, error: Exception) -> Exception:
         """Return the error to show to the operator for an error of SQLite or the disk."""
         if type(error) is sqlite3.DatabaseError:
             # SQLite reports a read that failed with EIO as damage, too.
@@ -348,16 +348,16 @@ class Store:
             remedy = write_remedy(error, remedy)
         return StorageError(f"the server cannot use {self.directory} ({error}); {remedy}")
 
-    def _opened_on_full_disk(self) -> sqlite3.Connection:
+    def _open_database_with_spare(self) -> sqlite3.Connection:
         """Open the database. If the disk has no space for that, delete the spare file and try
         again.
         """
         try:
-            self._rewrite_log()
-            return self._opened()
+            self._rewrite_wal()
+            return self._open_database()
         except (OSError, sqlite3.OperationalError) as error:
-            spare = self.directory / _SPARE
-            if not _is_refusal(error) or not spare.exists():
+            spare = self.directory / _SPARE_FILE
+            if not _is_disk_or_memory_error(error) or not spare.exists():
                 raise
             while self._connections:
                 self._connections.pop().close()
@@ -367,10 +367,10 @@ class Store:
                 self.directory,
                 error,
             )
-            self._rewrite_log()
-            return self._opened()
+            self._rewrite_wal()
+            return self._open_database()
 
-    def _rewrite_log(self) -> None:
+    def _rewrite_wal(self) -> None:
         """Write SQLite's log once more in place, and sync it.
 
         An earlier process may have ended after a sync of the log failed. Then a part of the log is
@@ -383,17 +383,17 @@ class Store:
             suppress(FileNotFoundError),
             open(self.directory / (DATABASE + "-wal"), "r+b", buffering=0) as log,
         ):
-            at = 0
-            while piece := os.pread(log.fileno(), _LOG_PIECE_BYTES, at):
-                at += os.pwrite(log.fileno(), piece, at)
+            position = 0
+            while piece := os.pread(log.fileno(), _WAL_PIECE_BYTES, position):
+                position += os.pwrite(log.fileno(), piece, position)
             os.fsync(log.fileno())
 
-    def _keep_spare(self) -> None:
+    def _create_spare(self) -> None:
         """Create a spare file, which reserves 1 MiB of disk space for the next start. SQLite needs
         free space to open a database, even to read it. Without the spare file, a server could not
         start on a completely full disk.
         """
-        spare = self.directory / _SPARE
+        spare = self.directory / _SPARE_FILE
         if spare.exists() or self.free_bytes() < 4 * _SPARE_BYTES:
             return
         try:
@@ -404,8 +404,8 @@ class Store:
         except OSError:
             spare.unlink(missing_ok=True)
 
-    def _opened(self) -> sqlite3.Connection:
-        connection = self._connected()
+    def _open_database(self) -> sqlite3.Connection:
+        connection = self._connect()
         connection.executescript(
             "PRAGMA page_size = 16384; PRAGMA auto_vacuum = INCREMENTAL; PRAGMA journal_mode = WAL;"
         )
@@ -424,7 +424,7 @@ class Store:
             connection.executescript(f"BEGIN; {script}; PRAGMA user_version = {VERSION}; COMMIT;")
         return connection
 
-    def _connected(self) -> sqlite3.Connection:
+    def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
             self.directory / DATABASE, isolation_level=None, check_same_thread=False, timeout=30
         )
@@ -439,18 +439,18 @@ class Store:
         directory is moved away later.
         """
         # At the barrier, each call waits for the other calls, so no thread can run two calls.
-        all_waiting = threading.Barrier(_READERS)
+        all_waiting = threading.Barrier(_NUM_READERS)
 
         def connect() -> None:
             all_waiting.wait(timeout=60)
             self._reader()
 
-        for connected in [self._readers.submit(connect) for _ in range(_READERS)]:
+        for connected in [self._readers.submit(connect) for _ in range(_NUM_READERS)]:
             connected.result()
 
     def _reader(self) -> sqlite3.Connection:
         if not hasattr(self._local, "connection"):
-            self._local.connection = self._connected()
+            self._local.connection = self._connect()
             self._local.connection.execute("PRAGMA query_only = 1")
         return self._local.connection
 
@@ -464,11 +464,11 @@ class Store:
             if path.name not in known:
                 path.unlink()
 
-    def _put(
-        self, change: Callable[..., R], patient: bool, args: Any, kwargs: Mapping[str, Any]
+    def _enqueue(
+        self, change: Callable[..., R], retries: bool, args: Any, kwargs: Mapping[str, Any]
     ) -> Future[R]:
         future: Future[R] = Future()
-        self._queue.put(_Change(lambda opened: change(opened, *args, **kwargs), future, patient))
+        self._queue.put(_Change(lambda opened: change(opened, *args, **kwargs), future, retries))
         return future
 
     # The writing thread.
@@ -479,33 +479,33 @@ class Store:
         while not closing or waiting:
             closing = self._receive(waiting) or closing
             error = self._commit(waiting)
-            self._log_change(error)
-            self.is_refused = error is not None
+            self._log_failure_or_recovery(error)
+            self.is_failing = error is not None
             if error is None:
                 done, waiting = waiting, []
-                _answer(done)
+                _resolve_futures(done)
             else:
-                refused = [change for change in waiting if closing or not change.patient]
-                waiting = [] if closing else [change for change in waiting if change.patient]
+                refused = [change for change in waiting if closing or not change.retries]
+                waiting = [] if closing else [change for change in waiting if change.retries]
                 for change in refused:
-                    change.error = _client_error(error)
-                _answer(refused)
+                    change.error = _error_for_client(error)
+                _resolve_futures(refused)
 
-    def _log_change(self, error: Exception | None) -> None:
+    def _log_failure_or_recovery(self, error: Exception | None) -> None:
         """Log once that writes fail, and log once that writes work again."""
-        if error is not None and not self.is_refused:
+        if error is not None and not self.is_failing:
             _log.error("no new work is accepted until this is fixed: %s", error)
-        elif error is None and self.is_refused:
+        elif error is None and self.is_failing:
             _log.warning("%s can be written to again", self.directory)
 
     def _receive(self, waiting: list[_Change[Any]]) -> bool:
         """Add the queued changes to `waiting`. Return whether the store is being closed."""
         try:
             # After a failed write, wake up soon to test whether the disk works again.
-            item = self._queue.get(timeout=_RETRY_SECONDS if waiting or self.is_refused else None)
+            item = self._queue.get(timeout=_RETRY_SECONDS if waiting or self.is_failing else None)
             while item is not None:
                 waiting.append(item)
-                if len(waiting) >= _GROUP:
+                if len(waiting) >= _MAX_GROUPED_CHANGES:
                     return False
                 item = self._queue.get_nowait()
         except Empty:
@@ -520,10 +520,10 @@ class Store:
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             for change in changes:
-                self._make(change, transaction)
-            if self.is_refused:  # a transaction without a write would always succeed
+                self._apply(change, transaction)
+            if self.is_failing:  # a transaction without a write would always succeed
                 transaction.execute(f"PRAGMA user_version = {VERSION}")
-            if transaction.written:
+            if transaction.written_files:
                 sync(self.directory / BODIES)
                 crash_point("bodies written")
             crash_point("before commit")
@@ -534,32 +534,32 @@ class Store:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
             with suppress(OSError):
-                transaction.remove_files(transaction.written)
-            return self._described(error)
+                transaction.remove_files(transaction.written_files)
+            return self._error_for_operator(error)
         crash_point("after commit")
         with suppress(OSError):  # the next start removes a file that stays
-            transaction.remove_files(transaction.dropped)
+            transaction.remove_files(transaction.dropped_files)
         return None
 
-    def _make(self, change: _Change[Any], transaction: Transaction) -> None:
+    def _apply(self, change: _Change[Any], transaction: Transaction) -> None:
         self._connection.execute("SAVEPOINT change")
-        written, dropped = len(transaction.written), len(transaction.dropped)
-        change.outcome, change.error = None, None
+        num_written, num_dropped = len(transaction.written_files), len(transaction.dropped_files)
+        change.result, change.error = None, None
         try:
-            change.outcome = change.make(transaction)
+            change.result = change.apply(transaction)
         except Exception as error:
             # Fail the whole transaction if the disk or the memory did not suffice. `_run` then
-            # repeats the changes of `keep` in their order.
-            if _is_refusal(error):
+            # repeats the changes of `write_with_retries` in their order.
+            if _is_disk_or_memory_error(error):
                 raise
             change.error = error
             self._connection.execute("ROLLBACK TO change")
-            transaction.remove_files(transaction.written[written:])
-            del transaction.written[written:], transaction.dropped[dropped:]
+            transaction.remove_files(transaction.written_files[num_written:])
+            del transaction.written_files[num_written:], transaction.dropped_files[num_dropped:]
         self._connection.execute("RELEASE change")
 
 
-def _is_refusal(error: Exception) -> bool:
+def _is_disk_or_memory_error(error: Exception) -> bool:
     """Return whether the cause of an error is the disk, the memory or a damaged database, and not
     the SQL statement.
     """
@@ -573,7 +573,7 @@ def _is_refusal(error: Exception) -> bool:
     )
 
 
-def _client_error(refusal: Exception) -> StorageError:
+def _error_for_client(refusal: Exception) -> StorageError:
     """Return the error to send to clients. It does not name the server's directories; the log has
     the details.
     """
@@ -588,14 +588,14 @@ def _client_error(refusal: Exception) -> StorageError:
     )
 
 
-def _answer(changes: list[_Change[Any]]) -> None:
+def _resolve_futures(changes: list[_Change[Any]]) -> None:
     for change in changes:
         if not change.future.set_running_or_notify_cancel():
             continue
         if change.error is not None:
             change.future.set_exception(change.error)
         else:
-            change.future.set_result(change.outcome)
+            change.future.set_result(change.result)
 
 
 VERSION = 5
@@ -716,10 +716,10 @@ time. Without the variable, a crash point costs one comparison.
 CRASH_ENVIRONMENT = "PLANISH_CRASH_AT"
 
 
-class _Armed:
+class _ArmedCrashPoint:
     def __init__(self, setting: str) -> None:
         self.name, _, count = setting.rpartition(":")
-        self.left = int(count)
+        self.num_left = int(count)
         if self.name not in CRASH_POINTS:
             raise ValueError(
                 f"{CRASH_ENVIRONMENT}={setting!r}: give NAME:COUNT with one of "
@@ -727,20 +727,20 @@ class _Armed:
             )
 
 
-_armed: _Armed | None = None
+_armed: _ArmedCrashPoint | None = None
 
 
 def arm_crash_point(setting: str) -> None:
     """Make the process kill itself at the crash point that `setting` (NAME:COUNT) names."""
     global _armed
-    _armed = _Armed(setting)
+    _armed = _ArmedCrashPoint(setting)
 
 
 def crash_point(name: str) -> None:
     """Kill the process if a test armed the crash point `name`. Otherwise do nothing."""
     if _armed is not None and _armed.name == name:
-        _armed.left -= 1
-        if _armed.left == 0:
+        _armed.num_left -= 1
+        if _armed.num_left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

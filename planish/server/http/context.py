@@ -52,8 +52,8 @@ from planish.server.results import (
 from planish.server.scheduling import FairQueue
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
-from planish.wire.bodies import open_body, too_large
-from planish.wire.client_errors import ERROR_CLASS, name_of
+from planish.wire.bodies import body_too_large, decompress_body
+from planish.wire.client_errors import ERROR_CLASS, error_class_name
 from planish.wire.fields import Fields
 from planish.wire.messages import PROTOBUF
 
@@ -266,7 +266,7 @@ class RequestContext:
             pieces, stream = [], self.request.stream()
             announced = self.request.headers.get("content-length", "0")
             if announced.isascii() and announced.isdigit() and int(announced) > limit:
-                raise too_large(limit)
+                raise body_too_large(limit)
             begun = time.monotonic()
             while (piece := await _next(stream)) is not None:
                 size += len(piece)
@@ -280,13 +280,13 @@ class RequestContext:
                     hold(size - held)
                 pieces.append(piece)
                 if size > limit:
-                    raise too_large(limit)
+                    raise body_too_large(limit)
             encoding = self.request.headers.get("content-encoding", "")
 
             def opened() -> bytes:
                 packed = b"".join(pieces)
                 pieces.clear()  # frees the memory of the pieces
-                return open_body(packed, encoding, limit)
+                return decompress_body(packed, encoding, limit)
 
             # A small compressed body may be large after the decompression.
             body = (
@@ -327,7 +327,7 @@ class RequestContext:
 
     async def _in_turn(self, size: int, work: Callable[[], T]) -> T:
         """Return the result of `work()`, which runs in a thread when it is the tenant's turn."""
-        turn = await self.state.decoding.turn(self.tenant.name, 1, size)
+        turn = await self.state.decoding.acquire_slots(self.tenant.name, 1, size)
         try:
             return await asyncio.to_thread(work)
         finally:
@@ -410,7 +410,7 @@ def error_response(error: PlanishError) -> Response:
     if status >= 500:
         _log.warning("answered %d: %s", status, error)
     return json_response(
-        {"detail": str(error), ERROR_CLASS: name_of(error)}, status, retry_headers(error)
+        {"detail": str(error), ERROR_CLASS: error_class_name(error)}, status, retry_headers(error)
     )
 
 

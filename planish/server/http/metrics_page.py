@@ -25,7 +25,7 @@ from starlette.routing import Route
 from planish.errors import PlanishError
 from planish.server.http.access import given_key
 from planish.server.http.context import context_of, error_response
-from planish.server.metrics import Counters, Disk, Metrics
+from planish.server.metrics import Counters, DiskUsage, Metrics
 
 
 def metrics_route(http: CollectorRegistry) -> Route:
@@ -62,15 +62,15 @@ def families(measured: Metrics) -> Iterator[Metric]:
     yield SummaryMetricFamily(
         "planish_batch_sequences",
         "Number of sequences in the engine at the arrival of each sample request",
-        count_value=counted.samples,
-        sum_value=counted.sequences_at_samples,
+        count_value=counted.num_sample_requests,
+        sum_value=counted.sum_of_running_sequences,
     )
     yield from _families(measured, GaugeMetricFamily)
     yield from _families(measured.disk, GaugeMetricFamily)
 
 
 def _families(
-    measured: Counters | Metrics | Disk, kind: type[CounterMetricFamily | GaugeMetricFamily]
+    measured: Counters | Metrics | DiskUsage, kind: type[CounterMetricFamily | GaugeMetricFamily]
 ) -> Iterator[Metric]:
     for described in fields(measured):
         if not described.metadata:

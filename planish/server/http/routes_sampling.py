@@ -50,8 +50,8 @@ from planish.server.results import (
     status_of,
     stopping,
 )
-from planish.wire.client_errors import ERROR_CLASS, name_of
-from planish.wire.client_frames import MEDIA, Frame
+from planish.wire.client_errors import ERROR_CLASS, error_class_name
+from planish.wire.client_frames import MEDIA_TYPE, Frame
 from planish.wire.fields import Fields
 from planish.wire.messages import PROTOBUF
 from planish.wire.models import create_sampler_from_json
@@ -61,7 +61,7 @@ from planish.wire.sampling import (
     sample_request_from_json,
     sample_response_from_message,
     sample_response_to_json,
-    targets_of,
+    target_count,
 )
 from planish.wire.tensors import check_dense_elements
 from planish.wire.training import output_from_message, output_to_json
@@ -110,7 +110,7 @@ async def sample_batch(context: RequestContext) -> Response:
     """Accept many sample requests, and stream their results."""
     async with context.body(SAMPLE_BODY) as body:
         requests = await context.compute(len(body), lambda: _sample_requests(Fields.of(body)))
-    return StreamingResponse(_frames(context, requests), media_type=MEDIA)
+    return StreamingResponse(_frames(context, requests), media_type=MEDIA_TYPE)
 
 
 async def release(context: RequestContext) -> Response:
@@ -133,7 +133,7 @@ def _sample_requests(fields: Fields) -> list[SampleRequest | PlanishError]:
         for one in fields.objects("requests"):
             try:
                 request = sample_request_from_json(one.as_body())
-                asked += targets_of(request.operation)
+                asked += target_count(request.operation)
                 check_dense_elements("requests", asked)
                 found.append(request)
             except UserError as error:
@@ -238,7 +238,7 @@ def _refusal(index: int, error: Exception) -> Mapping[str, Any]:
         if status != 500
         else f"internal error of the server ({type(error).__name__})",
         "retry_after": error.retry_after if isinstance(error, ServerError) else None,
-        ERROR_CLASS: name_of(error),
+        ERROR_CLASS: error_class_name(error),
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.responses import Response
 
 from planish.errors import UnsupportedError, UserError
-from planish.server.durable.records import PAGE_BYTES, page_bytes
+from planish.server.durable.records import PAGE_BYTES, item_bytes
 from planish.server.http.context import (
     MIB,
     TELEMETRY_BODY,
@@ -200,7 +200,7 @@ async def search(context: RequestContext) -> Response:
         last = record
         if query.matches(record):
             found.append(record)
-            size += page_bytes(*chain(*record.spec.user_metadata.items()))
+            size += item_bytes(*chain(*record.spec.user_metadata.items()))
         if len(found) == query.limit or scanned == _SCANNED or size > PAGE_BYTES:
             break
     else:

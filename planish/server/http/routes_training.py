@@ -29,8 +29,8 @@ from planish.service import CreateModel, Operation, PublishSampler, SaveWeightsF
 from planish.wire.fields import Fields
 from planish.wire.models import (
     create_model_from_json,
-    info_to_json,
     load_weights_from_json,
+    model_info_to_json,
     save_weights_for_sampler_from_json,
     save_weights_from_json,
 )
@@ -186,7 +186,7 @@ async def get_info(context: RequestContext) -> Response:
     tokenizer_id = info.model_data.tokenizer_id if context.is_local else None
     # The SDK cuts the id off at a colon.
     usable = tokenizer_id is not None and ":" not in tokenizer_id
-    return json_response(info_to_json(info, tokenizer_id if usable else None))
+    return json_response(model_info_to_json(info, tokenizer_id if usable else None))
 
 
 ROUTES = [

@@ -18,16 +18,16 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from planish.errors import EngineClosedError, UserError
-from planish.server.durable.checkpoints import is_superseded, loaded_path
+from planish.server.durable.checkpoints import is_superseded, private_copy_path
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow
 from planish.server.durable.request_log import (
-    AlsoWrite,
+    ExtraWrite,
     QueuedRequest,
     SettledState,
-    failure,
-    result_of,
-    token_count,
+    done_from_result,
+    failed_from_error,
+    input_token_count,
 )
 from planish.server.durable.store import crash_point
 from planish.server.models import replay, steps
@@ -51,9 +51,9 @@ R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
-_DEPTH = 3
+_MAX_IN_FLIGHT = 3
 """The maximum number of requests of one model that are in the engine at once."""
-_PINNED_SECONDS = 10.0
+_MAX_PINNED_SECONDS = 10.0
 """After this time a model leaves memory if another adapter waits for memory."""
 
 
@@ -107,8 +107,10 @@ class Model:
             self.wake()
         else:
             reason = self.row.closed or "the server no longer waits for this request's number"
-            late = Failed(f"{request.id} came too late for model_id={self.id!r}: {reason}", "user")
-            self._settle(request, late, state="refused")
+            failed = Failed(
+                f"{request.id} came too late for model_id={self.id!r}: {reason}", "user"
+            )
+            self._settle(request, failed, state="refused")
 
     def skip_below(self, seq: int) -> None:
         """Skip all missing numbers below `seq`. The caller records `seq` in the database."""
@@ -126,18 +128,18 @@ class Model:
             and self.queue.is_ready
             and not self._services.stopping.is_set()
         ):
-            self.worker = asyncio.create_task(self._work(), name=f"model {self.id}")
+            self.worker = asyncio.create_task(self._run_worker(), name=f"model {self.id}")
 
     async def wait_for_worker(self) -> None:
         """Wait until the worker has ended."""
         while self.worker is not None:
             await asyncio.wait([self.worker])
 
-    async def _work(self) -> None:
+    async def _run_worker(self) -> None:
         try:
             if not self._services.adapter_cache.is_ready(self):
                 await self._services.request_log.disk_faults.retry_until_fixed(
-                    self._load_once, self.id
+                    self._load_adapter, self.id
                 )
             async with self._services.adapter_cache.pinned(self):
                 await self._run_queue()
@@ -153,30 +155,30 @@ class Model:
 
     async def _run_queue(self) -> None:
         """Run requests until the queue is empty, or the model should leave memory."""
-        begun = time.monotonic()
+        pinned_since = time.monotonic()
         while not self._services.stopping.is_set() and self.row.closed is None:
-            has_had_its_time = time.monotonic() - begun > _PINNED_SECONDS
-            must_leave = has_had_its_time and self._services.adapter_cache.is_waiting
-            item = None if must_leave else self.queue.take()
+            is_time_up = time.monotonic() - pinned_since > _MAX_PINNED_SECONDS
+            must_unpin = is_time_up and self._services.adapter_cache.is_waiting
+            item = None if must_unpin else self.queue.take()
             if item is not None:
-                await self.in_flight.wait_below(_DEPTH)
-                await self._run(item)
-            elif must_leave or not (
-                self.in_flight.running or self.in_flight.unsaved or self.is_snapshotting
+                await self.in_flight.wait_below(_MAX_IN_FLIGHT)
+                await self._run_item(item)
+            elif must_unpin or not (
+                self.in_flight.running or self.in_flight.unsaved_samplers or self.is_snapshotting
             ):
                 break
             else:
                 await self.in_flight.wait_for_change()
         await self.in_flight.wait_until_idle()
-        if self.adapter.lost_work and not self._services.store.is_refused:
-            await self._free()
+        if self.adapter.has_lost_work and not self._services.store.is_failing:
+            await self._unload_from_engine()
             await self._services.request_log.disk_faults.retry_until_fixed(self._restore, self.id)
 
-    async def _load_once(self) -> None:
+    async def _load_adapter(self) -> None:
         async with self._services.adapter_cache.pinned(self):
             pass
 
-    async def _run(self, item: QueueItem) -> None:
+    async def _run_item(self, item: QueueItem) -> None:
         """Run one item of the queue. If a request raises an error, answer it with this error, then
         raise. A request that EngineClosedError interrupts stays unanswered.
         """
@@ -184,96 +186,98 @@ class Model:
             match item:
                 case RequestRow():
                     await self.in_flight.wait_until_idle()
-                    await self._repeat(item)
+                    await self._repeat_effect(item)
                 case QueuedRequest(row=RequestRow(state="refused") as row):
                     await self.in_flight.wait_until_idle()
                     self._settle(item, row.failure, state="refused")
-                    await self._repeat(row)
+                    await self._repeat_effect(row)
                 case QueuedRequest(row=RequestRow(kind="unload_model")):
                     await self.in_flight.wait_until_idle()
                     await self.close("it was unloaded")
-                    self._settle(item, result_of(UnloadModel(self.id), None))
+                    self._settle(item, done_from_result(UnloadModel(self.id), None))
                 case QueuedRequest():
-                    await self._run_request(item)
+                    await self._submit_or_fail(item)
         except Exception as error:
             if isinstance(item, QueuedRequest) and not isinstance(error, EngineClosedError):
-                self._settle(item, failure(error), state="refused")
+                self._settle(item, failed_from_error(error), state="refused")
             raise
 
-    async def _run_request(self, request: QueuedRequest) -> None:
+    async def _submit_or_fail(self, request: QueuedRequest) -> None:
         try:
-            await self._start(request)
+            await self._submit(request)
         except EngineClosedError:
             raise
         except Exception as error:  # the engine has not run the request
-            why = failure(error)
-            await replay.repeat_failure(self._services.engine, request.row, why, self.adapter)
-            self.adapter.applied = request.seq
+            failure = failed_from_error(error)
+            await replay.repeat_failure(self._services.engine, request.row, failure, self.adapter)
+            self.adapter.last_seq = request.seq
             await self.in_flight.wait_until_idle()
             if request.seq == 0:
                 await self.close(f"the model could not be created ({error})")
-            self._settle(request, why)
+            self._settle(request, failure)
 
-    async def _start(self, request: QueuedRequest) -> None:
+    async def _submit(self, request: QueuedRequest) -> None:
         """Give a request to the engine. Some operations, such as create and load, have completed
         when this returns.
         """
         operation = await self._services.request_log.operation(request)
         if isinstance(operation, ForwardBackward | OptimStep):
-            await self._compute(request, operation)
+            await self._submit_training(request, operation)
             return
         await self._services.crash_guard.enter(request.id)
         match operation:
             case CreateModel() | LoadWeights():
-                await self._load(request, operation)
+                await self._submit_load(request, operation)
             case SaveWeights() | SaveWeightsForSampler():
                 await self.in_flight.wait_until_idle()
-                step, lock = await steps.begin_save(self._services, request, operation)
-                self._answer_when_done(step).add_done_callback(lambda _: lock.release())
+                submitted, lock = await steps.submit_save(self._services, request, operation)
+                self._answer_when_done(submitted).add_done_callback(lambda _: lock.release())
             case PublishSampler():
-                await self._publish(request, operation)
+                await self._submit_publication(request, operation)
 
-    async def _compute(
+    async def _submit_training(
         self, request: QueuedRequest, operation: ForwardBackward | OptimStep
     ) -> None:
-        ahead = sum(earlier.tokens for earlier in self.in_flight.running.values())
-        turn = await self._services.training_queue.turn(
-            self.tenant.name, 1, token_count(operation), ahead
+        tokens_ahead = sum(earlier.num_input_tokens for earlier in self.in_flight.running.values())
+        lease = await self._services.training_queue.acquire_slots(
+            self.tenant.name, 1, input_token_count(operation), tokens_ahead
         )
         try:
             if not self._services.crash_guard.is_calm:
                 await self._services.crash_guard.enter(request.id)
             crash_point("before running")
-            submitted = self._services.clock.now()
+            submitted_at = self._services.clock.now()
             future = await self._services.engine.submit(operation)
         except BaseException:
-            turn.release()
+            lease.release()
             raise
-        future.add_done_callback(lambda _: turn.release())
+        future.add_done_callback(lambda _: lease.release())
         self._services.request_log.release_operation(request)
         self.adapter.note_gradient(operation)
-        self._answer_when_done(steps.Step(request, operation, future, submitted))
+        self._answer_when_done(steps.SubmittedRequest(request, operation, future, submitted_at))
         is_due = self.adapter.cost.exceeds(self._services.settings)
         if is_due and self._can_snapshot and not self.is_snapshotting:
             await self.begin_snapshot()
 
-    async def _load(self, request: QueuedRequest, operation: CreateModel | LoadWeights) -> None:
+    async def _submit_load(
+        self, request: QueuedRequest, operation: CreateModel | LoadWeights
+    ) -> None:
         """Create the model, or load a checkpoint into it, while no other request runs."""
         await self.in_flight.wait_until_idle()
-        source = steps.source_of(operation)
+        source = steps.loaded_checkpoint(operation)
         if source is not None:
-            self.private_paths.add(loaded_path(self.id, request.seq, source))
-        step = await steps.begin_load(self._services, request, operation)
+            self.private_paths.add(private_copy_path(self.id, request.seq, source))
+        submitted = await steps.submit_load(self._services, request, operation)
         if isinstance(operation, CreateModel):
-            self.row = replace(self.row, arch=step.future.result().model_data.arch)
-        self._answer_when_done(step)
+            self.row = replace(self.row, arch=submitted.future.result().model_data.arch)
+        self._answer_when_done(submitted)
         await self.in_flight.wait_until_idle()
-        if isinstance(operation, LoadWeights) and step.future.exception() is None:
+        if isinstance(operation, LoadWeights) and submitted.future.exception() is None:
             self.adapter.has_gradient = False
 
     # Published samplers.
 
-    async def _publish(self, request: QueuedRequest, operation: PublishSampler) -> None:
+    async def _submit_publication(self, request: QueuedRequest, operation: PublishSampler) -> None:
         samplers = self._services.samplers
         sampler = samplers.get(operation.sampler_id)
         if sampler is None:
@@ -281,83 +285,89 @@ class Model:
                 f"sampling_session_id={operation.sampler_id!r} was closed before it was created; "
                 "create another one"
             )
-        submitted = self._services.clock.now()
-        future = await self._begin_publishing(request.seq, operation)
+        submitted_at = self._services.clock.now()
+        future = await self._start_publication(request.seq, operation)
 
         async def make_ready() -> None:
             await samplers.note_published(sampler)
 
-        self._answer_when_done(steps.Step(request, operation, future, submitted, make_ready))
+        self._answer_when_done(
+            steps.SubmittedRequest(request, operation, future, submitted_at, make_ready)
+        )
 
-    async def _begin_publishing(self, seq: int, operation: PublishSampler) -> asyncio.Future[str]:
-        published, saved = await steps.publish(self._services.engine, seq, operation)
-        self._keep(seq, operation, saved)
-        return published
+    async def _start_publication(self, seq: int, operation: PublishSampler) -> asyncio.Future[str]:
+        publication, save = await steps.submit_publication(self._services.engine, seq, operation)
+        self._record_when_saved(seq, operation, save)
+        return publication
 
-    def _keep(
+    def _record_when_saved(
         self,
         seq: int,
         operation: PublishSampler,
-        saved: asyncio.Future[SaveWeightsForSamplerResponse],
+        save: asyncio.Future[SaveWeightsForSamplerResponse],
     ) -> None:
         """Record in the background where the weights of a published sampler were saved."""
         sampler = self._services.samplers.get(operation.sampler_id)
 
-        async def keep() -> None:
+        async def record() -> None:
             try:
-                is_kept = await steps.keep_published(self._services, sampler, saved)
-                self.adapter.lost_work = self.adapter.lost_work or not is_kept
+                is_saved = await steps.record_published_save(self._services, sampler, save)
+                self.adapter.has_lost_work = self.adapter.has_lost_work or not is_saved
             finally:
                 # If the model was restored meanwhile, a newer save has replaced this one.
-                if self.in_flight.unsaved[seq] is keeping:
-                    del self.in_flight.unsaved[seq]
+                if self.in_flight.unsaved_samplers[seq] is task:
+                    del self.in_flight.unsaved_samplers[seq]
                 self.in_flight.notify()
 
-        self.in_flight.unsaved[seq] = keeping = self._spawn(keep())
+        self.in_flight.unsaved_samplers[seq] = task = self._spawn(record())
 
     # Answers.
 
-    def _answer_when_done(self, step: steps.Step) -> asyncio.Task[None]:
-        """Answer the request of a step once the engine has its result."""
-        seq = step.request.seq
-        self.adapter.applied = seq
-        self.in_flight.running[seq] = step.request
-        return self._spawn(self._answer(step))
+    def _answer_when_done(self, submitted: steps.SubmittedRequest) -> asyncio.Task[None]:
+        """Answer a submitted request once the engine has its result."""
+        seq = submitted.request.seq
+        self.adapter.last_seq = seq
+        self.in_flight.running[seq] = submitted.request
+        return self._spawn(self._answer(submitted))
 
-    async def _answer(self, step: steps.Step) -> None:
-        request, also, counters = step.request, None, self._services.counters
+    async def _answer(self, submitted: steps.SubmittedRequest) -> None:
+        request, extra_write, counters = submitted.request, None, self._services.counters
         try:
-            result = await step.future
-            counters.trained_tokens[request.row.tenant] += token_count(step.operation)
-            answer: Done | Failed = await steps.encode_result(step.operation, result)
-            also = await step.also_write() if step.also_write is not None else None
+            result = await submitted.future
+            counters.trained_tokens[request.row.tenant] += input_token_count(submitted.operation)
+            answer: Done | Failed = await steps.encode_result(submitted.operation, result)
+            extra_write = (
+                await submitted.make_extra_write()
+                if submitted.make_extra_write is not None
+                else None
+            )
         except EngineClosedError:
-            self.adapter.lost_work = True  # a snapshot must not include this unanswered request
+            self.adapter.has_lost_work = True  # a snapshot must not include this unanswered request
             self.in_flight.running.pop(request.seq, None)
             self.in_flight.notify()
             return
         except Exception as error:
-            answer = failure(error)
-        seconds = self._services.clock.spent(step.submitted)
-        self.adapter.add_cost(step.operation, seconds, request.row.body_bytes)
+            answer = failed_from_error(error)
+        seconds = self._services.clock.charge(submitted.submitted_at)
+        self.adapter.add_cost(submitted.operation, seconds, request.row.body_bytes)
         await self.in_flight.wait_for_earlier(request.seq)
-        self._settle(request, answer, also)
+        self._settle(request, answer, extra_write)
 
     def _settle(
         self,
         request: QueuedRequest,
         answer: Done | Failed,
-        also: AlsoWrite | None = None,
+        extra_write: ExtraWrite | None = None,
         state: SettledState | None = None,
     ) -> None:
         """Answer a request, and remember the answer until it is on disk."""
         if isinstance(answer, Failed):
-            self._services.samplers.note_unpublished(self.id, request.seq, answer.message)
+            self._services.samplers.note_failed_request(self.id, request.seq, answer.message)
         self._services.crash_guard.leave(request.id)
-        written = self._services.request_log.settle(request, answer, also, state)
-        unwritten = self.in_flight.unwritten
-        unwritten[request.seq] = written
-        written.add_done_callback(lambda _: unwritten.pop(request.seq, None))
+        answer_written = self._services.request_log.settle(request, answer, extra_write, state)
+        unwritten_answers = self.in_flight.unwritten_answers
+        unwritten_answers[request.seq] = answer_written
+        answer_written.add_done_callback(lambda _: unwritten_answers.pop(request.seq, None))
         self.in_flight.running.pop(request.seq, None)
         self.in_flight.notify()
 
@@ -365,12 +375,12 @@ class Model:
         """Answer all running and ready requests with an error. The next load restores the model
         from its snapshot and the journal.
         """
-        await self._free()
+        await self._unload_from_engine()
         self._services.adapter_cache.discard(self)
-        why = failure(error)
+        failure = failed_from_error(error)
         for item in (*self.in_flight.running.values(), *iter(self.queue.take, None)):
             if isinstance(item, QueuedRequest):
-                self._settle(item, why, state="refused")
+                self._settle(item, failure, state="refused")
 
     # Memory: what the adapter cache calls.
 
@@ -394,14 +404,14 @@ class Model:
             )
         await self._restore()
         if self.row.closed is not None:  # the model was closed during the load
-            await self._free()
+            await self._unload_from_engine()
             raise UserError(f"model_id={self.id!r} is closed: {self.row.closed}")
 
     async def unload(self) -> None:
         """Take a snapshot if one is due, and free the adapter's memory."""
         if self.row.closed is None:
             await self.save_snapshot()
-            await self._free()
+            await self._unload_from_engine()
 
     async def close_when_idle(self, reason: str) -> None:
         """Close the model after all requests accepted so far have run."""
@@ -412,23 +422,23 @@ class Model:
         """Take no more requests, and delete everything from which the model could be restored. Call
         this only while no request of the model is in the engine.
         """
-        while self.in_flight.unsaved or self.is_snapshotting:
+        while self.in_flight.unsaved_samplers or self.is_snapshotting:
             await self.in_flight.wait_for_change()
         self.row = replace(self.row, closed=reason, snapshot=None, snapshot_seq=None)
         self._services.sessions.models.pop(self.id, None)
-        why = Failed(f"model_id={self.id!r} is closed: {reason}", "user")
+        failure = Failed(f"model_id={self.id!r} is closed: {reason}", "user")
         for item in self.queue.skip_missing():
             if isinstance(item, QueuedRequest):
-                self._settle(item, why, state="refused")
+                self._settle(item, failure, state="refused")
         await replay.record_closing(self._services.store, self.row)
         crash_point("model closed before cleaning")
-        await self._free()
+        await self._unload_from_engine()
         self._services.adapter_cache.discard(self)
         await self._delete_private(list(self.private_paths))
 
-    async def _free(self) -> None:
+    async def _unload_from_engine(self) -> None:
         """Remove the model from the engine, if it is there."""
-        self.adapter = self.adapter.fresh()
+        self.adapter = self.adapter.unloaded()
         with suppress(UserError, EngineClosedError):
             await self._services.engine.perform(UnloadModel(self.id))
             crash_point("unloaded")
@@ -443,17 +453,17 @@ class Model:
         while self.is_snapshotting:
             await self.in_flight.wait_for_change()
         # The replay reads the answered requests from the database, so all answers must be there.
-        await asyncio.gather(*self.in_flight.unwritten.values())
-        self.adapter = self.adapter.fresh()
+        await asyncio.gather(*self.in_flight.unwritten_answers.values())
+        self.adapter = self.adapter.unloaded()
         try:
             await replay.restore(
                 self._services, self.row, self.queue.next_seq, self.adapter, self._publish_again
             )
         except BaseException:
-            await self._free()
+            await self._unload_from_engine()
             raise
 
-    async def _repeat(self, row: RequestRow) -> None:
+    async def _repeat_effect(self, row: RequestRow) -> None:
         """Repeat the effect of an answered request."""
         await replay.repeat(self._services, row, self.adapter, self._publish_again)
 
@@ -466,11 +476,13 @@ class Model:
         if sampler is None or sampler.row.source is not None:
             return
         if self._services.adapter_cache.is_loaded(sampler):
-            self._keep(
-                seq, operation, await steps.save_published(self._services.engine, seq, operation)
+            self._record_when_saved(
+                seq,
+                operation,
+                await steps.submit_published_save(self._services.engine, seq, operation),
             )
         else:
-            await (await self._begin_publishing(seq, operation))
+            await (await self._start_publication(seq, operation))
             await samplers.note_published(sampler)
 
     # Snapshots.
@@ -487,10 +499,12 @@ class Model:
         while self.is_snapshotting:
             await self.in_flight.wait_for_change()
         adapter = self.adapter
-        is_behind = adapter.cost.changes > 0 and adapter.applied > self.row.last_snapshot
-        if is_behind and self._can_snapshot:
+        has_unsaved_changes = (
+            adapter.cost.num_changes > 0 and adapter.last_seq > self.row.last_snapshot
+        )
+        if has_unsaved_changes and self._can_snapshot:
             return await (await self.begin_snapshot())
-        return not is_behind
+        return not has_unsaved_changes
 
     async def begin_snapshot(self) -> asyncio.Task[bool]:
         """Queue a snapshot after the last operation in the engine. The returned task ends with
@@ -498,21 +512,21 @@ class Model:
         """
         crash_point("before snapshot")
         self.is_snapshotting, self.adapter.cost = True, ReplayCost()
-        adapter, seq = self.adapter, self.adapter.applied
-        saved = await replay.submit_snapshot(self._services.engine, self.id, seq)
-        return self._spawn(self._finish_snapshot(adapter, seq, saved))
+        adapter, seq = self.adapter, self.adapter.last_seq
+        save = await replay.submit_snapshot(self._services.engine, self.id, seq)
+        return self._spawn(self._finish_snapshot(adapter, seq, save))
 
     async def _finish_snapshot(
-        self, adapter: AdapterState, seq: int, saved: asyncio.Future[SaveWeightsResponse]
+        self, adapter: AdapterState, seq: int, save: asyncio.Future[SaveWeightsResponse]
     ) -> bool:
         """Record a snapshot that was submitted after request `seq`, when the model's state was
         `adapter`. The model may have another state by now, because it was freed meanwhile.
         """
         try:
-            path = (await saved).path
+            path = (await save).path
             self.private_paths.add(path)
             await self.in_flight.wait_until_durable(seq)
-            if adapter.lost_work or self.adapter.lost_work:
+            if adapter.has_lost_work or self.adapter.has_lost_work:
                 return False
             await replay.record_snapshot(self._services, self.row, seq, path)
             self.row = replace(self.row, snapshot=path, snapshot_seq=seq)

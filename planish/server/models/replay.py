@@ -27,9 +27,9 @@ import orjson
 
 from planish.errors import CheckpointError, DamagedFileError, UserError
 from planish.server.durable import journal
-from planish.server.durable.checkpoints import loaded_path, snapshot_name
+from planish.server.durable.checkpoints import private_copy_path, snapshot_name
 from planish.server.durable.journal import RequestRow
-from planish.server.durable.records import ModelRow, change, select
+from planish.server.durable.records import ModelRow, select, update_row
 from planish.server.durable.store import Store, Transaction, crash_point
 from planish.server.engine_client import EngineClient
 from planish.server.results import Failed
@@ -47,7 +47,7 @@ from planish.service import (
     SaveWeightsForSampler,
 )
 from planish.types import AdamParams, Datum, OptimStepResponse, SaveWeightsResponse
-from planish.wire.client_errors import named_error
+from planish.wire.client_errors import error_from_name
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class ReplayCost:
     """Device time."""
     bytes: int = 0
     """Size of the request bodies."""
-    changes: int = 0
+    num_changes: int = 0
     """Requests that change the weights, the optimizer or the pending gradient."""
     requests: int = 0
 
@@ -77,11 +77,11 @@ class ReplayCost:
 class AdapterState:
     """The state of a model's adapter in memory."""
 
-    applied: int = -1
+    last_seq: int = -1
     """The number of the last request that was run or replayed on the adapter; -1 if none was."""
     has_gradient: bool = False
     """Whether a gradient may be pending. A snapshot cannot store a pending gradient."""
-    lost_work: bool = False
+    has_lost_work: bool = False
     """Whether a published sampler could not be saved, or a running request ended without an answer.
     Then no snapshot is taken, because a replay from it would not repeat this work. Loading the
     model again from the last snapshot repeats it.
@@ -92,14 +92,14 @@ class AdapterState:
     """
     cost: ReplayCost = field(default_factory=ReplayCost)
 
-    def fresh(self) -> AdapterState:
+    def unloaded(self) -> AdapterState:
         """Return the state of the adapter when it is not in memory."""
         return AdapterState(has_warned=self.has_warned)
 
     @property
     def can_be_saved(self) -> bool:
         """Whether a snapshot of the adapter would be complete."""
-        return self.applied >= 0 and not self.has_gradient and not self.lost_work
+        return self.last_seq >= 0 and not self.has_gradient and not self.has_lost_work
 
     def note_gradient(self, operation: Operation[Any]) -> None:
         """Update `has_gradient` for an operation that was submitted to the engine."""
@@ -109,43 +109,46 @@ class AdapterState:
             case OptimStep():
                 self.has_gradient = False
 
-    def add_cost(self, operation: Operation[Any], seconds: float, size: int) -> None:
-        """Count an answered request of `size` bytes."""
+    def add_cost(self, operation: Operation[Any], seconds: float, body_bytes: int) -> None:
+        """Count an answered request of `body_bytes` bytes."""
         self.cost.requests += 1
         is_save = isinstance(operation, SaveWeights | SaveWeightsForSampler)
         is_forward = isinstance(operation, ForwardBackward) and operation.forward_only
         if not (is_save or is_forward):
-            self.cost.changes += 1
+            self.cost.num_changes += 1
             self.cost.seconds += seconds
-            self.cost.bytes += size
+            self.cost.bytes += body_bytes
 
 
-Publish = Callable[[int, PublishSampler], Awaitable[None]]
+Republish = Callable[[int, PublishSampler], Awaitable[None]]
 """Publishes a sampler again, as the request with this number did."""
 
 
 async def restore(
-    services: Services, row: ModelRow, next_seq: int, adapter: AdapterState, publish: Publish
+    services: Services, row: ModelRow, next_seq: int, adapter: AdapterState, republish: Republish
 ) -> None:
     """Create the model of `row` in the engine from its snapshot, and repeat the requests below
     `next_seq` that were answered since. `adapter` is updated along the way. Raise DamagedFileError
     if a file was altered or removed.
     """
-    begun = row.last_snapshot
+    snapshot_seq = row.last_snapshot
     try:
         if row.snapshot is not None:
-            [stored] = await services.store.read(select, ModelRow, "id = ?", [row.id])
+            [stored_row] = await services.store.read(select, ModelRow, "id = ?", [row.id])
             creation = CreateModel(
-                row.id, from_path=row.snapshot, with_optimizer=True, user_metadata=stored.metadata
+                row.id,
+                from_path=row.snapshot,
+                with_optimizer=True,
+                user_metadata=stored_row.metadata,
             )
             async with services.crash_guard.running(row.id):
                 await services.engine.perform(creation)
-            adapter.applied = begun
+            adapter.last_seq = snapshot_seq
         crash_point("loaded before replay")
-        rows = await services.store.read(journal.of_model, row.id, begun)
-        for answered in rows:
-            if answered.seq < next_seq:
-                await repeat(services, answered, adapter, publish)
+        rows = await services.store.read(journal.requests_of_model, row.id, snapshot_seq)
+        for request_row in rows:
+            if request_row.seq < next_seq:
+                await repeat(services, request_row, adapter, republish)
                 crash_point("between replayed operations")
     except (DamagedFileError, CheckpointError) as error:
         _log.error("%s cannot be loaded until the file is restored: %s", row.id, error)
@@ -156,21 +159,21 @@ async def restore(
 
 
 async def repeat(
-    services: Services, row: RequestRow, adapter: AdapterState, publish: Publish
+    services: Services, row: RequestRow, adapter: AdapterState, republish: Republish
 ) -> None:
     """Repeat the effect of an answered request on a model, and update `adapter`."""
-    assert not row.is_to_do, row
-    adapter.applied = row.seq
+    assert not row.is_unanswered, row
+    adapter.last_seq = row.seq
     adapter.cost.requests += 1
     if row.is_replayed:
         async with services.crash_guard.running(row.id):
-            operation = await services.request_log.journaled_operation(row)
+            operation = await services.request_log.read_operation(row)
             if isinstance(operation, PublishSampler):
-                await publish(row.seq, operation)
+                await republish(row.seq, operation)
             else:
                 await _run_again(services, row, operation, adapter)
-        services.counters.replayed += 1
-        adapter.cost.changes += 1
+        services.counters.replayed_requests += 1
+        adapter.cost.num_changes += 1
         adapter.cost.bytes += row.body_bytes
     elif row.state != "done":
         await repeat_failure(services.engine, row, row.failure, adapter)
@@ -182,9 +185,9 @@ async def _run_again(
     """Run an answered operation again. Loads read the private copy that their first run made."""
     match operation:
         case CreateModel(from_path=str(path)):
-            operation = replace(operation, from_path=loaded_path(row.owner, row.seq, path))
+            operation = replace(operation, from_path=private_copy_path(row.owner, row.seq, path))
         case LoadWeights(path=path):
-            operation = replace(operation, path=loaded_path(row.owner, row.seq, path))
+            operation = replace(operation, path=private_copy_path(row.owner, row.seq, path))
             adapter.has_gradient = False
     adapter.note_gradient(operation)
     try:
@@ -203,37 +206,38 @@ async def _run_again(
 
 
 async def repeat_failure(
-    engine: EngineClient, row: RequestRow, why: Failed, adapter: AdapterState
+    engine: EngineClient, row: RequestRow, failure: Failed, adapter: AdapterState
 ) -> None:
-    """Repeat the effect of a request that failed with `why`. A failed forward_backward makes the
-    next optim_step fail. A failed optim_step clears the gradient. Other failures have no effect.
+    """Repeat the effect of a request that failed with `failure`. A failed forward_backward makes
+    the next optim_step fail. A failed optim_step clears the gradient. Other failures have no
+    effect.
     """
     if row.kind not in ("forward_backward", "optim_step"):
         return
     adapter.has_gradient = row.kind == "forward_backward"
     # A DeferredForwardBackward gets its data from a future. This future has an error, so the engine
     # rejects the next optim_step, as in the first run.
-    missing: Future[Sequence[Datum]] = Future()
-    missing.set_exception(named_error(why.message, why.error_class))
+    failed_data: Future[Sequence[Datum]] = Future()
+    failed_data.set_exception(error_from_name(failure.message, failure.error_class))
     with suppress(ValueError):
-        await engine.perform(DeferredForwardBackward(row.owner, missing, "cross_entropy"))
+        await engine.perform(DeferredForwardBackward(row.owner, failed_data, "cross_entropy"))
     if row.kind == "optim_step":
         with suppress(ValueError):
             await engine.perform(OptimStep(row.owner, AdamParams()))
 
 
-async def is_reproduced(store: Store, row: RequestRow, repeated: OptimStepResponse) -> bool:
+async def is_reproduced(store: Store, row: RequestRow, response: OptimStepResponse) -> bool:
     """Compare the gradient norm of a repeated optim_step with the stored one. Logs a warning and
     returns False if they differ.
     """
-    stored = await store.read(journal.result, row.id)
-    if stored is None:
+    stored_answer = await store.read(journal.stored_result, row.id)
+    if stored_answer is None:
         return True
     # The stored answer may expire meanwhile or be damaged. Nothing else depends on it.
     with suppress(ValueError, FileNotFoundError):
-        norm = (repeated.metrics or {}).get("grad_norm")
-        before = orjson.loads(store.body(stored))["metrics"].get("grad_norm")
-        if norm != before:
+        norm = (response.metrics or {}).get("grad_norm")
+        first_norm = orjson.loads(store.body(stored_answer))["metrics"].get("grad_norm")
+        if norm != first_norm:
             _log.warning(
                 "the replay of %s computed gradient norm %s, but the first run computed %s: the "
                 "model resumes from weights that may differ by a similar amount. A different "
@@ -243,7 +247,7 @@ async def is_reproduced(store: Store, row: RequestRow, repeated: OptimStepRespon
                 "does not compute reproducibly",
                 row.id,
                 norm,
-                before,
+                first_norm,
             )
             return False
     return True
@@ -269,11 +273,11 @@ async def record_snapshot(services: Services, row: ModelRow, seq: int, path: str
     assert seq > row.last_snapshot, (row.id, seq, row.last_snapshot)
 
     def record(transaction: Transaction) -> None:
-        change(transaction, ModelRow, row.id, snapshot=path, snapshot_seq=seq, used=time.time())
+        update_row(transaction, ModelRow, row.id, snapshot=path, snapshot_seq=seq, used=time.time())
         journal.drop_bodies(transaction, "owner = ? AND seq <= ?", (row.id, seq))
 
-    await services.store.keep(record)
-    services.counters.snapshots += 1
+    await services.store.write_with_retries(record)
+    services.counters.num_snapshots += 1
     crash_point("snapshot recorded before cleaning")
 
 
@@ -281,8 +285,8 @@ async def record_closing(store: Store, row: ModelRow) -> None:
     """Record why the model of `row` is closed, and drop what was kept to bring it back."""
 
     def record(transaction: Transaction) -> None:
-        closing = {"closed": row.closed, "snapshot": None, "snapshot_seq": None}
-        change(transaction, ModelRow, row.id, **closing)
+        columns = {"closed": row.closed, "snapshot": None, "snapshot_seq": None}
+        update_row(transaction, ModelRow, row.id, **columns)
         journal.drop_bodies(transaction, "owner = ?", [row.id])
 
-    await store.keep(record)
+    await store.write_with_retries(record)

@@ -13,8 +13,8 @@ Some clients restart their numbers. logits-sdk makes a training client from a ch
 steps. It creates a model and loads the weights as request 1. Then it wraps the model into a new
 client, whose first request is number 1 again. The server accepts a restart only in this case: the
 only request of the model so far is a load_weights with number 1, and a different request with
-number 1 arrives. `RESTART` is added to the numbers of the second client, so that they stay unique.
-The model skips all numbers in between, and the database records the skip.
+number 1 arrives. `RESTART_OFFSET` is added to the numbers of the second client, so that they stay
+unique. The model skips all numbers in between, and the database records the skip.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from planish.errors import StorageError
 from planish.server.durable import journal
-from planish.server.durable.checkpoints import check_name_is_not_private, check_source
+from planish.server.durable.checkpoints import check_is_not_private, check_name_is_not_private
 from planish.server.durable.journal import RequestRow
-from planish.server.durable.records import ModelRow, SamplerRow, change, put, select
+from planish.server.durable.records import ModelRow, SamplerRow, select, update_row, upsert
 from planish.server.durable.request_log import (
-    AlsoWrite,
+    ExtraWrite,
     JournalEntry,
     QueuedRequest,
     encode_request,
-    new_row,
+    new_request_row,
     run_uncancelled,
 )
 from planish.server.durable.store import Transaction
@@ -50,8 +50,8 @@ from planish.service import (
     SaveWeightsForSampler,
     UnloadModel,
 )
-from planish.wire.client_errors import name_of
-from planish.wire.operations import kind_of
+from planish.wire.client_errors import error_class_name
+from planish.wire.operations import operation_kind
 
 if TYPE_CHECKING:
     from planish.server.models.model import Model
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 T = TypeVar("T")
 
-RESTART = 1 << 61
+RESTART_OFFSET = 1 << 61
 """Added to the sequence numbers of a client that restarted them."""
 
 QueueItem = QueuedRequest | RequestRow
@@ -79,60 +79,60 @@ class RequestQueue(Generic[T]):
         """
         self.next_seq = next_seq
         self.skipped_below = skipped_below
-        self._waiting: dict[int, T] = {}
+        self._items: dict[int, T] = {}
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._items)
 
     def add(self, seq: int, item: T) -> None:
         """Add an item whose number is neither taken nor in the queue."""
         assert seq >= self.next_seq, seq
-        assert seq not in self._waiting, seq
-        self._waiting[seq] = item
+        assert seq not in self._items, seq
+        self._items[seq] = item
 
     def is_used(self, seq: int) -> bool:
         """Return whether a request with this number arrived, or the number was skipped."""
-        return seq < max(self.next_seq, self.skipped_below) or seq in self._waiting
+        return seq < max(self.next_seq, self.skipped_below) or seq in self._items
 
     @property
     def is_ready(self) -> bool:
         """Whether the next item can be taken."""
-        self._skip()
-        return self.next_seq in self._waiting
+        self._skip_missing_seqs()
+        return self.next_seq in self._items
 
     @property
     def is_blocked(self) -> bool:
         """Whether items wait for a missing lower number."""
-        return bool(self._waiting) and not self.is_ready
+        return bool(self._items) and not self.is_ready
 
     @property
-    def end(self) -> int:
+    def unused_seq(self) -> int:
         """A number above every number that was used."""
-        return max([self.next_seq, self.skipped_below, *(seq + 1 for seq in self._waiting)])
+        return max([self.next_seq, self.skipped_below, *(seq + 1 for seq in self._items)])
 
     def take(self) -> T | None:
         """Remove and return the next item; None if its number is missing."""
         if not self.is_ready:
             return None
-        item = self._waiting.pop(self.next_seq)
+        item = self._items.pop(self.next_seq)
         self.next_seq += 1
         return item
 
     def peek(self) -> T | None:
         """Return the item that `take` would return."""
-        return self._waiting[self.next_seq] if self.is_ready else None
+        return self._items[self.next_seq] if self.is_ready else None
 
     def skip_missing(self) -> list[T]:
         """Skip every missing number, and return the waiting items in order. All of them are ready
         afterwards.
         """
-        self.skipped_below = self.end
-        return [self._waiting[seq] for seq in sorted(self._waiting)]
+        self.skipped_below = self.unused_seq
+        return [self._items[seq] for seq in sorted(self._items)]
 
-    def _skip(self) -> None:
-        if self.next_seq < self.skipped_below and self.next_seq not in self._waiting:
+    def _skip_missing_seqs(self) -> None:
+        if self.next_seq < self.skipped_below and self.next_seq not in self._items:
             self.next_seq = min(
-                [self.skipped_below, *(seq for seq in self._waiting if seq >= self.next_seq)]
+                [self.skipped_below, *(seq for seq in self._items if seq >= self.next_seq)]
             )
 
 
@@ -144,9 +144,9 @@ class InFlight:
 
     running: dict[int, QueuedRequest] = field(default_factory=dict)
     """Requests that left the queue and have no answer yet."""
-    unwritten: dict[int, asyncio.Future[None]] = field(default_factory=dict)
+    unwritten_answers: dict[int, asyncio.Future[None]] = field(default_factory=dict)
     """Answers that are not on disk yet."""
-    unsaved: dict[int, asyncio.Task[Any]] = field(default_factory=dict)
+    unsaved_samplers: dict[int, asyncio.Task[Any]] = field(default_factory=dict)
     """Published samplers whose weights are not on disk yet."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -180,10 +180,10 @@ class InFlight:
 
     async def wait_until_durable(self, seq: int) -> None:
         """Wait until the answers and samplers of all requests up to `seq` are on disk."""
-        while any(number <= seq for number in (*self.running, *self.unsaved)):
+        while any(number <= seq for number in (*self.running, *self.unsaved_samplers)):
             await self.wait_for_change()
         await asyncio.gather(
-            *(written for number, written in self.unwritten.items() if number <= seq)
+            *(written for number, written in self.unwritten_answers.items() if number <= seq)
         )
 
 
@@ -197,7 +197,7 @@ class RequestIntake:
     """Requests from this number on are rejected, because the model is being unloaded."""
     arriving: dict[int, asyncio.Task[Any]] = field(default_factory=dict)
     """Requests being checked and journaled, by number."""
-    _blocked: tuple[int, float] | None = None
+    _missing_since: tuple[int, float] | None = None
     """The missing number, and since when the model waits for it."""
 
     async def submit(self, seq_id: int, operation: Operation[Any]) -> Accepted:
@@ -216,53 +216,60 @@ class RequestIntake:
         try:
             entry = await self._services.request_log.encode(operation, seq)
         except ValueError as error:
-            await self._use_up(seq, error, kind_of(operation))
+            await self._use_up_seq(seq, error, operation_kind(operation))
             raise
         if not await self._is_repeated(seq, accepted.request_id, entry.digest):
-            await self._arrive(seq, self._accept(seq, operation, entry))
+            await self._run_arrival(seq, self._check_and_journal(seq, operation, entry))
         return accepted
 
     async def reject(self, seq_id: int, error: Exception, kind: str) -> None:
         """Use up the number of a request whose body could not be read. `kind` is the kind of the
         request, as in `Done.kind`.
         """
-        seq = seq_id + RESTART if self._model.queue.skipped_below >= RESTART else seq_id
+        seq = (
+            seq_id + RESTART_OFFSET if self._model.queue.skipped_below >= RESTART_OFFSET else seq_id
+        )
         if 1 <= seq <= _MAX_SEQ:
-            await self._use_up(seq, error, kind)
+            await self._use_up_seq(seq, error, kind)
 
     async def unload(self, request_id: str, entry: JournalEntry) -> None:
         """Journal and queue the unloading of the model, after everything accepted before."""
-        before = self._unload_seq
-        self._unload_seq = self._end if before is None else before
+        previous = self._unload_seq
+        self._unload_seq = self._unused_seq if previous is None else previous
         row = replace(
-            new_row(self._model.tenant, self._model.id, self._unload_seq, entry), id=request_id
+            new_request_row(self._model.tenant, self._model.id, self._unload_seq, entry),
+            id=request_id,
         )
         try:
             await run_uncancelled(self._journal(row, entry))
         except (ServerError, StorageError):
-            self._unload_seq = before
+            self._unload_seq = previous
             raise
 
     @property
-    def _end(self) -> int:
+    def _unused_seq(self) -> int:
         """A number above every number that was used."""
-        return max([self._model.queue.end, *(seq + 1 for seq in self.arriving)])
+        return max([self._model.queue.unused_seq, *(seq + 1 for seq in self.arriving)])
 
     async def _stored_seq(self, seq_id: int, operation: Operation[Any]) -> int:
         """Return the number under which the request is stored (the top of this file says why it may
         differ from the client's).
         """
-        if seq_id == 1 and (self._end == 2 or isinstance(operation, LoadWeights)):
-            first = await self._services.store.read(journal.row, f"{self._model.id}:1")
-            if first is None or first.digest == encode_request(operation, 1).digest:
+        if seq_id == 1 and (self._unused_seq == 2 or isinstance(operation, LoadWeights)):
+            first_row = await self._services.store.read(journal.request_row, f"{self._model.id}:1")
+            if first_row is None or first_row.digest == encode_request(operation, 1).digest:
                 return seq_id
-            if first.kind == "load_weights" and self._end == 2:
-                skipped = RESTART + 1
-                await self._services.store.write(change, ModelRow, self._model.id, passed=skipped)
-                self._model.skip_below(skipped)
-        return seq_id + RESTART if self._model.queue.skipped_below >= RESTART else seq_id
+            if first_row.kind == "load_weights" and self._unused_seq == 2:
+                skipped_below = RESTART_OFFSET + 1
+                await self._services.store.write(
+                    update_row, ModelRow, self._model.id, passed=skipped_below
+                )
+                self._model.skip_below(skipped_below)
+        return (
+            seq_id + RESTART_OFFSET if self._model.queue.skipped_below >= RESTART_OFFSET else seq_id
+        )
 
-    async def _arrive(self, seq: int, work: Coroutine[Any, Any, R]) -> R:
+    async def _run_arrival(self, seq: int, work: Coroutine[Any, Any, R]) -> R:
         """Run `work`, which accepts a request, and return its result. `work` continues even if the
         caller is cancelled, because every journaled request must also be queued.
         """
@@ -281,7 +288,7 @@ class RequestIntake:
             raise Gone(f"model_id={self._model.id!r} is being unloaded and takes no more requests")
         if not self._model.queue.is_used(seq):
             return False
-        if await self._services.request_log.repeats(request_id, digest):
+        if await self._services.request_log.was_accepted(request_id, digest):
             return True
         if seq < self._model.queue.skipped_below:
             raise BadRequest(
@@ -292,18 +299,22 @@ class RequestIntake:
             f"seq_id={seq} of {self._model.id!r} was answered long ago, and its result was removed"
         )
 
-    async def _accept(self, seq: int, operation: Operation[Any], entry: JournalEntry) -> None:
+    async def _check_and_journal(
+        self, seq: int, operation: Operation[Any], entry: JournalEntry
+    ) -> None:
         try:
-            await self._check(operation)
+            await self._check_operation(operation)
         except (ValueError, ServerError) as error:
             await self._journal_rejected(seq, error, entry.kind)
             raise
         sampler = (
             self._sampler_row(seq, operation) if isinstance(operation, PublishSampler) else None
         )
-        await self._journal(new_row(self._model.tenant, self._model.id, seq, entry), entry, sampler)
+        await self._journal(
+            new_request_row(self._model.tenant, self._model.id, seq, entry), entry, sampler
+        )
 
-    async def _check(self, operation: Operation[Any]) -> None:
+    async def _check_operation(self, operation: Operation[Any]) -> None:
         """Raise BadRequest, NotFound or UserError if the operation is already known to fail."""
         limit = self._services.settings.max_gradient_request_bytes
         match operation:
@@ -316,8 +327,8 @@ class RequestIntake:
             case SaveWeights(name=name) | SaveWeightsForSampler(name=name):
                 check_name_is_not_private(name)
             case LoadWeights(path=path):
-                check_source(path)
-                await self._services.checkpoints.readable(self._model.tenant, path)
+                check_is_not_private(path)
+                await self._services.checkpoints.readable_row(self._model.tenant, path)
             case PublishSampler(sampler_id=sampler_id):
                 if await self._services.store.read(select, SamplerRow, "id = ?", [sampler_id]):
                     raise BadRequest(
@@ -329,51 +340,53 @@ class RequestIntake:
         """If a number has been missing for too long, fail the requests that wait for it."""
         now, timeout = time.monotonic(), self._services.settings.missing_request_timeout
         if not self._model.queue.is_blocked:
-            self._blocked = None
-        elif self._blocked is None or self._blocked[0] != self._model.queue.next_seq:
-            self._blocked = (self._model.queue.next_seq, now)
-        elif now - self._blocked[1] >= timeout:
+            self._missing_since = None
+        elif self._missing_since is None or self._missing_since[0] != self._model.queue.next_seq:
+            self._missing_since = (self._model.queue.next_seq, now)
+        elif now - self._missing_since[1] >= timeout:
             message = (
                 f"seq_id={self._model.queue.next_seq} of {self._model.id!r} did not arrive within "
                 f"{timeout:g} seconds, so the requests after it were not run; continue with the "
                 "next sequence number, or create a new client"
             )
-            self._blocked = None
+            self._missing_since = None
             waiting = [
                 item
                 for item in self._model.queue.skip_missing()
-                if isinstance(item, QueuedRequest) and item.row.is_to_do
+                if isinstance(item, QueuedRequest) and item.row.is_unanswered
             ]
             await self._refuse(waiting, Failed(message, "user"))
             self._model.wake()
 
-    async def _refuse(self, requests: Sequence[QueuedRequest], why: Failed) -> None:
-        """Record that queued requests will never run. The worker then answers each with `why`."""
-        skipped = self._model.queue.skipped_below
+    async def _refuse(self, requests: Sequence[QueuedRequest], failure: Failed) -> None:
+        """Record that queued requests will never run. The worker then answers each with
+        `failure`.
+        """
+        skipped_below = self._model.queue.skipped_below
 
         def refuse(transaction: Transaction) -> None:
-            change(transaction, ModelRow, self._model.id, passed=skipped)
+            update_row(transaction, ModelRow, self._model.id, passed=skipped_below)
             for request in requests:
-                journal.finish(transaction, request.row, why, time.time())
+                journal.write_answer(transaction, request.row, failure, time.time())
 
         for request in requests:
             request.row = replace(
                 request.row,
                 state="refused",
-                message=why.message,
-                category=why.category,
-                error_class=why.error_class,
+                message=failure.message,
+                category=failure.category,
+                error_class=failure.error_class,
             )
-        self._model.skip_below(skipped)
-        await self._services.store.keep(refuse)
+        self._model.skip_below(skipped_below)
+        await self._services.store.write_with_retries(refuse)
 
-    async def _use_up(self, seq: int, error: Exception, kind: str) -> None:
+    async def _use_up_seq(self, seq: int, error: Exception, kind: str) -> None:
         """Journal a rejected request. Do nothing if its number is used already, or if the model is
         unloaded before this number.
         """
         is_late = self._unload_seq is not None and seq >= self._unload_seq
         if not (is_late or self._model.queue.is_used(seq) or seq in self.arriving):
-            await self._arrive(seq, self._journal_rejected(seq, error, kind))
+            await self._run_arrival(seq, self._journal_rejected(seq, error, kind))
 
     async def _journal_rejected(self, seq: int, error: Exception, kind: str) -> None:
         row = RequestRow(
@@ -387,7 +400,7 @@ class RequestIntake:
             accepted=time.time(),
             message=str(error),
             category="user",
-            error_class=name_of(error),
+            error_class=error_class_name(error),
         )
         await self._journal(row, JournalEntry(kind, b"", b"", UnloadModel(self._model.id)))
 
@@ -395,16 +408,16 @@ class RequestIntake:
         self, row: RequestRow, entry: JournalEntry, sampler: SamplerRow | None = None
     ) -> None:
         """Write a request to disk, together with the sampler that it publishes, and queue it."""
-        also: AlsoWrite | None = (
-            None if sampler is None else lambda transaction: put(transaction, sampler)
+        extra_write: ExtraWrite | None = (
+            None if sampler is None else lambda transaction: upsert(transaction, sampler)
         )
-        request = await self._services.request_log.accept(row, entry, also)
+        request = await self._services.request_log.accept(row, entry, extra_write)
         if request is not None:
             if sampler is not None:
                 self._services.samplers.add(sampler, self._model)
             self._model.enqueue(request)
             if sampler is not None:
-                self._services.sessions.clear_if_ended(sampler.session)
+                self._services.sessions.close_members_if_ended(sampler.session)
 
     def _sampler_row(self, seq: int, operation: PublishSampler) -> SamplerRow:
         now = time.time()

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planish.errors import EngineClosedError, UserError
-from planish.server.durable.checkpoints import loaded_path, sampler_name
-from planish.server.durable.records import ModelRow, change, put_checkpoint
-from planish.server.durable.request_log import AlsoWrite, QueuedRequest, result_of
+from planish.server.durable.checkpoints import private_copy_path, sampler_name
+from planish.server.durable.records import ModelRow, update_row, upsert_checkpoint
+from planish.server.durable.request_log import ExtraWrite, QueuedRequest, done_from_result
 from planish.server.durable.store import crash_point
 from planish.server.engine_client import EngineClient
 from planish.server.results import Done, Tenant
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class SubmittedRequest:
     """One request that was submitted to the engine."""
 
     request: QueuedRequest
@@ -49,125 +49,125 @@ class Step:
     """The operation as the client sent it."""
     future: asyncio.Future[Any]
     """The engine's result."""
-    submitted: float
+    submitted_at: float
     """The time of the submission, as `DeviceClock.now` returns it."""
-    also_write: Callable[[], Awaitable[AlsoWrite | None]] | None = None
+    make_extra_write: Callable[[], Awaitable[ExtraWrite | None]] | None = None
     """A function to call once the future has its result. Its result may be another function, which
     adds rows to the transaction that writes the answer.
     """
 
 
-def source_of(operation: CreateModel | LoadWeights) -> str | None:
+def loaded_checkpoint(operation: CreateModel | LoadWeights) -> str | None:
     """Return the checkpoint that an operation reads."""
     return operation.path if isinstance(operation, LoadWeights) else operation.from_path
 
 
-async def begin_load(
+async def submit_load(
     services: Services, request: QueuedRequest, operation: CreateModel | LoadWeights
-) -> Step:
+) -> SubmittedRequest:
     """Give a load, or the creation of a model, to the engine. A creation has completed when this
     returns. Raise UserError if the creation failed.
     """
-    submitted, source = services.clock.now(), source_of(operation)
-    copy = None if source is None else await _private_copy(services, request, source)
-    with _errors_naming(source, copy):
+    submitted_at, source = services.clock.now(), loaded_checkpoint(operation)
+    copy_path = None if source is None else await _create_private_copy(services, request, source)
+    with _client_path_in_errors(source, copy_path):
         if isinstance(operation, LoadWeights):
-            assert copy is not None
-            future = await services.engine.submit(replace(operation, path=copy))
-            return Step(request, operation, future, submitted)
-        info = await services.engine.perform(replace(operation, from_path=copy))
-    created: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    created.set_result(info)
+            assert copy_path is not None
+            future = await services.engine.submit(replace(operation, path=copy_path))
+            return SubmittedRequest(request, operation, future, submitted_at)
+        info = await services.engine.perform(replace(operation, from_path=copy_path))
+    creation: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    creation.set_result(info)
 
-    async def record() -> AlsoWrite:
+    async def record() -> ExtraWrite:
         arch = info.model_data.arch
-        return lambda transaction: change(transaction, ModelRow, operation.model_id, arch=arch)
+        return lambda transaction: update_row(transaction, ModelRow, operation.model_id, arch=arch)
 
-    return Step(request, operation, created, submitted, record)
+    return SubmittedRequest(request, operation, creation, submitted_at, record)
 
 
-async def _private_copy(services: Services, request: QueuedRequest, path: str) -> str:
+async def _create_private_copy(services: Services, request: QueuedRequest, path: str) -> str:
     """Return the path of a private copy of the checkpoint that a request reads. The copy is made
     only once, so a replay reads the same files.
     """
-    copy = loaded_path(request.row.owner, request.seq, path)
+    copy_path = private_copy_path(request.row.owner, request.seq, path)
     if request.row.state == "accepted":
-        await services.engine.copy_weights(path, copy)
+        await services.engine.copy_without_metadata(path, copy_path)
         crash_point("pinned before recording")
-        await services.request_log.mark(request, "started")
-    return copy
+        await services.request_log.set_state(request, "started")
+    return copy_path
 
 
 @contextmanager
-def _errors_naming(path: str | None, copy: str | None) -> Iterator[None]:
+def _client_path_in_errors(path: str | None, copy_path: str | None) -> Iterator[None]:
     """Replace the name of the private copy in errors with the path that the client knows."""
     try:
         yield
     except UserError as error:
-        if copy is not None and path is not None:
-            error.args = (str(error).replace(copy, path),)
+        if copy_path is not None and path is not None:
+            error.args = (str(error).replace(copy_path, path),)
         raise
 
 
-async def begin_save(
+async def submit_save(
     services: Services, request: QueuedRequest, operation: SaveWeights | SaveWeightsForSampler
-) -> tuple[Step, asyncio.Lock]:
-    """Submit a save to the engine. Return its step and the acquired lock of the checkpoint's path.
+) -> tuple[SubmittedRequest, asyncio.Lock]:
+    """Submit a save to the engine. Return it and the acquired lock of the checkpoint's path.
     The caller releases the lock once the answer is being written.
     """
     tenant = Tenant(request.row.tenant)
     await services.checkpoints.check_quota(tenant)
     kind: CheckpointType = "training" if isinstance(operation, SaveWeights) else "sampler"
     path = str(CheckpointPath(operation.model_id, kind, operation.name))
-    lock = services.checkpoints.changing(path)
+    lock = services.checkpoints.lock(path)
     await lock.acquire()
     try:
-        step = await _save_at(services, tenant, path, request, operation)
+        submitted = await _submit_save(services, tenant, path, request, operation)
     except BaseException:
         lock.release()
         raise
-    return step, lock
+    return submitted, lock
 
 
-async def _save_at(
+async def _submit_save(
     services: Services,
     tenant: Tenant,
     path: str,
     request: QueuedRequest,
     operation: SaveWeights | SaveWeightsForSampler,
-) -> Step:
+) -> SubmittedRequest:
     ttl_seconds = services.expiry_clock.extended(operation.ttl_seconds)
     saving = replace(operation, ttl_seconds=ttl_seconds)
     if (
         request.row.state == "started"
         or operation.overwrite
-        or not await services.engine.exists(path)
+        or not await services.engine.checkpoint_exists(path)
     ):
-        await services.request_log.mark(request, "started")
+        await services.request_log.set_state(request, "started")
         crash_point("save marked")
         saving = replace(saving, overwrite=True)
-    submitted = services.clock.now()
+    submitted_at = services.clock.now()
     future = await services.engine.submit(saving)
 
-    async def record() -> AlsoWrite:
-        row = await services.checkpoints.saved(tenant, path)
+    async def record() -> ExtraWrite:
+        row = await services.checkpoints.row_from_files(tenant, path)
         crash_point("saved before recording")
-        return lambda transaction: put_checkpoint(transaction, row)
+        return lambda transaction: upsert_checkpoint(transaction, row)
 
-    return Step(request, operation, future, submitted, record)
+    return SubmittedRequest(request, operation, future, submitted_at, record)
 
 
-async def publish(
+async def submit_publication(
     engine: EngineClient, seq: int, operation: PublishSampler
 ) -> tuple[asyncio.Future[str], asyncio.Future[SaveWeightsForSamplerResponse]]:
     """Queue the publication of a sampler, directly followed by a save of its weights. Return the
     futures of both.
     """
     published = await engine.submit(operation)
-    return published, await save_published(engine, seq, operation)
+    return published, await submit_published_save(engine, seq, operation)
 
 
-async def save_published(
+async def submit_published_save(
     engine: EngineClient, seq: int, operation: PublishSampler
 ) -> asyncio.Future[SaveWeightsForSamplerResponse]:
     """Queue a save of the model's present weights as those of a published sampler."""
@@ -176,22 +176,22 @@ async def save_published(
     )
 
 
-async def keep_published(
+async def record_published_save(
     services: Services,
     sampler: Sampler | None,
-    saved: asyncio.Future[SaveWeightsForSamplerResponse],
+    save: asyncio.Future[SaveWeightsForSamplerResponse],
 ) -> bool:
     """Record where a published sampler's weights were saved, or delete them if it was closed.
     Return False if the weights are not on disk.
     """
     try:
-        path = (await saved).path
+        path = (await save).path
         info = await services.engine.checkpoint_info(path)
         crash_point("sampler saved before recording")
         if sampler is None or services.samplers.get(sampler.id) is not sampler:
             await services.engine.delete_checkpoint(path)
         else:
-            await services.samplers.saved(sampler, path, info.checkpoint.size_bytes or 0)
+            await services.samplers.record_save(sampler, path, info.checkpoint.size_bytes or 0)
     except Exception as error:
         if not isinstance(error, EngineClosedError):
             sampler_id = "that was closed" if sampler is None else sampler.id
@@ -203,5 +203,5 @@ async def keep_published(
 async def encode_result(operation: Operation[Any], result: Any) -> Done:
     """Encode a result for the journal and the client. Large ones are encoded in a thread."""
     if isinstance(operation, ForwardBackward):
-        return await asyncio.to_thread(result_of, operation, result)
-    return result_of(operation, result)
+        return await asyncio.to_thread(done_from_result, operation, result)
+    return done_from_result(operation, result)

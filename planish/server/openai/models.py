@@ -159,7 +159,7 @@ class OpenAIModels:
         body has repeatedly crashed the server.
         """
         guard, body = self.server.crash_guard, request.state.body
-        turn = await self._tokenizing_queue.turn(tenant.name, len(body), len(body))
+        turn = await self._tokenizing_queue.acquire_slots(tenant.name, len(body), len(body))
         try:
             if guard.is_calm:
                 return await asyncio.to_thread(work)
@@ -213,16 +213,16 @@ class OpenAIModels:
         """Sample from the sampler `sampler_id`, which replaces `operation.sampler_id`. Cancelling
         the call cancels the request.
         """
-        self.server.limits.enter(tenant.name, 0)
+        self.server.limits.add_request(tenant.name, 0)
         self._running_requests[sampler_id] += 1
         try:
-            self.server.limits.use(tenant.name, operation.prompt.length)
+            self.server.limits.use_tokens(tenant.name, operation.prompt.length)
             self.server.engine.check_open()
             return await self.server.samplers.sample(
                 tenant, replace(operation, sampler_id=sampler_id)
             )
         finally:
-            self.server.limits.leave(tenant.name, 0)
+            self.server.limits.remove_request(tenant.name, 0)
             self._running_requests[sampler_id] -= 1
             if not self._running_requests[sampler_id]:
                 del self._running_requests[sampler_id]
