@@ -113,7 +113,7 @@ class ForwardBackward(Operation[ForwardBackwardOutput]):
         _check_and_copy_loss(self)
 
     @cached_property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """The number of input tokens of all datums."""
         return sum(datum.model_input.length for datum in self.data)
 

@@ -99,5 +99,16 @@ def _plan(name: str, directory: Path, memory: DeviceMemory, scheme: str | None) 
         f"({plan.trainer.micro_batch_tokens:,} tokens); at most {plan.sampler.max_batch} samples at "
         "once"
     )
-    value = {"model": name, "quantize": scheme, "total": plan.total_bytes}
-    return Finding("plan", text, value | asdict(plan))
+    value = {
+        "model": name,
+        "quantize": scheme,
+        "total": plan.total_bytes,
+        "weights": plan.weight_bytes,
+        "adapters": plan.adapter_bytes,
+        "sampler": asdict(plan.sampler),
+        "keys_values": plan.cache_bytes,
+        "sampling": plan.sampling_bytes,
+        "trainer": asdict(plan.trainer),
+        "training": plan.training_bytes,
+    }
+    return Finding("plan", text, value)

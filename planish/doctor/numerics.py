@@ -20,8 +20,12 @@ def numerics(prepared: PreparationResult | None) -> Iterator[Finding]:
         reason = "the check did not finish in time" if prepared is None else missing
         yield Finding("batch_invariant", f"not known: {reason}", {})
         return
-    replaced = f"; torch for {', '.join(found.replaced)}" if found.replaced else ""
-    yield Finding("kernels", f"{found.kernels}{replaced}", {"replaced": list(found.replaced)})
+    replaced = (
+        f"; torch for {', '.join(found.replaced_families)}" if found.replaced_families else ""
+    )
+    yield Finding(
+        "kernels", f"{found.kernels}{replaced}", {"replaced": list(found.replaced_families)}
+    )
     if found.is_batch_invariant:
         text = "yes: a sample with a seed does not depend on what else runs"
     else:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from planish.engine.base_models import checked_backend
-from planish.engine.numerics import Numerics, describe
+from planish.engine.numerics import Numerics, describe_numerics
 from planish.engine.settings import EngineSettings
 from planish.model.config import ModelConfig
 from planish.model.kernels.cpp import ops
@@ -44,7 +44,8 @@ class PreparationResult:
         except (ValueError, LookupError, TypeError):
             return cls()
         if found is not None:
-            found = Numerics(**{**found, "replaced": tuple(found["replaced"])})
+            families = tuple(found["replaced_families"])
+            found = Numerics(**{**found, "replaced_families": families})
         return cls(verdicts, found)
 
 
@@ -93,7 +94,7 @@ def prepare(device_name: str, directory: Path | None) -> PreparationResult:
         return PreparationResult()
     config, settings = ModelConfig.from_directory(directory), EngineSettings(device=device_name)
     backend, verdicts = checked_backend(directory, config, settings)
-    return PreparationResult(verdicts, describe(backend))
+    return PreparationResult(verdicts, describe_numerics(backend))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from planish.engine.memory import DeviceMemory, ModelMemory, gib
-from planish.engine.numerics import Numerics, describe
+from planish.engine.numerics import Numerics, describe_numerics
 from planish.engine.sampling.grammars import GrammarCache
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.settings import (
@@ -97,7 +97,7 @@ class BaseModel:
         """Return a description of the numerics: kernels, batch invariance, and how closely sampler
         and trainer agree.
         """
-        return describe(self.backend, self.quantize)
+        return describe_numerics(self.backend, self.quantize)
 
     def check_rank(self, rank: int) -> None:
         """Raise UserError if `deterministic=True` is impossible for adapters of this rank."""

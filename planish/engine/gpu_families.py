@@ -108,7 +108,7 @@ class Sizes:
     The defaults are for a GPU. Tests use smaller sizes, because they interpret kernels on a CPU.
     """
 
-    rows: int = 37
+    num_rows: int = 37
     """The number of rows for norms, RoPE, SwiGLU, log-sum-exp and sampling.
 
     It is not a multiple of the kernels' tile sizes.
@@ -190,7 +190,7 @@ def compare(what: str, actual: Tensor, reference: Tensor, tolerance: float | Non
 
 def check_norms(case: Case) -> None:
     """Check RMSNorm of hidden states and, if the model has it, of query heads."""
-    config, rows = case.config, case.sizes.rows
+    config, rows = case.config, case.sizes.num_rows
     _check_norm(case, (rows, config.hidden_size), True)
     if config.qk_norm:
         _check_norm(case, (rows, config.num_heads, config.head_dim), False)
@@ -223,7 +223,7 @@ def _check_norm(case: Case, shape: tuple[int, ...], with_residual: bool) -> None
 
 def check_rope(case: Case) -> None:
     """Check RoPE, its inverse, and the fused kernel that also normalizes queries and keys."""
-    config, rows = case.config, case.sizes.rows
+    config, rows = case.config, case.sizes.num_rows
     kernels, head_dim = _elementwise_kernels(), config.head_dim
     heads = (config.num_heads, config.num_kv_heads)
     angles = case.random(rows, 1, head_dim // 2, dtype=torch.float32, scale=2.0)
@@ -256,8 +256,8 @@ def check_rope(case: Case) -> None:
 def check_swiglu(case: Case) -> None:
     """Check SwiGLU and its gradient."""
     kernels, intermediate_size = _elementwise_kernels(), case.config.intermediate_size
-    gate_up = case.random(case.sizes.rows, 2 * intermediate_size, scale=3.0)
-    grad = case.random(case.sizes.rows, intermediate_size)
+    gate_up = case.random(case.sizes.num_rows, 2 * intermediate_size, scale=3.0)
+    grad = case.random(case.sizes.num_rows, intermediate_size)
     wide = gate_up.double()
     compare("SwiGLU", kernels.swiglu(gate_up), case.reference.swiglu(wide))
     expected_grad = case.reference.swiglu_backward(grad.double(), wide)
@@ -267,7 +267,7 @@ def check_swiglu(case: Case) -> None:
 def check_log_sum_exp(case: Case) -> None:
     """Check the log-sum-exp of logits, the weights exp(logit - max), and the gradient."""
     kernels, vocab_size = _elementwise_kernels(), case.config.vocab_size
-    rows = max(2, case.sizes.rows // 4)
+    rows = max(2, case.sizes.num_rows // 4)
     logits = case.random(rows, vocab_size, dtype=torch.float32, scale=4.0)
     # A kernel with a wrong bound misses the last logit of row 0, or reads the first one of row 1.
     logits[0, -1], logits[1, 0] = 40.0, 40.0
@@ -308,7 +308,7 @@ def _check_sampling(case: Case, vocab_size: int) -> None:
 
     The weights are powers of two. Their sums are exact, so exactly one token is correct.
     """
-    rows = max(4, case.sizes.rows)
+    rows = max(4, case.sizes.num_rows)
     weights = torch.exp2(-case.choices(12, rows, vocab_size).float()).to(case.device)
     weights[:, -1] = 0.0
     weights[0] = 0.0
@@ -535,7 +535,7 @@ def check_quantized(case: Case) -> None:
     for scheme, weights in _quantized_weights(case, dense_weights).items():
         dense = dequantized(weights, case.dtype)
         linear = kernels.QuantizedCodes(weights, case.dtype)
-        for rows in (1, 5, case.sizes.rows):
+        for rows in (1, 5, case.sizes.num_rows):
             x = case.random(rows, in_features)
             for added_bias in (None, bias):
                 expected = x.double() @ dense.double().t() + (

@@ -15,14 +15,14 @@ from planish.model.kernels.backend import Backend
 
 @dataclass(frozen=True)
 class Numerics:
-    """The numerics of one base model on one device, as `describe` found them."""
+    """The numerics of one base model on one device, as `describe_numerics` found them."""
 
     device: str
     dtype: str
     """The dtype of the matmuls: "bfloat16" or "float32"."""
     kernels: str
     """The kernels in use, such as "C++ kernels (AVX512_BF16)" or "torch"."""
-    replaced: tuple[str, ...]
+    replaced_families: tuple[str, ...]
     """The kernel families that torch replaces here (see FAMILIES in cpp/self_test.py and
     triton/families.py).
     """
@@ -44,7 +44,9 @@ class Numerics:
     @property
     def summary(self) -> str:
         """The numerics in one line, for logs."""
-        replaced = f", torch for {', '.join(self.replaced)}" if self.replaced else ""
+        replaced = (
+            f", torch for {', '.join(self.replaced_families)}" if self.replaced_families else ""
+        )
         weights = f" with {self.quantize} weights" if self.quantize else ""
         invariant = (
             "batch-invariant"
@@ -59,7 +61,7 @@ class Numerics:
         )
 
 
-def describe(backend: Backend, quantize: str | None = None) -> Numerics:
+def describe_numerics(backend: Backend, quantize: str | None = None) -> Numerics:
     """Return the numerics of the backend's model. `quantize`: the scheme of its weights."""
     replaced, tiling = backend.replaced_families, backend.tiling
     # The trainer never computes in fixed tiles. So if the sampler does, their matmuls may sum in
@@ -75,7 +77,7 @@ def describe(backend: Backend, quantize: str | None = None) -> Numerics:
         device=str(backend.device),
         dtype=str(backend.dtype).removeprefix("torch."),
         kernels=backend.name,
-        replaced=tuple(sorted(replaced)),
+        replaced_families=tuple(sorted(replaced)),
         is_batch_invariant=tiling is not None or backend.is_compiled,
         expected_kl=expected,
         alarm_kl=alarm,

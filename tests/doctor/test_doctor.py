@@ -424,6 +424,8 @@ def test_the_memory_plan_has_the_quantization_scheme(here, capsys):
     assert quantized.value["quantize"] == "int8"
     assert "int8 weights" in quantized.text
     assert quantized.value["weights"] < plain.value["weights"]
+    budgets = {"total", "weights", "adapters", "keys_values", "sampling", "training"}
+    assert budgets < plain.value.keys()
     # A tiny model has linears with 96 inputs.
     rejected = plan("nf4")
     assert "not a multiple of 64" in rejected.text

@@ -57,7 +57,7 @@ def directory(tmp_path_factory) -> Path:
 
 
 def small(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Case:
-    sizes = Sizes(rows=9, prompt_lengths=(1300, 3), samples_per_prompt=(3, 1), max_sampled_tokens=100, segment_lengths=(40, 20, 9),
+    sizes = Sizes(num_rows=9, prompt_lengths=(1300, 3), samples_per_prompt=(3, 1), max_sampled_tokens=100, segment_lengths=(40, 20, 9),
                   lora_rows=(37, 530))  # fmt: skip
     return case_of(directory, dtype, DEVICE, sizes)
 

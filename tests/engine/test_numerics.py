@@ -8,7 +8,7 @@ import torch
 from test_sampler_equals_trainer import gap
 
 from planish.engine.engine import Engine
-from planish.engine.numerics import Numerics, describe
+from planish.engine.numerics import Numerics, describe_numerics
 from planish.engine.settings import EngineSettings
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
@@ -41,7 +41,7 @@ def library() -> ops.Library:
 def described(backend: Backend, tiling: RowTiling | None) -> Numerics:
     assert isinstance(backend, TorchBackend)
     backend.make_batch_invariant(tiling)
-    return describe(backend)
+    return describe_numerics(backend)
 
 
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
@@ -49,7 +49,7 @@ def described(backend: Backend, tiling: RowTiling | None) -> Numerics:
 def test_planish_kernels_are_reported_as_exact(library, config, dtype, deterministic):
     found = described(choose_backend(config, dtype, CPU, False), deterministic)
     assert found.kernels.startswith("C++ kernels (")
-    assert (found.replaced, found.is_batch_invariant) == ((), True)
+    assert (found.replaced_families, found.is_batch_invariant) == ((), True)
     assert (found.expected_kl, found.alarm_kl) == (0, 1e-6)
     assert "kl_sample_train_v2 is 0" in found.summary
 
@@ -78,8 +78,8 @@ def test_numerics_without_kernels_and_with_fixed_tiles(config):
 
 
 def test_a_gpu_reports_the_families_that_passed_the_check(config):
-    assert describe(choose_backend(config, HALF, GPU, None)).kernels == "torch"
-    found = describe(choose_backend(config, HALF, GPU, None, {*FAMILIES} - {"lora"}))
+    assert describe_numerics(choose_backend(config, HALF, GPU, None)).kernels == "torch"
+    found = describe_numerics(choose_backend(config, HALF, GPU, None, {*FAMILIES} - {"lora"}))
     assert found.summary.startswith("bfloat16 on cuda:0, Triton kernels, torch for lora; not")
     assert found.alarm_kl == 1e-2
 

@@ -81,7 +81,7 @@ def finish(sampler: Sampler) -> None:
     assert not sampler.busy
     assert not sampler._recurrent_states
     assert not sampler._chunk_states
-    assert sampler._scheduler._reserved_positions == 0
+    assert sampler._scheduler._num_reserved_positions == 0
 
 
 def answer(sampler: Sampler, op: Sample, weights: LoraWeights | None = None) -> SampleResponse:

@@ -52,7 +52,7 @@ class Run:
 
     def ask(self, asked: Request) -> None:
         assert (
-            self.scheduler.positions_needed(len(asked.tokens), asked.max_tokens)
+            self.scheduler.num_needed_positions(len(asked.tokens), asked.max_tokens)
             <= self.scheduler.max_positions
         )
         self._left[asked] = asked.num_samples or 1
@@ -75,7 +75,7 @@ class Run:
             prompt.num_computed_tokens = (
                 len(self.cache.find(prompt.cache_namespace, prompt.tokens)) * CHUNK
             )
-        assert scheduler._reserved_positions <= scheduler.max_positions
+        assert scheduler._num_reserved_positions <= scheduler.max_positions
         assert len(scheduler.running) <= scheduler.max_batch
         for prompt, count in scheduler.prefill_batch():
             prompt.num_computed_tokens += count
@@ -107,7 +107,7 @@ class Run:
             self.step()
         assert not self._left, f"{len(self._left)} requests wait for ever"
         assert not self.scheduler.busy
-        assert self.scheduler._reserved_positions == 0
+        assert self.scheduler._num_reserved_positions == 0
 
     def _count(self, asked: Request) -> None:
         self._left[asked] -= 1
@@ -188,7 +188,7 @@ def test_samples_reserve_multiples_of_span():
     scheduler = Scheduler(
         max_batch=64, max_positions=256 + 10 * 320 + 319, max_prefill_tokens_per_step=512
     )
-    assert scheduler.positions_needed(201, 256) == 256 + 320
+    assert scheduler.num_needed_positions(201, 256) == 256 + 320
     scheduler.waiting.append(request(0, COMMON[:201], n=20, max_tokens=256))
     scheduler.admit(PrefixCache(CHUNK, 100))
     assert len(scheduler.running) == 10

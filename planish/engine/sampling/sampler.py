@@ -266,7 +266,7 @@ class Sampler:
         """
         check_sample(op, self._decoder.config)
         prompt_length, max_tokens = op.prompt.length, max_tokens_of(op, self._decoder.config)
-        positions = self._scheduler.positions_needed(prompt_length, max_tokens)
+        positions = self._scheduler.num_needed_positions(prompt_length, max_tokens)
         if positions > self._scheduler.max_positions:
             raise UserError(
                 f"a prompt of {prompt_length} tokens with max_tokens={max_tokens} needs "

@@ -220,43 +220,43 @@ class Scheduler:
         max_positions: int,
         max_prefill_tokens_per_step: int,
         chunk_size: int = CHUNK,
-        state_positions: int = 0,
+        num_state_positions: int = 0,
     ) -> None:
         """Create a scheduler without requests.
 
         `max_batch` limits the running samples, `max_positions` the reserved KV cache positions, and
         `max_prefill_tokens_per_step` the prompt tokens of one step. `chunk_size`: the positions of
-        one prefix cache entry. `state_positions`: the number of KV cache positions that take as
+        one prefix cache entry. `num_state_positions`: the number of KV cache positions that take as
         much memory as one recurrent state. Each prompt and each sample reserves this many
         additional positions.
         """
-        self.chunk_size, self.state_positions = chunk_size, state_positions
+        self.chunk_size, self.num_state_positions = chunk_size, num_state_positions
         self.max_batch = max_batch
         self.max_positions = max_positions
         self.max_prefill_tokens_per_step = max_prefill_tokens_per_step
         self.waiting: list[Request] = []
         self.prompts: list[Prompt] = []
         self.running: list[RunningSample] = []
-        self._reserved_positions = 0
+        self._num_reserved_positions = 0
 
     @property
     def busy(self) -> bool:
         """Whether any request is waiting or running."""
         return bool(self.waiting or self.prompts or self.running)
 
-    def positions_needed(self, prompt_length: int, max_tokens: int) -> int:
+    def num_needed_positions(self, prompt_length: int, max_tokens: int) -> int:
         """Return the KV cache positions that a request with one sample reserves."""
-        return self._prompt_positions(prompt_length) + (
-            self._sample_positions(prompt_length, max_tokens) if max_tokens else 0
+        return self._num_prompt_positions(prompt_length) + (
+            self._num_sample_positions(prompt_length, max_tokens) if max_tokens else 0
         )
 
-    def _prompt_positions(self, prompt_length: int) -> int:
+    def _num_prompt_positions(self, prompt_length: int) -> int:
         """Return the positions that a prompt reserves for its keys, values and state."""
-        return capacity_for(prompt_length) + self.state_positions
+        return capacity_for(prompt_length) + self.num_state_positions
 
-    def _sample_positions(self, prompt_length: int, max_tokens: int) -> int:
+    def _num_sample_positions(self, prompt_length: int, max_tokens: int) -> int:
         """Return the positions that a sample reserves for its keys, values and state."""
-        return sample_capacity(prompt_length, max_tokens) + self.state_positions
+        return sample_capacity(prompt_length, max_tokens) + self.num_state_positions
 
     def admit(self, cache: PrefixCache[Any]) -> list[Prompt]:
         """Start the requests that fit, in order, and return the prompts that became active.
@@ -313,7 +313,7 @@ class Scheduler:
     def finish(self, sample: RunningSample) -> None:
         """Remove a sample from the batch and end its reservation."""
         self.running.remove(sample)
-        self._reserved_positions -= self._sample_positions(
+        self._num_reserved_positions -= self._num_sample_positions(
             sample.prompt.length, sample.request.max_tokens
         )
         sample.prompt.num_pending_samples -= 1
@@ -321,7 +321,7 @@ class Scheduler:
     def release(self, prompt: Prompt) -> None:
         """Remove a prompt that no sample or response needs and end its reservation."""
         self.prompts.remove(prompt)
-        self._reserved_positions -= self._prompt_positions(prompt.length)
+        self._num_reserved_positions -= self._num_prompt_positions(prompt.length)
 
     def withdraw(self, request: Request) -> list[RunningSample]:
         """Withdraw a request that was cancelled or failed, and return its running samples.
@@ -345,8 +345,8 @@ class Scheduler:
         prompt = next((p for p in self.prompts if self._can_share(p, request)), None)
         if prompt is None:
             if (
-                self._reserved_positions
-                + self.positions_needed(len(request.tokens), request.max_tokens)
+                self._num_reserved_positions
+                + self.num_needed_positions(len(request.tokens), request.max_tokens)
                 > self.max_positions
             ):
                 return False
@@ -358,7 +358,7 @@ class Scheduler:
                 request.weights,
                 request if request.prompt_scores else None,
             )
-            self._reserved_positions += self._prompt_positions(prompt.length)
+            self._num_reserved_positions += self._num_prompt_positions(prompt.length)
             self.prompts.append(prompt)
             new_prompts.append(prompt)
         prompt.num_pending_samples += request.num_samples or 1
@@ -371,10 +371,10 @@ class Scheduler:
         while (
             request.num_started_samples < request.num_samples and len(self.running) < self.max_batch
         ):
-            positions = self._sample_positions(request.prompt.length, request.max_tokens)
-            if self._reserved_positions + positions > self.max_positions:
+            positions = self._num_sample_positions(request.prompt.length, request.max_tokens)
+            if self._num_reserved_positions + positions > self.max_positions:
                 return
-            self._reserved_positions += positions
+            self._num_reserved_positions += positions
             index, prompt = request.num_started_samples, request.prompt
             stream = UniformStream(request.seed, index)
             grammar = request.new_grammar() if request.new_grammar is not None else None

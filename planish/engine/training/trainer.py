@@ -90,10 +90,10 @@ class TrainerSettings:
         # have the dtype of the matmuls: the outputs of both norms, q and k after RoPE, v, the
         # attention output, the MLP's gate, up and SwiGLU outputs, and the LoRA hidden states.
         float32_bytes = 4 * (2 * config.hidden_size + config.num_heads)
-        model_dtype_values = 2 * config.hidden_size + 2 * query_size + 2 * kv_size
+        num_model_dtype_values = 2 * config.hidden_size + 2 * query_size + 2 * kv_size
         if config.qk_norm:
-            model_dtype_values += query_size + kv_size
-        attention_bytes = float32_bytes + itemsize * model_dtype_values
+            num_model_dtype_values += query_size + kv_size
+        attention_bytes = float32_bytes + itemsize * num_model_dtype_values
         layers = range(config.num_layers)
         layer_bytes = attention_bytes + max(
             self._mlp_bytes(backend, rank, layer) for layer in layers
@@ -128,18 +128,19 @@ class TrainerSettings:
             return itemsize * (3 * config.intermediate_size + sum(lora_columns))
         # Each pair of a token and an expert stores gate, up and two LoRA hidden states. The router
         # stores its float32 input, its logits and its probabilities.
-        values_per_pair = 2 * config.expert_size + sum(lora_columns[2:4])
+        num_values_per_pair = 2 * config.expert_size + sum(lora_columns[2:4])
         router_bytes = 4 * (config.hidden_size + 3 * config.num_experts)
-        shared_expert_values = 0
+        num_shared_expert_values = 0
         if config.has_shared_expert:
             # The shared expert is a dense MLP. Its output is stored too, because the gate
             # multiplies that output.
-            shared_expert_values = (
+            num_shared_expert_values = (
                 3 * config.intermediate_size + config.hidden_size + sum(lora_columns[4:])
             )
-        expert_values = config.experts_per_token * values_per_pair
+        num_expert_values = config.experts_per_token * num_values_per_pair
         return (
-            itemsize * (sum(lora_columns[:2]) + expert_values + shared_expert_values) + router_bytes
+            itemsize * (sum(lora_columns[:2]) + num_expert_values + num_shared_expert_values)
+            + router_bytes
         )
 
     def reserved_bytes(self, backend: Backend) -> int:
@@ -203,7 +204,7 @@ class Trainer:
 
         Some backends run the sampler's matmuls in tiles of a fixed number of rows. The trainer does
         not use tiles, because they are too slow for its many rows. So its logprobs differ more from
-        the sampler's (see `describe` in engine/numerics.py).
+        the sampler's (see `describe_numerics` in engine/numerics.py).
         """
         self._decoder = decoder
         self.settings = settings

@@ -125,7 +125,7 @@ def input_token_count(operation: Operation[Any]) -> int:
     """
     match operation:
         case ForwardBackward():
-            return operation.tokens
+            return operation.num_tokens
         case Sample():
             return operation.prompt.length
     return 0
