@@ -698,5 +698,7 @@ def _tokenizer_settings(source: GGUFFile) -> dict[str, Any]:
     return {
         "chat_template": source.metadata.get("tokenizer.chat_template"),
         "max_length": source.field("context_length"),
-        "tokens": {role: tokens[token] for role, token in token_ids.items() if token is not None},
+        "special_tokens": {
+            role: tokens[token] for role, token in token_ids.items() if token is not None
+        },
     }
