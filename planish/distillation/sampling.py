@@ -138,7 +138,7 @@ async def sample_conversations(
     with closing(RowFile(sampled_file.path)) as file, StepDisplay(len(chunks)) as display:
         for start in chunks:
             chunk = range(start, min(start + PROMPTS_AT_ONCE, len(prompts)))
-            with display.begin(
+            with display.open_stage(
                 f"the teacher answers prompts {start} to {chunk[-1]}", len(chunk)
             ) as stage:
                 sampled_file.add(await answers_to(sampler, prompts, chunk, stage), file)

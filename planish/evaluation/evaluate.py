@@ -158,7 +158,7 @@ class _Progress:
     stage: Stage | None = None
 
     def begin(self, num_questions: int) -> None:
-        self.stage = self.display.begin("answering", num_questions) if self.display else None
+        self.stage = self.display.open_stage("answering", num_questions) if self.display else None
 
     def save(self, question_answers: Answers) -> None:
         self.answers[question_answers[0].question] = question_answers
@@ -166,7 +166,7 @@ class _Progress:
             self.directory.append(question_answers)
         if self.stage and self.display:
             self.stage.advance()
-            self.stage.sampled(
+            self.stage.add_sampled_tokens(
                 sum(len(getattr(answer, "tokens", ())) for answer in question_answers)
             )
             self.display.step_done()

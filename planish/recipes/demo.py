@@ -146,7 +146,7 @@ class Demo:
         with spans.measure("sampling"):
             seeds_P = [derived_seed(self.config.seed, step, row) for row in range(len(sums_P))]
             groups_P = self.sample(sums_P, seeds_P, self.config.group_size)
-        self.display.stage("training")
+        self.display.next_stage("training")
         with spans.measure("training"):
             rate = learning_rate(self.config, step)
             adam = AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8)
@@ -174,7 +174,7 @@ class Demo:
     ) -> list[AnswerGroup]:
         """Return `group_size` graded answers of the current weights to each sum."""
         sampling_client = self.training_client.save_weights_and_get_sampling_client()
-        self.display.stage("testing" if is_test else "sampling", len(sums_P))
+        self.display.next_stage("testing" if is_test else "sampling", len(sums_P))
         # An answer is one line. Text after that line would only add noise to the gradient.
         temperature = 0.0 if is_test else 1.0
         params = SamplingParams(max_tokens=8, temperature=temperature, stop=["\n"])

@@ -182,7 +182,7 @@ class StepRunner:
         with spans.measure("sampling"):
             seeds_P = [derived_seed(config.seed, step, index) for index in range(len(problems_P))]
             groups_P = self.sample(sampling_client, problems_P, seeds_P, config.group_size)
-        self.display.stage("training")
+        self.display.next_stage("training")
         with spans.measure("training"):
             # With a temperature other than 1, the loss has to scale the logits by the same
             # temperature, or training is off-policy.
@@ -224,7 +224,7 @@ class StepRunner:
         is_test: bool = False,
     ) -> list[AnswerGroup]:
         """Return `group_size` graded answers to each problem."""
-        self.display.stage("testing" if is_test else "sampling", len(problems_P))
+        self.display.next_stage("testing" if is_test else "sampling", len(problems_P))
         build = self.renderer.build_generation_prompt
         params = SamplingParams(
             max_tokens=self.config.max_tokens,

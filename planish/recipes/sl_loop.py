@@ -141,7 +141,7 @@ def train(config: Config, service_client: ServiceClient) -> Path:
                 order = epoch_order(len(conversations), config.seed, epoch)
                 chosen = order[index * config.batch_size : (index + 1) * config.batch_size]
                 batch = [conversations[i] for i in chosen]
-                display.stage("training")
+                display.next_stage("training")
                 learning_rate = config.learning_rate * (1 - step / steps)
                 metrics = train_step(
                     training_client, batch, renderer, config.max_length, learning_rate

@@ -106,12 +106,12 @@ def start_training(
     _check_switches(service_client, path, load_checkpoint_path, lora_switches or {})
     client = service_client.create_training_client_from_state(path, **metadata)
     info = client.get_info()
-    found = (info.model_data.model_name, info.lora_rank)
-    if found != (model_name, lora_rank):
+    adapter = (info.model_data.model_name, info.lora_rank)
+    if adapter != (model_name, lora_rank):
         raise UserError(
-            f"load_checkpoint_path={load_checkpoint_path} has an adapter of rank {found[1]} on "
-            f"{found[0]}, but the options are lora_rank={lora_rank} and model_name={model_name}; "
-            f"give lora_rank={found[1]} and model_name={found[0]}"
+            f"load_checkpoint_path={load_checkpoint_path} has an adapter of rank {adapter[1]} on "
+            f"{adapter[0]}, but the options are lora_rank={lora_rank} and model_name={model_name}; "
+            f"give lora_rank={adapter[1]} and model_name={adapter[0]}"
         )
     return RunStart(client, None, data_size)
 
@@ -123,12 +123,12 @@ def _check_switches(
     if not lora_switches:
         return
     info = service_client.create_rest_client().get_weights_info_by_tinker_path(path).result()
-    for name, asked in lora_switches.items():
-        if getattr(info, name) != asked:
+    for name, expected in lora_switches.items():
+        if getattr(info, name) != expected:
             raise UserError(
                 f"load_checkpoint_path={given_as} has an adapter with "
-                f"{name}={getattr(info, name)}, but the options have {name}={asked}; leave {name} "
-                "out"
+                f"{name}={getattr(info, name)}, but the options have {name}={expected}; leave "
+                f"{name} out"
             )
 
 
@@ -203,14 +203,14 @@ class RunCheckpoints:
 
     def __post_init__(self) -> None:
         record = self.start.record
-        self.saved = self.start.batch
+        self.last_saved_batch = self.start.batch
         """The number of batches that the newest state was trained on."""
         self._rolling: str | None = None
         """The path of the current rolling state."""
         if record is not None and record.extra.get("rolling"):
             self._rolling = record.state_path
 
-    def due(
+    def due_save(
         self, done: int, *, save_every: int, rolling_save_every: int
     ) -> Callable[[int, Mapping[str, Any]], CheckpointRecord] | None:
         """Return the method that saves the checkpoint due after `done` batches, or None. The two
@@ -235,8 +235,8 @@ class RunCheckpoints:
     def save_rolling(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
         """Save a short-lived state, from which the run resumes at `batch`."""
         name = f"rolling-{batch:06d}"
-        marked = {"rolling": True, **(extra or {})}
-        record = self._save(name, batch, self.rolling_ttl_seconds, marked, with_sampler=False)
+        extra_fields = {"rolling": True, **(extra or {})}
+        record = self._save(name, batch, self.rolling_ttl_seconds, extra_fields, with_sampler=False)
         self._rolling = record.state_path
         return record
 
@@ -268,7 +268,7 @@ class RunCheckpoints:
             extra={DATA_SIZE: self.start.data_size, **(extra or {})},
         )
         self.run.log_checkpoint(record)
-        self.saved = batch
+        self.last_saved_batch = batch
         self._delete_rolling()
         return record
 
@@ -294,10 +294,10 @@ def save_when_stopped(checkpoints: RunCheckpoints, display: StepDisplay) -> Iter
         try:
             yield stop
         except Interrupted:
-            if display.done > checkpoints.saved:
-                checkpoints.save_state_only(display.done)
+            if display.num_done > checkpoints.last_saved_batch:
+                checkpoints.save_state_only(display.num_done)
             display.say(
-                f"stopped after {display.done} of {display.steps} steps; the same command resumes "
-                "there"
+                f"stopped after {display.num_done} of {display.num_steps} steps; the same command "
+                "resumes there"
             )
             raise stop.exit_exception from None

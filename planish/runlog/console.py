@@ -25,8 +25,8 @@ from planish.processes.background import BackgroundThread
 
 
 class Stage:
-    """One part of the work with a progress bar, such as sampling. `StepDisplay.begin` opens a
-    stage, and the end of its `with` block closes it.
+    """One part of the work with a progress bar, such as sampling. `StepDisplay.open_stage` opens
+    a stage, and the end of its `with` block closes it.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class Stage:
     ) -> None:
         self.name = name
         self.total = total
-        self.done = 0
-        self.tokens = 0
+        self.num_done = 0
+        self.num_tokens = 0
         self._clock = clock
-        self._began = clock()
+        self._start_time = clock()
         self._progress = progress
-        self._task: TaskID = progress.add_task(name, total=total, detail=self._count())
+        self._task: TaskID = progress.add_task(name, total=total, detail=self._count_text())
         self._lock = threading.Lock()
         self.is_open = True
 
@@ -49,13 +49,13 @@ class Stage:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def advance(self, parts: int = 1) -> None:
-        """Count `parts` more parts of the stage as done."""
-        self._update(parts=parts)
+    def advance(self, count: int = 1) -> None:
+        """Count `count` more parts of the stage as done."""
+        self._update(count=count)
 
-    def sampled(self, tokens: int) -> None:
-        """Count `tokens` more sampled tokens. They are shown as a rate in tokens per second."""
-        self._update(tokens=tokens)
+    def add_sampled_tokens(self, num_tokens: int) -> None:
+        """Count `num_tokens` more sampled tokens. They are shown as a rate in tokens per second."""
+        self._update(num_tokens=num_tokens)
 
     def close(self) -> None:
         """Remove the stage from the display. Idempotent."""
@@ -66,24 +66,26 @@ class Stage:
 
     def status(self) -> str:
         """Return the stage as text, such as "sampling 83/128, 412 tokens/s, 31 s"."""
-        seconds = self._clock() - self._began
-        named = f"{self.name} {self._count()}".rstrip()
-        return ", ".join([named, *self._rate(), f"{seconds:.0f} s"])
+        seconds = self._clock() - self._start_time
+        label = f"{self.name} {self._count_text()}".rstrip()
+        return ", ".join([label, *self._rate_texts(), f"{seconds:.0f} s"])
 
-    def _update(self, parts: int = 0, tokens: int = 0) -> None:
+    def _update(self, count: int = 0, num_tokens: int = 0) -> None:
         with self._lock:
             if self.is_open:
-                self.done += parts
-                self.tokens += tokens
-                detail = " ".join([self._count(), *self._rate()])
-                self._progress.update(self._task, completed=self.done, detail=detail)
+                self.num_done += count
+                self.num_tokens += num_tokens
+                detail = " ".join([self._count_text(), *self._rate_texts()])
+                self._progress.update(self._task, completed=self.num_done, detail=detail)
 
-    def _count(self) -> str:
-        return "" if self.total is None else f"{self.done}/{self.total}"
+    def _count_text(self) -> str:
+        return "" if self.total is None else f"{self.num_done}/{self.total}"
 
-    def _rate(self) -> list[str]:
-        seconds = self._clock() - self._began
-        return [f"{self.tokens / seconds:.0f} tokens/s"] if self.tokens and seconds > 0 else []
+    def _rate_texts(self) -> list[str]:
+        seconds = self._clock() - self._start_time
+        return (
+            [f"{self.num_tokens / seconds:.0f} tokens/s"] if self.num_tokens and seconds > 0 else []
+        )
 
 
 class StepDisplay:
@@ -91,8 +93,8 @@ class StepDisplay:
 
     def __init__(
         self,
-        steps: int,
-        done: int = 0,
+        num_steps: int,
+        num_done: int = 0,
         console: Console | None = None,
         *,
         unit: str = "steps",
@@ -103,9 +105,9 @@ class StepDisplay:
         without a line.
         """
         self.console = console or Console(highlight=False)
-        self.steps = steps
+        self.num_steps = num_steps
         self._unit = unit
-        self.done = done
+        self.num_done = num_done
         self._interval = interval
         self._clock = clock
         self._progress = Progress(
@@ -119,12 +121,12 @@ class StepDisplay:
             # A step may take minutes, and the remaining time is estimated from several steps.
             speed_estimate_period=3600.0,
         )
-        self._run = self._progress.add_task(
-            unit, total=steps, completed=done, detail=f"{done}/{steps}"
+        self._run_task = self._progress.add_task(
+            unit, total=num_steps, completed=num_done, detail=f"{num_done}/{num_steps}"
         )
-        self._open: list[Stage] = []
-        self._current: Stage | None = None
-        self._last_line = clock()
+        self._open_stages: list[Stage] = []
+        self._current_stage: Stage | None = None
+        self._last_line_time = clock()
         self._ended = threading.Event()
         self._reporter: BackgroundThread | None = None
 
@@ -144,75 +146,81 @@ class StepDisplay:
         else:
             self._reporter.join()
 
-    def begin(self, name: str, total: int | None = None) -> Stage:
+    def open_stage(self, name: str, total: int | None = None) -> Stage:
         """Open a stage. `total` is the number of its parts; None if they cannot be counted."""
-        self._open = [stage for stage in self._open if stage.is_open]
+        self._open_stages = [stage for stage in self._open_stages if stage.is_open]
         stage = Stage(self._progress, name, total, self._clock)
-        self._open.append(stage)
+        self._open_stages.append(stage)
         return stage
 
-    def sampling(self, step: int, trajectories: int) -> Stage:
+    def sampling(self, step: int, num_trajectories: int) -> Stage:
         """Open the stage of a step's rollouts. Each part is a trajectory."""
-        return self.begin(f"sampling, step {step}", trajectories)
+        return self.open_stage(f"sampling, step {step}", num_trajectories)
 
-    def training(self, step: int, minibatches: int | None = None) -> Stage:
+    def training(self, step: int, num_minibatches: int | None = None) -> Stage:
         """Open the stage of a step's gradients and updates. Each part is a minibatch."""
-        return self.begin(f"training, step {step}", minibatches)
+        return self.open_stage(f"training, step {step}", num_minibatches)
 
-    def evaluation(self, name: str, trajectories: int | None = None) -> Stage:
+    def evaluation(self, name: str, num_trajectories: int | None = None) -> Stage:
         """Open the stage of the evaluator `name`. Each part is a trajectory; None if they cannot be
         counted.
         """
-        return self.begin(f"evaluating {name}", trajectories)
+        return self.open_stage(f"evaluating {name}", num_trajectories)
 
     def saving(self, step: int) -> Stage:
         """Open the stage of the checkpoint after `step` steps."""
-        return self.begin(f"saving, step {step}")
+        return self.open_stage(f"saving, step {step}")
 
-    def stage(self, name: str, total: int | None = None) -> None:
+    def next_stage(self, name: str, total: int | None = None) -> None:
         """Close the current stage and open the next one, in a step whose stages run in sequence."""
         self._end_current()
-        self._current = self.begin(name, total)
+        self._current_stage = self.open_stage(name, total)
 
     def advance(self) -> None:
-        """Count one more part as done, in the stage that `stage` opened."""
-        assert self._current is not None, "advance() without stage()"
-        self._current.advance()
+        """Count one more part as done, in the stage that `next_stage` opened."""
+        assert self._current_stage is not None, "advance() without next_stage()"
+        self._current_stage.advance()
 
     def step_done(self, line: str | None = None) -> None:
         """Count one more step as done, and print `line` if it is given."""
         self._end_current()
-        self.done += 1
-        self._last_line = self._clock()
-        self._progress.update(self._run, completed=self.done, detail=f"{self.done}/{self.steps}")
+        self.num_done += 1
+        self._last_line_time = self._clock()
+        self._progress.update(
+            self._run_task, completed=self.num_done, detail=f"{self.num_done}/{self.num_steps}"
+        )
         if line is not None:
             self.say(line)
 
     def say(self, line: str) -> None:
         """Print a line above the bars."""
-        self._last_line = self._clock()
+        self._last_line_time = self._clock()
         self.console.print(line, soft_wrap=True, markup=False)
 
     def status(self) -> str:
         """Return the open stages as one line; "" if no stage is open."""
-        stages = [stage.status() for stage in list(self._open) if stage.is_open]
-        done = f"{self.done} of {self.steps} {self._unit} done"
-        return " | ".join([done, *stages]) if stages else ""
+        stages = [stage.status() for stage in list(self._open_stages) if stage.is_open]
+        steps = f"{self.num_done} of {self.num_steps} {self._unit} done"
+        return " | ".join([steps, *stages]) if stages else ""
 
     def _end_current(self) -> None:
-        if self._current is not None:
-            self._current.close()
-            self._current = None
+        if self._current_stage is not None:
+            self._current_stage.close()
+            self._current_stage = None
 
     def _report(self) -> None:
-        while not self._ended.wait(max(0.01, self._last_line + self._interval - self._clock())):
-            if self._clock() - self._last_line >= self._interval:
-                self._last_line = self._clock()
+        while not self._ended.wait(
+            max(0.01, self._last_line_time + self._interval - self._clock())
+        ):
+            if self._clock() - self._last_line_time >= self._interval:
+                self._last_line_time = self._clock()
                 if line := self.status():
                     self.say(line)
 
 
-def step_line(step: int, steps: int, metrics: Mapping[str, float], shown: Mapping[str, str]) -> str:
-    """Return one step as text. `shown` maps names of metrics to formats such as "reward {:.3f}"."""
-    parts = [form.format(metrics[name]) for name, form in shown.items() if name in metrics]
-    return " | ".join([f"step {step:{len(str(steps))}d}/{steps}", *parts])
+def step_line(
+    step: int, num_steps: int, metrics: Mapping[str, float], formats: Mapping[str, str]
+) -> str:
+    """Return one step as text. `formats` maps metric names to formats such as "reward {:.3f}"."""
+    values = [form.format(metrics[name]) for name, form in formats.items() if name in metrics]
+    return " | ".join([f"step {step:{len(str(num_steps))}d}/{num_steps}", *values])

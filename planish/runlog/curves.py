@@ -42,19 +42,19 @@ class Panel:
     patterns: tuple[str, ...]
     draw_all: bool = False
     """Whether to draw the metrics of all matching patterns instead."""
-    uninformative: float | None = None
+    trivial_value: float | None = None
     """The panel is left out if all of its values equal this one."""
 
     def keys_of(self, run: Run) -> list[str]:
         """Return the metrics of a run that this panel shows."""
         found = [sorted(fnmatch.filter(run.points, pattern)) for pattern in self.patterns]
-        chosen = found if self.draw_all else [keys for keys in found if keys][:1]
-        return list(dict.fromkeys(key for keys in chosen for key in keys))
+        selected = found if self.draw_all else [keys for keys in found if keys][:1]
+        return list(dict.fromkeys(key for keys in selected for key in keys))
 
     def is_informative(self, run: Run) -> bool:
-        """Return whether the run has a value for this panel that differs from `uninformative`."""
+        """Return whether the run has a value for this panel that differs from `trivial_value`."""
         return any(
-            value != self.uninformative
+            value != self.trivial_value
             for key in self.keys_of(run)
             for value in run.points[key].values()
         )
@@ -70,7 +70,7 @@ PANELS = (
     Panel("KL to the reference policy", ("kl_policy_base",)),
     Panel("KL to the teacher", ("teacher_kl", "test/teacher_kl"), draw_all=True),
     Panel("sampled tokens per turn", ("env/all/ac_tokens_per_turn",)),
-    Panel("turns per episode", ("env/all/turns_per_episode",), uninformative=1.0),
+    Panel("turns per episode", ("env/all/turns_per_episode",), trivial_value=1.0),
     Panel("nats per learned token", ("train_mean_nll", "test/nll"), draw_all=True),
     Panel("bits per learned byte", ("train_mean_bpb", "test/bpb"), draw_all=True),
     Panel("pairs told apart", ("accuracy", "test/accuracy"), draw_all=True),
@@ -91,7 +91,7 @@ class Curve:
     """The index of the metric in its panel, which determines the line style."""
     x: list[float]
     y: list[float]
-    smooth: list[float] | None
+    smoothed_y: list[float] | None
     """The running mean of `y`; None without smoothing."""
 
 
@@ -130,7 +130,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     for name, file in zip(
         _short_names([file.resolve().parent for file in files]), files, strict=True
     ):
-        points = points_of(read_rows(file))
+        points = points_by_metric(read_rows(file))
         if not points:
             raise UserError(f"{file}: no step has been written yet; wait for the first one")
         runs.append(Run(name, file, points))
@@ -150,7 +150,7 @@ def read_series(run: str | Path, metric: str) -> dict[float, float]:
     return dict(points[metric])
 
 
-def points_of(rows: Iterable[Row]) -> dict[str, Points]:
+def points_by_metric(rows: Iterable[Row]) -> dict[str, Points]:
     """Return the values by metric and step. Rows without a step, such as summaries, are ignored."""
     found: dict[str, dict[float, float]] = {}
     for row in rows:
@@ -167,29 +167,31 @@ def panels_to_draw(
 ) -> list[PlottedPanel]:
     """Return the panels with their curves. `metrics` are patterns, one for each panel. With None,
     the panels are those of `PANELS` that some run has. `smooth` is a number of steps; see
-    `smoothed`.
+    `running_means`.
     """
     return [
         PlottedPanel(
             panel.title,
             [curve for i, run in enumerate(runs) for curve in _curves(panel, runs, run, i, smooth)],
         )
-        for panel in _chosen(runs, metrics)
+        for panel in _select_panels(runs, metrics)
     ]
 
 
-def smoothed(points: Points, window: int) -> list[float]:
+def running_means(points: Points, window: int) -> list[float]:
     """Return for each step the mean over the last `window` steps, which include that step."""
     items = list(points.items())
-    means, first = [], 0
+    smoothed_y, first = [], 0
     for last, (step, _) in enumerate(items):
         while items[first][0] <= step - window:
             first += 1
-        means.append(math.fsum(value for _, value in items[first : last + 1]) / (last + 1 - first))
-    return means
+        smoothed_y.append(
+            math.fsum(value for _, value in items[first : last + 1]) / (last + 1 - first)
+        )
+    return smoothed_y
 
 
-def _chosen(runs: Sequence[Run], metrics: Sequence[str] | None) -> list[Panel]:
+def _select_panels(runs: Sequence[Run], metrics: Sequence[str] | None) -> list[Panel]:
     available = sorted({key for run in runs for key in run.points})
     if metrics is None:
         panels = [panel for panel in PANELS if any(panel.is_informative(run) for run in runs)]
@@ -211,9 +213,17 @@ def _curves(
     curves = []
     for key in panel.keys_of(run):
         points = run.points[key]
-        means = smoothed(points, smooth) if smooth > 1 else None
+        smoothed_y = running_means(points, smooth) if smooth > 1 else None
         curves.append(
-            Curve(run, key, run_index, keys.index(key), list(points), list(points.values()), means)
+            Curve(
+                run,
+                key,
+                run_index,
+                keys.index(key),
+                list(points),
+                list(points.values()),
+                smoothed_y,
+            )
         )
     return curves
 

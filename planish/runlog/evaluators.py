@@ -55,28 +55,32 @@ def evaluator_errors(evaluator: Evaluator, step: int) -> Iterator[None]:
 
 
 def add_metrics(
-    metrics: dict[str, float], found: Mapping[str, float], evaluator: Evaluator
+    metrics: dict[str, float], new_metrics: Mapping[str, float], evaluator: Evaluator
 ) -> None:
-    """Add the metrics `found` by `evaluator` to `metrics`. UserError for a name already in use."""
-    if (twice := next((name for name in ["step", *metrics] if name in found), None)) is not None:
-        owner = "the row's own" if twice == "step" else "that of another evaluator"
+    """Add `new_metrics`, which `evaluator` returned, to `metrics`. UserError for a name already in
+    use.
+    """
+    if (
+        duplicate := next((name for name in ["step", *metrics] if name in new_metrics), None)
+    ) is not None:
+        owner = "the row's own" if duplicate == "step" else "that of another evaluator"
         raise UserError(
-            f"the evaluator {evaluator_name(evaluator)} returned the metric {twice!r}, which is "
-            f"{owner}; give it another name, such as {evaluator_name(evaluator)}/{twice}"
+            f"the evaluator {evaluator_name(evaluator)} returned the metric {duplicate!r}, which is "
+            f"{owner}; give it another name, such as {evaluator_name(evaluator)}/{duplicate}"
         )
-    metrics |= found
+    metrics |= new_metrics
 
 
-def checked_metrics(given: Any, source: str) -> dict[str, int | float]:
+def validate_metrics(metrics: Any, source: str) -> dict[str, int | float]:
     """Return the metrics as a dict of Python numbers. NaN and infinity count as numbers.
 
-    UserError, which names `source`, unless `given` maps names to numbers.
+    UserError, which names `source`, unless `metrics` maps names to numbers.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(metrics, Mapping):
         raise UserError(
-            f"{source} returned {given!r} as metrics; return a mapping of names to numbers"
+            f"{source} returned {metrics!r} as metrics; return a mapping of names to numbers"
         )
-    return {name: _number(name, value, source) for name, value in given.items()}
+    return {name: _number(name, value, source) for name, value in metrics.items()}
 
 
 def _number(name: Any, value: Any, source: str) -> int | float:

@@ -20,7 +20,7 @@ FINISH_SECONDS = 120
 
 
 @dataclass(frozen=True)
-class CopiedRun:
+class ServiceRunInfo:
     """The properties of a run that a service needs."""
 
     directory: Path
@@ -47,7 +47,7 @@ class Service(ABC):
     """
 
     @abstractmethod
-    def __init__(self, run: CopiedRun) -> None:
+    def __init__(self, run: ServiceRunInfo) -> None:
         """Open a new run, or continue one that the service has."""
 
     @abstractmethod
@@ -68,7 +68,7 @@ class TensorBoard(Service):
 
     remedy = "See that log_path can be written to."
 
-    def __init__(self, run: CopiedRun) -> None:
+    def __init__(self, run: ServiceRunInfo) -> None:
         writer: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         self._writer = writer(run.directory / "tensorboard", purge_step=run.first_step)
         self.next_step = run.first_step
@@ -95,7 +95,7 @@ class Wandb(Service):
 
     remedy = "Log in with `wandb login` or set WANDB_API_KEY; WANDB_MODE=offline keeps the metrics in log_path/wandb."
 
-    def __init__(self, run: CopiedRun) -> None:
+    def __init__(self, run: ServiceRunInfo) -> None:
         wandb: Any = importlib.import_module("wandb")
         self._run = wandb.init(
             project=run.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
@@ -125,7 +125,7 @@ class Trackio(Service):
 
     remedy = "See `trackio --help`, and TRACKIO_SPACE_ID and TRACKIO_SERVER_URL if they are set."
 
-    def __init__(self, run: CopiedRun) -> None:
+    def __init__(self, run: ServiceRunInfo) -> None:
         trackio: Any = importlib.import_module("trackio")
         # Trackio finds a run by its name, so the name contains the id.
         name = f"{run.name}-{run.run_id}"

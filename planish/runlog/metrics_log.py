@@ -30,7 +30,7 @@ from rich.console import Console
 from planish.errors import UserError
 from planish.files import Row, write_atomically
 from planish.runlog.console import step_line
-from planish.runlog.metric_services import SERVICES, CopiedRun, Service
+from planish.runlog.metric_services import SERVICES, Service, ServiceRunInfo
 from planish.runlog.metrics_table import metrics_table
 from planish.runlog.run_directory import CONFIG, METRIC_LOGS, RunDirectory
 
@@ -66,10 +66,10 @@ class TableLog(MetricLog):
     """Prints the main metrics of a step as a table."""
 
     console: Console
-    steps: int
+    num_steps: int
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self.console.print(metrics_table(step, self.steps, metrics, self.console.width))
+        self.console.print(metrics_table(step, self.num_steps, metrics, self.console.width))
 
 
 @dataclass(eq=False)
@@ -77,12 +77,12 @@ class LineLog(MetricLog):
     """Prints a few metrics of a step on one line."""
 
     console: Console
-    steps: int
-    shown: Mapping[str, str]
+    num_steps: int
+    console_metrics: Mapping[str, str]
     """Maps the names of the metrics to formats such as "reward {:.3f}"."""
 
     def log(self, step: int, metrics: Metrics) -> None:
-        line = step_line(step, self.steps, metrics, self.shown)
+        line = step_line(step, self.num_steps, metrics, self.console_metrics)
         self.console.print(line, soft_wrap=True, markup=False)
 
 
@@ -118,7 +118,7 @@ class MetricLogs(MetricLog):
             except Exception as error:  # services raise errors of any kind; none may end the run
                 del self.copies[name]
                 self.warn(
-                    f"{name} failed at step {step}: {_describe(error)}. Training continues without "
+                    f"{name} failed at step {step}: {_error_text(error)}. Training continues without "
                     f"it. When the run is resumed, {name} receives the missing steps."
                 )
 
@@ -130,7 +130,7 @@ class MetricLogs(MetricLog):
                 copy.close(failed=failed)
             except Exception as error:
                 self.warn(
-                    f"{name} could not be closed: {_describe(error)}. Its last steps may be missing"
+                    f"{name} could not be closed: {_error_text(error)}. Its last steps may be missing"
                 )
         self.copies.clear()
 
@@ -150,7 +150,7 @@ class ServiceRecords:
         """Return the first step that the service `name` lacks."""
         return self._entries.get(name, {}).get("next_step", 0)
 
-    def keep(self, name: str, run_id: str, next_step: int) -> None:
+    def store(self, name: str, run_id: str, next_step: int) -> None:
         """Store the run's id at the service `name`, and the first step that the service lacks."""
         self._entries[name] = {"id": run_id, "next_step": next_step}
         write_atomically(self._path, json.dumps(self._entries, indent=2) + "\n")
@@ -170,16 +170,16 @@ class ServiceCopy(MetricLog):
 
     def __post_init__(self) -> None:
         self._next_step = self.first_missing_step
-        self._skipped = False
-        self.records.keep(self.name, self.run_id, self.first_missing_step)
+        self._has_warned = False
+        self.records.store(self.name, self.run_id, self.first_missing_step)
 
     def log(self, step: int, metrics: Metrics) -> None:
         if step >= self.first_missing_step:
             self._next_step = max(self._next_step, step + 1)
-            self.records.keep(self.name, self.run_id, self._next_step)
+            self.records.store(self.name, self.run_id, self._next_step)
             self.service.log(step, metrics)
-        elif not self._skipped:
-            self._skipped = True
+        elif not self._has_warned:
+            self._has_warned = True
             self.warn(
                 f"{self.name} cannot replace the steps {step} to {self.first_missing_step - 1}; "
                 "it keeps their values from before the run was resumed"
@@ -213,18 +213,18 @@ def open_metric_logs(
     loggers: Sequence[str],
     run: RunDirectory,
     *,
-    steps: int,
+    num_steps: int,
     console: Console | None = None,
-    shown: Mapping[str, str] | None = None,
+    console_metrics: Mapping[str, str] | None = None,
     project: str | None = None,
     name: str | None = None,
 ) -> MetricLogs:
-    """Open all logs of a run of `steps` steps. Call it after `run.resume_at`.
+    """Open all logs of a run of `num_steps` steps. Call it after `run.resume_at`.
 
     `loggers` are any of "wandb", "trackio" and "tensorboard". The console shows tables, or with
-    `shown` one line per step (see LineLog). `project` and `name` are used at W&B and Trackio. They
-    default to "planish" and the name of the run directory. UserError if a logger is not installed
-    or cannot be opened.
+    `console_metrics` one line per step (see LineLog). `project` and `name` are used at W&B and
+    Trackio. They default to "planish" and the name of the run directory. UserError if a logger is
+    not installed or cannot be opened.
     """
     require_loggers(loggers)
     console = console or Console(highlight=False)
@@ -236,9 +236,9 @@ def open_metric_logs(
     config = json.loads((run.path / CONFIG).read_text())
     rows = run.metrics()
     copies: dict[str, MetricLog] = {}
-    with ExitStack() as opened:
+    with ExitStack() as stack:
         for logger in loggers:
-            copied = CopiedRun(
+            run_info = ServiceRunInfo(
                 run.path,
                 config,
                 project,
@@ -246,16 +246,20 @@ def open_metric_logs(
                 records.run_id(logger) or secrets.token_hex(4),
                 min(records.next_step(logger), rows[-1]["step"] + 1 if rows else 0),
             )
-            copies[logger] = _open_copy(logger, copied, records, rows, warn)
-            opened.callback(copies[logger].close)
-        opened.pop_all()
-    own_console = TableLog(console, steps) if shown is None else LineLog(console, steps, shown)
-    return MetricLogs([JsonlLog(run), own_console], copies, warn)
+            copies[logger] = _open_copy(logger, run_info, records, rows, warn)
+            stack.callback(copies[logger].close)
+        stack.pop_all()
+    console_log = (
+        TableLog(console, num_steps)
+        if console_metrics is None
+        else LineLog(console, num_steps, console_metrics)
+    )
+    return MetricLogs([JsonlLog(run), console_log], copies, warn)
 
 
 def _open_copy(
     logger: str,
-    run: CopiedRun,
+    run: ServiceRunInfo,
     records: ServiceRecords,
     rows: Sequence[Row],
     warn: Callable[[str], None],
@@ -272,10 +276,10 @@ def _open_copy(
                 copy.log(row["step"], {key: value for key, value in row.items() if key != "step"})
     except Exception as error:  # the service's library may raise anything: network, login, disk
         raise UserError(
-            f"loggers: {logger} could not be started: {_describe(error)}. {SERVICES[logger].remedy}"
+            f"loggers: {logger} could not be started: {_error_text(error)}. {SERVICES[logger].remedy}"
         ) from error
     return copy
 
 
-def _describe(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".rstrip(".: ")

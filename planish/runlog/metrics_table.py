@@ -16,8 +16,8 @@ from rich.text import Text
 NAME_WIDTH = 22
 VALUE_WIDTH = 9
 SECTION_WIDTH = 12
-FIRST = ("reward", "env", "test", "optim", "kl")
-LAST = ("progress", "tokens", "time")
+FIRST_FAMILIES = ("reward", "env", "test", "optim", "kl")
+LAST_FAMILIES = ("progress", "tokens", "time")
 """The families of metrics that come first and last. Other families are between them, sorted by
 name.
 """
@@ -31,7 +31,7 @@ _DETAIL = re.compile(
 _RARE_EVENT = re.compile(
     r"(.+/)?env/.+/(stop/\w+|unjudged|tool_errors)|num_(truncated|left_out)|rollout_errors/.+"
 )
-LEAST_SHARE_OF_TIME = 0.05
+MIN_TIME_FRACTION = 0.05
 """A span is shown if it takes at least this share of the step's time."""
 
 
@@ -41,18 +41,18 @@ class _Section:
     title: str
 
 
-def metrics_table(step: int, steps: int, metrics: Mapping[str, float], width: int) -> Table:
+def metrics_table(step: int, num_steps: int, metrics: Mapping[str, float], width: int) -> Table:
     """Return the main metrics as a table of at most `width` columns. Names that are too long end in
     an ellipsis.
     """
     sections: dict[_Section, list[tuple[str, float]]] = {}
     for key, value in metrics.items():
         if _is_main(key, value, metrics.get("time/total", 0.0)):
-            section, name = _place(key)
+            section, name = _section_and_name(key)
             sections.setdefault(section, []).append((name, value))
-    cells = max(1, (width - SECTION_WIDTH - 1) // (NAME_WIDTH + VALUE_WIDTH + 2))
-    title = f"── step {step}/{steps} ".ljust(
-        min(width, SECTION_WIDTH + cells * (NAME_WIDTH + VALUE_WIDTH + 2)), "─"
+    metrics_per_row = max(1, (width - SECTION_WIDTH - 1) // (NAME_WIDTH + VALUE_WIDTH + 2))
+    title = f"── step {step}/{num_steps} ".ljust(
+        min(width, SECTION_WIDTH + metrics_per_row * (NAME_WIDTH + VALUE_WIDTH + 2)), "─"
     )
     table = Table(
         title=title,
@@ -63,21 +63,21 @@ def metrics_table(step: int, steps: int, metrics: Mapping[str, float], width: in
         padding=(0, 1, 0, 0),
     )
     table.add_column(style="bold", width=SECTION_WIDTH, no_wrap=True, overflow="ellipsis")
-    for _ in range(cells):
+    for _ in range(metrics_per_row):
         table.add_column(style="dim", width=NAME_WIDTH, no_wrap=True, overflow="ellipsis")
         table.add_column(justify="right", width=VALUE_WIDTH, no_wrap=True)
-    for section, found in sorted(sections.items()):
-        for start in range(0, len(found), cells):
+    for section, named_values in sorted(sections.items()):
+        for start in range(0, len(named_values), metrics_per_row):
             row = [
                 Text(text)
-                for name, value in found[start : start + cells]
-                for text in (name, number(value))
+                for name, value in named_values[start : start + metrics_per_row]
+                for text in (name, format_number(value))
             ]
             table.add_row(Text(section.title if start == 0 else ""), *row)
     return table
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number in at most nine characters. Whole numbers below 1e8 keep all their digits;
     others are rounded to three or four significant digits.
     """
@@ -95,11 +95,11 @@ def _is_main(key: str, value: float, step_seconds: float) -> bool:
     if _RARE_EVENT.fullmatch(key):
         return value != 0
     if key.startswith("time/"):
-        return value >= LEAST_SHARE_OF_TIME * step_seconds
+        return value >= MIN_TIME_FRACTION * step_seconds
     return True
 
 
-def _place(key: str) -> tuple[_Section, str]:
+def _section_and_name(key: str) -> tuple[_Section, str]:
     """Return a metric's section and its name there: "env/all/correct" is "correct" in the section
     "env/all".
     """
@@ -114,7 +114,7 @@ def _place(key: str) -> tuple[_Section, str]:
 
 
 def _section(family: str, title: str) -> _Section:
-    if family in FIRST:
-        return _Section(FIRST.index(family), title)
-    last = LAST.index(family) + 1 if family in LAST else 0
-    return _Section(len(FIRST) + last, title)
+    if family in FIRST_FAMILIES:
+        return _Section(FIRST_FAMILIES.index(family), title)
+    last = LAST_FAMILIES.index(family) + 1 if family in LAST_FAMILIES else 0
+    return _Section(len(FIRST_FAMILIES) + last, title)

@@ -13,10 +13,17 @@ from typing import Any
 
 from planish.errors import UserError
 from planish.files import Row, write_atomically
-from planish.runlog.curves import Curve, PlottedPanel, Run, panels_to_draw, points_of, read_runs
+from planish.runlog.curves import (
+    Curve,
+    PlottedPanel,
+    Run,
+    panels_to_draw,
+    points_by_metric,
+    read_runs,
+)
 
-PNG = "curves.png"
-PAGE = "curves.html"
+PNG_FILE = "curves.png"
+HTML_FILE = "curves.html"
 
 
 def plot_runs(
@@ -49,9 +56,9 @@ def plot_runs(
         raise UserError(
             f"out={directory}: {error}; give a directory that can be written to"
         ) from error
-    write_atomically(directory / PNG, _picture(panels, runs))
-    write_atomically(directory / PAGE, _page(panels, runs))
-    return directory / PNG, directory / PAGE
+    write_atomically(directory / PNG_FILE, _png_picture(panels, runs))
+    write_atomically(directory / HTML_FILE, _html_page(panels, runs))
+    return directory / PNG_FILE, directory / HTML_FILE
 
 
 def draw_curve(
@@ -60,13 +67,13 @@ def draw_curve(
     """Write a PNG of the metrics `names` over the steps. Rows without a metric are skipped. Return
     False, without a file, if no row has any of the metrics.
     """
-    points = points_of(rows)
-    found = {name: points[name] for name in names if name in points}
-    if not found:
+    points = points_by_metric(rows)
+    points_to_draw = {name: points[name] for name in names if name in points}
+    if not points_to_draw:
         return False
     figure = _figure(8, 4.5)
     axes = figure.add_subplot()
-    for name, values in found.items():
+    for name, values in points_to_draw.items():
         axes.plot(list(values), list(values.values()), marker="o", markersize=3, label=_label(name))
     axes.set(title=_label(title), xlabel="step")
     axes.grid(alpha=0.3)
@@ -88,8 +95,8 @@ _COLORS = (
     "#bcbd22",
 )
 _PNG_DASHES = ("-", "--", ":", "-.")
-_PAGE_DASHES = ("solid", "dash", "dot", "dashdot")
-_PAGE_MARKS = ("━━", "╍╍", "┉┉", "━┉")
+_HTML_DASHES = ("solid", "dash", "dot", "dashdot")
+_HTML_LEGEND_MARKS = ("━━", "╍╍", "┉┉", "━┉")
 
 
 def _color(index: int, count: int) -> str:
@@ -104,7 +111,7 @@ def _grid(panels: int) -> tuple[int, int]:
     return -(-panels // columns), columns
 
 
-def _picture(panels: Sequence[PlottedPanel], runs: Sequence[Run]) -> bytes:
+def _png_picture(panels: Sequence[PlottedPanel], runs: Sequence[Run]) -> bytes:
     rows, columns = _grid(len(panels))
     figure = _figure(5.0 * columns, 3.2 * rows + 0.4)
     lines: dict[int, Any] = {}
@@ -112,7 +119,7 @@ def _picture(panels: Sequence[PlottedPanel], runs: Sequence[Run]) -> bytes:
         axes = figure.add_subplot(rows, columns, index + 1)
         for curve in panel.curves:
             lines[curve.run_index] = _draw(axes, curve, _color(curve.run_index, len(runs)))
-        _finish(axes, panel)
+        _finish_axes(axes, panel)
     if len(runs) == 1:
         figure.suptitle(_label(runs[0].name), fontsize=11)
     else:
@@ -125,18 +132,18 @@ def _draw(axes: Any, curve: Curve, color: str) -> Any:
     """Draw a curve, and return the line that represents its run in the legend."""
     style = {"color": color, "linestyle": _PNG_DASHES[curve.key_index % 4]}
     marker = "o" if len(curve.x) <= 40 else ""
-    if curve.smooth is None:
+    if curve.smoothed_y is None:
         [line] = axes.plot(curve.x, curve.y, marker=marker, markersize=3, **style)
     else:
         axes.plot(curve.x, curve.y, marker=marker, markersize=2, linewidth=0.8, alpha=0.3, **style)
-        [line] = axes.plot(curve.x, curve.smooth, **style)
+        [line] = axes.plot(curve.x, curve.smoothed_y, **style)
     return line
 
 
-def _finish(axes: Any, panel: PlottedPanel) -> None:
+def _finish_axes(axes: Any, panel: PlottedPanel) -> None:
     keys = panel.keys
-    only = f": {keys[0]}" if len(keys) == 1 and keys != [panel.title] else ""
-    axes.set_title(_label(panel.title + only), fontsize=9)
+    key_suffix = f": {keys[0]}" if len(keys) == 1 and keys != [panel.title] else ""
+    axes.set_title(_label(panel.title + key_suffix), fontsize=9)
     axes.set_xlabel("step", fontsize=8)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)
@@ -154,8 +161,8 @@ def _label(text: str) -> str:
     """Escape a text for matplotlib, which reads text between dollar signs as a formula and hides
     labels that begin with an underscore.
     """
-    shown = text.replace("$", r"\$")
-    return f" {shown}" if shown.startswith("_") else shown
+    escaped = text.replace("$", r"\$")
+    return f" {escaped}" if escaped.startswith("_") else escaped
 
 
 def _figure(width: float, height: float) -> Any:
@@ -174,11 +181,11 @@ def _png(figure: Any) -> bytes:
     return image.getvalue()
 
 
-def _page(panels: Sequence[PlottedPanel], runs: Sequence[Run]) -> str:
+def _html_page(panels: Sequence[PlottedPanel], runs: Sequence[Run]) -> str:
     from plotly.subplots import make_subplots  # takes a second to import; only pages need it
 
     rows, columns = _grid(len(panels))
-    titles = [_page_title(panel) for panel in panels]
+    titles = [_html_title(panel) for panel in panels]
     figure: Any = make_subplots(rows, columns, subplot_titles=titles, vertical_spacing=0.25 / rows)
     in_legend: set[int] = set()
     for index, panel in enumerate(panels):
@@ -200,16 +207,16 @@ def _page(panels: Sequence[PlottedPanel], runs: Sequence[Run]) -> str:
     )
     config = {"responsive": True, "displaylogo": False}
     plots = figure.to_html(full_html=False, include_plotlyjs=True, div_id="curves", config=config)
-    listed = "".join(_row(run) for run in runs)
-    return _PAGE.format(
-        title=html.escape(", ".join(run.name for run in runs)), listed=listed, plots=plots
+    run_rows = "".join(_row(run) for run in runs)
+    return _HTML_TEMPLATE.format(
+        title=html.escape(", ".join(run.name for run in runs)), run_rows=run_rows, plots=plots
     )
 
 
-_PAGE = """<!doctype html>
+_HTML_TEMPLATE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <style>body {{ font: 14px sans-serif; margin: 1em }} td, th {{ text-align: left; padding-right: 2em }}</style></head>
-<body><table><tr><th>run</th><th>steps</th><th>file</th></tr>{listed}</table>
+<body><table><tr><th>run</th><th>steps</th><th>file</th></tr>{run_rows}</table>
 {plots}
 </body></html>
 """
@@ -220,11 +227,12 @@ def _row(run: Run) -> str:
     return f"<tr><td>{html.escape(run.name)}</td><td>{steps}</td><td>{html.escape(str(run.path))}</td></tr>"
 
 
-def _page_title(panel: PlottedPanel) -> str:
-    marked = [
-        f"{_PAGE_MARKS[index % 4]} {html.escape(key)}" for index, key in enumerate(panel.keys)
+def _html_title(panel: PlottedPanel) -> str:
+    key_labels = [
+        f"{_HTML_LEGEND_MARKS[index % 4]} {html.escape(key)}"
+        for index, key in enumerate(panel.keys)
     ]
-    keys = "" if panel.keys == [panel.title] else "<br><sub>" + "  ".join(marked) + "</sub>"
+    keys = "" if panel.keys == [panel.title] else "<br><sub>" + "  ".join(key_labels) + "</sub>"
     return html.escape(panel.title) + keys
 
 
@@ -237,13 +245,13 @@ def _traces(curve: Curve, color: str, in_legend: bool) -> list[Mapping[str, Any]
         "legendgroup": name,
         "mode": "lines+markers" if len(curve.x) <= 100 else "lines",
         "marker": {"size": 4},
-        "line": {"color": color, "dash": _PAGE_DASHES[curve.key_index % 4]},
+        "line": {"color": color, "dash": _HTML_DASHES[curve.key_index % 4]},
         "hovertemplate": f"{name}<br>{html.escape(curve.key)}<br>step %{{x}}: %{{y:.4g}}<extra></extra>",
     }
-    values = {**shared, "y": curve.y, "showlegend": in_legend and curve.smooth is None}
-    if curve.smooth is None:
+    values = {**shared, "y": curve.y, "showlegend": in_legend and curve.smoothed_y is None}
+    if curve.smoothed_y is None:
         return [values]
     return [
         {**values, "mode": "lines", "opacity": 0.3},
-        {**shared, "y": curve.smooth, "mode": "lines", "showlegend": in_legend},
+        {**shared, "y": curve.smoothed_y, "mode": "lines", "showlegend": in_legend},
     ]

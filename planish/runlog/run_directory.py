@@ -175,11 +175,11 @@ class RunDirectory:
                 f"log_path={self.path} has files of a run but no {CONFIG}; give another log_path"
             )
         if has_rows:  # before the first row, the user may still correct options
-            found, given = (
+            found, new_options = (
                 _options(values, {"log_path", *may_change})
                 for values in (read_object(path), config)
             )
-            if changed := differences(found, given):
+            if changed := differences(found, new_options):
                 raise UserError(
                     f"log_path={self.path} has a run with other options: {changed}; give that run's "
                     "options to continue it, or another log_path"
@@ -195,19 +195,19 @@ def _options(config: Row, ignored: Collection[str]) -> Row:
     """Return the options by dotted names, without those in `ignored`. Former names of classes and
     functions are replaced by present ones, so that a run of an older planish can be resumed.
     """
-    kept = {name: value for name, value in config.items() if name not in ignored}
+    compared = {name: value for name, value in config.items() if name not in ignored}
     return {
         name: current_name(value) if isinstance(value, str) else value
-        for name, value in _dotted(kept)
+        for name, value in _flatten(compared)
     }
 
 
-def _dotted(values: Row, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(values: Row, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, list) and any(isinstance(part, dict) for part in value):
             value = {str(index): part for index, part in enumerate(value)}
         if isinstance(value, dict) and value:
-            yield from _dotted(value, f"{prefix}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -46,8 +46,8 @@ class Spans:
     ) -> None:
         self._clock = clock
         self._lanes = trace.lanes if trace is not None else None
-        self._started = clock()
-        self.done: list[Span] = []
+        self._start_time = clock()
+        self.finished: list[Span] = []
         """The finished spans, in the order in which they ended."""
 
     @contextmanager
@@ -61,7 +61,7 @@ class Spans:
         try:
             yield
         finally:
-            self.done.append(Span(name, start, self._clock(), lane))
+            self.finished.append(Span(name, start, self._clock(), lane))
             if self._lanes is not None:
                 self._lanes.leave()
 
@@ -73,7 +73,7 @@ class Spans:
         to more than that.
         """
         by_name: dict[str, list[float]] = {}
-        for span in self.done:
+        for span in self.finished:
             by_name.setdefault(span.name, []).append(span.end - span.start)
         metrics: dict[str, float] = {}
         for name, seconds in by_name.items():
@@ -84,20 +84,20 @@ class Spans:
                 metrics[f"time/{name}:count"] = len(seconds)
                 metrics[f"time/{name}:mean"] = statistics.fmean(seconds)
                 metrics[f"time/{name}:max"] = max(seconds)
-        return {**metrics, "time/total": self._clock() - self._started}
+        return {**metrics, "time/total": self._clock() - self._start_time}
 
     def rows(self) -> list[dict[str, float | str]]:
         """Return the spans for timing_spans.jsonl, in the order in which they began. wall_start and
         wall_end are seconds since the first span began.
         """
-        spans = sorted(self.done, key=lambda span: span.start)
-        first = spans[0].start if spans else 0.0
+        spans = sorted(self.finished, key=lambda span: span.start)
+        first_start = spans[0].start if spans else 0.0
         return [
             {
                 "name": span.name,
                 "duration": span.end - span.start,
-                "wall_start": span.start - first,
-                "wall_end": span.end - first,
+                "wall_start": span.start - first_start,
+                "wall_end": span.end - first_start,
             }
             for span in spans
         ]
@@ -119,26 +119,26 @@ class _Lanes:
 
     def enter(self) -> int:
         with self._lock:
-            worker = _worker()
-            if worker not in self._in_use:
-                self._in_use[worker] = _LaneUse(
+            owner = _task_or_thread_id()
+            if owner not in self._in_use:
+                self._in_use[owner] = _LaneUse(
                     heapq.heappop(self._free) if self._free else len(self._in_use)
                 )
-            held = self._in_use[worker]
-            held.depth += 1
-            return held.lane
+            lane_use = self._in_use[owner]
+            lane_use.depth += 1
+            return lane_use.lane
 
     def leave(self) -> None:
         with self._lock:
-            worker = _worker()
-            held = self._in_use[worker]
-            held.depth -= 1
-            if held.depth == 0:
-                del self._in_use[worker]
-                heapq.heappush(self._free, held.lane)
+            owner = _task_or_thread_id()
+            lane_use = self._in_use[owner]
+            lane_use.depth -= 1
+            if lane_use.depth == 0:
+                del self._in_use[owner]
+                heapq.heappush(self._free, lane_use.lane)
 
 
-def _worker() -> int:
+def _task_or_thread_id() -> int:
     """Return an id that is unique among live tasks and threads."""
     try:
         task = asyncio.current_task()
@@ -161,7 +161,7 @@ class TraceFile:
         self._rows = RowFile(directory / TRACE)
         self._rows.keep(lambda row: row["args"]["step"] < first_step)
         self.lanes = _Lanes()
-        self._offset = time.time() - time.perf_counter()
+        self._epoch_offset = time.time() - time.perf_counter()
 
     def __enter__(self) -> Self:
         return self
@@ -171,14 +171,16 @@ class TraceFile:
 
     def write(self, step: int, spans: Spans) -> None:
         """Append the spans of a step and flush them."""
-        self._rows.append(*(self._event(step, span) for span in spans.done))
+        self._rows.append(*(self._event(step, span) for span in spans.finished))
 
     def close(self) -> None:
         """Close the file."""
         self._rows.close()
 
     def _event(self, step: int, span: Span) -> Row:
-        start, end = (round((moment + self._offset) * 1e6) for moment in (span.start, span.end))
+        start, end = (
+            round((moment + self._epoch_offset) * 1e6) for moment in (span.start, span.end)
+        )
         fields = {"ts": start, "dur": end - start, "pid": os.getpid(), "tid": span.lane}
         return {"name": span.name, "cat": "span", "ph": "X", **fields, "args": {"step": step}}
 
@@ -196,10 +198,11 @@ def write_trace(run: str | Path, out: str | Path | None = None) -> Path:
     if not events:
         raise UserError(f"{run}: it has no {TRACE}; a run writes it with enable_trace=True")
     path = Path(out).expanduser() if out is not None else directory / "trace.json"
-    first = min(event["ts"] for event in events)
-    shifted = [{**event, "ts": event["ts"] - first} for event in events]
+    first_start = min(event["ts"] for event in events)
+    shifted_events = [{**event, "ts": event["ts"] - first_start} for event in events]
     write_atomically(
-        path, json.dumps({"traceEvents": [*_names(events), *shifted], "displayTimeUnit": "ms"})
+        path,
+        json.dumps({"traceEvents": [*_names(events), *shifted_events], "displayTimeUnit": "ms"}),
     )
     return path
 

@@ -28,9 +28,9 @@ from planish.runlog.evaluators import (
     Evaluator,
     TrainingClientEvaluator,
     add_metrics,
-    checked_metrics,
     evaluator_errors,
     evaluator_name,
+    validate_metrics,
 )
 from planish.runlog.metrics_log import MetricLog, open_metric_logs
 from planish.runlog.provenance import code_diff
@@ -157,7 +157,7 @@ class RunLoop:
             else:
                 assert sampling_client is not None
                 result = await evaluator(sampling_client)
-            return checked_metrics(result, f"the evaluator {name}")
+            return validate_metrics(result, f"the evaluator {name}")
 
     def log_step(
         self, step: int, metrics: Metrics, spans: Spans, times: Mapping[str, float] | None = None
@@ -174,7 +174,7 @@ class RunLoop:
         """
         if steps_done == self.steps_saved:
             return None
-        return self.checkpoints.due(
+        return self.checkpoints.due_save(
             steps_done,
             save_every=self.options.save_every,
             rolling_save_every=self.options.rolling_save_every,
@@ -305,9 +305,9 @@ async def run_training(
             open_metric_logs(
                 options.loggers,
                 run_directory,
-                steps=num_steps,
+                num_steps=num_steps,
                 console=display.console,
-                shown=console_metrics,
+                console_metrics=console_metrics,
                 project=options.wandb_project,
                 name=options.wandb_name,
             ) as metric_log,

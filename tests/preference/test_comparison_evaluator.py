@@ -24,7 +24,7 @@ from planish.preference.comparison_evaluator import (
 from planish.preference.preference_models import PreferenceModelBuilder
 from planish.preference.prompts import PromptBuilder, Prompts
 from planish.preference.types import Comparison
-from planish.runlog.evaluators import checked_metrics
+from planish.runlog.evaluators import validate_metrics
 from planish.runlog.statistics import Mean
 from planish.types import SampledSequence, SampleResponse
 
@@ -238,6 +238,6 @@ def test_a_policy_compared_with_itself_wins_half(models, tmp_path):
         )
         client = service.create_sampling_client(base_model=models[0])
         first, again = (asyncio.run(build()(client)) for _ in range(2))
-    assert first == again == checked_metrics(first, "the evaluator")
+    assert first == again == validate_metrics(first, "the evaluator")
     assert 0 <= first["test/win_rate/longer"] <= 1
     assert first["test/ac_tokens_per_turn"] <= 6

@@ -30,7 +30,7 @@ def test_every_line_is_printed_with_its_brackets(is_terminal):
     shown, out = console(is_terminal, width=40)
     with StepDisplay(2, console=shown) as display:
         display.say("runs/[bold]x[/bold] " + "long " * 20)
-        display.stage("sampling [all]", 2)
+        display.next_stage("sampling [all]", 2)
         display.advance()
         display.step_done("step 0/2 | reward 0.500")
     assert "runs/[bold]x[/bold] " + "long " * 19 in out.getvalue()
@@ -47,11 +47,11 @@ def test_stages_that_overlap_are_all_in_the_status():
     clock, (shown, _) = Clock(), console()
     display = StepDisplay(24, 3, shown, clock=clock)
     assert display.status() == ""
-    sampling = display.begin("sampling, step 4", 128)
+    sampling = display.open_stage("sampling, step 4", 128)
     clock.now = 2.0
-    with display.begin("training, step 3", 4) as training:
-        sampling.sampled(600)
-        sampling.sampled(200)
+    with display.open_stage("training, step 3", 4) as training:
+        sampling.add_sampled_tokens(600)
+        sampling.add_sampled_tokens(200)
         sampling.advance(83)
         training.advance()
         clock.now = 4.0
@@ -66,9 +66,9 @@ def test_stages_that_overlap_are_all_in_the_status():
 def test_one_thing_after_the_other_is_one_stage():
     shown, _ = console()
     display = StepDisplay(2, console=shown, clock=Clock())
-    display.stage("sampling", 2)
+    display.next_stage("sampling", 2)
     display.advance()
-    display.stage("training")
+    display.next_stage("training")
     assert display.status() == "0 of 2 steps done | training, 0 s"
     display.step_done()
     assert display.status() == ""
@@ -77,17 +77,17 @@ def test_one_thing_after_the_other_is_one_stage():
 def test_a_closed_stage_hears_nothing_more():
     shown, _ = console()
     display = StepDisplay(2, console=shown, clock=Clock())
-    stage = display.begin("sampling", 2)
+    stage = display.open_stage("sampling", 2)
     stage.close()
     stage.advance()
-    stage.sampled(5)
+    stage.add_sampled_tokens(5)
     stage.close()
-    assert (stage.done, stage.tokens) == (0, 0)
+    assert (stage.num_done, stage.num_tokens) == (0, 0)
 
 
 def test_counts_hold_when_many_threads_report():
     shown, _ = console()
-    stage = StepDisplay(1, console=shown).begin("sampling", 4000)
+    stage = StepDisplay(1, console=shown).open_stage("sampling", 4000)
     threads = [
         threading.Thread(target=lambda: [stage.advance() for _ in range(1000)]) for _ in range(4)
     ]
@@ -95,14 +95,14 @@ def test_counts_hold_when_many_threads_report():
         thread.start()
     for thread in threads:
         thread.join()
-    assert stage.done == 4000
+    assert stage.num_done == 4000
 
 
 def test_a_long_step_says_now_and_then_what_it_does_where_there_is_no_terminal():
     shown, out = console()
     with (
         StepDisplay(2, console=shown, interval=0.05) as display,
-        display.begin("sampling", 8) as stage,
+        display.open_stage("sampling", 8) as stage,
     ):
         stage.advance(3)
         deadline = time.monotonic() + 5
@@ -117,7 +117,7 @@ def test_short_steps_say_only_their_lines_where_there_is_no_terminal():
     shown, out = console()
     with StepDisplay(3, console=shown, interval=30.0) as display:
         for step in range(3):
-            with display.begin("sampling", 8):
+            with display.open_stage("sampling", 8):
                 display.step_done(f"step {step}")
     assert out.getvalue().splitlines() == ["step 0", "step 1", "step 2"]
 
@@ -125,7 +125,7 @@ def test_short_steps_say_only_their_lines_where_there_is_no_terminal():
 def test_nothing_is_reported_after_the_end():
     shown, out = console()
     with StepDisplay(1, console=shown, interval=0.02) as display:
-        display.begin("sampling")
+        display.open_stage("sampling")
     before = out.getvalue()
     time.sleep(0.1)
     assert out.getvalue() == before
@@ -135,9 +135,9 @@ def test_the_bars_fit_into_80_columns():
     shown, out = console(is_terminal=True)
     with (
         StepDisplay(1000, 999, shown) as display,
-        display.begin("evaluating test, step 1000", 1319) as stage,
+        display.open_stage("evaluating test, step 1000", 1319) as stage,
     ):
-        stage.sampled(123456)
+        stage.add_sampled_tokens(123456)
         stage.advance(1318)
         display._progress.refresh()
         assert "1318/1319" in out.getvalue()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planish.errors import UserError
-from planish.runlog.curves import Run, panels_to_draw, points_of, read_runs, smoothed
+from planish.runlog.curves import Run, panels_to_draw, points_by_metric, read_runs, running_means
 
 
 def run(name: str, **points: dict[float, float]) -> Run:
@@ -29,14 +29,14 @@ def test_a_metric_is_drawn_where_it_is_and_as_it_was_last():
         {"step": 1, "a": 3.0, "b": None},
         {"step": 2, "a": 4.0},
     ]
-    assert points_of(rows) == {"a": {0: 1.0, 1: 3.0, 2: 4.0}, "b": {0: 5}}
-    assert list(points_of(rows)["a"]) == [0, 1, 2]
+    assert points_by_metric(rows) == {"a": {0: 1.0, 1: 3.0, 2: 4.0}, "b": {0: 5}}
+    assert list(points_by_metric(rows)["a"]) == [0, 1, 2]
 
 
 def test_rows_without_a_step_are_placed_by_their_batch_or_left_out():
-    assert points_of([{"progress/batch": 4, "a": 1.0}, {"a": 9.0}, {"step": None, "a": 8.0}])[
-        "a"
-    ] == {4: 1.0}
+    assert points_by_metric(
+        [{"progress/batch": 4, "a": 1.0}, {"a": 9.0}, {"step": None, "a": 8.0}]
+    )["a"] == {4: 1.0}
 
 
 def test_what_is_no_finite_number_is_no_point():
@@ -49,7 +49,7 @@ def test_what_is_no_finite_number_is_no_point():
         "list": [1],
         "a": 1,
     }
-    assert points_of([row]) == {"a": {0: 1}}
+    assert points_by_metric([row]) == {"a": {0: 1}}
 
 
 def test_default_panels_are_those_that_a_run_has_something_for():
@@ -123,8 +123,8 @@ def test_distances_over_powers_of_ten_are_logarithmic():
 
 
 def test_smoothing_counts_steps_not_points():
-    assert smoothed({0: 1.0, 1: 3.0, 2: 5.0, 3: 7.0}, 2) == [1.0, 2.0, 4.0, 6.0]
-    assert smoothed({0: 1.0, 20: 3.0, 40: 5.0}, 5) == [1.0, 3.0, 5.0]
+    assert running_means({0: 1.0, 1: 3.0, 2: 5.0, 3: 7.0}, 2) == [1.0, 2.0, 4.0, 6.0]
+    assert running_means({0: 1.0, 20: 3.0, 40: 5.0}, 5) == [1.0, 3.0, 5.0]
 
 
 @given(
@@ -137,7 +137,7 @@ def test_smoothing_equals_the_mean_of_the_window(points, window):
     for step in points:
         seen = [value for other, value in points.items() if step - window < other <= step]
         slow.append(math.fsum(seen) / len(seen))
-    assert smoothed(points, window) == slow
+    assert running_means(points, window) == slow
 
 
 def test_runs_are_named_by_what_tells_them_apart(tmp_path):

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from planish.errors import StorageError, UserError
 from planish.files import read_rows
-from planish.runlog.metric_services import SERVICES, CopiedRun, Service
+from planish.runlog.metric_services import SERVICES, Service, ServiceRunInfo
 from planish.runlog.metrics_log import MetricLogs, open_metric_logs, require_loggers
 from planish.runlog.run_directory import RunDirectory
 
@@ -36,11 +36,11 @@ class Recorder(Service):
 
     remedy = "See the recorder."
     told: list[tuple[str, int, float]]
-    opened: list[CopiedRun]
+    opened: list[ServiceRunInfo]
     closed: list[bool]
     fails_at: int | None
 
-    def __init__(self, run: CopiedRun) -> None:
+    def __init__(self, run: ServiceRunInfo) -> None:
         self.run_id = run.run_id
         self.opened.append(run)
 
@@ -73,7 +73,7 @@ def log_steps(
     with RunDirectory(directory, CONFIG) as run:
         run.resume_at(start)
         with open_metric_logs(
-            loggers, run, steps=20, console=Console(file=out, width=200), **options
+            loggers, run, num_steps=20, console=Console(file=out, width=200), **options
         ) as logs:
             for step in range(start, end):
                 logs.log(step, {"a": step + start / 100})
@@ -93,7 +93,9 @@ def test_record_and_console_are_always_there(tmp_path):
 
 
 def test_the_console_can_show_a_line_a_step(tmp_path):
-    printed = log_steps(tmp_path, 0, 2, loggers=(), shown={"a": "[a] {:.1f}", "b": "b {}"})
+    printed = log_steps(
+        tmp_path, 0, 2, loggers=(), console_metrics={"a": "[a] {:.1f}", "b": "b {}"}
+    )
     assert printed.splitlines() == ["step  0/20 | [a] 0.0", "step  1/20 | [a] 1.0"]
 
 
@@ -159,7 +161,7 @@ def test_a_service_learns_that_the_run_failed(tmp_path, recorder):
     with (
         pytest.raises(ZeroDivisionError),
         RunDirectory(tmp_path, CONFIG) as run,
-        open_metric_logs(["wandb"], run, steps=2, console=quiet),
+        open_metric_logs(["wandb"], run, num_steps=2, console=quiet),
     ):
         raise ZeroDivisionError
     assert recorder.closed == [True]
@@ -173,7 +175,7 @@ def test_a_row_rejected_by_the_record_reaches_no_logger(tmp_path, recorder, monk
     quiet = Console(file=io.StringIO())
     with (
         RunDirectory(tmp_path, CONFIG) as run,
-        open_metric_logs(["wandb"], run, steps=2, console=quiet) as logs,
+        open_metric_logs(["wandb"], run, num_steps=2, console=quiet) as logs,
         pytest.raises(StorageError, match="no space"),
     ):
         logs.log(0, {"a": 1.0})
@@ -184,7 +186,7 @@ def test_a_metric_that_is_not_finite_is_named_and_left_out_everywhere(tmp_path, 
     printed = io.StringIO()
     with (
         RunDirectory(tmp_path, CONFIG) as run,
-        open_metric_logs(["wandb"], run, steps=2, console=Console(file=printed)) as logs,
+        open_metric_logs(["wandb"], run, num_steps=2, console=Console(file=printed)) as logs,
     ):
         logs.log(0, {"a": 1.0, "b": float("nan"), "c": float("-inf")})
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 0, "a": 1.0}]
@@ -199,13 +201,13 @@ def test_a_logger_that_cannot_start_is_an_error_that_closes_the_others(
     class Broken(Recorder):
         remedy = "Log in with `broken login`."
 
-        def __init__(self, run: CopiedRun) -> None:
+        def __init__(self, run: ServiceRunInfo) -> None:
             raise PermissionError("no API key.")
 
     monkeypatch.setitem(SERVICES, "trackio", Broken)
     message = r"trackio could not be started: PermissionError: no API key\. Log in"
     with RunDirectory(tmp_path, CONFIG) as run, pytest.raises(UserError, match=message):
-        open_metric_logs(["wandb", "trackio"], run, steps=2)
+        open_metric_logs(["wandb", "trackio"], run, num_steps=2)
     assert recorder.closed == [False]
 
 
@@ -283,7 +285,7 @@ builder = {"__chz_type__": "planish.recipes:Builder", "batch_size": 8}
 config = {"__chz_type__": "planish.recipes:Config", "learning_rate": 1e-4, "builder": builder}
 with RunDirectory(directory, config) as run:
     run.resume_at(start)
-    with open_metric_logs([logger], run, steps=20, name="first") as logs:
+    with open_metric_logs([logger], run, num_steps=20, name="first") as logs:
         for step in range(start, end):
             logs.log(step, {"a": step + start / 100})
 """

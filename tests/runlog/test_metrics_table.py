@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from planish.runlog.metrics_table import VALUE_WIDTH, metrics_table, number
+from planish.runlog.metrics_table import VALUE_WIDTH, format_number, metrics_table
 
 METRICS = {
     "time/total": 23.456,
@@ -95,7 +95,7 @@ def test_it_fits_its_width_and_shows_every_main_value(width):
     assert max(map(len, lines)) <= width
     words = " ".join(lines).split()
     for name, value in METRICS.items():
-        assert (number(value) in words) is (name not in DETAILS), name
+        assert (format_number(value) in words) is (name not in DETAILS), name
 
 
 def test_rewards_come_first_and_time_last():
@@ -131,6 +131,6 @@ def test_a_step_without_metrics_is_its_title():
 
 @given(st.one_of(st.integers(-(10**12), 10**12), st.floats(-1e300, 1e300)))
 def test_a_number_is_short_and_near_the_truth(value):
-    text = number(value)
+    text = format_number(value)
     assert len(text) <= VALUE_WIDTH + 1  # an exponent of three digits with a sign
     assert float(text.replace(",", "")) == pytest.approx(value, rel=6e-3)

@@ -153,7 +153,7 @@ def test_threads_have_lanes_of_their_own(tmp_path):
         go.set()
         for thread in threads:
             thread.join()
-    assert sorted(span.lane for span in spans.done) == [0, 1]
+    assert sorted(span.lane for span in spans.finished) == [0, 1]
 
 
 def test_steps_that_are_done_again_are_in_the_trace_once(tmp_path):

@@ -15,7 +15,7 @@ def test_every_stage_of_an_asynchronous_run_is_named_with_its_step():
         with progress.sampling(step, 4) as stage:
             for _ in range(4):
                 await asyncio.sleep(0)
-                stage.sampled(10)
+                stage.add_sampled_tokens(10)
                 stage.advance()
             assert f"sampling, step {step} 4/4" in progress.status()
 

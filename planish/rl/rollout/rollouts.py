@@ -34,7 +34,7 @@ from planish.rl.rollout.group_rollout import (
 from planish.rl.rollout.single_rollout import OnTurn, do_single_rollout
 from planish.rl.rollout.strategy import FailFast, FailureRules, RolloutStrategy
 from planish.rl.types import EnvGroupBuilder, Metrics, RolloutError, TrajectoryGroup
-from planish.runlog.evaluators import checked_metrics
+from planish.runlog.evaluators import validate_metrics
 
 __all__ = ["GroupRollout", "OnTurn", "do_group_rollout", "do_single_rollout"]
 
@@ -180,7 +180,7 @@ def validate_grades(returned: Any, builder: EnvGroupBuilder, size: int) -> list[
                 f"{name} returned the reward {reward} for trajectory {index}; return a finite "
                 "number"
             )
-        grades.append((reward, checked_metrics(grade[1], f"{name}, for trajectory {index},")))
+        grades.append((reward, validate_metrics(grade[1], f"{name}, for trajectory {index},")))
     return grades
 
 

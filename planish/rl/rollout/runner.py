@@ -52,7 +52,9 @@ class GroupRolloutRunner:
                     self.strategy,
                     self.termination,
                     seed=seed,
-                    on_turn=lambda turn: progress.sampled(len(turn.tokens)) if progress else None,
+                    on_turn=lambda turn: (
+                        progress.add_sampled_tokens(len(turn.tokens)) if progress else None
+                    ),
                     failures=failures,
                 )
             except Exception as error:

@@ -39,7 +39,7 @@ from planish.rl.types import (
     Trajectory,
     Transition,
 )
-from planish.runlog.evaluators import checked_metrics
+from planish.runlog.evaluators import validate_metrics
 from planish.types import ModelInput
 
 OnTurn = Callable[[TokensWithLogprobs], None]
@@ -56,7 +56,7 @@ async def do_single_rollout(
         name = f"{type(env).__name__}.initial_observation"
         reward, metrics = (
             validate_reward(initial.reward, name),
-            checked_metrics(initial.metrics, name),
+            validate_metrics(initial.metrics, name),
         )
         last_turn = transition_without_action(
             ModelInput.empty(), reward, StopReason.CONTEXT_OVERFLOW, metrics, initial.logs
@@ -162,7 +162,7 @@ def validate_step_result(result: Any, env: Env, turn: int) -> StepResult:
         raise UserError(
             f"{name} returned stop_reason={result.stop_reason!r}; return {', '.join(StopReason)}"
         )
-    metrics = checked_metrics(result.metrics, f"{name}, in turn {turn},")
+    metrics = validate_metrics(result.metrics, f"{name}, in turn {turn},")
     return replace(result, reward=reward, episode_done=is_done, metrics=metrics)
 
 
@@ -239,7 +239,7 @@ async def timeout_transition(env: Env, observation: Observation) -> Transition:
     logs: Logs = {"rollout_timeout": "the time was over before the policy had answered"}
     name = f"{type(env).__name__}.stopped_by_limit"
     return transition_without_action(
-        observation, validate_reward(reward, name), reason, checked_metrics(metrics, name), logs
+        observation, validate_reward(reward, name), reason, validate_metrics(metrics, name), logs
     )
 
 
