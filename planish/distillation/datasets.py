@@ -57,8 +57,8 @@ class TaughtDataset(RLDataset):
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
         return [
-            TaughtGroup(builder, teacher_name(number))
-            for number, part in enumerate(self.parts)
+            TaughtGroup(builder, teacher_name(index))
+            for index, part in enumerate(self.parts)
             for builder in part.get_batch(index)
         ]
 
@@ -75,7 +75,7 @@ class DistillationDatasetBuilder(RLDatasetBuilder):
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         if not self.parts:
             raise UserError("parts is empty; give at least one dataset with its teacher")
-        built = [(part, *await part.dataset_builder()) for part in self.parts]
-        train = [rebatch(dataset, part.groups_per_batch) for part, dataset, _ in built]
-        tests = [test for _, _, test in built if test is not None]
-        return TaughtDataset(train), ConcatenatedRLDataset(tests) if tests else None
+        datasets = [(part, *await part.dataset_builder()) for part in self.parts]
+        train_sets = [rebatch(dataset, part.groups_per_batch) for part, dataset, _ in datasets]
+        test_sets = [test for _, _, test in datasets if test is not None]
+        return TaughtDataset(train_sets), ConcatenatedRLDataset(test_sets) if test_sets else None

@@ -25,8 +25,8 @@ from typing import Any
 import chz
 
 from planish import ServiceClient, TrainingClient
-from planish.distillation.soft_targets import SoftData, soft_targets
-from planish.distillation.teachers import TeacherConfig, pinned, teacher_client
+from planish.distillation.soft_targets import SoftTargetData, soft_targets
+from planish.distillation.teachers import TeacherConfig, pin_checkpoint, teacher_client
 from planish.errors import UserError
 from planish.runlog.checkpoints import RunStart
 from planish.runlog.evaluators import TrainingClientEvaluator
@@ -66,13 +66,13 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
     run directory.
     """
     check(config)
-    others = [config.teacher_config.base_model]
-    with open_client(config, service_client, others) as client:
+    teacher_models = [config.teacher_config.base_model]
+    with open_client(config, service_client, teacher_models) as client:
         return await _run(config, client)
 
 
 async def _run(config: Config, service_client: ServiceClient) -> Path:
-    config = chz.replace(config, teacher_config=pinned(config.teacher_config))
+    config = chz.replace(config, teacher_config=pin_checkpoint(config.teacher_config))
     teacher = await teacher_client(
         config.teacher_config, service_client, config.model_name, "teacher_config"
     )
@@ -81,11 +81,11 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
         config, service_client, [(config.teacher_config.base_model, EXTRA_REQUEST_TOKENS)]
     )
 
-    def objective_of(start: RunStart) -> "SoftCrossEntropy":
+    def make_objective(start: RunStart) -> "SoftCrossEntropy":
         return SoftCrossEntropy(start.training_client.get_tokenizer(), teacher, config.topk)
 
     return await train(
-        config, service_client, objective_of, CONSOLE_METRICS | TEACHER_CONSOLE_METRICS
+        config, service_client, make_objective, CONSOLE_METRICS | TEACHER_CONSOLE_METRICS
     )
 
 
@@ -123,9 +123,9 @@ class SoftCrossEntropy:
     async def submit(
         self, training_client: TrainingClient, data: Sequence[Datum]
     ) -> "SoftGradient":
-        soft = await soft_targets(data, self.teacher, self.topk)
+        targets = await soft_targets(data, self.teacher, self.topk)
         return SoftGradient(
-            soft, await CrossEntropy(self.tokenizer).submit(training_client, soft.data)
+            targets, await CrossEntropy(self.tokenizer).submit(training_client, targets.data)
         )
 
     def evaluator(self, test_set: SupervisedDataset) -> "SoftEvaluator":
@@ -136,12 +136,12 @@ class SoftCrossEntropy:
 class SoftGradient:
     """The submitted gradient of a batch, with the teacher's distributions."""
 
-    soft: SoftData
+    targets: SoftTargetData
     gradient: PendingGradient
 
     async def metrics(self) -> Metrics:
-        found = await self.gradient.metrics()
-        return found | self.soft.metrics(found.get("train_mean_nll"))
+        metrics = await self.gradient.metrics()
+        return metrics | self.targets.metrics(metrics.get("train_mean_nll"))
 
 
 @dataclass(eq=False)
@@ -155,10 +155,10 @@ class SoftEvaluator(TrainingClientEvaluator):
     """A sampling client of the teacher."""
     topk: int
     name: str = "test"
-    _soft: SoftData | None = field(default=None, init=False)
+    _targets: SoftTargetData | None = field(default=None, init=False)
 
     async def __call__(self, training_client: TrainingClient) -> Metrics:
-        if self._soft is None:
-            self._soft = await soft_targets(self.data, self.teacher, self.topk)
-        found = dict(await NLLEvaluator(self._soft.data, self.name)(training_client))
-        return found | self._soft.metrics(found.get(f"{self.name}/nll"), f"{self.name}/")
+        if self._targets is None:
+            self._targets = await soft_targets(self.data, self.teacher, self.topk)
+        metrics = dict(await NLLEvaluator(self._targets.data, self.name)(training_client))
+        return metrics | self._targets.metrics(metrics.get(f"{self.name}/nll"), f"{self.name}/")

@@ -22,7 +22,7 @@ import chz
 
 from planish import ServiceClient
 from planish.distillation.datasets import DistillationDatasetBuilder, teacher_name
-from planish.distillation.teachers import pinned, teacher_client
+from planish.distillation.teachers import pin_checkpoint, teacher_client
 from planish.errors import UnsupportedError, UserError
 from planish.rl.data_processing import TrainingSequence
 from planish.rl.kl import add_kl_term, log_ratios, mean_log_ratio
@@ -57,7 +57,7 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
 
 async def _run(config: Config, service_client: ServiceClient) -> Path:
     parts = [
-        chz.replace(part, teacher_config=pinned(part.teacher_config))
+        chz.replace(part, teacher_config=pin_checkpoint(part.teacher_config))
         for part in config.dataset_builder.parts
     ]
     config = chz.replace(config, dataset_builder=chz.replace(config.dataset_builder, parts=parts))
@@ -121,15 +121,17 @@ class TeacherKL:
         self, data_D: Sequence[TrainingSequence]
     ) -> tuple[list[TrainingSequence], Metrics]:
         log_ratios_D = await log_ratios(data_D, self._teacher_of)
-        taught_D = list(zip(data_D, log_ratios_D, strict=True))
+        sequences_and_ratios_D = list(zip(data_D, log_ratios_D, strict=True))
         shaped_D = [
             add_kl_term(sequence, log_ratio_N, self.coefficient, self.discount)
-            for sequence, log_ratio_N in taught_D
+            for sequence, log_ratio_N in sequences_and_ratios_D
         ]
-        parts = {"teacher_kl": taught_D}
+        parts = {"teacher_kl": sequences_and_ratios_D}
         if len(self.teachers) > 1:
             parts |= {
-                f"teacher_kl/{name}": [one for one in taught_D if one[0].teacher == name]
+                f"teacher_kl/{name}": [
+                    pair for pair in sequences_and_ratios_D if pair[0].teacher == name
+                ]
                 for name in self.teachers
             }
         means = {

@@ -28,7 +28,7 @@ from planish.renderers import Renderer
 from planish.runlog.console import Stage, StepDisplay
 from planish.supervised.conversations import Conversation
 
-PROMPTS_AT_ONCE = 64
+PROMPTS_PER_CHUNK = 64
 
 Row = dict[str, Any]
 
@@ -66,9 +66,9 @@ class SampledFile:
     path: Path
     origin: Mapping[str, Any]
     """The options that the rows depend on, as JSON values."""
-    done: int = 0
+    num_done: int = 0
     """The number of prompts that are done, including those left out."""
-    left_out: int = 0
+    num_left_out: int = 0
     """The number of prompts without a row."""
     _record: Path = field(init=False)
 
@@ -87,24 +87,28 @@ class SampledFile:
         process that is killed after writing rows and before the record leaves such rows.
         """
         try:
-            found, self.done, self.left_out = record["origin"], record["done"], record["left_out"]
+            recorded_options, self.num_done, self.num_left_out = (
+                record["origin"],
+                record["done"],
+                record["left_out"],
+            )
         except KeyError as error:
             raise DamagedFileError(
                 f"{self._record} lacks {error}; remove it and {self.path}"
             ) from error
-        given = json.loads(json.dumps(self.origin))
-        if changed := differences(found, given):
+        new_options = json.loads(json.dumps(self.origin))
+        if changed := differences(recorded_options, new_options):
             raise UserError(
                 f"{self.path} was sampled with other options: {changed}; give the same options to "
                 "continue it, or another path"
             )
         rows = read_rows(self.path)
-        kept = [row for row in rows if row["index"] < self.done]
-        if len(kept) != self.done - self.left_out:
+        recorded_rows = [row for row in rows if row["index"] < self.num_done]
+        if len(recorded_rows) != self.num_done - self.num_left_out:
             raise DamagedFileError(
                 f"{self.path} does not contain the rows that {self._record.name} counts; remove both"
             )
-        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in recorded_rows))
 
     def add(self, answers: Sequence[Row | None], file: RowFile) -> None:
         """Append the answers to the next prompts to `file`, which is open at `path`. The rows are
@@ -113,12 +117,12 @@ class SampledFile:
         rows = [row for row in answers if row is not None]
         file.append(*rows)
         file.sync()
-        self.done += len(answers)
-        self.left_out += len(answers) - len(rows)
+        self.num_done += len(answers)
+        self.num_left_out += len(answers) - len(rows)
         self._write_record()
 
     def _write_record(self) -> None:
-        record = {"origin": self.origin, "done": self.done, "left_out": self.left_out}
+        record = {"origin": self.origin, "done": self.num_done, "left_out": self.num_left_out}
         write_atomically(self._record, json.dumps(record, indent=2) + "\n")
 
 
@@ -130,27 +134,27 @@ async def sample_conversations(
 ) -> SampledFile:
     """Sample answers to all prompts that are not done yet, and write them to `path`.
 
-    `PROMPTS_AT_ONCE` prompts are answered concurrently, and then recorded as done. UserError if the
-    file was made with another `origin`, or if no prompt has a complete answer.
+    `PROMPTS_PER_CHUNK` prompts are answered concurrently, and then recorded as done. UserError if
+    the file was made with another `origin`, or if no prompt has a complete answer.
     """
     sampled_file = SampledFile(Path(path).expanduser(), origin)
-    chunks = range(sampled_file.done, len(prompts), PROMPTS_AT_ONCE)
+    chunks = range(sampled_file.num_done, len(prompts), PROMPTS_PER_CHUNK)
     with closing(RowFile(sampled_file.path)) as file, StepDisplay(len(chunks)) as display:
         for start in chunks:
-            chunk = range(start, min(start + PROMPTS_AT_ONCE, len(prompts)))
+            chunk = range(start, min(start + PROMPTS_PER_CHUNK, len(prompts)))
             with display.open_stage(
                 f"the teacher answers prompts {start} to {chunk[-1]}", len(chunk)
             ) as stage:
                 sampled_file.add(await answers_to(sampler, prompts, chunk, stage), file)
             display.step_done()
-        if sampled_file.left_out:
+        if sampled_file.num_left_out:
             display.say(
-                f"{sampled_file.left_out} of {sampled_file.done} answers are left out: they were "
-                "cut off, or their prompts fill the context window"
+                f"{sampled_file.num_left_out} of {sampled_file.num_done} answers are left out: they "
+                "were cut off, or their prompts fill the context window"
             )
-    if sampled_file.done == sampled_file.left_out:
+    if sampled_file.num_done == sampled_file.num_left_out:
         raise UserError(
-            f"none of {sampled_file.done} answers is complete: they were cut off at "
+            f"none of {sampled_file.num_done} answers is complete: they were cut off at "
             f"max_tokens={sampler.max_tokens}, or their prompts fill the context window; give "
             "another path with a larger max_tokens, shorter prompts, or a teacher that ends its "
             "answers"

@@ -8,7 +8,7 @@ Legend: D datums, N positions of a datum, K candidates.
 
 w is the weight of the position. If K is the size of the vocabulary, the loss is the cross entropy
 between teacher and student. A smaller K cuts off the tail of the distribution, and the candidates'
-probabilities are scaled to sum to 1. `mass` is their sum before scaling.
+probabilities are scaled to sum to 1. `topk_mass` is their sum before scaling.
 """
 
 from collections.abc import Sequence
@@ -22,26 +22,29 @@ from planish.types import Datum, ModelInput, SamplingParams, TopkLogprobs
 
 
 @dataclass(frozen=True)
-class SoftData:
+class SoftTargetData:
     """Datums with targets and weights of shape (N, K), and statistics of the teacher's
-    distributions. `nats` and `mass` are sums over positions, weighted by w.
+    distributions. `entropy_sum` and `topk_mass` are sums over positions, weighted by w.
     """
 
     data: list[Datum]
     weight: float
     """The sum of w over positions."""
-    nats: float
+    entropy_sum: float
     """The entropy of the scaled distributions, in nats."""
-    mass: float
+    topk_mass: float
     """The teacher's total probability of the candidates."""
 
     @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
+    def concatenate(cls, batches: Sequence[Self]) -> Self:
         """Return all datums with the summed statistics."""
-        data = [datum for part in parts for datum in part.data]
+        data = [datum for batch in batches for datum in batch.data]
         return cls(
             data,
-            *(sum(getattr(part, name) for part in parts) for name in ("weight", "nats", "mass")),
+            *(
+                sum(getattr(batch, name) for batch in batches)
+                for name in ("weight", "entropy_sum", "topk_mass")
+            ),
         )
 
     def metrics(self, cross_entropy: float | None, prefix: str = "") -> dict[str, float]:
@@ -52,18 +55,18 @@ class SoftData:
         """
         if cross_entropy is None:
             return {}
-        entropy = self.nats / self.weight
+        entropy = self.entropy_sum / self.weight
         return {
             f"{prefix}teacher_kl": cross_entropy - entropy,
             f"{prefix}teacher_entropy": entropy,
-            f"{prefix}teacher_topk_mass": self.mass / self.weight,
+            f"{prefix}teacher_topk_mass": self.topk_mass / self.weight,
         }
 
 
-async def soft_targets(data_D: Sequence[Datum], teacher: Any, topk: int) -> SoftData:
+async def soft_targets(data_D: Sequence[Datum], teacher: Any, topk: int) -> SoftTargetData:
     """Return the datums with the teacher's distributions as targets; all requests run at once."""
 
-    async def soft(datum: Datum) -> SoftData:
+    async def add_soft_targets(datum: Datum) -> SoftTargetData:
         weights_N = datum.loss_fn_inputs["weights"].to_numpy()
         tokens = [
             *datum.model_input.to_ints(),
@@ -78,30 +81,34 @@ async def soft_targets(data_D: Sequence[Datum], teacher: Any, topk: int) -> Soft
         )
         return soft_datum(datum, response.topk_prompt_logprobs_np)
 
-    return SoftData.joined(await gather_or_cancel(soft(datum) for datum in data_D))
+    return SoftTargetData.concatenate(
+        await gather_or_cancel(add_soft_targets(datum) for datum in data_D)
+    )
 
 
-def soft_datum(datum: Datum, top: TopkLogprobs) -> SoftData:
+def soft_datum(datum: Datum, topk_logprobs: TopkLogprobs) -> SoftTargetData:
     """Return one datum with the teacher's distributions as targets.
 
-    `datum` has targets and weights of shape (N). Row i of `top` has the K likeliest tokens at
-    position i of the whole sequence of N + 1 tokens.
+    `datum` has targets and weights of shape (N). Row i of `topk_logprobs` has the K likeliest
+    tokens at position i of the whole sequence of N + 1 tokens.
     """
     targets_N = datum.loss_fn_inputs["target_tokens"].to_numpy()
     weights_N = datum.loss_fn_inputs["weights"].to_numpy()
     is_learned = weights_N != 0
-    logprobs_LK = top.logprobs[1:][is_learned].astype(np.float64)
+    logprobs_LK = topk_logprobs.logprobs[1:][is_learned].astype(np.float64)
     masses_L = np.exp(logprobs_LK).sum(axis=1)
-    cut_LK = logprobs_LK - np.log(masses_L)[:, None]
-    shares_LK = np.exp(cut_LK)
-    targets_NK = np.repeat(targets_N[:, None], top.token_ids.shape[1], axis=1).astype(np.int64)
+    normalized_logprobs_LK = logprobs_LK - np.log(masses_L)[:, None]
+    probabilities_LK = np.exp(normalized_logprobs_LK)
+    targets_NK = np.repeat(targets_N[:, None], topk_logprobs.token_ids.shape[1], axis=1).astype(
+        np.int64
+    )
     weights_NK = np.zeros(targets_NK.shape, np.float32)
-    targets_NK[is_learned] = top.token_ids[1:][is_learned]
-    weights_NK[is_learned] = shares_LK * weights_N[is_learned][:, None]
-    entropies_L = -(shares_LK * cut_LK).sum(axis=1)
-    return SoftData(
+    targets_NK[is_learned] = topk_logprobs.token_ids[1:][is_learned]
+    weights_NK[is_learned] = probabilities_LK * weights_N[is_learned][:, None]
+    entropies_L = -(probabilities_LK * normalized_logprobs_LK).sum(axis=1)
+    return SoftTargetData(
         [Datum(datum.model_input, {"target_tokens": targets_NK, "weights": weights_NK})],
         weight=float(weights_N.sum()),
-        nats=float(np.dot(weights_N[is_learned], entropies_L)),
-        mass=float(np.dot(weights_N[is_learned], masses_L)),
+        entropy_sum=float(np.dot(weights_N[is_learned], entropies_L)),
+        topk_mass=float(np.dot(weights_N[is_learned], masses_L)),
     )

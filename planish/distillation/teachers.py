@@ -22,7 +22,7 @@ class TeacherConfig(KLReferenceConfig):
     """The model whose token probabilities the student learns."""
 
 
-def pinned(teacher: TeacherConfig) -> TeacherConfig:
+def pin_checkpoint(teacher: TeacherConfig) -> TeacherConfig:
     """Return the config with a run directory replaced by its newest checkpoint. The directory may
     have a newer checkpoint when the student's run is resumed, and the teacher must not change.
     """
@@ -43,22 +43,22 @@ async def teacher_client(
 
 
 async def require_one_vocabulary(
-    trained: str, other: str, service_client: ServiceClient, option: str
+    student_model: str, other_model: str, service_client: ServiceClient, option: str
 ) -> None:
-    """Raise UserError, which names `option`, unless the base models `trained` and `other` have the
-    same vocabulary.
+    """Raise UserError, which names `option`, unless the base models `student_model` and
+    `other_model` have the same vocabulary.
     """
-    if other == trained:
+    if other_model == student_model:
         return
     clients = [
         await service_client.create_sampling_client_async(base_model=name)
-        for name in (trained, other)
+        for name in (student_model, other_model)
     ]
     tokenizers = [await asyncio.to_thread(client.get_tokenizer) for client in clients]
     difference = vocabulary_difference(*(tokenizer.get_vocab() for tokenizer in tokenizers))
     if difference is not None:
         raise UserError(
-            f"{option}: the vocabulary of {trained} is not that of {other} ({difference}); give a model with the tokenizer of "
+            f"{option}: the vocabulary of {student_model} is not that of {other_model} ({difference}); give a model with the tokenizer of "
             "model_name"
         )
 

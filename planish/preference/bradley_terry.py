@@ -67,7 +67,7 @@ def comparison_to_score_data(
         for answer in labeled.ranked
     ]
     if max_length is not None and any(datum.model_input.length > max_length for datum in data):
-        return Batch(left_out=1)
+        return Batch(num_left_out=1)
     return Batch(data)
 
 
@@ -154,7 +154,7 @@ class BradleyTerryForm:
                 score_conversation(comparison.prompt_conversation, answer, self.question)
             )
 
-    def data_of(self, labeled: LabeledComparison, max_length: int | None) -> Batch:
+    def to_batch(self, labeled: LabeledComparison, max_length: int | None) -> Batch:
         return comparison_to_score_data(labeled, self.choice, self.question, max_length)
 
     async def submit(self, training_client: TrainingClient, data: Sequence[Datum]) -> PairGradient:

@@ -53,7 +53,7 @@ def comparison_to_datum(
     weights = [float(label == labeled.label) for label in LABELS]
     datum = choice.datum(comparison_conversation(labeled.comparison), weights)
     if max_length is not None and datum.model_input.length > max_length:
-        return Batch(left_out=1)
+        return Batch(num_left_out=1)
     return Batch([datum])
 
 
@@ -136,7 +136,7 @@ class ChatForm:
         """
         self.choice.check(comparison_conversation(labeled.comparison))
 
-    def data_of(self, labeled: LabeledComparison, max_length: int | None) -> Batch:
+    def to_batch(self, labeled: LabeledComparison, max_length: int | None) -> Batch:
         """Return the datum of a comparison.
 
         The batch is empty, with left_out = 1, if the comparison is longer than `max_length` tokens.

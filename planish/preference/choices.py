@@ -18,7 +18,7 @@ from planish.renderers import Renderer, TrainOnWhat
 from planish.types import Datum, ModelInput, SamplingParams, TensorData
 
 Conversation = Sequence[Mapping[str, Any]]
-PROBE: Conversation = ({"role": "user", "content": "?"},)
+PROBE_CONVERSATION: Conversation = ({"role": "user", "content": "?"},)
 """A conversation used to find the deciding tokens of a format."""
 
 
@@ -28,9 +28,9 @@ class Choice:
 
     renderer: Renderer
     answers: tuple[str, ...]
-    tokens: tuple[int, ...]
+    deciding_tokens: tuple[int, ...]
     """The deciding token of each answer."""
-    lead: int
+    num_shared_tokens: int
     """The number of leading tokens that all answers share."""
 
     @classmethod
@@ -40,16 +40,20 @@ class Choice:
         Raise UserError if two answers share the token at the first position where any answers
         differ.
         """
-        outputs = [_written(renderer, PROBE, answer)[1] for answer in answers]
+        outputs = [
+            _prompt_and_output(renderer, PROBE_CONVERSATION, answer)[1] for answer in answers
+        ]
         columns = zip(*outputs, strict=False)
-        lead = next(place for place, column in enumerate(columns) if len(set(column)) > 1)
-        tokens = tuple(output[lead] for output in outputs)
-        if len(set(tokens)) < len(tokens):
+        num_shared_tokens = next(
+            position for position, column in enumerate(columns) if len(set(column)) > 1
+        )
+        deciding_tokens = tuple(output[num_shared_tokens] for output in outputs)
+        if len(set(deciding_tokens)) < len(deciding_tokens):
             raise UserError(
                 f"the answers {', '.join(answers)} do not differ in their first token with "
                 f"renderer {renderer.name}; give answers that begin differently"
             )
-        return cls(renderer, tuple(answers), tokens, lead)
+        return cls(renderer, tuple(answers), deciding_tokens, num_shared_tokens)
 
     def check(self, conversation: Conversation) -> None:
         """Raise ValueError for a conversation that the format cannot express. Nothing is
@@ -60,11 +64,11 @@ class Choice:
 
     def prompt(self, conversation: Conversation) -> list[int]:
         """Return all tokens before the deciding one."""
-        before, output = _written(self.renderer, conversation, self.answers[0])
-        assert output[self.lead] == self.tokens[0], (
+        prompt_tokens, output = _prompt_and_output(self.renderer, conversation, self.answers[0])
+        assert output[self.num_shared_tokens] == self.deciding_tokens[0], (
             "an answer has the same tokens after every conversation"
         )
-        return before + output[: self.lead]
+        return prompt_tokens + output[: self.num_shared_tokens]
 
     def datum(self, conversation: Conversation, weights: Sequence[float]) -> Datum:
         """Return a datum whose loss weights the logprobs of the K answers at the deciding position.
@@ -73,14 +77,14 @@ class Choice:
         holds the deciding tokens and `weights`. Every other row repeats the next token with weight
         0.
         """
-        prompt, count = self.prompt(conversation), len(self.tokens)
-        targets = np.repeat(np.array([*prompt[1:], 0], dtype=np.int64)[:, None], count, axis=1)
-        targets[-1] = self.tokens
-        weighted = np.zeros((len(prompt), count), dtype=np.float32)
-        weighted[-1] = weights
+        prompt, count = self.prompt(conversation), len(self.deciding_tokens)
+        targets_NK = np.repeat(np.array([*prompt[1:], 0], dtype=np.int64)[:, None], count, axis=1)
+        targets_NK[-1] = self.deciding_tokens
+        weights_NK = np.zeros((len(prompt), count), dtype=np.float32)
+        weights_NK[-1] = weights
         inputs = {
-            "target_tokens": TensorData.from_numpy(targets),
-            "weights": TensorData.from_numpy(weighted),
+            "target_tokens": TensorData.from_numpy(targets_NK),
+            "weights": TensorData.from_numpy(weights_NK),
         }
         return Datum(ModelInput.from_ints(prompt), inputs)
 
@@ -92,10 +96,10 @@ class Choice:
         Their probabilities need not sum to 1, because the model may say something else.
         """
         prompt = self.prompt(conversation)
-        target_tokens = np.full((len(prompt), len(self.tokens)), -1, dtype=np.int64)
-        target_tokens[-1] = self.tokens
+        target_tokens = np.full((len(prompt), len(self.deciding_tokens)), -1, dtype=np.int64)
+        target_tokens[-1] = self.deciding_tokens
         response = await sampling_client.sample_async(
-            prompt=ModelInput.from_ints([*prompt, self.tokens[0]]),
+            prompt=ModelInput.from_ints([*prompt, self.deciding_tokens[0]]),
             num_samples=1,
             sampling_params=SamplingParams(max_tokens=1, temperature=0.0),
             target_prompt_logprobs=TensorData.from_numpy(target_tokens),
@@ -104,7 +108,7 @@ class Choice:
         return response.target_prompt_logprobs.to_numpy()[-1].tolist()
 
 
-def _written(
+def _prompt_and_output(
     renderer: Renderer, conversation: Conversation, answer: str
 ) -> tuple[list[int], list[int]]:
     """Return (the tokens before the assistant's output, the tokens that the model writes)."""
@@ -112,6 +116,6 @@ def _written(
         [*conversation, {"role": "assistant", "content": answer}],
         TrainOnWhat.LAST_ASSISTANT_MESSAGE,
     )
-    begin = int(weights.argmax())
+    start = int(weights.argmax())
     ids = tokens.to_ints()
-    return ids[:begin], ids[begin:]
+    return ids[:start], ids[start:]

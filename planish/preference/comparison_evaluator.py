@@ -28,7 +28,7 @@ from planish.errors import UserError
 from planish.preference.judging import judge_comparisons
 from planish.preference.preference_envs import Answer, read_answer
 from planish.preference.preference_models import PreferenceModel, PreferenceModelBuilder
-from planish.preference.prompts import PromptBuilder, checked_prompts
+from planish.preference.prompts import PromptBuilder, fitting_prompts
 from planish.preference.types import Comparison, Messages
 from planish.processes.interruption import gather_or_cancel
 from planish.renderers import Renderer
@@ -38,7 +38,7 @@ from planish.runlog.run_directory import model_argument
 from planish.runlog.statistics import Mean
 
 POLICY, REFERENCE = 0, 1
-"""The `place` of policy and reference in the derivation of sampling seeds."""
+"""The `role` of policy and reference in the derivation of sampling seeds."""
 
 
 @dataclass(frozen=True)
@@ -58,23 +58,25 @@ class AnswerSampler:
     seed: int = 0
 
     async def __call__(
-        self, sampling_client: SamplingClient, prompts: Sequence[Messages], place: int
+        self, sampling_client: SamplingClient, prompts: Sequence[Messages], role: int
     ) -> list[SampledAnswer]:
         """Sample one answer to each prompt, all concurrently.
 
-        `place` is POLICY or REFERENCE and keeps the seeds of the two apart.
+        `role` is POLICY or REFERENCE and keeps the seeds of the two apart.
         """
         policy = TinkerTokenCompleter(sampling_client, self.max_tokens, self.temperature)
 
-        async def one(number: int, prompt: Messages) -> SampledAnswer:
-            seeded = policy.seeded(derived_seed(self.seed, place, number))
+        async def sample_one(number: int, prompt: Messages) -> SampledAnswer:
+            seeded = policy.seeded(derived_seed(self.seed, role, number))
             sampled = await seeded(
                 self.renderer.build_generation_prompt(prompt), self.renderer.get_stop_sequences()
             )
             answer = read_answer(self.renderer, sampled.tokens)
-            return SampledAnswer(answer.text, answer.is_whole, len(sampled.tokens))
+            return SampledAnswer(answer.text, answer.is_complete, len(sampled.tokens))
 
-        return await gather_or_cancel(one(number, prompt) for number, prompt in enumerate(prompts))
+        return await gather_or_cancel(
+            sample_one(number, prompt) for number, prompt in enumerate(prompts)
+        )
 
 
 class Reference(ABC):
@@ -128,7 +130,7 @@ class PolicyReference(Reference):
         return self._sampled
 
 
-async def wins_of(
+async def judge_wins(
     judge: PreferenceModel, comparisons: Sequence[Comparison], *, both_ways: bool = True
 ) -> list[float]:
     """Return the win of answer B in each comparison: 1 for a win, 0 for a loss, or a fraction. With
@@ -136,8 +138,8 @@ async def wins_of(
     """
     if not both_ways:
         return [(r + 1) / 2 for r in await judge_comparisons(judge, comparisons)]
-    judged = [*comparisons, *(comparison.swap() for comparison in comparisons)]
-    preferences = await judge_comparisons(judge, judged)
+    ordered_comparisons = [*comparisons, *(comparison.swap() for comparison in comparisons)]
+    preferences = await judge_comparisons(judge, ordered_comparisons)
     count = len(comparisons)
     return [
         (r - swapped + 2) / 4
@@ -154,21 +156,21 @@ class ComparisonResults:
     answers: Sequence[SampledAnswer]
     """The policy's answers, one for each prompt."""
     wins: Mapping[str, Sequence[float]]
-    """The result of `wins_of` by the name of the judge."""
+    """The result of `judge_wins` by the name of the judge."""
 
     def metrics(self, name: str) -> dict[str, float]:
         """Return the metrics of `ComparisonEvaluator`, with `name` as their prefix."""
         count = len(self.answers)
-        found = {
-            f"{name}/format": sum(answer.is_whole for answer in self.answers) / count,
+        metrics = {
+            f"{name}/format": sum(answer.is_complete for answer in self.answers) / count,
             f"{name}/ac_tokens_per_turn": sum(answer.num_tokens for answer in self.answers) / count,
         }
         for judge, wins in self.wins.items():
             rate = Mean.from_values(wins)
-            found[f"{name}/win_rate/{judge}"] = rate.value
+            metrics[f"{name}/win_rate/{judge}"] = rate.value
             if rate.stderr is not None:
-                found[f"{name}/win_rate_stderr/{judge}"] = rate.stderr
-        return found
+                metrics[f"{name}/win_rate_stderr/{judge}"] = rate.stderr
+        return metrics
 
 
 @dataclass(eq=False)
@@ -208,7 +210,7 @@ class ComparisonEvaluator(SamplingClientEvaluator):
             for prompt, completion, answer in zip(self.prompts, completions, answers, strict=True)
         ]
         wins = {
-            name: await wins_of(judge, comparisons, both_ways=self.both_ways)
+            name: await judge_wins(judge, comparisons, both_ways=self.both_ways)
             for name, judge in self.judges.items()
         }
         return ComparisonResults(comparisons, answers, wins)
@@ -247,7 +249,7 @@ class ComparisonEvaluatorBuilder:
 
     def __call__(self) -> ComparisonEvaluator:
         renderer = model_renderer(self.policy_model_name, self.policy_renderer_name)
-        prompts = checked_prompts(
+        prompts = fitting_prompts(
             self.prompt_builder().test, renderer, "test", self.max_prompt_tokens
         )
         return ComparisonEvaluator(

@@ -47,20 +47,20 @@ class PairGradient:
     """A submitted gradient whose metrics can be awaited."""
 
     num_pairs: int
-    measures: Sequence[str]
+    metric_names: Sequence[str]
     """The metrics of the custom loss. All other metrics are the trainer's."""
     pending: Any
 
     async def metrics(self) -> Metrics:
         """Return the loss metrics of the pairs, and the trainer's own metrics as optim/NAME."""
         output = await self.pending
-        found = {name: output.metrics[name] for name in self.measures}
-        served = {
+        loss_metrics = {name: output.metrics[name] for name in self.metric_names}
+        trainer_metrics = {
             f"optim/{name}": value
             for name, value in output.metrics.items()
-            if name not in self.measures
+            if name not in self.metric_names
         }
-        return {"num_pairs": self.num_pairs, **found, **served}
+        return {"num_pairs": self.num_pairs, **loss_metrics, **trainer_metrics}
 
 
 def answer_conversation(prompt: Messages, answer: Messages) -> list[dict[str, Any]]:
@@ -82,7 +82,7 @@ def comparison_to_data(
     """
     if labeled.ranked is None:
         raise UserError("a tie has no preferred answer; leave it out")
-    sides = [
+    batches = [
         conversation_to_data(
             answer_conversation(labeled.comparison.prompt_conversation, answer),
             renderer,
@@ -92,9 +92,9 @@ def comparison_to_data(
         )
         for answer in labeled.ranked
     ]
-    if any(len(side) != 1 for side in sides):
-        return Batch(left_out=1)
-    return Batch.joined(sides)
+    if any(len(batch) != 1 for batch in batches):
+        return Batch(num_left_out=1)
+    return Batch.concatenate(batches)
 
 
 class ComparisonBuilder(ABC):
@@ -153,11 +153,11 @@ class DPODatasetBuilderFromComparisons(ChatDatasetBuilder):
         check_comparisons(train, renderer, "train")
         check_comparisons(test, renderer, "test")
 
-        def data_of(labeled: LabeledComparison) -> Batch:
+        def to_batch(labeled: LabeledComparison) -> Batch:
             return comparison_to_data(labeled, renderer, config.max_length)
 
-        return RowDataset.of_splits(
-            without_ties(train), without_ties(test), config.batch_size, data_of, self.shuffle_seed
+        return RowDataset.from_splits(
+            without_ties(train), without_ties(test), config.batch_size, to_batch, self.shuffle_seed
         )
 
 
@@ -168,13 +168,13 @@ def check_comparisons(
 
     The check does not tokenize anything.
     """
-    for number, labeled in enumerate(comparisons, start=1):
+    for index, labeled in enumerate(comparisons, start=1):
         for answer in labeled.ranked or ():
             conversation = answer_conversation(labeled.comparison.prompt_conversation, answer)
             try:
                 renderer.check_supervised_examples(conversation, TrainOnWhat.CUSTOMIZED)
             except ValueError as error:
-                raise UserError(f"{split} comparison {number}: {error}") from error
+                raise UserError(f"{split} comparison {index}: {error}") from error
 
 
 def without_ties(comparisons: Sequence[LabeledComparison]) -> list[LabeledComparison]:

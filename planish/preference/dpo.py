@@ -30,12 +30,12 @@ from planish.distillation.teachers import require_one_vocabulary
 from planish.errors import UserError
 from planish.files import write_atomically
 from planish.preference.datasets import PairGradient, pairs_of
-from planish.preference.losses import Answers, DPOLoss, IPOLoss, PairLoss, SimPOLoss
+from planish.preference.losses import AnswerLogprobs, DPOLoss, IPOLoss, PairLoss, SimPOLoss
 from planish.processes.interruption import gather_or_cancel
 from planish.runlog.checkpoints import RunStart
 from planish.runlog.evaluators import TrainingClientEvaluator
 from planish.runlog.run_directory import REFERENCE, checkpoint_of, model_argument
-from planish.supervised.nll import forward_in_parts, held_out_data
+from planish.supervised.nll import forward_in_batches, held_out_data
 from planish.supervised.objective import Metrics
 from planish.supervised.types import SupervisedDataset
 from planish.training import supervised_config as supervised
@@ -55,11 +55,11 @@ CONSOLE_METRICS = {
 }
 LOSSES = ("dpo", "ipo", "simpo")
 """The values of `loss`."""
-BETA = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0}
+DEFAULT_BETAS = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0}
 """The default of `dpo_beta` by loss, from the papers."""
-SIMPO_GAMMA = 1.0
+DEFAULT_SIMPO_GAMMA = 1.0
 """The default of `simpo_gamma`, from the paper."""
-MEASURES = ("accuracy", "margin", "chosen_reward", "rejected_reward")
+PAIR_METRICS = ("accuracy", "margin", "chosen_reward", "rejected_reward")
 """The metrics of `pair_loss`."""
 
 
@@ -107,7 +107,7 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
 
 
 async def _run(config: Config, service_client: ServiceClient) -> Path:
-    loss = pair_loss_of(config)
+    loss = make_pair_loss(config)
     if loss.needs_reference:
         option = (
             "reference_model_name"
@@ -122,7 +122,7 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
     else:
         config = await limit_to_context(config, service_client)
 
-    def objective_of(start: RunStart) -> "PairObjective":
+    def make_objective(start: RunStart) -> "PairObjective":
         reference = (
             reference_client(config, service_client, start) if loss.needs_reference else None
         )
@@ -131,14 +131,14 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
     return await train(
         config,
         service_client,
-        objective_of,
+        make_objective,
         {f"{config.loss}_loss": "loss {:.4f}", **CONSOLE_METRICS},
     )
 
 
-def pair_loss_of(config: Config) -> PairLoss:
+def make_pair_loss(config: Config) -> PairLoss:
     """Return the loss that the options ask for."""
-    beta = BETA[config.loss] if config.dpo_beta is None else config.dpo_beta
+    beta = DEFAULT_BETAS[config.loss] if config.dpo_beta is None else config.dpo_beta
     match config.loss:
         case "dpo":
             return DPOLoss(beta, config.label_smoothing)
@@ -146,7 +146,7 @@ def pair_loss_of(config: Config) -> PairLoss:
             return IPOLoss(beta)
         case _:
             return SimPOLoss(
-                beta, SIMPO_GAMMA if config.simpo_gamma is None else config.simpo_gamma
+                beta, DEFAULT_SIMPO_GAMMA if config.simpo_gamma is None else config.simpo_gamma
             )
 
 
@@ -231,15 +231,15 @@ class PairObjective:
         self, training_client: TrainingClient, data: Sequence[Datum]
     ) -> "PairGradient":
         """Score the batch with the reference, then submit the gradient computation."""
-        reference_D = await self.reference_logprobs(data)
+        reference_logprobs_D = await self.reference_logprobs(data)
 
         def custom_loss(
             data: Sequence[Datum], logprobs_D: list[torch.Tensor]
         ) -> tuple[torch.Tensor, Metrics]:
-            return self.loss_and_metrics(data, logprobs_D, reference_D)
+            return self.loss_and_metrics(data, logprobs_D, reference_logprobs_D)
 
         pending = await training_client.forward_backward_custom_async(data, custom_loss)
-        return PairGradient(len(pairs_of(data)), (f"{self.name}_loss", *MEASURES), pending)
+        return PairGradient(len(pairs_of(data)), (f"{self.name}_loss", *PAIR_METRICS), pending)
 
     async def reference_logprobs(self, data: Sequence[Datum]) -> list[float] | None:
         """Return the reference's logprob of each answer in nats; None without a reference."""
@@ -249,10 +249,10 @@ class PairObjective:
         self,
         data: Sequence[Datum],
         logprobs_D: Sequence[torch.Tensor],
-        reference_D: Sequence[float] | None,
+        reference_logprobs_D: Sequence[float] | None,
     ) -> tuple[torch.Tensor, Metrics]:
         """Return the loss, and all metrics of the batch by name."""
-        loss, metrics = pair_loss(self.loss, data, logprobs_D, reference_D)
+        loss, metrics = pair_loss(self.loss, data, logprobs_D, reference_logprobs_D)
         return loss, {f"{self.name}_loss": float(loss.detach()), **metrics}
 
     def evaluator(self, test_set: SupervisedDataset) -> "PairEvaluator":
@@ -278,7 +278,7 @@ class PairEvaluator(TrainingClientEvaluator):
             self._reference_D = await self.objective.reference_logprobs(self.data)
         logprobs_D = [
             tensors["logprobs"].to_torch()
-            for _, output in await forward_in_parts(training_client, self.data)
+            for _, output in await forward_in_batches(training_client, self.data)
             for tensors in output.loss_fn_outputs
         ]
         _, metrics = self.objective.loss_and_metrics(self.data, logprobs_D, self._reference_D)
@@ -286,8 +286,8 @@ class PairEvaluator(TrainingClientEvaluator):
             answer_logprob(datum, logprobs)
             for datum, logprobs in zip(self.data, logprobs_D, strict=True)
         ][::2]
-        tokens = sum(answer_tokens(pair.chosen) for pair in pairs_of(self.data))
-        metrics["nll"] = -sum(float(logprob) for logprob in chosen) / tokens
+        num_tokens = sum(num_answer_tokens(pair.chosen) for pair in pairs_of(self.data))
+        metrics["nll"] = -sum(float(logprob) for logprob in chosen) / num_tokens
         return {f"{self.name}/{name}": value for name, value in metrics.items()}
 
 
@@ -295,24 +295,30 @@ def pair_loss(
     loss: PairLoss,
     data: Sequence[Datum],
     logprobs_D: Sequence[torch.Tensor],
-    reference_D: Sequence[float] | None,
+    reference_logprobs_D: Sequence[float] | None,
 ) -> tuple[torch.Tensor, Metrics]:
     """Return the loss, averaged over pairs, and its metrics.
 
     `data` alternates between chosen and rejected answers. `logprobs_D` are the policy's logprobs of
-    each target. `reference_D` are the reference's logprobs of whole answers.
+    each target. `reference_logprobs_D` are the reference's logprobs of whole answers.
     """
-    answers_D = torch.stack(
+    answer_logprobs_D = torch.stack(
         [answer_logprob(datum, logprobs) for datum, logprobs in zip(data, logprobs_D, strict=True)]
     )
-    reference = None if reference_D is None else torch.tensor(reference_D, dtype=answers_D.dtype)
-    tokens = torch.tensor([answer_tokens(datum) for datum in data], dtype=answers_D.dtype)
-    rewards_D = loss.rewards(Answers(answers_D, reference, tokens))
+    reference = (
+        None
+        if reference_logprobs_D is None
+        else torch.tensor(reference_logprobs_D, dtype=answer_logprobs_D.dtype)
+    )
+    num_tokens = torch.tensor(
+        [num_answer_tokens(datum) for datum in data], dtype=answer_logprobs_D.dtype
+    )
+    rewards_D = loss.rewards(AnswerLogprobs(answer_logprobs_D, reference, num_tokens))
     chosen, rejected = rewards_D[::2], rewards_D[1::2]
     margins = chosen - rejected
     metrics = ((margins > 0).float().mean(), margins.mean(), chosen.mean(), rejected.mean())
     return loss.losses(margins).mean(), {
-        name: float(value.detach()) for name, value in zip(MEASURES, metrics, strict=True)
+        name: float(value.detach()) for name, value in zip(PAIR_METRICS, metrics, strict=True)
     }
 
 
@@ -321,7 +327,7 @@ def answer_logprob(datum: Datum, logprobs: torch.Tensor) -> torch.Tensor:
     return (datum.loss_fn_inputs["weights"].to_torch() * logprobs).sum()
 
 
-def answer_tokens(datum: Datum) -> float:
+def num_answer_tokens(datum: Datum) -> float:
     """Return the number of targets that are trained on: each has weight 1."""
     return float(datum.loss_fn_inputs["weights"].to_numpy().sum())
 
@@ -335,7 +341,7 @@ async def reference_logprobs(reference: Any, data: Sequence[Datum]) -> list[floa
 
 async def _reference_logprob(reference: Any, datum: Datum) -> float:
     weights = datum.loss_fn_inputs["weights"].to_numpy()
-    last = int(datum.loss_fn_inputs["target_tokens"].to_numpy()[-1])
-    whole = ModelInput.from_ints([*datum.model_input.to_ints(), last])
-    logprobs = (await reference.compute_logprobs_async(whole))[1:]
+    last_target = int(datum.loss_fn_inputs["target_tokens"].to_numpy()[-1])
+    model_input = ModelInput.from_ints([*datum.model_input.to_ints(), last_target])
+    logprobs = (await reference.compute_logprobs_async(model_input))[1:]
     return float(np.dot(weights, np.array(logprobs, dtype=np.float64)))

@@ -13,7 +13,7 @@ from planish.preference.preference_models import (
 from planish.preference.types import Comparison, Messages
 from planish.processes.interruption import gather_or_cancel
 
-ROUNDING = 1e-6
+MAX_ROUNDING_ERROR = 1e-6
 """How far a preference may exceed 1 in absolute value by rounding."""
 
 
@@ -27,27 +27,27 @@ async def judge_comparisons(
     comparisons contain it.
     """
     if isinstance(preference_model, ScoringPreferenceModel):
-        given = await _by_scores(preference_model, comparisons)
+        preferences = await _preferences_from_scores(preference_model, comparisons)
     else:
-        given = await gather_or_cancel(
+        preferences = await gather_or_cancel(
             preference_of(preference_model, comparison) for comparison in comparisons
         )
-    return [checked_preference(preference, preference_model) for preference in given]
+    return [validate_preference(preference, preference_model) for preference in preferences]
 
 
-async def _by_scores(
+async def _preferences_from_scores(
     model: ScoringPreferenceModel, comparisons: Sequence[Comparison]
 ) -> list[float]:
-    sides = [
-        side
+    answers = [
+        answer
         for each in comparisons
-        for side in ((each, each.completion_A), (each, each.completion_B))
+        for answer in ((each, each.completion_A), (each, each.completion_B))
     ]
-    distinct = {_key(each, answer): (each.prompt_conversation, answer) for each, answer in sides}
-    found = await gather_or_cancel(
+    distinct = {_key(each, answer): (each.prompt_conversation, answer) for each, answer in answers}
+    score_list = await gather_or_cancel(
         model.score(prompt, answer) for prompt, answer in distinct.values()
     )
-    scores = dict(zip(distinct, found, strict=True))
+    scores = dict(zip(distinct, score_list, strict=True))
     return [
         model.preference_between(
             scores[_key(each, each.completion_A)], scores[_key(each, each.completion_B)]
@@ -60,19 +60,19 @@ def _key(comparison: Comparison, answer: Messages) -> str:
     return repr((comparison.prompt_conversation, answer))
 
 
-def checked_preference(given: Any, preference_model: PreferenceModel) -> float:
-    """Return `given` as a float from -1 to 1.
+def validate_preference(value: Any, preference_model: PreferenceModel) -> float:
+    """Return `value` as a float from -1 to 1.
 
     Raise UserError, which names the model, for anything else.
     """
     name = getattr(preference_model, "__qualname__", type(preference_model).__qualname__)
-    wanted = "return a number from -1 (A is better) to 1 (B is better)"
+    remedy = "return a number from -1 (A is better) to 1 (B is better)"
     try:
-        preference = float(given)
+        preference = float(value)
     except (TypeError, ValueError):
-        raise UserError(f"the preference model {name} returned {given!r:.200}; {wanted}") from None
+        raise UserError(f"the preference model {name} returned {value!r:.200}; {remedy}") from None
     if not math.isfinite(preference):
-        raise NonFiniteError(f"the preference model {name} returned {preference}; {wanted}")
-    if abs(preference) > 1 + ROUNDING:
-        raise UserError(f"the preference model {name} returned {preference}; {wanted}")
+        raise NonFiniteError(f"the preference model {name} returned {preference}; {remedy}")
+    if abs(preference) > 1 + MAX_ROUNDING_ERROR:
+        raise UserError(f"the preference model {name} returned {preference}; {remedy}")
     return max(-1.0, min(1.0, preference))

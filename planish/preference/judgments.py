@@ -33,9 +33,9 @@ from planish.runlog.statistics import Mean
 
 MIN_PROBABILITY = 1e-6
 """The smallest probability in log_loss."""
-BINS = 10
+NUM_BINS = 10
 """The number of bins of ece."""
-SIGN: dict[Label, int] = {"A": -1, "B": 1, "Tie": 0}
+LABEL_SIGNS: dict[Label, int] = {"A": -1, "B": 1, "Tie": 0}
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,18 @@ class Judgment:
     sign: int
     """The label as a number: 1 for B, -1 for A."""
     preference: float
-    swapped: float | None = None
+    swapped_preference: float | None = None
     """The model's preference for the swapped comparison; None if it was not asked for."""
 
     @property
     def probabilities(self) -> list[float]:
         """The probability of the preferred answer, for each order that was asked for."""
         found = [(1 + self.sign * self.preference) / 2]
-        return found if self.swapped is None else [*found, (1 - self.sign * self.swapped) / 2]
+        return (
+            found
+            if self.swapped_preference is None
+            else [*found, (1 - self.sign * self.swapped_preference) / 2]
+        )
 
 
 async def judge(
@@ -68,13 +72,13 @@ async def judge(
     found = await gather_or_cancel(
         preference_of(model, comparison) for comparison in [*as_given, *swaps]
     )
-    given, swapped = (
+    preferences, swapped_preferences = (
         found[: len(ranked)],
         found[len(ranked) :] if both_orders else [None] * len(ranked),
     )
     return [
-        Judgment(SIGN[labeled.label], one, other)
-        for labeled, one, other in zip(ranked, given, swapped, strict=True)
+        Judgment(LABEL_SIGNS[labeled.label], one, other)
+        for labeled, one, other in zip(ranked, preferences, swapped_preferences, strict=True)
     ]
 
 
@@ -88,47 +92,55 @@ async def log_odds_of_chosen(
     ranked = [labeled for labeled in comparisons if labeled.ranked is not None]
     ordered = [*ranked, *(labeled.swap() for labeled in ranked)] if both_orders else ranked
     given = await gather_or_cancel(model.log_odds(labeled.comparison) for labeled in ordered)
-    return [SIGN[labeled.label] * each for labeled, each in zip(ordered, given, strict=True)]
+    return [LABEL_SIGNS[labeled.label] * each for labeled, each in zip(ordered, given, strict=True)]
 
 
-def measures(judgments: Sequence[Judgment]) -> dict[str, float]:
+def judgment_metrics(judgments: Sequence[Judgment]) -> dict[str, float]:
     """Return the metrics listed above and num_pairs; {} if there are no judgments.
 
     With more than one pair, accuracy_stderr is the standard error over comparisons.
     """
     if not judgments:
         return {}
-    chosen = [p for judgment in judgments for p in judgment.probabilities]
-    by_pair = [_mean([_rightness(p) for p in judgment.probabilities]) for judgment in judgments]
+    probabilities = [p for judgment in judgments for p in judgment.probabilities]
+    pair_accuracies = [
+        _mean([_correctness(p) for p in judgment.probabilities]) for judgment in judgments
+    ]
     found = {
-        **Mean.from_values(by_pair).as_metrics("accuracy"),
-        "log_loss": _mean([-math.log(max(p, MIN_PROBABILITY)) for p in chosen]),
-        "brier": _mean([(1 - p) ** 2 for p in chosen]),
-        "ece": expected_calibration_error(chosen),
+        **Mean.from_values(pair_accuracies).as_metrics("accuracy"),
+        "log_loss": _mean([-math.log(max(p, MIN_PROBABILITY)) for p in probabilities]),
+        "brier": _mean([(1 - p) ** 2 for p in probabilities]),
+        "ece": expected_calibration_error(probabilities),
         "num_pairs": len(judgments),
     }
-    both = [(each.preference, each.swapped) for each in judgments if each.swapped is not None]
-    if both:
-        found["position_bias"] = _mean([(one + other) / 2 for one, other in both])
-        found["order_agreement"] = _mean([float(one * other < 0) for one, other in both])
+    preference_pairs = [
+        (each.preference, each.swapped_preference)
+        for each in judgments
+        if each.swapped_preference is not None
+    ]
+    if preference_pairs:
+        found["position_bias"] = _mean([(one + other) / 2 for one, other in preference_pairs])
+        found["order_agreement"] = _mean(
+            [float(one * other < 0) for one, other in preference_pairs]
+        )
     return found
 
 
-def expected_calibration_error(chosen: Sequence[float]) -> float:
+def expected_calibration_error(probabilities: Sequence[float]) -> float:
     """Return the ece for the probabilities of preferred answers, with equally wide bins from 1/2 to
     1.
     """
-    bins: list[list[float]] = [[] for _ in range(BINS)]
-    for p in chosen:
+    bins: list[list[float]] = [[] for _ in range(NUM_BINS)]
+    for p in probabilities:
         confidence = max(p, 1 - p)
-        bins[min(int((confidence - 0.5) * 2 * BINS), BINS - 1)].append(p)
+        bins[min(int((confidence - 0.5) * 2 * NUM_BINS), NUM_BINS - 1)].append(p)
     errors = [
         len(group)
-        * abs(_mean([max(p, 1 - p) for p in group]) - _mean([_rightness(p) for p in group]))
+        * abs(_mean([max(p, 1 - p) for p in group]) - _mean([_correctness(p) for p in group]))
         for group in bins
         if group
     ]
-    return sum(errors) / len(chosen)
+    return sum(errors) / len(probabilities)
 
 
 @dataclass(eq=False)
@@ -142,7 +154,7 @@ class HeldOutPreferences(SamplingClientEvaluator):
     """Makes the preference model from a sampling client of the current weights."""
     _: KW_ONLY
     both_orders: bool
-    left_out: int = 0
+    num_left_out: int = 0
     """The number of comparisons that were too long; it is reported as num_left_out."""
     name: str = "test"
 
@@ -150,11 +162,11 @@ class HeldOutPreferences(SamplingClientEvaluator):
         judgments = await judge(
             self.model_of(sampling_client), self.comparisons, both_orders=self.both_orders
         )
-        found = {**measures(judgments), "num_left_out": self.left_out}
+        found = {**judgment_metrics(judgments), "num_left_out": self.num_left_out}
         return {f"{self.name}/{name}": value for name, value in found.items()}
 
 
-def _rightness(p: float) -> float:
+def _correctness(p: float) -> float:
     return 0.5 if p == 0.5 else float(p > 0.5)
 
 

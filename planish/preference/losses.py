@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Answers:
+class AnswerLogprobs:
     """The inputs of the losses."""
 
     logprobs_A: Tensor
     """The policy's logprob of each whole answer, in nats."""
-    reference_A: Tensor | None
+    reference_logprobs_A: Tensor | None
     """The reference model's logprobs; None for a loss without a reference."""
-    tokens_A: Tensor
+    num_tokens_A: Tensor
     """The number of tokens of each answer."""
 
 
@@ -48,7 +48,7 @@ class PairLoss(Protocol):
 
     needs_reference: ClassVar[bool]
 
-    def rewards(self, answers: Answers) -> Tensor:
+    def rewards(self, answers: AnswerLogprobs) -> Tensor:
         """Return the reward of each answer, shape (A,)."""
         ...
 
@@ -68,12 +68,12 @@ class DPOLoss:
     beta: float
     label_smoothing: float = 0.0
 
-    def rewards(self, answers: Answers) -> Tensor:
+    def rewards(self, answers: AnswerLogprobs) -> Tensor:
         return implicit_rewards(answers, self.beta)
 
     def losses(self, margins_P: Tensor) -> Tensor:
-        wrong = self.label_smoothing
-        return -(1 - wrong) * logsigmoid(margins_P) - wrong * logsigmoid(-margins_P)
+        smoothing = self.label_smoothing
+        return -(1 - smoothing) * logsigmoid(margins_P) - smoothing * logsigmoid(-margins_P)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class IPOLoss:
     needs_reference: ClassVar[bool] = True
     beta: float
 
-    def rewards(self, answers: Answers) -> Tensor:
+    def rewards(self, answers: AnswerLogprobs) -> Tensor:
         return implicit_rewards(answers, self.beta)
 
     def losses(self, margins_P: Tensor) -> Tensor:
@@ -105,17 +105,17 @@ class SimPOLoss:
     gamma: float
     """The target margin."""
 
-    def rewards(self, answers: Answers) -> Tensor:
-        return self.beta * answers.logprobs_A / answers.tokens_A
+    def rewards(self, answers: AnswerLogprobs) -> Tensor:
+        return self.beta * answers.logprobs_A / answers.num_tokens_A
 
     def losses(self, margins_P: Tensor) -> Tensor:
         return -logsigmoid(margins_P - self.gamma)
 
 
-def implicit_rewards(answers: Answers, beta: float) -> Tensor:
+def implicit_rewards(answers: AnswerLogprobs, beta: float) -> Tensor:
     """Return beta times the log ratio of policy and reference, shape (A,).
 
     The policy maximises this reward minus beta times the KL divergence from the reference.
     """
-    assert answers.reference_A is not None
-    return beta * (answers.logprobs_A - answers.reference_A)
+    assert answers.reference_logprobs_A is not None
+    return beta * (answers.logprobs_A - answers.reference_logprobs_A)

@@ -50,17 +50,17 @@ class MatchupResult:
 class Standing:
     """The total score of one answer."""
 
-    matchups: int
-    balance: float
+    num_matchups: int
+    net_wins: float
     """Wins minus losses; a preference between -1 and 1 counts in part."""
 
     @property
     def win_minus_loss(self) -> float:
         """The balance per matchup, from -1 to 1; 0 for an answer without matchups."""
-        return self.balance / self.matchups if self.matchups else 0.0
+        return self.net_wins / self.num_matchups if self.num_matchups else 0.0
 
 
-def matchups_of(
+def make_matchups(
     num_answers: int,
     pattern: TournamentPattern = TournamentPattern.ALL_PAIRS_BOTH_WAYS,
     matchup_group_size: int = 4,
@@ -71,7 +71,7 @@ def matchups_of(
     """
     pairs = [
         pair
-        for chunk in chunks_of(num_answers, matchup_group_size)
+        for chunk in split_into_chunks(num_answers, matchup_group_size)
         for pair in combinations(chunk, 2)
     ]
     if pattern is TournamentPattern.ALL_PAIRS_BOTH_WAYS:
@@ -79,16 +79,16 @@ def matchups_of(
     return [Matchup(i, j) if (j - i) % 2 else Matchup(j, i) for i, j in pairs]
 
 
-def chunks_of(num_answers: int, matchup_group_size: int) -> list[range]:
+def split_into_chunks(num_answers: int, matchup_group_size: int) -> list[range]:
     """Split the indices of the answers into contiguous chunks that are as equal as possible.
 
     A single answer is a chunk without matchups.
     """
     require_chunks(matchup_group_size)
-    count = max(1, min(-(-num_answers // matchup_group_size), num_answers // 2))
+    num_chunks = max(1, min(-(-num_answers // matchup_group_size), num_answers // 2))
     return [
-        range(index * num_answers // count, (index + 1) * num_answers // count)
-        for index in range(count)
+        range(index * num_answers // num_chunks, (index + 1) * num_answers // num_chunks)
+        for index in range(num_chunks)
     ]
 
 
@@ -102,10 +102,13 @@ def require_chunks(matchup_group_size: int) -> None:
 
 def standings(num_answers: int, results: Sequence[MatchupResult]) -> list[Standing]:
     """Return the standing of each answer, in the order of the group."""
-    met_G = [0] * num_answers
-    balance_G = [0.0] * num_answers
+    num_matchups_G = [0] * num_answers
+    net_wins_G = [0.0] * num_answers
     for result in results:
         for answer, sign in ((result.matchup.a, -1), (result.matchup.b, 1)):
-            met_G[answer] += 1
-            balance_G[answer] += sign * result.preference
-    return [Standing(met, balance) for met, balance in zip(met_G, balance_G, strict=True)]
+            num_matchups_G[answer] += 1
+            net_wins_G[answer] += sign * result.preference
+    return [
+        Standing(num_matchups, net_wins)
+        for num_matchups, net_wins in zip(num_matchups_G, net_wins_G, strict=True)
+    ]

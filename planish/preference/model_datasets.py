@@ -46,11 +46,11 @@ class PreferenceDatasetBuilder(ChatDatasetBuilder):
         form, splits = self.form, self.splits()
         config = self.common_config
 
-        def data_of(labeled: LabeledComparison) -> Batch:
-            return form.data_of(labeled, config.max_length)
+        def to_batch(labeled: LabeledComparison) -> Batch:
+            return form.to_batch(labeled, config.max_length)
 
-        return ComparisonDataset.of_splits(
-            splits.train, splits.test, config.batch_size, data_of, self.shuffle_seed
+        return ComparisonDataset.from_splits(
+            splits.train, splits.test, config.batch_size, to_batch, self.shuffle_seed
         )
 
     @property
@@ -68,26 +68,26 @@ class PreferenceDatasetBuilder(ChatDatasetBuilder):
         form = self.form
         check_form(train, form, "train")
         check_form(test, form, "test")
-        learned = (
+        train_comparisons = (
             without_ties(train)
             if self.kind == "bradley_terry"
-            else shuffled(train, self.shuffle_seed)
+            else swap_randomly(train, self.shuffle_seed)
         )
         return split_by_prompt(
-            learned, without_ties(test), self.calibration_size, self.shuffle_seed
+            train_comparisons, without_ties(test), self.calibration_size, self.shuffle_seed
         )
 
 
 def check_form(comparisons: Sequence[LabeledComparison], form: Form, split: str) -> None:
     """Raise UserError for the first comparison that the format cannot express."""
-    for number, labeled in enumerate(comparisons, start=1):
+    for index, labeled in enumerate(comparisons, start=1):
         try:
             form.check(labeled)
         except ValueError as error:
-            raise UserError(f"{split} comparison {number}: {error}") from error
+            raise UserError(f"{split} comparison {index}: {error}") from error
 
 
-def shuffled(comparisons: Sequence[LabeledComparison], seed: int) -> list[LabeledComparison]:
+def swap_randomly(comparisons: Sequence[LabeledComparison], seed: int) -> list[LabeledComparison]:
     """Return the comparisons, each of them swapped with probability 1/2; `seed` decides which."""
-    generator = random.Random(f"order:{seed}")
-    return [labeled.swap() if generator.random() < 0.5 else labeled for labeled in comparisons]
+    rng = random.Random(f"order:{seed}")
+    return [labeled.swap() if rng.random() < 0.5 else labeled for labeled in comparisons]

@@ -42,11 +42,13 @@ class TrainedPreferenceModelBuilder(PreferenceModelBuilder):
     def __call__(self, service_client: ServiceClient | None = None) -> LogOddsModel:
         service_client = service_client or ServiceClient(base_url=self.base_url)
         renderer = learn_renderer(service_client, self.model_name, self.renderer_name)
-        where: dict[str, Any] = (
+        client_argument: dict[str, Any] = (
             {"model_path": self.model_path} if self.model_path else {"base_model": self.model_name}
         )
         form = form_of(self.kind, renderer, self.question)
-        return form.model(service_client.create_sampling_client(**where), self.temperature)
+        return form.model(
+            service_client.create_sampling_client(**client_argument), self.temperature
+        )
 
 
 @chz.chz
@@ -59,11 +61,11 @@ class PreferenceModelBuilderFromRun(PreferenceModelBuilder):
     )
 
     def __call__(self, service_client: ServiceClient | None = None) -> LogOddsModel:
-        return Description.read(self.path).builder(self.base_url)(service_client)
+        return PreferenceModelFile.read(self.path).builder(self.base_url)(service_client)
 
 
 @dataclass(frozen=True)
-class Description:
+class PreferenceModelFile:
     """The content of preference_model.json."""
 
     kind: Kind

@@ -20,7 +20,7 @@ from planish.preference.calibration import fit_temperature
 from planish.preference.forms import Form
 from planish.preference.judgments import HeldOutPreferences, log_odds_of_chosen
 from planish.preference.model_datasets import ComparisonDataset, PreferenceDatasetBuilder
-from planish.preference.model_files import Description
+from planish.preference.model_files import PreferenceModelFile
 from planish.preference.preference_models import LogOddsModel
 from planish.preference.types import LabeledComparison
 from planish.runlog.checkpoints import RunStart
@@ -71,7 +71,7 @@ class PreferenceObjective:
     def evaluator(self, test_set: SupervisedDataset) -> HeldOutPreferences:
         """Return the evaluator of held-out comparisons."""
         assert isinstance(test_set, ComparisonDataset)
-        return held_out(self.form, test_set.rows, self.max_length)
+        return held_out_evaluator(self.form, test_set.rows, self.max_length)
 
 
 async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
@@ -98,33 +98,37 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
     )
     builder = config.dataset_builder
 
-    def objective_of(start: RunStart) -> PreferenceObjective:
+    def make_objective(start: RunStart) -> PreferenceObjective:
         return PreferenceObjective(builder.form, builder.common_config.max_length)
 
-    run = await train(config, service_client, objective_of, CONSOLE_METRICS)
+    run = await train(config, service_client, make_objective, CONSOLE_METRICS)
     model_path = weights_of(str(run))
-    if (run / PREFERENCE_MODEL).is_file() and Description.read(run).model_path == model_path:
+    if (run / PREFERENCE_MODEL).is_file() and PreferenceModelFile.read(
+        run
+    ).model_path == model_path:
         return run
-    description = await calibrate(config, service_client, model_path)
-    description.write(run)
-    print(summary_line(description))
+    model_file = await calibrate(config, service_client, model_path)
+    model_file.write(run)
+    print(summary_line(model_file))
     return run
 
 
-async def calibrate(config: Config, service_client: ServiceClient, model_path: str) -> Description:
+async def calibrate(
+    config: Config, service_client: ServiceClient, model_path: str
+) -> PreferenceModelFile:
     """Fit the temperature of a trained model and evaluate the calibrated model."""
     builder = config.dataset_builder
     form, splits = builder.form, builder.splits()
     sampling_client = await service_client.create_sampling_client_async(model_path=model_path)
     max_length = builder.common_config.max_length
     calibration = comparisons_that_fit(form, splits.calibration, max_length)
-    chosen = await log_odds_of_chosen(
+    chosen_log_odds = await log_odds_of_chosen(
         form.model(sampling_client), calibration, both_orders=form.depends_on_order
     )
-    temperature = fit_temperature(chosen, len(calibration))
-    tested = held_out(form, splits.test, max_length, temperature)
-    found = await tested(sampling_client) if splits.test else {}
-    return Description(
+    temperature = fit_temperature(chosen_log_odds, len(calibration))
+    evaluator = held_out_evaluator(form, splits.test, max_length, temperature)
+    metrics = await evaluator(sampling_client) if splits.test else {}
+    return PreferenceModelFile(
         kind=builder.kind,
         model_name=config.model_name,
         model_path=model_path,
@@ -132,24 +136,27 @@ async def calibrate(config: Config, service_client: ServiceClient, model_path: s
         question=builder.question,
         temperature=temperature,
         calibration_pairs=len(calibration),
-        test={name.removeprefix("test/"): value for name, value in found.items()},
+        test={name.removeprefix("test/"): value for name, value in metrics.items()},
     )
 
 
-def held_out(
+def held_out_evaluator(
     form: Form,
     comparisons: Sequence[LabeledComparison],
     max_length: int | None,
     temperature: float = 1.0,
 ) -> HeldOutPreferences:
     """Return an evaluator on the comparisons that fit into `max_length` tokens."""
-    kept = comparisons_that_fit(form, comparisons, max_length)
+    fitting = comparisons_that_fit(form, comparisons, max_length)
 
-    def model_of(sampling_client: SamplingClient) -> LogOddsModel:
+    def make_model(sampling_client: SamplingClient) -> LogOddsModel:
         return form.model(sampling_client, temperature)
 
     return HeldOutPreferences(
-        kept, model_of, both_orders=form.depends_on_order, left_out=len(comparisons) - len(kept)
+        fitting,
+        make_model,
+        both_orders=form.depends_on_order,
+        num_left_out=len(comparisons) - len(fitting),
     )
 
 
@@ -157,19 +164,21 @@ def comparisons_that_fit(
     form: Form, comparisons: Sequence[LabeledComparison], max_length: int | None
 ) -> list[LabeledComparison]:
     """Return the comparisons that fit into `max_length` tokens."""
-    return [labeled for labeled in comparisons if form.data_of(labeled, max_length)]
+    return [labeled for labeled in comparisons if form.to_batch(labeled, max_length)]
 
 
-def summary_line(description: Description) -> str:
+def summary_line(model_file: PreferenceModelFile) -> str:
     """Return a one-line summary of temperature and metrics."""
-    calibrated = f"temperature {description.temperature:.3g}, fitted on {description.calibration_pairs} pairs"
-    test = description.test
+    calibration_text = (
+        f"temperature {model_file.temperature:.3g}, fitted on {model_file.calibration_pairs} pairs"
+    )
+    test = model_file.test
     if not test:
-        return calibrated
+        return calibration_text
     if "num_pairs" not in test:
-        return f"{calibrated}; each of {test['num_left_out']:.0f} held-out pairs is longer than max_length"
+        return f"{calibration_text}; each of {test['num_left_out']:.0f} held-out pairs is longer than max_length"
     error = f" +- {test['accuracy_stderr']:.3f}" if "accuracy_stderr" in test else ""
     return (
-        f"{calibrated}; on {test['num_pairs']:.0f} held-out pairs: accuracy {test['accuracy']:.3f}{error}, "
+        f"{calibration_text}; on {test['num_pairs']:.0f} held-out pairs: accuracy {test['accuracy']:.3f}{error}, "
         f"log loss {test['log_loss']:.3f}, Brier {test['brier']:.3f}, ECE {test['ece']:.3f}"
     )

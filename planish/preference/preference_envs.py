@@ -31,12 +31,12 @@ from planish.preference.matchups import (
     MatchupResult,
     Standing,
     TournamentPattern,
-    matchups_of,
+    make_matchups,
     require_chunks,
     standings,
 )
 from planish.preference.preference_models import PreferenceModel, PreferenceModelBuilder
-from planish.preference.prompts import PromptBuilder, checked_prompts
+from planish.preference.prompts import PromptBuilder, fitting_prompts
 from planish.preference.types import Comparison, Messages
 from planish.renderers import Renderer, get_text_content
 from planish.rl.environments.datasets import ProblemDataset
@@ -66,7 +66,7 @@ class Answer:
     """A policy's answer to a prompt."""
 
     text: str
-    is_whole: bool
+    is_complete: bool
     """Whether the answer ended properly."""
 
     @property
@@ -131,7 +131,7 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
             read_answer(self._renderer, trajectory.transitions[-1].ac.tokens)
             for trajectory in trajectory_group
         ]
-        matchups = matchups_of(len(answers_G), self.tournament_pattern, self.matchup_group_size)
+        matchups = make_matchups(len(answers_G), self.tournament_pattern, self.matchup_group_size)
         preferences = await judge_comparisons(
             self.preference_model,
             [
@@ -161,9 +161,9 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
 
 def reward_and_metrics(answer: Answer, standing: Standing) -> tuple[float, Metrics]:
     """Return the reward of an answer and its components."""
-    form = float(answer.is_whole)
-    reward = standing.win_minus_loss + FORMAT_COEF * (form - 1.0)
-    return reward, {"win_minus_loss": standing.win_minus_loss, "format": form}
+    format_score = float(answer.is_complete)
+    reward = standing.win_minus_loss + FORMAT_COEF * (format_score - 1.0)
+    return reward, {"win_minus_loss": standing.win_minus_loss, "format": format_score}
 
 
 def require_tournament(
@@ -241,17 +241,17 @@ class PairwisePreferenceRLDatasetBuilder(TournamentOptions, RLDatasetBuilder):
 
     def _prompts(self) -> list[Messages]:
         renderer = model_renderer(self.policy_model_name, self.policy_renderer_name)
-        found = self.prompt_builder().train
-        kept = checked_prompts(found, renderer, "train", self.max_prompt_tokens)
-        if len(kept) < len(found):
+        prompts = self.prompt_builder().train
+        fitting = fitting_prompts(prompts, renderer, "train", self.max_prompt_tokens)
+        if len(fitting) < len(prompts):
             logger.warning(
                 "%d of %d prompts are longer than max_prompt_tokens",
-                len(found) - len(kept),
-                len(found),
+                len(prompts) - len(fitting),
+                len(prompts),
             )
-        if not kept:
+        if not fitting:
             raise UserError(
-                f"none of the {len(found)} prompts is left to train on; give shorter prompts or a "
+                f"none of the {len(prompts)} prompts is left to train on; give shorter prompts or a "
                 "larger max_prompt_tokens"
             )
-        return kept
+        return fitting

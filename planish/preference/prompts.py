@@ -42,8 +42,8 @@ class PromptsOfComparisons(PromptBuilder):
     def __call__(self) -> Prompts:
         train, test = self.comparison_builder()
         return Prompts(
-            _distinct([labeled.comparison.prompt_conversation for labeled in train]),
-            _distinct([labeled.comparison.prompt_conversation for labeled in test]),
+            _deduplicate([labeled.comparison.prompt_conversation for labeled in train]),
+            _deduplicate([labeled.comparison.prompt_conversation for labeled in test]),
         )
 
 
@@ -82,26 +82,26 @@ def read_prompt(row: Mapping[str, Any], where: str) -> Messages:
     return conversation
 
 
-def checked_prompts(
+def fitting_prompts(
     prompts: Sequence[Messages], renderer: Renderer, split: str, max_tokens: int | None
 ) -> list[Messages]:
     """Return the prompts of at most `max_tokens` tokens; None keeps all.
 
     Raise UserError for the first prompt that the chat format cannot express.
     """
-    kept = []
-    for number, prompt in enumerate(prompts, start=1):
+    fitting = []
+    for index, prompt in enumerate(prompts, start=1):
         try:
             length = renderer.build_generation_prompt(prompt).length
         except ValueError as error:
-            raise UserError(f"{split} prompt {number}: {error}") from error
+            raise UserError(f"{split} prompt {index}: {error}") from error
         if max_tokens is None or length <= max_tokens:
-            kept.append(prompt)
-    return kept
+            fitting.append(prompt)
+    return fitting
 
 
-def _distinct(prompts: Sequence[Messages]) -> list[Messages]:
-    seen: dict[str, Messages] = {}
+def _deduplicate(prompts: Sequence[Messages]) -> list[Messages]:
+    by_repr: dict[str, Messages] = {}
     for prompt in prompts:
-        seen.setdefault(repr(prompt), prompt)
-    return list(seen.values())
+        by_repr.setdefault(repr(prompt), prompt)
+    return list(by_repr.values())

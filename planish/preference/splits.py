@@ -21,7 +21,7 @@ class PreferenceSplits:
     train: Sequence[LabeledComparison]
     calibration: Sequence[LabeledComparison]
     test: Sequence[LabeledComparison]
-    left_out: int = 0
+    num_left_out: int = 0
     """How many training comparisons were dropped because their prompt is held out."""
 
 
@@ -36,20 +36,22 @@ def split_by_prompt(
     Training comparisons that share a prompt with a held-out one are dropped. Raise UserError if
     none is left.
     """
-    tested = {prompt_of(labeled) for labeled in test}
-    free = [labeled for labeled in train if prompt_of(labeled) not in tested]
-    order = random.Random(f"calibration:{seed}").sample(range(len(free)), len(free))
-    calibration = [free[index] for index in order if free[index].ranked is not None][
+    test_prompts = {prompt_of(labeled) for labeled in test}
+    candidates = [labeled for labeled in train if prompt_of(labeled) not in test_prompts]
+    order = random.Random(f"calibration:{seed}").sample(range(len(candidates)), len(candidates))
+    calibration = [candidates[index] for index in order if candidates[index].ranked is not None][
         :calibration_size
     ]
-    calibrated = {prompt_of(labeled) for labeled in calibration}
-    kept = [labeled for labeled in free if prompt_of(labeled) not in calibrated]
-    if not kept:
+    calibration_prompts = {prompt_of(labeled) for labeled in calibration}
+    remaining = [labeled for labeled in candidates if prompt_of(labeled) not in calibration_prompts]
+    if not remaining:
         raise UserError(
             f"calibration_size={calibration_size}: each of the {len(train)} "
             "comparisons is held out or shares a prompt with one that is; hold fewer out"
         )
-    return PreferenceSplits(kept, calibration, test, len(train) - len(calibration) - len(kept))
+    return PreferenceSplits(
+        remaining, calibration, test, len(train) - len(calibration) - len(remaining)
+    )
 
 
 def prompt_of(labeled: LabeledComparison) -> str:

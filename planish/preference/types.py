@@ -66,7 +66,7 @@ def read_comparison(row: Mapping[str, Any], where: str) -> LabeledComparison:
     and rejected are whole conversations that differ only in the last message.
     """
     if "comparison" in row:
-        return _labeled(row, where)
+        return _read_labeled(row, where)
     if "chosen" not in row or "rejected" not in row:
         raise UserError(
             f'{where}: the row has {sorted(row)}; give "prompt", "chosen" and "rejected", or '
@@ -75,7 +75,7 @@ def read_comparison(row: Mapping[str, Any], where: str) -> LabeledComparison:
     chosen = messages_of(row["chosen"], "assistant", f'{where}, "chosen"')
     rejected = messages_of(row["rejected"], "assistant", f'{where}, "rejected"')
     prompt = row.get("prompt")
-    if _is_whole(chosen) and _is_whole(rejected):
+    if _includes_prompt(chosen) and _includes_prompt(rejected):
         if chosen[:-1] != rejected[:-1]:
             raise UserError(
                 f"{where}: chosen and rejected differ before their last message; give answers to "
@@ -92,22 +92,22 @@ def read_comparison(row: Mapping[str, Any], where: str) -> LabeledComparison:
     return LabeledComparison(comparison, "A")
 
 
-def _labeled(row: Mapping[str, Any], where: str) -> LabeledComparison:
-    parts, label = row["comparison"], row.get("label")
+def _read_labeled(row: Mapping[str, Any], where: str) -> LabeledComparison:
+    comparison_row, label = row["comparison"], row.get("label")
     if label not in ("A", "B", "Tie"):
         raise UserError(f'{where}: label is {label!r}; give "A", "B" or "Tie"')
     names = ("prompt_conversation", "completion_A", "completion_B")
-    if not isinstance(parts, Mapping) or any(name not in parts for name in names):
+    if not isinstance(comparison_row, Mapping) or any(name not in comparison_row for name in names):
         raise UserError(f'{where}, "comparison": give {", ".join(names)}')
     roles = ("user", "assistant", "assistant")
     prompt, first, second = (
-        messages_of(parts[name], role, f'{where}, "{name}"')
+        messages_of(comparison_row[name], role, f'{where}, "{name}"')
         for name, role in zip(names, roles, strict=True)
     )
     return LabeledComparison(Comparison(prompt, first, second), label)
 
 
-def _is_whole(messages: Messages) -> bool:
+def _includes_prompt(messages: Messages) -> bool:
     """Return whether the messages include their prompt, as in datasets that repeat it in each
     answer.
     """

@@ -30,7 +30,7 @@ from planish import ServiceClient
 from planish.files import write_atomically
 from planish.preference import model_training
 from planish.preference.comparison_evaluator import ComparisonResults
-from planish.preference.model_files import Description
+from planish.preference.model_files import PreferenceModelFile
 from planish.recipes import training_run
 from planish.recipes.rlhf_options import (
     EVALUATION,
@@ -85,7 +85,7 @@ def run_stages(options: Options, service_client: ServiceClient) -> Path:
     )
     # Keep the path of the checkpoint, not of the run directory. If the first stage is extended
     # later, its directory gets newer checkpoints, but the next stages must start from the same one.
-    trained = TrainedModels(checkpoint_of(str(sft)), Description.read(judge).builder())
+    trained = TrainedModels(checkpoint_of(str(sft)), PreferenceModelFile.read(judge).builder())
     say("3 of 4: reinforcement learning against the preference model")
     policy = training_run.run_coroutine(
         train_rl.main(rl_config(options, trained, service_client), service_client)

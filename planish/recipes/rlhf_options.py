@@ -30,7 +30,7 @@ from planish.preference.prompts import (
     PromptBuilder,
     PromptsFromRows,
     PromptsOfComparisons,
-    checked_prompts,
+    fitting_prompts,
 )
 from planish.recipes import preference_model, training_run
 from planish.recipes.rl_options import RLOptions, train_config
@@ -244,7 +244,7 @@ def check_data(options: Options, renderer: Renderer) -> None:
     with_stage("preference", preference_config(options).dataset_builder)
     found = with_stage("rl", prompts(options))
     for split, given in (("train", found.train), ("test", found.test)):
-        if not checked_prompts(given, renderer, split, options.rl.max_prompt_tokens):
+        if not fitting_prompts(given, renderer, split, options.rl.max_prompt_tokens):
             raise UserError(
                 f"rl: there are no {split} prompts, or all are longer than max_prompt_tokens; "
                 "give shorter prompts or a larger max_prompt_tokens"

@@ -14,7 +14,7 @@ import chz
 from planish import ServiceClient
 from planish.distillation.prompts import load_prompts
 from planish.distillation.sampling import TeacherSampler, sample_conversations
-from planish.distillation.teachers import TeacherConfig, pinned, teacher_client
+from planish.distillation.teachers import TeacherConfig, pin_checkpoint, teacher_client
 from planish.errors import UserError
 from planish.files import lock_directory
 from planish.recipes import training_run
@@ -152,7 +152,7 @@ async def write_answers(
             f"test_size={options.test_size or 0} needs {needed}; give more prompts, or smaller "
             "sizes"
         )
-    teacher = pinned(teacher_config(options))
+    teacher = pin_checkpoint(teacher_config(options))
     origin = {
         "teacher": chz.asdict(teacher),
         "renderer": renderer.name,
@@ -177,10 +177,10 @@ async def write_answers(
         sampled = await sample_conversations(sampler, prompts, path, origin)
     finally:
         lock.release()
-    complete = sampled.done - sampled.left_out
+    complete = sampled.num_done - sampled.num_left_out
     if complete < needed:
         raise UserError(
-            f"the teacher completed {complete} of {sampled.done} answers within max_tokens="
+            f"the teacher completed {complete} of {sampled.num_done} answers within max_tokens="
             f"{options.max_tokens}, and batch_size={options.batch_size} with "
             f"test_size={options.test_size or 0} needs {needed}; give smaller sizes, or another "
             "log_path with a larger max_tokens or a teacher that ends its answers"

@@ -29,7 +29,7 @@ from planish.recipes.preference_pairs import CLOSINGS, OPENINGS
 from planish.recipes.sums import Sum
 from planish.renderers import get_text_content
 from planish.supervised.datasets import RowDataset
-from planish.supervised.rendering import rendering_of
+from planish.supervised.rendering import conversation_converter
 from planish.supervised.types import ChatDatasetBuilder, SupervisedDataset
 
 QUESTION = re.compile(r"What is (\d+) \+ (\d+)\?")
@@ -168,14 +168,17 @@ class WordySumChats(ChatDatasetBuilder):
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         """Return (training dataset, test dataset). Without test sums, the latter is None."""
-        config, render = self.common_config, rendering_of(self.common_config, self.renderer)
+        config, render = (
+            self.common_config,
+            conversation_converter(self.common_config, self.renderer),
+        )
         rng = random.Random(f"demonstrations:{self.sums.seed}")
         train, test = self.sums.split()
         shown = [
             conversation for _ in range(self.each) for conversation in demonstrations(train, rng)
         ]
         held_out = demonstrations(test, rng)
-        return RowDataset.of_splits(shown, held_out, config.batch_size, render, self.sums.seed)
+        return RowDataset.from_splits(shown, held_out, config.batch_size, render, self.sums.seed)
 
 
 def demonstrations(sums: Sequence[Sum], rng: random.Random) -> list[Messages]:

@@ -20,8 +20,8 @@ SHAREGPT_ROLES = {
     "assistant": "assistant",
     "system": "system",
 }
-LIST = "a list of messages with at least one in it"
-FORMS = '"messages", "conversations", or "prompt" and "completion"'
+MESSAGE_LIST = "a list of messages with at least one in it"
+ROW_FORMS = '"messages", "conversations", or "prompt" and "completion"'
 
 
 def conversation_of(row: Row, where: str) -> Conversation:
@@ -30,15 +30,15 @@ def conversation_of(row: Row, where: str) -> Conversation:
         return _messages(row["messages"], f'{where}, "messages"')
     if "conversations" in row:
         return [
-            _of_sharegpt(part, where)
-            for part in _messages(row["conversations"], f'{where}, "conversations"')
+            _from_sharegpt(message, where)
+            for message in _messages(row["conversations"], f'{where}, "conversations"')
         ]
     if "prompt" in row and "completion" in row:
         return [
             *messages_of(row["prompt"], "user", f'{where}, "prompt"'),
             *messages_of(row["completion"], "assistant", f'{where}, "completion"'),
         ]
-    raise UserError(f"{where}: the row has {sorted(row)}; give rows with {FORMS}")
+    raise UserError(f"{where}: the row has {sorted(row)}; give rows with {ROW_FORMS}")
 
 
 def _is_conversation(row: Row) -> bool:
@@ -53,16 +53,16 @@ def is_worked_solution(row: Row) -> bool:
     return "question" in row and "answer" in row and not _is_conversation(row)
 
 
-def _messages(value: Any, where: str, wanted: str = LIST) -> Conversation:
+def _messages(value: Any, where: str, expected: str = MESSAGE_LIST) -> Conversation:
     if isinstance(value, str | Mapping) or not isinstance(value, Sequence) or not value:
-        raise UserError(f"{where}: give {wanted}")
-    for part in value:
-        if not isinstance(part, Mapping):
-            raise UserError(f"{where}: holds a {type(part).__name__}; each message is an object")
+        raise UserError(f"{where}: give {expected}")
+    for message in value:
+        if not isinstance(message, Mapping):
+            raise UserError(f"{where}: holds a {type(message).__name__}; each message is an object")
     # In a table, every row has every key; a key that a message lacks is null.
     return [
-        {key: entry for key, entry in part.items() if entry is not None or key == "content"}
-        for part in value
+        {key: field for key, field in message.items() if field is not None or key == "content"}
+        for message in value
     ]
 
 
@@ -72,21 +72,21 @@ def messages_of(value: Any, role: str, where: str) -> Conversation:
     """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    return _messages(value, where, f"a text, or {LIST}")
+    return _messages(value, where, f"a text, or {MESSAGE_LIST}")
 
 
-def _of_sharegpt(part: Mapping[str, Any], where: str) -> dict[str, Any]:
-    role = SHAREGPT_ROLES.get(part.get("from", ""))
-    if role is None or not isinstance(part.get("value"), str):
+def _from_sharegpt(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    role = SHAREGPT_ROLES.get(message.get("from", ""))
+    if role is None or not isinstance(message.get("value"), str):
         raise UserError(
-            f'{where}, "conversations": a part has {dict(part)!r:.200}; give "from" (one of '
+            f'{where}, "conversations": a part has {dict(message)!r:.200}; give "from" (one of '
             f"{', '.join(SHAREGPT_ROLES)}) and "
             '"value"'
         )
-    if role == "assistant" and part.get("weight") not in (None, 1):
+    if role == "assistant" and message.get("weight") not in (None, 1):
         raise UserError(
-            f'{where}, "conversations": a part has "weight": {part["weight"]!r}, which planish '
+            f'{where}, "conversations": a part has "weight": {message["weight"]!r}, which planish '
             'does not support; give "messages" with '
             '"trainable" true or false on each, and train_on_what=customized, or remove the weight'
         )
-    return {"role": role, "content": part["value"]}
+    return {"role": role, "content": message["value"]}

@@ -17,7 +17,7 @@ from planish.datasets.rows import check_shuffle_seed, has_split, open_rows
 from planish.errors import UserError
 from planish.renderers import Renderer, TrainOnWhat
 from planish.supervised.conversations import Conversation, Row, conversation_of
-from planish.supervised.rendering import rendering_of
+from planish.supervised.rendering import conversation_converter
 from planish.supervised.types import Batch, ChatDatasetBuilder, SupervisedDataset
 
 T = TypeVar("T")
@@ -27,11 +27,11 @@ ReadRow = Callable[[Row, str], Conversation]
 
 @dataclass(eq=False)
 class RowDataset(SupervisedDataset):
-    """Batches of `batch_size` rows. `data_of` converts each row to datums."""
+    """Batches of `batch_size` rows. `to_batch` converts each row to datums."""
 
     rows: Sequence[Any]
     batch_size: int
-    data_of: Callable[[Any], Batch]
+    to_batch: Callable[[Any], Batch]
     _: KW_ONLY
     shuffle_seed: int | None = None
     """Seed of the order of the rows; None = every epoch has the rows' own order."""
@@ -50,25 +50,25 @@ class RowDataset(SupervisedDataset):
         self.set_epoch(0)
 
     @classmethod
-    def of_splits(
+    def from_splits(
         cls,
         train: Sequence[Any],
         test: Sequence[Any],
         batch_size: int,
-        data_of: Callable[[Any], Batch],
+        to_batch: Callable[[Any], Batch],
         shuffle_seed: int | None,
     ) -> tuple[Self, Self | None]:
         """Return (training set, test set). The test set has all its rows in their own order; it is
         None without rows.
         """
-        train_set = cls(train, batch_size, data_of, shuffle_seed=shuffle_seed)
-        return train_set, cls(test, batch_size, data_of, drop_last=False) if test else None
+        train_set = cls(train, batch_size, to_batch, shuffle_seed=shuffle_seed)
+        return train_set, cls(test, batch_size, to_batch, drop_last=False) if test else None
 
     def get_batch(self, index: int) -> Batch:
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} is not in 0..{len(self) - 1}")
-        chosen = self._order[index * self.batch_size :][: self.batch_size]
-        return Batch.joined(self.data_of(self.rows[int(row)]) for row in chosen)
+        row_indices = self._order[index * self.batch_size :][: self.batch_size]
+        return Batch.concatenate(self.to_batch(self.rows[int(row)]) for row in row_indices)
 
     def __len__(self) -> int:
         return (
@@ -81,15 +81,15 @@ class RowDataset(SupervisedDataset):
         return len(self.rows)
 
     def set_epoch(self, seed: int = 0) -> None:
-        count = len(self.rows)
+        num_rows = len(self.rows)
         if self.shuffle_seed is None:
-            self._order = np.arange(count)
+            self._order = np.arange(num_rows)
         else:
-            self._order = _permutation(self.shuffle_seed, count)[_permutation(seed, count)]
+            self._order = _permutation(self.shuffle_seed, num_rows)[_permutation(seed, num_rows)]
 
 
 @dataclass(frozen=True)
-class Rows(Sequence[Row]):
+class SelectedRows(Sequence[Row]):
     """The rows of a table at `indices`, without a copy of the data."""
 
     table: Sequence[Row]
@@ -98,10 +98,10 @@ class Rows(Sequence[Row]):
     @overload
     def __getitem__(self, position: int) -> Row: ...
     @overload
-    def __getitem__(self, position: slice) -> "Rows": ...
-    def __getitem__(self, position: int | slice) -> "Row | Rows":
+    def __getitem__(self, position: slice) -> "SelectedRows": ...
+    def __getitem__(self, position: int | slice) -> "Row | SelectedRows":
         if isinstance(position, slice):
-            return Rows(self.table, self.indices[position])
+            return SelectedRows(self.table, self.indices[position])
         return self.table[int(self.indices[position])]
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ def row_splits(dataset: str, test_size: int | None, shuffle_seed: int | None) ->
         return RowSplits(train, [])
     if has_split(dataset, "test"):
         test = open_rows(dataset, "test")
-        return RowSplits(train, Rows(test, range(len(test))[:test_size]))
+        return RowSplits(train, SelectedRows(test, range(len(test))[:test_size]))
     if test_size is None:
         return RowSplits(train, [])
     if test_size >= len(train):
@@ -140,8 +140,8 @@ def row_splits(dataset: str, test_size: int | None, shuffle_seed: int | None) ->
         )
     order = _permutation(shuffle_seed or 0, len(train))
     return RowSplits(
-        Rows(train, np.sort(order[test_size:]).tolist()),
-        Rows(train, np.sort(order[:test_size]).tolist()),
+        SelectedRows(train, np.sort(order[test_size:]).tolist()),
+        SelectedRows(train, np.sort(order[:test_size]).tolist()),
     )
 
 
@@ -149,7 +149,7 @@ def with_locations(rows: Sequence[Row], where: str) -> Iterator[tuple[str, Row]]
     """Yield each row after its location, such as "dataset=x, train row 3". Rows selected from a
     table have their row numbers in that table.
     """
-    numbers = rows.indices if isinstance(rows, Rows) else range(len(rows))
+    numbers = rows.indices if isinstance(rows, SelectedRows) else range(len(rows))
     return ((f"{where} row {number + 1}", row) for number, row in zip(numbers, rows, strict=True))
 
 
@@ -164,7 +164,10 @@ def read_splits(
     """
     splits = row_splits(dataset, test_size, shuffle_seed)
     train, test = (
-        [read_row(row, place) for place, row in with_locations(rows, f"dataset={dataset}, {name}")]
+        [
+            read_row(row, location)
+            for location, row in with_locations(rows, f"dataset={dataset}, {name}")
+        ]
         for name, rows in (("train", splits.train), ("test", splits.test))
     )
     return train, test
@@ -180,12 +183,12 @@ def check_rows(
     """Raise UserError for the first row that cannot be trained on. This does not tokenise the rows,
     so it is fast enough to run before training.
     """
-    for place, row in with_locations(rows, where):
-        conversation = read_row(row, place)
+    for location, row in with_locations(rows, where):
+        conversation = read_row(row, location)
         try:
             renderer.check_supervised_examples(conversation, train_on_what)
         except ValueError as error:
-            raise UserError(f"{place}: {error}") from error
+            raise UserError(f"{location}: {error}") from error
 
 
 @chz.chz
@@ -215,13 +218,13 @@ class FromRowsBuilder(ChatDatasetBuilder):
                 config.train_on_what,
                 f"dataset={self.dataset}, {name}",
             )
-        render = rendering_of(config, renderer)
+        render = conversation_converter(config, renderer)
 
-        def data_of(row: Row) -> Batch:
+        def to_batch(row: Row) -> Batch:
             return render(self.read_row(row, f"dataset={self.dataset}"))
 
-        return RowDataset.of_splits(
-            splits.train, splits.test, config.batch_size, data_of, self.shuffle_seed
+        return RowDataset.from_splits(
+            splits.train, splits.test, config.batch_size, to_batch, self.shuffle_seed
         )
 
 
@@ -242,5 +245,5 @@ class FromConversationFileBuilder(ChatDatasetBuilder):
         )()
 
 
-def _permutation(seed: int, count: int) -> np.ndarray:
-    return np.random.default_rng(seed).permutation(count)
+def _permutation(seed: int, num_rows: int) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(num_rows)

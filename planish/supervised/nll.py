@@ -28,7 +28,7 @@ DATUMS_PER_CALL = 64
 
 
 @dataclass
-class Tally:
+class NLLSums:
     """The sums from which nll and bpb are computed, over any number of calls."""
 
     tokenizer: ModelTokenizer
@@ -37,12 +37,12 @@ class Tally:
     weight: float = 0.0
     text_nats: float = 0.0
     text_bytes: int = 0
-    special: frozenset[int] = field(init=False)
+    special_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        marked = {int(id_) for id_, token in added.items() if token.special}
-        self.special = frozenset(marked | set(self.tokenizer.all_special_ids))
+        marked_ids = {int(id_) for id_, token in added.items() if token.special}
+        self.special_ids = frozenset(marked_ids | set(self.tokenizer.all_special_ids))
 
     def add(self, data: Sequence[Datum], output: ForwardBackwardOutput) -> Self:
         """Add datums with "target_tokens" of shape (N) or (N, K) and "weights" of the same shape.
@@ -60,14 +60,15 @@ class Tally:
 
     def _add_text(self, targets: list[int], learned: list[bool], logprobs: list[float]) -> None:
         is_text = [
-            flag and token not in self.special for token, flag in zip(targets, learned, strict=True)
+            counts and token not in self.special_ids
+            for token, counts in zip(targets, learned, strict=True)
         ]
         self.text_nats -= math.fsum(
-            logprob for logprob, flag in zip(logprobs, is_text, strict=True) if flag
+            logprob for logprob, counts in zip(logprobs, is_text, strict=True) if counts
         )
-        for flag, run in groupby(zip(is_text, targets, strict=True), key=lambda pair: pair[0]):
-            if flag:
-                tokens = [token for _, token in run]
+        for counts, group in groupby(zip(is_text, targets, strict=True), key=lambda pair: pair[0]):
+            if counts:
+                tokens = [token for _, token in group]
                 text = self.tokenizer.decode(
                     tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
                 )
@@ -75,12 +76,12 @@ class Tally:
 
     def metrics(self, nll: str, bpb: str) -> dict[str, float]:
         """Return the measures under the given names. A measure without data is left out."""
-        found = {}
+        metrics = {}
         if self.weight:
-            found[nll] = self.nats / self.weight
+            metrics[nll] = self.nats / self.weight
         if self.text_bytes:
-            found[bpb] = self.text_nats / (math.log(2) * self.text_bytes)
-        return found
+            metrics[bpb] = self.text_nats / (math.log(2) * self.text_bytes)
+        return metrics
 
 
 def held_out_data(dataset: SupervisedDataset) -> list[Datum]:
@@ -95,17 +96,17 @@ def held_out_data(dataset: SupervisedDataset) -> list[Datum]:
     return data
 
 
-async def forward_in_parts(
+async def forward_in_batches(
     training_client: TrainingClient, data: Sequence[Datum]
 ) -> list[tuple[Sequence[Datum], ForwardBackwardOutput]]:
-    """Return `data` in parts of at most DATUMS_PER_CALL datums, each with its cross-entropy output.
-    All parts are in flight concurrently.
+    """Return `data` in batches of at most DATUMS_PER_CALL datums, each with its cross-entropy
+    output. All batches are in flight concurrently.
     """
-    parts = [
+    batches = [
         data[start : start + DATUMS_PER_CALL] for start in range(0, len(data), DATUMS_PER_CALL)
     ]
-    pending = [await training_client.forward_async(part, "cross_entropy") for part in parts]
-    return [(part, await output) for part, output in zip(parts, pending, strict=True)]
+    pending = [await training_client.forward_async(batch, "cross_entropy") for batch in batches]
+    return [(batch, await output) for batch, output in zip(batches, pending, strict=True)]
 
 
 @dataclass(eq=False)
@@ -123,7 +124,7 @@ class NLLEvaluator(TrainingClientEvaluator):
         return cls(held_out_data(dataset), name)
 
     async def __call__(self, training_client: TrainingClient) -> Mapping[str, float]:
-        tally = Tally(training_client.get_tokenizer())
-        for part, output in await forward_in_parts(training_client, self.data):
-            tally.add(part, output)
-        return tally.metrics(f"{self.name}/nll", f"{self.name}/bpb")
+        sums = NLLSums(training_client.get_tokenizer())
+        for batch, output in await forward_in_batches(training_client, self.data):
+            sums.add(batch, output)
+        return sums.metrics(f"{self.name}/nll", f"{self.name}/bpb")

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from planish import TrainingClient
 from planish.runlog.evaluators import Evaluator
-from planish.supervised.nll import NLLEvaluator, Tally
+from planish.supervised.nll import NLLEvaluator, NLLSums
 from planish.supervised.types import SupervisedDataset
 from planish.tokenizer import ModelTokenizer
 from planish.types import Datum
@@ -52,7 +52,7 @@ class CrossEntropy:
         self, training_client: TrainingClient, data: Sequence[Datum]
     ) -> "CrossEntropyGradient":
         """Submit the gradient computation of a batch, and return without waiting for its result."""
-        # `Tally` reads only the logprobs of targets with a weight, so do not compute the others.
+        # `NLLSums` reads only the logprobs of targets with a weight, so do not compute the others.
         pending = await training_client.forward_backward_async(
             data, "cross_entropy", {"skip_unweighted": 1}
         )
@@ -76,9 +76,9 @@ class CrossEntropyGradient:
         the trainer's metrics.
         """
         output = await self.pending
-        tally = Tally(self.tokenizer).add(self.data, output)
+        sums = NLLSums(self.tokenizer).add(self.data, output)
         return {
-            "num_loss_tokens": tally.weight,
-            **tally.metrics("train_mean_nll", "train_mean_bpb"),
+            "num_loss_tokens": sums.weight,
+            **sums.metrics("train_mean_nll", "train_mean_bpb"),
             **{f"optim/{name}": value for name, value in output.metrics.items()},
         }

@@ -29,16 +29,16 @@ def conversation_to_data(
     """
     batch = Batch()
     for tokens, weights in renderer.build_supervised_examples(messages, train_on_what):
-        kept = tokens.length if max_length is None else max_length + 1
-        if not weights[1:kept].any():
-            batch.left_out += 1
+        end = tokens.length if max_length is None else max_length + 1
+        if not weights[1:end].any():
+            batch.num_left_out += 1
             continue
-        batch.truncated += tokens.length > kept
+        batch.num_truncated += tokens.length > end
         batch.append(datum_from_weights(tokens, weights, max_length, reduction))
     return batch
 
 
-def rendering_of(config: ChatDatasetBuilderCommonConfig, renderer: Renderer) -> Any:
+def conversation_converter(config: ChatDatasetBuilderCommonConfig, renderer: Renderer) -> Any:
     """Return `conversation_to_data` with the options of a builder. It takes only the messages."""
     return partial(
         conversation_to_data,

@@ -21,23 +21,23 @@ class Batch(list[Datum]):
     """The datums of a batch, with counts of datums that were too long."""
 
     def __init__(
-        self, data: Iterable[Datum] = (), *, truncated: int = 0, left_out: int = 0
+        self, data: Iterable[Datum] = (), *, num_truncated: int = 0, num_left_out: int = 0
     ) -> None:
-        """`truncated`: the number of datums whose end was cut off. `left_out`: the number of datums
-        left out because truncation would remove every learned token.
+        """`num_truncated`: the number of datums whose end was cut off. `num_left_out`: the number of
+        datums left out because truncation would remove every learned token.
         """
         super().__init__(data)
-        self.truncated = truncated
-        self.left_out = left_out
+        self.num_truncated = num_truncated
+        self.num_left_out = num_left_out
 
     @classmethod
-    def joined(cls, parts: Iterable["Batch"]) -> Self:
+    def concatenate(cls, batches: Iterable["Batch"]) -> Self:
         """Return one batch with all datums and the summed counts."""
-        parts = list(parts)
+        batches = list(batches)
         return cls(
-            (datum for part in parts for datum in part),
-            truncated=sum(part.truncated for part in parts),
-            left_out=sum(part.left_out for part in parts),
+            (datum for batch in batches for datum in batch),
+            num_truncated=sum(batch.num_truncated for batch in batches),
+            num_left_out=sum(batch.num_left_out for batch in batches),
         )
 
     @classmethod

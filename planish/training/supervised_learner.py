@@ -238,6 +238,6 @@ def counts(batch: Batch) -> Metrics:
     return {
         "num_sequences": len(batch),
         "num_tokens": sum(datum.model_input.length for datum in batch),
-        "num_truncated": batch.truncated,
-        "num_left_out": batch.left_out,
+        "num_truncated": batch.num_truncated,
+        "num_left_out": batch.num_left_out,
     }

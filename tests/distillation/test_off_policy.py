@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from planish import ServiceClient
 from planish.distillation.off_policy import Config, main
-from planish.distillation.soft_targets import SoftData, soft_datum, soft_targets
+from planish.distillation.soft_targets import SoftTargetData, soft_datum, soft_targets
 from planish.distillation.teachers import TeacherConfig
 from planish.errors import UserError
 from planish.files import read_rows
@@ -43,13 +43,13 @@ def test_the_likeliest_tokens_are_made_to_sum_to_one():
     )
     entropies = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25)), np.log(2)
     assert soft.weight == 1.5
-    assert soft.nats == pytest.approx(0.5 * entropies[0] + entropies[1])
-    assert soft.mass == pytest.approx(0.5 * 0.8 + 1.0)
-    both = SoftData.joined([soft, soft])
+    assert soft.entropy_sum == pytest.approx(0.5 * entropies[0] + entropies[1])
+    assert soft.topk_mass == pytest.approx(0.5 * 0.8 + 1.0)
+    both = SoftTargetData.concatenate([soft, soft])
     assert both.metrics(2.0, "test/") == pytest.approx(
         {
-            "test/teacher_kl": 2.0 - soft.nats / 1.5,
-            "test/teacher_entropy": soft.nats / 1.5,
+            "test/teacher_kl": 2.0 - soft.entropy_sum / 1.5,
+            "test/teacher_entropy": soft.entropy_sum / 1.5,
             "test/teacher_topk_mass": 1.4 / 1.5,
         }
     )
@@ -57,7 +57,7 @@ def test_the_likeliest_tokens_are_made_to_sum_to_one():
     assert both.metrics(None) == {}
 
 
-def data_of(model, chats):
+def to_batch(model, chats):
     train, _ = builder_of(model, chats)()
     return list(train.get_batch(0))
 
@@ -79,7 +79,7 @@ def whole(path, datum):
 @pytest.mark.parametrize("topk", [VOCAB_SIZE, 5])
 def test_the_loss_is_the_cross_entropy_of_two_whole_distributions(client, models, chats, topk):
     """k is the whole vocabulary. With a smaller k, the teacher's distribution is truncated."""
-    data = data_of(models[0], chats)
+    data = to_batch(models[0], chats)
     teacher = client.create_sampling_client(base_model=models[1])
     student = client.create_lora_training_client(base_model=models[0], rank=2, seed=0)
     soft = asyncio.run(soft_targets(data, teacher, topk))
@@ -99,8 +99,8 @@ def test_the_loss_is_the_cross_entropy_of_two_whole_distributions(client, models
         entropy -= float((weights[:, None] * chances * kept.nan_to_num(neginf=0.0)).sum())
         mass += float((weights * best.values.exp().sum(-1)).sum())
     assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
-    assert soft.nats == pytest.approx(entropy, rel=1e-4)
-    assert soft.mass == pytest.approx(mass, rel=1e-4)
+    assert soft.entropy_sum == pytest.approx(entropy, rel=1e-4)
+    assert soft.topk_mass == pytest.approx(mass, rel=1e-4)
     assert soft.weight == pytest.approx(len(data))
 
 

@@ -11,7 +11,7 @@ import pytest
 from planish.completers import TokenCompleter, TokensWithLogprobs
 from planish.distillation.prompts import PromptOnlyDatasetBuilder, load_prompts, read_prompt
 from planish.distillation.sampling import (
-    PROMPTS_AT_ONCE,
+    PROMPTS_PER_CHUNK,
     SampledFile,
     TeacherSampler,
     sample_conversations,
@@ -130,7 +130,7 @@ def test_the_teacher_sees_the_prefix_and_the_rows_do_not(renderer, tmp_path):
         tmp_path / "s.jsonl",
         prefix=[{"role": "system", "content": "Be brief."}],
     )
-    assert (kept.done, kept.left_out) == (3, 1)
+    assert (kept.num_done, kept.num_left_out) == (3, 1)
     assert all("Be brief." in text for text in teacher.asked)
     rows = read_rows(tmp_path / "s.jsonl")
     assert [row["index"] for row in rows] == [0, 2]
@@ -140,17 +140,19 @@ def test_the_teacher_sees_the_prefix_and_the_rows_do_not(renderer, tmp_path):
 
 
 def test_a_killed_process_resumes_with_the_same_samples(renderer, tmp_path):
-    prompts = [ask(n) for n in range(2 * PROMPTS_AT_ONCE + 3)]
+    prompts = [ask(n) for n in range(2 * PROMPTS_PER_CHUNK + 3)]
     sample(Teacher(renderer), prompts, tmp_path / "whole.jsonl")
     path = tmp_path / "parts.jsonl"
-    sample(Teacher(renderer), prompts[:PROMPTS_AT_ONCE], path)
+    sample(Teacher(renderer), prompts[:PROMPTS_PER_CHUNK], path)
     with path.open("a") as file:
         # rows of a part whose record was not written any more, the last one torn
-        file.write(json.dumps({"index": PROMPTS_AT_ONCE, "messages": []}) + '\n{"index": 65, "mess')
+        file.write(
+            json.dumps({"index": PROMPTS_PER_CHUNK, "messages": []}) + '\n{"index": 65, "mess'
+        )
     teacher = Teacher(renderer)
     sample(teacher, prompts, path)
     assert path.read_text() == (tmp_path / "whole.jsonl").read_text()
-    assert len(teacher.asked) == PROMPTS_AT_ONCE + 3
+    assert len(teacher.asked) == PROMPTS_PER_CHUNK + 3
     again = Teacher(renderer)
     sample(again, prompts, path)
     assert again.asked == [], "no prompt is sampled twice"
@@ -189,6 +191,6 @@ def test_overlong_prompts_are_dropped_and_endless_answers_are_errors(renderer, t
     teacher = Teacher(renderer)
     long = [{"role": "user", "content": "x" * 200}]
     kept = sample(teacher, [ask(0), long], tmp_path / "a.jsonl", context_window=100)
-    assert (kept.done, kept.left_out, len(teacher.asked)) == (2, 1, 1)
+    assert (kept.num_done, kept.num_left_out, len(teacher.asked)) == (2, 1, 1)
     with pytest.raises(UserError, match="none of 1 answers is complete.*max_tokens=8"):
         sample(Teacher(renderer, lambda text: True), [ask(0)], tmp_path / "b.jsonl")

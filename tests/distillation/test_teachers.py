@@ -8,7 +8,7 @@ import pytest
 
 from planish.distillation.teachers import (
     TeacherConfig,
-    pinned,
+    pin_checkpoint,
     teacher_client,
     vocabulary_difference,
 )
@@ -75,7 +75,7 @@ def test_a_run_directory_is_its_newest_state(tmp_path):
     ]
     (tmp_path / "checkpoints.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     teacher = TeacherConfig(base_model="m", load_checkpoint_path=str(tmp_path))
-    assert pinned(teacher) == TeacherConfig(
+    assert pin_checkpoint(teacher) == TeacherConfig(
         base_model="m", load_checkpoint_path="tinker://a/weights/y"
     )
-    assert pinned(TeacherConfig(base_model="m")) == TeacherConfig(base_model="m")
+    assert pin_checkpoint(TeacherConfig(base_model="m")) == TeacherConfig(base_model="m")

@@ -56,7 +56,7 @@ def test_each_pair_has_the_chosen_answer_first_and_one_prompt(renderer, choice):
     short = comparison_to_score_data(
         LabeledComparison(COMPARISON, "B"), choice, max_length=longest - 1
     )
-    assert (list(short), short.left_out) == ([], 1)
+    assert (list(short), short.num_left_out) == ([], 1)
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_a_score_is_a_logit_difference_and_swapping_negates_it(client, models, c
         prompt = choice.prompt(score_conversation(COMPARISON.prompt_conversation, answer, QUESTION))
         with torch.no_grad():
             logits = reference(torch.tensor([prompt])).logits[0, -1]
-        scores.append(float(logits[choice.tokens[0]] - logits[choice.tokens[1]]))
+        scores.append(float(logits[choice.deciding_tokens[0]] - logits[choice.deciding_tokens[1]]))
         assert asyncio.run(model.score(COMPARISON.prompt_conversation, answer)) == pytest.approx(
             scores[-1], abs=1e-4
         )

@@ -49,7 +49,7 @@ def test_a_perfect_model_gets_a_bounded_temperature():
     few, many = fit_temperature([2.0] * 4), fit_temperature([2.0] * 400)
     assert few == pytest.approx(2.0 / math.log(5))
     assert many < few
-    assert fit_temperature([2.0] * 8, pairs=4) == pytest.approx(few), (
+    assert fit_temperature([2.0] * 8, num_pairs=4) == pytest.approx(few), (
         "both orders of a pair are one opinion"
     )
 

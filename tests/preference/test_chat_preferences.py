@@ -64,7 +64,7 @@ def test_an_overlong_comparison_is_dropped_and_counted(choice):
         length
     ]
     short = comparison_to_datum(labeled, choice, length - 1)
-    assert (list(short), short.left_out) == ([], 1)
+    assert (list(short), short.num_left_out) == ([], 1)
 
 
 def test_a_preference_is_an_expectation_and_the_temperature_flattens_it():

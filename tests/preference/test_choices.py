@@ -24,7 +24,7 @@ TALK = [
 def test_the_deciding_token_follows_the_full_judge_output(renderer, name):
     renderer = get_renderer(name, renderer.tokenizer)
     choice = Choice.between(("Yes", "No"), renderer)
-    for answer, token in zip(choice.answers, choice.tokens, strict=True):
+    for answer, token in zip(choice.answers, choice.deciding_tokens, strict=True):
         whole, _ = renderer.build_supervised_example(
             [*TALK, {"role": "assistant", "content": answer}]
         )
@@ -62,7 +62,7 @@ def test_logprobs_equal_transformers_and_the_trainer(client, models, renderer):
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32)
         logits = model(torch.tensor([choice.prompt(TALK)])).logits[0, -1]
-    expected = logits.log_softmax(-1)[list(choice.tokens)].tolist()
+    expected = logits.log_softmax(-1)[list(choice.deciding_tokens)].tolist()
     assert found == pytest.approx(expected, abs=1e-4)
     training_client = client.create_lora_training_client(base_model=models[0], rank=2, seed=0)
     output = training_client.forward(

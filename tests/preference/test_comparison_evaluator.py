@@ -19,7 +19,7 @@ from planish.preference.comparison_evaluator import (
     ComparisonEvaluatorBuilder,
     FixedReference,
     PolicyReference,
-    wins_of,
+    judge_wins,
 )
 from planish.preference.preference_models import PreferenceModelBuilder
 from planish.preference.prompts import PromptBuilder, Prompts
@@ -87,7 +87,7 @@ def evaluator(renderer, reference, judges=None, **options):
 def test_win_rates_equal_a_hand_computation(judge, both_ways, wins):
     texts = [("a", "ab"), ("ab", "a"), ("a", "b")]
     comparisons = [Comparison(PROMPTS[0], said(a), said(b)) for a, b in texts]
-    assert asyncio.run(wins_of(judge, comparisons, both_ways=both_ways)) == wins
+    assert asyncio.run(judge_wins(judge, comparisons, both_ways=both_ways)) == wins
 
 
 def test_both_orders_have_equal_weight():
@@ -96,7 +96,7 @@ def test_both_orders_have_equal_weight():
     async def partial(comparison):
         return 0.6 if text_of(comparison.completion_A) == "a" else 0.2
 
-    wins = asyncio.run(wins_of(partial, [Comparison(PROMPTS[0], said("a"), said("b"))]))
+    wins = asyncio.run(judge_wins(partial, [Comparison(PROMPTS[0], said("a"), said("b"))]))
     assert wins == pytest.approx([0.6])
 
 
@@ -108,9 +108,9 @@ def test_each_order_is_judged_once():
         return 0
 
     comparisons = [Comparison(PROMPTS[0], said("a"), said("b"))]
-    asyncio.run(wins_of(counting, comparisons, both_ways=False))
+    asyncio.run(judge_wins(counting, comparisons, both_ways=False))
     assert asked == ["a"]
-    asyncio.run(wins_of(counting, comparisons))
+    asyncio.run(judge_wins(counting, comparisons))
     assert sorted(asked) == ["a", "a", "b"]
 
 

@@ -80,7 +80,7 @@ def data(renderer):
         )
         for pair in ANSWERS
     ]
-    return Batch.joined(comparison_to_data(comparison, renderer) for comparison in comparisons)
+    return Batch.concatenate(comparison_to_data(comparison, renderer) for comparison in comparisons)
 
 
 @pytest.fixture(scope="module")

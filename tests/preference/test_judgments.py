@@ -12,8 +12,8 @@ from planish.preference.judgments import (
     Judgment,
     expected_calibration_error,
     judge,
+    judgment_metrics,
     log_odds_of_chosen,
-    measures,
 )
 from planish.preference.types import Comparison, LabeledComparison
 
@@ -40,7 +40,7 @@ async def shorter(comparison):
 
 
 def test_metrics_of_one_order_equal_a_hand_computation():
-    found = measures(asyncio.run(judge(shorter, PAIRS, both_orders=False)))
+    found = judgment_metrics(asyncio.run(judge(shorter, PAIRS, both_orders=False)))
     right, wrong = [0.9, 0.7], 0.3
     assert found["num_pairs"] == 3, "a tie is not judged"
     assert found["accuracy"] == pytest.approx(2 / 3)
@@ -52,7 +52,7 @@ def test_metrics_of_one_order_equal_a_hand_computation():
 
 
 def test_metrics_of_both_orders_equal_a_hand_computation():
-    found = measures(asyncio.run(judge(shorter, PAIRS[:2], both_orders=True)))
+    found = judgment_metrics(asyncio.run(judge(shorter, PAIRS[:2], both_orders=True)))
     assert found["num_pairs"] == 2
     assert found["accuracy"] == 1.0
     assert found["position_bias"] == pytest.approx(0.2)
@@ -65,7 +65,7 @@ async def always_second(comparison):
 
 
 def test_a_model_with_only_a_position_bias_is_at_chance():
-    found = measures(asyncio.run(judge(always_second, PAIRS, both_orders=True)))
+    found = judgment_metrics(asyncio.run(judge(always_second, PAIRS, both_orders=True)))
     assert (found["accuracy"], found["order_agreement"], found["position_bias"]) == (0.5, 0.0, 1.0)
     assert found["accuracy_stderr"] == 0.0
     assert found["log_loss"] == pytest.approx(-math.log(1e-6) / 2)
@@ -73,15 +73,15 @@ def test_a_model_with_only_a_position_bias_is_at_chance():
 
 
 def test_one_comparison_has_no_standard_error():
-    assert "accuracy_stderr" not in measures(
+    assert "accuracy_stderr" not in judgment_metrics(
         asyncio.run(judge(always_second, PAIRS[:1], both_orders=True))
     )
 
 
 @given(st.lists(st.tuples(st.sampled_from([-1, 1]), st.floats(-1, 1)), min_size=1, max_size=40))
 def test_an_antisymmetric_model_has_equal_metrics_in_both_orders(judged):
-    one = measures([Judgment(sign, value) for sign, value in judged])
-    both = measures([Judgment(sign, value, -value) for sign, value in judged])
+    one = judgment_metrics([Judgment(sign, value) for sign, value in judged])
+    both = judgment_metrics([Judgment(sign, value, -value) for sign, value in judged])
     assert both.pop("position_bias") == 0
     both.pop("order_agreement")
     assert one == pytest.approx(both)
@@ -143,7 +143,7 @@ def test_no_request_is_sent_after_a_judge_has_failed(ask, pairs):
 
 def test_the_evaluator_names_its_metrics_and_dropped_comparisons():
     evaluator = HeldOutPreferences(
-        PAIRS, lambda client: client, both_orders=False, left_out=2, name="dev"
+        PAIRS, lambda client: client, both_orders=False, num_left_out=2, name="dev"
     )
     found = asyncio.run(evaluator(shorter))  # pyright: ignore[reportArgumentType]
     assert (found["dev/num_pairs"], found["dev/num_left_out"]) == (3, 2)

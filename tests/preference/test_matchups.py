@@ -12,8 +12,8 @@ from planish.preference.matchups import (
     MatchupResult,
     Standing,
     TournamentPattern,
-    chunks_of,
-    matchups_of,
+    make_matchups,
+    split_into_chunks,
     standings,
 )
 
@@ -22,7 +22,7 @@ PATTERNS = st.sampled_from(TournamentPattern)
 
 
 def test_both_matchup_patterns_equal_a_hand_computation():
-    assert [(m.a, m.b) for m in matchups_of(3, BOTH)] == [
+    assert [(m.a, m.b) for m in make_matchups(3, BOTH)] == [
         (0, 1),
         (1, 0),
         (0, 2),
@@ -30,7 +30,7 @@ def test_both_matchup_patterns_equal_a_hand_computation():
         (1, 2),
         (2, 1),
     ]
-    assert [(m.a, m.b) for m in matchups_of(4, ONE)] == [
+    assert [(m.a, m.b) for m in make_matchups(4, ONE)] == [
         (0, 1),
         (2, 0),
         (0, 3),
@@ -57,15 +57,15 @@ def test_both_matchup_patterns_equal_a_hand_computation():
     ],
 )
 def test_every_answer_takes_part_in_a_matchup(answers, size, chunks):
-    assert [len(chunk) for chunk in chunks_of(answers, size)] == chunks
+    assert [len(chunk) for chunk in split_into_chunks(answers, size)] == chunks
 
 
 @given(st.integers(2, 60), st.integers(2, 9), PATTERNS)
 def test_answers_meet_exactly_the_others_of_their_chunk(answers, size, pattern):
-    chunks = chunks_of(answers, size)
+    chunks = split_into_chunks(answers, size)
     assert [answer for chunk in chunks for answer in chunk] == list(range(answers))
     assert {len(chunk) for chunk in chunks} <= set(range(2, size + 2))
-    found = Counter(frozenset((m.a, m.b)) for m in matchups_of(answers, pattern, size))
+    found = Counter(frozenset((m.a, m.b)) for m in make_matchups(answers, pattern, size))
     expected = {frozenset((i, j)) for chunk in chunks for i in chunk for j in chunk if i != j}
     assert found == Counter(dict.fromkeys(expected, 2 if pattern is BOTH else 1))
 
@@ -73,19 +73,19 @@ def test_answers_meet_exactly_the_others_of_their_chunk(answers, size, pattern):
 @given(st.integers(2, 40), st.integers(2, 9), PATTERNS)
 def test_a_position_biased_judge_favours_no_answer(answers, size, pattern):
     """Up to the single matchup that remains for an odd number."""
-    results = [MatchupResult(matchup, 1.0) for matchup in matchups_of(answers, pattern, size)]
+    results = [MatchupResult(matchup, 1.0) for matchup in make_matchups(answers, pattern, size)]
     most = 0 if pattern is BOTH else 1
-    assert all(abs(standing.balance) <= most for standing in standings(answers, results))
+    assert all(abs(standing.net_wins) <= most for standing in standings(answers, results))
 
 
 @pytest.mark.slow
 @given(st.integers(2, 12), PATTERNS, st.randoms())
 def test_matchup_rewards_sum_to_zero(answers, pattern, rng):
     results = [
-        MatchupResult(matchup, rng.uniform(-1, 1)) for matchup in matchups_of(answers, pattern)
+        MatchupResult(matchup, rng.uniform(-1, 1)) for matchup in make_matchups(answers, pattern)
     ]
     found = standings(answers, results)
-    assert sum(standing.balance for standing in found) == pytest.approx(0, abs=1e-9)
+    assert sum(standing.net_wins for standing in found) == pytest.approx(0, abs=1e-9)
     assert all(-1 <= standing.win_minus_loss <= 1 for standing in found)
 
 
@@ -108,4 +108,4 @@ def test_standings_equal_a_hand_computation():
 
 def test_chunks_of_one_are_rejected():
     with pytest.raises(UserError, match="matchup_group_size=1"):
-        matchups_of(4, BOTH, 1)
+        make_matchups(4, BOTH, 1)

@@ -16,9 +16,9 @@ from planish.preference import model_training
 from planish.preference.bradley_terry import QUESTION
 from planish.preference.datasets import ComparisonBuilderFromRows
 from planish.preference.forms import form_of
-from planish.preference.judgments import judge, measures
+from planish.preference.judgments import judge, judgment_metrics
 from planish.preference.model_datasets import PreferenceDatasetBuilder
-from planish.preference.model_files import Description, PreferenceModelBuilderFromRun
+from planish.preference.model_files import PreferenceModelBuilderFromRun, PreferenceModelFile
 from planish.preference.model_training import Config, main
 from planish.preference.splits import prompt_of
 from planish.preference.types import read_comparison
@@ -108,7 +108,7 @@ def test_a_preference_model_is_trained_calibrated_and_loaded(
     assert rows[-1]["test/log_loss"] < rows[0]["test/log_loss"]
     assert ("test/position_bias" in rows[-1]) == (kind == "chat")
 
-    description = Description.read(path)
+    description = PreferenceModelFile.read(path)
     assert (description.kind, description.calibration_pairs, description.test["num_pairs"]) == (
         kind,
         6,
@@ -117,7 +117,7 @@ def test_a_preference_model_is_trained_calibrated_and_loaded(
     assert description.temperature != 1.0
     model = PreferenceModelBuilderFromRun(path=str(path))(client)
     test = builder(models[0], many_pairs, kind).splits().test
-    found = measures(asyncio.run(judge(model, test, both_orders=kind == "chat")))
+    found = judgment_metrics(asyncio.run(judge(model, test, both_orders=kind == "chat")))
     assert found == pytest.approx({name: description.test[name] for name in found}, abs=1e-5)
 
 
@@ -144,7 +144,7 @@ def test_a_finished_run_is_unchanged_and_an_uncalibrated_one_calibrated(
     assert (tmp_path / "run" / PREFERENCE_MODEL).read_text() == written
     (tmp_path / "run" / PREFERENCE_MODEL).write_text('{"kind": "chat"}')
     with pytest.raises(DamagedFileError, match="does not describe a preference model"):
-        Description.read(tmp_path / "run")
+        PreferenceModelFile.read(tmp_path / "run")
 
 
 def test_splits_share_no_prompt_and_chat_models_train_both_orders(models, many_pairs):
@@ -216,7 +216,7 @@ def test_overlong_pairs_are_dropped_and_others_judged(tmp_path, kind):
 def longest(form, length):
     row = {"prompt": "10", "chosen": "X" * length, "rejected": "O"}
     return max(
-        datum.model_input.length for datum in form.data_of(read_comparison(row, "here"), None)
+        datum.model_input.length for datum in form.to_batch(read_comparison(row, "here"), None)
     )
 
 
@@ -231,7 +231,9 @@ def test_a_run_without_test_pairs_completes(client, models, tmp_path, capsys, da
     done = run(
         client, models[0], tmp_path, "bradley_terry", tmp_path / "run", data=data, max_steps=1
     )
-    assert Description.read(done).test == ({} if left_out is None else {"num_left_out": left_out})
+    assert PreferenceModelFile.read(done).test == (
+        {} if left_out is None else {"num_left_out": left_out}
+    )
     assert ("2 held-out pairs" in capsys.readouterr().out) == (left_out is not None)
 
 

@@ -58,9 +58,9 @@ def test_an_overlong_pair_is_truncated_or_dropped_and_counted(renderer):
     whole = comparison_to_data(labeled(says("user", "a")), renderer)
     lengths = [datum.model_input.length for datum in whole]
     cut = comparison_to_data(labeled(says("user", "a")), renderer, lengths[0])
-    assert (len(cut), cut.truncated, cut.left_out) == (2, 1, 0)
+    assert (len(cut), cut.num_truncated, cut.num_left_out) == (2, 1, 0)
     none = comparison_to_data(labeled(says("user", "a")), renderer, lengths[0] - 6)
-    assert (len(none), none.left_out) == (0, 1)
+    assert (len(none), none.num_left_out) == (0, 1)
 
 
 def config(**changes):

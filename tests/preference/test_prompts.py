@@ -9,7 +9,7 @@ from planish.preference.datasets import ComparisonBuilderFromJsonl
 from planish.preference.prompts import (
     PromptsFromRows,
     PromptsOfComparisons,
-    checked_prompts,
+    fitting_prompts,
     read_prompt,
 )
 
@@ -93,4 +93,4 @@ def test_a_prompt_of_several_comparisons_is_used_once(tmp_path):
 def test_unrenderable_prompts_are_rejected_before_sampling(renderer):
     odd = [{"role": "wizard", "content": "Abracadabra"}]
     with pytest.raises(UserError, match="test prompt 2"):
-        checked_prompts([ASKED, odd], renderer, "test", None)
+        fitting_prompts([ASKED, odd], renderer, "test", None)

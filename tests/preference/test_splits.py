@@ -24,7 +24,7 @@ def test_splits_share_no_prompt_and_count_dropped_rows():
     assert not train & calibration
     assert not (train | calibration) & {prompt_of(each) for each in test}
     assert len(splits.calibration) == 2
-    assert len(splits.train) + len(splits.calibration) + splits.left_out == len(TRAIN)
+    assert len(splits.train) + len(splits.calibration) + splits.num_left_out == len(TRAIN)
     assert all(each.label != "Tie" for each in splits.calibration)
     assert split_by_prompt(TRAIN, test, 2, seed=0) == splits
     assert any(split_by_prompt(TRAIN, test, 2, seed=seed) != splits for seed in range(1, 5))

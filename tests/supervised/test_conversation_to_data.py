@@ -23,16 +23,16 @@ def test_a_short_conversation_equals_the_renderer_datum(renderer):
     for reduction in ("mean", "none"):
         [datum] = batch = conversation_to_data(CHAT, renderer, reduction=reduction)
         assert digest(datum) == digest(conversation_to_datum(CHAT, renderer, reduction=reduction))
-        assert (batch.truncated, batch.left_out) == (0, 0)
+        assert (batch.num_truncated, batch.num_left_out) == (0, 0)
         total = sum(datum.loss_fn_inputs["weights"].tolist())
         assert total == pytest.approx(1.0 if reduction == "mean" else len("Good day to you.") + 1)
 
 
 def test_conversations_are_truncated_beyond_max_length(renderer):
     whole = length(renderer, CHAT)
-    assert conversation_to_data(CHAT, renderer, whole).truncated == 0
+    assert conversation_to_data(CHAT, renderer, whole).num_truncated == 0
     [datum] = batch = conversation_to_data(CHAT, renderer, whole - 3)
-    assert (batch.truncated, batch.left_out) == (1, 0)
+    assert (batch.num_truncated, batch.num_left_out) == (1, 0)
     assert datum.model_input.length == whole - 3
     assert sum(datum.loss_fn_inputs["weights"].tolist()) == pytest.approx(1.0), (
         "normalised by what is left"
@@ -42,7 +42,7 @@ def test_conversations_are_truncated_beyond_max_length(renderer):
 def test_a_conversation_truncated_before_its_answer_is_dropped(renderer):
     answer = length(renderer, CHAT) - len("Good day to you.") - 1
     batch = conversation_to_data(CHAT, renderer, answer)
-    assert (len(batch), batch.truncated, batch.left_out) == (0, 0, 1)
+    assert (len(batch), batch.num_truncated, batch.num_left_out) == (0, 0, 1)
     assert len(conversation_to_data(CHAT, renderer, answer + 1)) == 1
 
 
@@ -55,7 +55,7 @@ def test_each_answer_follows_the_prompt_it_would_be_sampled_from(tokenizer):
         THINKING, renderer, train_on_what=TrainOnWhat.LAST_ASSISTANT_MESSAGE
     )
     assert len(last) == 1
-    assert conversation_to_data(THINKING, renderer, first.model_input.length).left_out == 1
+    assert conversation_to_data(THINKING, renderer, first.model_input.length).num_left_out == 1
 
 
 @pytest.mark.parametrize(

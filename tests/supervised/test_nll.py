@@ -9,7 +9,7 @@ import torch
 from planish import ServiceClient
 from planish.renderers import conversation_to_datum
 from planish.supervised import nll
-from planish.supervised.nll import NLLEvaluator, Tally
+from planish.supervised.nll import NLLEvaluator, NLLSums
 from planish.testing import tiny_model
 from planish.types import Datum, ForwardBackwardOutput, ModelInput, TensorData
 
@@ -34,21 +34,23 @@ def test_nll_in_nats_uses_weights_and_bits_use_text_length(tokenizer):
     targets = [65, *text, END, 66, 67]
     weights = [0.0, 0.5, 0.25, 0.25, 1.0, 0.0, 2.0]
     logprobs = [-9.0, -1.0, -2.0, -3.0, -4.0, -9.0, -5.0]
-    found = Tally(tokenizer).add(*scored(targets, weights, logprobs)).metrics("nll", "bpb")
+    found = NLLSums(tokenizer).add(*scored(targets, weights, logprobs)).metrics("nll", "bpb")
     assert found["nll"] == pytest.approx((0.5 + 0.5 + 0.75 + 4.0 + 10.0) / 4.0)
     assert found["bpb"] == pytest.approx((1 + 2 + 3 + 5) / (math.log(2) * 4))
 
 
 def test_metrics_without_data_are_not_reported(tokenizer):
-    assert Tally(tokenizer).metrics("nll", "bpb") == {}
-    assert Tally(tokenizer).add(*scored([END], [1.0], [-2.0])).metrics("nll", "bpb") == {"nll": 2.0}
+    assert NLLSums(tokenizer).metrics("nll", "bpb") == {}
+    assert NLLSums(tokenizer).add(*scored([END], [1.0], [-2.0])).metrics("nll", "bpb") == {
+        "nll": 2.0
+    }
 
 
 def test_soft_targets_have_nats_and_no_text(tokenizer):
     data, output = scored(
         [[65, 66], [67, 68]], [[0.5, 0.5], [1.0, 0.0]], [[-1.0, -3.0], [-2.0, -7.0]]
     )
-    assert Tally(tokenizer).add(data, output).metrics("nll", "bpb") == {"nll": pytest.approx(2.0)}
+    assert NLLSums(tokenizer).add(data, output).metrics("nll", "bpb") == {"nll": pytest.approx(2.0)}
 
 
 def test_nll_does_not_depend_on_the_number_of_calls(tmp_path, renderer, monkeypatch):

@@ -478,13 +478,13 @@ class Given(SupervisedDatasetBuilder):
         return self.dataset, self.test
 
 
-def data_of(chats):
+def to_batch(chats):
     train_set, _ = builder(chats, batch_size=1)()
     return [train_set.get_batch(index)[0] for index in range(3)]
 
 
 def test_a_custom_dataset_can_be_trained_on(service, chats, tmp_path):
-    dataset = Numbered(data_of(chats))
+    dataset = Numbered(to_batch(chats))
     train(service, chats, tmp_path, dataset_builder=Given(dataset))
     assert dataset.epochs == [0, 1]
     assert service.weights.steps == 6
@@ -503,7 +503,7 @@ def test_a_dataset_of_another_size_is_rejected_on_resume(service, chats, tmp_pat
 
 
 def test_a_batch_without_trainable_tokens_takes_no_step(service, chats, tmp_path):
-    train(service, chats, tmp_path, dataset_builder=Given(Numbered(data_of(chats), empty=[1])))
+    train(service, chats, tmp_path, dataset_builder=Given(Numbered(to_batch(chats), empty=[1])))
     assert service.weights.steps == 4
     rows = rows_of(tmp_path)
     assert [row["num_sequences"] for row in rows] == [1, 0, 1, 1, 0, 1]
@@ -517,7 +517,7 @@ def test_a_max_length_that_nothing_fits_is_rejected(service, chats, tmp_path):
 
 
 def test_an_empty_test_set_is_rejected(service, chats, tmp_path):
-    given = Given(Numbered(data_of(chats)), test=Numbered([None], empty=[0]))
+    given = Given(Numbered(to_batch(chats)), test=Numbered([None], empty=[0]))
     with pytest.raises(UserError, match="the test set has no tokens to measure.*max_length"):
         train(service, chats, tmp_path, dataset_builder=given)
     assert "optim_step" not in service.operations

@@ -11,7 +11,7 @@ from planish.errors import UserError
 from planish.renderers import TrainOnWhat, conversation_to_datum
 from planish.renderers.datums import Reduction, datum_from_weights
 from planish.supervised import types
-from planish.supervised.nll import Tally
+from planish.supervised.nll import NLLSums
 from planish.supervised.types import SupervisedDataset
 from planish.tokenizer import ModelTokenizer
 from planish.types import Datum, ForwardBackwardOutput, ModelInput, TensorData
@@ -55,7 +55,7 @@ def compute_bpb(
         for weights, targets in zip(weights_list, target_tokens_list, strict=True)
     ]
     output = ForwardBackwardOutput("", [{"logprobs": logprobs} for logprobs in logprobs_list])
-    return Tally(tokenizer).add(data, output).metrics("nll", "bpb").get("bpb", math.nan)
+    return NLLSums(tokenizer).add(data, output).metrics("nll", "bpb").get("bpb", math.nan)
 
 
 @chz.chz
