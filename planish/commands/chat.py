@@ -22,9 +22,9 @@ from contextlib import suppress
 from rich.console import Console
 from rich.text import Text
 
-from planish.commands.chat_sampler import Piece, open_chat_sampler
+from planish.commands.chat_sampler import AnswerPart, open_chat_sampler
 from planish.commands.chat_session import ChatSession, SamplingOptions
-from planish.commands.runs import add_place_arguments, add_quantize_argument
+from planish.commands.runs import add_quantize_argument, add_server_arguments
 from planish.errors import PlanishError, UserError
 from planish.model.sources import DEFAULT_MODEL
 
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="seed of sampling; with a seed, the same messages get the same answers",
     )
-    add_place_arguments(parser)
+    add_server_arguments(parser)
     add_quantize_argument(parser)
 
 
@@ -100,18 +100,18 @@ class Screen:
         self._answers = Console(highlight=False, soft_wrap=True)
         self._notes = Console(stderr=True, highlight=False, soft_wrap=True)
 
-    def show(self, piece: Piece) -> None:
+    def show(self, part: AnswerPart) -> None:
         """Print a part of an answer. Reasoning is shown at a terminal only."""
-        if piece.reasoning and self.at_terminal:
+        if part.reasoning and self.at_terminal:
             self._answers.print(
-                Text(without_control_characters(piece.reasoning), style="dim"), end=""
+                Text(without_control_characters(part.reasoning), style="dim"), end=""
             )
-        if piece.begins and piece.had_reasoning and self.at_terminal:
+        if part.is_first_text and part.had_reasoning and self.at_terminal:
             self._answers.print()
-        if piece.text:
+        if part.text:
             # Write the text directly, because rich would interpret brackets in it as markup.
             self._answers.file.write(
-                without_control_characters(piece.text) if self.at_terminal else piece.text
+                without_control_characters(part.text) if self.at_terminal else part.text
             )
         self._answers.file.flush()
 
@@ -142,7 +142,7 @@ def converse(session: ChatSession, lines: Iterator[str], screen: Screen) -> None
         if not line.strip():
             continue
         try:
-            outcome = session.take(line, screen.show)
+            outcome = session.process_line(line, screen.show)
         except PlanishError as error:
             if not screen.at_terminal:
                 raise

@@ -31,18 +31,18 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerPart:
     """A part of an answer."""
 
     text: str
     reasoning: str = ""
-    begins: bool = False
+    is_first_text: bool = False
     """Whether this is the first part that has text."""
     had_reasoning: bool = False
     """Whether reasoning was shown in this part or an earlier one."""
 
 
-Show = Callable[[Piece], None]
+ShowFunction = Callable[[AnswerPart], None]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Answer:
     """The message as the renderer parses it."""
     reading: Reading
     num_tokens: int
-    ended: str
+    stop_reason: str
     """Why the answer ended: stop, length (max_tokens), or stopped (Ctrl-C)."""
 
 
@@ -65,13 +65,18 @@ class ChatSampler:
     sampler_id: str
     name: str
     renderer: Renderer
-    context: int | None
+    context_window: int | None
     """The maximum number of tokens of prompt and answer; None if it is not known."""
     streams: bool
     """Whether tokens are reported as they are sampled."""
 
     def answer(
-        self, messages: Messages, temperature: float, max_tokens: int, seed: int | None, show: Show
+        self,
+        messages: Messages,
+        temperature: float,
+        max_tokens: int,
+        seed: int | None,
+        show: ShowFunction,
     ) -> Answer:
         """Sample the assistant's next message; Ctrl-C stops it and keeps what was sampled.
 
@@ -80,7 +85,7 @@ class ChatSampler:
         with as_user_errors("the conversation"):
             prompt = self.renderer.build_generation_prompt(messages)
         params = SamplingParams(
-            max_tokens=self._room(prompt.length, max_tokens),
+            max_tokens=self._max_answer_tokens(prompt.length, max_tokens),
             temperature=temperature,
             seed=seed,
             stop=self.renderer.get_stop_sequences(),
@@ -89,57 +94,60 @@ class ChatSampler:
         on_token = (lambda sampled: tokens.put(sampled.token)) if self.streams else None
         future = self.service.submit(Sample(self.sampler_id, prompt, 1, params, on_token=on_token))
         future.add_done_callback(lambda _: tokens.put(None))
-        written = _StreamedAnswer(
+        streamed_answer = _StreamedAnswer(
             StreamedSample(read_message(self.renderer), (), marks_of(self.renderer)), show
         )
         try:
             while (token := tokens.get()) is not None:
-                written.add(token)
+                streamed_answer.add(token)
             [sequence] = future.result().sequences
         except KeyboardInterrupt:
             future.cancel()
-            return self._read(written, "stopped")
-        written.growing.tokens = list(sequence.tokens)
-        return self._read(written, sequence.stop_reason)
+            return self._read(streamed_answer, "stopped")
+        streamed_answer.sample.tokens = list(sequence.tokens)
+        return self._read(streamed_answer, sequence.stop_reason)
 
-    def _read(self, written: _StreamedAnswer, ended: str) -> Answer:
-        written.finish()
-        tokens = written.growing.tokens
+    def _read(self, streamed_answer: _StreamedAnswer, stop_reason: str) -> Answer:
+        streamed_answer.finish()
+        tokens = streamed_answer.sample.tokens
         message = self.renderer.parse_response(tokens).message
-        return Answer(message, written.growing.whole(), len(tokens), ended)
+        return Answer(message, streamed_answer.sample.whole(), len(tokens), stop_reason)
 
-    def _room(self, prompt: int, max_tokens: int) -> int:
-        if self.context is None:
+    def _max_answer_tokens(self, prompt_length: int, max_tokens: int) -> int:
+        if self.context_window is None:
             return max_tokens
-        if prompt >= self.context:
+        if prompt_length >= self.context_window:
             raise UserError(
-                f"the conversation has {prompt} tokens, and the model reads {self.context}; /undo or /reset"
+                f"the conversation has {prompt_length} tokens, and the model reads "
+                f"{self.context_window}; /undo or /reset"
             )
-        return min(max_tokens, self.context - prompt)
+        return min(max_tokens, self.context_window - prompt_length)
 
 
 @dataclass
 class _StreamedAnswer:
     """Parses the tokens of an answer and shows its text."""
 
-    growing: StreamedSample
-    show: Show
+    sample: StreamedSample
+    show: ShowFunction
     _has_text: bool = False
     _has_reasoning: bool = False
 
     def add(self, token: int) -> None:
-        self.growing.add(token)
-        if self.growing.is_due:
-            self._tell(self.growing.delta())
+        self.sample.add(token)
+        if self.sample.is_due:
+            self._show_reading(self.sample.delta())
 
     def finish(self) -> None:
-        self._tell(self.growing.rest())
+        self._show_reading(self.sample.rest())
 
-    def _tell(self, reading: Reading) -> None:
+    def _show_reading(self, reading: Reading) -> None:
         self._has_reasoning = self._has_reasoning or bool(reading.reasoning)
         if reading.content or reading.reasoning:
-            begins = bool(reading.content) and not self._has_text
-            self.show(Piece(reading.content, reading.reasoning, begins, self._has_reasoning))
+            is_first_text = bool(reading.content) and not self._has_text
+            self.show(
+                AnswerPart(reading.content, reading.reasoning, is_first_text, self._has_reasoning)
+            )
         self._has_text = self._has_text or bool(reading.content)
 
 
@@ -161,31 +169,37 @@ def open_chat_sampler(
         service = connect(url, api_key, {}) if url else start_engine(None, data_dir, options)
     try:
         with as_user_errors("--model"):
-            sampler = _sampler(service, weights_of(model), renderer_name, streams=url is None)
+            sampler = _create_chat_sampler(
+                service, weights_of(model), renderer_name, streams=url is None
+            )
         yield sampler
     finally:
         service.close(finish=False)
 
 
-def _sampler(service: Service, model: str, renderer_name: str | None, streams: bool) -> ChatSampler:
+def _create_chat_sampler(
+    service: Service, model: str, renderer_name: str | None, streams: bool
+) -> ChatSampler:
     is_checkpoint = model.startswith("tinker://")
     sampler_id = f"{secrets.token_hex(8)}:sample:0"
-    place = {"model_path": model} if is_checkpoint else {"base_model": model}
-    sampler_id = service.submit(CreateSampler(sampler_id, **place)).result()
-    base = service.sampler_info(sampler_id).base_model
+    source = {"model_path": model} if is_checkpoint else {"base_model": model}
+    sampler_id = service.submit(CreateSampler(sampler_id, **source)).result()
+    base_model = service.sampler_info(sampler_id).base_model
     if is_checkpoint and renderer_name is None:
         metadata = service.checkpoint_info(model).checkpoint.user_metadata or {}
         renderer_name = metadata.get("renderer_name")
-    tokenizer = load_tokenizer(service.tokenizer_directory(base))
-    renderer = choose_renderer(renderer_name, base, tokenizer)
-    return ChatSampler(service, sampler_id, model, renderer, _context(service, base), streams)
+    tokenizer = load_tokenizer(service.tokenizer_directory(base_model))
+    renderer = choose_renderer(renderer_name, base_model, tokenizer)
+    return ChatSampler(
+        service, sampler_id, model, renderer, _context_window(service, base_model), streams
+    )
 
 
-def _context(service: Service, base: str) -> int | None:
+def _context_window(service: Service, base_model: str) -> int | None:
     """Return the model's maximum number of tokens; None if it is unknown."""
-    if (context := service.capabilities().context_of(base)) is not None:
-        return context
-    directory = service.tokenizer_directory(base)
+    if (context_window := service.capabilities().context_of(base_model)) is not None:
+        return context_window
+    directory = service.tokenizer_directory(base_model)
     if not (directory / "config.json").is_file():
         return None
     return ModelConfig.from_directory(directory).max_context

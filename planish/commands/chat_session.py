@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from planish.commands.chat_sampler import Answer, ChatSampler, Show
+from planish.commands.chat_sampler import Answer, ChatSampler, ShowFunction
 from planish.completers import derived_seed
 from planish.errors import StorageError, UserError
 
@@ -72,7 +72,7 @@ class ChatSession:
         """The conversation, with its system message if it has one."""
         return self._with_system(self.turns)
 
-    def take(self, line: str, show: Show) -> LineResult:
+    def process_line(self, line: str, show: ShowFunction) -> LineResult:
         """Send a line as a message, or run its command. On UserError the conversation is
         unchanged.
         """
@@ -104,15 +104,15 @@ class ChatSession:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *turns]
 
-    def _send(self, text: str, show: Show) -> LineResult:
+    def _send(self, text: str, show: ShowFunction) -> LineResult:
         return self._answer([*self.turns, {"role": "user", "content": text}], show)
 
-    def _retry(self, show: Show) -> LineResult:
+    def _retry(self, show: ShowFunction) -> LineResult:
         if not self.turns:
             raise UserError("/retry: the conversation is empty; write a message first")
         return self._answer(self.turns[:-1], show)
 
-    def _answer(self, turns: list[Mapping[str, Any]], show: Show) -> LineResult:
+    def _answer(self, turns: list[Mapping[str, Any]], show: ShowFunction) -> LineResult:
         """Answer the last message of `turns`. If sampling fails, the conversation is unchanged."""
         sampling, messages = self.sampling, self._with_system(turns)
         answer = self.sampler.answer(
@@ -168,8 +168,8 @@ def _note(answer: Answer) -> str:
     """Return a note about an answer: its tool calls, and why it ended early."""
     functions = [call["function"] for call in answer.reading.calls]
     lines = [f"calls {function['name']}({function['arguments']})" for function in functions]
-    if answer.ended == "length":
+    if answer.stop_reason == "length":
         lines.append(f"cut off after {answer.num_tokens} tokens; --max-tokens sets the limit")
-    elif answer.ended == "stopped":
+    elif answer.stop_reason == "stopped":
         lines.append("stopped")
     return "\n".join(lines)

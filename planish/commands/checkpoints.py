@@ -21,14 +21,20 @@ from planish.commands.runs import (
     add_limit_argument,
     add_source_arguments,
     check_run_id,
-    limit_of,
+    row_limit,
 )
-from planish.commands.tables import print_fields, print_table, size, time, time_left
+from planish.commands.tables import (
+    format_size,
+    format_time,
+    format_time_left,
+    print_fields,
+    print_table,
+)
 from planish.engine.checkpoints.store import CheckpointStore, data_directory
 from planish.errors import UnsupportedError, UserError
 from planish.model.weight_sizes import SCHEMES
 
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d{1,9})([smhd]?)")
 
 
@@ -37,66 +43,72 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     def action(name: str, text: str) -> argparse.ArgumentParser:
-        added = actions.add_parser(name, help=text, description=f"{text}.")
-        add_source_arguments(added)
-        return added
+        action_parser = actions.add_parser(name, help=text, description=f"{text}.")
+        add_source_arguments(action_parser)
+        return action_parser
 
     def action_on_path(name: str, text: str) -> argparse.ArgumentParser:
-        added = action(name, text)
-        added.add_argument(
+        action_parser = action(name, text)
+        action_parser.add_argument(
             "path", metavar="PATH", help="path of the checkpoint: tinker://RUN/KIND/NAME"
         )
-        return added
+        return action_parser
 
-    listing = action("list", "list checkpoints, newest first")
-    listing.add_argument("--run", metavar="RUN", help="list only checkpoints of this training run")
-    add_limit_argument(listing, "checkpoints")
+    list_parser = action("list", "list checkpoints, newest first")
+    list_parser.add_argument(
+        "--run", metavar="RUN", help="list only checkpoints of this training run"
+    )
+    add_limit_argument(list_parser, "checkpoints")
     action_on_path("show", "show the details of a checkpoint")
-    delete = action("delete", "delete checkpoints permanently")
-    delete.add_argument("paths", metavar="PATH", nargs="+", help="paths of the checkpoints")
-    delete.add_argument(
+    delete_parser = action("delete", "delete checkpoints permanently")
+    delete_parser.add_argument("paths", metavar="PATH", nargs="+", help="paths of the checkpoints")
+    delete_parser.add_argument(
         "--yes", "-y", action="store_true", help="delete without asking for confirmation"
     )
     action_on_path("publish", "let every API key of the server read a checkpoint")
     action_on_path("unpublish", "make a published checkpoint private again")
-    ttl = action_on_path("ttl", "set the time after which a checkpoint expires, or keep it forever")
-    ttl.add_argument(
+    ttl_parser = action_on_path(
+        "ttl", "set the time after which a checkpoint expires, or keep it forever"
+    )
+    ttl_parser.add_argument(
         "time",
         metavar="TIME",
         help="time from now, in seconds or as 30m, 12h or 7d; `never` = keep the checkpoint",
     )
-    imported = action(
+    import_parser = action(
         "import",
         "create a checkpoint from an adapter saved by PEFT, TRL, Unsloth or a hosted service",
     )
-    imported.add_argument("directory", type=Path, metavar="DIR", help="directory of the adapter")
-    imported.add_argument(
+    import_parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="directory of the adapter"
+    )
+    import_parser.add_argument(
         "--base-model",
         metavar="NAME",
         help="base model that the adapter was trained on (default: the one named in its files)",
     )
-    imported.add_argument(
+    import_parser.add_argument(
         "--quantize",
         choices=SCHEMES,
         help="quantization scheme of that base model's weights (default: the scheme named in DIR "
         "if planish wrote its files, otherwise none)",
     )
-    imported.add_argument(
+    import_parser.add_argument(
         "--run", metavar="RUN", help="RUN in the checkpoint's path (default: imported-DIR)"
     )
-    imported.add_argument(
+    import_parser.add_argument(
         "--name",
         default="imported",
         help="NAME in the checkpoint's path (default: %(default)s)",
     )
-    imported.add_argument(
+    import_parser.add_argument(
         "--overwrite", action="store_true", help="replace an existing checkpoint of the same path"
     )
-    download = action_on_path(
+    download_parser = action_on_path(
         "download",
         "download the files of a checkpoint: a PEFT adapter, and for weights/ the optimizer state",
     )
-    download.add_argument(
+    download_parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
@@ -116,23 +128,25 @@ def run(arguments: argparse.Namespace) -> None:
             _delete(records, arguments)
         case "publish" | "unpublish":
             records.set_public(arguments.path, arguments.action == "publish")
-            _done(arguments, {"path": arguments.path, "public": arguments.action == "publish"})
+            _print_change(
+                arguments, {"path": arguments.path, "public": arguments.action == "publish"}
+            )
         case "ttl":
-            seconds = duration(arguments.time)
+            seconds = parse_duration(arguments.time)
             records.set_ttl(arguments.path, seconds)
-            _done(arguments, {"path": arguments.path, "ttl_seconds": seconds})
+            _print_change(arguments, {"path": arguments.path, "ttl_seconds": seconds})
         case "download":
             _download(records, arguments)
         case "import":
             _import(arguments)
 
 
-def duration(text: str) -> int | None:
+def parse_duration(text: str) -> int | None:
     """Return a duration in seconds; None for `never`."""
     if text == "never":
         return None
-    found = _DURATION.fullmatch(text)
-    seconds = int(found[1]) * _UNITS[found[2] or "s"] if found else 0
+    match = _DURATION.fullmatch(text)
+    seconds = int(match[1]) * _UNIT_SECONDS[match[2] or "s"] if match else 0
     if not seconds:
         raise UserError(f"TIME {text!r}: give seconds, or a number with s, m, h or d, or `never`")
     return seconds
@@ -146,7 +160,7 @@ def _import(arguments: argparse.Namespace) -> None:
         raise UnsupportedError(
             "an adapter can be imported only into a directory of this machine; leave --base-url out"
         )
-    found = import_adapter(
+    adapter = import_adapter(
         arguments.directory.expanduser(),
         CheckpointStore(data_directory(arguments.data_dir)),
         base_model=arguments.base_model,
@@ -156,27 +170,27 @@ def _import(arguments: argparse.Namespace) -> None:
         overwrite=arguments.overwrite,
     )
     row = {
-        "path": str(found.path),
-        "base_model": found.base_model,
-        "quantize": found.quantize,
-        "rank": found.lora.rank,
-        "linears": found.num_linears,
-        "notes": list(found.notes),
+        "path": str(adapter.path),
+        "base_model": adapter.base_model,
+        "quantize": adapter.quantize,
+        "rank": adapter.lora.rank,
+        "linears": adapter.num_linears,
+        "notes": list(adapter.notes),
     }
     if arguments.json:
         print(as_json(row))
         return
-    scheme = f" quantized with {found.quantize}" if found.quantize else ""
-    linears = f"{found.num_linears} linears of {found.base_model}{scheme}"
-    print(f"{found.path}: rank {found.lora.rank}, {linears}")
-    for note in found.notes:
+    scheme = f" quantized with {adapter.quantize}" if adapter.quantize else ""
+    linears = f"{adapter.num_linears} linears of {adapter.base_model}{scheme}"
+    print(f"{adapter.path}: rank {adapter.lora.rank}, {linears}")
+    for note in adapter.notes:
         print(f"  {note}")
 
 
 def _list(records: Records, arguments: argparse.Namespace) -> None:
     if arguments.run is not None:
         check_run_id(arguments.run)
-    rows = records.checkpoints(arguments.run, limit_of(arguments))
+    rows = records.checkpoints(arguments.run, row_limit(arguments))
     if arguments.json:
         print(as_json(rows))
         return
@@ -184,9 +198,9 @@ def _list(records: Records, arguments: argparse.Namespace) -> None:
         rows,
         {
             "path": lambda row: row["tinker_path"],
-            "size": lambda row: size(row["size_bytes"]),
-            "made": lambda row: time(row["time"]),
-            "expires in": lambda row: time_left(row["expires_at"]),
+            "size": lambda row: format_size(row["size_bytes"]),
+            "made": lambda row: format_time(row["time"]),
+            "expires in": lambda row: format_time_left(row["expires_at"]),
             "public": lambda row: "yes" if row["public"] else "",
         },
         "no checkpoints",
@@ -214,7 +228,7 @@ def _delete(records: Records, arguments: argparse.Namespace) -> None:
             return
     for path in paths:
         records.delete(path)
-        _done(arguments, {"path": path, "deleted": True})
+        _print_change(arguments, {"path": path, "deleted": True})
 
 
 def _download(records: Records, arguments: argparse.Namespace) -> None:
@@ -224,10 +238,10 @@ def _download(records: Records, arguments: argparse.Namespace) -> None:
         print(as_json({"path": arguments.path, "files": [str(file) for file in files]}))
     else:
         for file in files:
-            print(f"{file}  {size(file.stat().st_size)}")
+            print(f"{file}  {format_size(file.stat().st_size)}")
 
 
-def _done(arguments: argparse.Namespace, row: Row) -> None:
+def _print_change(arguments: argparse.Namespace, row: Row) -> None:
     """Print what was changed."""
     if arguments.json:
         print(as_json(row))

@@ -68,9 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     The status is 0 on success, 1 after an error with a message on stderr, 130 after Ctrl-C, and 141
     if nothing reads stdout any more.
     """
-    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        return _run(words)
+        return _run(arguments)
     except KeyboardInterrupt:
         print("\nplanish: stopped", file=sys.stderr)
         return 130
@@ -108,8 +108,8 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _parser(named: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser with all commands. Only the commands in `named` get their arguments."""
+def _parser(requested: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser with all commands. Only the commands in `requested` get their arguments."""
     parser = argparse.ArgumentParser(
         prog="planish", description="Reinforcement learning of language models, locally."
     )
@@ -122,7 +122,7 @@ def _parser(named: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
         subparser = commands.add_parser(name, help=text, description=f"{text}.")
-        if name in named:
+        if name in requested:
             module = command_module(name)
             module.add_arguments(subparser)
             subparser.set_defaults(function=module.run)
@@ -134,27 +134,27 @@ def _with_option_names(message: str, parser: argparse.ArgumentParser) -> str:
 
     Library errors say `max_tokens=0`; the user typed `--max-tokens 0`.
     """
-    options = _options(parser)
+    options = _option_names(parser)
     # An argument name without an underscore may be an ordinary word of the sentence, so it is
     # replaced only with its value. Names within paths and quotations are never arguments.
     names = "|".join(rf"{name}(?:=|\b)" if "_" in name else f"{name}=" for name in options)
     return re.sub(
         rf"(?<![\w./'\"-])({names})",
-        lambda found: options[found[1].rstrip("=")] + " " * found[1].endswith("="),
+        lambda match: options[match[1].rstrip("=")] + " " * match[1].endswith("="),
         message,
     )
 
 
-def _options(parser: argparse.ArgumentParser) -> dict[str, str]:
+def _option_names(parser: argparse.ArgumentParser) -> dict[str, str]:
     """Return the options of a parser by the names of their arguments."""
-    found = {}
+    names = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for subparser in action.choices.values():
-                found |= _options(subparser)
+                names |= _option_names(subparser)
         elif action.option_strings:
-            found[action.dest] = action.option_strings[0]
-    return found
+            names[action.dest] = action.option_strings[0]
+    return names
 
 
 if __name__ == "__main__":

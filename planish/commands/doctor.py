@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(report.as_json(), indent=2))
     else:
         _print(report)
-    return 1 if report.attention else 0
+    return 1 if report.problems else 0
 
 
 def _print(report: Report) -> None:
@@ -66,9 +66,13 @@ def _print(report: Report) -> None:
         for section in report.sections:
             console.print(Text(section.name, style="bold"))
             console.print(_table(section))
-        named = [f"{section}/{finding.name}" for section, finding in report.attention]
-        last = f"Needs attention: {', '.join(named)}" if named else "Nothing needs attention"
-        console.print(Text(f"{last} ({report.seconds:.1f} s)", style="bold"))
+        problem_names = [f"{section}/{finding.name}" for section, finding in report.problems]
+        conclusion = (
+            f"Needs attention: {', '.join(problem_names)}"
+            if problem_names
+            else "Nothing needs attention"
+        )
+        console.print(Text(f"{conclusion} ({report.seconds:.1f} s)", style="bold"))
     for line in printed.get().splitlines():
         print(line.rstrip())  # rich fills each row of a table with spaces
 
@@ -79,8 +83,8 @@ def _table(section: Section) -> Table:
         table.add_column(overflow="fold")
     for finding in section.findings:
         mark = Text("!", style="bold yellow") if finding.needs_attention else Text(" ")
-        shown = Text(finding.text)
+        text = Text(finding.text)
         if finding.needs_attention:
-            shown.append(f"\nRemedy: {finding.remedy}", style="yellow")
-        table.add_row(mark, Text(finding.name), shown)
+            text.append(f"\nRemedy: {finding.remedy}", style="yellow")
+        table.add_row(mark, Text(finding.name), text)
     return table

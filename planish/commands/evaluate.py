@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from planish.client.service_client import ServiceClient
-from planish.commands.runs import add_place_arguments, add_quantize_argument
+from planish.commands.runs import add_quantize_argument, add_server_arguments
 from planish.errors import UserError, as_user_errors
 from planish.evaluation import TASKS, Results, Sampling, Task, evaluate, load_task, open_model
 from planish.evaluation.evaluate import CONCURRENCY, resolve_sampling
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"number of answers per question (default: {default.samples})",
     )
     parser.add_argument(
-        "--k", type=_numbers, metavar="K,...", help="values of k for pass@k (default: 1)"
+        "--k", type=_parse_k_values, metavar="K,...", help="values of k for pass@k (default: 1)"
     )
     parser.add_argument(
         "--max-tokens",
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=FORMATS,
         help="chat format (default: the checkpoint's, else the model's)",
     )
-    add_place_arguments(parser)
+    add_server_arguments(parser)
     add_quantize_argument(parser)
     parser.add_argument(
         "--concurrency",
@@ -120,17 +120,17 @@ def _evaluate(
     arguments: argparse.Namespace, task: Task, sampling: Sampling | None, out: Path
 ) -> Results:
     with as_user_errors("--base-url"):
-        connected = ServiceClient(
+        client = ServiceClient(
             base_url=arguments.base_url,
             api_key=arguments.api_key,
             data_dir=arguments.data_dir,
             quantize=arguments.quantize,
         )
-    with connected as service_client:
+    with client as service_client:
         with as_user_errors("--model"):
             model = open_model(service_client, arguments.model, arguments.renderer)
         with StepDisplay(len(task.questions), unit="questions") as display:
-            work = evaluate(
+            evaluation = evaluate(
                 model.sampling_client,
                 task,
                 sampling,
@@ -143,7 +143,7 @@ def _evaluate(
                 weights=model.weights,
                 display=display,
             )
-            return asyncio.run(work)
+            return asyncio.run(evaluation)
 
 
 def summary(results: Results) -> list[str]:
@@ -159,8 +159,9 @@ def summary(results: Results) -> list[str]:
         if name.endswith("_stderr"):
             continue
         error = results.metrics.get(f"{name}_stderr")
-        shown = f"{value:.4f}" if isinstance(value, float) else str(value)
-        lines.append(f"  {name:24} {shown}" + (f" ± {error:.4f}" if error is not None else ""))
+        value_text = f"{value:.4f}" if isinstance(value, float) else str(value)
+        error_text = f" ± {error:.4f}" if error is not None else ""
+        lines.append(f"  {name:24} {value_text}{error_text}")
     return lines
 
 
@@ -168,13 +169,13 @@ def _sampling(arguments: argparse.Namespace) -> Sampling | None:
     """Return the sampling options that were given. If no option was given, return None, because
     tasks that do not sample reject sampling options.
     """
-    given = {
+    options = {
         name: value for name in SAMPLING_OPTIONS if (value := getattr(arguments, name)) is not None
     }
-    return Sampling(**given) if given else None
+    return Sampling(**options) if options else None
 
 
-def _numbers(text: str) -> list[int]:
+def _parse_k_values(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from planish.client.checkpoint_records import as_json, open_records
 from planish.commands.runs import add_source_arguments
-from planish.commands.tables import size
+from planish.commands.tables import format_size
 from planish.errors import UserError
 from planish.export.origin import open_checkpoint
 from planish.export.writing import DTYPES, FORMATS, ExportOptions, check_target, write_export
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(as_json(row))
         return
     for file in files:
-        print(f"{file}  {size(file.stat().st_size)}")
+        print(f"{file}  {format_size(file.stat().st_size)}")
     if exported.rounding.relative_error > 0.01:
         print(
             f"rounding to the files' dtype lost {exported.rounding.relative_error:.1%} of the "

@@ -34,7 +34,7 @@ from planish.types import ModelInput
 HELP = '''\
 Answer with a line. A line of """ begins an answer of several lines, and another one ends it.
 /cut TEXT is an answer that is cut off by its token limit; // begins an answer with a slash.'''
-_BLOCK = '"""'
+_BLOCK_QUOTES = '"""'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,22 +75,22 @@ def run(arguments: argparse.Namespace) -> None:
             raise UserError(
                 f"{arguments.options[0]}: {arguments.recipe} has no class `Options`; change its config"
             )
-        training_run.run_coroutine(_play(config, arguments, console))
+        training_run.run_coroutine(_run_episode(config, arguments, console))
         raise _EpisodeEnd
 
     with suppress(_EpisodeEnd), rl_options.instead_of_training(play):
-        module = _module(arguments.recipe)
-        presets, words = getattr(module, "PRESETS", {}), arguments.options
+        module = _import_recipe(arguments.recipe)
+        presets, option_words = getattr(module, "PRESETS", {}), arguments.options
         if hasattr(module, "with_sizes"):
-            presets, words = module.with_sizes(words)
-        module.main(training_run.read_options(module.Options, presets, words))
+            presets, option_words = module.with_sizes(option_words)
+        module.main(training_run.read_options(module.Options, presets, option_words))
 
 
 class _EpisodeEnd(BaseException):
     """Ends a script after the episode, because the rest of it would look for a finished run."""
 
 
-def _module(recipe: str) -> ModuleType:
+def _import_recipe(recipe: str) -> ModuleType:
     """Return the module of a recipe: one of planish's, a dotted name, or a file.
 
     A script that trains runs its episode while it is loaded, and then raises _EpisodeEnd.
@@ -98,7 +98,7 @@ def _module(recipe: str) -> ModuleType:
     path = Path(recipe)
     try:
         if path.suffix == ".py":
-            module = _from_file(path)
+            module = _import_file(path)
         elif "." in recipe:
             module = importlib.import_module(recipe)
         else:
@@ -121,7 +121,7 @@ def _module(recipe: str) -> ModuleType:
     return module
 
 
-def _from_file(path: Path) -> ModuleType:
+def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise UserError(f"RECIPE {path}: there is no such file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -134,12 +134,12 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-async def _play(config: Config, arguments: argparse.Namespace, console: Console) -> None:
+async def _run_episode(config: Config, arguments: argparse.Namespace, console: Console) -> None:
     train, test = await config.dataset_builder()
-    data = test if arguments.test else train
-    if data is None:
+    dataset = test if arguments.test else train
+    if dataset is None:
         raise UserError("--test: this recipe has no test set; leave --test out")
-    builder = _builder(data, arguments.number)
+    builder = _group_builder(dataset, arguments.number)
     if not arguments.group and not builder.plays_together:
         builder = FirstEnvOnly(builder)
     tokenizer = model_renderer(config.model_name, config.renderer_name).tokenizer
@@ -150,15 +150,15 @@ async def _play(config: Config, arguments: argparse.Namespace, console: Console)
     _print(console, group)
 
 
-def _builder(data: RLDataset, number: int) -> EnvGroupBuilder:
+def _group_builder(dataset: RLDataset, number: int) -> EnvGroupBuilder:
     """Return the group with this number, counted across batches."""
-    left = number
-    for index in range(len(data)):
-        batch = data.get_batch(index)
-        if left < len(batch):
-            return batch[left]
-        left -= len(batch)
-    raise UserError(f"number={number}: the dataset has {number - left} problems, from 0 on")
+    remaining = number
+    for index in range(len(dataset)):
+        batch = dataset.get_batch(index)
+        if remaining < len(batch):
+            return batch[remaining]
+        remaining -= len(batch)
+    raise UserError(f"number={number}: the dataset has {number - remaining} problems, from 0 on")
 
 
 class PersonAtTerminal(TextPolicy):
@@ -170,32 +170,32 @@ class PersonAtTerminal(TextPolicy):
         super().__init__(tokenizer, max_tokens)
         self._console = console
         self._name = name
-        self._players = 0
-        self._seen: list[int] = []
+        self._num_environments = 0
+        self._previous_tokens: list[int] = []
 
     def seeded(self, seed: int) -> PersonAtTerminal:
         """Return the same person as the policy of the group's next environment.
 
         The rollout runner calls this once for each environment.
         """
-        self._players += 1
-        name = f"environment {self._players}, " if self._players > 1 else ""
+        self._num_environments += 1
+        name = f"environment {self._num_environments}, " if self._num_environments > 1 else ""
         assert self.max_tokens is not None
         return PersonAtTerminal(self.tokenizer, self.max_tokens, self._console, name)
 
     async def __call__(
         self, model_input: ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
-        written = await super().__call__(model_input, stop, max_tokens=max_tokens)
-        self._seen = [*model_input.to_ints(), *written.tokens]
-        return written
+        completion = await super().__call__(model_input, stop, max_tokens=max_tokens)
+        self._previous_tokens = [*model_input.to_ints(), *completion.tokens]
+        return completion
 
     def answer(self, model_input: ModelInput) -> Answer:
         """Print the new part of the prompt and read an answer."""
-        new, _ = new_tokens(self._seen, model_input)
-        shown = visible(self.tokenizer.decode(new))
+        added_tokens, _ = new_tokens(self._previous_tokens, model_input)
+        text = visible(self.tokenizer.decode(added_tokens))
         self._console.rule(Text(f"{self._name}{model_input.length} tokens", style="dim"))
-        self._console.print(Text(shown), soft_wrap=True)
+        self._console.print(Text(text), soft_wrap=True)
         return read_answer(self._console)
 
 
@@ -204,21 +204,21 @@ def read_answer(console: Console) -> Answer:
 
     Raise UserError if the input ends.
     """
-    line = _line(console, "> ")
+    line = _read_line(console, "> ")
     was_cut_off = line == "/cut" or line.startswith("/cut ")
     if was_cut_off:
         line = line.removeprefix("/cut").removeprefix(" ")
     elif line.startswith("//"):
         line = line[1:]
-    if line != _BLOCK:
+    if line != _BLOCK_QUOTES:
         return Answer(line, was_cut_off)
     lines: list[str] = []
-    while (line := _line(console, ". ")) != _BLOCK:
+    while (line := _read_line(console, ". ")) != _BLOCK_QUOTES:
         lines.append(line)
     return Answer("\n".join(lines), was_cut_off)
 
 
-def _line(console: Console, prompt: str) -> str:
+def _read_line(console: Console, prompt: str) -> str:
     try:
         line = input(prompt)
     except EOFError:
@@ -236,12 +236,14 @@ def _print(console: Console, group: TrajectoryGroup) -> None:
     for index, trajectory in enumerate(group.trajectories_G):
         name = f" of environment {index + 1}" if len(totals) > 1 else ""
         console.rule(Text(f"outcome{name}", style="bold"))
-        for line in _outcome(trajectory, group.final_rewards_G[index], group.metrics_G[index]):
+        for line in _outcome_lines(
+            trajectory, group.final_rewards_G[index], group.metrics_G[index]
+        ):
             console.print(Text(line), soft_wrap=True)
         console.print(Text(f"total reward {totals[index]:.4g}", style="bold"))
 
 
-def _outcome(trajectory: Trajectory, group_reward: float, metrics: Any) -> Sequence[str]:
+def _outcome_lines(trajectory: Trajectory, group_reward: float, metrics: Any) -> Sequence[str]:
     lines = []
     for number, turn in enumerate(trajectory.transitions, start=1):
         lines.append(f"turn {number}: {len(turn.ac.tokens)} tokens, reward {turn.reward:.4g}")

@@ -19,7 +19,7 @@ from planish.files import read_rows
 from planish.reports.rollout_files import find_rollout_texts, split_label
 
 Row = Mapping[str, Any]
-_SHOWN = 4
+_DEFAULT_LIMIT = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit",
         type=int,
-        default=_SHOWN,
+        default=_DEFAULT_LIMIT,
         metavar="K",
         help="maximum number of trajectories if neither --best nor --worst is given; 0 = all "
         "(default: %(default)s)",
@@ -63,12 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the trajectories that match the options."""
-    low, high = _range(arguments.reward)
-    for name, least in (("best", 1), ("worst", 1), ("limit", 0)):
-        given = getattr(arguments, name)
-        if given is not None and given < least:
-            raise UserError(f"{name}={given}: give a whole number of at least {least}")
-    path = _file(arguments.run, arguments.eval, arguments.step)
+    low, high = _parse_range(arguments.reward)
+    for name, minimum in (("best", 1), ("worst", 1), ("limit", 0)):
+        value = getattr(arguments, name)
+        if value is not None and value < minimum:
+            raise UserError(f"{name}={value}: give a whole number of at least {minimum}")
+    path = _rollout_file(arguments.run, arguments.eval, arguments.step)
     rows = read_rows(path)
     if arguments.reward is not None:
         rows = [row for row in rows if low <= _reward(row) <= high]
@@ -76,62 +76,64 @@ def run(arguments: argparse.Namespace) -> None:
         rows = [row for row in rows if arguments.tag in row["tags"]]
     if arguments.text is not None:
         rows = [row for row in rows if any(arguments.text in text for text in _texts(row))]
-    shown = _chosen(rows, arguments)
+    selected = _select(rows, arguments)
     if arguments.json:
-        for row in shown:
+        for row in selected:
             print(json.dumps(row))
         return
     console = Console(highlight=False)
-    for row in shown:
+    for row in selected:
         _print(console, row)
-    what = f"{len(shown)} of {len(rows)}" if len(shown) < len(rows) else str(len(rows))
-    is_limited = arguments.best is None and arguments.worst is None and len(shown) < len(rows)
-    rest = "; --limit 0 shows all" if is_limited else ""
-    console.print(Text(f"{what} trajectories, from {path}{rest}", style="dim"), soft_wrap=True)
+    count_text = f"{len(selected)} of {len(rows)}" if len(selected) < len(rows) else str(len(rows))
+    is_limited = arguments.best is None and arguments.worst is None and len(selected) < len(rows)
+    hint = "; --limit 0 shows all" if is_limited else ""
+    console.print(
+        Text(f"{count_text} trajectories, from {path}{hint}", style="dim"), soft_wrap=True
+    )
 
 
-def _file(run: Path, evaluation: str | None, step: int | None) -> Path:
+def _rollout_file(run: Path, evaluation: str | None, step: int | None) -> Path:
     """Return the file with the trajectories of one step; UserError lists the steps that exist."""
     if not run.is_dir():
         raise UserError(f"RUN {run}: there is no such directory; give the log_path of a run")
     label = "train" if evaluation is None else split_label(f"eval/{evaluation}")
-    found = find_rollout_texts(run)
-    steps = sorted(iteration for name, iteration in found if name == label)
+    files = find_rollout_texts(run)
+    steps = sorted(iteration for name, iteration in files if name == label)
     if not steps:
-        splits = sorted({name for name, _ in found})
+        splits = sorted({name for name, _ in files})
         if splits:
-            have = ", ".join("training" if s == "train" else f"--eval {s[5:]}" for s in splits)
-            raise UserError(f"RUN {run} has no rollouts of this kind; it has {have}")
+            available = ", ".join("training" if s == "train" else f"--eval {s[5:]}" for s in splits)
+            raise UserError(f"RUN {run} has no rollouts of this kind; it has {available}")
         raise UserError(
             f"RUN {run} has no *_rollouts.jsonl: no step is finished yet, rollout_json_export was off, or an older "
             "planish made the run; its pages (*.html) show rollouts"
         )
     if step is not None and step not in steps:
-        raise UserError(f"step={step}: give one of {_in_short(steps)}")
-    return found[label, steps[-1] if step is None else step]
+        raise UserError(f"step={step}: give one of {_abbreviate(steps)}")
+    return files[label, steps[-1] if step is None else step]
 
 
-def _in_short(steps: Sequence[int]) -> str:
+def _abbreviate(steps: Sequence[int]) -> str:
     """Return a short list of steps: all of them, or the first three and the last."""
     if len(steps) <= 6:
         return ", ".join(map(str, steps))
     return f"{', '.join(map(str, steps[:3]))}, ... {steps[-1]}"
 
 
-def _range(given: str | None) -> tuple[float, float]:
-    if given is None:
+def _parse_range(text: str | None) -> tuple[float, float]:
+    if text is None:
         return -inf, inf
-    low, colon, high = given.partition(":")
+    low, colon, high = text.partition(":")
     try:
-        ends = float(low) if low else -inf, float(high) if high else inf
+        bounds = float(low) if low else -inf, float(high) if high else inf
     except ValueError:
-        ends = inf, -inf
-    if not colon or not ends[0] <= ends[1]:
-        raise UserError(f"reward={given}: write MIN:MAX, such as 0.5:1, :0 or 1:")
-    return ends
+        bounds = inf, -inf
+    if not colon or not bounds[0] <= bounds[1]:
+        raise UserError(f"reward={text}: write MIN:MAX, such as 0.5:1, :0 or 1:")
+    return bounds
 
 
-def _chosen(rows: Sequence[Row], arguments: argparse.Namespace) -> Sequence[Row]:
+def _select(rows: Sequence[Row], arguments: argparse.Namespace) -> Sequence[Row]:
     """Return the rows to show, in the order in which they are shown."""
     if arguments.best is not None:
         return sorted(rows, key=_reward, reverse=True)[: arguments.best]
@@ -158,21 +160,25 @@ def _print(console: Console, row: Row) -> None:
     title = f"step {row['iteration']}, group {row['group_idx']}, trajectory {row['traj_idx']}{tags}"
     console.rule(Text(title, style="bold"), align="left")
     for number, turn in enumerate(row["turns"], start=1):
-        many = len(row["turns"]) > 1
-        _say(
+        has_several_turns = len(row["turns"]) > 1
+        _print_text(
             console, "prompt" if number == 1 else f"environment, turn {number}", turn["observation"]
         )
-        about = f", turn {number}" if many else ""
-        _say(console, f"answer{about} ({turn['answer_tokens']} tokens)", turn["answer"], "green")
-        parts = {"reward": turn["reward"], **turn["metrics"]}
-        if many:
-            console.print(Text(f"  {_numbers(parts)}", style="cyan"), soft_wrap=True)
+        turn_label = f", turn {number}" if has_several_turns else ""
+        _print_text(
+            console, f"answer{turn_label} ({turn['answer_tokens']} tokens)", turn["answer"], "green"
+        )
+        reward_and_metrics = {"reward": turn["reward"], **turn["metrics"]}
+        if has_several_turns:
+            console.print(
+                Text(f"  {_format_metrics(reward_and_metrics)}", style="cyan"), soft_wrap=True
+            )
         for name, value in turn["logs"].items():
             console.print(Text(f"  {name}: {value}", style="dim"), soft_wrap=True)
     console.print(Text(_outcome(row), style="bold cyan"), soft_wrap=True)
 
 
-def _say(console: Console, heading: str, text: str, style: str = "") -> None:
+def _print_text(console: Console, heading: str, text: str, style: str = "") -> None:
     console.print(Text(f"[{heading}]", style="dim"))
     console.print(Text(text, style=style), soft_wrap=True)
 
@@ -180,23 +186,23 @@ def _say(console: Console, heading: str, text: str, style: str = "") -> None:
 def _outcome(row: Row) -> str:
     """Describe the reward and its parts, the advantage, and how the trajectory ended."""
     turns = row["turns"]
-    parts = [
-        *(_number(turn["reward"]) for turn in turns),
-        f"{_number(row['group_reward'])} (group)",
+    reward_parts = [
+        *(_format_number(turn["reward"]) for turn in turns),
+        f"{_format_number(row['group_reward'])} (group)",
     ]
-    shown = [f"reward {_number(row['total_reward'])} = {' + '.join(parts)}"]
+    texts = [f"reward {_format_number(row['total_reward'])} = {' + '.join(reward_parts)}"]
     if row["advantage"] is not None:
-        shown.append(f"advantage {row['advantage']:+.4g}")
-    shown.append(f"ended: {row['stop_reason'] or 'completed'}")
+        texts.append(f"advantage {row['advantage']:+.4g}")
+    texts.append(f"ended: {row['stop_reason'] or 'completed'}")
     last = turns[-1]["metrics"] if turns else {}
-    metrics = _numbers({**last, **row["group_metrics"]})
-    return ", ".join(shown) + (f" | {metrics}" if metrics else "")
+    metrics = _format_metrics({**last, **row["group_metrics"]})
+    return ", ".join(texts) + (f" | {metrics}" if metrics else "")
 
 
-def _numbers(values: Mapping[str, float | None]) -> str:
-    named = {name: value for name, value in values.items() if not name.startswith("stop/")}
-    return ", ".join(f"{name} {_number(value)}" for name, value in named.items())
+def _format_metrics(values: Mapping[str, float | None]) -> str:
+    metrics = {name: value for name, value in values.items() if not name.startswith("stop/")}
+    return ", ".join(f"{name} {_format_number(value)}" for name, value in metrics.items())
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"

@@ -87,8 +87,11 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     """Replace this process with Python running the program."""
     if not arguments.program:
         raise UserError("name a script, or a module after -m: planish run SCRIPT [ARGUMENTS]")
-    program, *rest = arguments.program
-    options, models = options_of(arguments), _pairs("--model", "NAME=PATH", arguments.model)
+    program, *program_arguments = arguments.program
+    options, models = (
+        client_options(arguments),
+        _parse_pairs("--model", "NAME=PATH", arguments.model),
+    )
     for name, path in models.items():
         directory = resolve_model(name, models)
         if "," in path:
@@ -97,33 +100,35 @@ def run(arguments: argparse.Namespace) -> NoReturn:
             )
         if arguments.hub_tokenizers:
             _cache_tokenizer(name, directory)
-    environment = environment_of(options, _directory(program, arguments.is_module))
+    environment = script_environment(options, _program_directory(program, arguments.is_module))
     if models:
-        known = {**environment_models(), **models}
-        environment[MODELS_VARIABLE] = ",".join(f"{name}={path}" for name, path in known.items())
-    words = ["-m", program] if arguments.is_module else [program]
+        all_models = {**environment_models(), **models}
+        environment[MODELS_VARIABLE] = ",".join(
+            f"{name}={path}" for name, path in all_models.items()
+        )
+    python_arguments = ["-m", program] if arguments.is_module else [program]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, *words, *rest], environment)
+    os.execve(sys.executable, [sys.executable, *python_arguments, *program_arguments], environment)
 
 
-def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
+def client_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of ServiceClient that were given; UserError names the invalid option."""
     if arguments.base_url and arguments.model:
         raise UserError(
             "--model is for an engine in this process, and --base-url names a server; leave one out"
         )
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "substitute_losses": checked_substitutes(
-            _pairs("--substitute-loss", "LOSS=LOSS", arguments.substitute_loss)
+            _parse_pairs("--substitute-loss", "LOSS=LOSS", arguments.substitute_loss)
         ),
     }
     names = ("data_dir", "device", "dtype", "quantize", "deterministic", *_SIZE_OPTIONS)
-    given |= {name: getattr(arguments, name) for name in (*names, "base_url", "api_key")}
-    return {name: value for name, value in given.items() if value not in (None, {})}
+    options |= {name: getattr(arguments, name) for name in (*names, "base_url", "api_key")}
+    return {name: value for name, value in options.items() if value not in (None, {})}
 
 
-def environment_of(options: Mapping[str, Any], directory: Path) -> dict[str, str]:
+def script_environment(options: Mapping[str, Any], directory: Path) -> dict[str, str]:
     """Return the environment of the script: `tinker` is planish.tinker, with `options` as the
     defaults of ServiceClient.
 
@@ -131,8 +136,8 @@ def environment_of(options: Mapping[str, Any], directory: Path) -> dict[str, str
     is neither, it is planish.cookbook.
     """
     paths = [str(SDK_DIRECTORY)]
-    places = [str(directory), *sys.path]
-    if importlib.machinery.PathFinder.find_spec("tinker_cookbook", places) is None:
+    search_path = [str(directory), *sys.path]
+    if importlib.machinery.PathFinder.find_spec("tinker_cookbook", search_path) is None:
         paths.append(str(COOKBOOK_DIRECTORY))
     if os.environ.get("PYTHONPATH"):
         paths.append(os.environ["PYTHONPATH"])
@@ -156,12 +161,12 @@ def _cache_tokenizer(name: str, directory: Path) -> None:
         cache_tokenizer(hub_name, directory)
 
 
-def _directory(program: str, is_module: bool) -> Path:
+def _program_directory(program: str, is_module: bool) -> Path:
     """Return the directory that Python puts first on its path for this program."""
     return Path.cwd() if is_module else Path(program).absolute().parent
 
 
-def _pairs(option: str, form: str, entries: list[str]) -> dict[str, str]:
+def _parse_pairs(option: str, form: str, entries: list[str]) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for entry in entries:
         name, equals, value = (part.strip() for part in entry.partition("="))

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from planish.client.checkpoint_records import Records, Row, as_json, open_records
-from planish.commands.tables import print_fields, print_table, time
+from planish.commands.tables import format_time, print_fields, print_table
 from planish.errors import UserError
 from planish.model.weight_sizes import SCHEMES
 from planish.runlog.run_directory import CHECKPOINTS, weights_of
@@ -27,11 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that say where records are read from, and --json."""
-    add_place_arguments(parser)
+    add_server_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def add_place_arguments(parser: argparse.ArgumentParser) -> None:
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `resolve_server_url`: a server and its key, or a local directory."""
     parser.add_argument(
         "--base-url",
@@ -61,7 +61,7 @@ def add_quantize_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_limit_argument(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the argument of `limit_of`."""
+    """Add the argument of `row_limit`."""
     parser.add_argument(
         "--limit",
         type=int,
@@ -71,7 +71,7 @@ def add_limit_argument(parser: argparse.ArgumentParser, what: str) -> None:
     )
 
 
-def limit_of(arguments: argparse.Namespace) -> int | None:
+def row_limit(arguments: argparse.Namespace) -> int | None:
     """Return the maximum number of rows; None for all."""
     if arguments.limit < 0:
         raise UserError(
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
         check_run_id(arguments.run)
         _show_run(records, arguments.run, arguments.json)
         return
-    rows = records.runs(limit_of(arguments))
+    rows = records.runs(row_limit(arguments))
     if arguments.json:
         print(as_json(rows))
         return
@@ -95,12 +95,12 @@ def run(arguments: argparse.Namespace) -> None:
         rows,
         {
             "run": lambda row: row["training_run_id"],
-            "recipe": lambda row: _origin(row, "recipe_name"),
+            "recipe": lambda row: _recorded_metadata(row, "recipe_name"),
             "base model": lambda row: row["base_model"],
             "rank": lambda row: str(row["lora_rank"]),
-            "last used": lambda row: time(row["last_request_time"]),
-            "last state": _last_name,
-            "log_path": lambda row: _origin(row, "log_path"),
+            "last used": lambda row: format_time(row["last_request_time"]),
+            "last state": _last_checkpoint_id,
+            "log_path": lambda row: _recorded_metadata(row, "log_path"),
         },
         "no training runs",
     )
@@ -122,11 +122,11 @@ def _show_run(records: Records, run_id: str, json: bool) -> None:
     print(as_json(row)) if json else print_fields(row)
 
 
-def _origin(row: Row, name: str) -> str:
+def _recorded_metadata(row: Row, name: str) -> str:
     """Return a value that a recipe recorded in the metadata of the run's checkpoints."""
     return (row.get("user_metadata") or {}).get(name, "-")
 
 
-def _last_name(row: Row) -> str:
+def _last_checkpoint_id(row: Row) -> str:
     last = row["last_checkpoint"] or row["last_sampler_checkpoint"]
     return "-" if last is None else last["checkpoint_id"]

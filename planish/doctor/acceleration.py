@@ -23,63 +23,64 @@ from planish.model.kernels.triton.families import wants_graphs
 from planish.model.kernels.triton.self_test import driver_version, has_headers, remedy_of
 from planish.model.kernels.verdicts import Verdict
 
-_REMEDY = (
+_KERNEL_REMEDY = (
     "another compiler may help (CXX=clang++); PLANISH_KERNELS=torch turns planish's kernels off"
 )
-_AGAIN = "run `planish doctor` again in a minute: the work continues in the background"
+_RETRY_REMEDY = "run `planish doctor` again in a minute: the work continues in the background"
 
 
-def device(settings: EngineSettings) -> Iterator[Finding]:
+def device_findings(settings: EngineSettings) -> Iterator[Finding]:
     """Yield the GPUs of this machine, and the device and dtype that an engine uses."""
     for number in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(number)
-        text = f"{found.name}, compute capability {found.major}.{found.minor}, {gib(found.total_memory)}"
+        properties = torch.cuda.get_device_properties(number)
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        text = f"{properties.name}, {capability}, {gib(properties.total_memory)}"
         yield Finding(f"cuda:{number}", text)
     problem, _, remedy = (unused_gpu() or "").rpartition(": ")
     if problem:
         yield Finding("unused_gpu", problem, remedy=remedy)
-    chosen = choose_device(settings.device)
+    engine_device = choose_device(settings.device)
     if settings.device != "auto":
         reason = "as requested"
-    elif chosen.type == "cuda":
+    elif engine_device.type == "cuda":
         reason = "the first GPU"
     else:
         reason = "torch cannot use the GPU" if problem else "no NVIDIA GPU was found"
-    yield Finding("device", f"{chosen}, {reason}", str(chosen))
+    yield Finding("device", f"{engine_device}, {reason}", str(engine_device))
     yield Finding("driver", driver_version().strip() or "no NVIDIA driver was found")
-    dtype = choose_dtype(settings.dtype, chosen)
+    dtype = choose_dtype(settings.dtype, engine_device)
     yield Finding("dtype", str(dtype).removeprefix("torch."))
 
 
 def kernel_findings(
-    settings: EngineSettings, prepared: PreparationResult | None
+    settings: EngineSettings, preparation_result: PreparationResult | None
 ) -> Iterator[Finding]:
     """Yield the compiler, and the kernels in use or the reason why torch is used instead.
 
-    `prepared` is None if the kernels were not ready in time.
+    `preparation_result` is None if the kernels were not ready in time.
     """
-    chosen = choose_device(settings.device)
-    yield _compiler()
-    yield _python_headers(is_needed=chosen.type == "cuda")
-    yield _cache(cache_home() / "kernels")
+    engine_device = choose_device(settings.device)
+    yield _compiler_finding()
+    yield _python_headers_finding(is_needed=engine_device.type == "cuda")
+    yield _cache_finding(cache_home() / "kernels")
     yield Finding("cpu_instructions", ", ".join(_instructions()), _instructions())
-    if prepared is None:
+    if preparation_result is None:
         text = "still being compiled and tested for this machine"
-        yield Finding("cpu_kernels", text, {"in_use": False, "reason": text}, _AGAIN)
+        yield Finding("cpu_kernels", text, {"in_use": False, "reason": text}, _RETRY_REMEDY)
         return
-    yield from _cpu_kernels()
-    if chosen.type == "cuda":
+    yield from _cpu_kernel_findings()
+    if engine_device.type == "cuda":
         yield Finding("cuda_graphs", "on" if wants_graphs() else "off, by PLANISH_GRAPHS=0")
-        yield gpu_self_test(prepared.gpu_verdicts)
+        yield gpu_self_test(preparation_result.gpu_verdicts)
 
 
-def _compiler() -> Finding:
+def _compiler_finding() -> Finding:
     command = find_compiler()
     if command is None:
         remedy = "install a C++ compiler (Debian, Ubuntu: apt-get install g++), or name one in CXX"
         return Finding("compiler", "no C++ compiler was found", {"path": None}, remedy)
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [*shlex.split(command), "--version"],
             capture_output=True,
             text=True,
@@ -89,11 +90,11 @@ def _compiler() -> Finding:
     except (OSError, subprocess.SubprocessError) as error:
         text = f"{command} does not run: {error}"
         return Finding("compiler", text, {"path": command}, "name another in CXX")
-    version = done.stdout.splitlines()[0] if done.stdout else "version not known"
+    version = result.stdout.splitlines()[0] if result.stdout else "version not known"
     return Finding("compiler", f"{command}: {version}", {"path": command, "version": version})
 
 
-def _python_headers(is_needed: bool) -> Finding:
+def _python_headers_finding(is_needed: bool) -> Finding:
     """Return whether Python.h is installed.
 
     Triton needs it to compile its launcher. The C++ kernels do not need it.
@@ -108,7 +109,7 @@ def _python_headers(is_needed: bool) -> Finding:
     return Finding("python_headers", text, False, remedy)
 
 
-def _cache(directory: Path) -> Finding:
+def _cache_finding(directory: Path) -> Finding:
     problem = write_problem(directory)
     value = {"path": str(directory), "writable": problem is None}
     if problem is None:
@@ -121,38 +122,37 @@ def _cache(directory: Path) -> Finding:
 
 
 def _instructions() -> list[str]:
-    found = [torch.backends.cpu.get_cpu_capability()]
+    names = [torch.backends.cpu.get_cpu_capability()]
     if torch.cpu._is_avx512_bf16_supported():
-        found.append("AVX512_BF16")
+        names.append("AVX512_BF16")
     if torch.cpu._is_amx_tile_supported():
-        found.append("AMX")
-    return found
+        names.append("AMX")
+    return names
 
 
-def _cpu_kernels() -> Iterator[Finding]:
-    library = None
-    with collect_warnings() as warnings:
+def _cpu_kernel_findings() -> Iterator[Finding]:
+    library, error_texts = None, list[str]()
+    with collect_warnings() as logged:
         try:
             library = ops.load_library()
-            if library is None:
-                # Only the first call logs the reason, and `choose_dtype` may have made it.
-                ops.load_library.cache_clear()
-                warnings.clear()
-                library = ops.load_library()
         except UserError as error:
-            warnings.append(str(error))
+            error_texts.append(str(error))
+    # Only the first call logs why torch replaces kernels, and `choose_dtype` may have made it.
+    warnings = list(dict.fromkeys([*logged, *ops.load_warnings, *error_texts]))
     value = {"in_use": library is not None, "switch": ops.kernels_setting(), "warnings": warnings}
     if library is not None:
         text = f"in use, compiled for {ops.instructions()}"
         yield Finding("cpu_kernels", text, value)
-        yield _verdict_finding("cpu_self_test", library.verdicts, f"{_REMEDY}; please report it")
+        yield _verdict_finding(
+            "cpu_self_test", library.verdicts, f"{_KERNEL_REMEDY}; please report it"
+        )
     elif ops.kernels_setting() == "torch":
         yield Finding("cpu_kernels", "not in use, because PLANISH_KERNELS=torch", value)
     else:
         text = ": ".join(["not in use; torch's kernels are several times slower", *warnings])
         # There is no remedy for a CPU without AVX2, and a missing compiler is a separate finding.
-        is_mendable = bool(warnings) and _has_avx2() and find_compiler() is not None
-        yield Finding("cpu_kernels", text, value, _REMEDY * is_mendable)
+        has_remedy = bool(warnings) and _has_avx2() and find_compiler() is not None
+        yield Finding("cpu_kernels", text, value, _KERNEL_REMEDY * has_remedy)
 
 
 def gpu_self_test(verdicts: Sequence[Verdict]) -> Finding:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 _BUSY_FIELDS = (0, 1, 2, 5, 6, 7)
 """Columns of a line of /proc/stat: user, nice, system, irq, softirq, steal."""
-_NAMED = 3
-_LEAST_NAMED = 0.1
+_MAX_PROGRAMS = 3
+_MIN_CORES = 0.1
 
 
 @dataclass(frozen=True)
@@ -29,53 +29,67 @@ def measure_load(seconds: float = 0.5, proc: Path = Path("/proc")) -> Load | Non
     The load is measured while this call sleeps for `seconds`. The result is None if the system has
     no /proc/stat.
     """
-    ticks = os.sysconf("SC_CLK_TCK")
-    started, before, own, programs = time.monotonic(), _busy(proc), _own(), _programs(proc)
-    if before is None:
+    ticks_per_second = os.sysconf("SC_CLK_TCK")
+    start_time, ticks_before, own_seconds_before, programs_before = (
+        time.monotonic(),
+        _busy_ticks(proc),
+        _own_cpu_seconds(),
+        _ticks_by_program(proc),
+    )
+    if ticks_before is None:
         return None
     time.sleep(seconds)
-    interval, after, own_after = time.monotonic() - started, _busy(proc), _own()
-    if after is None:
+    interval, ticks_after, own_seconds_after = (
+        time.monotonic() - start_time,
+        _busy_ticks(proc),
+        _own_cpu_seconds(),
+    )
+    if ticks_after is None:
         return None
-    used = [
-        (name, pid, (count - programs[pid][1]) / ticks / interval)
-        for pid, (name, count) in _programs(proc).items()
-        if pid in programs and pid != os.getpid()
+    loads = [
+        (name, pid, (ticks - programs_before[pid][1]) / ticks_per_second / interval)
+        for pid, (name, ticks) in _ticks_by_program(proc).items()
+        if pid in programs_before and pid != os.getpid()
     ]
-    busiest = sorted(used, key=lambda entry: -entry[2])[:_NAMED]
+    busiest = sorted(loads, key=lambda entry: -entry[2])[:_MAX_PROGRAMS]
     return Load(
-        max(0.0, (after - before) / ticks - (own_after - own)) / interval,
-        tuple(entry for entry in busiest if entry[2] >= _LEAST_NAMED),
+        max(
+            0.0,
+            (ticks_after - ticks_before) / ticks_per_second
+            - (own_seconds_after - own_seconds_before),
+        )
+        / interval,
+        tuple(entry for entry in busiest if entry[2] >= _MIN_CORES),
     )
 
 
-def _busy(proc: Path) -> int | None:
+def _busy_ticks(proc: Path) -> int | None:
     """Return the busy clock ticks of the processors that this process may use."""
     try:
         lines = (proc / "stat").read_text().splitlines()
         allowed = os.sched_getaffinity(0)
     except (OSError, AttributeError):
         return None
-    counts = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("cpu")}
-    usable = [counts[name] for cpu in allowed if (name := f"cpu{cpu}") in counts]
-    if not usable:
+    fields_by_cpu = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("cpu")}
+    usable_cpus = [fields_by_cpu[name] for cpu in allowed if (name := f"cpu{cpu}") in fields_by_cpu]
+    if not usable_cpus:
         return None
-    return sum(int(count[field]) for count in usable for field in _BUSY_FIELDS)
+    return sum(int(fields[field]) for fields in usable_cpus for field in _BUSY_FIELDS)
 
 
-def _own() -> float:
-    spent = os.times()
-    return spent.user + spent.system
+def _own_cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system
 
 
-def _programs(proc: Path) -> dict[int, tuple[str, int]]:
+def _ticks_by_program(proc: Path) -> dict[int, tuple[str, int]]:
     """Return (name, clock ticks) of every process, by id."""
-    found = {}
+    ticks_by_pid = {}
     for directory in proc.glob("[0-9]*"):
         with suppress(OSError, ValueError, IndexError):  # the process has just ended
             # The name is in parentheses and may hold spaces and parentheses itself.
             head, _, rest = (directory / "stat").read_text().rpartition(")")
             fields = rest.split()
             name = head.partition("(")[2]
-            found[int(directory.name)] = (name, int(fields[11]) + int(fields[12]))
-    return found
+            ticks_by_pid[int(directory.name)] = (name, int(fields[11]) + int(fields[12]))
+    return ticks_by_pid

@@ -13,7 +13,7 @@ from typing import Any
 from planish.errors import PlanishError
 from planish.files import short_path
 
-SCHEMA = 1
+SCHEMA_VERSION = 1
 """Version of the JSON form. It increases when a field is renamed or removed, not when one is added.
 """
 
@@ -54,18 +54,18 @@ class Section:
     @classmethod
     def gather(cls, name: str, probe: Callable[[], Iterable[Finding]]) -> Section:
         """Return the section with the findings of `probe`; an error of `probe` becomes a finding."""
-        found: list[Finding] = []
+        findings: list[Finding] = []
         try:
-            found.extend(probe())
+            findings.extend(probe())
         except PlanishError as error:
-            found.append(
+            findings.append(
                 Finding("error", str(error), remedy="correct the setting that this message names")
             )
         except Exception as error:
             text = f"not known: {type(error).__name__}: {first_line(str(error))}"
             remedy = "please report it with the output of `planish doctor --json`"
-            found.append(Finding("error", text, remedy=remedy))
-        return cls(name, tuple(found))
+            findings.append(Finding("error", text, remedy=remedy))
+        return cls(name, tuple(findings))
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Report:
     seconds: float
 
     @property
-    def attention(self) -> list[tuple[str, Finding]]:
+    def problems(self) -> list[tuple[str, Finding]]:
         """(section, finding) of all findings that need attention."""
         return [
             (section.name, finding)
@@ -87,8 +87,8 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "schema": SCHEMA,
-            "needs_attention": bool(self.attention),
+            "schema": SCHEMA_VERSION,
+            "needs_attention": bool(self.problems),
             "seconds": round(self.seconds, 1),
             "sections": {
                 section.name: {finding.name: finding.as_json() for finding in section.findings}

@@ -18,7 +18,7 @@ from planish.model.quantization import check_quantizable
 from planish.model.sources import DEFAULT_MODEL, resolve_model
 
 
-def models() -> Iterator[Finding]:
+def model_findings() -> Iterator[Finding]:
     """Yield a finding for each known base model and each unusable entry of PLANISH_MODELS."""
     for entry in list_models():
         value = {"source": entry.source, "path": str(entry.path) if entry.path else None}
@@ -34,7 +34,7 @@ def models() -> Iterator[Finding]:
             yield Finding(entry.name, f"{entry.source}, {short_path(entry.path)}", value)
 
 
-def directory_of(name: str | None) -> Path | None:
+def local_directory(name: str | None) -> Path | None:
     """Return the directory of the base model `name`, or None if it cannot be loaded.
 
     `name` None stands for the default model, SmolLM2-135M-Instruct.
@@ -45,32 +45,32 @@ def directory_of(name: str | None) -> Path | None:
         return None
 
 
-def memory(name: str | None, settings: EngineSettings) -> Iterator[Finding]:
+def memory_findings(name: str | None, settings: EngineSettings) -> Iterator[Finding]:
     """Yield the memory of this machine, and how an engine would divide it for a base model.
 
     `name`: the base model. None stands for the default model, if it is on this machine.
     """
-    whole = main_memory_bytes()
-    if whole is not None:
-        yield Finding("main_memory", gib(whole), whole)
+    total_bytes = main_memory_bytes()
+    if total_bytes is not None:
+        yield Finding("main_memory", gib(total_bytes), total_bytes)
     plan = DeviceMemory(settings)
-    usable = usable_bytes(plan.device)
-    if usable is not None:
+    usable_memory_bytes = usable_bytes(plan.device)
+    if usable_memory_bytes is not None:
         place = f"the memory of {plan.device}" if Device(plan.device).is_gpu else "main memory"
-        yield Finding("usable", f"{gib(usable)} of {place}", usable)
+        yield Finding("usable", f"{gib(usable_memory_bytes)} of {place}", usable_memory_bytes)
     try:
         directory = resolve_model(name or DEFAULT_MODEL, fetch=False)
     except UnknownModelError as error:
-        yield _without_model(name, error)
+        yield _missing_model_finding(name, error)
         return
     except PlanishError as error:
         remedy = "name a directory that `planish models` lists"
         yield Finding("plan", f"{name or DEFAULT_MODEL}: {error}", {"error": str(error)}, remedy)
         return
-    yield _plan(name or DEFAULT_MODEL, directory, plan, settings.quantize)
+    yield _plan_finding(name or DEFAULT_MODEL, directory, plan, settings.quantize)
 
 
-def _without_model(name: str | None, error: UnknownModelError) -> Finding:
+def _missing_model_finding(name: str | None, error: UnknownModelError) -> Finding:
     if name is None:
         text = f"no memory plan, because {DEFAULT_MODEL} is not on this machine yet"
         return Finding("plan", text, {"model": DEFAULT_MODEL})
@@ -82,12 +82,14 @@ def _without_model(name: str | None, error: UnknownModelError) -> Finding:
     return Finding("plan", f"--model {name}: not on this machine", value, remedy)
 
 
-def _plan(name: str, directory: Path, memory: DeviceMemory, scheme: str | None) -> Finding:
+def _plan_finding(
+    name: str, directory: Path, device_memory: DeviceMemory, scheme: str | None
+) -> Finding:
     remedy = "use the other scheme, or none"
     try:
         check_quantizable(ModelConfig.from_directory(directory), scheme)
         remedy = "use a smaller base model, or lower the sizes that the message names"
-        plan = memory.claim(directory)
+        plan = device_memory.claim(directory)
     except PlanishError as error:
         value = {"model": name, "quantize": scheme, "error": str(error)}
         return Finding("plan", f"{name}: {error}", value, remedy)

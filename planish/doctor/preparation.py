@@ -38,15 +38,15 @@ class PreparationResult:
     def read(cls, text: bytes) -> PreparationResult:
         """Return the result in the output of the process; an empty result if the process failed."""
         try:
-            row = json.loads(text.strip().splitlines()[-1])
-            found = row["numerics"]
-            verdicts = [Verdict(**each) for each in row["gpu_verdicts"]]
+            fields = json.loads(text.strip().splitlines()[-1])
+            numerics = fields["numerics"]
+            verdicts = [Verdict(**verdict) for verdict in fields["gpu_verdicts"]]
         except (ValueError, LookupError, TypeError):
             return cls()
-        if found is not None:
-            families = tuple(found["replaced_families"])
-            found = Numerics(**{**found, "replaced_families": families})
-        return cls(verdicts, found)
+        if numerics is not None:
+            families = tuple(numerics["replaced_families"])
+            numerics = Numerics(**{**numerics, "replaced_families": families})
+        return cls(verdicts, numerics)
 
 
 class Preparation:
@@ -83,8 +83,8 @@ class Preparation:
 
 def command(device: str, directory: Path | None) -> list[str]:
     """Return the command line of the preparation's process."""
-    named = [] if directory is None else [str(directory)]
-    return [sys.executable, "-m", "planish.doctor.preparation", device, *named]
+    model_arguments = [] if directory is None else [str(directory)]
+    return [sys.executable, "-m", "planish.doctor.preparation", device, *model_arguments]
 
 
 def prepare(device_name: str, directory: Path | None) -> PreparationResult:

@@ -12,7 +12,7 @@ from planish.sandbox import Limits, Sandbox, SandboxUnavailableError
 _LIMITS = Limits(wall_seconds=5)
 
 
-def sandbox() -> Iterator[Finding]:
+def sandbox_findings() -> Iterator[Finding]:
     """Run the sandbox's own self-test, a program that tries to escape."""
     if sys.platform != "linux":
         yield Finding(

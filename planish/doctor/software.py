@@ -26,7 +26,7 @@ EXTRAS = {
 """The purpose of each extra of the package."""
 
 
-def versions() -> Iterator[Finding]:
+def version_findings() -> Iterator[Finding]:
     """Yield the versions of planish, its main libraries, Python and the system."""
     for name in _LIBRARIES:
         yield Finding(name, metadata.version(name))
@@ -39,28 +39,28 @@ def versions() -> Iterator[Finding]:
     yield Finding("torch_built_for", built_for)
 
 
-def extras() -> Iterator[Finding]:
+def extra_findings() -> Iterator[Finding]:
     """Yield which extras are installed. Extras are optional, so a missing one has no remedy."""
-    wanted: dict[str, list[str]] = {name: [] for name in EXTRAS}
+    requirements_by_extra: dict[str, list[str]] = {name: [] for name in EXTRAS}
     for requirement in metadata.requires("planish") or ():
         text, _, marker = requirement.partition(";")
         for name in EXTRAS:
             if f'extra == "{name}"' in marker:
-                wanted[name].append(text)
-    for name, requirements in wanted.items():
-        missing = [text for text in requirements if _version(_project(text)) is None]
+                requirements_by_extra[name].append(text)
+    for name, requirements in requirements_by_extra.items():
+        missing = [text for text in requirements if _version(_package_name(text)) is None]
         if not missing:
             state = "installed"
         elif len(missing) == len(requirements) == 1:
             state = f"not installed (pip install 'planish[{name}]')"
         else:
-            lacks = ", ".join(map(_project, missing))
-            state = f"without {lacks} (pip install 'planish[{name}]')"
+            missing_names = ", ".join(map(_package_name, missing))
+            state = f"without {missing_names} (pip install 'planish[{name}]')"
         value = {"installed": not missing, "missing": missing, "for": EXTRAS[name]}
         yield Finding(name, f"{state}; {EXTRAS[name]}", value)
 
 
-def _project(requirement: str) -> str:
+def _package_name(requirement: str) -> str:
     """Return the name in a requirement such as "wandb>=0.31" or "planish[age]"."""
     return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
 

@@ -16,7 +16,7 @@ from planish.files import cache_home, short_path
 from planish.model.sources import HUB_TIMEOUT_SECONDS, hub_problem
 from planish.server.settings import ServerSettings
 
-LEAST_FREE_BYTES = 4 * ServerSettings.min_free_disk_bytes
+MIN_FREE_BYTES = 4 * ServerSettings.min_free_disk_bytes
 """The free space below which a directory gets a remedy.
 
 One more checkpoint of an 8B model's adapter could then use up so much space that a server accepts
@@ -25,11 +25,11 @@ no more work (`ServerSettings.min_free_disk_bytes`).
 _HUB_SECONDS = HUB_TIMEOUT_SECONDS + 2
 
 
-def directories(server_data: Path) -> Iterator[Finding]:
+def directory_findings(server_data: Path) -> Iterator[Finding]:
     """Yield planish's directories. `server_data`: the data directory of `planish serve`."""
     cache, checkpoints = cache_home(), data_directory(None)
     hub = Path(constants.HF_HUB_CACHE).expanduser().absolute()
-    kept = {
+    uses = {
         "cache": (cache, "kernels and converted models", "set PLANISH_HOME to a directory"),
         "checkpoints": (checkpoints, "checkpoints", "set PLANISH_DATA to a directory"),
         "server_data": (
@@ -39,26 +39,26 @@ def directories(server_data: Path) -> Iterator[Finding]:
         ),
         "hub_cache": (hub, "models of the hub", "set HF_HOME to a directory"),
     }
-    for name, (directory, content, remedy) in kept.items():
-        yield _directory(name, directory, content, remedy)
+    for name, (directory, content, remedy) in uses.items():
+        yield _directory_finding(name, directory, content, remedy)
 
 
-def _directory(name: str, directory: Path, content: str, remedy: str) -> Finding:
-    place = directory
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    value = {"path": str(directory), "exists": place == directory, "free_bytes": free}
+def _directory_finding(name: str, directory: Path, content: str, remedy: str) -> Finding:
+    existing_parent = directory
+    while not existing_parent.exists() and existing_parent != existing_parent.parent:
+        existing_parent = existing_parent.parent
+    free = shutil.disk_usage(existing_parent).free
+    value = {"path": str(directory), "exists": existing_parent == directory, "free_bytes": free}
     text = f"{short_path(directory)} ({content}), {gib(free)} free"
-    if place != directory:
+    if existing_parent != directory:
         text += ", not created yet"
-    problem = write_problem(place)
+    problem = write_problem(existing_parent)
     value["writable"] = problem is None
     if problem is not None:
         return Finding(name, f"{text}; {problem}", value, f"{remedy} that is writable")
-    if free < LEAST_FREE_BYTES:
-        found = f"{text}; the disk is nearly full"
-        return Finding(name, found, value, f"free space on it, or {remedy} on another disk")
+    if free < MIN_FREE_BYTES:
+        problem_text = f"{text}; the disk is nearly full"
+        return Finding(name, problem_text, value, f"free space on it, or {remedy} on another disk")
     return Finding(name, text, value)
 
 
@@ -66,13 +66,13 @@ class HubProbe:
     """A request to the hub in a separate thread, so that a slow network delays no other probe."""
 
     def __init__(self) -> None:
-        self._answer: list[str | None] = []
-        self._thread = Thread(target=self._ask, name="planish-doctor-hub", daemon=True)
+        self._results: list[str | None] = []
+        self._thread = Thread(target=self._probe, name="planish-doctor-hub", daemon=True)
         if not constants.HF_HUB_OFFLINE:
             self._thread.start()
 
-    def _ask(self) -> None:
-        self._answer.append(hub_problem())
+    def _probe(self) -> None:
+        self._results.append(hub_problem())
 
     def findings(self) -> Iterator[Finding]:
         if constants.HF_HUB_OFFLINE:
@@ -80,7 +80,7 @@ class HubProbe:
             yield Finding("hub", text, {"reachable": None, "offline": True})
             return
         self._thread.join(_HUB_SECONDS)
-        problem = self._answer[0] if self._answer else f"no answer in {_HUB_SECONDS:.0f} s"
+        problem = self._results[0] if self._results else f"no answer in {_HUB_SECONDS:.0f} s"
         value = {"reachable": problem is None, "offline": False, "endpoint": constants.ENDPOINT}
         if problem is None:
             yield Finding("hub", f"{constants.ENDPOINT} answers", value)

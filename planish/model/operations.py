@@ -153,7 +153,8 @@ def gated_activation(backend: Backend, gate_up: Tensor) -> Tensor:
     """Return activation(gate) * up (Shazeer 2020): [T, I].
 
     `gate_up`: [T, 2 * I], where the columns of the gate come first. The activation is SiLU or GELU
-    (see `ModelConfig.activation`).
+    (see `ModelConfig.activation`). The clamped SwiGLU of gpt-oss has another formula, and the
+    columns of gate and up alternate (see `Backend.clamped_swiglu`).
     """
     if torch.is_grad_enabled():
         return _GatedActivation.apply(backend, gate_up)  # type: ignore[no-any-return]

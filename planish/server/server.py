@@ -451,8 +451,8 @@ class Server(Services):
         runs = await self.store.read(select, ModelRow, "id = ?", [run_id])
         if runs and runs[0].closed != closed_reason:
             raise UserError(
-                f"model_seq_id: {run_id!r} is already used by another model; continue with the "
-                "next sequence number"
+                f"model_seq_id: {run_id!r} is already used by another model or by a copy of "
+                "another checkpoint; continue with the next sequence number"
             )
         return bool(runs)
 

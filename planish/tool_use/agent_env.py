@@ -37,7 +37,7 @@ from planish.rl.limits import (
 )
 from planish.rl.rollout.group_rollout import time_limit
 from planish.rl.types import Logs, Metrics, StopReason
-from planish.tool_use.blocking import call
+from planish.tool_use.blocking import call_function
 from planish.tool_use.toolbox import CallResult, Toolbox
 from planish.tool_use.tools import Tool, tool_spec
 
@@ -82,37 +82,39 @@ class AgentToolMessageEnv(MessageEnv):
         self.max_tool_calls: int | None = None
         self.termination = termination
         self.history = cast(list[Message], list(initial_messages))
-        self._first = len(self.history)
+        self._num_initial_messages = len(self.history)
         """The number of initial messages, which is the index of the first later message."""
-        self._turns = 0
-        self._calls_run = 0
-        self._clock: asyncio.Timeout | None = None
+        self._num_turns = 0
+        self._num_calls_run = 0
+        self._timeout: asyncio.Timeout | None = None
 
     async def initial_observation(self) -> list[Message]:
         return self.history
 
     async def step(self, message: Message) -> MessageStepResult:
-        self._turns += 1
+        self._num_turns += 1
         self.history.append(message)
         calls = message.get("tool_calls") or []
         unparsed = message.get("unparsed_tool_calls") or []
-        allowed = len(calls)
+        num_allowed = len(calls)
         if self.max_tool_calls is not None:
-            allowed = self.max_tool_calls - self._calls_run
-        results = await self.toolbox.run(calls[:allowed])
-        self._calls_run += len(results)
-        results += [self.toolbox.answer_unparsed(one) for one in unparsed]
+            num_allowed = self.max_tool_calls - self._num_calls_run
+        results = await self.toolbox.run(calls[:num_allowed])
+        self._num_calls_run += len(results)
+        results += [self.toolbox.answer_unparsed(call) for call in unparsed]
         self.history += [result.message for result in results]
         stop = self._stop_reason(
-            bool(calls or unparsed), any(result.stop for result in results), len(calls) > allowed
+            bool(calls or unparsed),
+            any(result.stop for result in results),
+            len(calls) > num_allowed,
         )
         metrics = self._metrics(len(calls) + len(unparsed), results)
         reward = 0.0
         if stop is not None:
-            if self._clock is not None and not self._clock.expired():
-                self._clock.reschedule(None)
-            reward, graded = await self._grade(stop)
-            metrics |= graded
+            if self._timeout is not None and not self._timeout.expired():
+                self._timeout.reschedule(None)
+            reward, grade_metrics = await self._grade(stop)
+            metrics |= grade_metrics
         return MessageStepResult(
             reward,
             stop is not None,
@@ -136,38 +138,38 @@ class AgentToolMessageEnv(MessageEnv):
         return await self._grade(reason)
 
     def timed_by(self, clock: asyncio.Timeout) -> None:
-        self._clock = clock
+        self._timeout = clock
 
     def limit_tool_calls(self, max_tool_calls: int) -> None:
         self.max_tool_calls = max_tool_calls
 
     def _stop_reason(
-        self, has_calls: bool, is_stopped: bool, wants_more: bool
+        self, has_calls: bool, is_stopped: bool, exceeds_limit: bool
     ) -> StopReason | None:
         if not has_calls:
             return StopReason.COMPLETED
         if is_stopped:
             return StopReason.TOOL_STOPPED
-        if wants_more:
+        if exceeds_limit:
             return StopReason.MAX_TOOL_CALLS
-        return StopReason.MAX_TURNS if self._turns >= self.max_turns else None
+        return StopReason.MAX_TURNS if self._num_turns >= self.max_turns else None
 
     async def _grade(self, reason: StopReason) -> RewardResult:
         policy = self.termination
-        seen = self.history
+        messages = self.history
         if policy is not None and not policy.pass_all_messages_to_grader:
-            seen = self.history[self._first :]
+            messages = self.history[self._num_initial_messages :]
         async with time_limit(
             "grader_timeout_seconds", policy.grader_timeout_seconds if policy else None
         ):
-            result = await call(partial(self.reward_fn, list(seen)))
-        given, metrics = result if isinstance(result, tuple) else (result, {})
-        reward = float(given)
+            result = await call_function(partial(self.reward_fn, list(messages)))
+        reward_value, metrics = result if isinstance(result, tuple) else (result, {})
+        reward = float(reward_value)
         return (reward if policy is None else policy.clamp(reward, reason)), dict(metrics)
 
-    def _metrics(self, written: int, results: Sequence[CallResult]) -> Metrics:
+    def _metrics(self, num_calls: int, results: Sequence[CallResult]) -> Metrics:
         metrics: Metrics = {
-            "tool_calls": written,
+            "tool_calls": num_calls,
             "tool_errors": sum(result.is_error for result in results),
         }
         for tool in self.toolbox.tools:
@@ -185,18 +187,20 @@ def offer_tools(renderer: Renderer, tools: Sequence[Tool], messages: Messages) -
     Messages that offer the same tools already are returned unchanged. UserError if they offer other
     tools.
     """
-    given = cast(list[Message], list(messages))
-    system = given[0] if given and given[0]["role"] == "system" else None
-    offered: list[Any] = list(system.get("tools", [])) if system else []
+    message_list = cast(list[Message], list(messages))
+    system = message_list[0] if message_list and message_list[0]["role"] == "system" else None
+    offered_tools: list[Any] = list(system.get("tools", [])) if system else []
     names = [tool.name for tool in tools]
-    if offered and sorted(spec.get("function", spec)["name"] for spec in offered) != sorted(names):
+    if offered_tools and sorted(
+        spec.get("function", spec)["name"] for spec in offered_tools
+    ) != sorted(names):
         raise UserError(
             f"initial_messages offer other tools than tools={names}; give the same tools in both "
             "arguments"
         )
-    if offered or not tools:
-        return given
-    return with_tools(renderer, given, [tool_spec(tool) for tool in tools])
+    if offered_tools or not tools:
+        return message_list
+    return with_tools(renderer, message_list, [tool_spec(tool) for tool in tools])
 
 
 def build_agent_tool_env(
@@ -227,16 +231,16 @@ def build_agent_tool_env(
     invalid argument.
     """
     config = rollout_config or RolloutConfig()
-    turns = max_turns if max_turns is not None else config.limits.max_turns or MAX_TURNS
-    calls = max_tool_calls if max_tool_calls is not None else config.limits.max_tool_calls
-    limits = chz.replace(config.limits, max_turns=turns, max_tool_calls=calls)
+    num_turns = max_turns if max_turns is not None else config.limits.max_turns or MAX_TURNS
+    num_tool_calls = max_tool_calls if max_tool_calls is not None else config.limits.max_tool_calls
+    limits = chz.replace(config.limits, max_turns=num_turns, max_tool_calls=num_tool_calls)
     if terminate_on_length is None:
         terminate_on_length = not limits.can_truncate_answers
     env = AgentToolMessageEnv(
         tools,
         offer_tools(renderer, tools, initial_messages),
         reward_fn,
-        turns,
+        num_turns,
         tool_execution=tool_execution or config.tool_execution,
         tool_timeout_seconds=tool_timeout_seconds,
         max_result_chars=max_result_chars,
@@ -259,8 +263,8 @@ def build_agent_tool_env(
 def _logs(message: Message, results: Sequence[CallResult]) -> Logs:
     """Return the calls and results as text, for the rollout files."""
     logs: Logs = {}
-    for number, one in enumerate(message.get("tool_calls") or []):
-        logs[f"tool_call_{number}"] = f"{one['function']['name']}({one['function']['arguments']})"
+    for number, call in enumerate(message.get("tool_calls") or []):
+        logs[f"tool_call_{number}"] = f"{call['function']['name']}({call['function']['arguments']})"
     for number, result in enumerate(results):
         logs[f"tool_result_{number}"] = get_text_content(result.message)
     return logs

@@ -19,39 +19,39 @@ _EXIT_SECONDS = 0.2
 """How long the process waits at exit for a call that hangs, in seconds."""
 
 
-async def call(function: Callable[[], Any]) -> Any:
+async def call_function(function: Callable[[], Any]) -> Any:
     """Return the result of `function`: awaited if it is async, otherwise computed in a thread.
     Exceptions of `function` propagate.
     """
-    if inspect.iscoroutinefunction(inspect.unwrap(_unbound(function))):
+    if inspect.iscoroutinefunction(inspect.unwrap(_underlying_function(function))):
         return await function()
-    value = await _in_thread(function)
+    value = await _run_in_thread(function)
     return await value if inspect.isawaitable(value) else value
 
 
-def _unbound(function: Callable[[], Any]) -> Callable[..., Any]:
+def _underlying_function(function: Callable[[], Any]) -> Callable[..., Any]:
     """Return the function inside a partial, or the __call__ of a callable object."""
     while isinstance(function, partial):
         function = function.func
     return function if inspect.isroutine(function) else type(function).__call__
 
 
-async def _in_thread(function: Callable[[], Any]) -> Any:
-    done: Future[Any] = Future()
+async def _run_in_thread(function: Callable[[], Any]) -> Any:
+    future: Future[Any] = Future()
     context = contextvars.copy_context()
 
-    def work() -> None:
-        if not done.set_running_or_notify_cancel():
+    def run() -> None:
+        if not future.set_running_or_notify_cancel():
             return
         try:
-            done.set_result(context.run(function))
+            future.set_result(context.run(function))
         except BaseException as error:
             # A future cannot hold StopIteration, and SystemExit would end the event loop. Both
             # become ordinary errors.
-            ordinary = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            done.set_exception(
-                error if ordinary else RuntimeError(f"{type(error).__name__}: {error}")
+            is_ordinary = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            future.set_exception(
+                error if is_ordinary else RuntimeError(f"{type(error).__name__}: {error}")
             )
 
-    BackgroundThread(work, f"call of {function!r}"[:80], exit_seconds=_EXIT_SECONDS)
-    return await asyncio.wrap_future(done)
+    BackgroundThread(run, f"call of {function!r}"[:80], exit_seconds=_EXIT_SECONDS)
+    return await asyncio.wrap_future(future)

@@ -24,7 +24,7 @@ from typing_extensions import TypedDict  # pydantic asks for this one before Pyt
 from planish.errors import UserError
 
 # "Args:" as Google writes it, ":param x:" as Sphinx does.
-SECTION = re.compile(
+SECTION_HEADING = re.compile(
     r"^\s*(args|arguments|parameters|returns?|raises|yields|examples?|notes?)\s*:\s*$",
     re.IGNORECASE,
 )
@@ -33,7 +33,7 @@ DESCRIPTION_SECTIONS = ("example", "examples", "note", "notes")
 GOOGLE_PARAMETER = re.compile(r"^\s+\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 SPHINX_PARAMETER = re.compile(r"^\s*:param\s+(?:[\w\[\], .|]+\s+)?(\w+)\s*:\s*(.*)$")
 SPHINX_FIELD = re.compile(r"^\s*:\w+[^:]*:")
-MAX_SHOWN_CHARS = 100
+MAX_ERROR_CHARS = 100
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,15 @@ class Parameters:
         try:
             return dict(self.adapter.validate_python(dict(arguments)))
         except ValidationError as error:
-            faults = "; ".join(
-                _fault(detail) for detail in error.errors(include_url=False, include_context=False)
+            errors = "; ".join(
+                _describe_error(detail)
+                for detail in error.errors(include_url=False, include_context=False)
             )
-            wanted = ", ".join(self.schema["properties"]) or "none"
-            raise UserError(f"wrong arguments: {faults}. The parameters are: {wanted}") from None
+            names = ", ".join(self.schema["properties"]) or "none"
+            raise UserError(f"wrong arguments: {errors}. The parameters are: {names}") from None
 
 
-class _PlainSchema(GenerateJsonSchema):
+class _UntitledSchema(GenerateJsonSchema):
     """A JSON schema without titles, because they only repeat the names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
@@ -102,7 +103,7 @@ def read_parameters(function: Callable[..., Any], documented: Mapping[str, str])
                 f"tool {name}: parameter {parameter.name} has no type; annotate it, such as "
                 f"{parameter.name}: str"
             )
-        fields[parameter.name] = _field(
+        fields[parameter.name] = _typed_dict_entry(
             parameter, hints[parameter.name], documented.get(parameter.name)
         )
     config = ConfigDict(extra="forbid", coerce_numbers_to_str=True, arbitrary_types_allowed=False)
@@ -110,7 +111,7 @@ def read_parameters(function: Callable[..., Any], documented: Mapping[str, str])
         arguments: Any = TypedDict(name, fields)  # type: ignore[misc]
         arguments.__pydantic_config__ = config
         adapter = TypeAdapter(arguments)
-        schema = adapter.json_schema(schema_generator=_PlainSchema)
+        schema = adapter.json_schema(schema_generator=_UntitledSchema)
     except (PydanticSchemaGenerationError, PydanticUserError) as error:
         first_line = str(error).splitlines()[0]
         raise UserError(
@@ -118,7 +119,7 @@ def read_parameters(function: Callable[..., Any], documented: Mapping[str, str])
             "int, float, bool, list, dict, "
             "Literal, Enum, Optional, a dataclass or a pydantic model"
         ) from error
-    return Parameters(_inlined(schema, name), adapter)
+    return Parameters(_inline_references(schema, name), adapter)
 
 
 def read_docstring(text: str | None) -> Docstring:
@@ -127,97 +128,102 @@ def read_docstring(text: str | None) -> Docstring:
     """
     description: list[str] = []
     parameters: dict[str, str] = {}
-    section, current = "", ""
+    section, current_parameter = "", ""
     for line in inspect.cleandoc(text or "").splitlines():
-        heading, sphinx = SECTION.match(line), SPHINX_PARAMETER.match(line)
-        google = (
+        heading, sphinx_match = SECTION_HEADING.match(line), SPHINX_PARAMETER.match(line)
+        google_match = (
             GOOGLE_PARAMETER.match(line) if section in ("args", "arguments", "parameters") else None
         )
-        found = sphinx or google
+        match = sphinx_match or google_match
         if heading and heading.group(1).lower() in DESCRIPTION_SECTIONS:
-            section, current = "", ""
+            section, current_parameter = "", ""
             description.append(line)
         elif heading:
-            section, current = heading.group(1).lower(), ""
-        elif found:
-            current = found.group(1)
-            parameters[current] = found.group(2).strip()
+            section, current_parameter = heading.group(1).lower(), ""
+        elif match:
+            current_parameter = match.group(1)
+            parameters[current_parameter] = match.group(2).strip()
             section = section or "parameters"
         elif SPHINX_FIELD.match(line):
-            section, current = "returns", ""
-        elif current and line.strip():
-            parameters[current] += f" {line.strip()}"
+            section, current_parameter = "returns", ""
+        elif current_parameter and line.strip():
+            parameters[current_parameter] += f" {line.strip()}"
         elif not section:
             description.append(line)
     return Docstring("\n".join(description).strip(), parameters)
 
 
-def _field(parameter: inspect.Parameter, hint: Any, documented: str | None) -> Any:
+def _typed_dict_entry(parameter: inspect.Parameter, hint: Any, documented: str | None) -> Any:
     """Return the annotation of one TypedDict key: the type with its description and default."""
     metadata = list(hint.__metadata__) if get_origin(hint) is Annotated else []
-    kind = hint.__origin__ if metadata else hint
-    described = any(isinstance(item, FieldInfo) and item.description for item in metadata)
-    texts = [item for item in metadata if isinstance(item, str)] + (
+    base_type = hint.__origin__ if metadata else hint
+    has_description = any(isinstance(item, FieldInfo) and item.description for item in metadata)
+    descriptions = [item for item in metadata if isinstance(item, str)] + (
         [documented] if documented else []
     )
-    about: dict[str, Any] = {"description": texts[0]} if texts and not described else {}
+    field_options: dict[str, Any] = (
+        {"description": descriptions[0]} if descriptions and not has_description else {}
+    )
     is_optional = parameter.default is not parameter.empty
     if is_optional:
-        about["json_schema_extra"] = _shown_default(parameter.default)
-    rest = [item for item in metadata if not isinstance(item, str)]
-    annotated = Annotated[(kind, *rest, Field(**about))]  # pyright: ignore[reportInvalidTypeForm]
+        field_options["json_schema_extra"] = _default_entry(parameter.default)
+    other_metadata = [item for item in metadata if not isinstance(item, str)]
+    annotation = (base_type, *other_metadata, Field(**field_options))
+    annotated = Annotated[annotation]  # pyright: ignore[reportInvalidTypeForm]
     return NotRequired[annotated] if is_optional else annotated
 
 
-def _shown_default(value: Any) -> dict[str, Any]:
-    plain = getattr(value, "value", value)  # a member of an Enum
+def _default_entry(value: Any) -> dict[str, Any]:
+    json_value = getattr(value, "value", value)  # a member of an Enum
     try:
-        json.dumps(plain)
+        json.dumps(json_value)
     except (TypeError, ValueError):
         return {}
-    return {"default": plain}
+    return {"default": json_value}
 
 
-def _inlined(schema: dict[str, Any], name: str) -> dict[str, Any]:
+def _inline_references(schema: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the schema with all references inlined, because models read it as plain text.
     UserError for a type that contains itself.
     """
     definitions = schema.pop("$defs", {})
 
-    def inline(part: Any, within: tuple[str, ...]) -> Any:
+    def inline(part: Any, enclosing: tuple[str, ...]) -> Any:
         if isinstance(part, list):
-            return [inline(item, within) for item in part]
+            return [inline(item, enclosing) for item in part]
         if not isinstance(part, dict):
             return part
         reference = part.get("$ref")
         if reference is None:
-            return {key: inline(value, within) for key, value in part.items()}
+            return {key: inline(value, enclosing) for key, value in part.items()}
         target = reference.rpartition("/")[2]
-        if target in within:
+        if target in enclosing:
             raise UserError(
                 f"tool {name}: the type {target} contains itself, so its schema cannot be inlined; "
                 "flatten it"
             )
-        own = {
+        target_fields = {
             key: value
             for key, value in definitions[target].items()
             if key not in ("title", "additionalProperties")
         }
         rest = {key: value for key, value in part.items() if key != "$ref"}
-        return inline({**own, **rest}, (*within, target))
+        return inline({**target_fields, **rest}, (*enclosing, target))
 
-    plain = inline(schema, ())
-    plain.pop("title", None)
-    plain.pop("additionalProperties", None)
-    return {"type": "object", "properties": plain.pop("properties", {}), **plain}
+    inlined = inline(schema, ())
+    inlined.pop("title", None)
+    inlined.pop("additionalProperties", None)
+    return {"type": "object", "properties": inlined.pop("properties", {}), **inlined}
 
 
-def _fault(detail: Any) -> str:
+def _describe_error(detail: Any) -> str:
     location = ".".join(map(str, detail["loc"]))
     if detail["type"] == "missing":
         return f"{location} is missing"
     if detail["type"] == "extra_forbidden":
         return f"{location} is unknown"
-    shown = json.dumps(detail["input"], ensure_ascii=False, default=str)
-    shown = shown if len(shown) <= MAX_SHOWN_CHARS else shown[:MAX_SHOWN_CHARS] + "..."
-    return f"{location}={shown}: {detail['msg']}"
+    input_text = json.dumps(detail["input"], ensure_ascii=False, default=str)
+    input_text = (
+        input_text if len(input_text) <= MAX_ERROR_CHARS else input_text[:MAX_ERROR_CHARS] + "..."
+    )
+    return f"{location}={input_text}: {detail['msg']}"

@@ -48,9 +48,9 @@ class Toolbox:
 
     def __post_init__(self) -> None:
         names = Counter(tool.name for tool in self.tools)
-        twice = sorted(name for name, count in names.items() if count > 1)
-        if twice:
-            raise UserError(f"tools: several have the name {', '.join(twice)}; rename one")
+        duplicates = sorted(name for name, count in names.items() if count > 1)
+        if duplicates:
+            raise UserError(f"tools: several have the name {', '.join(duplicates)}; rename one")
         if self.execution not in TOOL_EXECUTIONS:
             raise UserError(
                 f"tool_execution={self.execution!r}: give {' or '.join(TOOL_EXECUTIONS)}"
@@ -70,10 +70,10 @@ class Toolbox:
         UserError names a tool that does not return a ToolResult with text.
         """
         if self.execution == "parallel":
-            return await gather_or_cancel(self._answer(call) for call in calls)
+            return await gather_or_cancel(self._run_call(call) for call in calls)
         results: list[CallResult] = []
         for call in calls:
-            results.append(await self._answer(call))
+            results.append(await self._run_call(call))
             if results[-1].stop:
                 break
         return results
@@ -87,12 +87,12 @@ class Toolbox:
         )
         return CallResult(None, {"role": "tool", "content": text}, is_error=True)
 
-    async def _answer(self, call: ToolCall) -> CallResult:
+    async def _run_call(self, call: ToolCall) -> CallResult:
         name = call["function"]["name"]
         tool = next((tool for tool in self.tools if tool.name == name), None)
         if tool is None:
-            known = ", ".join(tool.name for tool in self.tools) or "none"
-            result = error_tool_result(f"there is no tool {name!r}. The tools are: {known}")
+            tool_names = ", ".join(tool.name for tool in self.tools) or "none"
+            result = error_tool_result(f"there is no tool {name!r}. The tools are: {tool_names}")
         else:
             result = checked_result(await self._run(tool, call), tool)
         content = shorten(whole_characters(result.content), self.max_result_chars)
@@ -105,19 +105,19 @@ class Toolbox:
         )
 
     async def _run(self, tool: Tool, call: ToolCall) -> ToolResult:
-        clock = asyncio.timeout(self.timeout_seconds)
+        timeout = asyncio.timeout(self.timeout_seconds)
         try:
             arguments = read_arguments(call["function"]["arguments"])
-            async with clock:
+            async with timeout:
                 with exits_as_errors():
                     return await tool.run(ToolInput(arguments, call.get("id")))
         except Exception as error:
-            if clock.expired():
+            if timeout.expired():
                 return error_tool_result(
                     f"{tool.name} returned no result within {self.timeout_seconds:g} seconds"
                 )
-            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            return error_tool_result(f"{tool.name}: {kind}{error}")
+            error_type = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            return error_tool_result(f"{tool.name}: {error_type}{error}")
 
 
 def checked_result(result: Any, tool: Tool) -> ToolResult:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, overload, runtime_checkable
 from planish.errors import UserError
 from planish.renderers import ToolSpec
 from planish.rl.types import Metrics
-from planish.tool_use.blocking import call
+from planish.tool_use.blocking import call_function
 from planish.tool_use.parameters import read_docstring, read_parameters
 
 
@@ -120,7 +120,7 @@ class FunctionTool:
         A plain function runs in its own thread, so it may block.
         """
         arguments = self._parameters.read(input.arguments)
-        value = await call(functools.partial(self._callable(), **arguments))
+        value = await call_function(functools.partial(self._callable(), **arguments))
         if isinstance(value, ToolResult):
             return value
         return ToolResult(_as_text(value))

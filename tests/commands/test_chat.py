@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from planish.commands import chat
-from planish.commands.chat_sampler import Answer, ChatSampler, Piece, open_chat_sampler
+from planish.commands.chat_sampler import Answer, AnswerPart, ChatSampler, open_chat_sampler
 from planish.commands.chat_session import ChatSession, LineResult, SamplingOptions
 from planish.commands.cli import main
 from planish.errors import UserError
@@ -30,7 +30,7 @@ class Echo:
         text = f"{messages[-1]['content']}!"
         if text == "fail!":
             raise UserError("no room")
-        show(Piece(text))
+        show(AnswerPart(text))
         return Answer({"role": "assistant", "content": text}, Reading(text), 3, "stop")
 
 
@@ -48,11 +48,11 @@ def said(session: ChatSession, *lines: str) -> list[str]:
     """Return the notes and answers that the lines cause."""
     found: list[str] = []
 
-    def show(piece: Piece) -> None:
+    def show(piece: AnswerPart) -> None:
         found.append(piece.text)
 
     for line in lines:
-        outcome = session.take(line, show)
+        outcome = session.process_line(line, show)
         assert isinstance(outcome, LineResult)
         found.extend([outcome.note] if outcome.note else [])
     return found
@@ -86,7 +86,7 @@ def test_chat_commands_change_the_conversation(session, sampler):
     said(session, "/reset", "/system")
     assert session.messages == []
     assert "/save FILE" in said(session, "/help")[0]
-    assert session.take("/quit", lambda _: None).is_end
+    assert session.process_line("/quit", lambda _: None).is_end
 
 
 @pytest.mark.parametrize(
@@ -104,14 +104,14 @@ def test_chat_commands_change_the_conversation(session, sampler):
 )
 def test_an_invalid_chat_command_changes_nothing(line, session):
     with pytest.raises(UserError):
-        session.take(line, lambda _: None)
+        session.process_line(line, lambda _: None)
     assert contents(session) == ["Be brief."]
 
 
 def test_a_failed_turn_is_removed(session):
     said(session, "a")
     with pytest.raises(UserError):
-        session.take("fail", lambda _: None)
+        session.process_line("fail", lambda _: None)
     assert contents(session) == ["Be brief.", "a", "a!"]
 
 
@@ -143,8 +143,8 @@ def test_reasoning_is_printed_only_to_a_terminal():
         screen = chat.Screen(at_terminal)
         shown = io.StringIO()
         screen._answers = Console(file=shown, soft_wrap=True, highlight=False)
-        screen.show(Piece("", "thinking", False, True))
-        screen.show(Piece("so", "", True, True))
+        screen.show(AnswerPart("", "thinking", False, True))
+        screen.show(AnswerPart("so", "", True, True))
         assert shown.getvalue() == wanted
 
 
@@ -153,7 +153,7 @@ def test_terminal_control_characters_of_a_model_are_removed():
         shown = io.StringIO()
         screen = chat.Screen(at_terminal)
         screen._answers = Console(file=shown, soft_wrap=True, highlight=False)
-        screen.show(Piece("a\x1b[2Jb\tc\n"))
+        screen.show(AnswerPart("a\x1b[2Jb\tc\n"))
         assert shown.getvalue() == wanted
 
 
@@ -172,27 +172,27 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def test_streamed_pieces_join_to_the_answer(speaking):
-    pieces: list[Piece] = []
+    pieces: list[AnswerPart] = []
     answer = speaking.answer(HELLO, 1.0, 48, 7, pieces.append)
     assert len(pieces) > 1
     assert "".join(piece.text for piece in pieces) == answer.reading.content
     speaking.streams = False
-    whole: list[Piece] = []
+    whole: list[AnswerPart] = []
     assert speaking.answer(HELLO, 1.0, 48, 7, whole.append) == answer
     assert "".join(piece.text for piece in whole) == answer.reading.content
     assert len(whole) == 1
 
 
 def test_control_c_stops_an_answer_and_keeps_its_text(speaking):
-    pieces: list[Piece] = []
+    pieces: list[AnswerPart] = []
 
-    def interrupted(piece: Piece) -> None:
+    def interrupted(piece: AnswerPart) -> None:
         pieces.append(piece)
         if len(pieces) == 3:
             raise KeyboardInterrupt
 
     answer = speaking.answer(HELLO, 1.0, 1024, 7, interrupted)
-    assert answer.ended == "stopped"
+    assert answer.stop_reason == "stopped"
     assert 0 < answer.num_tokens < 1024
     begun = speaking.answer(HELLO, 1.0, 1024, 7, lambda _: None)
     assert begun.message["content"].startswith(answer.message["content"])

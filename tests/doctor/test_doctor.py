@@ -21,17 +21,18 @@ from planish.doctor import acceleration, examination, preparation, software, sto
 from planish.doctor.busy import Load, measure_load
 from planish.doctor.examination import ExaminationOptions, examine
 from planish.doctor.findings import Finding, Report, Section, collect_warnings
-from planish.doctor.models import memory, models
-from planish.doctor.numerics import numerics
+from planish.doctor.models import memory_findings, model_findings
+from planish.doctor.numerics import numerics_findings
 from planish.doctor.preparation import Preparation, PreparationResult
-from planish.doctor.processors import processors
-from planish.doctor.sandbox import sandbox
-from planish.doctor.software import EXTRAS, extras
-from planish.doctor.storage import HubProbe, directories
+from planish.doctor.processors import processor_findings
+from planish.doctor.sandbox import sandbox_findings
+from planish.doctor.software import EXTRAS, extra_findings
+from planish.doctor.storage import HubProbe, directory_findings
 from planish.engine.numerics import Numerics
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
 from planish.model.kernels.cpp import threads
+from planish.model.kernels.cpp.build import BuildError
 from planish.model.kernels.verdicts import Verdict
 from planish.model.sources import DEFAULT_MODEL
 from planish.sandbox import Sandbox, SandboxUnavailableError
@@ -169,7 +170,7 @@ def test_an_invalid_device_is_rejected_before_any_examination(capsys):
 
 def test_a_compiler_that_does_not_run(monkeypatch):
     monkeypatch.setenv("CXX", "/absent/g++ -m64")
-    finding = acceleration._compiler()
+    finding = acceleration._compiler_finding()
     assert "does not run" in finding.text
     assert "CXX" in finding.remedy
 
@@ -221,18 +222,18 @@ def test_the_preparation_describes_the_numbers_of_a_model(here):
 
 
 def test_numbers_are_reported_for_people_and_programs():
-    found = by_name(numerics(PreparationResult([], NUMERICS)))
+    found = by_name(numerics_findings(PreparationResult([], NUMERICS)))
     assert found["batch_invariant"].value is False
     assert "deterministic=True" in found["batch_invariant"].text
     assert found["kl_sample_train_v2"].value == {"expected": 1e-3, "alarm": 1e-2}
     assert found["kernels"].text == "torch; torch for lora"
     exact = replace(NUMERICS, is_batch_invariant=True, expected_kl=0.0)
-    found = by_name(numerics(PreparationResult([], exact)))
+    found = by_name(numerics_findings(PreparationResult([], exact)))
     assert found["batch_invariant"].value is True
     assert found["kl_sample_train_v2"].text.startswith("exactly 0")
-    [pending] = numerics(None)
+    [pending] = numerics_findings(None)
     assert "not known: the check did not finish in time" in pending.text
-    [without] = numerics(PreparationResult())
+    [without] = numerics_findings(PreparationResult())
     assert "no base model is on this machine" in without.text
 
 
@@ -259,10 +260,10 @@ def test_a_driver_that_is_too_old(monkeypatch):
     )
     monkeypatch.setattr(acceleration, "unused_gpu", lambda: problem)
     monkeypatch.setattr(acceleration, "choose_device", lambda _: torch.device("cpu"))
-    found = by_name(acceleration.device(EngineSettings(device="cpu")))
+    found = by_name(acceleration.device_findings(EngineSettings(device="cpu")))
     assert "too old" in found["unused_gpu"].text
     assert found["unused_gpu"].remedy == "update the NVIDIA driver"
-    found = by_name(acceleration.device(replace(EngineSettings(), device="auto")))
+    found = by_name(acceleration.device_findings(replace(EngineSettings(), device="auto")))
     assert found["device"].text == "cpu, torch cannot use the GPU"
 
 
@@ -276,7 +277,7 @@ def test_kernels_that_were_turned_off(monkeypatch):
     monkeypatch.setenv("PLANISH_KERNELS", "torch")
     acceleration.ops.load_library.cache_clear()
     try:
-        [finding] = acceleration._cpu_kernels()
+        [finding] = acceleration._cpu_kernel_findings()
     finally:
         acceleration.ops.load_library.cache_clear()
     assert finding.text == "not in use, because PLANISH_KERNELS=torch"
@@ -288,7 +289,7 @@ def test_kernels_that_cannot_be_loaded(monkeypatch):
         raise UserError("PLANISH_KERNELS=native: no library")
 
     monkeypatch.setattr(acceleration.ops, "load_library", refuse)
-    [finding] = acceleration._cpu_kernels()
+    [finding] = acceleration._cpu_kernel_findings()
     assert "no library" in finding.text
     assert finding.needs_attention == acceleration._has_avx2()
 
@@ -298,7 +299,7 @@ def test_kernels_that_failed_their_self_test(monkeypatch):
     library = SimpleNamespace(verdicts=verdicts)
     monkeypatch.setattr(acceleration.ops, "load_library", lambda: library)
     monkeypatch.setattr(acceleration.ops, "instructions", lambda: "AVX2")
-    found = by_name(acceleration._cpu_kernels())
+    found = by_name(acceleration._cpu_kernel_findings())
     assert not found["cpu_kernels"].needs_attention
     assert "matmul (illegal instruction)" in found["cpu_self_test"].text
     assert "rope" not in found["cpu_self_test"].text
@@ -327,26 +328,52 @@ def test_a_damaged_file_of_verdicts_is_made_again(here, monkeypatch):
         for damage in ("", "{", '[{"family": 1}]'):
             for path in directory.glob("verdicts-*.json"):
                 path.write_text(damage)
-            found = by_name(acceleration._cpu_kernels())
+            found = by_name(acceleration._cpu_kernel_findings())
             assert "passed: " in found["cpu_self_test"].text
             acceleration.ops.load_library.cache_clear()
-        assert "passed: " in by_name(acceleration._cpu_kernels())["cpu_self_test"].text
+        assert "passed: " in by_name(acceleration._cpu_kernel_findings())["cpu_self_test"].text
     finally:
         acceleration.ops.load_library.cache_clear()
     assert list(map(str, asked)) == [str(library)] * 3
 
 
+@pytest.mark.parametrize("fails", ["one family", "all families", "the compiler"])
+def test_the_reason_for_torch_is_shown_after_an_earlier_call_has_logged_it(monkeypatch, fails):
+    if fails == "the compiler":
+
+        def refuse():
+            raise BuildError("no compiler")
+
+        monkeypatch.setattr(acceleration.ops, "_library", refuse)
+        reason = "no compiler"
+    else:
+        library = SimpleNamespace(has_tiles=lambda: 0, use_tiles=lambda _: None)
+        verdicts = [Verdict("matmul", False, "wrong"), Verdict("rope", fails == "one family")]
+        monkeypatch.setattr(acceleration.ops, "_library", lambda: (None, library))
+        monkeypatch.setattr(acceleration.ops, "verdicts_of", lambda *_: verdicts)
+        monkeypatch.setattr(acceleration.ops, "instructions", lambda: "AVX2")
+        reason = "matmul (wrong)"
+    acceleration.ops.load_library.cache_clear()
+    try:
+        acceleration.ops.load_library()
+        finding = next(acceleration._cpu_kernel_findings())
+    finally:
+        acceleration.ops.load_library.cache_clear()
+    [warning] = finding.value["warnings"]
+    assert reason in warning
+
+
 def test_headers_matter_where_triton_compiles(monkeypatch):
     monkeypatch.setattr(acceleration, "has_headers", lambda: False)
-    assert "python3-dev" in acceleration._python_headers(is_needed=True).remedy
-    assert not acceleration._python_headers(is_needed=False).needs_attention
+    assert "python3-dev" in acceleration._python_headers_finding(is_needed=True).remedy
+    assert not acceleration._python_headers_finding(is_needed=False).needs_attention
 
 
 @pytest.mark.parametrize(("cores", "attention"), [(0.0, False), (0.3, False), (1.9, True)])
 def test_other_programs_keep_cores_busy(monkeypatch, cores, attention):
     monkeypatch.setattr("planish.doctor.processors.usable_cpus", lambda: 2)
     monkeypatch.setattr("planish.doctor.processors.cpu_quota", lambda: None)
-    found = by_name(processors(Load(cores, (("make", 7, cores),))))["other_programs"]
+    found = by_name(processor_findings(Load(cores, (("make", 7, cores),))))["other_programs"]
     assert found.needs_attention == attention
     assert found.value["cores"] == cores
     assert f"make (process 7) {cores:.1f}" in found.text
@@ -362,7 +389,7 @@ def test_half_a_processor_needs_attention(monkeypatch, tmp_path, quota, attentio
     (tmp_path / "mine" / "cpu.max").write_text(quota)
     found = threads.cpu_quota(tmp_path / "membership", tmp_path)
     monkeypatch.setattr("planish.doctor.processors.cpu_quota", lambda: found)
-    finding = by_name(processors(None))["quota"]
+    finding = by_name(processor_findings(None))["quota"]
     assert finding.value == {"cores": 0.5 if attention else 2.0}
     assert finding.needs_attention == attention
     assert ("--cpus" in finding.remedy) == attention
@@ -372,13 +399,13 @@ def test_more_threads_than_processors_need_attention(monkeypatch):
     monkeypatch.setattr("planish.doctor.processors.usable_cpus", lambda: 1)
     monkeypatch.setattr("planish.doctor.processors.limit_threads", lambda: None)
     monkeypatch.setattr("torch.get_num_threads", lambda: 4)
-    found = by_name(processors(None))
+    found = by_name(processor_findings(None))
     assert "OMP_NUM_THREADS=1" in found["threads"].remedy
 
 
 def test_a_system_that_does_not_tell_its_load(tmp_path):
     assert measure_load(0.0, tmp_path) is None
-    assert not by_name(processors(None))["other_programs"].needs_attention
+    assert not by_name(processor_findings(None))["other_programs"].needs_attention
 
 
 def test_the_load_is_that_of_other_programs(tmp_path, monkeypatch):
@@ -410,19 +437,23 @@ def test_the_load_is_that_of_other_programs(tmp_path, monkeypatch):
 
 def test_memory_that_is_too_small_for_a_model(here, monkeypatch):
     monkeypatch.setattr("planish.engine.memory.main_memory_bytes", lambda: 1000)
-    plan = by_name(memory(None, EngineSettings(device="cpu")))["plan"]
+    plan = by_name(memory_findings(None, EngineSettings(device="cpu")))["plan"]
     assert "does not fit into main memory" in plan.text
     assert "smaller base model" in plan.remedy
 
 
 def test_the_memory_plan_has_the_quantization_scheme(here, capsys):
     def plan(scheme: str | None) -> Finding:
-        return by_name(memory(None, EngineSettings(device="cpu", quantize=scheme)))["plan"]
+        return by_name(memory_findings(None, EngineSettings(device="cpu", quantize=scheme)))["plan"]
 
     plain, quantized = plan(None), plan("int8")
     assert plain.value["quantize"] is None
     assert quantized.value["quantize"] == "int8"
     assert "int8 weights" in quantized.text
+    assert set(plain.value) == {
+        *("model", "quantize", "total", "weights", "adapters", "keys_values"),
+        *("sampler", "sampling", "trainer", "training"),
+    }
     assert quantized.value["weights"] < plain.value["weights"]
     budgets = {"total", "weights", "adapters", "keys_values", "sampling", "training"}
     assert budgets < plain.value.keys()
@@ -438,15 +469,15 @@ def test_the_memory_plan_has_the_quantization_scheme(here, capsys):
 def test_the_embedded_model_may_be_fetched_later(here, monkeypatch):
     monkeypatch.delenv("PLANISH_MODELS")
     monkeypatch.setenv("PLANISH_HOME", str(here / "nothing"))
-    assert not by_name(memory(None, EngineSettings(device="cpu")))["plan"].needs_attention
-    entry = by_name(models())[DEFAULT_MODEL]
+    assert not by_name(memory_findings(None, EngineSettings(device="cpu")))["plan"].needs_attention
+    entry = by_name(model_findings())[DEFAULT_MODEL]
     assert "planish models --fetch" in entry.text
     assert not entry.needs_attention
 
 
 def test_a_model_that_cannot_be_used(here, monkeypatch):
     (here / "model" / "config.json").write_text("{}")
-    plan = by_name(memory(DEFAULT_MODEL, EngineSettings(device="cpu")))["plan"]
+    plan = by_name(memory_findings(DEFAULT_MODEL, EngineSettings(device="cpu")))["plan"]
     assert plan.needs_attention
     assert "config.json" in plan.text
 
@@ -454,14 +485,14 @@ def test_a_model_that_cannot_be_used(here, monkeypatch):
 def test_a_gguf_file_is_not_converted_by_asking(here, monkeypatch):
     (here / "m.gguf").write_bytes(b"GGUF")
     monkeypatch.setenv("PLANISH_MODELS", f"m={here}/m.gguf")
-    plan = by_name(memory("m", EngineSettings(device="cpu")))["plan"]
+    plan = by_name(memory_findings("m", EngineSettings(device="cpu")))["plan"]
     assert plan.needs_attention
     assert "planish models --fetch m" in plan.value["error"]
 
 
 def test_a_sandbox_without_bubblewrap(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    [finding] = sandbox()
+    [finding] = sandbox_findings()
     assert "apt-get install bubblewrap" in finding.remedy
 
 
@@ -471,7 +502,7 @@ def test_a_sandbox_without_user_namespaces(monkeypatch):
 
     monkeypatch.setattr(Sandbox, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(Sandbox, "check", refuse)
-    [finding] = sandbox()
+    [finding] = sandbox_findings()
     assert finding.remedy == "sysctl this"
     assert not asyncio.iscoroutine(finding.value)
 
@@ -483,7 +514,7 @@ def test_extras_are_those_of_the_package(monkeypatch):
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert EXTRAS.keys() == project["optional-dependencies"].keys()
     monkeypatch.setattr(software, "_version", lambda name: None)
-    found = by_name(extras())
+    found = by_name(extra_findings())
     assert "pip install 'planish[wandb]'" in found["wandb"].text
     assert found["wandb"].value["missing"] == project["optional-dependencies"]["wandb"]
     assert not any(finding.needs_attention for finding in found.values())
@@ -491,13 +522,13 @@ def test_extras_are_those_of_the_package(monkeypatch):
 
 def test_a_disk_that_is_nearly_full(here, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100 << 20))
-    for finding in directories(here / "server"):
+    for finding in directory_findings(here / "server"):
         assert "nearly full" in finding.text
         assert "free space" in finding.remedy
 
 
 def test_a_directory_that_cannot_be_written(here):
-    finding = by_name(directories(storage.Path("/proc/planish")))["server_data"]
+    finding = by_name(directory_findings(storage.Path("/proc/planish")))["server_data"]
     assert "cannot be written" in finding.text
     assert "--data-dir" in finding.remedy
 
@@ -530,7 +561,7 @@ def test_a_probe_that_fails_leaves_the_others(here, monkeypatch):
     section = Section.gather("part", broken)
     assert [finding.name for finding in section.findings] == ["first", "error"]
     assert "RuntimeError: unexpected" in section.findings[1].text
-    assert Report((section,), 1.0).attention == [("part", section.findings[1])]
+    assert Report((section,), 1.0).problems == [("part", section.findings[1])]
     monkeypatch.setattr(examination, "versions", broken)
     report = examine(ExaminationOptions(here / "server", settings=EngineSettings(device="cpu")))
     assert len(report.sections) == len(SCHEMA)

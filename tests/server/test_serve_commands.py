@@ -14,9 +14,9 @@ from safetensors import safe_open
 from server_process import BASE_MODEL, running_server
 
 import planish
-from planish.commands.checkpoints import duration
+from planish.commands.checkpoints import parse_duration
 from planish.commands.cli import main
-from planish.commands.tables import size, time_left
+from planish.commands.tables import format_size, format_time_left
 from planish.errors import UserError
 from planish.export import weights
 
@@ -249,7 +249,7 @@ def test_the_environment_names_a_server(served: Place, capsys, monkeypatch):
 
 
 def test_durations_are_parsed():
-    assert [duration(text) for text in ("90", "90s", "2m", "12h", "7d", "never")] == [
+    assert [parse_duration(text) for text in ("90", "90s", "2m", "12h", "7d", "never")] == [
         90,
         90,
         120,
@@ -259,23 +259,23 @@ def test_durations_are_parsed():
     ]
     for text in ("", "0", "-1", "1.5h", "soon", "1w"):
         with pytest.raises(UserError, match="TIME"):
-            duration(text)
+            parse_duration(text)
 
 
 @pytest.mark.parametrize(
     ("write", "value", "text"),
     [
-        (size, None, "-"),
-        (size, 999, "999 B"),
-        (size, 1536, "1.5 KiB"),
-        (size, 20 << 20, "20 MiB"),
+        (format_size, None, "-"),
+        (format_size, 999, "999 B"),
+        (format_size, 1536, "1.5 KiB"),
+        (format_size, 20 << 20, "20 MiB"),
         (
-            lambda text: time_left(text, datetime(2026, 1, 1, tzinfo=UTC)),
+            lambda text: format_time_left(text, datetime(2026, 1, 1, tzinfo=UTC)),
             "2026-01-03T00:00:00+00:00",
             "2 d",
         ),
         (
-            lambda text: time_left(text, datetime(2026, 1, 1, tzinfo=UTC)),
+            lambda text: format_time_left(text, datetime(2026, 1, 1, tzinfo=UTC)),
             "2025-12-31T00:00:00+00:00",
             "0 s",
         ),

@@ -212,9 +212,9 @@ async def test_a_copy_belongs_to_a_new_run(model_dir, data_dir):
             {"renderer": "x"},
         )
         other = await model.save("b")
-        with pytest.raises(ValueError, match="already used by another"):
+        with pytest.raises(ValueError, match="already used by another model or by a copy"):
             await server.copy_checkpoint(TENANT, other, client.session_id, 8, None)
-        with pytest.raises(ValueError, match="already used by another"):
+        with pytest.raises(ValueError, match="already used by another model or by a copy"):
             await server.copy_checkpoint(TENANT, other, client.session_id, 0, None)
 
 
@@ -256,7 +256,7 @@ async def test_concurrent_copies_into_one_run_do_not_mix(model_dir, data_dir, mo
         copied = str(answers[number])
         assert state(data_dir, copied) == state(data_dir, paths[number])
         assert (await server.training_run(TENANT, run_id)).user_metadata == {"number": str(number)}
-        with pytest.raises(ValueError, match="already used by another"):
+        with pytest.raises(ValueError, match="already used by another model or by a copy"):
             await server.copy_checkpoint(TENANT, paths[1 - number], client.session_id, 8, None)
 
 
@@ -281,7 +281,7 @@ async def test_a_copy_that_nobody_waits_for_is_finished_before_the_next(
         )
         await begun.wait()
         left.cancel()
-        with pytest.raises(ValueError, match="already used by another"):
+        with pytest.raises(ValueError, match="already used by another model or by a copy"):
             await server.copy_checkpoint(TENANT, paths[1], client.session_id, 8, None)
         copied = f"tinker://{client.session_id}:train:8/weights/a"
         assert state(data_dir, copied) == state(data_dir, paths[0])

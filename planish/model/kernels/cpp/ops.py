@@ -197,6 +197,8 @@ class Library(ctypes.CDLL):
 
 under_test: Library | None = None
 """The untested library that `load_library` returns; set only in the process of the self-test."""
+load_warnings: list[str] = []
+"""What `load_library` logged when it loaded the library: why torch replaces kernels."""
 
 
 @cache
@@ -206,6 +208,7 @@ def load_library() -> Library | None:
     The first call compiles and tests the kernels. Raises UserError if PLANISH_KERNELS=native and
     kernels are missing or failed.
     """
+    load_warnings.clear()
     chosen = kernels_setting()
     if under_test is not None or chosen in ("torch", "triton"):
         return under_test
@@ -214,9 +217,9 @@ def load_library() -> Library | None:
     except (BuildError, OSError) as error:
         if chosen == "native":
             raise UserError(f"PLANISH_KERNELS=native: {error}") from error
-        _log.warning(
-            "planish's kernels cannot be used on this CPU, so everything takes several times longer: %s",
-            error,
+        _warn(
+            "planish's kernels cannot be used on this CPU, so everything takes several times "
+            f"longer: {error}"
         )
         return None
     has_tiles = bool(found.has_tiles())
@@ -226,7 +229,7 @@ def load_library() -> Library | None:
         told = ", ".join(f"{family} ({reason})" for family, reason in failed.items())
         if chosen == "native" and failed.keys() != {"amx"}:
             raise UserError(f"PLANISH_KERNELS=native: kernels failed their self-test: {told}")
-        _log.warning("torch replaces kernels that failed their self-test: %s; %s", told, _REMEDY)
+        _warn(f"torch replaces kernels that failed their self-test: {told}; {_REMEDY}")
     if len(failed) == len(found.verdicts):
         return None
     found.refused = frozenset(failed)
@@ -240,6 +243,11 @@ def load_library() -> Library | None:
 
 _log = logging.getLogger(__name__)
 _REMEDY = "another compiler may help (CXX=clang++); PLANISH_KERNELS=torch uses only torch"
+
+
+def _warn(text: str) -> None:
+    load_warnings.append(text)
+    _log.warning("%s", text)
 
 
 def is_supported(family: str) -> bool:
