@@ -26,7 +26,7 @@ from planish.engine.base_models import BaseModel, BaseModels
 from planish.engine.checkpoints.files import Manifest
 from planish.engine.checkpoints.store import (
     CheckpointStore,
-    Label,
+    SaveRequest,
     checkpoint_record,
     data_directory,
     name_taken_error,
@@ -265,7 +265,7 @@ class Engine:
         metadata = None if keep_metadata else {}
         self._store.copy(
             CheckpointPath.parse(source),
-            Label(CheckpointPath.parse(destination), ttl_seconds, overwrite, metadata),
+            SaveRequest(CheckpointPath.parse(destination), ttl_seconds, overwrite, metadata),
         )
 
     def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Generator
 from concurrent.futures import Executor
 from dataclasses import replace
 
-from planish.engine.checkpoints.store import AdapterSnapshot, CheckpointStore, Label
+from planish.engine.checkpoints.store import AdapterSnapshot, CheckpointStore, SaveRequest
 from planish.engine.training.adapters import Adapter
 from planish.engine.training_models import (
     QueuedCreation,
@@ -136,7 +136,7 @@ class TrainingOperations:
         """Hand the current state to the disk thread, which writes the checkpoint."""
         model, op = queued.model, queued.operation
         metadata = {**model.user_metadata, **op.user_metadata}
-        label = Label(queued.path, op.ttl_seconds, op.overwrite, metadata)
+        request = SaveRequest(queued.path, op.ttl_seconds, op.overwrite, metadata)
         base = model.base
         snapshot = AdapterSnapshot(
             model.require_adapter().state(),
@@ -147,11 +147,11 @@ class TrainingOperations:
             base.quantize,
         )
         try:
-            self._disk_executor.submit(self._write, queued, label, snapshot)
+            self._disk_executor.submit(self._write, queued, request, snapshot)
         except RuntimeError:  # the program is ending, and its thread pools reject new work
-            self._write(queued, label, snapshot)
+            self._write(queued, request, snapshot)
 
-    def _write(self, queued: QueuedSave, label: Label, snapshot: AdapterSnapshot) -> None:
+    def _write(self, queued: QueuedSave, request: SaveRequest, snapshot: AdapterSnapshot) -> None:
         """Write the checkpoint, and set the result."""
         response_class = (
             SaveWeightsResponse
@@ -159,11 +159,11 @@ class TrainingOperations:
             else SaveWeightsForSamplerResponse
         )
         try:
-            self._store.save(label, snapshot)
+            self._store.save(request, snapshot)
         except BaseException as error:
             queued.fail(error)
         else:
-            queued.future.set_result(response_class(str(label.path)))
+            queued.future.set_result(response_class(str(request.path)))
 
 
 def _with_substitution_metric(

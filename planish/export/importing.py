@@ -28,7 +28,7 @@ from planish.engine.checkpoints.files import (
     MANIFEST_FILE,
     read_manifest,
 )
-from planish.engine.checkpoints.store import AdapterSnapshot, CheckpointStore, Label
+from planish.engine.checkpoints.store import AdapterSnapshot, CheckpointStore, SaveRequest
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
 from planish.export.lora_update import PEFT_PREFIX, LoraMatrices, check_plain_lora, read_matrices
 from planish.export.writing import MARKER_FILE
@@ -125,7 +125,7 @@ def import_adapter(
         weights_fingerprint(base_directory),
         quantization,
     )
-    store.save(Label(path, overwrite=overwrite, user_metadata=metadata), saved_adapter)
+    store.save(SaveRequest(path, overwrite=overwrite, user_metadata=metadata), saved_adapter)
     notes = _notes(config, layout, linears)
     return ImportedAdapter(path, base_model, layout.lora, quantization, len(linears), notes)
 

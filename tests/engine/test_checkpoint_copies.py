@@ -17,7 +17,7 @@ from filelock import FileLock
 
 import planish.engine.checkpoints.store as checkpoints
 from planish.engine.checkpoints.files import ADAPTER_FILE, MANIFEST_FILE, OPTIMIZER_FILE, Manifest
-from planish.engine.checkpoints.store import AdapterSnapshot, CheckpointStore, Label
+from planish.engine.checkpoints.store import AdapterSnapshot, CheckpointStore, SaveRequest
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.engine.training.adapters import Adapter
@@ -42,7 +42,7 @@ def model_dir(tmp_path_factory) -> Path:
 @pytest.fixture
 def store(tmp_path, adapter) -> CheckpointStore:
     store = CheckpointStore(tmp_path / "data")
-    store.save(Label(SOURCE, user_metadata={"a": "1"}, ttl_seconds=60), saved(adapter))
+    store.save(SaveRequest(SOURCE, user_metadata={"a": "1"}, ttl_seconds=60), saved(adapter))
     return store
 
 
@@ -60,7 +60,7 @@ def saved(adapter: Adapter) -> AdapterSnapshot:
 
 
 def test_a_copy_is_equal_and_outlives_its_source(store, adapter):
-    store.copy(SOURCE, Label(COPY))
+    store.copy(SOURCE, SaveRequest(COPY))
     assert os.path.samefile(store.files(SOURCE)[ADAPTER_FILE], store.files(COPY)[ADAPTER_FILE])
     store.delete(SOURCE)
     state, _ = store.read(COPY, adapter.layout, with_optimizer=True)
@@ -74,7 +74,7 @@ def test_a_copy_duplicates_files_where_hard_links_fail(store, adapter, monkeypat
         raise OSError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refused)
-    store.copy(SOURCE, Label(COPY))
+    store.copy(SOURCE, SaveRequest(COPY))
     assert not os.path.samefile(store.files(SOURCE)[ADAPTER_FILE], store.files(COPY)[ADAPTER_FILE])
     state, _ = store.read(COPY, adapter.layout, with_optimizer=True)
     assert all(torch.equal(state[name], tensor) for name, tensor in adapter.state().items())
@@ -82,27 +82,27 @@ def test_a_copy_duplicates_files_where_hard_links_fail(store, adapter, monkeypat
 
 def test_a_sampler_copy_has_no_optimizer_file(store):
     path = CheckpointPath("run:train:0", "sampler", "pinned")
-    store.copy(SOURCE, Label(path))
+    store.copy(SOURCE, SaveRequest(path))
     assert OPTIMIZER_FILE not in store.files(path)
     assert set(store.files(SOURCE)) - set(store.files(path)) == {OPTIMIZER_FILE}
     with pytest.raises(CheckpointError, match="no optimizer state"):
-        store.copy(path, Label(COPY))
+        store.copy(path, SaveRequest(COPY))
 
 
 def test_copying_a_missing_source_or_onto_an_existing_name_is_rejected(store):
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        store.copy(COPY, Label(CheckpointPath("run", "training", "c")))
-    store.copy(SOURCE, Label(COPY))
+        store.copy(COPY, SaveRequest(CheckpointPath("run", "training", "c")))
+    store.copy(SOURCE, SaveRequest(COPY))
     with pytest.raises(CheckpointError, match="exists"):
-        store.copy(SOURCE, Label(COPY))
-    store.copy(SOURCE, Label(COPY, overwrite=True))
+        store.copy(SOURCE, SaveRequest(COPY))
+    store.copy(SOURCE, SaveRequest(COPY, overwrite=True))
     assert store.manifest(COPY).step == 1
 
 
 def test_a_copy_that_fails_on_a_full_disk_leaves_no_files(store, monkeypatch):
     monkeypatch.setattr("planish.engine.checkpoints.store.write_manifest", full_disk)
     with pytest.raises(StorageError, match="was not saved"):
-        store.copy(SOURCE, Label(COPY))
+        store.copy(SOURCE, SaveRequest(COPY))
     assert [record.tinker_path for record in store.records()] == [str(SOURCE)]
     assert not any(path.name.endswith(".tmp") for path in store.directory.rglob("*"))
 
@@ -183,12 +183,12 @@ def test_adapter_bytes_include_the_packed_weights(model_dir, tmp_path, lora):
 
 def test_deleting_the_last_checkpoint_removes_the_run_directory(store, adapter):
     second = CheckpointPath(SOURCE.run_id, "sampler", "s")
-    store.save(Label(second), saved(adapter))
+    store.save(SaveRequest(second), saved(adapter))
     store.delete(SOURCE)
     assert store.exists(second)
     store.delete(second)
     assert list(store.directory.iterdir()) == []
-    store.save(Label(SOURCE), saved(adapter))
+    store.save(SaveRequest(SOURCE), saved(adapter))
     assert store.exists(SOURCE)
 
 
@@ -202,7 +202,7 @@ def let_it_expire(store: CheckpointStore) -> Path:
 
 def test_replacing_an_expired_checkpoint_does_not_deadlock(store, adapter):
     let_it_expire(store)
-    store.save(Label(SOURCE), saved(adapter))
+    store.save(SaveRequest(SOURCE), saved(adapter))
     assert store.exists(SOURCE)
 
 
@@ -216,7 +216,7 @@ def test_removing_an_expired_checkpoint_spares_a_newer_one_saved_meanwhile(
     def read_and_replace(directory: Path) -> Manifest:
         manifest = read(directory)
         monkeypatch.setattr(checkpoints, "read_manifest", read)
-        store.save(Label(SOURCE, overwrite=True), saved(adapter))
+        store.save(SaveRequest(SOURCE, overwrite=True), saved(adapter))
         return manifest
 
     monkeypatch.setattr(checkpoints, "read_manifest", read_and_replace)
@@ -294,7 +294,7 @@ def test_many_threads_can_save_and_delete_in_one_run(store, adapter):
 
     def work(path: CheckpointPath) -> None:
         for _ in range(15):
-            store.copy(SOURCE, Label(path))
+            store.copy(SOURCE, SaveRequest(path))
             assert store.exists(path)
             store.delete(path)
 
@@ -306,14 +306,14 @@ def test_many_threads_can_save_and_delete_in_one_run(store, adapter):
 def test_copying_a_source_with_a_missing_file_names_the_file(store: CheckpointStore):
     (store.files(SOURCE)[ADAPTER_FILE]).unlink()
     with pytest.raises(DamagedFileError, match=f"a/{ADAPTER_FILE} is missing"):
-        store.copy(SOURCE, Label(COPY))
+        store.copy(SOURCE, SaveRequest(COPY))
     assert not store.exists(COPY)
 
 
 def test_copying_a_source_deleted_meanwhile_names_the_source(store: CheckpointStore, monkeypatch):
     before_linking(monkeypatch, lambda: store.delete(SOURCE))
     with pytest.raises(CheckpointError, match=f"there is no checkpoint {SOURCE}"):
-        store.copy(SOURCE, Label(COPY))
+        store.copy(SOURCE, SaveRequest(COPY))
     assert not store.exists(COPY)
 
 
@@ -324,10 +324,10 @@ def test_copying_restarts_if_the_source_is_replaced_meanwhile(
     def replace_it() -> None:
         adapter.add_grad(torch.ones(adapter.layout.size))
         adapter.optim_step(AdamParams())
-        store.save(Label(SOURCE, overwrite=True), saved(adapter))
+        store.save(SaveRequest(SOURCE, overwrite=True), saved(adapter))
 
     before_linking(monkeypatch, replace_it, linked_before)
-    store.copy(SOURCE, Label(COPY))
+    store.copy(SOURCE, SaveRequest(COPY))
     state, _ = store.read(COPY, adapter.layout, with_optimizer=True)
     assert store.manifest(COPY).step == 2
     assert all(torch.equal(state[name], tensor) for name, tensor in adapter.state().items())
@@ -365,9 +365,9 @@ def test_a_copy_waits_for_a_writer_and_has_its_content(store, adapter, monkeypat
     )
     beside = replace(COPY, run_id=SOURCE.run_id)
     with ThreadPoolExecutor(2) as threads:
-        writer = threads.submit(store.save, Label(SOURCE, overwrite=True), newer)
+        writer = threads.submit(store.save, SaveRequest(SOURCE, overwrite=True), newer)
         assert is_writing.wait(10)
-        copier = threads.submit(store.copy, SOURCE, Label(beside))
+        copier = threads.submit(store.copy, SOURCE, SaveRequest(beside))
         time.sleep(0.1)
         go_on.set()
         writer.result(10)

@@ -30,7 +30,12 @@ from planish.engine.checkpoints.files import (
     MANIFEST_FILE,
     OPTIMIZER_FILE,
 )
-from planish.engine.checkpoints.store import AdapterSnapshot, CheckpointStore, Label, data_directory
+from planish.engine.checkpoints.store import (
+    AdapterSnapshot,
+    CheckpointStore,
+    SaveRequest,
+    data_directory,
+)
 from planish.engine.training.adapters import Adapter
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
 from planish.model.config import ModelConfig
@@ -76,7 +81,7 @@ def files_under(directory: Path) -> list[str]:
 
 def test_a_saved_state_is_read_back_bitwise_identically(store, model_dir):
     adapter = trained(model_dir)
-    store.save(Label(TRAINING), saved(adapter))
+    store.save(SaveRequest(TRAINING), saved(adapter))
     state, _ = store.read(TRAINING, adapter.layout, with_optimizer=True)
     assert state.keys() == adapter.state().keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in adapter.state().items())
@@ -94,7 +99,7 @@ def test_a_saved_state_is_read_back_bitwise_identically(store, model_dir):
 )
 def test_peft_loads_a_checkpoint_and_computes_the_same_logits(store, model_dir, lora):
     adapter = trained(model_dir, lora)
-    store.save(Label(SAMPLER), saved(adapter))
+    store.save(SaveRequest(SAMPLER), saved(adapter))
     directory = store.directory / "run:train:0" / "sampler_weights" / "a"
     base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     tokens = torch.arange(40)
@@ -124,7 +129,7 @@ def test_peft_loads_a_checkpoint_and_computes_the_same_logits(store, model_dir, 
 
 def test_a_sampler_checkpoint_has_no_optimizer(store, model_dir):
     adapter = trained(model_dir)
-    store.save(Label(SAMPLER), saved(adapter))
+    store.save(SaveRequest(SAMPLER), saved(adapter))
     assert files_under(store.directory) == sorted(
         [ADAPTER_FILE, ADAPTER_CONFIG_FILE, MANIFEST_FILE]
     )
@@ -137,7 +142,7 @@ def test_a_sampler_checkpoint_has_no_optimizer(store, model_dir):
 )
 def test_invalid_names_are_rejected_before_anything_is_written(store, model_dir, name):
     with pytest.raises(UserError, match="name=.*slash"):
-        store.save(Label(CheckpointPath("run", "training", name)), saved(trained(model_dir)))
+        store.save(SaveRequest(CheckpointPath("run", "training", name)), saved(trained(model_dir)))
     assert not store.directory.exists()
 
 
@@ -152,7 +157,7 @@ def test_a_checkpoint_path_cannot_leave_the_data_directory(store, tmp_path):
 @pytest.mark.parametrize("ttl", [0, -1, 1.5, True, "60", 11 * 365 * 86400])
 def test_ttl_must_be_a_whole_number_of_seconds(store, model_dir, ttl):
     with pytest.raises(UserError, match="ttl_seconds"):
-        store.save(Label(TRAINING, ttl_seconds=ttl), saved(trained(model_dir)))
+        store.save(SaveRequest(TRAINING, ttl_seconds=ttl), saved(trained(model_dir)))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +167,7 @@ def test_reading_restarts_if_the_checkpoint_is_replaced_meanwhile(
     store, model_dir, monkeypatch, swapped_at
 ):
     first, second = trained(model_dir, steps=1), trained(model_dir, steps=3)
-    store.save(Label(TRAINING), saved(first))
+    store.save(SaveRequest(TRAINING), saved(first))
     module, what, file = {
         "the adapter's check": (checkpoint_files, "check_file", ADAPTER_FILE),
         "the moments' check": (checkpoint_files, "check_file", OPTIMIZER_FILE),
@@ -174,7 +179,7 @@ def test_reading_restarts_if_the_checkpoint_is_replaced_meanwhile(
     def read_and_swap(path: Path, *rest: object) -> object:
         found = read(path, *rest)
         if path.name == file and not swaps:
-            swaps.append(store.save(Label(TRAINING, overwrite=True), saved(second)))
+            swaps.append(store.save(SaveRequest(TRAINING, overwrite=True), saved(second)))
         return found
 
     monkeypatch.setattr(module, what, read_and_swap)
@@ -185,7 +190,7 @@ def test_reading_restarts_if_the_checkpoint_is_replaced_meanwhile(
 
 def test_a_reader_waits_while_a_checkpoint_is_being_replaced(store, model_dir, monkeypatch):
     first, second = trained(model_dir, steps=1), trained(model_dir, steps=3)
-    store.save(Label(TRAINING), saved(first))
+    store.save(SaveRequest(TRAINING), saved(first))
     read, is_away, go_on = checkpoints.read_manifest, threading.Event(), threading.Event()
     rename = os.rename
 
@@ -205,7 +210,7 @@ def test_a_reader_waits_while_a_checkpoint_is_being_replaced(store, model_dir, m
         return read(directory)
 
     writer = threading.Thread(
-        target=store.save, args=(Label(TRAINING, overwrite=True), saved(second))
+        target=store.save, args=(SaveRequest(TRAINING, overwrite=True), saved(second))
     )
     monkeypatch.setattr(checkpoints.os, "rename", slow_rename)
     monkeypatch.setattr(checkpoints, "read_manifest", read_late)
@@ -216,11 +221,11 @@ def test_a_reader_waits_while_a_checkpoint_is_being_replaced(store, model_dir, m
 def test_a_taken_name_is_rejected_and_the_old_checkpoint_kept(store, model_dir):
     first, second = trained(model_dir, steps=1), trained(model_dir, steps=3)
     for path in (TRAINING, SAMPLER):
-        store.save(Label(path), saved(first))
+        store.save(SaveRequest(path), saved(first))
         with pytest.raises(CheckpointError, match="overwrite"):
-            store.save(Label(path), saved(second))
+            store.save(SaveRequest(path), saved(second))
         assert store.manifest(path).step == 1
-        store.save(Label(path, overwrite=True), saved(second))
+        store.save(SaveRequest(path, overwrite=True), saved(second))
         assert store.manifest(path).step == 3
         assert torch.equal(store.read(path, first.layout, False)[0]["master"], second.master)
     assert len(files_under(store.directory)) == 7
@@ -228,8 +233,8 @@ def test_a_taken_name_is_rejected_and_the_old_checkpoint_kept(store, model_dir):
 
 def test_equal_sampler_weights_may_be_saved_again(store, model_dir):
     adapter = trained(model_dir)
-    store.save(Label(SAMPLER, ttl_seconds=60), saved(adapter))
-    store.save(Label(SAMPLER), saved(adapter))
+    store.save(SaveRequest(SAMPLER, ttl_seconds=60), saved(adapter))
+    store.save(SaveRequest(SAMPLER), saved(adapter))
     assert store.manifest(SAMPLER).expires_at is None
 
 
@@ -244,7 +249,7 @@ def test_a_missing_checkpoint_error_names_data_dir(store):
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
 def test_a_damaged_file_is_detected_and_named(store, model_dir, name, damage):
     adapter = trained(model_dir)
-    store.save(Label(TRAINING), saved(adapter))
+    store.save(SaveRequest(TRAINING), saved(adapter))
     file = store.directory / "run:train:0" / "weights" / "a" / name
     content = bytearray(file.read_bytes())
     if damage == "truncate":
@@ -260,7 +265,7 @@ def test_a_damaged_file_is_detected_and_named(store, model_dir, name, damage):
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"format": 2}', '{"format": 1}', "null"])
 def test_an_invalid_manifest_is_detected(store, model_dir, content):
-    store.save(Label(TRAINING), saved(trained(model_dir)))
+    store.save(SaveRequest(TRAINING), saved(trained(model_dir)))
     (store.directory / "run:train:0" / "weights" / "a" / MANIFEST_FILE).write_text(content)
     with pytest.raises(DamagedFileError):
         store.manifest(TRAINING)
@@ -269,7 +274,7 @@ def test_an_invalid_manifest_is_detected(store, model_dir, content):
 
 
 def test_reading_with_another_adapter_layout_is_rejected(store, model_dir):
-    store.save(Label(TRAINING), saved(trained(model_dir, LoraConfig(rank=4))))
+    store.save(SaveRequest(TRAINING), saved(trained(model_dir, LoraConfig(rank=4))))
     other = LoraLayout(ModelConfig.from_directory(model_dir), LoraConfig(rank=8))
     with pytest.raises(CheckpointError, match="matrices differ from those of this model"):
         store.read(TRAINING, other, False)
@@ -278,7 +283,7 @@ def test_reading_with_another_adapter_layout_is_rejected(store, model_dir):
 def test_an_expired_checkpoint_is_rejected_and_removed(store, model_dir, monkeypatch):
     monkeypatch.setattr(checkpoint_store, "_EXPIRED_SECONDS", 0.0)
     adapter = trained(model_dir)
-    store.save(Label(TRAINING, ttl_seconds=3600), saved(adapter))
+    store.save(SaveRequest(TRAINING, ttl_seconds=3600), saved(adapter))
     assert store.records()[0].expires_at is not None
     file = store.directory / "run:train:0" / "weights" / "a" / MANIFEST_FILE
     fields = json.loads(file.read_text())
@@ -287,7 +292,7 @@ def test_an_expired_checkpoint_is_rejected_and_removed(store, model_dir, monkeyp
     with pytest.raises(CheckpointError, match="expired at .* ttl_seconds"):
         store.read(TRAINING, adapter.layout, False)
     assert files_under(store.directory) == []
-    store.save(Label(TRAINING), saved(adapter))
+    store.save(SaveRequest(TRAINING), saved(adapter))
 
 
 def test_records_are_newest_first_and_can_be_limited_to_a_run(store, model_dir):
@@ -295,7 +300,7 @@ def test_records_are_newest_first_and_can_be_limited_to_a_run(store, model_dir):
     for run in ("one", "two"):
         for name in ("x", "y"):
             store.save(
-                Label(CheckpointPath(run, "training", name), user_metadata={"k": name}),
+                SaveRequest(CheckpointPath(run, "training", name), user_metadata={"k": name}),
                 saved(adapter),
             )
     assert [str(r.tinker_path)[9:] for r in store.records()] == [
@@ -326,7 +331,7 @@ def file_size_limit(size: int):
 @pytest.mark.parametrize("room", ["nothing", "part of the adapter", "the adapter"])
 def test_a_failed_save_keeps_the_old_checkpoint_and_no_temporary_files(store, model_dir, room):
     adapter = trained(model_dir, steps=1)
-    store.save(Label(TRAINING), saved(adapter))
+    store.save(SaveRequest(TRAINING), saved(adapter))
     sizes = {name: file.size for name, file in store.manifest(TRAINING).files.items()}
     size = {
         "nothing": 0,
@@ -336,10 +341,10 @@ def test_a_failed_save_keeps_the_old_checkpoint_and_no_temporary_files(store, mo
     before = files_under(store.directory)
     newer = trained(model_dir, steps=2)
     with file_size_limit(size), pytest.raises(StorageError, match="free space"):
-        store.save(Label(TRAINING, overwrite=True), saved(newer))
+        store.save(SaveRequest(TRAINING, overwrite=True), saved(newer))
     assert files_under(store.directory) == before
     assert torch.equal(store.read(TRAINING, adapter.layout, True)[0]["master"], adapter.master)
-    store.save(Label(TRAINING, overwrite=True), saved(newer))
+    store.save(SaveRequest(TRAINING, overwrite=True), saved(newer))
     assert store.manifest(TRAINING).step == 2
 
 
@@ -355,7 +360,7 @@ def test_a_save_on_a_full_file_system_raises_storage_error(tmp_path, model_dir):
         store = CheckpointStore(disk)
         adapter = trained(model_dir, LoraConfig(rank=16))
         with pytest.raises(StorageError, match="No space left|free space"):
-            store.save(Label(TRAINING), saved(adapter))
+            store.save(SaveRequest(TRAINING), saved(adapter))
         assert files_under(disk) == []
     finally:
         subprocess.run(["umount", disk], check=True)
@@ -376,7 +381,7 @@ def test_all_files_are_on_disk_before_the_checkpoint_gets_its_name(store, model_
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", noted_rename)
-    store.save(Label(TRAINING), saved(adapter))
+    store.save(SaveRequest(TRAINING), saved(adapter))
     target = store.directory / "run:train:0" / "weights" / "a"
     (renamed,) = (number for number, (kind, _) in enumerate(done) if kind == "rename")
     aside = done[renamed][1]
@@ -387,7 +392,7 @@ def test_all_files_are_on_disk_before_the_checkpoint_gets_its_name(store, model_
 
 def test_a_crash_between_the_two_renames_loses_no_checkpoint(store, model_dir, monkeypatch):
     old, new = trained(model_dir, steps=1), trained(model_dir, steps=2)
-    store.save(Label(TRAINING), saved(old))
+    store.save(SaveRequest(TRAINING), saved(old))
     renames = []
     rename = os.rename
 
@@ -400,11 +405,11 @@ def test_a_crash_between_the_two_renames_loses_no_checkpoint(store, model_dir, m
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints.os, "rename", killed_at_the_second)
         with pytest.raises(KeyboardInterrupt):
-            store.save(Label(TRAINING, overwrite=True), saved(new))
+            store.save(SaveRequest(TRAINING, overwrite=True), saved(new))
     assert not (store.directory / "run:train:0" / "weights" / "a").exists()
     assert store.manifest(TRAINING).step == 1
     assert torch.equal(store.read(TRAINING, old.layout, True)[0]["master"], old.master)
-    store.save(Label(TRAINING, overwrite=True), saved(new))
+    store.save(SaveRequest(TRAINING, overwrite=True), saved(new))
     assert store.manifest(TRAINING).step == 2
     assert len(files_under(store.directory)) == 4
 
@@ -415,7 +420,7 @@ def test_a_save_whose_last_sync_fails_leaves_its_name_as_it_was(
 ):
     old, new = trained(model_dir, steps=1), trained(model_dir, steps=2)
     if is_replaced:
-        store.save(Label(TRAINING), saved(old))
+        store.save(SaveRequest(TRAINING), saved(old))
     target = store.directory / "run:train:0" / "weights"
 
     def failing(path):
@@ -425,18 +430,18 @@ def test_a_save_whose_last_sync_fails_leaves_its_name_as_it_was(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "sync", failing)
         with pytest.raises(StorageError):
-            store.save(Label(TRAINING, overwrite=is_replaced), saved(new))
+            store.save(SaveRequest(TRAINING, overwrite=is_replaced), saved(new))
     assert [path.name for path in target.iterdir()] == (["a"] if is_replaced else [])
     if is_replaced:
         assert store.manifest(TRAINING).step == 1
-    store.save(Label(TRAINING, overwrite=is_replaced), saved(new))
+    store.save(SaveRequest(TRAINING, overwrite=is_replaced), saved(new))
     assert store.manifest(TRAINING).step == 2
 
 
 def test_a_checkpoint_that_the_disk_fails_to_find_is_not_reported_as_missing(
     store, model_dir, monkeypatch
 ):
-    store.save(Label(TRAINING), saved(trained(model_dir)))
+    store.save(SaveRequest(TRAINING), saved(trained(model_dir)))
     found, target = Path.stat, store.directory / "run:train:0" / "weights" / "a"
 
     def failing(path, **options):
@@ -456,7 +461,7 @@ def test_a_checkpoint_that_the_disk_fails_to_find_is_not_reported_as_missing(
 WRITER = """
 import sys, torch
 from planish.engine.training.adapters import Adapter
-from planish.engine.checkpoints.store import CheckpointStore, Label, AdapterSnapshot
+from planish.engine.checkpoints.store import CheckpointStore, SaveRequest, AdapterSnapshot
 from planish.model.config import ModelConfig
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.lora import LoraLayout
@@ -470,7 +475,7 @@ while True:
     adapter.step += 1
     adapter.master = torch.full_like(adapter.master, adapter.step)
     saved = AdapterSnapshot(adapter.state(), layout, "base", "architecture", "weights")
-    store.save(Label(CheckpointPath("run", "training", "a"), overwrite=True), saved)
+    store.save(SaveRequest(CheckpointPath("run", "training", "a"), overwrite=True), saved)
 """
 
 
@@ -498,7 +503,7 @@ def test_a_killed_writer_leaves_a_complete_checkpoint(store, model_dir):
         steps.append(store.manifest(path).step)
         assert bool((state["master"] == int(state["step"])).all())
     assert min(steps) >= 1
-    store.save(Label(path, overwrite=True), saved(trained(model_dir)))
+    store.save(SaveRequest(path, overwrite=True), saved(trained(model_dir)))
     assert len(files_under(store.directory)) == 4
 
 
@@ -509,7 +514,7 @@ def test_concurrent_saves_to_one_name_all_succeed(store, model_dir):
     def write() -> None:
         try:
             for _ in range(5):
-                store.save(Label(TRAINING, overwrite=True), saved(adapter))
+                store.save(SaveRequest(TRAINING, overwrite=True), saved(adapter))
         except BaseException as error:
             errors.append(error)
 
@@ -534,7 +539,7 @@ def test_data_directory_follows_argument_then_environment_then_home(monkeypatch,
 
 def test_a_copied_data_directory_can_be_read(store, model_dir, tmp_path):
     adapter = trained(model_dir)
-    store.save(Label(TRAINING), saved(adapter))
+    store.save(SaveRequest(TRAINING), saved(adapter))
     shutil.copytree(store.directory, tmp_path / "copy")
     other = CheckpointStore(tmp_path / "copy")
     assert torch.equal(other.read(TRAINING, adapter.layout, False)[0]["master"], adapter.master)

@@ -16,7 +16,7 @@ from backends import with_tiling
 from transformers import AutoModelForCausalLM
 
 from planish.engine.sampling import scheduler
-from planish.engine.sampling.prompt_logprobs import PromptScores
+from planish.engine.sampling.prompt_scores import PromptScores
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.errors import NonFiniteError
 from planish.model.decoder import Decoder

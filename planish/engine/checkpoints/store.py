@@ -71,7 +71,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Label:
+class SaveRequest:
     """The path, time to live and metadata of a checkpoint to write. Raises UserError if invalid."""
 
     path: CheckpointPath
@@ -121,16 +121,16 @@ class CheckpointStore:
         self.removes_expired = True
         """Whether reads remove expired checkpoints. A server removes them itself."""
 
-    def save(self, label: Label, adapter: AdapterSnapshot) -> None:
+    def save(self, request: SaveRequest, adapter: AdapterSnapshot) -> None:
         """Write one checkpoint.
 
         Raises CheckpointError if the name is taken. Raises StorageError if writing fails; partial
         files are removed then.
         """
-        self._create(label, lambda temporary: self._write(temporary, label, adapter))
+        self._create(request, lambda temporary: self._write(temporary, request, adapter))
 
-    def copy(self, source: CheckpointPath, label: Label) -> None:
-        """Copy the checkpoint `source` to `label`, which sets the time to live and metadata.
+    def copy(self, source: CheckpointPath, request: SaveRequest) -> None:
+        """Copy the checkpoint `source` to the path, time to live and metadata of `request`.
 
         The copy uses hard links if the file system supports them, so it needs no more space. A
         training checkpoint may be copied as a sampler checkpoint, without the optimizer state.
@@ -138,25 +138,28 @@ class CheckpointStore:
         Raises the errors of `manifest` and `save`, and DamagedFileError if a file of `source` is
         missing.
         """
-        if source.checkpoint_type == "sampler" and label.path.checkpoint_type == "training":
+        if source.checkpoint_type == "sampler" and request.path.checkpoint_type == "training":
             raise CheckpointError(
-                f"{source} has no optimizer state; copy it as sampler weights, not as {label.path}"
+                f"{source} has no optimizer state; copy it as sampler weights, not as "
+                f"{request.path}"
             )
 
         def copy(manifest: Manifest) -> None:
-            self._create(label, lambda temporary: self._link(temporary, source, manifest, label))
+            self._create(
+                request, lambda temporary: self._link(temporary, source, manifest, request)
+            )
 
         self._retry_if_replaced(source, copy)
 
     def set_ttl(self, path: CheckpointPath, ttl_seconds: int | None) -> None:
         """Make the checkpoint expire `ttl_seconds` from now; None keeps it forever."""
-        label = Label(path, ttl_seconds)
+        request = SaveRequest(path, ttl_seconds)
         # Raise an error here if the checkpoint does not exist. Acquiring the lock could otherwise
         # create a lock file for nothing.
         self.manifest(path)
         with self._locked(self._directory_of(path).parent.parent):
             manifest = replace(
-                self._read_manifest(path), expires_at=label.expires_at(datetime.now(UTC))
+                self._read_manifest(path), expires_at=request.expires_at(datetime.now(UTC))
             )
             write_atomically(self._directory_of(path) / MANIFEST_FILE, manifest.to_json())
 
@@ -314,9 +317,9 @@ class CheckpointStore:
         if not _same_files(read_manifest(self._directory_of(path)), manifest):
             raise DamagedFileError(f"{path} was replaced while it was read; try again")
 
-    def _create(self, label: Label, write: Callable[[Path], Manifest]) -> None:
+    def _create(self, request: SaveRequest, write: Callable[[Path], Manifest]) -> None:
         """Call `write` to fill a temporary directory, then rename it to the checkpoint."""
-        target = self._directory_of(label.path)
+        target = self._directory_of(request.path)
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:
             with self._locked(target.parent.parent, create=True):
@@ -324,7 +327,7 @@ class CheckpointStore:
                 self._clear_leftovers(target)
                 temporary.mkdir()
                 manifest = write(temporary)
-                self._check_name_is_free(label, target, manifest)
+                self._check_name_is_free(request, target, manifest)
                 _rename_into_place(temporary, target)
         except OSError as error:
             remedy = write_remedy(
@@ -333,19 +336,19 @@ class CheckpointStore:
                 f"(now {self.directory})",
             )
             raise StorageError(
-                f"the checkpoint {label.path} was not saved: {error}; {remedy}"
+                f"the checkpoint {request.path} was not saved: {error}; {remedy}"
             ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _link(
-        self, temporary: Path, source: CheckpointPath, manifest: Manifest, label: Label
+        self, temporary: Path, source: CheckpointPath, manifest: Manifest, request: SaveRequest
     ) -> Manifest:
         """Link the files of `source` into `temporary`, and write and return the copy's manifest."""
         linked_files = {
             name: file
             for name, file in manifest.files.items()
-            if name in _file_names(label.path.checkpoint_type)
+            if name in _file_names(request.path.checkpoint_type)
         }
         try:
             for name in linked_files:
@@ -357,19 +360,19 @@ class CheckpointStore:
         self._check_unchanged(source, manifest)
         now = datetime.now(UTC)
         metadata = (
-            manifest.user_metadata if label.user_metadata is None else dict(label.user_metadata)
+            manifest.user_metadata if request.user_metadata is None else dict(request.user_metadata)
         )
         copy_manifest = replace(
             manifest,
             time=now,
-            expires_at=label.expires_at(now),
+            expires_at=request.expires_at(now),
             user_metadata=dict(metadata),
             files=linked_files,
         )
         write_manifest(temporary, copy_manifest)
         return copy_manifest
 
-    def _write(self, temporary: Path, label: Label, adapter: AdapterSnapshot) -> Manifest:
+    def _write(self, temporary: Path, request: SaveRequest, adapter: AdapterSnapshot) -> Manifest:
         """Write all files of a checkpoint into `temporary`; return the manifest."""
         now = datetime.now(UTC)
         manifest = Manifest(
@@ -379,11 +382,11 @@ class CheckpointStore:
             lora=adapter.layout.lora,
             step=int(adapter.state["step"]),
             time=now,
-            expires_at=label.expires_at(now),
-            user_metadata=dict(label.user_metadata or {}),
+            expires_at=request.expires_at(now),
+            user_metadata=dict(request.user_metadata or {}),
             quantize=adapter.quantize,
         )
-        with_optimizer = label.path.checkpoint_type == "training"
+        with_optimizer = request.path.checkpoint_type == "training"
         files = write_tensors(
             temporary, adapter.layout, adapter.state, adapter.base_model, with_optimizer
         )
@@ -391,20 +394,22 @@ class CheckpointStore:
         write_manifest(temporary, manifest)
         return manifest
 
-    def _check_name_is_free(self, label: Label, target: Path, manifest: Manifest) -> None:
+    def _check_name_is_free(self, request: SaveRequest, target: Path, manifest: Manifest) -> None:
         """Raise CheckpointError if the name is taken.
 
         A sampler checkpoint with equal weights may be replaced, because a resumed run saves its
         last weights once more. Expired and damaged checkpoints may be replaced too.
         """
-        if label.overwrite or not target.is_dir():
+        if request.overwrite or not target.is_dir():
             return
         with suppress(DamagedFileError):
             existing = read_manifest(target)
-            is_equal = label.path.checkpoint_type == "sampler" and existing.files == manifest.files
+            is_equal = (
+                request.path.checkpoint_type == "sampler" and existing.files == manifest.files
+            )
             if is_equal or _has_expired(existing):
                 return
-        raise name_taken_error(label.path)
+        raise name_taken_error(request.path)
 
     @contextmanager
     def _locked(self, run: Path, create: bool = False) -> Iterator[None]:

@@ -35,7 +35,7 @@ from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner
 from planish.engine.sampling.grammars import GrammarCache, GrammarState, wait_for_masks
 from planish.engine.sampling.model_runner import EagerRunner, InputBatch
 from planish.engine.sampling.prefix_cache import PrefixCache
-from planish.engine.sampling.prompt_logprobs import (
+from planish.engine.sampling.prompt_scores import (
     MAX_SCORED_ROWS,
     PromptScores,
     wants_prompt_scores,

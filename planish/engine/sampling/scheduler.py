@@ -28,7 +28,7 @@ from planish.types import SampledSequence, SampleResponse, StopReason
 
 if TYPE_CHECKING:  # These classes hold tensors, which the scheduler only passes on.
     from planish.engine.sampling.grammars import GrammarState
-    from planish.engine.sampling.prompt_logprobs import PromptScores
+    from planish.engine.sampling.prompt_scores import PromptScores
     from planish.model.lora import LoraWeights
 
 _MAX_ALT_TOKENS_PER_STEP = 1 << 18

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from planish.engine.sampling.adjustments import is_adjusted
-from planish.engine.sampling.prompt_logprobs import wants_prompt_scores
+from planish.engine.sampling.prompt_scores import wants_prompt_scores
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.service import Sample
