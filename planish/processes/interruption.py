@@ -71,7 +71,7 @@ class Interruption:
         """The exception to raise when the run was asked to stop and is saved."""
         return exception_for_signal(self._signal)
 
-    def ask(self) -> None:
+    def request_stop(self) -> None:
         """Ask the run to stop at the next point from which it can be resumed."""
         self._stop_requested.set()
 
@@ -94,10 +94,10 @@ class Interruption:
         raise Interrupted
 
     @contextmanager
-    def heed_signals(self, say: Callable[[str], None]) -> Iterator[None]:
-        """In this block the first Ctrl-C or SIGTERM asks the run to stop, and `say` is called with
-        a message for the user. The next Ctrl-C raises KeyboardInterrupt; the next SIGTERM ends the
-        process.
+    def handle_signals(self, notify: Callable[[str], None]) -> Iterator[None]:
+        """In this block the first Ctrl-C or SIGTERM asks the run to stop, and `notify` is called
+        with a message for the user. The next Ctrl-C raises KeyboardInterrupt; the next SIGTERM ends
+        the process.
 
         This works in the main thread, and, for Ctrl-C only, within `run_in_thread`. In any other
         thread the block has no effect. A signal that the process ignores, such as Ctrl-C under
@@ -107,18 +107,18 @@ class Interruption:
 
         def on_signal(number: int) -> None:
             self._signal = number
-            self.ask()
-            say(_STOP_MESSAGES[signal.Signals(number)])
+            self.request_stop()
+            notify(_STOP_MESSAGES[signal.Signals(number)])
 
-        def ask(number: int) -> None:
+        def schedule_stop(number: int) -> None:
             with suppress(RuntimeError):  # the event loop has just been closed
                 loop.call_soon_threadsafe(on_signal, number)
 
         if (main_thread_handler := _main_thread.get()) is not None:
-            with main_thread_handler.passing_signals(ask):
+            with main_thread_handler.passing_signals(schedule_stop):
                 yield
         elif threading.current_thread() is threading.main_thread():
-            with _signal_requests(ask):
+            with _signal_requests(schedule_stop):
                 yield
         else:
             yield
@@ -131,9 +131,9 @@ class StopRequest:
     notebook, SIGTERM keeps its usual effect.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        """`say` is called with a message at the first signal. Later signals end the loop at once."""
-        self._say = say
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        """`notify` is called with a message at the first signal. Later signals end the loop."""
+        self._notify = notify
         self._signal: int | None = None
         self._is_interruptible = False
         self._stop_requested: SimpleQueue[int | None] = SimpleQueue()
@@ -144,11 +144,13 @@ class StopRequest:
             # Print the message in another thread: the signal may have interrupted the main thread
             # while it writes a line, and stdout cannot be re-entered.
             end = partial(self._stop_requested.put, None)
-            thread = BackgroundThread(self._answer, "planish-signals", stop=end, exit_seconds=1.0)
+            thread = BackgroundThread(
+                self._notify_requests, "planish-signals", stop=end, exit_seconds=1.0
+            )
             self._handlers.callback(thread.join)
             self._handlers.callback(end)
             self._handlers.enter_context(
-                _signal_requests(self._ask, heeds_sigterm=not _runs_a_loop())
+                _signal_requests(self._on_signal, heeds_sigterm=not _has_running_loop())
             )
         return self
 
@@ -177,18 +179,18 @@ class StopRequest:
         finally:
             self._is_interruptible = False
 
-    def _ask(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         self._signal = number
         self._stop_requested.put(number)
         if self._is_interruptible:
             raise Interrupted
 
-    def _answer(self) -> None:
+    def _notify_requests(self) -> None:
         while (number := self._stop_requested.get()) is not None:
-            self._say(_STOP_MESSAGES[signal.Signals(number)])
+            self._notify(_STOP_MESSAGES[signal.Signals(number)])
 
 
-def _runs_a_loop() -> bool:
+def _has_running_loop() -> bool:
     """Return whether an event loop runs in this thread, as in a notebook."""
     try:
         asyncio.get_running_loop()
@@ -198,12 +200,14 @@ def _runs_a_loop() -> bool:
 
 
 @contextmanager
-def _signal_requests(ask: Callable[[int], None], *, heeds_sigterm: bool = True) -> Iterator[None]:
-    """In this block, in the main thread, the first Ctrl-C or SIGTERM calls `ask`."""
+def _signal_requests(
+    on_signal: Callable[[int], None], *, heeds_sigterm: bool = True
+) -> Iterator[None]:
+    """In this block, in the main thread, the first Ctrl-C or SIGTERM calls `on_signal`."""
     with (
         _ControlC(_next_control_c_handler(signal.getsignal(signal.SIGINT))) as control_c,
-        control_c.passing_signals(ask),
-        _Sigterm(lambda: control_c.ask(signal.SIGTERM)) if heeds_sigterm else nullcontext(),
+        control_c.passing_signals(on_signal),
+        _Sigterm(lambda: control_c.pass_signal(signal.SIGTERM)) if heeds_sigterm else nullcontext(),
     ):
         yield
 
@@ -299,7 +303,7 @@ class _ControlC:
 
     def __init__(self, next_handler: Handler = signal.default_int_handler) -> None:
         self._next_handler = next_handler
-        self._ask: Callable[[int], None] | None = None
+        self._receiver: Callable[[int], None] | None = None
 
     def __enter__(self) -> Self:
         self._previous_handler = signal.getsignal(signal.SIGINT)
@@ -312,27 +316,27 @@ class _ControlC:
             signal.signal(signal.SIGINT, self._previous_handler)
 
     @contextmanager
-    def passing_signals(self, ask: Callable[[int], None]) -> Iterator[None]:
-        """In this block, which may be in any thread, the first signal calls `ask` with its number."""
-        self._ask = ask
+    def passing_signals(self, receiver: Callable[[int], None]) -> Iterator[None]:
+        """In this block, in any thread, the first signal calls `receiver` with its number."""
+        self._receiver = receiver
         try:
             yield
         finally:
-            self._ask = None
+            self._receiver = None
 
-    def ask(self, number: int) -> bool:
+    def pass_signal(self, number: int) -> bool:
         """Pass a signal to the `passing_signals` block.
 
         Return False if there is no such block, or if the block has already received a signal.
         """
-        ask, self._ask = self._ask, None
-        if ask is None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is None:
             return False
-        ask(number)
+        receiver(number)
         return True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self.ask(number):
+        if not self.pass_signal(number):
             self._next_handler(number, frame)
 
 
@@ -344,14 +348,14 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine and return its result. If an event loop is running already, as in a notebook,
     the coroutine runs in a thread with its own loop.
     """
-    return run_in_thread(work) if _runs_a_loop() else asyncio.run(work)
+    return run_in_thread(work) if _has_running_loop() else asyncio.run(work)
 
 
 def run_in_thread(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` in an event loop in another thread, wait, and return its result. For notebooks,
     where this thread already runs a loop.
 
-    The first Ctrl-C within `Interruption.heed_signals` asks the run to stop. Any other Ctrl-C
+    The first Ctrl-C within `Interruption.handle_signals` asks the run to stop. Any other Ctrl-C
     cancels `work`, and KeyboardInterrupt is raised after `work` has cleaned up.
     """
     if threading.current_thread() is not threading.main_thread():

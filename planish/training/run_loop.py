@@ -324,7 +324,7 @@ async def run_training(
                 options, num_steps, start, run_directory, checkpoints, display, metric_log, trace
             )
             learner = await make_learner(loop)
-            with loop.interruption.heed_signals(display.say):
+            with loop.interruption.handle_signals(display.say):
                 is_finished = await loop.run_to_end(learner)
     if not is_finished:
         raise loop.interruption.exit_exception

@@ -101,7 +101,7 @@ def test_help_explains_options_of_stages(capsys: pytest.CaptureFixture[str]):
 async def run(said: list[str], heeds: bool) -> str:
     """Interrupted in its middle; one that does not heed that is interrupted again."""
     interruption = Interruption()
-    with interruption.heed_signals(said.append):
+    with interruption.handle_signals(said.append):
         interrupt_soon()
         try:
             await interruption.guard(asyncio.sleep(30))

@@ -198,7 +198,7 @@ def test_control_c_saves_the_finished_steps(tokenizer, tmp_path, name, monkeypat
         path = tmp_path / f"stopped{stop_at}"
         service = FakeService(tokenizer)
         interruptions = []
-        monkeypatch.setattr(Interruption, "heed_signals", recorded(interruptions))
+        monkeypatch.setattr(Interruption, "handle_signals", recorded(interruptions))
         monkeypatch.setattr(service, "count", asking(service, stop_at, interruptions))
         with suppress(KeyboardInterrupt):  # in its last step the run completes
             train(service, path, **VARIANTS[name])
@@ -216,11 +216,11 @@ def test_control_c_saves_the_finished_steps(tokenizer, tmp_path, name, monkeypat
 
 def recorded(interruptions):
     @contextmanager
-    def heed_signals(self, say):
+    def handle_signals(self, say):
         interruptions.append(self)
         yield
 
-    return heed_signals
+    return handle_signals
 
 
 def asking(service, stop_at, interruptions):
@@ -229,7 +229,7 @@ def asking(service, stop_at, interruptions):
     def counting(operation):
         count(service, operation)
         if len(service.operations) >= stop_at:
-            interruptions[-1].ask()
+            interruptions[-1].request_stop()
 
     return counting
 

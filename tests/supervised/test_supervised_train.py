@@ -327,7 +327,7 @@ def test_control_c_saves_the_finished_steps(tokenizer, chats, tmp_path, name, mo
         service = LedgerService(tokenizer)
         with monkeypatch.context() as patch:
             interruptions = []
-            patch.setattr(Interruption, "heed_signals", recorded(interruptions))
+            patch.setattr(Interruption, "handle_signals", recorded(interruptions))
             patch.setattr(service, "count", asking(service, stop_at, interruptions))
             with suppress(KeyboardInterrupt):  # in its last step the run ends by itself
                 train(service, chats, path, **VARIANTS[name])
@@ -400,18 +400,18 @@ def test_a_failed_step_saves_the_earlier_steps(
 
 def recorded(interruptions):
     @contextmanager
-    def heed_signals(self, say):
+    def handle_signals(self, say):
         interruptions.append(self)
         yield
 
-    return heed_signals
+    return handle_signals
 
 
 def asking(service, stop_at, interruptions):
     def counting(operation):
         service.operations.append(operation)
         if len(service.operations) >= stop_at:
-            interruptions[-1].ask()
+            interruptions[-1].request_stop()
 
     return counting
 
