@@ -509,7 +509,7 @@ class Engine:
                 )
             checkpoint_shape, model_shape = (
                 _describe_shape(manifest.lora),
-                _describe_shape(layout.lora),
+                _describe_shape(layout.lora_config),
             )
             if checkpoint_shape != model_shape:
                 raise CheckpointError(

@@ -340,7 +340,7 @@ def check_attention(case: Case) -> None:
     attention = DecodeTables(pool_bases, len(row_of) + 3, case.config.num_heads)
     attention.fill(row_of, batch.prompt_pools, batch.sample_pools)
     num_rows = len(row_of) + 3
-    k, v = (case.random(num_rows, kv_spec.heads, kv_spec.head_dim) for _ in range(2))
+    k, v = (case.random(num_rows, kv_spec.num_heads, kv_spec.head_dim) for _ in range(2))
     attended = {}
     for sample in batch.running:
         row = row_of[sample]
@@ -384,7 +384,7 @@ def _check_prefill(case: Case, kv_spec: KVSpec, pool_bases: PoolBases) -> None:
         num_cached = prompt.length // 3
         spans.append(PrefillSpan(pool, prompt.slot, row, num_cached, prompt.length - num_cached))
         row += prompt.length - num_cached + 1
-    k, v = (case.random(row, kv_spec.heads, kv_spec.head_dim) for _ in range(2))
+    k, v = (case.random(row, kv_spec.num_heads, kv_spec.head_dim) for _ in range(2))
     q = case.random(row, case.config.num_heads, kv_spec.head_dim, scale=0.3)
     expected = []
     for span in spans:

@@ -78,7 +78,7 @@ class TrainingModel:
     def info(self) -> GetInfoResponse:
         """Return the response of `get_info` for this model."""
         data = ModelData(self.base.config.family, self.base_model, str(self.base.directory))
-        return GetInfoResponse(self.model_id, data, True, self.layout.lora.rank)
+        return GetInfoResponse(self.model_id, data, True, self.layout.lora_config.rank)
 
 
 @dataclass(eq=False)

@@ -127,7 +127,7 @@ def import_adapter(
     )
     store.save(SaveRequest(path, overwrite=overwrite, user_metadata=metadata), saved_adapter)
     notes = _notes(config, layout, linears)
-    return ImportedAdapter(path, base_model, layout.lora, quantization, len(linears), notes)
+    return ImportedAdapter(path, base_model, layout.lora_config, quantization, len(linears), notes)
 
 
 def _base_quantization(directory: Path, quantize: str | None) -> str | None:

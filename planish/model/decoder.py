@@ -458,11 +458,11 @@ class _WeightLoader:
             weight_names = [f"{prefix}{name}.weight" for name in names]
             if self.quantize is not None:
                 # Quantize the stored numbers, so that the codes do not depend on the model's dtype.
-                stored = [
+                weights = [
                     self.float_weight(name, torch.float32).to(self.backend.device)
                     for name in weight_names
                 ]
-                codes = [quantize(weight, self.quantize) for weight in stored]
+                codes = [quantize(weight, self.quantize) for weight in weights]
                 return self.backend.pack_codes(codes, biases)
             if all(_is_fp8(self.weights[name]) for name in weight_names):
                 return self.backend.pack_codes([self.fp8_weight(n) for n in weight_names], biases)

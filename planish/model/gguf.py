@@ -436,19 +436,21 @@ def _longrope_scaling(source: GGUFFile) -> dict[str, Any]:
     factors = {
         name: [
             _shortest_decimal(value)
-            for value in _dequantized(source, f"rope_factors_{stored}.weight")
+            for value in _dequantized(source, f"rope_factors_{length}.weight")
         ]
-        for name, stored in (("short_factor", "short"), ("long_factor", "long"))
+        for name, length in (("short_factor", "short"), ("long_factor", "long"))
     }
     context_length = source.field("context_length")
     original_context = source.field("rope.scaling.original_context_length")
     default_factor = math.sqrt(
         1 + math.log(max(1.0, context_length / original_context)) / math.log(original_context)
     )
-    stored = source.field("rope.scaling.attn_factor", default_factor)
+    stored_factor = source.field("rope.scaling.attn_factor", default_factor)
     # Published configs usually omit this factor, so omit it if it has its default.
     optional_fields = (
-        {} if math.isclose(stored, default_factor, rel_tol=1e-5) else {"attention_factor": stored}
+        {}
+        if math.isclose(stored_factor, default_factor, rel_tol=1e-5)
+        else {"attention_factor": stored_factor}
     )
     return {"rope_type": "longrope", **factors, **optional_fields}
 
@@ -488,22 +490,22 @@ def _llama3_scaling(source: GGUFFile) -> dict[str, Any] | None:
 
 def _dequantized(source: GGUFFile, name: str) -> np.ndarray:
     """Return a dequantized copy of a tensor of the file, float32."""
-    stored = source.tensors[name]
-    return np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32)
+    tensor = source.tensors[name]
+    return np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
 
 
 def _converted_tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
     import torch
 
     tensors = {}
-    for name, stored in source.tensors.items():
+    for name, tensor in source.tensors.items():
         if name in ROPE_TABLES:
             continue
         try:
             values = torch.from_numpy(_dequantized(source, name))
         except NotImplementedError:
             raise UnsupportedError(
-                f"{source.path} has {name} quantized as {stored.tensor_type.name}, which planish cannot read; get a file in another "
+                f"{source.path} has {name} quantized as {tensor.tensor_type.name}, which planish cannot read; get a file in another "
                 "quantization, such as Q8_0"
             ) from None
         if source.architecture in INTERLEAVED_ARCHITECTURES and name.split(".")[-2:-1] in (
@@ -549,11 +551,11 @@ def _deinterleave_heads(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
 def _build_tokenizer(source: GGUFFile) -> Tokenizer:
     """Build the BPE tokenizer from the file's tables, with the same token ids."""
     metadata = source.metadata
-    kind = metadata.get("tokenizer.ggml.model")
-    is_sentencepiece = kind == "llama" and source.architecture == "gemma3"
-    if kind != "gpt2" and not is_sentencepiece:
+    tokenizer_model = metadata.get("tokenizer.ggml.model")
+    is_sentencepiece = tokenizer_model == "llama" and source.architecture == "gemma3"
+    if tokenizer_model != "gpt2" and not is_sentencepiece:
         raise UnsupportedError(
-            f"{source.path} has a {kind!r} tokenizer; planish converts 'gpt2', and 'llama' of Gemma 3"
+            f"{source.path} has a {tokenizer_model!r} tokenizer; planish converts 'gpt2', and 'llama' of Gemma 3"
         )
     tokens = metadata.get("tokenizer.ggml.tokens")
     token_types = metadata.get("tokenizer.ggml.token_type")
@@ -563,8 +565,8 @@ def _build_tokenizer(source: GGUFFile) -> Tokenizer:
         )
     vocab = {
         token: index
-        for index, (token, kind) in enumerate(zip(tokens, token_types, strict=True))
-        if kind != TokenType.UNUSED
+        for index, (token, token_type) in enumerate(zip(tokens, token_types, strict=True))
+        if token_type != TokenType.UNUSED
     }
     pre_tokenizer = metadata.get("tokenizer.ggml.pre", "default")
     try:
@@ -589,15 +591,15 @@ def _build_tokenizer(source: GGUFFile) -> Tokenizer:
             pair=f"{tokens[bos]} $A {tokens[bos]} $B",
             special_tokens=[(tokens[bos], bos)],
         )
-    for kind, add_tokens in (
+    for added_type, add_tokens in (
         (TokenType.CONTROL, tokenizer.add_special_tokens),
         (TokenType.USER_DEFINED, tokenizer.add_tokens),
     ):
-        is_special = kind == TokenType.CONTROL
+        is_special = added_type == TokenType.CONTROL
         added_tokens = [
             token
             for token, token_type in zip(tokens, token_types, strict=True)
-            if token_type == kind
+            if token_type == added_type
         ]
         add_tokens(
             [AddedToken(token, special=is_special, normalized=False) for token in added_tokens]

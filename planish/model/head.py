@@ -139,11 +139,13 @@ class _ScoredLogprobs(torch.autograd.Function):
         log_sum_exp = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
         temperatures = torch.full_like(log_sum_exp, call.temperature)
         for chunk in _chunks(hidden.shape[0], backend.head_rows):
-            stored = call.stored_logits(hidden[chunk], call.adapters(hidden[chunk], lora, chunk))
-            log_sum_exp[chunk] = backend.log_sum_exp(
-                stored[-1], temperatures[chunk], _exact_logits_of(stored)
+            stored_tensors = call.stored_logits(
+                hidden[chunk], call.adapters(hidden[chunk], lora, chunk)
             )
-            stored_chunks += stored if call.stores_logits else ()
+            log_sum_exp[chunk] = backend.log_sum_exp(
+                stored_tensors[-1], temperatures[chunk], _exact_logits_of(stored_tensors)
+            )
+            stored_chunks += stored_tensors if call.stores_logits else ()
         scored = backend.token_logits(hidden, call.head, lora, rows, targets)
         ctx.save_for_backward(hidden, rows, targets, log_sum_exp, *stored_chunks)
         ctx.call, ctx.lora = call, lora
@@ -167,18 +169,21 @@ class _ScoredLogprobs(torch.autograd.Function):
                 continue
             loss_inputs = (call.temperature, log_sum_exp[row_indices], *pairs.by_row(row_indices))
             if call.stores_logits:
-                stored = stored_chunks[
+                stored_tensors = stored_chunks[
                     tensors_per_chunk * number : tensors_per_chunk * (number + 1)
                 ]
                 grad_logits = call.backend.log_sum_exp_backward(
-                    stored[-1], row_indices - chunk.start, *loss_inputs, _exact_logits_of(stored)
+                    stored_tensors[-1],
+                    row_indices - chunk.start,
+                    *loss_inputs,
+                    _exact_logits_of(stored_tensors),
                 )
             else:
                 lora = call.adapters(hidden[row_indices], ctx.lora, row_indices)
-                stored = call.stored_logits(hidden[row_indices], lora)
-                grad_logits = stored[-1]
+                stored_tensors = call.stored_logits(hidden[row_indices], lora)
+                grad_logits = stored_tensors[-1]
                 call.backend.log_sum_exp_backward_(
-                    grad_logits, *loss_inputs, _exact_logits_of(stored)
+                    grad_logits, *loss_inputs, _exact_logits_of(stored_tensors)
                 )
             grads.add(row_indices, grad_logits.to(hidden.dtype))
         return grads.hidden, *grads.matrices, None, None, None
@@ -193,9 +198,11 @@ class _NonzeroPairs:
         self.rows, self.grad = rows[order], grad[order]
         self._targets = targets[order]
 
-    def _pairs_of_rows(self, first: int, last: int) -> slice:
+    def _pairs_of_rows(self, first_row: int, last_row: int) -> slice:
         """Return the slice of the pairs whose rows are in first .. last, inclusive."""
-        bounds = torch.searchsorted(self.rows, self.rows.new_tensor([first, last + 1])).tolist()
+        bounds = torch.searchsorted(
+            self.rows, self.rows.new_tensor([first_row, last_row + 1])
+        ).tolist()
         return slice(*bounds)
 
     def distinct_rows(self, chunk: slice) -> Tensor:
@@ -262,12 +269,12 @@ def _is_rounded(backend: Backend) -> bool:
     return backend.logits_dtype.itemsize < 4
 
 
-def _exact_logits_of(stored: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+def _exact_logits_of(stored_tensors: list[Tensor]) -> tuple[Tensor, Tensor] | None:
     """Return the tokens and exact values of stored logits, or None if the logits are exact."""
-    return (stored[0], stored[1]) if len(stored) == 3 else None
+    return (stored_tensors[0], stored_tensors[1]) if len(stored_tensors) == 3 else None
 
 
-def _chunks(total: int, size: int) -> list[slice]:
-    """Return slices of about `size` rows; a small remainder joins the last slice."""
-    starts = [0, *range(size, total - _MIN_CHUNK_ROWS + 1, size)]
-    return [slice(start, stop) for start, stop in pairwise([*starts, total])]
+def _chunks(num_rows: int, chunk_rows: int) -> list[slice]:
+    """Return slices of about `chunk_rows` rows; a small remainder joins the last slice."""
+    starts = [0, *range(chunk_rows, num_rows - _MIN_CHUNK_ROWS + 1, chunk_rows)]
+    return [slice(start, stop) for start, stop in pairwise([*starts, num_rows])]

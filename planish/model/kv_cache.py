@@ -46,9 +46,9 @@ class SlotOwner(Protocol):
 class KVSpec:
     """The shape, dtype and device of the keys and values of one position."""
 
-    layers: int
+    num_layers: int
     """The number of layers with attention."""
-    heads: int
+    num_heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
@@ -63,7 +63,7 @@ class KVSpec:
     @property
     def bytes_per_position(self) -> int:
         """The bytes of one position's keys and values over all layers."""
-        return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_layers * self.num_heads * self.head_dim * self.dtype.itemsize
 
 
 def max_pool_bytes(reserved: int) -> int:
@@ -100,8 +100,8 @@ class KVPool:
         """The number of times the tensors were reallocated. Code that caches their addresses must
         read them again when this number changes.
         """
-        self.keys = [self._empty(0) for _ in range(spec.layers)]
-        self.values = [self._empty(0) for _ in range(spec.layers)]
+        self.keys = [self._empty(0) for _ in range(spec.num_layers)]
+        self.values = [self._empty(0) for _ in range(spec.num_layers)]
 
     def __len__(self) -> int:
         """Return the number of slots in use."""
@@ -169,7 +169,7 @@ class KVPool:
 
     def write(self, slot: int, start: int, chunk: tuple[Tensor, Tensor]) -> None:
         """Write `chunk`, the result of an earlier `read`, into a slot, starting at `start`."""
-        for layer in range(self.spec.layers):
+        for layer in range(self.spec.num_layers):
             stop = start + chunk[0].shape[2]
             self.keys[layer][slot, :, start:stop] = chunk[0][layer]
             self.values[layer][slot, :, start:stop] = chunk[1][layer]
@@ -241,7 +241,7 @@ class KVPool:
     def _empty(self, num_slots: int) -> Tensor:
         # Masked positions get weight 0, but 0 times NaN or inf is NaN, and uninitialised memory may
         # contain both. So the memory must be zeroed.
-        size = (num_slots, self.spec.heads, self.capacity, self.spec.head_dim)
+        size = (num_slots, self.spec.num_heads, self.capacity, self.spec.head_dim)
         return torch.zeros(size, dtype=self.spec.dtype, device=self.spec.device)
 
 

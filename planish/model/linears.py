@@ -76,20 +76,20 @@ def linear_shape(model: ModelConfig, name: str) -> tuple[int, int]:
         is_down = name.endswith("down_proj")
         shape = (model.hidden_size, model.expert_size)
         return shape if is_down else (2 * model.expert_size, model.hidden_size)
-    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    query_size, key_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     if model.delta_net is not None and name.startswith("linear_attn."):
-        values = model.delta_net.num_value_heads * model.delta_net.value_dim
+        value_size = model.delta_net.num_value_heads * model.delta_net.value_dim
         return {
             "in_proj_qkv": (model.delta_net.channels, model.hidden_size),
-            "in_proj_z": (values, model.hidden_size),
-            "out_proj": (model.hidden_size, values),
+            "in_proj_z": (value_size, model.hidden_size),
+            "out_proj": (model.hidden_size, value_size),
         }[name.split(".")[1]]
     return {
-        "q_proj": (queries * (2 if model.output_gate else 1), model.hidden_size),
-        "k_proj": (keys, model.hidden_size),
-        "v_proj": (keys, model.hidden_size),
-        "qkv_proj": (queries + 2 * keys, model.hidden_size),
-        "o_proj": (model.hidden_size, queries),
+        "q_proj": (query_size * (2 if model.output_gate else 1), model.hidden_size),
+        "k_proj": (key_size, model.hidden_size),
+        "v_proj": (key_size, model.hidden_size),
+        "qkv_proj": (query_size + 2 * key_size, model.hidden_size),
+        "o_proj": (model.hidden_size, query_size),
         "gate_proj": (model.intermediate_size, model.hidden_size),
         "up_proj": (model.intermediate_size, model.hidden_size),
         "gate_up_proj": (2 * model.intermediate_size, model.hidden_size),

@@ -143,11 +143,14 @@ class LoraLayout:
     ALPHA = 32
     """The numerator of the LoRA scaling alpha / rank."""
 
-    def __init__(self, model: ModelConfig, lora: LoraConfig) -> None:
-        """Lay out an adapter of `model`. `lora`: its rank, and the linears that it trains."""
-        self.model = model
-        self.lora = lora
-        self.scaling = self.ALPHA / lora.rank
+    def __init__(self, model_config: ModelConfig, lora_config: LoraConfig) -> None:
+        """Lay out an adapter of a model.
+
+        `lora_config`: the adapter's rank, and the linears that it trains.
+        """
+        self.model_config = model_config
+        self.lora_config = lora_config
+        self.scaling = self.ALPHA / lora_config.rank
         self.entries: list[MatrixSpec] = []
         self.target_modules: list[tuple[MatrixSpec, ...]] = []
         """The entries of each trained target module, the As before the Bs.
@@ -155,22 +158,28 @@ class LoraLayout:
         A target module is a group of linears that read the same input. The modules of each layer
         come first (at most six per layer), then the head.
         """
-        for layer in range(model.num_layers):
-            for module_names in fused_modules(model, layer):
-                if lora.train_mlp if module_names[0].startswith("mlp") else lora.train_attn:
+        for layer in range(model_config.num_layers):
+            for module_names in fused_modules(model_config, layer):
+                if (
+                    lora_config.train_mlp
+                    if module_names[0].startswith("mlp")
+                    else lora_config.train_attn
+                ):
                     self._add_target_module(
                         [
-                            (f"model.layers.{layer}.{name}", *linear_shape(model, name))
+                            (f"model.layers.{layer}.{name}", *linear_shape(model_config, name))
                             for name in module_names
                         ],
-                        num_experts_of(model, module_names),
+                        num_experts_of(model_config, module_names),
                     )
-        if lora.train_unembed:
-            self._add_target_module([("lm_head", model.vocab_size, model.hidden_size)])
+        if lora_config.train_unembed:
+            self._add_target_module(
+                [("lm_head", model_config.vocab_size, model_config.hidden_size)]
+            )
         self.size = sum(entry.size for entry in self.entries)
 
     def _add_target_module(self, linears: list[tuple[str, int, int]], num_experts: int = 0) -> None:
-        rank, expert_dims = self.lora.rank, (num_experts,) if num_experts else ()
+        rank, expert_dims = self.lora_config.rank, (num_experts,) if num_experts else ()
         matrices = [
             (f"{target}.lora_A", target, (*expert_dims, rank, fan_in))
             for target, _, fan_in in linears
@@ -233,11 +242,11 @@ class LoraWeights:
             entries[0].target: self._matrices(flat, entries, requires_grad)
             for entries in layout.target_modules
         }
-        layers = range(layout.model.num_layers)
+        layers = range(layout.model_config.num_layers)
         targets = [
             f"model.layers.{layer}.{names[0]}"
             for layer in layers
-            for names in fused_modules(layout.model, layer)
+            for names in fused_modules(layout.model_config, layer)
         ]
         matrices = [matrices_by_target.get(target) for target in targets]
         self.packed = backend.pack_adapter(matrices)
@@ -248,7 +257,7 @@ class LoraWeights:
         head = [matrices_by_target.get("lm_head")]
         self._packed_head = backend.pack_adapter(head, is_head=True)
         (self.head,) = _with_packed(head, self._packed_head)
-        num_modules = len(fused_module_names(layout.model))
+        num_modules = len(fused_module_names(layout.model_config))
         self.layers = [
             LayerLora(*layer_matrices[num_modules * layer : num_modules * (layer + 1)])
             for layer in layers

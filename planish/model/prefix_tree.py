@@ -82,12 +82,12 @@ def pack(sequences: Sequence[np.ndarray], budget: int) -> list[MicroBatch]:
     # Bytes in big-endian order compare like the token lists, at the speed of memcmp.
     keys = [array.astype(">u4").tobytes() for array in arrays]
     order = sorted(range(len(arrays)), key=keys.__getitem__)
-    shared = [0] * len(order)
+    shared_lengths = [0] * len(order)
     for i in range(1, len(order)):
-        shared[i] = _common_prefix(arrays[order[i - 1]], arrays[order[i]])
-    borders = _micro_batch_borders([len(arrays[index]) for index in order], shared, budget)
+        shared_lengths[i] = _common_prefix_length(arrays[order[i - 1]], arrays[order[i]])
+    borders = _micro_batch_borders([len(arrays[index]) for index in order], shared_lengths, budget)
     micro_batches = [
-        _layout(arrays, order[i:j], [0, *shared[i + 1 : j]]) for i, j in pairwise(borders)
+        _layout(arrays, order[i:j], [0, *shared_lengths[i + 1 : j]]) for i, j in pairwise(borders)
     ]
     return sorted(micro_batches, key=lambda micro_batch: micro_batch.datums[0])
 
@@ -101,7 +101,7 @@ def attention_mask(micro_batch: MicroBatch) -> np.ndarray:
     return (row[None, :] <= row[:, None]) & (row[:, None] < micro_batch.subtree_end[None, :])
 
 
-def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+def _common_prefix_length(a: np.ndarray, b: np.ndarray) -> int:
     """Return the length of the common prefix of two token sequences."""
     size = min(len(a), len(b))
     differs = a[:size] != b[:size]
@@ -109,7 +109,7 @@ def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return first if size and differs[first] else size
 
 
-def _micro_batch_borders(lengths: list[int], shared: list[int], budget: int) -> list[int]:
+def _micro_batch_borders(lengths: list[int], shared_lengths: list[int], budget: int) -> list[int]:
     """Return the borders of the micro-batches with the lowest total cost.
 
     A cut costs `_CUT_COST` plus the length of the shared prefix, which must be computed again.
@@ -123,7 +123,9 @@ def _micro_batch_borders(lengths: list[int], shared: list[int], budget: int) -> 
     n = len(lengths)
     row_offsets = [
         0,
-        *accumulate(length - common for length, common in zip(lengths, shared, strict=True)),
+        *accumulate(
+            length - common for length, common in zip(lengths, shared_lengths, strict=True)
+        ),
     ]
     best, came_from = [0] * (n + 1), [0] * (n + 1)
     costs = [0] * n
@@ -131,7 +133,7 @@ def _micro_batch_borders(lengths: list[int], shared: list[int], budget: int) -> 
     starts: deque[int] = deque()
     for stop in range(1, n + 1):
         last = stop - 1
-        costs[last] = best[last] + (shared[last] + _CUT_COST if last else 0)
+        costs[last] = best[last] + (shared_lengths[last] + _CUT_COST if last else 0)
         while starts and costs[starts[-1]] >= costs[last]:
             starts.pop()
         starts.append(last)
@@ -140,7 +142,7 @@ def _micro_batch_borders(lengths: list[int], shared: list[int], budget: int) -> 
         max_rows = max(budget, lengths[last])
         while (
             stop - starts[0] > _MAX_DATUMS
-            or row_offsets[stop] - row_offsets[starts[0]] + shared[starts[0]] > max_rows
+            or row_offsets[stop] - row_offsets[starts[0]] + shared_lengths[starts[0]] > max_rows
         ):
             starts.popleft()
         best[stop], came_from[stop] = costs[starts[0]], starts[0]
@@ -151,19 +153,19 @@ def _micro_batch_borders(lengths: list[int], shared: list[int], budget: int) -> 
 
 
 def _layout(
-    arrays: Sequence[np.ndarray], order: Sequence[int], shared: Sequence[int]
+    arrays: Sequence[np.ndarray], order: Sequence[int], shared_lengths: Sequence[int]
 ) -> MicroBatch:
     """Return the forest of the sequences `order`, which are sorted by their tokens.
 
-    `shared`: length of the common prefix of each sequence with the previous one.
+    `shared_lengths`: length of the common prefix of each sequence with the previous one.
     """
-    total_rows = sum(len(arrays[index]) for index in order) - sum(shared)
+    total_rows = sum(len(arrays[index]) for index in order) - sum(shared_lengths)
     tokens, positions = np.empty(total_rows, np.int64), np.empty(total_rows, np.int64)
     subtree_end = np.full(total_rows, total_rows, np.int64)
     datum_rows: dict[int, np.ndarray] = {}
     path = np.empty(0, np.int64)
     num_rows = 0
-    for index, shared_length in zip(order, shared, strict=True):
+    for index, shared_length in zip(order, shared_lengths, strict=True):
         sequence = arrays[index]
         new = slice(num_rows, num_rows + len(sequence) - shared_length)
         subtree_end[path[shared_length:]] = num_rows

@@ -51,11 +51,11 @@ def linear_bytes(config: ModelConfig, scheme: str) -> int:
         blocks = [fan_out * fan_in // NF4_BLOCK_SIZE for fan_out, fan_in in shapes]
         return sum(NF4_BLOCK_SIZE // 2 * count + count + 4 * -(-count // 256) for count in blocks)
     block = config.fp8.block if scheme == "fp8" and config.fp8 is not None else None
-    total = 0
+    num_bytes = 0
     for fan_out, fan_in in shapes:
-        rows, columns = block or (1, fan_in)
-        total += fan_out * fan_in + 4 * -(-fan_out // rows) * -(-fan_in // columns)
-    return total
+        block_rows, block_columns = block or (1, fan_in)
+        num_bytes += fan_out * fan_in + 4 * -(-fan_out // block_rows) * -(-fan_in // block_columns)
+    return num_bytes
 
 
 def weight_bytes(config: ModelConfig, itemsize: int, scheme: str | None = None) -> int:

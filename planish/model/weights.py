@@ -143,9 +143,9 @@ def _biased_expert_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int,
     yield "mlp.router.weight", (config.num_experts, config.hidden_size)
     yield "mlp.router.bias", (config.num_experts,)
     for expert in range(config.num_experts):
-        for part in ("gate_up_proj", "down_proj"):
-            fan_out, fan_in = linear_shape(config, f"mlp.experts.{part}")
-            name = f"mlp.experts.{expert}.{part}"
+        for linear in ("gate_up_proj", "down_proj"):
+            fan_out, fan_in = linear_shape(config, f"mlp.experts.{linear}")
+            name = f"mlp.experts.{expert}.{linear}"
             if config.mxfp4_experts:
                 num_blocks = fan_in // MXFP4_BLOCK_SIZE
                 yield f"{name}.blocks", (fan_out, num_blocks, MXFP4_BLOCK_SIZE // 2)
@@ -285,14 +285,14 @@ def _split_by_expert(name: str, stored: _StoredTensor) -> Iterator[tuple[str, _S
     tensors for all experts of a layer: gate_up_proj [experts, 2 * inner, hidden] and down_proj
     [experts, hidden, inner]. This function splits them.
     """
-    layer, separator, part = name.rpartition(".experts.")
-    if not separator or part not in ("gate_up_proj", "down_proj") or len(stored.shape) != 3:
+    layer, separator, linear = name.rpartition(".experts.")
+    if not separator or linear not in ("gate_up_proj", "down_proj") or len(stored.shape) != 3:
         yield name, stored
         return
     num_experts, num_rows, _ = stored.shape
     for expert in range(num_experts):
         prefix = f"{layer}.experts.{expert}."
-        if part == "down_proj":
+        if linear == "down_proj":
             yield f"{prefix}down_proj.weight", replace(stored, expert=expert)
             continue
         for projection, row_range in (
@@ -463,8 +463,9 @@ def _check_names_and_shapes(
         if stored.shape != expected[name]
     ]
     problems = [
-        f"{kind}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
-        for kind, names in (
+        f"{problem}: {', '.join(names[:5])}"
+        f"{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+        for problem, names in (
             ("missing", missing),
             ("unexpected", unexpected),
             ("of the wrong shape", wrong_shape),

@@ -163,7 +163,7 @@ def test_adapter_bytes_grow_with_rank_and_count_training_state(model_dir, tmp_pa
 def test_adapter_bytes_include_the_packed_weights(model_dir, tmp_path, lora):
     """Packed weights are padded to whole vectors, several times the size of a small rank."""
     layout = LoraLayout(ModelConfig.from_directory(model_dir), LoraConfig(**lora))
-    backend = choose_backend(layout.model, torch.bfloat16, torch.device("cpu"), False)
+    backend = choose_backend(layout.model_config, torch.bfloat16, torch.device("cpu"), False)
     weights = LoraWeights(layout, layout.init(1), backend)
     panels = (weights.packed, weights._packed_head)
     forth, back = (
@@ -174,7 +174,7 @@ def test_adapter_bytes_include_the_packed_weights(model_dir, tmp_path, lora):
         {"tiny": str(model_dir)}, tmp_path, EngineSettings(device="cpu", dtype="bfloat16")
     )
     try:
-        found = engine.adapter_bytes("tiny", layout.lora)
+        found = engine.adapter_bytes("tiny", layout.lora_config)
     finally:
         engine.close()
     assert found.sampling == 2 * layout.size + forth

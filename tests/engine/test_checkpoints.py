@@ -86,7 +86,7 @@ def test_a_saved_state_is_read_back_bitwise_identically(store, model_dir):
     assert state.keys() == adapter.state().keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in adapter.state().items())
     assert store.manifest(TRAINING).step == 2
-    assert store.manifest(TRAINING).lora == adapter.layout.lora
+    assert store.manifest(TRAINING).lora == adapter.layout.lora_config
 
 
 @pytest.mark.parametrize(
@@ -468,7 +468,7 @@ from planish.model.lora import LoraLayout
 from planish.types import CheckpointPath, LoraConfig
 from pathlib import Path
 layout = LoraLayout(ModelConfig.from_directory(sys.argv[1]), LoraConfig(rank=64))
-adapter = Adapter(layout, TorchBackend(layout.model, torch.float32, torch.device("cpu")))
+adapter = Adapter(layout, TorchBackend(layout.model_config, torch.float32, torch.device("cpu")))
 store = CheckpointStore(Path(sys.argv[2]))
 print("ready", flush=True)
 while True:

@@ -101,14 +101,14 @@ class Batch:
         rows: dict[SlotOwner, int] = {
             sample: padding + place for sample, place in zip(self.running, order, strict=True)
         }
-        total, layer, size = padding + len(rows), self.shape.layers - 1, self.shape.head_dim
+        total, layer, size = padding + len(rows), self.shape.num_layers - 1, self.shape.head_dim
         q = self.random(total, self.q_heads, size)
         # In the decoder, the values are also part of a wider tensor.
         k, v = (
-            self.random(total, self.shape.heads, size),
-            self.random(total, 3 * self.shape.heads, size),
+            self.random(total, self.shape.num_heads, size),
+            self.random(total, 3 * self.shape.num_heads, size),
         )
-        v = v[:, -self.shape.heads :]
+        v = v[:, -self.shape.num_heads :]
         twin = None
         if self.kind is KVPool:
             twin = DecodeAttention(rows, self.prompts, self.samples, 1, DEVICE)(layer, q, k, v)
@@ -149,7 +149,7 @@ class Batch:
                 1,
             )
             .double()
-            .repeat_interleave(self.q_heads // self.shape.heads, 0)
+            .repeat_interleave(self.q_heads // self.shape.num_heads, 0)
             for theirs, ours in ((home.keys, own.keys), (home.values, own.values))
         )
         scores = (keys @ q.double().unsqueeze(-1)).squeeze(-1) * self.shape.head_dim**-0.5

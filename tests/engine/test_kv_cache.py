@@ -8,7 +8,9 @@ import torch
 from planish.model.kv_cache import GappedKVPool, KVBudget, KVPool, KVPools, KVSpec
 from planish.model.positions import capacity_for, grown_capacity, sample_capacity
 
-SHAPE = KVSpec(layers=2, heads=3, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
+SHAPE = KVSpec(
+    num_layers=2, num_heads=3, head_dim=4, dtype=torch.float32, device=torch.device("cpu")
+)
 
 
 @dataclass(eq=False)

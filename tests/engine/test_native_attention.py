@@ -179,7 +179,7 @@ def test_prefill_and_decode_equal_training_attention_bitwise(
     sinks = torch.linspace(-2, 2, shape[0]) if has_sinks else None
     with torch.no_grad():
         whole = CppTreeAttention(micro_batch, (window,))(0, q, k, v, sinks)
-    shape = KVSpec(layers=1, heads=kv_heads, head_dim=size, dtype=dtype, device=CPU)
+    shape = KVSpec(num_layers=1, num_heads=kv_heads, head_dim=size, dtype=dtype, device=CPU)
     prompts, samples = KVPools(shape), KVPools(shape)
     prompt = Prompt(prompt_tokens)
     home = prompts.pool_for(capacity_for(prompt_tokens))

@@ -166,7 +166,7 @@ def peft_gradient(
     base = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     fields = peft_config(layout, "")
     config = PeftConfig(
-        r=layout.lora.rank,
+        r=layout.lora_config.rank,
         lora_alpha=32,
         target_modules=fields["target_modules"],
         target_parameters=fields.get("target_parameters"),

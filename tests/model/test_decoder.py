@@ -250,7 +250,7 @@ def peft_twin(path, layout: LoraLayout, master: torch.Tensor):
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     fields = peft_config(layout, "")
     config = PeftConfig(
-        r=layout.lora.rank,
+        r=layout.lora_config.rank,
         lora_alpha=32,
         target_modules=fields["target_modules"],
         target_parameters=fields.get("target_parameters"),

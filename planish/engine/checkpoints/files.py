@@ -195,7 +195,7 @@ def peft_config(layout: LoraLayout, base_model: str) -> dict[str, Any]:
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
-        "r": layout.lora.rank,
+        "r": layout.lora_config.rank,
         "lora_alpha": layout.ALPHA,
         **_peft_targets(layout),
         "lora_dropout": 0.0,
@@ -216,7 +216,7 @@ def _peft_targets(layout: LoraLayout) -> dict[str, list[str]]:
     linears of dense layers are listed in target_parameters too.
     """
     targets = {entry.target for entry in layout.entries}
-    if not layout.model.num_experts:
+    if not layout.model_config.num_experts:
         return {"target_modules": sorted({target.rsplit(".", 1)[-1] for target in targets})}
     mlp = {target.split(".", 3)[-1] for target in targets if ".mlp." in target}
     return {

@@ -379,7 +379,7 @@ class CheckpointStore:
             base_model=adapter.base_model,
             architecture=adapter.architecture,
             weights=adapter.weights,
-            lora=adapter.layout.lora,
+            lora=adapter.layout.lora_config,
             step=int(adapter.state["step"]),
             time=now,
             expires_at=request.expires_at(now),

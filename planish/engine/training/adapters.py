@@ -44,7 +44,7 @@ class Adapter:
         """
         self.layout = layout
         self._backend = backend
-        self.master = (layout.init(layout.lora.seed) if master is None else master).to(
+        self.master = (layout.init(layout.lora_config.seed) if master is None else master).to(
             backend.device, torch.float32, copy=True
         )
         self.grad: Tensor | None = None

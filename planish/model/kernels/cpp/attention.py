@@ -243,10 +243,10 @@ def _ranges(owners: Sequence[tuple[KVPool, int, int]]) -> np.ndarray:
     offsets = (
         np.array([slot for _, slot, _ in owners], np.int64)
         * head_sizes
-        * spec.heads
+        * spec.num_heads
         * spec.dtype.itemsize
     )
-    found = np.zeros((spec.layers, len(owners)), ops.Range)
+    found = np.zeros((spec.num_layers, len(owners)), ops.Range)
     for name, tensors in (
         ("k", [pool.keys for pool in pools]),
         ("v", [pool.values for pool in pools]),

@@ -27,7 +27,7 @@ def shape_of(weights: LoraWeights | None) -> Shape:
     """
     if weights is None:
         return (0, False, False)
-    lora = weights.layout.lora
+    lora = weights.layout.lora_config
     return (lora.rank, lora.train_attn, lora.train_mlp)
 
 
@@ -55,7 +55,7 @@ class AdapterStacks:
         ):
             row_ranges = list(group)
             members = tuple(one.weights for one in row_ranges if one.weights is not None)
-            if len(members) < 2 or not stacks(members[0].layout.lora.rank):
+            if len(members) < 2 or not stacks(members[0].layout.lora_config.rank):
                 merged += row_ranges
                 continue
             stack = known.get(members) or LoraStack(members)

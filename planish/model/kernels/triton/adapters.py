@@ -85,7 +85,7 @@ class AdapterTables:
             self._copied.synchronize()
         self._place([weights for _, weights in used])
         spans = [
-            (rows.start, rows.stop, self._slots[weights], weights.layout.lora.rank)
+            (rows.start, rows.stop, self._slots[weights], weights.layout.lora_config.rank)
             for rows, weights in used
         ]
         self._write_tiles(np.array(spans, np.int32).reshape(-1, 4))
@@ -130,8 +130,8 @@ class AdapterTables:
 
     def _write_pointers(self, slot: int, weights: LoraWeights) -> None:
         layout = weights.layout
-        assert layout.model == self._config
-        assert layout.lora.rank <= self._max_rank
+        assert layout.model_config == self._config
+        assert layout.lora_config.rank <= self._max_rank
         assert all(matrix.dtype == self._dtype for matrix in weights.leaves)
         addresses = self._pointers.host[slot]
         sites = [getattr(layer, name) for layer in weights.layers for name in FUSED_MODULE_NAMES]

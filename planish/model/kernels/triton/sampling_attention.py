@@ -58,7 +58,9 @@ class PoolBases:
         # Prompts and samples each have one pool per capacity. The number is doubled, because a
         # failed step replaces all pools while the old ones may still be referenced.
         max_pools = 4 * (capacity_for(max_length) // SPAN + 1)
-        self.table = torch.zeros(shape.layers, max_pools, 2, dtype=torch.int64, device=shape.device)
+        self.table = torch.zeros(
+            shape.num_layers, max_pools, 2, dtype=torch.int64, device=shape.device
+        )
         """Addresses of each layer's keys and values [layers, pools, 2]."""
         self._numbers: WeakKeyDictionary[KVPool, int] = WeakKeyDictionary()
         self._known_reallocations = [-1] * max_pools
@@ -78,7 +80,7 @@ class PoolBases:
             addresses = [
                 [(pool.keys[layer].data_ptr(), pool.values[layer].data_ptr())
                  for pool in changed.values()]
-                for layer in range(self.shape.layers)
+                for layer in range(self.shape.num_layers)
             ]  # fmt: skip
             device = self.table.device
             self.table.index_copy_(
@@ -168,7 +170,7 @@ class DecodeTables:
         self._programs = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
         # Each slot has one piece, and additional pieces if it is cut. `_piece_length` ensures this
         # maximum of additional pieces of all slots together.
-        self._max_additional_pieces = max(1, self._programs // shape.heads)
+        self._max_additional_pieces = max(1, self._programs // shape.num_heads)
         pieces, parts = (
             2 * max_rows + self._max_additional_pieces,
             2 * max_rows + self._heads.lane * self._max_additional_pieces,
@@ -403,8 +405,8 @@ def _num_pieces(counts: np.ndarray, length: int) -> np.ndarray:
 
 def _heads(shape: KVSpec, q_heads: int) -> Any:
     return _kernels().Heads(
-        shape.heads,
-        q_heads // shape.heads,
+        shape.num_heads,
+        q_heads // shape.num_heads,
         shape.head_dim,
         shape.dtype,
         _common().shared_memory(shape.device),
