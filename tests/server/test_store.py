@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from older_databases import downgrade_to_3
 
 from planish.errors import DamagedFileError, StorageError, UserError
 from planish.server.durable.journal import request_row, requests_of_model
-from planish.server.durable.store import BODIES, DATABASE, VERSION, Store, Transaction
+from planish.server.durable.store import BODIES, DATABASE, VERSION, Store, StoredBody, Transaction
 
 LARGE = bytes(300_000)
 
@@ -252,6 +253,59 @@ async def test_a_disk_error_is_cleared_by_the_next_successful_write(tmp_path, di
 
 
 @pytest.mark.slow
+class FailsToCommit:
+    """A connection whose commits report a full disk `failures` times. With `is_written`, the
+    transaction is on the disk nevertheless, as when only the sync of SQLite's log fails.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, failures: int, is_written: bool) -> None:
+        self._connection, self.failures, self._is_written = connection, failures, is_written
+
+    def execute(self, sql: str, *values):
+        if sql != "COMMIT" or not self.failures:
+            return self._connection.execute(sql, *values)
+        self._connection.execute("COMMIT" if self._is_written else "ROLLBACK")
+        self.failures -= 1
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    def __getattr__(self, name: str):
+        return getattr(self._connection, name)
+
+
+async def test_the_body_of_a_transaction_that_a_crash_may_complete_is_kept(tmp_path):
+    store = Store(tmp_path)
+    store._connection = FailsToCommit(store._connection, 2, True)
+    with pytest.raises(StorageError):
+        await store.write(journal("one", LARGE))
+    with pytest.raises(StorageError):  # writes no second file
+        await store.write(journal("two", LARGE))
+    await asyncio.sleep(0.1)
+    copy = tmp_path.with_name("copy")  # what a crash leaves
+    shutil.copytree(tmp_path, copy, ignore=shutil.ignore_patterns("*-shm", ".server.lock"))
+    store.close()
+    again = Store(copy)
+    [found] = await again.read(requests_of_model, "o", 0)
+    assert found.id == "one"
+    place = again._connection.execute("SELECT body, body_file FROM requests").fetchone()
+    assert again.body(StoredBody(*place)) == LARGE
+    assert len(files(copy)) == 1
+    again.close()
+
+
+async def test_the_body_of_a_failed_transaction_is_removed_after_the_next_one(tmp_path):
+    store = Store(tmp_path)
+
+    store._connection = FailsToCommit(store._connection, 1, False)
+    with pytest.raises(StorageError):
+        await store.write(journal("one", LARGE))
+    assert len(files(tmp_path)) == 1
+    await store.write(put("a"))
+    assert files(tmp_path) == []
+    store.close()
+
+
 async def test_a_real_full_disk_raises_storage_error(tmp_path):
     """SQLite itself says that there is no more room."""
     store = Store(tmp_path)

@@ -188,6 +188,11 @@ class Store:
         """Whether the last transaction failed because of the disk. While this is True, every
         transaction writes at least the database version, to test whether writes work again.
         """
+        self._doubtful: list[str] = []
+        """Files of bodies whose transaction failed in COMMIT. SQLite's log may contain the whole
+        transaction, and after a crash SQLite would complete it. The next transaction replaces it
+        in the log, and only then the files may be removed.
+        """
         self._thread = threading.Thread(target=self._run, name="planish-store", daemon=True)
         self._thread.start()
 
@@ -516,7 +521,11 @@ class Store:
         """Make the changes in one transaction. If the disk refuses the transaction, make no change
         and return the error.
         """
+        # Do not write bodies again and again while no transaction can be committed.
+        if self._doubtful and changes and (refusal := self._commit([])) is not None:
+            return refusal
         transaction = Transaction(self._connection, self.directory / BODIES)
+        is_committing = False
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             for change in changes:
@@ -527,18 +536,23 @@ class Store:
                 sync(self.directory / BODIES)
                 crash_point("bodies written")
             crash_point("before commit")
+            is_committing = True
             self._connection.execute("COMMIT")
         except Exception as error:
             # Catch every error, because the thread must survive and the callers must get an answer.
             with suppress(sqlite3.Error):
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
-            with suppress(OSError):
-                transaction.remove_files(transaction.written_files)
+            if is_committing:
+                self._doubtful += transaction.written_files
+            else:
+                with suppress(OSError):
+                    transaction.remove_files(transaction.written_files)
             return self._error_for_operator(error)
         crash_point("after commit")
+        dropped, self._doubtful = [*transaction.dropped_files, *self._doubtful], []
         with suppress(OSError):  # the next start removes a file that stays
-            transaction.remove_files(transaction.dropped_files)
+            transaction.remove_files(dropped)
         return None
 
     def _apply(self, change: _Change[Any], transaction: Transaction) -> None:
