@@ -15,9 +15,10 @@ import sqlite3
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from itertools import chain, repeat
 from typing import TypeVar
 
-from planish.errors import EngineClosedError
+from planish.errors import EngineClosedError, lacks_memory
 
 R = TypeVar("R")
 
@@ -53,6 +54,28 @@ async def retry_briefly(work: Callable[[], Awaitable[R]], name: str) -> R:
             _log.warning("%s: a fault of the disk, next attempt in %g s: %s", name, pause, error)
         await asyncio.sleep(pause)
     return await work()
+
+
+async def retry_until_memory_suffices(work: Callable[[], Awaitable[R]], name: str) -> R:
+    """Return the result of `work()`. While there is too little memory for it, call it again after
+    pauses. Use this for work after the engine has applied the request `name`: a failure of the
+    request would contradict the state of the engine.
+    """
+    for pause in chain(_PAUSES, repeat(_PAUSES[-1])):
+        try:
+            return await work()
+        except Exception as error:
+            if not lacks_memory(error):
+                raise
+            _log.error(
+                "%s was applied, but the server lacks memory for its answer. Next attempt in %g s: "
+                "%r. Start the server with more memory if this continues; a restart loses nothing",
+                name,
+                pause,
+                error,
+            )
+        await asyncio.sleep(pause)
+    raise AssertionError("unreachable")
 
 
 class DiskFaults:

@@ -29,6 +29,7 @@ from planish.server.durable.request_log import (
     failed_from_error,
     input_token_count,
 )
+from planish.server.durable.retries import retry_until_memory_suffices
 from planish.server.durable.store import crash_point
 from planish.server.models import replay, steps
 from planish.server.models.replay import AdapterState, ReplayCost
@@ -335,12 +336,13 @@ class Model:
         try:
             result = await submitted.future
             counters.trained_tokens[request.row.tenant] += input_token_count(submitted.operation)
-            answer: Done | Failed = await steps.encode_result(submitted.operation, result)
-            extra_write = (
-                await submitted.make_extra_write()
-                if submitted.make_extra_write is not None
-                else None
+            answer: Done | Failed = await retry_until_memory_suffices(
+                lambda: steps.encode_result(submitted.operation, result), request.id
             )
+            if submitted.make_extra_write is not None:
+                extra_write = await retry_until_memory_suffices(
+                    submitted.make_extra_write, request.id
+                )
         except EngineClosedError:
             self.adapter.has_lost_work = True  # a snapshot must not include this unanswered request
             self.in_flight.running.pop(request.seq, None)

@@ -1,0 +1,79 @@
+"""If memory runs out after the engine has applied a request, the request is still answered as
+applied: a failure would contradict the model, and a client that sends it again would apply it twice.
+"""
+
+import orjson
+import pytest
+from server_client import Client, adam, gradient, running, state
+
+from planish.server.durable.request_log import failed_from_error
+from planish.server.durable.retries import retry_until_memory_suffices
+from planish.server.models import steps
+from planish.server.settings import ServerSettings
+
+
+def adam_step(result: bytes) -> int:
+    return orjson.loads(result)["metrics"]["adam_step"]
+
+
+@pytest.mark.parametrize("kind", ["OptimStep", "ForwardBackward", "SaveWeights"])
+async def test_an_applied_request_whose_answer_needs_more_memory_is_answered_as_applied(
+    model_dir, data_dir, monkeypatch, caplog, kind
+):
+    """Also after a restart, which replays the journal."""
+    encode, refused = steps.encode_result, 0
+
+    async def refuse(operation, result):
+        nonlocal refused
+        if type(operation).__name__ == kind and refused < 2:
+            refused += 1
+            raise MemoryError
+        return await encode(operation, result)
+
+    async def train(data, fails: bool) -> dict[str, bytes]:
+        with monkeypatch.context() as patched:
+            patched.setattr("planish.server.durable.retries._PAUSES", (0.01,))
+            if fails:
+                patched.setattr(steps, "encode_result", refuse)
+            settings = ServerSettings(adapter_idle_timeout=1e6)
+            async with running(model_dir, data, settings) as server:
+                client = await Client.start(server)
+                model = await client.model()
+                await model.run(gradient(model.model_id))
+                assert adam_step(await model.run(adam(model.model_id))) == 1
+                await model.save("first")
+                await model.run(gradient(model.model_id, 2))  # keeps a snapshot from being taken
+        async with running(model_dir, data) as server:
+            client.server = server
+            assert adam_step(await model.run(adam(model.model_id))) == 2
+            return state(data, await model.save("last"))
+
+    found = await train(data_dir, True)
+    assert refused == 2
+    assert "lacks memory for its answer" in caplog.text
+    other = data_dir.with_name("other")
+    other.mkdir()
+    assert found == await train(other, False)
+
+
+async def test_other_errors_are_not_repeated():
+    async def fail() -> None:
+        raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        await retry_until_memory_suffices(fail, "request")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        MemoryError("no scratch memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_a_request_that_runs_out_of_memory_fails_with_a_remedy(error):
+    failed = failed_from_error(error)
+    assert failed.category == "server"
+    assert failed.message.startswith("the server is out of memory; send the request again later")
+    assert str(error) in failed.message
