@@ -78,16 +78,16 @@ class CrashClient:
 
     def __init__(self, wire: WireClient) -> None:
         self.history = History()
-        self._wire = Patient(wire)
+        self.wire = Patient(wire)
         self.session = ""
         self._samples = 0
 
     async def call(self, method: str, *args: Any) -> Any:
         """Retry a call until the server lives long enough to answer."""
-        return await self._wire.call(method, *args)
+        return await self.wire.call(method, *args)
 
     async def answer(self, accepted: Accepted) -> Done | Failed:
-        outcome = await self._wire.answer(accepted.request_id)
+        outcome = await self.wire.answer(accepted.request_id)
         known = self.history.answers.setdefault(accepted.request_id, outcome)
         assert known == outcome, f"{accepted.request_id} was {known}, is {outcome}"
         return outcome

@@ -8,9 +8,13 @@ the data directory fails, counted from the start of the process. After a failed 
 lost even if a later fsync succeeds, as on Linux. The errors:
 
     EIO      one call fails
-    ENOSPC   one call fails; reads do not count
-    full     12 calls in a row fail with ENOSPC
+    ENOSPC   one call fails; only calls that may need space count
+    full     from the nth such call on, every such call fails with ENOSPC
     memory   the nth write of the journal or of a checkpoint raises MemoryError
+
+A full disk has space again after two seconds: in a third of the cases while the server runs, in a
+third after it was killed, and in a third after it was killed and started on the full disk. Each
+error of a full disk must say that the disk is full and what to do.
 
 Rejected calls (503) are repeated with the same number, and failed requests with a new one. Then the
 power fails, the disk forgets what was not synced, and the server starts again without a fault. All
@@ -34,6 +38,8 @@ import argparse
 import asyncio
 import errno
 import hashlib
+import random
+import re
 import shutil
 import sys
 import tempfile
@@ -43,7 +49,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crash_history import CrashModel, delete, told
+from crash_history import CrashModel, delete, ended, told
 from crash_run import SETTINGS
 from disk_shim import compiler
 from faulty_machine import FaultClient, Machine
@@ -71,7 +77,7 @@ class Fault:
 
     @property
     def count(self) -> int:
-        return 12 if self.error == "full" else 1
+        return _NEVER if self.error == "full" else 1
 
     def __str__(self) -> str:
         return f"{self.error} at {self.number}"
@@ -83,6 +89,9 @@ _STEPS_PER_LIFE = 20
 _STEPS_BEYOND = 3
 """Steps that must end before their nth call, since the number of calls varies."""
 _MAX_CALLS = 600
+_FULL_SECONDS = 1.0
+_NEVER = 1 << 40
+"""The number of a call that no script reaches."""
 
 
 @dataclass
@@ -98,6 +107,8 @@ class Case:
     failures: int = 0
     """Requests that failed."""
     calls: int = 0
+    unclear: list[str] = field(default_factory=list)
+    """Errors that do not say that the disk is full and what to do."""
 
 
 class Script(FaultClient):
@@ -166,17 +177,51 @@ async def play(machine: Machine, fault: Fault | None) -> Case:
         memory_error_at = fault.number
     elif fault is not None:
         shim.fail(fault.number, fault.errno, fault.count)
+    freeing: list[asyncio.Task[None]] = []
+    if fault is not None and fault.error == "full":
+        machine.heals_at_end = False
+        freeing.append(asyncio.create_task(free_space(machine, fault.number)))
     try:
         path = await machine.run(script.run(), memory_error_at)
         failed_call = shim.fields.failed_call.decode() if shim.fields.failed else ""
         calls = shim.fields.calls
+        await ended(*freeing)
         shim.heal()
         machine.lose_power()
         await machine.run(script.check(path))
     finally:
+        await ended(*freeing)
         await wire.close()
     states = state(machine.data_dir, path)
-    return Case(script.facts, states, failed_call, machine.stops, script.failures, calls)
+    case = Case(script.facts, states, failed_call, machine.stops, script.failures, calls)
+    if fault is not None and fault.errno == errno.ENOSPC and failed_call:
+        messages = {*script.messages, *script.client.wire.rejections}
+        case.unclear = sorted(message for message in messages if not is_clear(message, fault.error))
+    return case
+
+
+async def free_space(machine: Machine, number: int) -> None:
+    """Wait until the disk is full, and let it have space again later."""
+    while not machine.shim.fields.failed:
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(_FULL_SECONDS)
+    if number % 3:
+        machine.kill()
+    if number % 3 == 2:  # the server starts on the full disk
+        await asyncio.sleep(_FULL_SECONDS)
+    machine.shim.heal()
+
+
+def is_clear(message: str, error: str) -> bool:
+    """Return whether a message names the cause and the remedy of a fault."""
+    match error:
+        case "ENOSPC" | "full":
+            says_cause = re.search(r"disk is full|No space left on device", message)
+            says_remedy = re.search("free space|the operator|accepts no new work", message)
+            return bool(says_cause and says_remedy)
+        case "allocation":
+            return "out of memory; send the request again" in message
+    return bool(message)
 
 
 def new_machine(model_dir: Path, directory: Path, seed: int = 0) -> Machine:
@@ -203,24 +248,37 @@ async def tried(model_dir: Path, directory: Path, fault: Fault, expected: Case) 
 
 
 async def campaign(
-    directory: Path, errors: list[str], first: int, last: int, step: int
+    directory: Path, errors: list[str], numbers: range, samples: int | None, seed: int
 ) -> dict[str, Any]:
-    """Try every `step`th number of each error."""
+    """Try each error at each of `numbers`, as far as the script makes so many calls, or at
+    `samples` of them.
+    """
     model_dir = tiny_model(directory / "model")
     expected = await play(new_machine(model_dir, directory / "calm"), None)
     begun = time.monotonic()
     wrong: list[str] = []
-    print(f"the script makes {expected.calls} file calls", flush=True)
     counts: dict[str, Counter[str]] = {}
     for error in errors:
         calls = counts.setdefault(error, Counter())
-        limit = min(last, 120 if error == "memory" else expected.calls)
-        for number in range(first, limit + 1, step):
+        last = 120
+        if error != "memory":
+            calm = await play(
+                new_machine(model_dir, directory / f"calm {error}"), Fault(error, _NEVER)
+            )
+            last = calm.calls
+        tries = [number for number in numbers if number <= last]
+        if samples is not None:
+            tries = sorted(random.Random(seed).sample(tries, samples))
+        print(f"{error}: {len(tries)} of {last} calls", flush=True)
+        for number in tries:
             case = await tried(model_dir, directory / "case", Fault(error, number), expected)
             if isinstance(case, str):
                 wrong.append(case)
                 print(case, flush=True)
                 continue
+            if case.unclear:
+                wrong.append(f"{Fault(error, number)} ({case.failed_call}): {case.unclear}")
+                print(wrong[-1], flush=True)
             calls["cases"] += 1
             calls["with a failed request"] += case.failures > 0
             calls["in which the server ended"] += case.stops > 0
@@ -340,6 +398,12 @@ async def every_call(
                 wrong.append(f"{error} at {number}: the metrics differ")
             if script.digests[number] != calm.digests[number]:
                 wrong.append(f"{error} at {number}: the saved state differs")
+        unclear = sorted(
+            message
+            for message in {*script.messages, *script.client.wire.rejections}
+            if not is_clear(message, error)
+        )
+        wrong += [f"{error}: unclear: {message}" for message in unclear]
         found[error] = {
             "steps": script.steps,
             "all calls of a step failed once": script.is_done,
@@ -364,6 +428,8 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=1, help="the first call that fails")
     parser.add_argument("--last", type=int, default=1_000_000, help="the last call that fails")
     parser.add_argument("--step", type=int, default=1, help="try every STEPth call")
+    parser.add_argument("--samples", type=int, help="try only so many of these calls")
+    parser.add_argument("--seed", type=int, default=0, help="chooses the calls of --samples")
     parser.add_argument("--record", type=Path, help="a JSON file for the result")
     arguments = parser.parse_args()
     if compiler() is None:
@@ -378,7 +444,8 @@ def main() -> int:
             limit = min(arguments.last, _MAX_CALLS)
             work = every_call(directory, errors, limit, arguments.allocation_kib << 10)
         else:
-            work = campaign(directory, errors, arguments.first, arguments.last, arguments.step)
+            numbers = range(arguments.first, arguments.last + 1, arguments.step)
+            work = campaign(directory, errors, numbers, arguments.samples, arguments.seed)
         result = asyncio.run(work)
     record(result, arguments.record)
     return 1 if result["wrong"] else 0

@@ -175,10 +175,18 @@ static void record_paths(uint32_t kind, uint64_t inode, const char *one, const c
   record(kind, inode, 0, parts, other ? 2 : 1);
 }
 
-/* Count a call below ROOT. Return 1 with errno if it must fail. Call it with the mutex. Reads need
- * no space: they do not count among the calls of which one fails with ENOSPC. */
+/* Return whether a call may need space on the disk. `create` is an open that creates a file. */
+static int may_allocate(const char *name) {
+  static const char *const others[] = {"open", "read", "unlink", "rmdir"};
+  for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+    if (!strcmp(name, others[i])) return 0;
+  return 1;
+}
+
+/* Count a call below ROOT. Return 1 with errno if it must fail. Call it with the mutex. Only calls
+ * that may need space count among the calls of which one fails with ENOSPC. */
 static int must_fail(const char *name) {
-  if (control->fail_at && control->fail_errno == ENOSPC && !strcmp(name, "read")) return 0;
+  if (control->fail_at && control->fail_errno == ENOSPC && !may_allocate(name)) return 0;
   int64_t number = ++control->calls;
   if (!control->fail_at || number < control->fail_at ||
       number >= control->fail_at + control->fail_count)
@@ -220,8 +228,9 @@ static int opened(int directory, const char *path, int flags, mode_t mode) {
   if (!resolve(directory, path, full)) return syscall(SYS_openat, directory, path, flags, mode);
   int fd = -1;
   LOCKED({
-    if (!must_fail("open")) {
-      int was_there = !(flags & (O_CREAT | O_TRUNC)) || inode_at(full);
+    int is_there = inode_at(full) != 0;
+    if (!must_fail(flags & O_CREAT && !is_there ? "create" : "open")) {
+      int was_there = !(flags & (O_CREAT | O_TRUNC)) || is_there;
       fd = syscall(SYS_openat, directory, path, flags, mode);
       if (fd >= 0) {
         record_paths(was_there ? OPEN : CREATE, inode_of(fd), full, NULL);

@@ -274,9 +274,9 @@ class FailsToCommit:
         return getattr(self._connection, name)
 
 
-async def test_the_body_of_a_transaction_that_a_crash_may_complete_is_kept(tmp_path):
+async def test_the_body_of_a_transaction_that_a_crash_may_complete_is_kept(tmp_path, monkeypatch):
     store = Store(tmp_path)
-    store._connection = FailsToCommit(store._connection, 2, True)
+    monkeypatch.setattr(store, "_connection", FailsToCommit(store._connection, 2, True))
     with pytest.raises(StorageError):
         await store.write(journal("one", LARGE))
     with pytest.raises(StorageError):  # writes no second file
@@ -294,10 +294,12 @@ async def test_the_body_of_a_transaction_that_a_crash_may_complete_is_kept(tmp_p
     again.close()
 
 
-async def test_the_body_of_a_failed_transaction_is_removed_after_the_next_one(tmp_path):
+async def test_the_body_of_a_failed_transaction_is_removed_after_the_next_one(
+    tmp_path, monkeypatch
+):
     store = Store(tmp_path)
 
-    store._connection = FailsToCommit(store._connection, 1, False)
+    monkeypatch.setattr(store, "_connection", FailsToCommit(store._connection, 1, False))
     with pytest.raises(StorageError):
         await store.write(journal("one", LARGE))
     assert len(files(tmp_path)) == 1

@@ -8,7 +8,7 @@ not there; `Patient` retries like the SDK.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -147,6 +147,8 @@ class Patient:
     """Retries the calls of a `WireClient` until the server lives long enough to answer."""
 
     client: WireClient
+    rejections: set[str] = field(default_factory=set)
+    """The messages with which the server rejected calls that were repeated."""
 
     async def call(self, method: str, *args: Any) -> Any:
         while True:
@@ -157,6 +159,7 @@ class Patient:
             except Refused as error:
                 if error.status not in _RETRIED:
                     raise
+                self.rejections.add(str(error))
             await asyncio.sleep(_PAUSE_SECONDS)
 
     async def answer(self, request_id: str) -> Done | Failed:

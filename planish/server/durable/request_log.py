@@ -24,7 +24,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-from planish.errors import DamagedFileError, StorageError, lacks_memory, shortened
+from planish.errors import DamagedFileError, StorageError, is_out_of_memory, shortened
 from planish.server.durable import journal
 from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.failed_requests import FailedRequests
@@ -595,7 +595,7 @@ def failed_from_error(error: Exception) -> Failed:
     """Return the answer that reports an error to the client."""
     category: Category = "user" if isinstance(error, ValueError) else "server"
     message = str(error)
-    if lacks_memory(error):
+    if is_out_of_memory(error):
         message = f"{OUT_OF_MEMORY} ({message})" if message else OUT_OF_MEMORY
     message = "\n".join([message or type(error).__name__, *getattr(error, "__notes__", ())])
     return Failed(message, category, error_class_name(error))

@@ -18,7 +18,7 @@ from contextlib import suppress
 from itertools import chain, repeat
 from typing import TypeVar
 
-from planish.errors import EngineClosedError, lacks_memory
+from planish.errors import EngineClosedError, is_out_of_memory
 
 R = TypeVar("R")
 
@@ -65,7 +65,7 @@ async def retry_until_memory_suffices(work: Callable[[], Awaitable[R]], name: st
         try:
             return await work()
         except Exception as error:
-            if not lacks_memory(error):
+            if not is_out_of_memory(error):
                 raise
             _log.error(
                 "%s was applied, but the server lacks memory for its answer. Next attempt in %g s: "
