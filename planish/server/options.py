@@ -245,10 +245,10 @@ def _parse_settings(values_by_name: Mapping[str, str]) -> ServerSettings:
     return ServerSettings(**values)
 
 
-def _replace_old_names(given: Mapping[str, str]) -> dict[str, str]:
+def _replace_old_names(values_by_name: Mapping[str, str]) -> dict[str, str]:
     """Replace the old names of settings, and log a warning for each."""
     settings: dict[str, str] = {}
-    for old, value in given.items():
+    for old, value in values_by_name.items():
         name = RENAMED_SETTINGS.get(old, old)
         if name != old:
             _log.warning(

@@ -203,8 +203,8 @@ class Samplers:
         if not rows:
             return False
         row = rows[0]
-        same_base = operation.base_model in (None, row.base_model)
-        if row.tenant != tenant.name or row.model_path != operation.model_path or not same_base:
+        has_same_base = operation.base_model in (None, row.base_model)
+        if row.tenant != tenant.name or row.model_path != operation.model_path or not has_same_base:
             raise BadRequest(
                 f"sampling_session_id={row.id!r} is already used by another sampler; continue with "
                 "the next sequence number"
@@ -421,7 +421,9 @@ class Samplers:
         if sampler is None:
             raise Gone("the model was released at this moment; send the request again")
         guard = self._services.crash_guard
-        key = "" if guard.is_calm else await asyncio.to_thread(_guard_key, tenant.name, operation)
+        key = (
+            "" if guard.is_inactive else await asyncio.to_thread(_guard_key, tenant.name, operation)
+        )
         async with (
             self._slots(tenant.name, operation.num_samples, operation.prompt.length),
             self.pinned(sampler),

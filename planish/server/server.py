@@ -352,8 +352,13 @@ class Server(Services):
             with suppress(NotFound):  # the run was removed meanwhile
                 run = await self.training_run(tenant, run_id)
                 newest = (run.last_checkpoint, run.last_sampler_checkpoint)
-                metadata = [run.user_metadata, *(c.user_metadata or {} for c in newest if c)]
-                size += item_bytes(*(text for each in metadata for text in chain(*each.items())))
+                metadata = [
+                    run.user_metadata,
+                    *(checkpoint.user_metadata or {} for checkpoint in newest if checkpoint),
+                ]
+                size += item_bytes(
+                    *(text for mapping in metadata for text in chain(*mapping.items()))
+                )
                 if runs and size > PAGE_BYTES:
                     return Page(runs, offset, len(runs), total)
                 runs.append(run)

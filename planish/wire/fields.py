@@ -134,7 +134,7 @@ class Fields:
         """Read a string of at most `maximum` characters."""
         value = self._get(name)
         if not isinstance(value, str):
-            raise self._wrong(name, "a string")
+            raise self._wrong_value(name, "a string")
         check_count(self.path(name), len(value), maximum, "characters")
         return value
 
@@ -151,7 +151,7 @@ class Fields:
             # A client whose language has no integers may write 3 as 3.0.
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self._wrong(name, f"a whole number from {low} to {high}")
+            raise self._wrong_value(name, f"a whole number from {low} to {high}")
         return value
 
     def number(self, name: str) -> float:
@@ -162,14 +162,14 @@ class Fields:
             or not isinstance(value, (int, float))
             or not math.isfinite(value)
         ):
-            raise self._wrong(name, "a finite number")
+            raise self._wrong_value(name, "a finite number")
         return value
 
     def boolean(self, name: str) -> bool:
         """Read true or false."""
         value = self._get(name)
         if not isinstance(value, bool):
-            raise self._wrong(name, "true or false")
+            raise self._wrong_value(name, "true or false")
         return value
 
     def as_body(self) -> Fields:
@@ -180,7 +180,7 @@ class Fields:
         """Read a list of at most `maximum` items."""
         value = self._get(name)
         if not isinstance(value, list):
-            raise self._wrong(name, "a list")
+            raise self._wrong_value(name, "a list")
         check_count(self.path(name), len(value), maximum, "items")
         return value
 
@@ -197,7 +197,7 @@ class Fields:
         """Read an object as a dict of at most `maximum` entries."""
         value = self._get(name)
         if not isinstance(value, dict):
-            raise self._wrong(name, "an object")
+            raise self._wrong_value(name, "an object")
         check_count(self.path(name), len(value), maximum, "entries")
         return value
 
@@ -228,8 +228,8 @@ class Fields:
             raise UserError(f"{self.path(name)} is missing")
         return self._values[name]
 
-    def _wrong(self, name: str, wanted: str) -> UserError:
-        return UserError(f"{self.path(name)}={shown(self._values[name])}: give {wanted}")
+    def _wrong_value(self, name: str, expected: str) -> UserError:
+        return UserError(f"{self.path(name)}={shown(self._values[name])}: give {expected}")
 
 
 def _max_value_count(body: bytes) -> int:

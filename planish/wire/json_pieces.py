@@ -190,13 +190,13 @@ class _PartialValue:
         """
         parsed = self._parse_piece(piece, begin, open_before, open_after, num_kept_open)
         continuations = self._continuations(parsed, open_before)
-        opened: list[Any] = []
+        new_containers: list[Any] = []
         parent = continuations[num_kept_open - 1] if num_kept_open else None
         for level in range(num_kept_open, len(open_after)):
             child = parsed if parent is None else self._open_child(parent, level > num_kept_open)
-            opened.append(child)
+            new_containers.append(child)
             parent = child
-        for container in opened:
+        for container in new_containers:
             if type(container) is list:
                 container.pop()
             else:
@@ -205,7 +205,7 @@ class _PartialValue:
             self.root = parsed
         for target, continuation in zip(self._open_containers, continuations, strict=True):
             self._extend(target, continuation)
-        self._open_containers = self._open_containers[:num_kept_open] + opened
+        self._open_containers = self._open_containers[:num_kept_open] + new_containers
 
     def _parse_piece(
         self, piece: bytes, begin: int, open_before: bytes, open_after: bytes, num_kept_open: int

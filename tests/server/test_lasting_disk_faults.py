@@ -33,7 +33,7 @@ class BrokenDisk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_broken = False
         self.faults = 0
-        body, read = Store.body, Engine._read_adapter
+        body, read = Store.read_body, Engine._read_adapter
 
         def broken_body(store: Store, stored: StoredBody) -> bytes:
             self.check()
@@ -43,7 +43,7 @@ class BrokenDisk:
             self.check()
             return read(engine, *arguments)
 
-        monkeypatch.setattr(Store, "body", broken_body)
+        monkeypatch.setattr(Store, "read_body", broken_body)
         monkeypatch.setattr(Engine, "_read_adapter", broken_read)
 
     def check(self) -> None:

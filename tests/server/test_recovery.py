@@ -186,7 +186,7 @@ async def test_answers_and_numbers_survive_a_restart(model_dir, data_dir):
 async def test_a_disk_fault_after_a_restart_fails_no_request(model_dir, data_dir, monkeypatch):
     """An unanswered request may have run before the restart, and later requests depend on it."""
     faults = 0
-    read_body = Store.body
+    read_body = Store.read_body
 
     def read(store: Store, stored: StoredBody) -> bytes:
         nonlocal faults
@@ -195,7 +195,7 @@ async def test_a_disk_fault_after_a_restart_fails_no_request(model_dir, data_dir
             raise OSError(errno.EIO, "Input/output error")
         return read_body(store, stored)
 
-    monkeypatch.setattr(Store, "body", read)
+    monkeypatch.setattr(Store, "read_body", read)
     monkeypatch.setattr(retries, "_PAUSES", (0.0,) * 4)
 
     async with running(model_dir, data_dir) as server:
@@ -613,4 +613,4 @@ async def test_a_stop_after_an_engine_failure_is_not_a_clean_one(model_dir, data
     async with running(model_dir, data_dir) as server:
         server.engine.fault = fault
     async with running(model_dir, data_dir) as server:
-        assert server.crash_guard.is_calm == (fault is None)
+        assert server.crash_guard.is_inactive == (fault is None)

@@ -89,9 +89,9 @@ class CrashGuard:
         """`load_base_models` is awaited before the first suspect runs."""
         self._store = store
         self._load_base_models = load_base_models
-        self.is_calm = True
+        self.is_inactive = True
         """Whether the guard neither marks, delays nor rejects any request. Then it need not be told
-        of a request. Once the guard is calm, it stays calm until the server crashes.
+        of a request. Once the guard is inactive, it stays inactive until the server crashes.
         """
         self._loading: asyncio.Task[None] | None = None
         self._watched_until = 0.0
@@ -126,7 +126,7 @@ class CrashGuard:
         }
         if not earlier.was_clean:
             self._watched_until = time.monotonic() + _WATCH_SECONDS
-        self._update_is_calm()
+        self._update_is_inactive()
         if earlier.was_clean:
             return
         _log.warning(
@@ -152,8 +152,8 @@ class CrashGuard:
         """Wait until the key may run together with the running keys. Mark the key if the guard
         watches, or if the key is a suspect. Raise Abandoned for an abandoned key.
         """
-        self._update_is_calm()
-        if self.is_calm:
+        self._update_is_inactive()
+        if self.is_inactive:
             return
         if key in self._abandoned_keys:
             raise Abandoned(
@@ -188,7 +188,7 @@ class CrashGuard:
         if self._remove_running(key):
             self._crash_counts.pop(key, None)
             self._store.write_in_background(_forget, key)
-            self._update_is_calm()
+            self._update_is_inactive()
         self._admit_waiting()
 
     def pause(self, key: str) -> None:
@@ -223,9 +223,9 @@ class CrashGuard:
         finally:
             self.pause(key)
 
-    def _update_is_calm(self) -> None:
-        """Update `is_calm`."""
-        self.is_calm = not (self._crash_counts or self._abandoned_keys or self._is_watching)
+    def _update_is_inactive(self) -> None:
+        """Update `is_inactive`."""
+        self.is_inactive = not (self._crash_counts or self._abandoned_keys or self._is_watching)
 
     def _remove_running(self, key: str) -> bool:
         """Remove a key from the running keys. Return whether its mark must be removed."""

@@ -103,8 +103,8 @@ def write_answer(
 
 def request_row(source: Source, request_id: str) -> RequestRow | None:
     """Return the row of a request; None if there is no such request."""
-    found = select(source, RequestRow, "id = ?", [request_id])
-    return found[0] if found else None
+    rows = select(source, RequestRow, "id = ?", [request_id])
+    return rows[0] if rows else None
 
 
 def is_owner(connection: sqlite3.Connection, tenant: str, owner: str) -> bool:
@@ -127,10 +127,10 @@ def stored_body(connection: sqlite3.Connection, request_id: str) -> StoredBody:
 
 def stored_result(connection: sqlite3.Connection, request_id: str) -> StoredBody | None:
     """Return where the result of a request is stored; None if the result was removed."""
-    found = connection.execute(
+    row = connection.execute(
         "SELECT result, result_file FROM requests WHERE id = ?", (request_id,)
     ).fetchone()
-    return None if found is None or found[0] is found[1] is None else StoredBody(*found)
+    return None if row is None or row[0] is row[1] is None else StoredBody(*row)
 
 
 def requests_of_model(source: Source, model_id: str, after: int) -> list[RequestRow]:
@@ -167,6 +167,6 @@ def drop_results(transaction: Transaction, where: str, values: Sequence[Any]) ->
 
 def _drop_files(transaction: Transaction, columns: str, where: str, values: Sequence[Any]) -> None:
     """Drop the files that `columns` of the selected requests name."""
-    for found in transaction.execute(f"SELECT {columns} FROM requests WHERE {where}", values):
-        for file in found:
+    for row in transaction.execute(f"SELECT {columns} FROM requests WHERE {where}", values):
+        for file in row:
             transaction.drop_file(file)

@@ -274,7 +274,7 @@ class RequestLog:
             stored = journal.stored_body(connection, row.id)
             location = DATABASE if stored.file is None else f"{BODIES}/{stored.file}"
             try:
-                content = self._store.body(stored)
+                content = self._store.read_body(stored)
             except FileNotFoundError:
                 raise _damaged_request(row, location, "is missing") from None
             if not is_unaltered(row.kind, content, row.digest):
@@ -366,7 +366,7 @@ class RequestLog:
                 if result is None:
                     raise _expired_result(request_id)
                 try:
-                    return done_from_bytes(row.kind, self._store.body(result))
+                    return done_from_bytes(row.kind, self._store.read_body(result))
                 except FileNotFoundError:  # the result expired after the row was read
                     raise _expired_result(request_id) from None
             case "failed" | "refused":

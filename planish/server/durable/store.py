@@ -153,8 +153,8 @@ class Store:
         self.directory = directory
         self._lock = FileLock(directory / ".server.lock", thread_local=False)
         try:
-            for made in (directory, directory / BODIES):
-                make_directory(made, _DIRECTORY_MODE)
+            for path in (directory, directory / BODIES):
+                make_directory(path, _DIRECTORY_MODE)
             self._lock.acquire(timeout=0)
         except Timeout as error:
             raise UserError(
@@ -246,7 +246,7 @@ class Store:
 
         return await asyncio.get_running_loop().run_in_executor(self._readers, run_query)
 
-    def body(self, stored: StoredBody) -> bytes:
+    def read_body(self, stored: StoredBody) -> bytes:
         """Return the content of a stored body. This reads the disk, so call it in `read` or in a
         thread. Raise FileNotFoundError if the file is missing.
         """
@@ -314,18 +314,18 @@ class Store:
         database = self.directory / DATABASE
         database.touch(_FILE_MODE)  # SQLite gives its log the mode of the database
         for path in (self.directory, self.directory / BODIES, *self.directory.glob(DATABASE + "*")):
-            found = stat.S_IMODE(path.stat().st_mode)
-            private = found & ~0o077
-            if found == private:
+            mode = stat.S_IMODE(path.stat().st_mode)
+            private_mode = mode & ~0o077
+            if mode == private_mode:
                 continue
             try:
-                path.chmod(private)
+                path.chmod(private_mode)
             except OSError as error:
                 _log.warning(
                     "%s can be used by other users of this machine (mode %04o), and this cannot "
                     "be changed: %s",
                     path,
-                    found,
+                    mode,
                     error,
                 )
             else:
@@ -333,8 +333,8 @@ class Store:
                     "%s could be used by other users of this machine (mode %04o); its mode is "
                     "%04o now",
                     path,
-                    found,
-                    private,
+                    mode,
+                    private_mode,
                 )
 
     def _error_for_operator(self, error: Exception) -> Exception:
@@ -414,17 +414,15 @@ class Store:
         connection.executescript(
             "PRAGMA page_size = 16384; PRAGMA auto_vacuum = INCREMENTAL; PRAGMA journal_mode = WAL;"
         )
-        found = connection.execute("PRAGMA user_version").fetchone()[0]
-        if found > VERSION:
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version > VERSION:
             raise UserError(
                 f"data_dir={self.directory}: its database was written by a newer planish (version "
-                f"{found}, here {VERSION}); update planish"
+                f"{version}, here {VERSION}); update planish"
             )
-        if found < VERSION:
+        if version < VERSION:
             script = (
-                "; ".join(UPGRADES[version] for version in range(found, VERSION))
-                if found
-                else SCHEMA
+                "; ".join(UPGRADES[old] for old in range(version, VERSION)) if version else SCHEMA
             )
             connection.executescript(f"BEGIN; {script}; PRAGMA user_version = {VERSION}; COMMIT;")
         return connection
@@ -460,13 +458,13 @@ class Store:
         return self._local.connection
 
     def _remove_orphans(self) -> None:
-        named = self._connection.execute(
+        rows = self._connection.execute(
             "SELECT body_file FROM requests WHERE body_file IS NOT NULL "
             "UNION SELECT result_file FROM requests WHERE result_file IS NOT NULL"
         )
-        known = {row[0] for row in named}
+        referenced = {row[0] for row in rows}
         for path in (self.directory / BODIES).iterdir():
-            if path.name not in known:
+            if path.name not in referenced:
                 path.unlink()
 
     def _enqueue(

@@ -244,7 +244,7 @@ class Model:
             self.tenant.name, 1, input_token_count(operation), tokens_ahead
         )
         try:
-            if not self._services.crash_guard.is_calm:
+            if not self._services.crash_guard.is_inactive:
                 await self._services.crash_guard.enter(request.id)
             crash_point("before running")
             submitted_at = self._services.clock.now()

@@ -236,7 +236,7 @@ async def is_reproduced(store: Store, row: RequestRow, response: OptimStepRespon
     # The stored answer may expire meanwhile or be damaged. Nothing else depends on it.
     with suppress(ValueError, FileNotFoundError):
         norm = (response.metrics or {}).get("grad_norm")
-        first_norm = orjson.loads(store.body(stored_answer))["metrics"].get("grad_norm")
+        first_norm = orjson.loads(store.read_body(stored_answer))["metrics"].get("grad_norm")
         if norm != first_norm:
             _log.warning(
                 "the replay of %s computed gradient norm %s, but the first run computed %s: the "

@@ -161,7 +161,7 @@ class OpenAIModels:
         guard, body = self.server.crash_guard, request.state.body
         turn = await self._tokenizing_queue.acquire_slots(tenant.name, len(body), len(body))
         try:
-            if guard.is_calm:
+            if guard.is_inactive:
                 return await asyncio.to_thread(work)
             key = f"text of {tenant.name}:{hashlib.sha256(body).hexdigest()[:32]}"
             async with guard.running(key):

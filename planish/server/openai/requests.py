@@ -402,7 +402,10 @@ def read_request(request_type: type[R], fields: Fields) -> R:
             continue
         if name in request_type.no_op_params:
             allowed, remedy = request_type.no_op_params[name]
-            if not any(type(value) in _json_types(one) and value == one for one in allowed):
+            if not any(
+                type(value) in _json_types(allowed_value) and value == allowed_value
+                for allowed_value in allowed
+            ):
                 raise UnsupportedParameterError(name, remedy)
         elif name not in request_type.model_fields:
             raise UnsupportedParameterError(name[:100], "leave it out")
@@ -448,17 +451,19 @@ def _validation_error(values: Mapping[str, Any], error: ValidationError) -> Wron
 def request_schemas(request_types: Sequence[type[Request]]) -> dict[str, Any]:
     """Map the names of request types and of their parts to JSON schemas, for OpenAPI 3.1."""
     _, document = models_json_schema(
-        [(kind, "validation") for kind in request_types],
+        [(request_type, "validation") for request_type in request_types],
         ref_template="#/components/schemas/{model}",
     )
     components = document["$defs"]
-    for kind in request_types:
-        schema = components[kind.__name__]
+    for request_type in request_types:
+        schema = components[request_type.__name__]
         properties = schema["properties"]
-        properties |= {name: {"enum": [*values]} for name, (values, _) in kind.no_op_params.items()}
+        properties |= {
+            name: {"enum": [*values]} for name, (values, _) in request_type.no_op_params.items()
+        }
         properties |= {name: {} for name in _IGNORED_PARAMETERS}
-        for name, one in properties.items():
+        for name, property_schema in properties.items():
             if name not in schema.get("required", ()):
-                properties[name] = {"anyOf": [one, {"type": "null"}]}
+                properties[name] = {"anyOf": [property_schema, {"type": "null"}]}
         schema["additionalProperties"] = {"type": "null"}
     return components
