@@ -373,7 +373,9 @@ def _served(mapping: Mapping[str, str]) -> dict[str, Path]:
     models = {name: resolve_model(name, mapping) for name in mapping}
     if DEFAULT_MODEL in models:
         return models
-    if models and not any(entry.name == DEFAULT_MODEL and entry.is_local for entry in list_models()):
+    if models and not any(
+        entry.name == DEFAULT_MODEL and entry.is_local for entry in list_models()
+    ):
         return models
     return {**models, DEFAULT_MODEL: resolve_model(DEFAULT_MODEL)}
 
