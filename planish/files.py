@@ -166,17 +166,17 @@ class RowFile:
     def keep(self, is_kept: Callable[[Row], bool]) -> None:
         """Remove the rows for which `is_kept` is false. DamagedFileError if it fails on a row."""
         rows = read_rows(self.path)
-        kept = []
+        kept_rows = []
         for row in rows:
             try:
                 if is_kept(row):
-                    kept.append(row)
+                    kept_rows.append(row)
             except (KeyError, TypeError) as error:
                 raise DamagedFileError(
                     f"{self.path}: the row {json.dumps(row)[:200]} has unexpected fields ({error}); repair or remove that line"
                 ) from error
-        if len(kept) < len(rows):
-            write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        if len(kept_rows) < len(rows):
+            write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept_rows))
             self._file.close()
             self._file = self._open()
 

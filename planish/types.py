@@ -913,15 +913,15 @@ def _checked_stop(stop: Any) -> Any:
     )
 
 
-def _checked_stop_token_ids(given: Any) -> tuple[int, ...]:
+def _checked_stop_token_ids(stop_token_ids: Any) -> tuple[int, ...]:
     name = "SamplingParams.stop_token_ids"
-    ids = () if given is None else given
+    ids = () if stop_token_ids is None else stop_token_ids
     try:
         stop = None if isinstance(ids, str) else _checked_stop(ids)
     except UserError as error:
         raise UserError(str(error).replace("SamplingParams.stop", name)) from None
     if stop is None or any(isinstance(item, str) for item in stop):
-        raise UserError(f"{name}={reprlib.repr(given)}: give a list of token ids")
+        raise UserError(f"{name}={reprlib.repr(stop_token_ids)}: give a list of token ids")
     return stop
 
 

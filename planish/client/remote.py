@@ -101,7 +101,7 @@ class RemoteService:
         self._thread.spawn(self._session.keep_alive)
         self._sample_sender = SampleSender(self._connection, self._thread)
         self._thread.spawn(self._sample_sender.run)
-        self._models: dict[str, ModelQueue] = {}
+        self._model_queues: dict[str, ModelQueue] = {}
         self._samplers: dict[str, RemoteSampler] = {}
         self._model_numbers, self._sampler_numbers = itertools.count(), itertools.count()
         self._tokenizers: dict[str, Path] = {}
@@ -254,9 +254,9 @@ class RemoteService:
     def _create_model(self, operation: CreateModel, future: Future[Any]) -> None:
         server_id = f"{self._session.session_id}:train:{next(self._model_numbers)}"
         queue = ModelQueue(server_id, self._connection, self._thread)
-        if self._models.setdefault(operation.model_id, queue) is not queue:
+        if self._model_queues.setdefault(operation.model_id, queue) is not queue:
             raise UserError(f"model_id={operation.model_id!r} is in use; give another")
-        self._models[server_id] = queue
+        self._model_queues[server_id] = queue
         self._thread.spawn(queue.run)
         self._thread.post(
             queue.put, QueuedOperation(replace(operation, model_id=server_id), future)
@@ -265,7 +265,7 @@ class RemoteService:
     def _dispatch_to_model(self, operation: Any, future: Future[Any]) -> None:
         queue = self._model_queue(operation.model_id)
         if isinstance(operation, UnloadModel):
-            _remove_value(self._models, queue)
+            _remove_value(self._model_queues, queue)
         self._thread.post(
             queue.put, QueuedOperation(replace(operation, model_id=queue.model_id), future)
         )
@@ -278,7 +278,7 @@ class RemoteService:
         return sampler
 
     def _model_queue(self, model_id: str) -> ModelQueue:
-        queue = self._models.get(model_id)
+        queue = self._model_queues.get(model_id)
         if queue is None:
             raise UserError(
                 f"model_id={model_id!r}: there is no such model, or it was unloaded; create one"

@@ -214,15 +214,15 @@ class ServerConnection:
 
 def normalize_url(base_url: str) -> str:
     """Return the URL without trailing slash and API path. Raise UserError if it is invalid."""
-    parts = urlsplit(base_url.strip()) if isinstance(base_url, str) else None
-    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+    split_url = urlsplit(base_url.strip()) if isinstance(base_url, str) else None
+    if split_url is None or split_url.scheme not in ("http", "https") or not split_url.hostname:
         raise UserError(f"base_url={base_url!r}: give a URL such as http://127.0.0.1:8000")
-    if parts.query or parts.fragment or parts.username:
+    if split_url.query or split_url.fragment or split_url.username:
         raise UserError(
             f"base_url={base_url!r}: give scheme, host, port and path only; a key goes into api_key"
         )
     with suppress(ValueError):
-        _ = parts.port
+        _ = split_url.port
         return base_url.strip().rstrip("/").removesuffix(API)
     raise UserError(f"base_url={base_url!r}: give a port from 0 to 65535")
 

@@ -139,7 +139,7 @@ class Engine:
         # counted in `known_directories` above, because its base model uses the memory too.
         if not only_these_models:
             mapping = {name: path for name, path in mapping.items() if name != path}
-        self._models = BaseModels(mapping, self._settings, memory, only_these_models)
+        self._base_models = BaseModels(mapping, self._settings, memory, only_these_models)
         self._store = CheckpointStore(data_directory(data_dir))
         self._training_models: dict[str, TrainingModel] = {}
         self._sampler_sessions: dict[str, SamplerSession] = {}
@@ -183,11 +183,11 @@ class Engine:
         """
         self._check_open()
         usable_models = [
-            entry for entry in list_models(self._models.mapping) if entry.problem is None
+            entry for entry in list_models(self._base_models.mapping) if entry.problem is None
         ]
         contexts = {
             entry.name: _max_context_of(entry.path) for entry in usable_models
-        } | self._models.loaded_contexts()
+        } | self._base_models.loaded_contexts()
         return GetServerCapabilitiesResponse(
             [SupportedModel(name, context) for name, context in contexts.items()]
         )
@@ -200,7 +200,7 @@ class Engine:
     def tokenizer_directory(self, base_model: str) -> Path:
         """Return the directory with the base model's tokenizer files."""
         self._check_open()
-        return self._models.directory(base_model)
+        return self._base_models.directory(base_model)
 
     def checkpoints(self, run_id: str | None = None) -> list[Checkpoint]:
         """Return saved checkpoints, newest first. Raises CheckpointError if the run is unknown."""
@@ -234,21 +234,21 @@ class Engine:
 
     def check_sample(self, base_model: str, operation: Sample) -> None:
         """Raise UserError if the base model would reject this request; load the model if needed."""
-        self._check_request(self._models.get(base_model), operation)
+        self._check_request(self._base_models.get(base_model), operation)
 
     def weights_fingerprint(self, base_model: str) -> str:
         """Return the fingerprint of the base model's weight files, which need not be loaded.
 
         The quantization scheme follows, if there is one: "FINGERPRINT int8".
         """
-        fingerprint = weights_fingerprint(self._models.directory(base_model))
+        fingerprint = weights_fingerprint(self._base_models.directory(base_model))
         return (
             f"{fingerprint} {self._settings.quantize}" if self._settings.quantize else fingerprint
         )
 
     def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
         """Return the memory that an adapter of this shape needs for training and for sampling."""
-        config = ModelConfig.from_directory(self._models.directory(base_model))
+        config = ModelConfig.from_directory(self._base_models.directory(base_model))
         device = choose_device(self._settings.device)
         dtype = choose_dtype(self._settings.dtype, device)
         return adapter_bytes(choose_backend(config, dtype, device, deterministic=False), lora)
@@ -305,7 +305,7 @@ class Engine:
         self._thread.close(finish)
         self._training_models.clear()
         self._sampler_sessions.clear()
-        self._models.clear()
+        self._base_models.clear()
 
     # The methods below check an operation before `submit` queues it.
 
@@ -400,7 +400,7 @@ class Engine:
         else:
             assert op.base_model is not None
             name, loaded_adapter = op.base_model, None
-            base = self._models.get(name)
+            base = self._base_models.get(name)
             base.check_rank(op.lora.rank)
             layout = LoraLayout(base.config, op.lora)
         model = TrainingModel(op.model_id, base, name, layout, dict(op.user_metadata))
@@ -417,7 +417,7 @@ class Engine:
         else:
             assert op.base_model is not None
             name, loaded_adapter = op.base_model, None
-            base = self._models.get(name)
+            base = self._base_models.get(name)
         session = self._new_session(op.sampler_id, base, name, op.model_path)
         return QueuedSamplerCreation(op, future, session, loaded_adapter)
 
@@ -462,7 +462,7 @@ class Engine:
         path = CheckpointPath.parse(checkpoint)
         manifest = self._store.manifest(path)
         name = base_model or manifest.base_model
-        base = self._models.get(name)
+        base = self._base_models.get(name)
         base.check_rank(manifest.lora.rank)
         layout = LoraLayout(base.config, manifest.lora)
         allow_other_weights = base_model is not None

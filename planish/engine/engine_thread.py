@@ -80,7 +80,7 @@ class EngineThread:
         self._has_ended = threading.Event()
         self._pending_saves: set[Future[Any]] = set()
         """The futures of checkpoints that are not written yet."""
-        self._fault: BaseException | None = None
+        self._fatal_error: BaseException | None = None
         """The exception that ended the thread; None while it runs or after a normal stop."""
         self._progress = 0
         self._is_idle = True
@@ -175,7 +175,7 @@ class EngineThread:
             # Errors of operations are caught elsewhere. This exception is a fault of the loop
             # itself, so its state cannot be trusted any more.
             clear_frames(error)
-            self._fault = error
+            self._fatal_error = error
         finally:
             self._shut_down()
 
@@ -445,17 +445,19 @@ class EngineThread:
 
     def _closed_error(self) -> PlanishError:
         """Return the error for operations that the thread can no longer run."""
-        if self._fault is None:
+        if self._fatal_error is None:
             return EngineClosedError(
                 "the engine was closed before this operation was done; make a new ServiceClient"
             )
-        if isinstance(self._fault, EngineClosedError):  # Its message already names the remedy.
-            return EngineClosedError(str(self._fault))
+        if isinstance(
+            self._fatal_error, EngineClosedError
+        ):  # Its message already names the remedy.
+            return EngineClosedError(str(self._fatal_error))
         error = EngineClosedError(
-            f"the engine stopped because of an internal error ({self._fault!r}); make a new "
+            f"the engine stopped because of an internal error ({self._fatal_error!r}); make a new "
             "ServiceClient"
         )
-        error.__cause__ = self._fault
+        error.__cause__ = self._fatal_error
         return error
 
 

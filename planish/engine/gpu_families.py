@@ -159,7 +159,7 @@ class Case:
         """The reference implementation of the elementwise kernels, in float64."""
         return TorchBackend(self.config, torch.float64, self.device)
 
-    def choices(self, high: int, *shape: int) -> Tensor:
+    def random_ints(self, high: int, *shape: int) -> Tensor:
         """Return random integers from 0 to `high` - 1, int64, on the CPU."""
         return torch.randint(high, shape, generator=self.generator)
 
@@ -203,8 +203,8 @@ def _check_norm(case: Case, shape: tuple[int, ...], with_residual: bool) -> None
     delta = case.random(*shape) if with_residual else None
     weight = 1 + case.random(shape[-1], dtype=torch.float32, scale=0.2)
     grad, residual = case.random(*shape), case.random(*shape, dtype=torch.float32)
-    wide = None if delta is None else delta.double()
-    residual_sum, norm, factor = reference.rms_norm(x.double(), wide, weight.double(), eps)
+    float64_delta = None if delta is None else delta.double()
+    residual_sum, norm, factor = reference.rms_norm(x.double(), float64_delta, weight.double(), eps)
     expected_grad = reference.rms_norm_backward(
         grad.double(), residual_sum, weight.double(), factor, residual.double()
     )
@@ -258,9 +258,9 @@ def check_swiglu(case: Case) -> None:
     kernels, intermediate_size = _elementwise_kernels(), case.config.intermediate_size
     gate_up = case.random(case.sizes.num_rows, 2 * intermediate_size, scale=3.0)
     grad = case.random(case.sizes.num_rows, intermediate_size)
-    wide = gate_up.double()
-    compare("SwiGLU", kernels.swiglu(gate_up), case.reference.swiglu(wide))
-    expected_grad = case.reference.swiglu_backward(grad.double(), wide)
+    float64_gate_up = gate_up.double()
+    compare("SwiGLU", kernels.swiglu(gate_up), case.reference.swiglu(float64_gate_up))
+    expected_grad = case.reference.swiglu_backward(grad.double(), float64_gate_up)
     compare("gradient of SwiGLU", kernels.swiglu_backward(grad, gate_up), expected_grad)
 
 
@@ -272,11 +272,13 @@ def check_log_sum_exp(case: Case) -> None:
     # A kernel with a wrong bound misses the last logit of row 0, or reads the first one of row 1.
     logits[0, -1], logits[1, 0] = 40.0, 40.0
     temperature = 0.5 + torch.rand(rows, generator=case.generator).to(case.device)
-    weights, wide = logits.clone(), logits.double()
+    weights, float64_logits = logits.clone(), logits.double()
     actual = kernels.log_sum_exp(logits, temperature, weights=weights)
-    expected = case.reference.log_sum_exp(wide, temperature.double(), weights=wide)
+    expected = case.reference.log_sum_exp(
+        float64_logits, temperature.double(), weights=float64_logits
+    )
     compare("log-sum-exp", actual, expected, 1e-6)
-    compare("weights", weights, wide, 1e-4)
+    compare("weights", weights, float64_logits, 1e-4)
     logits[0, 0] = float("nan")
     if math.isfinite(float(kernels.log_sum_exp(logits, temperature)[0])):
         raise WrongResultError("log-sum-exp of a row with a NaN is finite")
@@ -286,15 +288,15 @@ def check_log_sum_exp(case: Case) -> None:
         case.device
     )
     pair_rows = torch.arange(rows).repeat_interleave(pair_counts).to(case.device)
-    targets = case.choices(vocab_size, len(pair_rows)).to(case.device)
+    targets = case.random_ints(vocab_size, len(pair_rows)).to(case.device)
     grads = case.random(len(pair_rows), dtype=torch.float32)
-    wide = logits.double()
-    log_sum_exp = case.reference.log_sum_exp(wide, wide.new_full((rows,), 0.7))
+    float64_logits = logits.double()
+    log_sum_exp = case.reference.log_sum_exp(float64_logits, float64_logits.new_full((rows,), 0.7))
     kernels.log_sum_exp_backward_(logits, 0.7, log_sum_exp.float(), first_pairs, targets, grads)
     case.reference.log_sum_exp_backward_(
-        wide, 0.7, log_sum_exp, first_pairs, targets, grads.double()
+        float64_logits, 0.7, log_sum_exp, first_pairs, targets, grads.double()
     )
-    compare("gradient of the logits", logits, wide, 1e-3)
+    compare("gradient of the logits", logits, float64_logits, 1e-3)
 
 
 def check_sampling(case: Case) -> None:
@@ -309,7 +311,7 @@ def _check_sampling(case: Case, vocab_size: int) -> None:
     The weights are powers of two. Their sums are exact, so exactly one token is correct.
     """
     rows = max(4, case.sizes.num_rows)
-    weights = torch.exp2(-case.choices(12, rows, vocab_size).float()).to(case.device)
+    weights = torch.exp2(-case.random_ints(12, rows, vocab_size).float()).to(case.device)
     weights[:, -1] = 0.0
     weights[0] = 0.0
     weights[0, vocab_size // 2] = 1.0
@@ -560,8 +562,8 @@ def _quantized_weights(case: Case, dense_weights: list[Tensor]) -> dict[str, lis
         by_scheme["fp8"].append(Fp8Weight.from_stored(codes, scales.to(case.device), (128, 128)))
         by_scheme["mxfp4"].append(
             Mxfp4Weight(
-                case.choices(256, out_features, in_features // 2).to(case.device, torch.uint8),
-                (118 + case.choices(6, out_features, in_features // 32)).to(
+                case.random_ints(256, out_features, in_features // 2).to(case.device, torch.uint8),
+                (118 + case.random_ints(6, out_features, in_features // 32)).to(
                     case.device, torch.uint8
                 ),
             )
@@ -609,13 +611,13 @@ def check_graphs(case: Case) -> None:
         (3, [None]),
     ):
         while len(batch.running) > num_samples:
-            batch.end(batch.running[0])
+            batch.remove_sample(batch.running[0])
         if len(batch.running) < num_samples:
-            batch.begin(40, [5])
+            batch.add_prompt(40, [5])
         members = [(step_adapters[index % len(step_adapters)], 1) for index in range(num_samples)]
         members.sort(key=lambda member: id(member[0]))
         inputs = InputBatch(
-            case.choices(config.vocab_size, num_samples).tolist(),
+            case.random_ints(config.vocab_size, num_samples).tolist(),
             [sample.stored for sample in batch.running],
             RowLayout(members),
         )
@@ -684,10 +686,10 @@ class _Batch:
         for length, count in zip(
             case.sizes.prompt_lengths, case.sizes.samples_per_prompt, strict=True
         ):
-            token_counts = case.choices(case.sizes.max_sampled_tokens, count).tolist()
-            self.begin(length, [case.sizes.max_sampled_tokens, *token_counts][:count])
+            token_counts = case.random_ints(case.sizes.max_sampled_tokens, count).tolist()
+            self.add_prompt(length, [case.sizes.max_sampled_tokens, *token_counts][:count])
 
-    def begin(self, length: int, token_counts: list[int]) -> None:
+    def add_prompt(self, length: int, token_counts: list[int]) -> None:
         """Add a prompt of `length` tokens, and one sample for each of `token_counts`."""
         prompt = _Prompt(length)
         pool = self.prompt_pools.pool_for(capacity_for(length))
@@ -701,7 +703,7 @@ class _Batch:
             _fill_empty_slots(self._case, pool)
             self.running.append(sample)
 
-    def end(self, sample: _Sample) -> None:
+    def remove_sample(self, sample: _Sample) -> None:
         """Free the slot of a sample and remove the sample."""
         self.sample_pools.pool_for(sample.capacity).free(sample)
         self.running.remove(sample)
@@ -762,7 +764,7 @@ def _pointing_queries(case: Case, keys: Tensor, hidden_keys: Any, row: int) -> T
         count - 1,
         *(edge - side for edge in range(SPAN, count, SPAN) for side in (0, 1)),
     ]
-    random_keys = case.choices(count, num_heads).tolist()
+    random_keys = case.random_ints(count, num_heads).tolist()
     pointed_keys = torch.empty(num_heads, head_dim, dtype=torch.float32, device=keys.device)
     for head in range(num_heads):
         kv_head, target_kind = head // (num_heads // kv_heads), head + row

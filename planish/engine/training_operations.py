@@ -31,7 +31,7 @@ from planish.types import (
     SaveWeightsResponse,
 )
 
-Work = Generator[None, None, None]
+OperationGenerator = Generator[None, None, None]
 
 
 class TrainingOperations:
@@ -45,7 +45,7 @@ class TrainingOperations:
         self._store = store
         self._disk_executor = disk_executor
 
-    def start(self, queued: QueuedTraining) -> Work:
+    def start(self, queued: QueuedTraining) -> OperationGenerator:
         """Run the operation on its training model. Yield after each piece except the last."""
         match queued:
             case QueuedCreation():
@@ -87,7 +87,7 @@ class TrainingOperations:
         model.adapter = adapter
         queued.future.set_result(model.info())
 
-    def _forward_backward(self, queued: QueuedForwardBackward) -> Work:
+    def _forward_backward(self, queued: QueuedForwardBackward) -> OperationGenerator:
         """Run the forward pass, and the backward pass unless the operation is forward-only."""
         model, op = queued.model, queued.operation
         work = model.base.trainer.run(model.require_adapter(), queued.batch, op.forward_only)
@@ -96,7 +96,9 @@ class TrainingOperations:
             _with_substitution_metric(op.loss_fn, queued.batch.loss_fn, output)
         )
 
-    def _deferred_forward_backward(self, queued: QueuedDeferredForwardBackward) -> Work:
+    def _deferred_forward_backward(
+        self, queued: QueuedDeferredForwardBackward
+    ) -> OperationGenerator:
         """Run a forward_backward whose data is a future that is done by now.
 
         If the future failed, the next optimizer step fails too.

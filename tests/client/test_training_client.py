@@ -319,7 +319,7 @@ def test_a_stop_string_can_be_a_control_token(training_client):
 
 async def test_cancelling_an_async_sample_cancels_the_request(embedded_client):
     client = embedded_client.create_sampling_client(base_model="tiny")
-    sampler = embedded_client._session.service._models.get("tiny").sampler
+    sampler = embedded_client._session.service._base_models.get("tiny").sampler
 
     prompt = ModelInput.from_ints([1, 2, 3])
     with pytest.raises(TimeoutError):

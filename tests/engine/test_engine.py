@@ -197,7 +197,7 @@ def test_device_time_after_a_call_returns_is_charged_to_that_call(engines, monke
     engine = engines(micro_batch_tokens=64)
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
-    base, left, steps = engine._models.get("llama"), [], []
+    base, left, steps = engine._base_models.get("llama"), [], []
     train, sample = base.trainer._run_micro_batch, base.sampler.step
 
     def synchronize(_: BaseModel) -> None:
@@ -312,7 +312,7 @@ def test_a_released_sampler_finishes_its_requests_and_frees_its_cache(engine):
     with pytest.raises(UserError, match="released"):
         engine.submit(request("s"))
     assert len(asked.result(WAIT).sequences) == 2
-    cache = engine._models.get("llama").sampler._prefix_cache
+    cache = engine._base_models.get("llama").sampler._prefix_cache
     wait_until(lambda: len(cache) == 0)
     assert engine._thread._sampler_sessions == []
 
@@ -330,7 +330,7 @@ def test_samplers_of_one_version_share_cached_prefixes_until_both_are_released(e
     ]
     assert hits[0] == 0
     assert hits[1] > 100
-    cache = engine._models.get("llama").sampler._prefix_cache
+    cache = engine._base_models.get("llama").sampler._prefix_cache
     engine.submit(ReleaseSampler("s")).result(WAIT)
     assert len(cache) > 0
     engine.submit(ReleaseSampler("t")).result(WAIT)
@@ -432,7 +432,7 @@ def test_an_error_in_a_decoding_step_fails_only_the_running_requests(engine, mon
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
     expected = tokens(engine, "s")
-    base = engine._models.get("llama")
+    base = engine._base_models.get("llama")
     with monkeypatch.context() as patch:
         patch.setattr(base.sampler, "_decode", lambda _: 1 / 0)
         failing = [engine.submit(request("s")) for _ in range(3)]
@@ -448,7 +448,7 @@ def test_a_stored_error_references_no_tensors(engine, monkeypatch):
     """After an out-of-memory error, the next pass needs the memory of the failed one."""
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
-    base, hidden = engine._models.get("llama"), []
+    base, hidden = engine._base_models.get("llama"), []
 
     def too_much(*given: object, **_: object) -> None:
         hidden.append(weakref.ref(next(x for x in given if isinstance(x, torch.Tensor))))
@@ -486,7 +486,7 @@ def test_an_out_of_memory_error_names_the_settings_to_lower(engines, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr("planish.model.head._logits", full)
-        patch.setattr(engine._models.get("llama").sampler._head, "logits", full)
+        patch.setattr(engine._base_models.get("llama").sampler._head, "logits", full)
         for operation in (request("s"), ForwardBackward("a", [datum()], "cross_entropy")):
             error = engine.submit(operation).exception(WAIT)
             assert type(error) is type(lack)
@@ -522,7 +522,7 @@ def test_a_lost_gpu_closes_the_engine(engine, monkeypatch, side):
     def lost(*_: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    base = engine._models.get("llama")
+    base = engine._base_models.get("llama")
     monkeypatch.setattr(base, "is_lost", lambda: True)
     with pytest.raises(UserError):  # the error did not occur on the device
         engine.submit(OptimStep("a", STEP)).result(WAIT)
@@ -545,7 +545,7 @@ def test_a_lost_gpu_closes_the_engine(engine, monkeypatch, side):
 
 def test_cancelling_a_running_sample_frees_its_memory(engine):
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
-    sampler = engine._models.get("llama").sampler
+    sampler = engine._base_models.get("llama").sampler
     sample = engine.submit(request("s", 1900, 4))
     wait_until(lambda: bool(sampler._sample_pools.pools_in_use()))
     assert sample.cancel()
@@ -851,7 +851,7 @@ def test_submitting_while_closing_never_hangs(engines):
 def test_an_unreferenced_engine_stops_its_thread(model_dirs, tmp_path):
     engine = Engine(model_dirs, tmp_path, EngineSettings(dtype="float32"))
     create(engine)
-    thread, base = engine._thread._thread, weakref.ref(engine._models.get("llama"))
+    thread, base = engine._thread._thread, weakref.ref(engine._base_models.get("llama"))
     del engine
     gc.collect()
     thread.join(WAIT)
@@ -862,7 +862,7 @@ def test_an_unreferenced_engine_stops_its_thread(model_dirs, tmp_path):
 @pytest.mark.parametrize("fault", [None, RuntimeError("CUDA error: unspecified launch failure")])
 def test_is_lost_is_true_if_synchronize_fails(engine, monkeypatch, fault):
     create(engine)
-    base = engine._models.get("llama")
+    base = engine._base_models.get("llama")
     assert not base.is_lost()
     waited: list[object] = []
 
@@ -886,7 +886,7 @@ def test_close_frees_the_weights_without_garbage_collection(model_dirs, tmp_path
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
     tokens(engine, "s")
-    base = weakref.ref(engine._models.get("llama"))
+    base = weakref.ref(engine._base_models.get("llama"))
     gc.collect()
     gc.disable()
     try:
@@ -963,8 +963,8 @@ def test_model_names_with_one_directory_share_weights(model_dirs, tmp_path):
         EngineSettings(dtype="float32"),
     )
     try:
-        assert engine._models.get("x") is engine._models.get("y")
-        assert engine._models.get("x") is engine._models.get(model_dirs["llama"])
+        assert engine._base_models.get("x") is engine._base_models.get("y")
+        assert engine._base_models.get("x") is engine._base_models.get(model_dirs["llama"])
     finally:
         engine.close()
 

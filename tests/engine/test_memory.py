@@ -221,8 +221,10 @@ def test_memory_is_reserved_for_further_configured_base_models(
 ):
     monkeypatch.setenv("PLANISH_MODELS", environment)
     engine = Engine(models, tmp_path, EngineSettings(device="cpu"))
-    assert engine._models._memory._reserves_for_next == reserves_for_next
-    assert engine._models.mapping == {n: path for n, path in (models or {}).items() if n != path}
+    assert engine._base_models._memory._reserves_for_next == reserves_for_next
+    assert engine._base_models.mapping == {
+        n: path for n, path in (models or {}).items() if n != path
+    }
     engine.close()
 
 

@@ -106,7 +106,7 @@ def test_loading_a_model_logs_its_numerics_in_one_line(tmp_path, caplog):
     model = tiny_model(tmp_path / "model")
     engine = Engine({"m": str(model)}, tmp_path / "data", EngineSettings(dtype="float32"))
     with caplog.at_level(logging.INFO, "planish"):
-        numerics = engine._models.get("m").numerics()
+        numerics = engine._base_models.get("m").numerics()
     engine.close()
     [line] = [each.message for each in caplog.records if numerics.summary in each.message]
     assert line.startswith("m: ")

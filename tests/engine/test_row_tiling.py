@@ -214,7 +214,7 @@ def test_deterministic_rejects_a_rank_that_no_padding_serves(tmp_path, monkeypat
     for deterministic in (True, None):
         settings = EngineSettings(dtype="float32", deterministic=deterministic)
         engine = Engine({"m": str(model)}, tmp_path / "data", settings)
-        base = engine._models.get("m")
+        base = engine._base_models.get("m")
         tiling = RowTiling(lora=lambda rank: LoraNeeds(None if rank == 1 else 4))
         assert isinstance(base.backend, TorchBackend)
         base.backend.make_batch_invariant(tiling)

@@ -252,13 +252,13 @@ def _stored_file(path: Path) -> StoredFile:
         return StoredFile(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def check_file(path: Path, stored: StoredFile | None) -> None:
-    """Raise DamagedFileError unless `path` is the file that the manifest describes by `stored`."""
-    if stored is None or not path.is_file():
+def check_file(path: Path, expected: StoredFile | None) -> None:
+    """Raise DamagedFileError unless `path` has the size and the SHA-256 of `expected`."""
+    if expected is None or not path.is_file():
         raise DamagedFileError(
             f"{path} is missing, so the checkpoint is damaged; use another checkpoint"
         )
-    if path.stat().st_size != stored.size or _stored_file(path) != stored:
+    if path.stat().st_size != expected.size or _stored_file(path) != expected:
         raise DamagedFileError(
             f"{path} is not the file that was saved (its size or SHA-256 differs from {MANIFEST_FILE}); use another checkpoint"
         )

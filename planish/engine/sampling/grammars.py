@@ -103,7 +103,7 @@ class Grammar:
 
     matcher: LLMatcher
     """The matcher after the first forced tokens. It is copied for each sample, never changed."""
-    layout: MaskLayout
+    mask_layout: MaskLayout
     forced_tokens: Sequence[int]
     """The tokens that every text begins with."""
     mask: Mask
@@ -123,7 +123,7 @@ class GrammarState:
         self.owner = owner
         self.mask_future: Future[None] = Future()
         self.matcher: LLMatcher | None = None
-        self.layout: MaskLayout | None = None
+        self.mask_layout: MaskLayout | None = None
         self.forced_tokens: list[int] = []
         """The tokens that must come next, in this order."""
         self.mask: Mask | None = None
@@ -269,13 +269,13 @@ class GrammarCache:
             limits=LLParserLimits(**_PARSER_LIMITS),
         )
         if not matcher.is_error():
-            layout = MaskLayout(self._vocab_size, tokenizer.eos_token)
+            mask_layout = MaskLayout(self._vocab_size, tokenizer.eos_token)
             forced_tokens = _consume_forced_tokens(matcher)
             # The state of a matcher changes while it computes a mask.
             mask_matcher = matcher.deep_copy()
-            mask = layout.compute_mask(mask_matcher)
+            mask = mask_layout.compute_mask(mask_matcher)
             if not mask_matcher.is_error():
-                return Grammar(matcher, layout, forced_tokens, mask)
+                return Grammar(matcher, mask_layout, forced_tokens, mask)
             matcher = mask_matcher
         raise UserError(
             f"SamplingParams.constraint of kind {constraint.kind} cannot be used: "
@@ -321,7 +321,7 @@ def wait_for_masks(
 def _set_first_mask(state: GrammarState, grammar_future: Future[Grammar]) -> None:
     try:
         grammar = grammar_future.result()
-        state.matcher, state.layout = grammar.matcher.deep_copy(), grammar.layout
+        state.matcher, state.mask_layout = grammar.matcher.deep_copy(), grammar.mask_layout
         state.forced_tokens, state.mask = list(grammar.forced_tokens), grammar.mask
     except Exception as error:
         state.error = error
@@ -332,11 +332,11 @@ def _advance(sampled_tokens: Sequence[tuple[GrammarState, int]]) -> None:
     for state, token in sampled_tokens:
         try:
             assert state.matcher is not None
-            assert state.layout is not None
+            assert state.mask_layout is not None
             state.mask = None
             if state.matcher.consume_token(token):
                 state.forced_tokens = _consume_forced_tokens(state.matcher)
-                state.mask = state.layout.compute_mask(state.matcher)
+                state.mask = state.mask_layout.compute_mask(state.matcher)
             if state.matcher.is_error():
                 state.error = UserError(
                     "SamplingParams.constraint became too complex at one of the sampled tokens: "

@@ -47,10 +47,10 @@ class PrefixCache(Generic[V]):
         The prefix never includes the last token. So every prompt computes at least one token, which
         yields the prompt's last hidden state.
         """
-        found = self._walk(namespace, tokens, (len(tokens) - 1) // self.chunk_size)
-        for key, _ in reversed(found):
+        cached = self._walk(namespace, tokens, (len(tokens) - 1) // self.chunk_size)
+        for key, _ in reversed(cached):
             self._chunks.move_to_end(key)
-        return [chunk.value for _, chunk in found]
+        return [chunk.value for _, chunk in cached]
 
     def missing_chunks(self, namespace: Hashable, tokens: Sequence[int]) -> range:
         """Return the indices of the whole chunks of `tokens` that are not in the cache."""
@@ -89,16 +89,16 @@ class PrefixCache(Generic[V]):
 
         Return the keys and chunks before it.
         """
-        found: list[tuple[ChunkKey, _Chunk[V]]] = []
+        cached: list[tuple[ChunkKey, _Chunk[V]]] = []
         parent_number = 0
         for index in range(max_chunks):
             key = (namespace, parent_number, self._chunk_tokens(tokens, index))
             chunk = self._chunks.get(key)
             if chunk is None:
                 break
-            found.append((key, chunk))
+            cached.append((key, chunk))
             parent_number = chunk.number
-        return found
+        return cached
 
     def _chunk_tokens(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
         return tuple(tokens[index * self.chunk_size : (index + 1) * self.chunk_size])

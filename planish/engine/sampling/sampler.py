@@ -338,7 +338,7 @@ class Sampler:
             if not sample.tokens and sample.prompt.is_ready and not sample.awaits_mask
         ]
         if new_samples:
-            self._sample_first(new_samples)
+            self._sample_first_tokens(new_samples)
         decoding_samples = [sample for sample in self._scheduler.running if sample.tokens]
         # The runner decodes every sample that has a slot. This includes a sample whose mask is
         # missing: its logits are discarded, and a later step decodes it again.
@@ -564,7 +564,7 @@ class Sampler:
 
     # Samples
 
-    def _sample_first(self, samples: list[RunningSample]) -> None:
+    def _sample_first_tokens(self, samples: list[RunningSample]) -> None:
         """Sample the first token of each sample from its prompt's last hidden state.
 
         The LM head runs once per prompt, not once per sample.
