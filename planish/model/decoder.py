@@ -418,23 +418,23 @@ class _WeightLoader:
         codes = self.weights[name].to(self.backend.device)
         return Fp8Weight.from_stored(codes, self.weights[scale_name(name)], layout.block)
 
-    def joint_weights(self, names: Sequence[str]) -> Sequence[Tensor]:
+    def fused_weights(self, names: Sequence[str]) -> Sequence[Tensor]:
         """Return the weights that one matmul reads; on a GPU they share one contiguous tensor."""
         if not self.backend.joins_weights:
             return [self.weight(name) for name in names]
         weights = [self.float_weight(name, self.backend.dtype) for name in names]
         # Copy each weight straight into the joint buffer. torch.cat on the device would need twice
         # the memory, and the freed half would stay fragmented in torch's caching allocator.
-        joint = torch.empty(
+        fused = torch.empty(
             sum(map(len, weights)),
             *weights[0].shape[1:],
             dtype=self.backend.dtype,
             device=self.backend.device,
         )
-        parts = joint.split([len(weight) for weight in weights])
-        for part, weight in zip(parts, weights, strict=True):
-            part.copy_(weight)
-        return parts
+        fused_slices = fused.split([len(weight) for weight in weights])
+        for fused_slice, weight in zip(fused_slices, weights, strict=True):
+            fused_slice.copy_(weight)
+        return fused_slices
 
     def norm(self, name: str, factor: float = 1.0) -> Tensor:
         """Return the float32 weight of an RMSNorm: (stored weight + norm_offset) * `factor`."""
@@ -453,8 +453,8 @@ class _WeightLoader:
             has_bias = f"{prefix}{names[0]}.bias" in self.weights
             biases = [self.weight(f"{prefix}{name}.bias") if has_bias else None for name in names]
             if f"{prefix}{names[0]}.blocks" in self.weights:
-                codes = [self.mxfp4_weight(f"{prefix}{name}") for name in names]
-                return self.backend.pack_codes(codes, biases)
+                quantized_weights = [self.mxfp4_weight(f"{prefix}{name}") for name in names]
+                return self.backend.pack_codes(quantized_weights, biases)
             weight_names = [f"{prefix}{name}.weight" for name in names]
             if self.quantize is not None:
                 # Quantize the stored numbers, so that the codes do not depend on the model's dtype.
@@ -462,11 +462,11 @@ class _WeightLoader:
                     self.float_weight(name, torch.float32).to(self.backend.device)
                     for name in weight_names
                 ]
-                codes = [quantize(weight, self.quantize) for weight in weights]
-                return self.backend.pack_codes(codes, biases)
+                quantized_weights = [quantize(weight, self.quantize) for weight in weights]
+                return self.backend.pack_codes(quantized_weights, biases)
             if all(_is_fp8(self.weights[name]) for name in weight_names):
                 return self.backend.pack_codes([self.fp8_weight(n) for n in weight_names], biases)
-            return self.backend.pack(self.joint_weights(weight_names), biases, keep_unpacked=False)
+            return self.backend.pack(self.fused_weights(weight_names), biases, keep_unpacked=False)
 
         def norm(name: str, factor: float = 1.0) -> Tensor:
             return self.norm(prefix + name, factor)
@@ -549,7 +549,7 @@ class _WeightLoader:
             # No matmul reads these weights, so they stay float32.
             return self.float32_weight(prefix + name)
 
-        projections = self.joint_weights([f"{prefix}in_proj_{part}.weight" for part in ("b", "a")])
+        projections = self.fused_weights([f"{prefix}in_proj_{part}.weight" for part in ("b", "a")])
         return DeltaNetWeights(
             beta_decay=self.backend.pack(projections, (None, None), keep_unpacked=False),
             conv=float32_weight("conv1d.weight").squeeze(1),

@@ -84,9 +84,9 @@ class TokenExpertPairs:
         return keys
 
     @cached_property
-    def parts(self) -> list[tuple[int, slice]]:
+    def expert_slices(self) -> list[tuple[int, slice]]:
         """The experts that at least one row uses, each with the slice of its sorted pairs."""
-        return self.parts_of(0, self.num_rows)
+        return self.expert_slices_of(0, self.num_rows)
 
     def expert_ranges(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the range of sorted pairs of each expert, for the rows start .. stop - 1.
@@ -98,7 +98,7 @@ class TokenExpertPairs:
         starts = np.searchsorted(self._sort_keys, expert_keys + start)
         return starts, np.searchsorted(self._sort_keys, expert_keys + stop) - starts
 
-    def parts_of(self, start: int, stop: int) -> list[tuple[int, slice]]:
+    def expert_slices_of(self, start: int, stop: int) -> list[tuple[int, slice]]:
         """Return the experts that rows start .. stop - 1 use, each with the slice of its pairs."""
         firsts, counts = (array.tolist() for array in self.expert_ranges(start, stop))
         return [
@@ -159,11 +159,11 @@ def route(
     `x`: [T, D]. `training`: the rows are a micro-batch of the trainer, with gradients.
     """
     config = backend.config
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    x_float32 = x.to(torch.promote_types(x.dtype, torch.float32))
     if training:
-        logits = adapted_linear(backend, wide, router, None)
+        logits = adapted_linear(backend, x_float32, router, None)
     else:
-        logits = backend.matmul(wide, router)
+        logits = backend.matmul(x_float32, router)
     probabilities = logits.softmax(-1)
     # A stable sort defines which of two equal probabilities comes first; topk does not.
     ranked_experts = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices
@@ -227,19 +227,19 @@ class _ExpertsFunction(torch.autograd.Function):
         # They are products of `grad` with `activations` and `lora_hidden_out`, so `activations` and
         # `lora_hidden_out` are multiplied by the weights instead.
         scale = pair_weights.to(activations.dtype)
-        weighted = (
+        weighted_inputs = (
             activations * scale,
             None if lora_hidden_out is None else lora_hidden_out * scale,
         )
         grad_activations, grads_out = _backward(
-            call, grad[pairs.row_indices], *weighted, call.experts.down, call.lora_out
+            call, grad[pairs.row_indices], *weighted_inputs, call.experts.down, call.lora_out
         )
         grad_weights = (grad_activations.to(weights.dtype) * activations.to(weights.dtype)).sum(1)
-        for expert, part in pairs.parts:
+        for expert, expert_slice in pairs.expert_slices:
             bias = call.experts.down[expert].bias
             if bias is not None:
-                wide = grad[pairs.row_indices[part]].to(weights.dtype)
-                grad_weights[part] += wide @ bias.to(weights.dtype)
+                grad_float32 = grad[pairs.row_indices[expert_slice]].to(weights.dtype)
+                grad_weights[expert_slice] += grad_float32 @ bias.to(weights.dtype)
         grad_activations = (grad_activations * pair_weights).to(activations.dtype)
         grad_gate_up = gated_activation_backward(backend, grad_activations, gate_up)
         grad_expert_inputs, grads_in = _backward(
@@ -269,8 +269,8 @@ def _matmuls(
 ) -> Tensor:
     """Return the outputs [P, out] of the experts' linears for the sorted pairs `x` [P, in]."""
     out = x.new_empty(len(x), sum(linears[0].sizes))
-    for expert, part in pairs.parts:
-        out[part] = backend.matmul(x[part], linears[expert], training=training)
+    for expert, expert_slice in pairs.expert_slices:
+        out[expert_slice] = backend.matmul(x[expert_slice], linears[expert], training=training)
     return out
 
 
@@ -284,10 +284,10 @@ def _add_lora_(
     if lora is None:
         return None
     lora_hidden = x.new_zeros(len(x), padded_lora_columns(lora.rank))
-    for expert, part in pairs.parts:
+    for expert, expert_slice in pairs.expert_slices:
         expert_lora = lora.expert(expert)
-        lora_hidden[part, : lora.rank] = backend.add_lora_(
-            x[part], out[part], [out.shape[1]], expert_lora
+        lora_hidden[expert_slice, : lora.rank] = backend.add_lora_(
+            x[expert_slice], out[expert_slice], [out.shape[1]], expert_lora
         )
     return lora_hidden
 
@@ -312,10 +312,15 @@ def _backward(
             torch.zeros(matrix.shape, dtype=torch.float32, device=matrix.device)
             for matrix in (lora.a, *lora.bs)
         ]
-    for expert, part in call.pairs.parts:
-        grad_x[part] = call.backend.matmul_backward(grad[part], linears[expert])
+    for expert, expert_slice in call.pairs.expert_slices:
+        grad_x[expert_slice] = call.backend.matmul_backward(grad[expert_slice], linears[expert])
         if lora is not None and lora_hidden is not None:
-            operands = (grad[part], x[part], lora_hidden[part, : lora.rank], grad_x[part])
+            operands = (
+                grad[expert_slice],
+                x[expert_slice],
+                lora_hidden[expert_slice, : lora.rank],
+                grad_x[expert_slice],
+            )
             grad_a, grad_bs = call.backend.lora_backward_(
                 *operands, [grad.shape[1]], lora.expert(expert)
             )

@@ -42,9 +42,11 @@ def head_logits(
     logits = _logits(backend, hidden, head, lora)
     if not _is_rounded(backend):
         return logits.float()
-    wide = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    backend.top_logits(hidden, head, lora, logits, min(_NUM_EXACT_LOGITS, logits.shape[1]), wide)
-    return wide
+    float32_logits = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    backend.top_logits(
+        hidden, head, lora, logits, min(_NUM_EXACT_LOGITS, logits.shape[1]), float32_logits
+    )
+    return float32_logits
 
 
 @torch.no_grad()
@@ -135,8 +137,8 @@ class _ScoredLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, a, b, call: _ScoringCall, rows, targets) -> Tensor:
         backend, lora, stored_chunks = call.backend, call.adapters(hidden), list[Tensor]()
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        log_sum_exp = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
+        accumulation_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        log_sum_exp = torch.empty(hidden.shape[0], dtype=accumulation_dtype, device=hidden.device)
         temperatures = torch.full_like(log_sum_exp, call.temperature)
         for chunk in _chunks(hidden.shape[0], backend.head_rows):
             stored_tensors = call.stored_logits(
@@ -226,9 +228,10 @@ class _HeadGrads:
         self._hidden_states, self._call, self._adapters = hidden, call, adapters
         self.hidden = torch.zeros_like(hidden)
         matrices = () if call.lora is None else (call.lora.a, call.lora.bs[0])
-        wide = torch.promote_types(hidden.dtype, torch.float32)
+        accumulation_dtype = torch.promote_types(hidden.dtype, torch.float32)
         self._matrix_grads = [
-            torch.zeros(matrix.shape, dtype=wide, device=hidden.device) for matrix in matrices
+            torch.zeros(matrix.shape, dtype=accumulation_dtype, device=hidden.device)
+            for matrix in matrices
         ]
 
     def add(self, row_indices: Tensor, grad_logits: Tensor) -> None:

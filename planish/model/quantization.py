@@ -129,10 +129,10 @@ class Int8Weight(QuantizedWeight):
     @classmethod
     def quantize(cls, weight: Tensor) -> Int8Weight:
         """Quantize a weight [out, in] of any float dtype."""
-        wide = weight.float()
-        scales = wide.abs().amax(1) / 127
+        weight_float32 = weight.float()
+        scales = weight_float32.abs().amax(1) / 127
         scales = scales.where(scales >= _MIN_SCALE, 0.0)
-        codes = (wide / scales.where(scales > 0, 1.0)[:, None]).round_().clamp_(-127, 127)
+        codes = (weight_float32 / scales.where(scales > 0, 1.0)[:, None]).round_().clamp_(-127, 127)
         return cls(codes.where(scales[:, None] > 0, 0.0).to(torch.int8), scales)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -235,12 +235,12 @@ class Fp8Weight(QuantizedWeight):
         """Return the weight [out, in] in `dtype`."""
         (fan_out, fan_in), (rows, columns) = self.shape, self.scales.shape
         height, width = self.block
-        wide = self.codes.float()
+        weight = self.codes.float()
         padding = (0, columns * width - fan_in, 0, rows * height - fan_out)
         if any(padding):
-            wide = F.pad(wide, padding)
-        wide.view(rows, height, columns, width).mul_(self.scales[:, None, :, None])
-        return wide[:fan_out, :fan_in].contiguous().to(dtype)
+            weight = F.pad(weight, padding)
+        weight.view(rows, height, columns, width).mul_(self.scales[:, None, :, None])
+        return weight[:fan_out, :fan_in].contiguous().to(dtype)
 
 
 _QUANTIZE: dict[str, Callable[[Tensor], QuantizedWeight]] = {

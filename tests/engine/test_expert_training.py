@@ -99,7 +99,9 @@ def recorded(monkeypatch) -> Iterator[dict[bytes, bytes]]:
     def noted(backend, x, router, *, training):
         weights, rows = route(backend, x, router, training=training)
         chosen = rows.unsort(
-            torch.tensor([e for e, part in rows.parts for _ in range(part.stop - part.start)])
+            torch.tensor(
+                [e for e, part in rows.expert_slices for _ in range(part.stop - part.start)]
+            )
         )
         for row, own, ids in zip(x.detach(), weights.detach(), chosen, strict=True):
             found[row.view(torch.uint8).numpy().tobytes()] = own.numpy().tobytes() + bytes(

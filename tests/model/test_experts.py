@@ -45,8 +45,8 @@ def trained(decoder: Decoder, seed: int = 0, scale: float = 0.05, **options) -> 
 def test_rows_are_sorted_by_expert_then_by_row():
     pairs = TokenExpertPairs(torch.tensor([[3, 0], [0, 1], [3, 1]]), 5)
     assert pairs.row_indices.tolist() == [0, 1, 1, 2, 0, 2]
-    assert pairs.parts == [(0, slice(0, 2)), (1, slice(2, 4)), (3, slice(4, 6))]
-    assert pairs.parts_of(1, 2) == [(0, slice(1, 2)), (1, slice(2, 3))]
+    assert pairs.expert_slices == [(0, slice(0, 2)), (1, slice(2, 4)), (3, slice(4, 6))]
+    assert pairs.expert_slices_of(1, 2) == [(0, slice(1, 2)), (1, slice(2, 3))]
     assert pairs.unsort(torch.arange(6)).tolist() == [[4, 0], [1, 2], [5, 3]]
 
 
@@ -65,7 +65,7 @@ def test_the_router_equals_transformers(tmp_path, normalizes):
     torch.testing.assert_close(weights, theirs)
     expected = [sorted(row) for row in chosen.tolist()]
     found = [[] for _ in range(50)]
-    for expert, part in pairs.parts:
+    for expert, part in pairs.expert_slices:
         for row in pairs.row_indices[part].tolist():
             found[row].append(expert)
     assert found == expected

@@ -780,7 +780,7 @@ class _TorchAdapters:
     ) -> None:
         for member, lora in self._targets(layer, module):
             assert isinstance(member, AdapterRange)  # can_stack returns False
-            for expert, part in pairs.parts_of(member.start, member.stop):
+            for expert, part in pairs.expert_slices_of(member.start, member.stop):
                 own = lora.expert(expert)
                 self._backend.add_lora_(x[part], out[part], [out.shape[1]], own, training=False)
 
