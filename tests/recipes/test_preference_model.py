@@ -7,7 +7,7 @@ import pytest
 
 from planish.errors import UserError
 from planish.files import read_rows
-from planish.preference.model_files import Description, PreferenceModelBuilderFromRun
+from planish.preference.model_files import PreferenceModelBuilderFromRun, PreferenceModelFile
 from planish.preference.types import Comparison
 from planish.recipes import preference_model
 
@@ -40,7 +40,7 @@ def test_made_pairs_of_each_sort_train_a_model(
     assert rows[-1]["test/num_pairs"] == 4
     config = json.loads((run / "config.json").read_text())
     assert (config["recipe_name"], config["dataset_builder"]["kind"]) == ("preference_model", kind)
-    assert Description.read(run).calibration_pairs == 4
+    assert PreferenceModelFile.read(run).calibration_pairs == 4
 
 
 def test_comparisons_from_a_file_with_a_custom_question(small_model, tmp_path, engine):
@@ -51,7 +51,7 @@ def test_comparisons_from_a_file_with_a_custom_question(small_model, tmp_path, e
     options = options_of(small_model, tmp_path, kind="bradley_terry", **given)
     run = preference_model.main(options, engine)
     model = PreferenceModelBuilderFromRun(path=str(run))(engine)
-    assert Description.read(run).question == "Good?"
+    assert PreferenceModelFile.read(run).question == "Good?"
     yes = [{"role": "assistant", "content": "5"}]
     no = [{"role": "assistant", "content": "no"}]
     prompt = [{"role": "user", "content": "Say 5."}]
