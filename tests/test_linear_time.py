@@ -13,7 +13,7 @@ from planish.recipes.sums import ANSWER
 from planish.recipes.twenty_questions import read_guess
 from planish.recipes.wordy_sums import QUESTION
 from planish.renderers.messages import THINK_BLOCK
-from planish.renderers.tool_calls import PLAIN_CALL
+from planish.renderers.tool_calls import VERBATIM_CALL
 from planish.sandbox.program_tests import texts_match
 
 READERS = {
@@ -29,7 +29,7 @@ READERS = {
     "question": QUESTION.search,
     "thousands": lambda text: THOUSANDS.sub("", text),
     "thinking": THINK_BLOCK.fullmatch,
-    "tool call": PLAIN_CALL.fullmatch,
+    "tool call": VERBATIM_CALL.fullmatch,
 }
 LONG = 100_000
 PIECES = [

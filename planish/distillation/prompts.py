@@ -67,7 +67,7 @@ def load_prompts(
 def check_prompt(messages: Sequence[Mapping[str, Any]], renderer: Renderer, where: str) -> None:
     """Raise UserError if the renderer's format cannot express the messages, without tokenising."""
     try:
-        read_messages(messages, renderer.format.abilities, renderer.name)
+        read_messages(messages, renderer.format.capabilities, renderer.name)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
 

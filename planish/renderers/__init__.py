@@ -15,7 +15,7 @@ from planish.renderers.messages import (
 from planish.renderers.recommend import recommended_renderer_name
 from planish.renderers.registry import FORMATS, get_renderer
 from planish.renderers.renderer import Renderer
-from planish.renderers.termination import Parsed, Termination
+from planish.renderers.termination import ParsedResponse, Termination
 from planish.renderers.train_on import TrainOnWhat
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "Content",
     "ContentPart",
     "Message",
-    "Parsed",
+    "ParsedResponse",
     "Renderer",
     "Termination",
     "TextPart",

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from planish.renderers.codec import Codec, Control, Piece, split_text
-from planish.renderers.messages import Abilities, CheckedMessage
-from planish.renderers.termination import Parsed, cut_at_stop
+from planish.renderers.messages import Capabilities, CheckedMessage
+from planish.renderers.termination import ParsedResponse, cut_at_stop
 from planish.renderers.tool_calls import as_text
 
 
@@ -30,7 +30,7 @@ class Turn:
     """Whether the model samples the output after the header. Then no token may span the boundary
     between the two.
     """
-    untrainable: str | None = None
+    untrainable_reason: str | None = None
     """Why this message cannot be a training target, and the remedy; None if it can."""
 
 
@@ -38,7 +38,7 @@ class ChatFormat(Protocol):
     """How one family of models writes a conversation."""
 
     @property
-    def abilities(self) -> Abilities:
+    def capabilities(self) -> Capabilities:
         """What the format can express."""
         ...
 
@@ -70,7 +70,7 @@ class ChatFormat(Protocol):
         """Return the stop strings or stop tokens of a sampled message."""
         ...
 
-    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+    def parse(self, codec: Codec, tokens: Sequence[int]) -> ParsedResponse:
         """Parse the sampled tokens of an assistant message."""
         ...
 
@@ -106,10 +106,10 @@ class StopTokenFormat:
         ids = [codec.control_id(token.text) for token in self.stops]
         return [id_ for id_ in ids if id_ is not None]
 
-    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+    def parse(self, codec: Codec, tokens: Sequence[int]) -> ParsedResponse:
         """Parse the sampled tokens of an assistant message. Never raises."""
         body, ending = cut_at_stop(codec, tokens, *self.stop(codec))
-        return Parsed(self.read_message(codec.split(body, self.tags())), ending)
+        return ParsedResponse(self.read_message(codec.split(body, self.tags())), ending)
 
     def read_message(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the sampled message that `pieces` contain: an answer of plain text, unless a

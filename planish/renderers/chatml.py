@@ -25,7 +25,7 @@ from typing import Any
 from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.codec import Control, Piece
 from planish.renderers.forms import THINK, THINK_END
-from planish.renderers.messages import Abilities, CheckedMessage
+from planish.renderers.messages import Capabilities, CheckedMessage
 from planish.renderers.tool_calls import (
     CALL,
     CALL_TAGS,
@@ -41,7 +41,7 @@ from planish.renderers.tool_calls import (
 
 START, END = Control("<|im_start|>"), Control("<|im_end|>")
 EMPTY_THOUGHT: tuple[Piece, ...] = (THINK, "\n\n", THINK_END, "\n\n")
-NEVER_SAMPLED = (
+REASONING_NOT_SAMPLED = (
     "it has reasoning, which this renderer never samples; use the renderer that thinks, or remove "
     "the thinking part"
 )
@@ -70,9 +70,9 @@ class ChatML(StopTokenFormat):
     thinking: Thinking = Thinking.NONE
 
     @property
-    def abilities(self) -> Abilities:
+    def capabilities(self) -> Capabilities:
         """What the format can express, and the tokens that it requires."""
-        return Abilities(
+        return Capabilities(
             roles=("system", "user", "assistant", "tool"),
             thinking=self.thinking is not Thinking.NONE,
             samples_thinking=self.thinking in (Thinking.STRIP_HISTORY, Thinking.KEEP_HISTORY),
@@ -92,23 +92,23 @@ class ChatML(StopTokenFormat):
         users = [index for index, message in enumerate(messages) if message.role == "user"]
         last_query = users[-1] if users else len(messages) - 1
         for index, message in enumerate(messages):
-            lead = ("\n",) if turns else ()
+            separator = ("\n",) if turns else ()
             if message.role == "tool":
-                turns.append(tool_turn(lead, messages, index, message.text))
+                turns.append(tool_turn(separator, messages, index, message.text))
             elif message.role == "assistant":
-                is_live, is_last = index > last_query, index == len(messages) - 1
-                turns.append(self._assistant_turn(lead, message, index, is_live, is_last))
+                is_current, is_last = index > last_query, index == len(messages) - 1
+                turns.append(self._assistant_turn(separator, message, index, is_current, is_last))
             else:
-                turns.append(self._plain_turn(lead, message, index))
+                turns.append(self._plain_turn(separator, message, index))
         return turns
 
     def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
         """Return the header of the next message. With thinking disabled, an assistant's header
         includes an empty think block.
         """
-        lead = ("\n",) if messages else ()
-        closed = self.thinking is Thinking.DISABLED and role == "assistant"
-        return (*lead, START, f"{role}\n", *(EMPTY_THOUGHT if closed else ()))
+        separator = ("\n",) if messages else ()
+        is_closed = self.thinking is Thinking.DISABLED and role == "assistant"
+        return (*separator, START, f"{role}\n", *(EMPTY_THOUGHT if is_closed else ()))
 
     def tags(self) -> Sequence[str]:
         """Return the tags of tool calls and, for models that think, of reasoning."""
@@ -122,41 +122,54 @@ class ChatML(StopTokenFormat):
             return {"role": "assistant", **read_calls(pieces)}
         return read_thought_message(pieces)
 
-    def _plain_turn(self, lead: tuple[Piece, ...], message: CheckedMessage, index: int) -> Turn:
+    def _plain_turn(
+        self, separator: tuple[Piece, ...], message: CheckedMessage, index: int
+    ) -> Turn:
         text: tuple[Piece, ...] = (message.text,)
         if message.tools:
             text = tools_pieces(message.text or self.default_system or "", message.tools)
-        return Turn(header=(*lead, START, f"{message.role}\n"), output=(*text, END), message=index)
+        return Turn(
+            header=(*separator, START, f"{message.role}\n"), output=(*text, END), message=index
+        )
 
     def _assistant_turn(
-        self, lead: tuple[Piece, ...], message: CheckedMessage, index: int, live: bool, last: bool
+        self,
+        separator: tuple[Piece, ...],
+        message: CheckedMessage,
+        index: int,
+        is_current: bool,
+        is_last: bool,
     ) -> Turn:
-        header: tuple[Piece, ...] = (*lead, START, "assistant\n")
+        header: tuple[Piece, ...] = (*separator, START, "assistant\n")
         thought, text = message.thinking, message.text
         if self.thinking is Thinking.KEEP_HISTORY:
-            framed = True
+            has_think_block = True
         else:
-            framed = self.thinking is not Thinking.NONE and live and (last or bool(thought))
-        frame: tuple[Piece, ...] = ()
-        if framed:
+            has_think_block = (
+                self.thinking is not Thinking.NONE and is_current and (is_last or bool(thought))
+            )
+        think_block: tuple[Piece, ...] = ()
+        if has_think_block:
             text = text.lstrip("\n")
-            inner = thought.strip("\n") if thought else ""
-            frame = (THINK, f"\n{inner}\n", THINK_END, "\n\n") if inner else EMPTY_THOUGHT
+            reasoning = thought.strip("\n") if thought else ""
+            think_block = (
+                (THINK, f"\n{reasoning}\n", THINK_END, "\n\n") if reasoning else EMPTY_THOUGHT
+            )
         reason = None
         if self.thinking is Thinking.DISABLED:
             # The prompt already contains the empty think block, so the block is not a target.
-            header, frame = (*header, *frame), ()
+            header, think_block = (*header, *think_block), ()
             if thought:
                 reason = (
                     "it has reasoning, which qwen3_disable_thinking never samples; use qwen3, or "
                     "remove the thinking part"
                 )
-        output = (*frame, text, *call_pieces(message), END)
-        return Turn(header, output, index, sampled=True, untrainable=reason)
+        output = (*think_block, text, *call_pieces(message), END)
+        return Turn(header, output, index, sampled=True, untrainable_reason=reason)
 
 
 def tool_turn(
-    lead: tuple[Piece, ...],
+    separator: tuple[Piece, ...],
     messages: Sequence[CheckedMessage],
     index: int,
     text: str,
@@ -167,10 +180,10 @@ def tool_turn(
     Consecutive results share one user turn. `trailing` follows each result; if it is empty, a line
     break separates the results.
     """
-    opens = index == 0 or messages[index - 1].role != "tool"
-    closes = index == len(messages) - 1 or messages[index + 1].role != "tool"
-    header = (*lead, START, "user\n") if opens else () if trailing else ("\n",)
-    return Turn(header, (*response_pieces(text), trailing, *((END,) if closes else ())), index)
+    is_first = index == 0 or messages[index - 1].role != "tool"
+    is_last = index == len(messages) - 1 or messages[index + 1].role != "tool"
+    header = (*separator, START, "user\n") if is_first else () if trailing else ("\n",)
+    return Turn(header, (*response_pieces(text), trailing, *((END,) if is_last else ())), index)
 
 
 def split_thought(pieces: Sequence[Piece], calls: Control = CALL) -> tuple[str | None, list[Piece]]:
@@ -180,13 +193,13 @@ def split_thought(pieces: Sequence[Piece], calls: Control = CALL) -> tuple[str |
     end = find_piece(pieces, THINK_END)
     before = pieces[:end]
     start = find_piece(before, THINK)
-    is_begun = start < len(before)
-    if not is_begun and (end == len(pieces) or calls in before):
+    has_start_tag = start < len(before)
+    if not has_start_tag and (end == len(pieces) or calls in before):
         return None, list(pieces)
-    if is_begun and as_text(before[:start]).strip():
+    if has_start_tag and as_text(before[:start]).strip():
         return None, list(pieces)
     # A prompt may end with `<think>`; then the sample begins inside the block.
-    return as_text(before[start + 1 :] if is_begun else before), list(pieces[end + 1 :])
+    return as_text(before[start + 1 :] if has_start_tag else before), list(pieces[end + 1 :])
 
 
 def begun_in_thought(pieces: Sequence[Piece]) -> Sequence[Piece]:

@@ -47,9 +47,9 @@ class Codec:
     """
 
     tokenizer: ModelTokenizer
-    guarded: dict[int, str] = field(init=False, repr=False)
+    guarded_tokens: dict[int, str] = field(init=False, repr=False)
     _control_ids: dict[str, int | None] = field(init=False, repr=False, default_factory=dict)
-    _copies: "dict[tuple[bool, bool], RestrictedTokenizer]" = field(
+    _restricted_copies: "dict[tuple[bool, bool], RestrictedTokenizer]" = field(
         init=False, repr=False, default_factory=dict
     )
 
@@ -68,7 +68,7 @@ class Codec:
         # Characters that the vocabulary lacks become the unknown token, so ordinary text must be
         # able to contain it.
         unknown = getattr(getattr(self._backend, "model", None), "unk_token", None)
-        self.guarded = {
+        self.guarded_tokens = {
             int(id_): token.content
             for id_, token in added.items()
             if token.content != unknown
@@ -81,8 +81,8 @@ class Codec:
             id_ = self.tokenizer.convert_tokens_to_ids(text)
             # The tokenizer returns the unknown token's id for a text outside the vocabulary. So
             # check that the id maps back to the text.
-            known = isinstance(id_, int) and self.tokenizer.convert_ids_to_tokens(id_) == text
-            self._control_ids[text] = id_ if known else None
+            is_known = isinstance(id_, int) and self.tokenizer.convert_ids_to_tokens(id_) == text
+            self._control_ids[text] = id_ if is_known else None
         return self._control_ids[text]
 
     def require(self, texts: Iterable[str], renderer: str) -> None:
@@ -95,25 +95,25 @@ class Codec:
                     f"renderer {renderer} needs {text!r} as one token, and tokenizer {name} has none; choose the renderer "
                     "of this model's family (recommended_renderer_name), or role_colon, which needs no special tokens"
                 )
-            self.guarded[id_] = text
+            self.guarded_tokens[id_] = text
 
     def encode(self, pieces: Iterable[Piece], after: int | None = None) -> list[int]:
         """Return the ids of `pieces`. `after` is the id before them; None at a sequence's start."""
         ids: list[int] = []
 
-        def text() -> list[int]:
-            return self.encode_text("".join(run), ids[-1] if ids else after)
+        def encode_adjacent_texts() -> list[int]:
+            return self.encode_text("".join(adjacent_texts), ids[-1] if ids else after)
 
-        run: list[str] = []
+        adjacent_texts: list[str] = []
         for piece in pieces:
             id_ = self.control_id(piece.text) if isinstance(piece, Control) else None
             if id_ is None:
-                run.append(piece.text if isinstance(piece, Control) else piece)
+                adjacent_texts.append(piece.text if isinstance(piece, Control) else piece)
                 continue
-            ids += text()
-            run.clear()
+            ids += encode_adjacent_texts()
+            adjacent_texts.clear()
             ids.append(id_)
-        return ids + text()
+        return ids + encode_adjacent_texts()
 
     def encode_text(self, text: str, after: int | None = None) -> list[int]:
         """Return the ids of ordinary text, none of them guarded. `after` is the id before the text;
@@ -124,20 +124,20 @@ class Codec:
         text = whole_characters(text)
         encode = partial(self.tokenizer.encode, add_special_tokens=False)
         adds_blank = self._would_add_blank(after)
-        continuing = self._copy(guards=False, continues_text=True) if adds_blank else None
-        ids = continuing.encode(text) if continuing else encode(text)
+        continuing_copy = self._copy(guards=False, continues_text=True) if adds_blank else None
+        ids = continuing_copy.encode(text) if continuing_copy else encode(text)
         if self._is_plain(ids):
             return ids
-        plain = self._copy(guards=True, continues_text=continuing is not None)
-        if plain is not None:
-            ids = plain.encode(text)
+        plain_copy = self._copy(guards=True, continues_text=continuing_copy is not None)
+        if plain_copy is not None:
+            ids = plain_copy.encode(text)
             if self._is_plain(ids):
                 return ids
         # Even the copy can return a guarded id: in a word-level vocabulary the token is an ordinary
         # word too. So encode each character alone, because no guarded token is a single character.
         ids = [id_ for character in text for id_ in encode(character)]
         if not self._is_plain(ids):
-            name = next(self.guarded[id_] for id_ in ids if id_ in self.guarded)
+            name = next(self.guarded_tokens[id_] for id_ in ids if id_ in self.guarded_tokens)
             raise ValueError(
                 f"the text of a message cannot be written without the special token {name!r}; remove it from the text"
             )
@@ -167,7 +167,7 @@ class Codec:
         return pieces + split_text(self.decode(ids[start:]), text_marks)
 
     def _is_plain(self, ids: Iterable[int]) -> bool:
-        return self.guarded.keys().isdisjoint(ids)
+        return self.guarded_tokens.keys().isdisjoint(ids)
 
     def _would_add_blank(self, after: int | None) -> bool:
         """Return whether the tokenizer would put a wrong blank before a text that follows `after`.
@@ -178,18 +178,20 @@ class Codec:
         if after is None or after == getattr(self.tokenizer, "bos_token_id", None):
             return False
         at_begin, after_mark = self._blanks
-        return at_begin and not (after_mark and after in self.guarded)
+        return at_begin and not (after_mark and after in self.guarded_tokens)
 
     @cached_property
     def _blanks(self) -> tuple[bool, bool]:
         """Whether the tokenizer puts a blank before text: (at the start, after a special token)."""
-        mark = next(iter(self.guarded.values()), None)
+        mark = next(iter(self.guarded_tokens.values()), None)
 
         def adds(before: str) -> bool:
             if self._backend is None:
                 return False
-            written = "".join(self._backend.encode(f"{before}a", add_special_tokens=False).tokens)
-            return written.removeprefix(before)[:1] in ("▁", "Ġ")
+            token_text = "".join(
+                self._backend.encode(f"{before}a", add_special_tokens=False).tokens
+            )
+            return token_text.removeprefix(before)[:1] in ("▁", "Ġ")
 
         return adds(""), mark is not None and adds(mark)
 
@@ -200,10 +202,12 @@ class Codec:
 
     def _copy(self, *, guards: bool, continues_text: bool) -> "RestrictedTokenizer | None":
         key = (guards, continues_text)
-        if self._backend is not None and key not in self._copies:
-            guarded = self.guarded if guards else ()
-            self._copies[key] = RestrictedTokenizer.without(self._backend, guarded, continues_text)
-        return self._copies.get(key)
+        if self._backend is not None and key not in self._restricted_copies:
+            guarded_tokens = self.guarded_tokens if guards else ()
+            self._restricted_copies[key] = RestrictedTokenizer.without(
+                self._backend, guarded_tokens, continues_text
+            )
+        return self._restricted_copies.get(key)
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,7 @@ class RestrictedTokenizer:
     """A copy of a tokenizer without its guarded tokens, or without the blank before each text."""
 
     tokenizer: Tokenizer
-    renumbered: dict[int, int]
+    original_ids: dict[int, int]
     """Maps ids of added tokens in the copy to their ids in the original.
 
     The ids differ, because `Tokenizer.from_str` numbers added tokens consecutively.
@@ -219,31 +223,34 @@ class RestrictedTokenizer:
 
     @classmethod
     def without(
-        cls, tokenizer: Tokenizer, guarded: Container[int], continues_text: bool = False
+        cls, tokenizer: Tokenizer, guarded_tokens: Container[int], continues_text: bool = False
     ) -> Self:
-        """Return a copy of `tokenizer` without the added tokens whose ids are in `guarded`.
+        """Return a copy of `tokenizer` without the added tokens whose ids are in `guarded_tokens`.
 
         `continues_text`: the copy also puts no blank before a text.
         """
         spec = json.loads(tokenizer.to_str())
         spec["added_tokens"] = [
-            token for token in spec["added_tokens"] if token["id"] not in guarded
+            token for token in spec["added_tokens"] if token["id"] not in guarded_tokens
         ]
         if continues_text:
             _remove_blanks(spec)
         copy = Tokenizer.from_str(json.dumps(spec))
         copy.no_truncation()
         copy.no_padding()
-        own = {token["content"]: token["id"] for token in spec["added_tokens"]}
+        ids_by_content = {token["content"]: token["id"] for token in spec["added_tokens"]}
         return cls(
             copy,
-            {id_: own[token.content] for id_, token in copy.get_added_tokens_decoder().items()},
+            {
+                id_: ids_by_content[token.content]
+                for id_, token in copy.get_added_tokens_decoder().items()
+            },
         )
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text` in the original tokenizer."""
         return [
-            self.renumbered.get(id_, id_)
+            self.original_ids.get(id_, id_)
             for id_ in self.tokenizer.encode(text, add_special_tokens=False).ids
         ]
 

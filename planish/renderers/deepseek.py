@@ -20,7 +20,7 @@ from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.chatml import read_call_section
 from planish.renderers.codec import Control, Piece
 from planish.renderers.forms import THINK, THINK_END, CallForm, ThoughtForm
-from planish.renderers.messages import Abilities, CheckedMessage
+from planish.renderers.messages import Capabilities, CheckedMessage
 from planish.renderers.tool_calls import raw_call_pieces, read_named_call
 
 BOS, EOS = Control("<｜begin▁of▁sentence｜>"), Control("<｜end▁of▁sentence｜>")
@@ -59,9 +59,9 @@ class DeepSeekV3(StopTokenFormat):
     thinks: bool = False
 
     @property
-    def abilities(self) -> Abilities:
+    def capabilities(self) -> Capabilities:
         """What the format can express, and the tokens that it requires."""
-        return Abilities(
+        return Capabilities(
             roles=("system", "user", "assistant", *(() if self.thinks else ("tool",))),
             thinking=True,
             samples_thinking=self.thinks,
@@ -115,22 +115,22 @@ class DeepSeekV3(StopTokenFormat):
         self, message: CheckedMessage, index: int, is_last: bool, follows_tool: bool
     ) -> Turn:
         header: tuple[Piece, ...] = () if follows_tool else (ASSISTANT, THINK_END)
-        frame: tuple[Piece, ...] = ()
+        think_block: tuple[Piece, ...] = ()
         reason = None
         if self.thinks and is_last:
-            header, frame = (ASSISTANT, THINK), (message.thinking or "", THINK_END)
+            header, think_block = (ASSISTANT, THINK), (message.thinking or "", THINK_END)
         elif message.thinking:
             reason = (
                 "it has reasoning, which this renderer leaves out here; use deepseekv3_thinking "
                 "for the last message of a conversation, or remove the thinking part"
             )
-        output = (*frame, message.text, *_call_pieces(message), EOS)
-        return Turn(header, output, index, sampled=True, untrainable=reason)
+        output = (*think_block, message.text, *_call_pieces(message), EOS)
+        return Turn(header, output, index, sampled=True, untrainable_reason=reason)
 
 
 def _read_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
-    name, found, arguments = inner.partition(SEPARATOR.text)
-    if not found:
+    name, separator, arguments = inner.partition(SEPARATOR.text)
+    if not separator:
         return None, f"it has no {SEPARATOR.text}"
     return read_named_call(name.strip(), arguments)
 

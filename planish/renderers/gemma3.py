@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.codec import Control, Piece
-from planish.renderers.messages import Abilities, CheckedMessage
+from planish.renderers.messages import Capabilities, CheckedMessage
 
 BOS, START, END = "<bos>", "<start_of_turn>", "<end_of_turn>"
 
@@ -23,9 +23,9 @@ class Gemma3(StopTokenFormat):
     stops = (Control(END),)
 
     @property
-    def abilities(self) -> Abilities:
+    def capabilities(self) -> Capabilities:
         """What the format can express, and the tokens that it requires."""
-        return Abilities(roles=("system", "user", "assistant"), required=(BOS, START, END))
+        return Capabilities(roles=("system", "user", "assistant"), required=(BOS, START, END))
 
     def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
         """Return one turn per message.
@@ -44,7 +44,7 @@ class Gemma3(StopTokenFormat):
                     )
                 system = f"{message.text}\n\n"
                 reason = "the format writes it into the first user message; train on that message"
-                turns.append(Turn((), (), index, untrainable=reason))
+                turns.append(Turn((), (), index, untrainable_reason=reason))
                 continue
             text = message.text.strip()
             if system is not None:

@@ -61,25 +61,25 @@ def literal(text: str) -> str:
 
 def message_grammar(renderer: Renderer, rules: str) -> str:
     """Return the grammar of a message. `rules` are Lark rules, one of which defines `content`."""
-    abilities = renderer.format.abilities
-    if not abilities.samples_thinking:
+    capabilities = renderer.format.capabilities
+    if not capabilities.samples_thinking:
         return f"start: content\n{rules}"
-    first, *rest = abilities.thought.end
+    first, *rest = capabilities.thought.end
     end = _lark(renderer, [first])
     if end.startswith("<"):
         thought = f"thought: {ANY_TEXT} {end}\n"
     else:
         thought = f"thought[suffix={end}]: {ANY_TEXT}\n"
-    after = _lark(renderer, rest)
-    if not abilities.thought.begin:
-        return f"start: thought {after} content\n{thought}{rules}"
-    begin = _lark(renderer, abilities.thought.begin)
-    return f"start: (think {after})? content\nthink: {begin} thought\n{thought}{rules}"
+    after_thought = _lark(renderer, rest)
+    if not capabilities.thought.begin:
+        return f"start: thought {after_thought} content\n{thought}{rules}"
+    begin = _lark(renderer, capabilities.thought.begin)
+    return f"start: (think {after_thought})? content\nthink: {begin} thought\n{thought}{rules}"
 
 
 def answer_rules(renderer: Renderer, rule: str) -> str:
     """Return the rule `content` for an answer that matches the Lark expression `rule`."""
-    calls = renderer.format.abilities.calls
+    calls = renderer.format.capabilities.calls
     return f"content: {_lark(renderer, calls.answer if calls else ())} {rule}\n"
 
 
@@ -88,24 +88,25 @@ def calls_rules(
     tools: Sequence[CallableTool],
     *,
     several: bool = True,
-    instead: str | None = None,
+    alternative: str | None = None,
 ) -> str:
     """Return the rule `content` for a message with tool calls.
 
     `several`: whether the message may have more than one call.
 
-    If `instead` is None, the message must consist of calls. If `instead` is ANY_TEXT, the message
-    is any text, which may end with calls. If `instead` is another Lark expression, the message is
-    either calls or a match of that expression. UnsupportedError if the chat format has no tools.
+    If `alternative` is None, the message must consist of calls. If `alternative` is ANY_TEXT, the
+    message is any text, which may end with calls. If `alternative` is another Lark expression, the
+    message is either calls or a match of that expression. UnsupportedError if the chat format has
+    no tools.
     """
-    form = renderer.format.abilities.calls
+    form = renderer.format.capabilities.calls
     if form is None:
         raise UnsupportedError(
             f"renderer {renderer.name} has no form for tool calls; use {RENDERERS_WITH_TOOLS}"
         )
     # The first piece of the first call marks the end of the text before it.
     first, *opening = [*form.opening, *form.begin]
-    head, begin = _lark(renderer, [first]), _lark(renderer, form.begin)
+    first_mark, begin = _lark(renderer, [first]), _lark(renderer, form.begin)
     first_call = f"{_lark(renderer, opening)} call"
     further_calls = ""
     if several and form.between is not None:
@@ -126,14 +127,16 @@ def calls_rules(
     if form.xml:
         rules.append(f"xml_text[suffix={literal(_XML_END)}]: {ANY_TEXT}")
     lead = _lark(renderer, form.lead)
-    if instead is None:
-        content = f"content: {lead} {head} {calls}"
-    elif instead != ANY_TEXT or form.answer:
-        content = f"content: {lead} {head} {calls} | {_lark(renderer, form.answer)} {instead}"
-    elif head.startswith("<"):
-        content = f"content: TEXT | TEXT {head} {calls}\nTEXT: {ANY_TEXT}"
+    if alternative is None:
+        content = f"content: {lead} {first_mark} {calls}"
+    elif alternative != ANY_TEXT or form.answer:
+        content = (
+            f"content: {lead} {first_mark} {calls} | {_lark(renderer, form.answer)} {alternative}"
+        )
+    elif first_mark.startswith("<"):
+        content = f"content: TEXT | TEXT {first_mark} {calls}\nTEXT: {ANY_TEXT}"
     else:
-        content = f"content: TEXT | lead {calls}\nlead[lazy]: TEXT {head}\nTEXT: {ANY_TEXT}"
+        content = f"content: TEXT | lead {calls}\nlead[lazy]: TEXT {first_mark}\nTEXT: {ANY_TEXT}"
     return "\n".join([content, *rules])
 
 
@@ -147,17 +150,17 @@ def _xml_arguments(schema: Mapping[str, Any], strict: bool) -> str:
         # By default, a schema without properties accepts any object.
         is_open = schema.get("additionalProperties", True) is not False
         return r'("<parameter=" /[^<>\n]+/ ">\n" xml_text)*' if is_open else '""'
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     arguments = []
     for name, value in properties.items():
         is_text = isinstance(value, Mapping) and value.get("type") == "string"
         if is_text and "enum" in value:
-            options = " | ".join(literal(str(one)) for one in value["enum"])
+            options = " | ".join(literal(str(option)) for option in value["enum"])
             text = f"({options}) {literal(_XML_END)}"
         elif is_text:
             text = "xml_text"
         else:
-            rule = json_rule({**shared, **value} if isinstance(value, Mapping) else {}, strict)
+            rule = json_rule({**definitions, **value} if isinstance(value, Mapping) else {}, strict)
             text = f"{rule} {literal(_XML_END)}"
         argument = f"{literal(f'<parameter={name}>' + chr(10))} {text}"
         arguments.append(argument if name in schema.get("required", ()) else f"({argument})?")
@@ -168,13 +171,13 @@ def _lark(renderer: Renderer, pieces: Sequence[Piece | Pattern]) -> str:
     """Return the Lark expression for pieces. A control is its token id if it is a single token,
     and its text otherwise.
     """
-    written: list[str] = []
+    expressions: list[str] = []
     for piece in pieces:
         if isinstance(piece, Pattern):
-            written.append(f"/{piece.regex}/")
+            expressions.append(f"/{piece.regex}/")
         elif isinstance(piece, Control):
             id_ = renderer.codec.control_id(piece.text)
-            written.append(literal(piece.text) if id_ is None else f"<[{id_}]>")
+            expressions.append(literal(piece.text) if id_ is None else f"<[{id_}]>")
         else:
-            written.append(literal(piece))
-    return " ".join(written)
+            expressions.append(literal(piece))
+    return " ".join(expressions)

@@ -24,7 +24,7 @@ from typing import Any
 from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.codec import Control, Piece, split_text
 from planish.renderers.forms import CallForm, ThoughtForm
-from planish.renderers.messages import Abilities, CheckedMessage
+from planish.renderers.messages import Capabilities, CheckedMessage
 from planish.renderers.tool_calls import (
     answered_call,
     as_text,
@@ -62,10 +62,10 @@ class Harmony(StopTokenFormat):
     """The current date in the system message, such as 2025-06-28."""
 
     @property
-    def abilities(self) -> Abilities:
+    def capabilities(self) -> Capabilities:
         """What the format can express, and the tokens that it requires."""
         required = (START, MESSAGE, END, CHANNEL, CONSTRAIN, RETURN, CALL)
-        return Abilities(
+        return Capabilities(
             roles=("system", "user", "assistant", "tool"),
             thinking=True,
             samples_thinking=True,
@@ -100,7 +100,7 @@ class Harmony(StopTokenFormat):
                     turns.append(Turn((START, "developer"), (MESSAGE, text, END), index))
                 else:
                     reason = "the format leaves out an empty system message"
-                    turns.append(Turn((), (), index, untrainable=reason))
+                    turns.append(Turn((), (), index, untrainable_reason=reason))
         return turns
 
     def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
@@ -118,31 +118,31 @@ class Harmony(StopTokenFormat):
         calls: list[dict[str, Any]] = []
         unparsed: list[dict[str, str]] = []
         header: list[Piece] = []
-        at = 0
-        while at < len(pieces):
-            if pieces[at] != MESSAGE:
-                header.append(pieces[at])
-                at += 1
+        position = 0
+        while position < len(pieces):
+            if pieces[position] != MESSAGE:
+                header.append(pieces[position])
+                position += 1
                 continue
-            end = find_piece(pieces, END, START, start=at + 1)
-            text = as_text(pieces[at + 1 : end])
-            head = as_text(header)
-            recipient = _RECIPIENT.search(head.replace(CHANNEL.text, " "))
+            end = find_piece(pieces, END, START, start=position + 1)
+            text = as_text(pieces[position + 1 : end])
+            header_text = as_text(header)
+            recipient = _RECIPIENT.search(header_text.replace(CHANNEL.text, " "))
             if recipient and recipient.group(1).startswith("functions."):
                 name = recipient.group(1).removeprefix("functions.")
                 call, error = read_named_call(name, text)
                 if call is not None:
                     calls.append(call)
                 else:
-                    written_head = head.removeprefix(START.text).removeprefix("assistant")
-                    raw = written_head + MESSAGE.text + text
+                    call_header = header_text.removeprefix(START.text).removeprefix("assistant")
+                    raw = call_header + MESSAGE.text + text
                     unparsed.append({"raw_text": raw, "error": str(error)})
             elif _channel(header) == "analysis":
                 thoughts.append(text)
             else:
                 texts.append(text)
             header = []
-            at = end + 1 if end < len(pieces) and pieces[end] == END else end
+            position = end + 1 if end < len(pieces) and pieces[end] == END else end
         if not (thoughts or texts or calls or unparsed) and len(header) == 1:
             # The model wrote plain text instead of the format, so the text is the answer. A short
             # text may also be the beginning of a header, which is not an answer.

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from planish.renderers.chat_format import StopTokenFormat, Turn
-from planish.renderers.chatml import NEVER_SAMPLED, read_call_section
+from planish.renderers.chatml import REASONING_NOT_SAMPLED, read_call_section
 from planish.renderers.codec import Control, Piece
 from planish.renderers.forms import THINK, THINK_END, CallForm, Pattern, ThoughtForm
-from planish.renderers.messages import Abilities, Call, CheckedMessage
+from planish.renderers.messages import Call, Capabilities, CheckedMessage
 from planish.renderers.tool_calls import (
     answered_call,
     last_answer_index,
@@ -56,28 +56,28 @@ _ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 
 @dataclass(frozen=True)
 class Kimi(StopTokenFormat):
-    """The format of Kimi K2 Thinking, or with `opens` of Kimi K2.5 and K2.6."""
+    """The format of Kimi K2 Thinking, or with `opens_think_block` of Kimi K2.5 and K2.6."""
 
     stops = (END,)
 
-    opens: bool = False
+    opens_think_block: bool = False
     """Whether prompts end with `<think>` and tools are declared in TypeScript (K2.5 and K2.6)."""
     thinks: bool = True
     """Whether the model samples reasoning. Otherwise prompts end with an empty think block."""
-    preserves: bool = False
+    preserves_thinking: bool = False
     """Whether all messages keep their reasoning."""
 
     @property
-    def abilities(self) -> Abilities:
+    def capabilities(self) -> Capabilities:
         """What the format can express, and the tokens that it requires."""
-        return Abilities(
+        return Capabilities(
             roles=tuple(ROLES),
             thinking=True,
             samples_thinking=self.thinks,
-            thought=ThoughtForm(() if self.opens else (THINK,), (THINK_END,)),
+            thought=ThoughtForm(() if self.opens_think_block else (THINK,), (THINK_END,)),
             calls=KIMI_CALLS,
             required=(*(role.text for role in ROLES.values()), MIDDLE.text, END.text),
-            extends=self.preserves or not self.thinks,
+            extends=self.preserves_thinking or not self.thinks,
         )
 
     def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
@@ -92,7 +92,7 @@ class Kimi(StopTokenFormat):
         last_answer = last_answer_index(messages[:-1])
         for index, message in enumerate(messages):
             if message.role == "assistant":
-                is_kept = self.preserves or index > last_answer
+                is_kept = self.preserves_thinking or index > last_answer
                 turns.append(self._assistant_turn(message, index, is_kept))
             elif message.role == "tool":
                 turns.append(self._tool_turn(messages, index))
@@ -104,7 +104,7 @@ class Kimi(StopTokenFormat):
     def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
         """Return the header of the next message, with the think tags of K2.5 and K2.6."""
         header = self._header(role)
-        if role != "assistant" or not self.opens:
+        if role != "assistant" or not self.opens_think_block:
             return header
         return (*header, THINK, *(() if self.thinks else (THINK_END,)))
 
@@ -114,30 +114,32 @@ class Kimi(StopTokenFormat):
 
     def read_message(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the sampled message that `pieces` contain."""
-        return read_call_section(pieces, self.opens and self.thinks, SECTION_TAGS, _read_call)
+        return read_call_section(
+            pieces, self.opens_think_block and self.thinks, SECTION_TAGS, _read_call
+        )
 
     def _header(self, role: str) -> tuple[Piece, ...]:
         return (ROLES[role], role, MIDDLE)
 
     def _assistant_turn(self, message: CheckedMessage, index: int, is_kept: bool) -> Turn:
         thought = (message.thinking or "") if is_kept else ""
-        frame: tuple[Piece, ...] = (THINK, thought, THINK_END)
+        think_block: tuple[Piece, ...] = (THINK, thought, THINK_END)
         header = self._header("assistant")
         reason = None
-        if self.opens:
+        if self.opens_think_block:
             # The prompt ends with these pieces, so they are not a target.
             supplied = 1 if self.thinks or thought else 3
-            header, frame = (*header, *frame[:supplied]), frame[supplied:]
+            header, think_block = (*header, *think_block[:supplied]), think_block[supplied:]
         if thought and not self.thinks:
-            reason = NEVER_SAMPLED
+            reason = REASONING_NOT_SAMPLED
         calls: list[Piece] = []
         for number, call in enumerate(message.calls):
             calls += [CALL, call_id(call, number), ARGUMENTS, call.arguments, CALL_END]
         for raw in message.unparsed_calls:
             calls += raw_call_pieces(raw, CALL, CALL_END, [ARGUMENTS.text])
         section = (CALLS, *calls, CALLS_END) if calls else ()
-        output = (*frame, message.text, *section, END)
-        return Turn(header, output, index, sampled=True, untrainable=reason)
+        output = (*think_block, message.text, *section, END)
+        return Turn(header, output, index, sampled=True, untrainable_reason=reason)
 
     def _tool_turn(self, messages: Sequence[CheckedMessage], index: int) -> Turn:
         message = messages[index]
@@ -158,7 +160,7 @@ class Kimi(StopTokenFormat):
 
     def _tools(self, tools: Sequence[str]) -> str:
         specs = [json.loads(tool) for tool in tools]
-        if self.opens:
+        if self.opens_think_block:
             return kimi_namespace([spec["function"] for spec in specs])
         return json.dumps(specs, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
 
@@ -172,9 +174,9 @@ def call_id(call: Call, number: int) -> str:
 
 
 def _read_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
-    id_, found, arguments = inner.partition(ARGUMENTS.text)
+    id_, separator, arguments = inner.partition(ARGUMENTS.text)
     id_ = id_.strip()
     name = _ID.fullmatch(id_)
-    if not found or name is None:
+    if not separator or name is None:
         return None, f"it has no id before {ARGUMENTS.text}"
     return read_named_call(name.group(1), arguments, id_)

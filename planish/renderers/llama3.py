@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.codec import Control, Piece
-from planish.renderers.messages import Abilities, CheckedMessage
+from planish.renderers.messages import Capabilities, CheckedMessage
 
 BOS, START, END, EOT = "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
 
@@ -24,9 +24,9 @@ class Llama3(StopTokenFormat):
     stops = (Control(EOT),)
 
     @property
-    def abilities(self) -> Abilities:
+    def capabilities(self) -> Capabilities:
         """What the format can express, and the tokens that it requires."""
-        return Abilities(roles=("system", "user", "assistant"), required=(BOS, START, END, EOT))
+        return Capabilities(roles=("system", "user", "assistant"), required=(BOS, START, END, EOT))
 
     def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
         """Return one turn per message, with trimmed text."""

@@ -103,7 +103,7 @@ MESSAGE_KEYS = tuple(Message.__annotations__)
 
 
 @dataclass(frozen=True)
-class Abilities:
+class Capabilities:
     """The features of a format, and the tokens that it requires."""
 
     roles: tuple[str, ...]
@@ -177,7 +177,7 @@ def last_user_index(messages: Sequence[CheckedMessage]) -> int:
 
 
 def read_messages(
-    messages: Sequence[Mapping[str, Any]], abilities: Abilities, renderer: str
+    messages: Sequence[Mapping[str, Any]], capabilities: Capabilities, renderer: str
 ) -> list[CheckedMessage]:
     """Return the conversation in checked form. ValueError names the message, its fault and the
     remedy.
@@ -191,13 +191,13 @@ def read_messages(
             "messages is empty; give at least one message, such as {'role': 'user', 'content': '...'}"
         )
     return [
-        _read(message, f"messages[{index}]", index, abilities, renderer)
+        _read(message, f"messages[{index}]", index, capabilities, renderer)
         for index, message in enumerate(messages)
     ]
 
 
 def _read(
-    message: Any, where: str, index: int, abilities: Abilities, renderer: str
+    message: Any, where: str, index: int, capabilities: Capabilities, renderer: str
 ) -> CheckedMessage:
     if not isinstance(message, Mapping):
         raise ValueError(
@@ -209,21 +209,22 @@ def _read(
             f"{where} has unknown keys {unknown}; remove them (known: {', '.join(MESSAGE_KEYS)})"
         )
     role = message.get("role")
-    if role not in abilities.roles:
+    if role not in capabilities.roles:
         raise ValueError(
-            f"{where}['role']={role!r}: renderer {renderer} knows the roles {', '.join(abilities.roles)}"
+            f"{where}['role']={role!r}: renderer {renderer} knows the roles "
+            f"{', '.join(capabilities.roles)}"
         )
-    text, thinking = _read_content(message, where, abilities)
+    text, thinking = _read_content(message, where, capabilities)
     if thinking is not None and role != "assistant":
         raise ValueError(
             f"{where} is of role {role!r} and has a thinking part; only assistant messages think: remove it"
         )
-    if thinking is not None and not abilities.thinking:
+    if thinking is not None and not capabilities.thinking:
         raise ValueError(
             f"{where} has a thinking part, which renderer {renderer} cannot write; remove it or use qwen3"
         )
-    calls, unparsed = _read_calls(message, where, role, abilities, renderer)
-    tools = _read_tools(message, where, index, abilities, renderer)
+    calls, unparsed = _read_calls(message, where, role, capabilities, renderer)
+    tools = _read_tools(message, where, index, capabilities, renderer)
     name, call_id = (_read_optional_text(message, key, where) for key in ("name", "tool_call_id"))
     texts = (text, thinking or "", *chain.from_iterable(calls), *unparsed, *tools, name, call_id)
     for written in texts:
@@ -261,7 +262,7 @@ def half_character(text: str) -> str | None:
 
 
 def _read_content(
-    message: Mapping[str, Any], where: str, abilities: Abilities
+    message: Mapping[str, Any], where: str, capabilities: Capabilities
 ) -> tuple[str, str | None]:
     content = message.get("content")
     if content is None and (message.get("tool_calls") or message.get("unparsed_tool_calls")):
@@ -276,7 +277,7 @@ def _read_content(
             f"{where}['reasoning_content'] is a {type(thinking).__name__}; give a string"
         )
     if isinstance(content, str):
-        if thinking is None and abilities.thinking and message["role"] == "assistant":
+        if thinking is None and capabilities.thinking and message["role"] == "assistant":
             return split_thinking(content)
         return content, thinking
     if isinstance(content, Mapping) or not isinstance(content, Sequence):
@@ -315,12 +316,12 @@ def split_thinking(text: str) -> tuple[str, str | None]:
 
 
 def _read_calls(
-    message: Mapping[str, Any], where: str, role: str, abilities: Abilities, renderer: str
+    message: Mapping[str, Any], where: str, role: str, capabilities: Capabilities, renderer: str
 ) -> tuple[tuple[Call, ...], tuple[str, ...]]:
     calls, unparsed = message.get("tool_calls") or (), message.get("unparsed_tool_calls") or ()
     if not calls and not unparsed:
         return (), ()
-    if not abilities.tools:
+    if not capabilities.tools:
         raise ValueError(
             f"{where} has tool calls, which renderer {renderer} cannot write; use {RENDERERS_WITH_TOOLS}"
         )
@@ -367,12 +368,12 @@ def _read_call(call: Any, where: str) -> Call:
 
 
 def _read_tools(
-    message: Mapping[str, Any], where: str, index: int, abilities: Abilities, renderer: str
+    message: Mapping[str, Any], where: str, index: int, capabilities: Capabilities, renderer: str
 ) -> tuple[str, ...]:
     tools = message.get("tools") or ()
     if not tools:
         return ()
-    if not abilities.tools:
+    if not capabilities.tools:
         raise ValueError(
             f"{where} offers tools, which renderer {renderer} cannot write; use {RENDERERS_WITH_TOOLS}"
         )

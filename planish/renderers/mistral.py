@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.codec import Control, Piece
-from planish.renderers.messages import Abilities, CheckedMessage
+from planish.renderers.messages import Capabilities, CheckedMessage
 
 BOS, EOS = Control("<s>"), Control("</s>")
 SYSTEM, SYSTEM_END = Control("[SYSTEM_PROMPT]"), Control("[/SYSTEM_PROMPT]")
@@ -24,10 +24,10 @@ class Mistral(StopTokenFormat):
     stops = (EOS,)
 
     @property
-    def abilities(self) -> Abilities:
+    def capabilities(self) -> Capabilities:
         """What the format can express, and the tokens that it requires."""
         required = (BOS, EOS, SYSTEM, SYSTEM_END, USER, USER_END)
-        return Abilities(
+        return Capabilities(
             roles=("system", "user", "assistant"), required=tuple(tag.text for tag in required)
         )
 

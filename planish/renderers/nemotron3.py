@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planish.renderers.chat_format import StopTokenFormat, Turn
-from planish.renderers.chatml import END, NEVER_SAMPLED, START, tool_turn
+from planish.renderers.chatml import END, REASONING_NOT_SAMPLED, START, tool_turn
 from planish.renderers.codec import Piece
 from planish.renderers.forms import THINK, THINK_END, ThoughtForm
-from planish.renderers.messages import Abilities, CheckedMessage, last_user_index
+from planish.renderers.messages import Capabilities, CheckedMessage, last_user_index
 from planish.renderers.qwen3_5 import TAGS, read_thinking_message
 from planish.renderers.xml_calls import (
     TOOLS_CONCLUSION,
@@ -45,16 +45,16 @@ class Nemotron3(StopTokenFormat):
     is_ultra: bool = False
     thinks: bool = True
     """Whether prompts open a think block. Otherwise they end with an empty one."""
-    preserves: bool = False
+    preserves_thinking: bool = False
     """Whether all messages keep their reasoning."""
     effort: str = ""
     """The effort in the remark at the end of the last user message; "" for no remark."""
 
     @property
-    def abilities(self) -> Abilities:
+    def capabilities(self) -> Capabilities:
         """What the format can express, and the tokens that it requires."""
-        is_stable = not self.thinks or self.preserves
-        return Abilities(
+        is_stable = not self.thinks or self.preserves_thinking
+        return Capabilities(
             roles=("system", "user", "assistant", "tool"),
             thinking=True,
             samples_thinking=self.thinks,
@@ -78,7 +78,7 @@ class Nemotron3(StopTokenFormat):
             if message.role == "tool":
                 turns.append(tool_turn(("\n",), messages, index, message.text, "\n"))
             elif message.role == "assistant":
-                is_kept = self.preserves or index > last_query
+                is_kept = self.preserves_thinking or index > last_query
                 turns.append(self._assistant_turn(message, index, is_kept))
             else:
                 text = message.text
@@ -112,17 +112,17 @@ class Nemotron3(StopTokenFormat):
         reason = None
         if is_kept and thought.strip():
             header = (*header, THINK, "\n")
-            frame: tuple[Piece, ...] = (thought, *self._line_break, THINK_END)
+            think_block: tuple[Piece, ...] = (thought, *self._line_break, THINK_END)
             if self.is_ultra or text.strip() or calls:
-                frame = (*frame, *(self._line_break if text.strip() else ()))
+                think_block = (*think_block, *(self._line_break if text.strip() else ()))
             if not self.thinks:
-                reason = NEVER_SAMPLED
+                reason = REASONING_NOT_SAMPLED
         else:
-            header, frame = (*header, *EMPTY), ()
+            header, think_block = (*header, *EMPTY), ()
             if thought.strip() and not calls and text.strip():
                 # The template removes everything up to `</think>`, but not the line break after
                 # this tag.
-                frame = self._line_break
+                think_block = self._line_break
             elif thought.strip() and not self.is_ultra:
                 text = text.lstrip()
             if self.thinks:
@@ -132,8 +132,8 @@ class Nemotron3(StopTokenFormat):
                 )
         if (calls and (is_kept or not self.is_ultra)) or not calls:
             text = text.rstrip()
-        output = (*frame, text, *(("\n", *calls) if calls else ()), END)
-        return Turn(header, output, index, sampled=True, untrainable=reason)
+        output = (*think_block, text, *(("\n", *calls) if calls else ()), END)
+        return Turn(header, output, index, sampled=True, untrainable_reason=reason)
 
 
 def _system(message: CheckedMessage) -> tuple[Piece, ...]:
@@ -172,11 +172,11 @@ def _tool_text(tool: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "</function>"])
 
 
-def _other_fields(fields: Mapping[str, Any], written: Sequence[str]) -> list[str]:
+def _other_fields(fields: Mapping[str, Any], excluded: Sequence[str]) -> list[str]:
     return [
         f"<{key}>{python_text(value)}</{key}>"
         for key, value in fields.items()
-        if key not in written
+        if key not in excluded
     ]
 
 

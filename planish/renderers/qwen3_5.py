@@ -23,7 +23,7 @@ from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.chatml import (
     EMPTY_THOUGHT,
     END,
-    NEVER_SAMPLED,
+    REASONING_NOT_SAMPLED,
     START,
     begun_in_thought,
     split_thought,
@@ -32,7 +32,7 @@ from planish.renderers.chatml import (
 )
 from planish.renderers.codec import Piece
 from planish.renderers.forms import THINK, THINK_END, ThoughtForm
-from planish.renderers.messages import Abilities, CheckedMessage, last_user_index
+from planish.renderers.messages import Capabilities, CheckedMessage, last_user_index
 from planish.renderers.tool_calls import CALL_TAGS, read_calls
 from planish.renderers.xml_calls import (
     TOOLS_CONCLUSION,
@@ -63,22 +63,22 @@ class Qwen35(StopTokenFormat):
 
     thinks: bool = True
     """Whether prompts open a think block. Otherwise they end with an empty one."""
-    preserves: bool = False
+    preserves_thinking: bool = False
     """Whether all messages keep their think blocks."""
     effort: str | None = None
     """A key of EFFORTS for Qwen3.8; None for earlier models."""
 
     @property
-    def abilities(self) -> Abilities:
+    def capabilities(self) -> Capabilities:
         """What the format can express, and the tokens that it requires."""
-        return Abilities(
+        return Capabilities(
             roles=("system", "user", "assistant", "tool"),
             thinking=True,
             samples_thinking=self.thinks,
             thought=ThoughtForm((), (THINK_END, "\n\n")),
             calls=XML_CALLS,
             required=(START.text, END.text, THINK.text, THINK_END.text),
-            extends=self.preserves and not self.thinks,
+            extends=self.preserves_thinking and not self.thinks,
             extends_in_turn=not self.thinks,
         )
 
@@ -92,28 +92,35 @@ class Qwen35(StopTokenFormat):
             turns.append(Turn((START, "system\n"), (*system, END), index))
         elif is_first:
             reason = "the format leaves out an empty system message"
-            turns.append(Turn((), (), 0, untrainable=reason))
+            turns.append(Turn((), (), 0, untrainable_reason=reason))
         last_query = last_user_index(messages)
         for index, message in enumerate(messages):
-            lead = ("\n",) if system or index > is_first else ()
+            separator = ("\n",) if system or index > is_first else ()
             if message.role == "tool":
-                turns.append(tool_turn(lead, messages, index, message.text.strip()))
+                turns.append(tool_turn(separator, messages, index, message.text.strip()))
             elif message.role == "assistant":
                 is_last = index == len(messages) - 1
-                is_framed = self.preserves or index > last_query
-                turns.append(self._assistant_turn(lead, message, index, is_framed, is_last))
+                has_think_block = self.preserves_thinking or index > last_query
+                turns.append(
+                    self._assistant_turn(separator, message, index, has_think_block, is_last)
+                )
             elif index or not is_first:
-                header = (*lead, START, f"{message.role}\n")
+                header = (*separator, START, f"{message.role}\n")
                 turns.append(Turn(header, (message.text.strip(), END), index))
         return turns
 
     def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
         """Return the header of the next message, with an open or an empty think block."""
         is_written = self._system(messages) or len(messages) > (messages[0].role == "system")
-        lead = ("\n",) if is_written else ()
+        separator = ("\n",) if is_written else ()
         if role != "assistant":
-            return (*lead, START, f"{role}\n")
-        return (*lead, START, "assistant\n", *((THINK, "\n") if self.thinks else EMPTY_THOUGHT))
+            return (*separator, START, f"{role}\n")
+        return (
+            *separator,
+            START,
+            "assistant\n",
+            *((THINK, "\n") if self.thinks else EMPTY_THOUGHT),
+        )
 
     def tags(self) -> Sequence[str]:
         """Return the tags of reasoning and tool calls."""
@@ -128,43 +135,48 @@ class Qwen35(StopTokenFormat):
         first = messages[0]
         effort = EFFORTS[self.effort] if self.effort and self.thinks else ""
         text = first.text.strip() if first.role == "system" else ""
-        parts: list[tuple[Piece, ...]] = [(effort,)] if effort else []
+        sections: list[tuple[Piece, ...]] = [(effort,)] if effort else []
         if first.tools:
             tools = "\n".join(first.tools)
-            parts.append((f"{TOOLS_INTRODUCTION}{tools}", *TOOLS_CONCLUSION))
-        if text or (first.role == "system" and not parts and self.effort is None):
-            parts.append((text,))
+            sections.append((f"{TOOLS_INTRODUCTION}{tools}", *TOOLS_CONCLUSION))
+        if text or (first.role == "system" and not sections and self.effort is None):
+            sections.append((text,))
         pieces: list[Piece] = []
-        for number, part in enumerate(parts):
-            pieces += ["\n\n" if number else "", *part]
+        for number, section in enumerate(sections):
+            pieces += ["\n\n" if number else "", *section]
         return tuple(pieces)
 
     def _assistant_turn(
-        self, lead: tuple[Piece, ...], message: CheckedMessage, index: int, framed: bool, last: bool
+        self,
+        separator: tuple[Piece, ...],
+        message: CheckedMessage,
+        index: int,
+        has_think_block: bool,
+        is_last: bool,
     ) -> Turn:
-        header: tuple[Piece, ...] = (*lead, START, "assistant\n")
-        frame: tuple[Piece, ...] = ()
+        header: tuple[Piece, ...] = (*separator, START, "assistant\n")
+        think_block: tuple[Piece, ...] = ()
         thought = (message.thinking or "").strip()
         reason = None
-        if framed and thought:
-            frame = (THINK, f"\n{thought}\n", THINK_END, "\n\n")
+        if has_think_block and thought:
+            think_block = (THINK, f"\n{thought}\n", THINK_END, "\n\n")
             if self.thinks:
                 # The prompt ends with these pieces, so they are not a target.
-                header, frame = (*header, THINK, "\n"), (f"{thought}\n", *frame[2:])
+                header, think_block = (*header, THINK, "\n"), (f"{thought}\n", *think_block[2:])
             else:
-                reason = NEVER_SAMPLED
-        elif framed and last and self.thinks:
-            header, frame = (*header, THINK, "\n"), ("\n", THINK_END, "\n\n")
-        elif framed:
+                reason = REASONING_NOT_SAMPLED
+        elif has_think_block and is_last and self.thinks:
+            header, think_block = (*header, THINK, "\n"), ("\n", THINK_END, "\n\n")
+        elif has_think_block:
             header = (*header, *EMPTY_THOUGHT)
         text = message.text.strip()
         calls: list[Piece] = []
-        from_qwen36 = self.preserves or self.effort is not None
-        value_text = json_text if from_qwen36 else python_text
+        has_json_values = self.preserves_thinking or self.effort is not None
+        value_text = json_text if has_json_values else python_text
         for number, call in enumerate(xml_call_pieces(message, value_text)):
             calls += ["\n" if number else "\n\n" if text else "", *call]
-        output = (*frame, text, *calls, END)
-        return Turn(header, output, index, sampled=True, untrainable=reason)
+        output = (*think_block, text, *calls, END)
+        return Turn(header, output, index, sampled=True, untrainable_reason=reason)
 
 
 def read_thinking_message(pieces: Sequence[Piece], begins_in_thought: bool) -> dict[str, Any]:

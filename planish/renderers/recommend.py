@@ -80,59 +80,62 @@ def recommended_renderer_name(model_name_or_path: str | Path) -> str:
     """
     path = Path(model_name_or_path)
     if path.is_dir():
-        return _of_directory(path)
+        return _renderer_of_directory(path)
     name = str(model_name_or_path)
     family = _FP8.sub("", name.rstrip("/").rpartition("/")[2].lower())
     for pattern, renderer in RENDERERS_BY_NAME:
         if re.fullmatch(pattern, family):
             return renderer
     raise UnknownModelError(
-        f"no renderer is known for model {name!r}, and no directory of that name exists; {_choose()}"
+        f"no renderer is known for model {name!r}, and no directory of that name exists; "
+        f"{_choose_hint()}"
     )
 
 
-def _choose() -> str:
+def _choose_hint() -> str:
     return f"name the renderer yourself: {', '.join(FORMATS)}"
 
 
-def _of_directory(path: Path) -> str:
-    config = _read_if_there(path / "config.json")
+def _renderer_of_directory(path: Path) -> str:
+    config = _read_optional_json(path / "config.json")
     if config is None:
         raise UnknownModelError(
-            f"{path} has no config.json, so it is no model directory; copy it from the model, or {_choose()}"
+            f"{path} has no config.json, so it is no model directory; copy it from the model, or "
+            f"{_choose_hint()}"
         )
-    template = _template(path)
+    template = _read_chat_template(path)
     if template is None:
         if config.get("model_type") in MODEL_TYPES_OF_BASE_MODELS:
             return "role_colon"
         raise UnknownModelError(
-            f"{path} has no chat template and is of model type {config.get('model_type')!r}; {_choose()}"
+            f"{path} has no chat template and is of model type {config.get('model_type')!r}; "
+            f"{_choose_hint()}"
         )
-    tokens = _read_if_there(path / "tokenizer_config.json") or {}
-    bos = _token_text(tokens.get("bos_token"))
-    written = render_template(template, [HELLO], True, bos or BOS)
-    if START in written and EOT in written:
+    tokenizer_config = _read_optional_json(path / "tokenizer_config.json") or {}
+    bos = _token_text(tokenizer_config.get("bos_token"))
+    prompt_text = render_template(template, [HELLO], True, bos or BOS)
+    if START in prompt_text and EOT in prompt_text:
         # Templates of Llama 3.1 and later add a dated preamble, so their text never equals that of
         # the llama3 renderer. The marks are unique to the family.
         return "llama3"
-    if "<|im_end|>" in written and _is_base(path, tokens, config):
+    if "<|im_end|>" in prompt_text and _is_base(path, tokenizer_config, config):
         return "role_colon"
-    found = [
+    matches = [
         (name, chat_format)
         for name, chat_format in _candidates(template, bos)
         if writes_like(template, chat_format, bos)
     ]
     # The formats of one family may differ only in how they write reasoning. So prefer a format that
     # also writes reasoning like the template.
-    found.sort(key=lambda candidate: not writes_reasoning_like(template, candidate[1], bos))
-    if found:
-        return found[0][0]
+    matches.sort(key=lambda candidate: not writes_reasoning_like(template, candidate[1], bos))
+    if matches:
+        return matches[0][0]
     raise UnknownModelError(
-        f"the chat template in {path} writes the format of no renderer of planish; {_choose()}"
+        f"the chat template in {path} writes the format of no renderer of planish; {_choose_hint()}"
     )
 
 
-_BY_TEMPLATE = (
+_TEMPLATE_RENDERERS = (
     "qwen3",
     "qwen3_instruct",
     "chatml",
@@ -152,48 +155,50 @@ _BY_TEMPLATE = (
 
 
 def _candidates(template: str, bos: str) -> list[tuple[str, ChatFormat]]:
-    formats = {name: FORMATS[name](None) for name in _BY_TEMPLATE}
+    formats = {name: FORMATS[name](None) for name in _TEMPLATE_RENDERERS}
     formats["chatml"] = ChatML(default_system=default_system_message(template, bos))
     # The probes have no tools, so they cannot tell two formats apart that differ only in their tool
     # calls. A format with XML calls is a candidate only if the template contains such calls.
     return [
-        (name, one)
-        for name, one in formats.items()
-        if "<function=" in template or one.abilities.calls is None or not one.abilities.calls.xml
+        (name, chat_format)
+        for name, chat_format in formats.items()
+        if "<function=" in template
+        or chat_format.capabilities.calls is None
+        or not chat_format.capabilities.calls.xml
     ]
 
 
-def _is_base(path: Path, tokens: dict[str, Any], config: dict[str, Any]) -> bool:
+def _is_base(path: Path, tokenizer_config: dict[str, Any], config: dict[str, Any]) -> bool:
     """Return whether a model with a ChatML template is a base model.
 
     It is one if its files name end-of-sequence tokens and `<|im_end|>` is not among them.
     """
-    generation = _read_if_there(path / "generation_config.json") or {}
+    generation = _read_optional_json(path / "generation_config.json") or {}
     ids: set[int] = set()
     for source in (config, generation):
         value = source.get("eos_token_id")
         ids.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
     names = {
         str(id_): _token_text(token)
-        for id_, token in tokens.get("added_tokens_decoder", {}).items()
+        for id_, token in tokenizer_config.get("added_tokens_decoder", {}).items()
     }
     names |= {
         str(token["id"]): token["content"]
-        for token in (_read_if_there(path / "tokenizer.json") or {}).get("added_tokens", [])
+        for token in (_read_optional_json(path / "tokenizer.json") or {}).get("added_tokens", [])
     }
-    ends = {names[str(id_)] for id_ in ids if str(id_) in names} | {
-        _token_text(tokens.get("eos_token"))
+    eos_texts = {names[str(id_)] for id_ in ids if str(id_) in names} | {
+        _token_text(tokenizer_config.get("eos_token"))
     } - {""}
-    return bool(ends) and "<|im_end|>" not in ends
+    return bool(eos_texts) and "<|im_end|>" not in eos_texts
 
 
-def _template(path: Path) -> str | None:
+def _read_chat_template(path: Path) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    separate = _read_if_there(path / "chat_template.json") or {}
-    tokens = _read_if_there(path / "tokenizer_config.json") or {}
-    return choose_template(separate.get("chat_template") or tokens.get("chat_template"))
+    separate = _read_optional_json(path / "chat_template.json") or {}
+    tokenizer_config = _read_optional_json(path / "tokenizer_config.json") or {}
+    return choose_template(separate.get("chat_template") or tokenizer_config.get("chat_template"))
 
 
 def _token_text(token: Any) -> str:
@@ -202,5 +207,5 @@ def _token_text(token: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _read_if_there(path: Path) -> dict[str, Any] | None:
+def _read_optional_json(path: Path) -> dict[str, Any] | None:
     return read_json(path) if path.is_file() else None

@@ -51,29 +51,29 @@ FIXED_FORMATS: dict[str, ChatFormat] = {
     "qwen3_instruct": ChatML(),
     "qwen3_5": Qwen35(),
     "qwen3_5_disable_thinking": Qwen35(thinks=False),
-    "qwen3_5_preserve_thinking": Qwen35(preserves=True),
-    "qwen3_8_xhigh_reasoning": Qwen35(preserves=True, effort="xhigh"),
-    "qwen3_8_medium_reasoning": Qwen35(preserves=True, effort="medium"),
-    "qwen3_8_low_reasoning": Qwen35(preserves=True, effort="low"),
-    "qwen3_8_disable_thinking": Qwen35(thinks=False, preserves=True, effort="medium"),
+    "qwen3_5_preserve_thinking": Qwen35(preserves_thinking=True),
+    "qwen3_8_xhigh_reasoning": Qwen35(preserves_thinking=True, effort="xhigh"),
+    "qwen3_8_medium_reasoning": Qwen35(preserves_thinking=True, effort="medium"),
+    "qwen3_8_low_reasoning": Qwen35(preserves_thinking=True, effort="low"),
+    "qwen3_8_disable_thinking": Qwen35(thinks=False, preserves_thinking=True, effort="medium"),
     "gpt_oss_no_sysprompt": Harmony(),
     "deepseekv3": DeepSeekV3(),
     "deepseekv3_disable_thinking": DeepSeekV3(),
     "deepseekv3_thinking": DeepSeekV3(thinks=True),
     "kimi_k2": Kimi(),
-    "kimi_k25": Kimi(opens=True),
-    "kimi_k25_disable_thinking": Kimi(opens=True, thinks=False),
-    "kimi_k26": Kimi(opens=True),
-    "kimi_k26_disable_thinking": Kimi(opens=True, thinks=False),
-    "kimi_k26_preserve_thinking": Kimi(opens=True, preserves=True),
+    "kimi_k25": Kimi(opens_think_block=True),
+    "kimi_k25_disable_thinking": Kimi(opens_think_block=True, thinks=False),
+    "kimi_k26": Kimi(opens_think_block=True),
+    "kimi_k26_disable_thinking": Kimi(opens_think_block=True, thinks=False),
+    "kimi_k26_preserve_thinking": Kimi(opens_think_block=True, preserves_thinking=True),
     "nemotron3": Nemotron3(),
     "nemotron3_low_thinking": Nemotron3(effort="low"),
     "nemotron3_disable_thinking": Nemotron3(thinks=False),
-    "nemotron3_preserve_thinking": Nemotron3(preserves=True),
+    "nemotron3_preserve_thinking": Nemotron3(preserves_thinking=True),
     "nemotron3_ultra": Nemotron3(is_ultra=True),
     "nemotron3_ultra_disable_thinking": Nemotron3(is_ultra=True, thinks=False),
     "nemotron3_ultra_medium_thinking": Nemotron3(is_ultra=True, effort="efficient"),
-    "nemotron3_ultra_preserve_thinking": Nemotron3(is_ultra=True, preserves=True),
+    "nemotron3_ultra_preserve_thinking": Nemotron3(is_ultra=True, preserves_thinking=True),
     "gemma3": Gemma3(),
     "mistral": Mistral(),
 }
@@ -220,12 +220,17 @@ def with_effort(name: str, effort: str) -> str:
 def _efforts(name: str) -> dict[str, str]:
     """Return the renderers of the same models as `name` by reasoning effort."""
     without_thinking = with_thinking(name, False) if name not in _ALWAYS_THINKING else None
-    found = {} if without_thinking is None else {"none": without_thinking}
+    renderers_by_effort = {} if without_thinking is None else {"none": without_thinking}
     for variants in _EFFORT_VARIANTS:
-        family = {*variants.values(), *(_WITHOUT_THINKING.get(one) for one in variants.values())}
+        family = {
+            *variants.values(),
+            *(_WITHOUT_THINKING.get(variant) for variant in variants.values()),
+        }
         if name in family or (name.startswith("gpt_oss") and "gpt_oss_low_reasoning" in family):
-            return found | variants
+            return renderers_by_effort | variants
     try:
-        return found | dict.fromkeys(("low", "medium", "high"), with_thinking(name, True))
+        return renderers_by_effort | dict.fromkeys(
+            ("low", "medium", "high"), with_thinking(name, True)
+        )
     except UnsupportedError:  # a model that does not think
-        return found
+        return renderers_by_effort

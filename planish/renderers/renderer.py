@@ -32,23 +32,23 @@ from planish.renderers.messages import (
     read_messages,
     tool_json,
 )
-from planish.renderers.termination import Parsed, eos_ids
+from planish.renderers.termination import ParsedResponse, eos_ids
 from planish.renderers.tool_calls import as_text
-from planish.renderers.train_on import TrainOnWhat, read_train_on_what, trained_messages
+from planish.renderers.train_on import TrainOnWhat, read_train_on_what, target_flags
 from planish.tokenizer import ModelTokenizer
 from planish.types import ModelInput
 
 Messages = Sequence[Message] | Sequence[Mapping[str, Any]]
-ONE_EXAMPLE = (TrainOnWhat.ALL_TOKENS, TrainOnWhat.ALL_USER_AND_SYSTEM_MESSAGES)
+SINGLE_EXAMPLE_TARGETS = (TrainOnWhat.ALL_TOKENS, TrainOnWhat.ALL_USER_AND_SYSTEM_MESSAGES)
 
 
 @dataclass(frozen=True)
-class Ending:
+class MessageEnding:
     """How a sampled message ends."""
 
-    missing: list[int]
+    missing_tokens: list[int]
     """Tokens of the end mark that the model did not write."""
-    announced: str = ""
+    next_header: str = ""
     """The next message's header, if the model wrote it to end its message (role_colon)."""
 
 
@@ -65,7 +65,7 @@ class Renderer:
 
     def __post_init__(self) -> None:
         codec = Codec(self.tokenizer)
-        codec.require(self.format.abilities.required, self.name)
+        codec.require(self.format.capabilities.required, self.name)
         object.__setattr__(self, "codec", codec)
 
     @property
@@ -76,7 +76,7 @@ class Renderer:
         The history contains the answers as `parse_response` returned them. And tokenising the text
         of an answer gives the sampled tokens again.
         """
-        return self.format.abilities.extends
+        return self.format.capabilities.extends
 
     def get_stop_sequences(self) -> list[str] | list[int]:
         """Return the stop strings or stop tokens for `SamplingParams(stop=...)`."""
@@ -91,8 +91,8 @@ class Renderer:
         `prefill` may contain the format's tags, such as `<think>`; everything else in it is
         ordinary text. ValueError names the message or argument that the format cannot express.
         """
-        checked = read_messages(messages, self.format.abilities, self.name)
-        roles = [name for name in self.format.abilities.roles if name != "tool"]
+        checked = read_messages(messages, self.format.capabilities, self.name)
+        roles = [name for name in self.format.capabilities.roles if name != "tool"]
         if role not in roles:
             raise ValueError(
                 f"role={role!r}: renderer {self.name} can prompt for {', '.join(roles)}"
@@ -130,24 +130,24 @@ class Renderer:
         * The answer ends with an end-of-sequence token that is not the format's stop token.
         * In role_colon, the answer ends with `User:`, but another role writes the next message.
         """
-        checked = read_messages(messages, self.format.abilities, self.name)
+        checked = read_messages(messages, self.format.capabilities, self.name)
         if not self.has_extension_property:
             return None
         ending = self._ending(checked[answer], list(sampled))
         if ending is None:
             return None
-        following = [
+        next_turns = [
             turn
             for turn in self.format.turns(checked)
             if turn.message is not None and turn.message > answer
         ]
-        following.append(Turn(self.format.suffix(checked, "assistant"), (), None, sampled=True))
-        if ending.announced and as_text(following[0].header) != ending.announced:
+        next_turns.append(Turn(self.format.suffix(checked, "assistant"), (), None, sampled=True))
+        if ending.next_header and as_text(next_turns[0].header) != ending.next_header:
             return None
-        if ending.announced:
-            following[0] = replace(following[0], header=())
-        ids = [*sampled, *ending.missing]
-        for turn in following:
+        if ending.next_header:
+            next_turns[0] = replace(next_turns[0], header=())
+        ids = [*sampled, *ending.missing_tokens]
+        for turn in next_turns:
             header, output = self._encode_turn(turn, _last(ids))
             ids += header
             ids += output
@@ -165,17 +165,17 @@ class Renderer:
         earlier turns of this example lack their reasoning; `build_supervised_examples` trains each
         turn with its own. ValueError if there is nothing to train on or a message is invalid.
         """
-        what = read_train_on_what(train_on_what)
-        checked = read_messages(messages, self.format.abilities, self.name)
-        trained = trained_messages(checked, what)
-        everything = what is TrainOnWhat.ALL_TOKENS
+        train_on = read_train_on_what(train_on_what)
+        checked = read_messages(messages, self.format.capabilities, self.name)
+        trained = target_flags(checked, train_on)
+        trains_all_tokens = train_on is TrainOnWhat.ALL_TOKENS
         ids = self.codec.encode(self.format.opening())
         weights = [0.0] * len(ids)
-        for turn, is_target in self._targets(checked, trained, everything):
+        for turn, is_target in self._targets(checked, trained, trains_all_tokens):
             header, output = self._encode_turn(turn, _last(ids))
             ids += header
             ids += output
-            weights += [float(everything)] * len(header) + [float(is_target)] * len(output)
+            weights += [float(trains_all_tokens)] * len(header) + [float(is_target)] * len(output)
         if trained[-1]:
             overlap = self.codec.encode(self.format.overlap(checked[-1]), _last(ids))
             ids += overlap
@@ -197,7 +197,7 @@ class Renderer:
         """
         return [
             self.build_supervised_example(part, what)
-            for part, what in self._parts(messages, train_on_what)
+            for part, what in self._split_into_examples(messages, train_on_what)
         ]
 
     def check_supervised_examples(
@@ -208,49 +208,50 @@ class Renderer:
         """Check the form of the messages without tokenising them. Raises the same ValueError as
         `build_supervised_examples`.
         """
-        for part, what in self._parts(messages, train_on_what):
-            checked = read_messages(part, self.format.abilities, self.name)
-            trained = trained_messages(checked, what)
+        for part, what in self._split_into_examples(messages, train_on_what):
+            checked = read_messages(part, self.format.capabilities, self.name)
+            trained = target_flags(checked, what)
             list(self._targets(checked, trained, what is TrainOnWhat.ALL_TOKENS))
 
-    def _parts(
+    def _split_into_examples(
         self, messages: Messages, train_on_what: TrainOnWhat | str
     ) -> list[tuple[Messages, TrainOnWhat]]:
         """Return the messages and the TrainOnWhat of each example of a conversation."""
-        what = read_train_on_what(train_on_what)
-        checked = read_messages(messages, self.format.abilities, self.name)
-        trained = trained_messages(checked, what)
-        if self.has_extension_property or what in ONE_EXAMPLE:
-            return [(messages, what)]
-        parts: list[tuple[Messages, TrainOnWhat]] = []
+        train_on = read_train_on_what(train_on_what)
+        checked = read_messages(messages, self.format.capabilities, self.name)
+        trained = target_flags(checked, train_on)
+        if self.has_extension_property or train_on in SINGLE_EXAMPLE_TARGETS:
+            return [(messages, train_on)]
+        examples: list[tuple[Messages, TrainOnWhat]] = []
         begin = 0
-        ends_of = _turn_ends if self.format.abilities.extends_in_turn else _answer_ends
-        for end in ends_of(checked):
+        find_ends = _turn_ends if self.format.capabilities.extends_in_turn else _answer_ends
+        for end in find_ends(checked):
             flags = [begin <= index and flag for index, flag in enumerate(trained[:end])]
             if any(flags):
-                part = [
+                example_messages = [
                     {**message, "trainable": flag}
                     for message, flag in zip(messages[:end], flags, strict=True)
                 ]
-                parts.append((part, TrainOnWhat.CUSTOMIZED))
+                examples.append((example_messages, TrainOnWhat.CUSTOMIZED))
             begin = end
-        return parts
+        return examples
 
     def _targets(
-        self, checked: Sequence[CheckedMessage], trained: Sequence[bool], everything: bool
+        self, checked: Sequence[CheckedMessage], trained: Sequence[bool], trains_all_tokens: bool
     ) -> Iterator[tuple[Turn, bool]]:
         """Yield each turn and whether it is a target. ValueError for a target that cannot be
         trained.
         """
         for turn in self.format.turns(checked):
-            is_target = everything or (turn.message is not None and trained[turn.message])
-            if is_target and turn.untrainable is not None:
+            is_target = trains_all_tokens or (turn.message is not None and trained[turn.message])
+            if is_target and turn.untrainable_reason is not None:
                 raise ValueError(
-                    f"messages[{turn.message}] cannot be trained by renderer {self.name}: {turn.untrainable}"
+                    f"messages[{turn.message}] cannot be trained by renderer {self.name}: "
+                    f"{turn.untrainable_reason}"
                 )
             yield turn, is_target
 
-    def parse_response(self, tokens: Sequence[int] | np.ndarray) -> Parsed:
+    def parse_response(self, tokens: Sequence[int] | np.ndarray) -> ParsedResponse:
         """Parse sampled tokens, which include the stop token or stop string, into (message,
         termination).
 
@@ -269,7 +270,7 @@ class Renderer:
         The rendered text equals that of the model's chat template. UnsupportedError if the format
         cannot express tools.
         """
-        if not self.format.abilities.tools:
+        if not self.format.capabilities.tools:
             raise UnsupportedError(
                 f"renderer {self.name} has no form for tools; use {RENDERERS_WITH_TOOLS}"
             )
@@ -281,23 +282,27 @@ class Renderer:
             tool_json(tool, f"tools[{number}]")
         return [{"role": "system", "content": system_prompt, "tools": list(tools)}]
 
-    def _ending(self, message: CheckedMessage, sampled: list[int]) -> Ending | None:
+    def _ending(self, message: CheckedMessage, sampled: list[int]) -> MessageEnding | None:
         """Return how a sampled message ends, or None if a conversation cannot continue after it."""
         [stop] = self.get_stop_sequences()
-        ends = eos_ids(self.codec)
+        eos_tokens = eos_ids(self.codec)
         if isinstance(stop, int):
-            closed = sampled[-1:] == [stop]
-            body = sampled[:-1] if closed else sampled
-            return None if (ends | {stop}).intersection(body) else Ending([] if closed else [stop])
+            is_closed = sampled[-1:] == [stop]
+            body = sampled[:-1] if is_closed else sampled
+            return (
+                None
+                if (eos_tokens | {stop}).intersection(body)
+                else MessageEnding([] if is_closed else [stop])
+            )
         text = self.codec.decode(sampled)
         body = text.removesuffix(stop)
-        if ends.intersection(sampled) or stop in body:
+        if eos_tokens.intersection(sampled) or stop in body:
             return None
-        announced = as_text(self.format.overlap(message))
+        next_header = as_text(self.format.overlap(message))
         if body != text:
-            return Ending([], announced)
-        end = stop.removesuffix(announced)
-        return Ending([] if text.endswith(end) else self.codec.encode([end], _last(sampled)))
+            return MessageEnding([], next_header)
+        end = stop.removesuffix(next_header)
+        return MessageEnding([] if text.endswith(end) else self.codec.encode([end], _last(sampled)))
 
     def _encode_turn(self, turn: Turn, after: int | None) -> tuple[list[int], list[int]]:
         header = self.codec.encode(turn.header, after)
@@ -305,11 +310,11 @@ class Renderer:
             return header, self.codec.encode(turn.output, _last(header) if header else after)
         # A token may span the boundary (a line break of the header and one of the text). Such a
         # token belongs to the text.
-        whole = self.codec.encode((*turn.header, *turn.output), after)
-        border = 0
-        while border < len(header) and whole[border] == header[border]:
-            border += 1
-        return whole[:border], whole[border:]
+        joint_ids = self.codec.encode((*turn.header, *turn.output), after)
+        boundary = 0
+        while boundary < len(header) and joint_ids[boundary] == header[boundary]:
+            boundary += 1
+        return joint_ids[:boundary], joint_ids[boundary:]
 
 
 def with_tools(

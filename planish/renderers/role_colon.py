@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from planish.renderers.chat_format import Turn
 from planish.renderers.codec import Codec, Control, Piece
-from planish.renderers.messages import Abilities, CheckedMessage
-from planish.renderers.termination import Parsed, Termination, eos_ids
+from planish.renderers.messages import Capabilities, CheckedMessage
+from planish.renderers.termination import ParsedResponse, Termination, eos_ids
 
 STOP = "\n\nUser:"
 
@@ -27,9 +27,9 @@ class RoleColon:
     """The tokenizer's beginning-of-sequence token, if it has one."""
 
     @property
-    def abilities(self) -> Abilities:
+    def capabilities(self) -> Capabilities:
         """What the format can express, and the tokens that it requires."""
-        return Abilities(roles=("system", "user", "assistant"))
+        return Capabilities(roles=("system", "user", "assistant"))
 
     def opening(self) -> tuple[Piece, ...]:
         """Return the beginning-of-sequence token, if the tokenizer has one."""
@@ -55,21 +55,23 @@ class RoleColon:
         """Return the stop string, a blank line and `User:`."""
         return [STOP]
 
-    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+    def parse(self, codec: Codec, tokens: Sequence[int]) -> ParsedResponse:
         """Parse the sampled tokens of an assistant message. Never raises."""
-        ends = eos_ids(codec)
-        eos_at = next((position for position, token in enumerate(tokens) if token in ends), None)
-        text = codec.decode(tokens[:eos_at])
-        body, found, _ = text.partition(STOP)
-        if found and eos_at is None and STOP not in codec.decode(tokens[:-1]):
+        eos_tokens = eos_ids(codec)
+        eos_position = next(
+            (position for position, token in enumerate(tokens) if token in eos_tokens), None
+        )
+        text = codec.decode(tokens[:eos_position])
+        body, separator, _ = text.partition(STOP)
+        if separator and eos_position is None and STOP not in codec.decode(tokens[:-1]):
             ending = Termination.STOP_SEQUENCE
-        elif not found and eos_at == len(tokens) - 1:
+        elif not separator and eos_position == len(tokens) - 1:
             ending = Termination.EOS
         else:
             ending = Termination.MALFORMED
-        if not found:
+        if not separator:
             body = body.removesuffix("\n\n")
-        return Parsed({"role": "assistant", "content": body.removeprefix(" ")}, ending)
+        return ParsedResponse({"role": "assistant", "content": body.removeprefix(" ")}, ending)
 
     def _turn(self, index: int, message: CheckedMessage) -> Turn:
         stops_early = message.role == "assistant" and STOP in message.text
@@ -79,5 +81,5 @@ class RoleColon:
             output=(f" {message.text}\n\n",),
             message=index,
             sampled=True,
-            untrainable=reason if stops_early else None,
+            untrainable_reason=reason if stops_early else None,
         )

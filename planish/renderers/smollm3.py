@@ -24,10 +24,10 @@ from datetime import date
 from typing import Any
 
 from planish.renderers.chat_format import StopTokenFormat, Turn
-from planish.renderers.chatml import END, NEVER_SAMPLED, START, read_thought_message
+from planish.renderers.chatml import END, REASONING_NOT_SAMPLED, START, read_thought_message
 from planish.renderers.codec import Piece, split_text
 from planish.renderers.forms import THINK, THINK_END, ThoughtForm
-from planish.renderers.messages import Abilities, CheckedMessage
+from planish.renderers.messages import Capabilities, CheckedMessage
 from planish.renderers.tool_calls import CALL_TAGS, QWEN_CALLS, TOOLS_CONCLUSION, call_pieces
 
 TAGS = (THINK.text, THINK_END.text, *CALL_TAGS)
@@ -71,9 +71,9 @@ class SmolLM3(StopTokenFormat):
     """The reasoning mode of conversations whose system message sets none."""
 
     @property
-    def abilities(self) -> Abilities:
+    def capabilities(self) -> Capabilities:
         """What the format can express, and the tokens that it requires."""
-        return Abilities(
+        return Capabilities(
             roles=("system", "user", "assistant", "tool"),
             thinking=True,
             samples_thinking=self.thinks,
@@ -93,11 +93,13 @@ class SmolLM3(StopTokenFormat):
                         "start of the conversation"
                     )
                 continue
-            lead = _lead(messages, index)
+            separator = _separator(messages, index)
             if message.role == "assistant":
-                turns.append(self._assistant_turn(lead, message, index, self._thinks_in(messages)))
+                turns.append(
+                    self._assistant_turn(separator, message, index, self._thinks_in(messages))
+                )
             else:
-                turns.append(Turn((*lead, START, "user\n"), (message.text, END), index))
+                turns.append(Turn((*separator, START, "user\n"), (message.text, END), index))
         return turns
 
     def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
@@ -105,8 +107,8 @@ class SmolLM3(StopTokenFormat):
         an empty think block.
         """
         is_closed = role == "assistant" and not self._thinks_in(messages)
-        lead = _lead(messages, len(messages))
-        return (*lead, START, f"{role}\n", *(EMPTY_THOUGHT if is_closed else ()))
+        separator = _separator(messages, len(messages))
+        return (*separator, START, f"{role}\n", *(EMPTY_THOUGHT if is_closed else ()))
 
     def tags(self) -> Sequence[str]:
         """Return the tags of reasoning and tool calls."""
@@ -125,14 +127,16 @@ class SmolLM3(StopTokenFormat):
         index = 0 if messages[0].role == "system" else None
         tools = messages[0].tools
         text = _system_text(messages)
-        given = THINK_FLAGS.sub("", text).rstrip()
+        instructions_text = THINK_FLAGS.sub("", text).rstrip()
         if OVERRIDE_FLAG in text:
             if tools:
                 raise ValueError(
                     f"messages[0] has tools and {OVERRIDE_FLAG}, with which SmolLM3 leaves out the "
                     "tools; remove one of the two"
                 )
-            return Turn((START, "system\n"), (given.replace(OVERRIDE_FLAG, "").rstrip(), END), 0)
+            return Turn(
+                (START, "system\n"), (instructions_text.replace(OVERRIDE_FLAG, "").rstrip(), END), 0
+            )
         thinks = self._thinks_in(messages)
         header = (
             START,
@@ -142,24 +146,28 @@ class SmolLM3(StopTokenFormat):
             "## Custom Instructions\n\n",
         )
         default = DEFAULT_THINKING_SYSTEM if thinks else DEFAULT_SYSTEM
-        instructions = (given,) if given else tuple(split_text(default, TAGS))
+        instructions = (
+            (instructions_text,) if instructions_text else tuple(split_text(default, TAGS))
+        )
         output: tuple[Piece, ...] = (*instructions, "\n\n")
         if tools:
             # The template writes a tool as the caller's dictionary, which in the model card's
             # example is the function alone.
-            written = "".join(f"\n{json.loads(tool)['function']}" for tool in tools)
-            output = (*output, TOOLS_INTRODUCTION + written, *TOOLS_CONCLUSION, "\n\n", END)
+            tool_texts = "".join(f"\n{json.loads(tool)['function']}" for tool in tools)
+            output = (*output, TOOLS_INTRODUCTION + tool_texts, *TOOLS_CONCLUSION, "\n\n", END)
         return Turn(header, output, index)
 
     def _assistant_turn(
-        self, lead: tuple[Piece, ...], message: CheckedMessage, index: int, thinks: bool
+        self, separator: tuple[Piece, ...], message: CheckedMessage, index: int, thinks: bool
     ) -> Turn:
-        header = (*lead, START, "assistant\n", *(() if thinks else EMPTY_THOUGHT))
+        header = (*separator, START, "assistant\n", *(() if thinks else EMPTY_THOUGHT))
         thought = (message.thinking or "").strip("\n")
-        frame: tuple[Piece, ...] = (THINK, f"\n{thought}\n", THINK_END, "\n") if thought else ()
-        output = (*frame, message.text.lstrip("\n"), *call_pieces(message), END)
-        reason = NEVER_SAMPLED if thought and not thinks else None
-        return Turn(header, output, index, sampled=True, untrainable=reason)
+        think_block: tuple[Piece, ...] = (
+            (THINK, f"\n{thought}\n", THINK_END, "\n") if thought else ()
+        )
+        output = (*think_block, message.text.lstrip("\n"), *call_pieces(message), END)
+        reason = REASONING_NOT_SAMPLED if thought and not thinks else None
+        return Turn(header, output, index, sampled=True, untrainable_reason=reason)
 
 
 def _system_text(messages: Sequence[CheckedMessage]) -> str:
@@ -167,7 +175,7 @@ def _system_text(messages: Sequence[CheckedMessage]) -> str:
     return messages[0].text if messages[0].role == "system" else ""
 
 
-def _lead(messages: Sequence[CheckedMessage], index: int) -> tuple[Piece, ...]:
+def _separator(messages: Sequence[CheckedMessage], index: int) -> tuple[Piece, ...]:
     """Return the line break before the turn of messages[index], if the turn before it has an end
     mark. A system message without tools has no end mark.
     """

@@ -25,7 +25,7 @@ from planish.renderers import Renderer
 from planish.renderers.codec import Codec
 from planish.renderers.messages import get_text_content, get_thinking_content
 
-_READINGS = 256
+_PARSES_PER_DOUBLING = 256
 """A text is parsed about this many times while its length doubles."""
 _HALF_CHARACTER = "\ufffd"
 _MARKS = ("<think>", "</think>", "<tool_call>")
@@ -130,7 +130,7 @@ class StreamedSample:
     """Whether a grammar constrains the tool calls, so that an unfinished call is not text."""
     tokens: list[int] = field(default_factory=list)
     _sent: Reading = field(default_factory=lambda: Reading(""))
-    _next_reading: int = 1
+    _next_parse_length: int = 1
 
     def add(self, token: int) -> None:
         """Add a token."""
@@ -139,39 +139,44 @@ class StreamedSample:
     @property
     def is_due(self) -> bool:
         """Whether enough tokens were added to parse the sample again."""
-        return len(self.tokens) >= self._next_reading
+        return len(self.tokens) >= self._next_parse_length
 
     def delta(self) -> Reading:
         """Return the text and the calls that were not sent yet and that later tokens cannot change.
 
         `open_call` has all its arguments so far, including those that were sent.
         """
-        self._next_reading = len(self.tokens) + max(1, len(self.tokens) // _READINGS)
-        reading = self._cut(self._read())
-        content, reasoning = self._certain(reading.content), self._certain(reading.reasoning)
-        open_call = reading.map_open_arguments(
-            lambda arguments: self._held_back(arguments, (*self.stops, _CALL_END))
+        self._next_parse_length = len(self.tokens) + max(
+            1, len(self.tokens) // _PARSES_PER_DOUBLING
         )
-        return self._new(Reading(content, reasoning, reading.calls, open_call=open_call))
+        reading = self._cut_at_stop(self._read())
+        content, reasoning = (
+            self._settled_text(reading.content),
+            self._settled_text(reading.reasoning),
+        )
+        open_call = reading.map_open_arguments(
+            lambda arguments: self._without_unsettled_end(arguments, (*self.stops, _CALL_END))
+        )
+        return self._take_unsent(Reading(content, reasoning, reading.calls, open_call=open_call))
 
     def rest(self) -> Reading:
         """Return the rest of the finished sample, including its calls."""
-        return self._new(self.whole())
+        return self._take_unsent(self.whole())
 
     def whole(self) -> Reading:
         """Return the finished sample."""
-        return self._cut(self._read().with_unparsed())
+        return self._cut_at_stop(self._read().with_unparsed())
 
     def _read(self) -> Reading:
-        reading = self.read(self._unstopped)
+        reading = self.read(self._tokens_before_stop)
         return reading.with_open_call() if self.opens_calls else reading
 
     @property
-    def _unstopped(self) -> Sequence[int]:
+    def _tokens_before_stop(self) -> Sequence[int]:
         is_stopped = bool(self.tokens) and self.tokens[-1] in self.stop_ids
         return self.tokens[:-1] if is_stopped else self.tokens
 
-    def _cut(self, reading: Reading) -> Reading:
+    def _cut_at_stop(self, reading: Reading) -> Reading:
         """Return the reading without what follows a stop string."""
         reasoning = text_before(reading.reasoning, self.stops)
         if reasoning != reading.reasoning:
@@ -181,10 +186,10 @@ class StreamedSample:
         # Calls before a stop string are complete: the sample ended at the string.
         return Reading(content, reasoning, reading.calls, open_call=open_call)
 
-    def _certain(self, text: str) -> str:
-        return self._held_back(text, (*self.stops, *self.marks)).rstrip()
+    def _settled_text(self, text: str) -> str:
+        return self._without_unsettled_end(text, (*self.stops, *self.marks)).rstrip()
 
-    def _held_back(self, text: str, marks: Sequence[str]) -> str:
+    def _without_unsettled_end(self, text: str, marks: Sequence[str]) -> str:
         """Return the text without the end that must wait for later tokens.
 
         This end is half a character, or the beginning of one of `marks`.
@@ -193,9 +198,9 @@ class StreamedSample:
         held_back = max((_overlap(text, mark) for mark in marks), default=0)
         return text[: len(text) - held_back]
 
-    def _new(self, reading: Reading) -> Reading:
-        content = _after(reading.content, self._sent.content)
-        reasoning = _after(reading.reasoning, self._sent.reasoning)
+    def _take_unsent(self, reading: Reading) -> Reading:
+        content = _unsent_part(reading.content, self._sent.content)
+        reasoning = _unsent_part(reading.reasoning, self._sent.reasoning)
         calls = reading.calls[len(self._sent.calls) :]
         self._sent = Reading(
             self._sent.content + content, self._sent.reasoning + reasoning, reading.calls
@@ -209,7 +214,7 @@ def text_before(text: str, stops: Sequence[str]) -> str:
     return text[: min(ends)] if ends else text
 
 
-def _after(text: str, sent: str) -> str:
+def _unsent_part(text: str, sent: str) -> str:
     """Return the part of a text that follows `sent`.
 
     Return "" if the text does not begin with `sent`. This happens if later tokens make the parser

@@ -84,34 +84,41 @@ def choose_template(template: Any) -> str | None:
 def default_system_message(template: str, bos_token: str = "") -> str | None:
     """Return the system message that a ChatML template adds to a conversation without one."""
     text = render_template(template, [HELLO], True, bos_token)
-    before, found, _ = text.partition(f"<|im_start|>user\n{HELLO['content']}<|im_end|>")
-    if not found:
+    before, separator, _ = text.partition(f"<|im_start|>user\n{HELLO['content']}<|im_end|>")
+    if not separator:
         return None
-    _, found, rest = before.partition("<|im_start|>system\n")
-    return rest.partition("<|im_end|>")[0] if found else None
+    _, separator, rest = before.partition("<|im_start|>system\n")
+    return rest.partition("<|im_end|>")[0] if separator else None
 
 
 def writes_like(template: str, chat_format: ChatFormat, bos_token: str = "") -> bool:
     """Return whether the format's text equals the template's on every probe."""
     for messages, prompt in PROBES:
-        ours = format_text(chat_format, messages, prompt)
-        theirs = render_template(template, messages, prompt, bos_token)
+        format_output = format_text(chat_format, messages, prompt)
+        template_output = render_template(template, messages, prompt, bos_token)
         # A ChatML template writes a line break after the last message. In planish that line break
         # begins the next header.
-        if theirs not in ((ours,) if prompt else (ours, ours + "\n")):
+        if template_output not in (
+            (format_output,) if prompt else (format_output, format_output + "\n")
+        ):
             return False
     return True
 
 
 def writes_reasoning_like(template: str, chat_format: ChatFormat, bos_token: str = "") -> bool:
     """Return whether the format's text of an answer with reasoning equals the template's."""
-    if not chat_format.abilities.thinking:
+    if not chat_format.capabilities.thinking:
         return False
     thought = "So be it."
-    ours = format_text(chat_format, [HELLO, {**ANSWER, "reasoning_content": thought}], False)
+    format_output = format_text(
+        chat_format, [HELLO, {**ANSWER, "reasoning_content": thought}], False
+    )
     # The template of gpt-oss reads the reasoning from the key `thinking`.
     answer = {**ANSWER, "reasoning_content": thought, "thinking": thought}
-    return render_template(template, [HELLO, answer], False, bos_token) in (ours, ours + "\n")
+    return render_template(template, [HELLO, answer], False, bos_token) in (
+        format_output,
+        format_output + "\n",
+    )
 
 
 def format_text(
@@ -121,7 +128,7 @@ def format_text(
 
     `prompt`: whether to append the header of the assistant's next message.
     """
-    checked = read_messages(messages, chat_format.abilities, type(chat_format).__name__)
+    checked = read_messages(messages, chat_format.capabilities, type(chat_format).__name__)
     pieces = list(chat_format.opening())
     for turn in chat_format.turns(checked):
         pieces += [*turn.header, *turn.output]

@@ -40,7 +40,7 @@ class Termination(Enum):
         return self.is_clean
 
 
-class Parsed(NamedTuple):
+class ParsedResponse(NamedTuple):
     """The result of `Renderer.parse_response`. It unpacks as `message, termination`."""
 
     message: dict[str, Any]

@@ -41,7 +41,7 @@ TOOLS_CONCLUSION: tuple[Piece, ...] = (
 )
 
 # Calls of this form keep the text of their arguments unchanged.
-PLAIN_CALL = re.compile(r'\s*\{"name": "[^"\\]+", "arguments": (\{.*\})\}\s*', re.DOTALL)
+VERBATIM_CALL = re.compile(r'\s*\{"name": "[^"\\]+", "arguments": (\{.*\})\}\s*', re.DOTALL)
 
 
 def tools_pieces(system: str, tools: Sequence[str]) -> tuple[Piece, ...]:
@@ -114,20 +114,20 @@ def read_calls(
     calls: list[dict[str, Any]] = []
     unparsed: list[dict[str, str]] = []
     while start < len(pieces):
-        stop = find_piece(pieces, begin, end, start=start + 1)
-        inner = as_text(pieces[start + 1 : stop])
-        closed = stop < len(pieces) and pieces[stop] == end
+        call_end = find_piece(pieces, begin, end, start=start + 1)
+        inner = as_text(pieces[start + 1 : call_end])
+        is_closed = call_end < len(pieces) and pieces[call_end] == end
         call, error = (
-            (read_call or _read_json_call)(inner) if closed else (None, "the call is not closed")
+            (read_call or _read_json_call)(inner) if is_closed else (None, "the call is not closed")
         )
         if call is not None:
             calls.append(call)
         else:
-            raw = begin.text + inner + (end.text if closed else "")
+            raw = begin.text + inner + (end.text if is_closed else "")
             unparsed.append({"raw_text": raw, "error": str(error)})
-        after = stop + 1 if closed else stop
-        start = find_piece(pieces, begin, start=after)
-        texts.append(as_text(pieces[after:start]).strip())
+        next_position = call_end + 1 if is_closed else call_end
+        start = find_piece(pieces, begin, start=next_position)
+        texts.append(as_text(pieces[next_position:start]).strip())
     return {
         "content": "\n".join([*texts[:1], *filter(None, texts[1:])]),
         **call_fields(calls, unparsed),
@@ -180,15 +180,15 @@ def answered_call(messages: Sequence[CheckedMessage], index: int) -> Call | None
     Among the calls of the last assistant message, this is the call with the result's id. If no call
     has that id, it is the call at the same position as the result.
     """
-    first = index
-    while first and messages[first - 1].role == "tool":
-        first -= 1
-    calls = messages[first - 1].calls if first else ()
-    wanted = messages[index].call_id
-    by_id = next((call for call in calls if wanted and call.id == wanted), None)
-    if by_id is not None or index - first >= len(calls):
+    first_result = index
+    while first_result and messages[first_result - 1].role == "tool":
+        first_result -= 1
+    calls = messages[first_result - 1].calls if first_result else ()
+    call_id = messages[index].call_id
+    by_id = next((call for call in calls if call_id and call.id == call_id), None)
+    if by_id is not None or index - first_result >= len(calls):
         return by_id
-    return calls[index - first]
+    return calls[index - first_result]
 
 
 def _read_json_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
@@ -199,7 +199,7 @@ def _read_json_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
         return None, "not a JSON object with a name"
     arguments = call.get("arguments", {})
     text = json.dumps(arguments, ensure_ascii=False)
-    plain = PLAIN_CALL.fullmatch(inner)
+    plain = VERBATIM_CALL.fullmatch(inner)
     if plain and set(call) == {"name", "arguments"}:
         # If the call repeats a key, the pattern may match more than the arguments.
         is_verbatim = _parse_json(plain.group(1)) == (arguments, None)

@@ -30,43 +30,48 @@ def read_train_on_what(value: TrainOnWhat | str) -> TrainOnWhat:
         raise ValueError(f"train_on_what={value!r}: give a TrainOnWhat or one of {names}") from None
 
 
-def trained_messages(messages: Sequence[CheckedMessage], what: TrainOnWhat) -> list[bool]:
+def target_flags(messages: Sequence[CheckedMessage], train_on: TrainOnWhat) -> list[bool]:
     """Return one flag per message. ValueError if no message would be trained, or if the messages'
-    `trainable` keys do not fit `what`.
+    `trainable` keys do not fit `train_on`.
     """
-    _check_trainable(messages, what)
-    assistants = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    _check_trainable(messages, train_on)
+    assistant_indices = [
+        index for index, message in enumerate(messages) if message.role == "assistant"
+    ]
     last_user = last_user_index(messages)
-    chosen: set[int] = set()
-    match what:
+    target_indices: set[int] = set()
+    match train_on:
         case TrainOnWhat.LAST_ASSISTANT_MESSAGE:
-            chosen = set(assistants[-1:])
+            target_indices = set(assistant_indices[-1:])
         case TrainOnWhat.LAST_ASSISTANT_TURN:
-            chosen = {index for index in assistants if index > last_user}
+            target_indices = {index for index in assistant_indices if index > last_user}
         case TrainOnWhat.ALL_ASSISTANT_MESSAGES:
-            chosen = set(assistants)
+            target_indices = set(assistant_indices)
         case TrainOnWhat.ALL_MESSAGES | TrainOnWhat.ALL_TOKENS:
-            chosen = set(range(len(messages)))
+            target_indices = set(range(len(messages)))
         case TrainOnWhat.ALL_USER_AND_SYSTEM_MESSAGES:
             roles = ("user", "system")
-            chosen = {index for index, message in enumerate(messages) if message.role in roles}
+            target_indices = {
+                index for index, message in enumerate(messages) if message.role in roles
+            }
         case TrainOnWhat.CUSTOMIZED:
-            chosen = {index for index, message in enumerate(messages) if message.trainable}
-    if not chosen:
+            target_indices = {index for index, message in enumerate(messages) if message.trainable}
+    if not target_indices:
         raise ValueError(
-            f"train_on_what={what.value}: messages holds nothing to train on; add such a message, choose another "
+            f"train_on_what={train_on.value}: messages holds nothing to train on; add such a "
+            f"message, choose another "
             "TrainOnWhat, or leave this conversation out"
         )
-    return [index in chosen for index in range(len(messages))]
+    return [index in target_indices for index in range(len(messages))]
 
 
-def _check_trainable(messages: Sequence[CheckedMessage], what: TrainOnWhat) -> None:
+def _check_trainable(messages: Sequence[CheckedMessage], train_on: TrainOnWhat) -> None:
     for index, message in enumerate(messages):
-        if what is TrainOnWhat.CUSTOMIZED and message.trainable is None:
+        if train_on is TrainOnWhat.CUSTOMIZED and message.trainable is None:
             raise ValueError(
                 f"messages[{index}] lacks 'trainable', which train_on_what=customized needs; set True or False"
             )
-        if what is not TrainOnWhat.CUSTOMIZED and message.trainable is not None:
+        if train_on is not TrainOnWhat.CUSTOMIZED and message.trainable is not None:
             raise ValueError(
                 f"messages[{index}] has 'trainable', which only train_on_what=customized reads; remove the key, or choose "
                 "TrainOnWhat.CUSTOMIZED"

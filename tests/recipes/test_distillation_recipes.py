@@ -14,7 +14,7 @@ from planish.recipes.sum_prompts import generated_sum_prompts
 from planish.recipes.sums import held_out_sums
 from planish.recipes.training_run import read_options
 from planish.renderers import Renderer
-from planish.renderers.termination import Parsed, Termination
+from planish.renderers.termination import ParsedResponse, Termination
 from planish.testing import tiny_model
 
 
@@ -145,7 +145,7 @@ def ends(monkeypatch):
     monkeypatch.setattr(
         Renderer,
         "parse_response",
-        lambda self, tokens: Parsed(parse(self, tokens).message, Termination.STOP_SEQUENCE),
+        lambda self, tokens: ParsedResponse(parse(self, tokens).message, Termination.STOP_SEQUENCE),
     )
 
 
@@ -273,7 +273,7 @@ def test_too_few_complete_answers_are_blamed_on_the_teacher(
     monkeypatch.setattr(
         Renderer,
         "parse_response",
-        lambda self, tokens: Parsed(parse(self, tokens).message, next(remaining)),
+        lambda self, tokens: ParsedResponse(parse(self, tokens).message, next(remaining)),
     )
     options = taught_options(prompt_distillation, small_model, tmp_path)
     message = "the teacher completed 4 of 24 answers within max_tokens=8, and batch_size=4 with"

@@ -79,7 +79,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, bool]]] = [
     ("chatml", {"several": False}, {ADD: True, f"{ADD}\n{NOOP}": False}),
     (
         "chatml",
-        {"instead": ANY_TEXT},
+        {"alternative": ANY_TEXT},
         {
             "A <b> {x} \n é": True,
             ADD: True,
@@ -90,7 +90,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, bool]]] = [
     ),
     (
         "chatml",
-        {"instead": json_rule(SCHEMA, strict=True)},
+        {"alternative": json_rule(SCHEMA, strict=True)},
         {
             ADD: True,
             '{"z": true}': True,
@@ -113,7 +113,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, bool]]] = [
     ),
     (
         "qwen3",
-        {"instead": json_rule(SCHEMA, strict=True)},
+        {"alternative": json_rule(SCHEMA, strict=True)},
         {f'{THOUGHT}{{"z": true}}': True, '{"z": true}': True},
     ),
     ("qwen3_disable_thinking", {}, {ADD: True, f"{THOUGHT}{ADD}": False}),

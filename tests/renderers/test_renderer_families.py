@@ -55,8 +55,8 @@ def make(name: str) -> Renderer:
 
 
 MADE = {name: make(name) for name in NAMES}
-WITH_TOOLS = [name for name in NAMES if MADE[name].format.abilities.tools]
-THINKING = [name for name in NAMES if MADE[name].format.abilities.samples_thinking]
+WITH_TOOLS = [name for name in NAMES if MADE[name].format.capabilities.tools]
+THINKING = [name for name in NAMES if MADE[name].format.capabilities.samples_thinking]
 
 
 def tokens_of(renderer: Renderer, case: str) -> list[int]:
@@ -86,7 +86,7 @@ def test_every_behaviour_is_recorded():
 
 def answer_for(renderer: Renderer, text: str, call: bool = False) -> dict[str, Any]:
     """Return an answer that the renderer can train: with reasoning if it samples reasoning."""
-    thinking = "I think." if renderer.format.abilities.samples_thinking else ""
+    thinking = "I think." if renderer.format.capabilities.samples_thinking else ""
     calls = CALLS[:1] if call else None
     return planish_messages([assistant(text, thinking, calls)])[0]
 
@@ -162,7 +162,7 @@ def test_a_renderer_says_whether_prompts_extend_each_other(name):
         result = planish_messages([tool("13", CALLS[0])])[0]
         prefix = with_tools(renderer, [user("Add.")])
         steps.append(extends(renderer, [*prefix, call, result], len(prefix) + 1))
-    in_turn = renderer.format.abilities.extends_in_turn
+    in_turn = renderer.format.capabilities.extends_in_turn
     assert all(steps) == in_turn == (name in STABLE_IN_TURN)
 
 
@@ -224,7 +224,7 @@ def test_call_grammars_accept_the_family_own_form(name, instead):
     renderer = MADE[name]
     tokenizer: Any = renderer.tokenizer
     compiler = compiler_of(tokenizer)
-    rules = calls_rules(renderer, CALLABLE, instead=instead)
+    rules = calls_rules(renderer, CALLABLE, alternative=instead)
     grammar = message_grammar(renderer, rules)
     assert llguidance.LLMatcher.validate_grammar(grammar, compiler) == ""
 
@@ -258,7 +258,7 @@ def test_errors_name_every_renderer_with_tools():
     tokenizer = TOKENIZERS[family_of("qwen3_5")]
     for name in FORMATS:
         is_named = name != "deepseekv3_thinking" and name.startswith(named)
-        assert FORMATS[name](tokenizer).abilities.tools == is_named, name
+        assert FORMATS[name](tokenizer).capabilities.tools == is_named, name
 
 
 @pytest.mark.parametrize("name", ["mistral", "deepseekv3_thinking"])
@@ -339,19 +339,19 @@ def test_qwen_writes_boolean_arguments_as_its_template_does(name, text):
 @pytest.mark.parametrize("name", NAMES)
 def test_thinking_can_be_switched_within_a_family(name):
     renderer = MADE[name]
-    thinks = renderer.format.abilities.samples_thinking
+    thinks = renderer.format.capabilities.samples_thinking
     if name == "mistral":
         with pytest.raises(UnsupportedError, match="do not think"):
             with_thinking(name, True)
     else:
         thinking = MADE[with_thinking(name, True)]
-        assert thinking.format.abilities.samples_thinking
+        assert thinking.format.capabilities.samples_thinking
         assert (thinking is renderer) == thinks
     if name.startswith("gpt_oss") or name == "kimi_k2":
         with pytest.raises(UnsupportedError, match="always think"):
             with_thinking(name, False)
     else:
-        assert not MADE[with_thinking(name, False)].format.abilities.samples_thinking
+        assert not MADE[with_thinking(name, False)].format.capabilities.samples_thinking
 
 
 def test_the_date_of_gpt_oss_is_an_option():

@@ -111,7 +111,7 @@ def split_empty_thought(renderer: Renderer, text: str, case: str) -> list[int]:
     """
     opening = "<|im_start|>assistant\n<think>\n"
     before, found, after = text.rpartition(f"{opening}\n")
-    is_opened = renderer.name.startswith("qwen3") and renderer.format.abilities.samples_thinking
+    is_opened = renderer.name.startswith("qwen3") and renderer.format.capabilities.samples_thinking
     encode = lambda text: renderer.tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
     if is_opened and found and ends_with_answer(case) and "<|im_start|>" not in after:
         return encode(before + opening) + encode(f"\n{after}")
@@ -205,7 +205,7 @@ def differs(name: str, case: str) -> str:
 def test_tokens_equal_the_cookbook_or_differ_for_a_known_reason(name, case):
     renderer = make(name)
     if name == "deepseekv3_thinking" and case in TOOL_CONVERSATIONS:
-        assert not renderer.format.abilities.tools
+        assert not renderer.format.capabilities.tools
         return
     theirs = of_cookbook(name, case)
     if differs(name, case):
@@ -221,7 +221,7 @@ def test_tokens_equal_the_cookbook_or_differ_for_a_known_reason(name, case):
 def test_weights_of_the_last_message_equal_the_cookbook(name, case):
     renderer = make(name)
     has_reasoning = case != "answer"
-    thinks = renderer.format.abilities.samples_thinking
+    thinks = renderer.format.capabilities.samples_thinking
     if differs(name, case) or (has_reasoning and not thinks):
         return
     if name.startswith("nemotron3") and thinks and not has_reasoning:

@@ -177,7 +177,7 @@ def test_call_grammars_accept_the_sampled_form(name, instead):
     compiler = llguidance.hf.from_tokenizer(TOKENIZER)
     parameters = {**TOOLS[0]["parameters"], "properties": {"a": {"type": "number"}, "b": {}}}
     tools = [CallableTool("add", parameters), CallableTool("now", TOOLS[1]["parameters"])]
-    grammar = message_grammar(renderer, calls_rules(renderer, tools, instead=instead))
+    grammar = message_grammar(renderer, calls_rules(renderer, tools, alternative=instead))
     assert llguidance.LLMatcher.validate_grammar(grammar, compiler) == ""
 
     def accepts(tokens: Sequence[int]) -> bool:

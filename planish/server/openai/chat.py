@@ -329,7 +329,7 @@ def build_prompt(
     for name, value in (("messages", request_messages), ("tools", functions)):
         check_text(name, value, model.tokenization.max_characters)
     messages = [_normalize_message(one) for one in request_messages]
-    if functions and not renderer.format.abilities.tools:
+    if functions and not renderer.format.capabilities.tools:
         raise WrongParameterError(
             "tools",
             f"renderer {renderer.name} of {model.name} has no form for tools; leave tools out, or "

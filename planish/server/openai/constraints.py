@@ -78,14 +78,14 @@ def chat_constraint(
         # the call until the context is full.
         allows_several = request.parallel_tool_calls and not isinstance(choice, NamedTool)
         rules = calls_rules(
-            renderer, callable_tools, several=allows_several, instead=text_alternative
+            renderer, callable_tools, several=allows_several, alternative=text_alternative
         )
         return _make_constraint(
             "tools", lambda: Constraint("lark", message_grammar(renderer, rules))
         )
     if answer is None:
         return None
-    if not renderer.format.abilities.samples_thinking:
+    if not renderer.format.capabilities.samples_thinking:
         return _make_constraint(answer.parameter, answer.make)
     rules = answer_rules(renderer, _grammar_rule(answer))
     return _make_constraint(
