@@ -7,9 +7,9 @@ import pytest
 from planish.datasets.grading import extract_boxed, parse_number
 from planish.evaluation.multiple_choice import letter_of
 from planish.recipes.arithmetic_expressions import THOUSANDS
-from planish.recipes.code_env import BLOCK
+from planish.recipes.code_env import CODE_BLOCK
 from planish.recipes.reasoning_problems import tagged_answers
-from planish.recipes.sums import ANSWER
+from planish.recipes.sums import ANSWER_FORMAT
 from planish.recipes.twenty_questions import read_guess
 from planish.recipes.wordy_sums import QUESTION
 from planish.renderers.messages import THINK_BLOCK
@@ -23,9 +23,9 @@ READERS = {
     "letter": lambda text: letter_of("A. " + text, 4),
     "stated letter": lambda text: letter_of(text, 4),
     "tagged answer": tagged_answers,
-    "program": BLOCK.findall,
+    "program": CODE_BLOCK.findall,
     "guess": lambda text: read_guess("guess: " + text),
-    "sum": ANSWER.fullmatch,
+    "sum": ANSWER_FORMAT.fullmatch,
     "question": QUESTION.search,
     "thousands": lambda text: THOUSANDS.sub("", text),
     "thinking": THINK_BLOCK.fullmatch,

@@ -36,7 +36,7 @@ from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.types import Env, Metrics, RLDataset
 from planish.tool_use import AgentToolMessageEnv, build_agent_tool_env, tool
 
-SHOWN_PROBLEMS = 3
+NUM_EXAMPLE_PROBLEMS = 3
 MAX_TURNS = 4
 PRESETS: dict[str, dict[str, Any]] = {
     "hard": {"operands": 4, "digits": 4, "max_tokens": 96, "max_steps": 200},
@@ -71,13 +71,13 @@ class Kind:
         return rng.randrange(10 ** max(0, self.digits - 2), 10**self.digits)
 
 
-def shown_problems(kind: Kind) -> list[str]:
+def example_problems(kind: Kind) -> list[str]:
     """Return the expressions of the worked examples, one for each operation. They are the same in
     every prompt.
     """
     rng = random.Random("shown")
     shown: list[str] = []
-    for operation in "*+-"[:SHOWN_PROBLEMS]:
+    for operation in "*+-"[:NUM_EXAMPLE_PROBLEMS]:
         while f" {operation} " not in (expression := kind.sample(rng)):
             pass
         shown.append(expression)
@@ -93,7 +93,7 @@ def question(expression: str) -> Message:
 def first_messages(kind: Kind) -> tuple[Message, ...]:
     """Return the worked examples: question, call of the tool, its result, answer."""
     messages: list[Message] = []
-    for expression in shown_problems(kind):
+    for expression in example_problems(kind):
         value = decimal(evaluate(expression))
         arguments = json.dumps({"expression": expression})
         messages += [
@@ -177,7 +177,7 @@ class CalculatorDatasetBuilder(ProblemDatasetBuilder):
         compared.
         """
         rng = random.Random("test")
-        shown = set(shown_problems(self.kind))
+        shown = set(example_problems(self.kind))
         held_out: set[str] = set()
         while len(held_out) < self.test_problems:
             held_out |= {self.kind.sample(rng)} - shown

@@ -14,7 +14,7 @@ from planish.errors import UserError
 from planish.recipes.code_env import (
     CodeEnv,
     Rules,
-    as_answer,
+    code_block,
     episode_metrics,
     instruction,
     process_sandbox,
@@ -26,9 +26,9 @@ from planish.rl.environments.message_env import EnvFromMessageEnv
 from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.types import Env, Metrics, RLDataset
 
-SHOWN_EXAMPLES = 3
-TEST_FUNCTIONS = 64
-MAX_KNOWN_IN_A_ROW = 300
+NUM_WORKED_EXAMPLES = 3
+NUM_TEST_FUNCTIONS = 64
+MAX_CONSECUTIVE_DUPLICATES = 300
 """The search for new test functions ends after this many known functions in a row."""
 
 
@@ -68,12 +68,12 @@ class FunctionDatasetBuilder(AttemptsBuilder):
 
     steps: int = chz.field(default=1, doc="operations per function")
     eval_problems: int | None = chz.field(
-        default=None, doc=f"number of test problems; none = {TEST_FUNCTIONS}"
+        default=None, doc=f"number of test problems; none = {NUM_TEST_FUNCTIONS}"
     )
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Return (training dataset, test dataset). Without test functions, the latter is None."""
-        shown = {function.problem.question for function in shown_functions(self.steps)}
+        shown = {function.problem.question for function in example_functions(self.steps)}
         tests = self._held_out(shown)
         excluded = shown | {problem.question for problem in tests}
 
@@ -88,7 +88,7 @@ class FunctionDatasetBuilder(AttemptsBuilder):
     def prefix(self) -> Sequence[Message]:
         """Return worked examples, the same for every problem."""
         return [
-            message for shown in shown_functions(self.steps) for message in worked_example(shown)
+            message for shown in example_functions(self.steps) for message in worked_example(shown)
         ]
 
     def tag(self) -> str:
@@ -100,13 +100,13 @@ class FunctionDatasetBuilder(AttemptsBuilder):
         UserError if less than a quarter of all functions would be left to train on.
         """
         rng = random.Random("test")
-        count = TEST_FUNCTIONS if self.eval_problems is None else self.eval_problems
+        count = NUM_TEST_FUNCTIONS if self.eval_problems is None else self.eval_problems
         found: dict[str, CodeProblem] = {}
-        since_last = 0
-        while len(found) < count + count // 3 and since_last < MAX_KNOWN_IN_A_ROW:
+        num_duplicates = 0
+        while len(found) < count + count // 3 and num_duplicates < MAX_CONSECUTIVE_DUPLICATES:
             problem = sample_function(rng, self.steps).problem
             is_new = problem.question not in shown and problem.question not in found
-            since_last = 0 if is_new else since_last + 1
+            num_duplicates = 0 if is_new else num_duplicates + 1
             if is_new:
                 found[problem.question] = problem
         if len(found) < count + count // 3:
@@ -119,11 +119,11 @@ class FunctionDatasetBuilder(AttemptsBuilder):
 
 
 @cache
-def shown_functions(steps: int) -> list[FunctionProblem]:
+def example_functions(steps: int) -> list[FunctionProblem]:
     """Return worked examples on a number, a text and a list. They are the same in every prompt."""
     rng = random.Random("shown")
     shown: dict[str, FunctionProblem] = {}
-    while len(shown) < SHOWN_EXAMPLES:
+    while len(shown) < NUM_WORKED_EXAMPLES:
         function = sample_function(rng, steps)
         shown.setdefault(function.solution.split(":")[0], function)
     return list(shown.values())
@@ -133,7 +133,7 @@ def worked_example(function: FunctionProblem) -> list[Message]:
     """Return a worked example as a question and its answer."""
     return [
         {"role": "user", "content": instruction(function.problem)},
-        {"role": "assistant", "content": as_answer(function.solution)},
+        {"role": "assistant", "content": code_block(function.solution)},
     ]
 
 

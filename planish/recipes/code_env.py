@@ -27,8 +27,8 @@ from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, M
 from planish.rl.types import Env, Metrics, StopReason
 from planish.sandbox import FunctionTest, Limits, Outcome, ProgramTest, Sandbox, TestResult
 
-BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
-MAX_SHOWN_CHARS = 400
+CODE_BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
+MAX_REPORT_CHARACTERS = 400
 """Maximum characters of an input, an output or an error that the policy sees."""
 NO_PROGRAM = "There is no program in the answer. Write it between ```python and ```."
 
@@ -154,23 +154,23 @@ def episode_metrics(env: Env) -> Metrics:
 def instruction(problem: CodeProblem) -> str:
     """Return the question with instructions on the format of the answer."""
     if problem.function is None:
-        how = "Write a Python program that reads standard input and prints the answer, between ```python and ```."
+        format_instruction = "Write a Python program that reads standard input and prints the answer, between ```python and ```."
     else:
-        how = "Write it in Python, between ```python and ```."
+        format_instruction = "Write it in Python, between ```python and ```."
     start = (
         f"\n\nBegin with:\n```python\n{problem.starter_code}\n```" if problem.starter_code else ""
     )
-    return f"{problem.question}{start}\n\n{how}"
+    return f"{problem.question}{start}\n\n{format_instruction}"
 
 
-def as_answer(source: str) -> str:
+def code_block(source: str) -> str:
     """Return a program as an answer in the requested format."""
     return f"```python\n{source}\n```"
 
 
 def read_program(text: str) -> str | None:
     """Return the last code block; None if there is none."""
-    blocks = BLOCK.findall(text)
+    blocks = CODE_BLOCK.findall(text)
     return blocks[-1] if blocks else None
 
 
@@ -179,30 +179,30 @@ def report(test: ProgramTest, result: TestResult) -> str:
     if isinstance(test, FunctionTest):
         arguments = ", ".join(map(repr, test.arguments))
         requirement = (
-            f"{test.function}({clipped(arguments)}) must return {clipped(repr(test.returned))}."
+            f"{test.function}({truncate(arguments)}) must return {truncate(repr(test.returned))}."
         )
-        answered = f"It returned {clipped(result.answer)}."
+        actual = f"It returned {truncate(result.answer)}."
     else:
         requirement = (
-            f"For the input\n{clipped(test.stdin)}\nit must print\n{clipped(test.stdout)}\n"
+            f"For the input\n{truncate(test.stdin)}\nit must print\n{truncate(test.stdout)}\n"
         )
-        answered = f"It printed\n{clipped(result.answer)}\n"
+        actual = f"It printed\n{truncate(result.answer)}\n"
     match result.outcome:
         case Outcome.TIME:
-            answered = "It took too long."
+            actual = "It took too long."
         case Outcome.OUTPUT:
-            answered = "It printed without end."
+            actual = "It printed without end."
         case Outcome.FAILED:
             errors = result.execution.stderr.decode(errors="replace").strip().splitlines()
-            answered = f"It failed: {clipped(errors[-1] if errors else f'exit code {result.execution.exit_code}')}."
-    return f"{requirement} {answered}"
+            actual = f"It failed: {truncate(errors[-1] if errors else f'exit code {result.execution.exit_code}')}."
+    return f"{requirement} {actual}"
 
 
-def clipped(text: str) -> str:
-    """Return the text, cut after MAX_SHOWN_CHARS characters with a note of its length."""
+def truncate(text: str) -> str:
+    """Return the text, cut after MAX_REPORT_CHARACTERS characters with a note of its length."""
     text = text.rstrip()
     return (
         text
-        if len(text) <= MAX_SHOWN_CHARS
-        else f"{text[:MAX_SHOWN_CHARS]} ... ({len(text)} characters)"
+        if len(text) <= MAX_REPORT_CHARACTERS
+        else f"{text[:MAX_REPORT_CHARACTERS]} ... ({len(text)} characters)"
     )

@@ -18,7 +18,7 @@ from planish.recipes.code_problems import CodeProblem
 from planish.sandbox import FunctionTest
 
 TESTS = 4
-SHOWN_TESTS = 2
+NUM_PUBLIC_TESTS = 2
 LETTERS = "abcdefgh"
 
 
@@ -61,7 +61,7 @@ def sample_function(rng: random.Random, steps: int) -> FunctionProblem:
     description = ", then ".join(operation.words for operation in operations)
     question = f"Write a function f({kind.argument}) that takes a {kind.name} {kind.argument}, {description}, and returns the result."
     return FunctionProblem(
-        CodeProblem(question, tests, tests[:SHOWN_TESTS]), source_of(kind.argument, operations)
+        CodeProblem(question, tests, tests[:NUM_PUBLIC_TESTS]), source_of(kind.argument, operations)
     )
 
 

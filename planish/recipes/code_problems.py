@@ -42,8 +42,8 @@ from typing import Any
 from planish.errors import UserError
 from planish.sandbox import FunctionTest, ProgramTest, StdinTest
 
-QUESTIONS = ("question", "problem", "prompt", "text")
-TESTS = ("tests", "input_output", "test_list")
+QUESTION_KEYS = ("question", "problem", "prompt", "text")
+TEST_KEYS = ("tests", "input_output", "test_list")
 
 Row = Mapping[str, Any]
 
@@ -82,12 +82,12 @@ def read_problem(
     without a question or without tests raises UserError, which names the row by `where`. If the row
     has no public tests, its first `shown_tests` tests are public.
     """
-    question = next((row[name] for name in QUESTIONS if isinstance(row.get(name), str)), None)
-    given = next((row[name] for name in TESTS if row.get(name)), None)
-    if question is None or all(name not in row for name in TESTS):
+    question = next((row[name] for name in QUESTION_KEYS if isinstance(row.get(name), str)), None)
+    given = next((row[name] for name in TEST_KEYS if row.get(name)), None)
+    if question is None or all(name not in row for name in TEST_KEYS):
         raise UserError(
-            f"{where}: needs a text in one of {', '.join(QUESTIONS)} and tests in one of "
-            f"{', '.join(TESTS)}; the row has {sorted(row)}"
+            f"{where}: needs a text in one of {', '.join(QUESTION_KEYS)} and tests in one of "
+            f"{', '.join(TEST_KEYS)}; the row has {sorted(row)}"
         )
     name = function_name(row)
     try:

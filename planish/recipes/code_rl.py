@@ -21,7 +21,11 @@ import chz
 
 from planish import ServiceClient
 from planish.recipes import training_run
-from planish.recipes.code_datasets import TEST_FUNCTIONS, CodeDatasetBuilder, FunctionDatasetBuilder
+from planish.recipes.code_datasets import (
+    NUM_TEST_FUNCTIONS,
+    CodeDatasetBuilder,
+    FunctionDatasetBuilder,
+)
 from planish.recipes.code_env import Rules, process_sandbox
 from planish.recipes.rl_options import RLOptions, run
 from planish.rl.types import RLDatasetBuilder
@@ -76,7 +80,7 @@ class ProblemOptions:
     group_size: int = chz.field(default=8, doc="attempts per problem")
     eval_problems: int | None = chz.field(
         default=None,
-        doc=f"number of test problems; none = {TEST_FUNCTIONS} functions, or the test split; "
+        doc=f"number of test problems; none = {NUM_TEST_FUNCTIONS} functions, or the test split; "
         "0 = no evaluation",
     )
 

@@ -67,23 +67,23 @@ class CourteousAnswersBuilder(ComparisonBuilder):
                 f"test_size={self.test_size}: there are {len(sums)} pairs; give fewer, or a larger "
                 "largest"
             )
-        generator = random.Random(f"courtesy:{self.seed}")
-        generator.shuffle(sums)
-        test = _pairs(sums[: self.test_size], TEST_COURTEOUS, TEST_RUDE, generator)
-        return _pairs(sums[self.test_size :], COURTEOUS, RUDE, generator), test
+        rng = random.Random(f"courtesy:{self.seed}")
+        rng.shuffle(sums)
+        test = _pairs(sums[: self.test_size], TEST_COURTEOUS, TEST_RUDE, rng)
+        return _pairs(sums[self.test_size :], COURTEOUS, RUDE, rng), test
 
 
 def _pairs(
     sums: Sequence[tuple[int, int]],
     courteous: Sequence[str],
     rude: Sequence[str],
-    generator: random.Random,
+    rng: random.Random,
 ) -> list[LabeledComparison]:
     words = list(product(courteous, rude))
     longer = [(kind, unkind) for kind, unkind in words if len(kind) > len(unkind)]
     shorter = [(kind, unkind) for kind, unkind in words if len(kind) < len(unkind)]
     return [
-        _pair(*numbers, *generator.choice((longer, shorter)[index % 2]))
+        _pair(*numbers, *rng.choice((longer, shorter)[index % 2]))
         for index, numbers in enumerate(sums)
     ]
 

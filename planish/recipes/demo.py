@@ -20,7 +20,7 @@ from planish.completers import derived_seed
 from planish.model.sources import DEFAULT_MODEL
 from planish.recipes import training_run
 from planish.recipes.rl_loop import sample_groups, train_step, training_examples
-from planish.recipes.sums import SHOWN, Sum
+from planish.recipes.sums import EXAMPLE_SUMS, Sum
 from planish.renderers import Renderer, get_renderer, get_text_content
 from planish.rl.answers import AnswerGroup, Metrics, answer_metrics, sampling_entropy
 from planish.runlog.checkpoints import RunCheckpoints, RunStart, recipe_metadata
@@ -31,7 +31,7 @@ from planish.runlog.spans import Spans
 from planish.training.run_options import LoraOptions
 from planish.types import SampledSequence
 
-WARM_UP = 4
+WARMUP_STEPS = 4
 RENDERER = "role_colon"
 LOSS = "importance_sampling"
 CONSOLE_METRICS = {
@@ -52,7 +52,7 @@ class Config(LoraOptions):
     group_size: int = 16
     learning_rate: float = chz.field(
         default=2.5e-4,
-        doc=f"peak learning rate, reached after {WARM_UP} steps; the rate then falls to a fifth",
+        doc=f"peak learning rate, reached after {WARMUP_STEPS} steps; then it falls to a fifth",
     )
     largest: int = chz.field(default=10, doc="largest operand")
     max_seconds: float = chz.field(
@@ -101,7 +101,7 @@ def train(config: Config, service_client: ServiceClient) -> Path:
         user_metadata=recipe_metadata("demo", RENDERER),
     )
     renderer = get_renderer(RENDERER, training_client.get_tokenizer())
-    tests, pool = split_sums(config)
+    test_sums, train_sums = split_sums(config)
     with (
         RunDirectory(config.log_path, chz.asdict(config)) as run,
         StepDisplay(config.steps) as display,
@@ -111,7 +111,7 @@ def train(config: Config, service_client: ServiceClient) -> Path:
             f"{config.group_size}"
         )
         demo = Demo(config, training_client, renderer, display)
-        before = demo.accuracy(tests)
+        accuracy_before = demo.accuracy(test_sums)
         trained_seconds = 0.0
         for step in range(config.steps):
             if trained_seconds > config.max_seconds:
@@ -120,14 +120,14 @@ def train(config: Config, service_client: ServiceClient) -> Path:
                     "for a demo"
                 )
                 break
-            metrics = demo.step(step, batch_of(pool, config, step))
+            metrics = demo.step(step, batch_at(train_sums, config, step))
             trained_seconds += metrics["time/total"]
             run.log(step, metrics)
             display.step_done(step_line(step, config.steps, metrics, CONSOLE_METRICS))
-        after = demo.accuracy(tests)
+        accuracy_after = demo.accuracy(test_sums)
         RunCheckpoints(RunStart(training_client), run).save_final(len(run.metrics()))
         draw_curve(run.path / "reward.png", run.metrics(), title="GRPO on sums of two numbers")
-        display.say(summary(run, len(tests), before, after))
+        display.say(summary(run, len(test_sums), accuracy_before, accuracy_after))
     return run.path
 
 
@@ -161,9 +161,9 @@ class Demo:
             **spans.metrics(),
         }
 
-    def accuracy(self, tests: Sequence[Sum]) -> float:
+    def accuracy(self, test_sums: Sequence[Sum]) -> float:
         """Return the fraction of sums that greedy answers get right."""
-        return mean_reward(self.sample(tests, [0] * len(tests), 1, is_test=True))
+        return mean_reward(self.sample(test_sums, [0] * len(test_sums), 1, is_test=True))
 
     def sample(
         self,
@@ -196,16 +196,16 @@ class Demo:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Return the learning rate of a step: it rises for WARM_UP steps, then falls linearly to a
+    """Return the learning rate of a step: it rises for WARMUP_STEPS steps, then falls linearly to a
     fifth. Large steps at the beginning or the end make the reward curve jump.
     """
-    return config.learning_rate * min((step + 1) / WARM_UP, 1 - 0.8 * step / config.steps)
+    return config.learning_rate * min((step + 1) / WARMUP_STEPS, 1 - 0.8 * step / config.steps)
 
 
 def split_sums(config: Config) -> tuple[list[Sum], list[Sum]]:
     """Return (test sums, training sums). No pair of numbers is in both, in either order."""
     pairs = [(a, b) for a in range(config.largest + 1) for b in range(a, config.largest + 1)]
-    shown = {example.pair for example in SHOWN}
+    shown = {example.pair for example in EXAMPLE_SUMS}
     pairs = [pair for pair in pairs if pair not in shown]
     rng = random.Random(config.seed)
     rng.shuffle(pairs)
@@ -213,19 +213,21 @@ def split_sums(config: Config) -> tuple[list[Sum], list[Sum]]:
     return sums[: config.held_out], sums[config.held_out :]
 
 
-def batch_of(pool: Sequence[Sum], config: Config, step: int) -> list[Sum]:
+def batch_at(train_sums: Sequence[Sum], config: Config, step: int) -> list[Sum]:
     """Return the sums of a step. Every epoch goes through the whole pool in a new order."""
     batch = []
     for position in range(step * config.batch_size, (step + 1) * config.batch_size):
-        epoch, index = divmod(position, len(pool))
-        batch.append(random.Random(f"{config.seed}:{epoch}").sample(pool, len(pool))[index])
+        epoch, index = divmod(position, len(train_sums))
+        batch.append(
+            random.Random(f"{config.seed}:{epoch}").sample(train_sums, len(train_sums))[index]
+        )
     return batch
 
 
 def conversation(problem: Sum) -> list[dict[str, str]]:
     """Return the question after two worked examples."""
     messages = []
-    for example in SHOWN:
+    for example in EXAMPLE_SUMS:
         messages.append({"role": "user", "content": question(example)})
         messages.append({"role": "assistant", "content": str(example.answer)})
     return [*messages, {"role": "user", "content": question(problem)}]
@@ -241,7 +243,7 @@ def mean_reward(groups_P: Sequence[AnswerGroup]) -> float:
     return sum(group.mean_reward for group in groups_P) / len(groups_P)
 
 
-def summary(run: RunDirectory, count: int, before: float, after: float) -> str:
+def summary(run: RunDirectory, count: int, accuracy_before: float, accuracy_after: float) -> str:
     """Return the last lines of the demo's output. `count` is the number of test sums."""
     rewards = [row["reward/total"] for row in run.metrics()]
     first, last = rewards[:3], rewards[-3:]
@@ -249,8 +251,8 @@ def summary(run: RunDirectory, count: int, before: float, after: float) -> str:
         [
             f"reward: {sum(first) / len(first):.2f} in the first three steps, "
             f"{sum(last) / len(last):.2f} in the last three",
-            f"correct on {count} sums that were never trained on: {before:.0%} before, {after:.0%} "
-            "after",
+            f"correct on {count} sums that were never trained on: {accuracy_before:.0%} before, "
+            f"{accuracy_after:.0%} after",
             f"metrics: {run.path / 'metrics.jsonl'}",
             f"curve:   {run.path / 'reward.png'}",
             f"weights: {run.path / 'checkpoints.jsonl'} names the checkpoint",

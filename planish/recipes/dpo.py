@@ -31,7 +31,7 @@ from planish.preference.datasets import (
 from planish.preference.types import LabeledComparison
 from planish.recipes import training_run
 from planish.recipes.preference_pairs import KINDS, generated_pairs
-from planish.recipes.sums import count_of_sums
+from planish.recipes.sums import num_sums
 from planish.training.run_options import RecipeOptions
 
 PAIRS, LARGEST = "style", 30
@@ -115,7 +115,7 @@ def comparisons(options: Options) -> ComparisonBuilder:
     if kind not in KINDS:
         raise UserError(f"pairs={kind}: give {' or '.join(KINDS)}")
     largest = LARGEST if options.largest is None else options.largest
-    count = count_of_sums(largest)
+    count = num_sums(largest)
     test_size = options.test_size if options.test_size is not None else 64
     if test_size >= count:
         raise UserError(

@@ -36,16 +36,16 @@ class QuestionWithAnswer:
 Exchange = tuple[LabeledComparison, LabeledComparison]
 
 
-def exchanges(answered: Sequence[QuestionWithAnswer], seed: int) -> list[Exchange]:
+def make_exchanges(questions: Sequence[QuestionWithAnswer], seed: int) -> list[Exchange]:
     """Return the exchanges of pairs of questions, in a random order that `seed` determines. Pairs
     of questions with the same answer are left out.
     """
-    generator = random.Random(f"exchange:{seed}")
-    shuffled = generator.sample(list(answered), len(answered))
+    rng = random.Random(f"exchange:{seed}")
+    shuffled = rng.sample(list(questions), len(questions))
     by_length = sorted(shuffled, key=lambda each: len(each.answer))
     partners = zip(by_length[::2], by_length[1::2], strict=False)
-    found = [exchange(one, other) for one, other in partners if one.answer != other.answer]
-    return generator.sample(found, len(found))
+    exchanges = [exchange(one, other) for one, other in partners if one.answer != other.answer]
+    return rng.sample(exchanges, len(exchanges))
 
 
 def exchange(one: QuestionWithAnswer, other: QuestionWithAnswer) -> Exchange:
@@ -72,7 +72,7 @@ class ExchangedSumsBuilder(ComparisonBuilder):
             for a in numbers
             for b in numbers
         ]
-        return _split(exchanges(sums, self.seed), self.test_size)
+        return _split(make_exchanges(sums, self.seed), self.test_size)
 
 
 @chz.chz
@@ -87,9 +87,9 @@ class ExchangedSolutionsBuilder(ComparisonBuilder):
 
     def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
         """Return (training pairs, test pairs)."""
-        train = exchanges(self._read("train"), self.seed)
+        train = make_exchanges(self._read("train"), self.seed)
         if self.test_size and has_split(self.questions, "test"):
-            _, test = _split(exchanges(self._read("test"), self.seed), self.test_size)
+            _, test = _split(make_exchanges(self._read("test"), self.seed), self.test_size)
             return _joined(train), test
         return _split(train, self.test_size)
 
@@ -101,16 +101,16 @@ class ExchangedSolutionsBuilder(ComparisonBuilder):
 
 
 def _split(
-    found: Sequence[Exchange], test_size: int
+    exchanges: Sequence[Exchange], test_size: int
 ) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
     """Return (training pairs, test pairs). The test has `test_size` pairs, rounded up to an even
     number; UserError if there are fewer.
     """
     held_out = math.ceil(test_size / 2)
-    if held_out > len(found):
-        raise UserError(f"test_size={test_size}: there are {2 * len(found)} pairs; give fewer")
-    return _joined(found[held_out:]), _joined(found[:held_out])
+    if held_out > len(exchanges):
+        raise UserError(f"test_size={test_size}: there are {2 * len(exchanges)} pairs; give fewer")
+    return _joined(exchanges[held_out:]), _joined(exchanges[:held_out])
 
 
-def _joined(found: Sequence[Exchange]) -> list[LabeledComparison]:
-    return [labeled for both in found for labeled in both]
+def _joined(exchanges: Sequence[Exchange]) -> list[LabeledComparison]:
+    return [labeled for both in exchanges for labeled in both]

@@ -15,8 +15,8 @@ A guess is wasted if the earlier replies rule it out, or if it is not a number i
 cost is the reward of that turn. So the policy learns which turns are bad, even while it rarely
 finds a number. An answer that is cut off costs as much as if every guess were wasted. All rollouts
 of a group search for the same number, so their rewards can be compared. The test has every number
-once (at most `TEST_GAMES`, evenly spread). The test numbers also occur in training: otherwise the
-policy would learn never to guess them.
+once (at most `NUM_TEST_GAMES`, evenly spread). The test numbers also occur in training: otherwise
+the policy would learn never to guess them.
 """
 
 import math
@@ -38,7 +38,7 @@ from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, M
 from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.types import Env, Metrics, RLDataset
 
-TEST_GAMES = 64
+NUM_TEST_GAMES = 64
 SHOWN_GAMES = 3
 PRESETS: dict[str, dict[str, Any]] = {
     "long": {"largest": 100, "max_guesses": 8, "max_steps": 200},
@@ -149,7 +149,7 @@ def binary_search(rules: Rules, secret: int) -> list[tuple[str, int]]:
     return turns
 
 
-def shown_secrets(rules: Rules) -> list[int]:
+def example_secrets(rules: Rules) -> list[int]:
     """Return the secret numbers of the example games, spread over the range. Binary search finds
     each of them with guess n: n is its largest number of guesses, but at most `max_guesses`.
     """
@@ -166,7 +166,7 @@ def first_messages(rules: Rules) -> tuple[Message, ...]:
     """
     messages: list[Message] = [{"role": "system", "content": "Guess the number."}]
     before = ""
-    for secret in shown_secrets(rules):
+    for secret in example_secrets(rules):
         for said, guess in binary_search(rules, secret):
             messages.append({"role": "user", "content": before + said})
             messages.append({"role": "assistant", "content": str(guess)})
@@ -187,7 +187,7 @@ class GuessNumberDatasetBuilder(ProblemDatasetBuilder):
         train = self.shuffled(
             numbers, num_epochs=math.ceil(DEFAULT_NUM_BATCHES * self.batch_size / len(numbers))
         )
-        return train, self.evaluation(numbers[:: math.ceil(len(numbers) / TEST_GAMES)])
+        return train, self.evaluation(numbers[:: math.ceil(len(numbers) / NUM_TEST_GAMES)])
 
     def make_env(self, problem: int) -> EnvFromMessageEnv:
         """Return the environment of one game with a secret number."""

@@ -43,28 +43,28 @@ def generated_pairs(
 
     A test sum occurs in one order of its numbers only. Neither order occurs in training.
     """
-    generator = random.Random(f"pairs:{seed}")
-    train, test = split_sums(largest, test_size, generator)
-    generator.shuffle(train)
+    rng = random.Random(f"pairs:{seed}")
+    train, test = split_sums(largest, test_size, rng)
+    rng.shuffle(train)
     make_pair = {"style": _style_pair, "result": _result_pair}[kind]
-    return [make_pair(problem, generator) for problem in train], [
-        make_pair(problem, generator) for problem in test
+    return [make_pair(problem, rng) for problem in train], [
+        make_pair(problem, rng) for problem in test
     ]
 
 
-def _style_pair(problem: Sum, generator: random.Random) -> LabeledComparison:
+def _style_pair(problem: Sum, rng: random.Random) -> LabeledComparison:
     equation = f"{problem.left} + {problem.right}"
     short = f"{equation} = {problem.answer}"
     wordy = (
-        f"{generator.choice(OPENINGS)} The result of {equation} is {problem.answer}. "
-        f"{generator.choice(CLOSINGS)}"
+        f"{rng.choice(OPENINGS)} The result of {equation} is {problem.answer}. "
+        f"{rng.choice(CLOSINGS)}"
     )
     return preferred_answer(problem.question, short, wordy)
 
 
-def _result_pair(problem: Sum, generator: random.Random) -> LabeledComparison:
-    form, right = generator.choice(FORMS), problem.answer
-    wrong = generator.choice(
+def _result_pair(problem: Sum, rng: random.Random) -> LabeledComparison:
+    form, right = rng.choice(FORMS), problem.answer
+    wrong = rng.choice(
         [near for near in range(max(0, right - 10), right + 11) if _is_plausible(near, right)]
     )
     chosen, rejected = (

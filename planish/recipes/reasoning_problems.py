@@ -26,8 +26,8 @@ from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.environments.problem_env import ProblemEnv
 from planish.rl.types import Action, ActionExtra, RLDataset, StepResult
 
-TEST_ENTRIES = 100
-SUFFIX = "\nWrite the final answer between <answer> and </answer>."
+NUM_TEST_ENTRIES = 100
+ANSWER_INSTRUCTION = "\nWrite the final answer between <answer> and </answer>."
 TAGS = "<answer>", "</answer>"
 FULL_SCORE = 1 - 1e-6
 
@@ -102,7 +102,7 @@ class TaskEnv(ProblemEnv):
 
 def question_of(entry: Entry) -> str:
     """Return the question with instructions on the format of the answer."""
-    return entry.question.rstrip() + SUFFIX
+    return entry.question.rstrip() + ANSWER_INSTRUCTION
 
 
 def worked_example(entry: Entry) -> list[Message]:
@@ -125,7 +125,7 @@ class TaskDatasetBuilder(ProblemDatasetBuilder):
         default=2, doc="number of worked examples in the prompt; 0 for tasks without known answers"
     )
     eval_problems: int | None = chz.field(
-        default=None, doc=f"number of test problems; none = {TEST_ENTRIES}"
+        default=None, doc=f"number of test problems; none = {NUM_TEST_ENTRIES}"
     )
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
@@ -135,7 +135,7 @@ class TaskDatasetBuilder(ProblemDatasetBuilder):
         held_out: set[str] = set()
         examples = sample_entries(task, rng, self.shown_examples, held_out)
         shown = tuple(entry for entry in examples if entry.answer is not None)
-        count = TEST_ENTRIES if self.eval_problems is None else self.eval_problems
+        count = NUM_TEST_ENTRIES if self.eval_problems is None else self.eval_problems
         tests = sample_entries(task, rng, count, held_out)
 
         def sample_problem(rng: random.Random) -> TaskProblem:

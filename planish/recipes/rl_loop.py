@@ -195,7 +195,7 @@ class StepRunner:
         times = spans.metrics()
         answers = [answer for group in groups_P for answer in group.answers_G]
         logprobs = [logprob for answer in answers for logprob in answer.logprobs_T]
-        trained = sum(datum.model_input.length for _, datum in examples_D)
+        num_trained_tokens = sum(datum.model_input.length for _, datum in examples_D)
         return {
             "reward/total": sum(group.mean_reward for group in groups_P) / len(groups_P),
             "optim/lr": config.learning_rate,
@@ -204,9 +204,9 @@ class StepRunner:
             **answer_metrics(groups_P),
             **test_metrics,
             "tokens/sampled": len(logprobs),
-            "tokens/trained": trained,
+            "tokens/trained": num_trained_tokens,
             "tokens_per_second/sampled": len(logprobs) / times["time/sampling"],
-            "tokens_per_second/trained": trained / times["time/training"],
+            "tokens_per_second/trained": num_trained_tokens / times["time/training"],
             **times,
         }
 
@@ -323,10 +323,10 @@ def train_step(
     update = training_client.optim_step(adam)
     output = backward.result()
     metrics = output.metrics | update.result().metrics
-    trained_D = [tensors["logprobs"].tolist() for tensors in output.loss_fn_outputs]
+    trainer_logprobs_D = [tensors["logprobs"].tolist() for tensors in output.loss_fn_outputs]
     return {
         **{f"optim/{name}": value for name, value in metrics.items()},
-        **sampler_trainer_kl([answer.logprobs_T for answer, _ in examples_D], trained_D),
+        **sampler_trainer_kl([answer.logprobs_T for answer, _ in examples_D], trainer_logprobs_D),
     }
 
 

@@ -27,7 +27,7 @@ from planish.errors import UserError
 from planish.integrations.openai_endpoint import ChatEndpoint
 from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
-from planish.recipes.rubric_sums import SHOWN_VERDICTS, generated_rubrics
+from planish.recipes.rubric_sums import NUM_EXAMPLE_VERDICTS, generated_rubrics
 from planish.rubric.env import UNFINISHED_REWARD, RubricDatasetBuilder, RubricRows
 from planish.rubric.grading import Grader
 from planish.rubric.rubrics import read_rubric_row
@@ -102,7 +102,7 @@ class Options(JudgeOptions, RLOptions):
     shown_verdicts: int | None = chz.field(
         default=None,
         doc="generated sums: number of example verdicts in the judge's prompt, 0 to "
-        f"{SHOWN_VERDICTS}; none = all",
+        f"{NUM_EXAMPLE_VERDICTS}; none = all",
     )
     unfinished_reward: float = chz.field(
         default=UNFINISHED_REWARD, doc="reward of an answer that is truncated"
@@ -198,7 +198,7 @@ def rows_of(options: Options) -> Callable[[], RubricRows]:
     if options.dataset is None:
         largest = LARGEST if options.largest is None else options.largest
         test_size = 64 if options.test_size is None else options.test_size
-        shown = SHOWN_VERDICTS if options.shown_verdicts is None else options.shown_verdicts
+        shown = NUM_EXAMPLE_VERDICTS if options.shown_verdicts is None else options.shown_verdicts
         rows = partial(
             generated_rubrics,
             largest=largest,
@@ -226,8 +226,8 @@ def check(options: Options) -> None:
     training_run.require(
         options,
         shown_verdicts=(
-            options.shown_verdicts in (None, *range(SHOWN_VERDICTS + 1)),
-            f"0 to {SHOWN_VERDICTS}",
+            options.shown_verdicts in (None, *range(NUM_EXAMPLE_VERDICTS + 1)),
+            f"0 to {NUM_EXAMPLE_VERDICTS}",
         ),
         test_size=(
             options.test_size is None or options.test_size >= 0,

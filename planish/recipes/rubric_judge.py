@@ -54,28 +54,26 @@ def main(options: Options) -> Path:
         examples=(options.examples >= 2, "at least 2"),
         largest=(options.largest >= 1, "a whole number of at least 1"),
     )
-    generator = random.Random(f"judge:{options.seed}")
-    rows = [
-        _example(options.largest, number % 2 == 0, generator) for number in range(options.examples)
-    ]
+    rng = random.Random(f"judge:{options.seed}")
+    rows = [_example(options.largest, number % 2 == 0, rng) for number in range(options.examples)]
     path = Path(options.path).expanduser()
     write_atomically(path, "".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
     print(f"{path}: {len(rows)} conversations")
     return path
 
 
-def _example(largest: int, is_right: bool, generator: random.Random) -> list[Message]:
+def _example(largest: int, is_right: bool, rng: random.Random) -> list[Message]:
     """Return one conversation. Wrong results are close to the right one, so that a judge that reads
     only the first digit gets a high loss.
     """
-    problem = Sum(generator.randint(0, largest), generator.randint(0, largest))
+    problem = Sum(rng.randint(0, largest), rng.randint(0, largest))
     near = [
         result
         for result in range(max(0, problem.answer - NEAR), problem.answer + NEAR + 1)
         if result != problem.answer
     ]
-    result = problem.answer if is_right else generator.choice(near)
-    answer = generator.choice(FORMS).format(left=problem.left, right=problem.right, result=result)
+    result = problem.answer if is_right else rng.choice(near)
+    answer = rng.choice(FORMS).format(left=problem.left, right=problem.right, result=result)
     row = rubric_of(problem, shown_verdicts=0)
     [criterion] = row.criteria
     assert criterion.is_met(answer) == is_right

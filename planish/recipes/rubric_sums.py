@@ -7,23 +7,23 @@ is.
 import random
 
 from planish.errors import UserError
-from planish.recipes.sums import SHOWN, Sum, count_of_sums, split_sums, worked_example
+from planish.recipes.sums import EXAMPLE_SUMS, Sum, num_sums, split_sums, worked_example
 from planish.renderers import Message
 from planish.rubric.env import RubricRows
 from planish.rubric.rubrics import Criterion, Example, RubricRow
 
 WORDS = {"Yes": 1.0, "No": 0.0}
-SHOWN_VERDICTS = 5
+NUM_EXAMPLE_VERDICTS = 5
 """Maximum number of example verdicts in a judge's prompt."""
 
 
 def generated_rubrics(
-    largest: int, test_size: int, seed: int, shown_verdicts: int = SHOWN_VERDICTS
+    largest: int, test_size: int, seed: int, shown_verdicts: int = NUM_EXAMPLE_VERDICTS
 ) -> RubricRows:
     """Return rubrics for all sums of two numbers from 0 to `largest`. A test sum occurs in one
     order of its numbers only. Neither order occurs in training.
     """
-    count = count_of_sums(largest)
+    count = num_sums(largest)
     if not 0 <= test_size < count:
         raise UserError(
             f"test_size={test_size}: there are {count} sums; give fewer, or a larger largest"
@@ -38,7 +38,7 @@ def generated_rubrics(
 def rubric_of(problem: Sum, shown_verdicts: int) -> RubricRow:
     """Return the rubric of a sum, with `shown_verdicts` example verdicts."""
     messages: list[Message] = [
-        *worked_example(SHOWN[0]),
+        *worked_example(EXAMPLE_SUMS[0]),
         {"role": "user", "content": problem.question},
     ]
     criterion = Criterion(

@@ -102,11 +102,12 @@ def train(config: Config, service_client: ServiceClient) -> Path:
     conversations, test_conversations = load_conversations(config.dataset, "train"), []
     if config.eval_examples:
         test_conversations = load_conversations(config.dataset, "test")[: config.eval_examples]
-    batches = len(conversations) // config.batch_size
+    steps_per_epoch = len(conversations) // config.batch_size
     training_run.require(
-        config, batch_size=(batches > 0, f"at most {len(conversations)}, the number of examples")
+        config,
+        batch_size=(steps_per_epoch > 0, f"at most {len(conversations)}, the number of examples"),
     )
-    steps = config.num_epochs * batches
+    steps = config.num_epochs * steps_per_epoch
     steps = steps if config.max_steps is None else min(steps, config.max_steps)
     with RunDirectory(config.log_path, chz.asdict(config), may_change=RESUMABLE_OPTIONS) as run:
         start = start_run(config, service_client, run, len(conversations), "sl_loop")
@@ -137,10 +138,10 @@ def train(config: Config, service_client: ServiceClient) -> Path:
                 test_metrics = {}
                 if test_conversations and step == 0:
                     test_metrics = evaluate(training_client, test_conversations, renderer, config)
-                epoch, index = divmod(step, batches)
+                epoch, index = divmod(step, steps_per_epoch)
                 order = epoch_order(len(conversations), config.seed, epoch)
-                chosen = order[index * config.batch_size : (index + 1) * config.batch_size]
-                batch = [conversations[i] for i in chosen]
+                row_indices = order[index * config.batch_size : (index + 1) * config.batch_size]
+                batch = [conversations[i] for i in row_indices]
                 display.next_stage("training")
                 learning_rate = config.learning_rate * (1 - step / steps)
                 metrics = train_step(

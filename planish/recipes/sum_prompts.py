@@ -6,7 +6,14 @@ The test sums are those of planish/recipes/sums.py; no prompt asks for them.
 import random
 from functools import partial
 
-from planish.recipes.sums import SHOWN, Sum, SumEnv, held_out_sums, random_sum, worked_examples
+from planish.recipes.sums import (
+    EXAMPLE_SUMS,
+    Sum,
+    SumEnv,
+    held_out_sums,
+    random_sum,
+    worked_examples,
+)
 from planish.rl.environments.datasets import ProblemDataset
 from planish.rl.environments.problem_env import ProblemGroupBuilder
 from planish.rl.rollout.evaluation import RLTestSetEvaluator
@@ -22,7 +29,7 @@ def generated_sum_prompts(
 ) -> list[Conversation]:
     """Return `count` random questions. With `shows_examples`, worked examples come before each."""
     held_out = {test.pair for test in held_out_sums(max_operand, None)} | {
-        shown.pair for shown in SHOWN
+        example.pair for example in EXAMPLE_SUMS
     }
     rng = random.Random(f"prompts:{seed}")
     prefix = [dict(message) for message in worked_examples()] if shows_examples else []

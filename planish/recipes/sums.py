@@ -24,8 +24,8 @@ from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.environments.problem_env import ProblemEnv
 from planish.rl.types import RLDataset
 
-TEST_SUMS = 100
-ANSWER = re.compile(r"(\d+ \+ \d+ = )?\d+\.?")
+NUM_TEST_SUMS = 100
+ANSWER_FORMAT = re.compile(r"(\d+ \+ \d+ = )?\d+\.?")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Sum:
         return Sum(self.right, self.left)
 
 
-SHOWN = (Sum(4, 3), Sum(12, 25))
+EXAMPLE_SUMS = (Sum(4, 3), Sum(12, 25))
 
 
 class SumEnv(ProblemEnv):
@@ -72,7 +72,7 @@ class SumEnv(ProblemEnv):
 
     def check_format(self, sample_str: str) -> bool:
         """Return whether the text is the equation or a number alone."""
-        return ANSWER.fullmatch(sample_str.strip()) is not None
+        return ANSWER_FORMAT.fullmatch(sample_str.strip()) is not None
 
     def check_answer(self, sample_str: str) -> bool:
         """Return whether the last number of the text is the result."""
@@ -85,13 +85,16 @@ class SumEnv(ProblemEnv):
 
 def worked_examples() -> list[Message]:
     """Return the worked examples that come before a question."""
-    return [message for shown in SHOWN for message in worked_example(shown)]
+    return [message for example in EXAMPLE_SUMS for message in worked_example(example)]
 
 
-def worked_example(shown: Sum) -> list[Message]:
+def worked_example(problem: Sum) -> list[Message]:
     """Return a worked example as a question and its answer."""
-    equation = f"{shown.left} + {shown.right} = {shown.answer}"
-    return [{"role": "user", "content": shown.question}, {"role": "assistant", "content": equation}]
+    equation = f"{problem.left} + {problem.right} = {problem.answer}"
+    return [
+        {"role": "user", "content": problem.question},
+        {"role": "assistant", "content": equation},
+    ]
 
 
 @chz.chz
@@ -100,18 +103,18 @@ class SumDatasetBuilder(ProblemDatasetBuilder):
 
     max_operand: int = chz.field(default=20, doc="largest operand")
     eval_problems: int | None = chz.field(
-        default=None, doc=f"number of test sums; none = {TEST_SUMS}, or a third of all"
+        default=None, doc=f"number of test sums; none = {NUM_TEST_SUMS}, or a third of all"
     )
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Return (training dataset, test dataset). Without test sums, the latter is None."""
-        tests = held_out_sums(self.max_operand, self.eval_problems)
-        held_out = {test.pair for test in tests} | {shown.pair for shown in SHOWN}
+        test_sums = held_out_sums(self.max_operand, self.eval_problems)
+        held_out = {test.pair for test in test_sums} | {example.pair for example in EXAMPLE_SUMS}
 
         def sample_problem(rng: random.Random) -> Sum:
             return random_sum(rng, self.max_operand, held_out)
 
-        return self.generated(sample_problem, ENDLESS_NUM_BATCHES), self.evaluation(tests)
+        return self.generated(sample_problem, ENDLESS_NUM_BATCHES), self.evaluation(test_sums)
 
     def make_env(self, problem: Sum) -> SumEnv:
         """Return the environment of one answer."""
@@ -123,40 +126,38 @@ class SumDatasetBuilder(ProblemDatasetBuilder):
 
 
 def held_out_sums(max_operand: int, count: int | None) -> list[Sum]:
-    """Return `count` test sums (None: TEST_SUMS, or a third of all if those are fewer). They are
-    the same for every seed, so that runs can be compared.
+    """Return `count` test sums (None: NUM_TEST_SUMS, or a third of all if those are fewer). They
+    are the same for every seed, so that runs can be compared.
     """
-    pairs = count_of_sums(max_operand)
+    pairs = num_sums(max_operand)
     max_tests = pairs // 2
-    count = min(TEST_SUMS, pairs // 3) if count is None else count
+    count = min(NUM_TEST_SUMS, pairs // 3) if count is None else count
     if count > max_tests:
         raise UserError(
             f"eval_problems={count}: with max_operand={max_operand} there are {pairs} sums, half "
             f"of which are trained on; give at most {max_tests}, or a larger max_operand"
         )
     rng = random.Random("test")
-    shown_pairs = {shown.pair for shown in SHOWN}
-    tests: list[Sum] = []
-    while len(tests) < count:
-        tests.append(random_sum(rng, max_operand, shown_pairs))
-        shown_pairs.add(tests[-1].pair)
-    return tests
+    excluded_pairs = {example.pair for example in EXAMPLE_SUMS}
+    test_sums: list[Sum] = []
+    while len(test_sums) < count:
+        test_sums.append(random_sum(rng, max_operand, excluded_pairs))
+        excluded_pairs.add(test_sums[-1].pair)
+    return test_sums
 
 
-def split_sums(
-    largest: int, test_size: int, generator: random.Random
-) -> tuple[list[Sum], list[Sum]]:
+def split_sums(largest: int, test_size: int, rng: random.Random) -> tuple[list[Sum], list[Sum]]:
     """Return (training sums, `test_size` test sums) of two numbers from 0 to `largest`, in a random
     order. A test sum occurs in one order of its numbers only. Neither order occurs in training.
     """
     sums = [Sum(left, right) for left in range(largest + 1) for right in range(left, largest + 1)]
-    generator.shuffle(sums)
-    test = [generator.choice((problem, problem.swapped)) for problem in sums[:test_size]]
-    both = [order for problem in sums[test_size:] for order in (problem, problem.swapped)]
-    return list(dict.fromkeys(both)), test
+    rng.shuffle(sums)
+    test = [rng.choice((problem, problem.swapped)) for problem in sums[:test_size]]
+    train = [order for problem in sums[test_size:] for order in (problem, problem.swapped)]
+    return list(dict.fromkeys(train)), test
 
 
-def count_of_sums(largest: int) -> int:
+def num_sums(largest: int) -> int:
     """Return the number of sums of two numbers from 0 to `largest`, where a + b and b + a count
     once.
     """

@@ -127,8 +127,8 @@ def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) ->
         blueprint.apply(dict(presets[name]), layer_name=f"preset={name}")
     try:
         return blueprint.make_from_argv(rest)
-    except EntrypointHelpException as shown:
-        print(shown)
+    except EntrypointHelpException as help_text:
+        print(help_text)
         # The defaults shown above include the presets that were given.
         others = sorted(presets.keys() - names)
         if others:

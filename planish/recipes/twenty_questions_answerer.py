@@ -12,7 +12,7 @@ from planish.completers import MessageCompleter
 from planish.renderers import Message, get_text_content
 
 ANSWER_TOKENS = 4
-SHOWN_ANSWERS = (
+EXAMPLE_ANSWERS = (
     ("table", "Is it alive?", "No"),
     ("table", "Is it furniture?", "Yes"),
     ("bird", "Is it an animal?", "Yes"),
@@ -31,7 +31,7 @@ class Answerer:
     async def answer(self, secret: str, question: str) -> str:
         """Return "Yes.", "No." or "I cannot say."."""
         messages: list[Message] = [{"role": "system", "content": "Answer with Yes or No."}]
-        for word, asked, answer in SHOWN_ANSWERS:
+        for word, asked, answer in EXAMPLE_ANSWERS:
             messages.append(question_about(word, asked))
             messages.append({"role": "assistant", "content": answer})
         reply = await self.completer([*messages, question_about(secret, question)])

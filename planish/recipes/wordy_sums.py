@@ -33,11 +33,11 @@ from planish.supervised.rendering import conversation_converter
 from planish.supervised.types import ChatDatasetBuilder, SupervisedDataset
 
 QUESTION = re.compile(r"What is (\d+) \+ (\d+)\?")
-WORDY = 0.6
+EXTRA_PHRASE_PROBABILITY = 0.6
 """Probability of an opening, and of a closing."""
-RIGHT = 0.9
+RIGHT_PROBABILITY = 0.9
 """Probability of the right result in an answer of a comparison."""
-LARGEST_SLIP = 3
+MAX_SLIP = 3
 """Largest distance of a wrong result from the right one."""
 
 
@@ -46,12 +46,12 @@ class Quality:
     """The properties of an answer that the rule compares."""
 
     is_right: bool
-    words: int
+    num_words: int
 
     @property
     def rank(self) -> tuple[bool, int]:
         """Sort key; larger is better."""
-        return self.is_right, -self.words
+        return self.is_right, -self.num_words
 
 
 async def rule(comparison: Comparison) -> float:
@@ -131,20 +131,16 @@ def question_of(problem: Sum) -> Messages:
 def random_answer(problem: Sum, result: int, rng: random.Random) -> Messages:
     """Return an answer with the given result. An opening and a closing are added at random."""
     equation = f"{problem.left} + {problem.right} = {result}."
-    opening = [rng.choice(OPENINGS)] if rng.random() < WORDY else []
-    closing = [rng.choice(CLOSINGS)] if rng.random() < WORDY else []
+    opening = [rng.choice(OPENINGS)] if rng.random() < EXTRA_PHRASE_PROBABILITY else []
+    closing = [rng.choice(CLOSINGS)] if rng.random() < EXTRA_PHRASE_PROBABILITY else []
     return [{"role": "assistant", "content": " ".join([*opening, equation, *closing])}]
 
 
 def result_of(problem: Sum, rng: random.Random) -> int:
     """Return the right result or, with probability 1 - RIGHT, a close one."""
-    if rng.random() < RIGHT:
+    if rng.random() < RIGHT_PROBABILITY:
         return problem.answer
-    slips = [
-        slip
-        for slip in range(-LARGEST_SLIP, LARGEST_SLIP + 1)
-        if slip and problem.answer + slip >= 0
-    ]
+    slips = [slip for slip in range(-MAX_SLIP, MAX_SLIP + 1) if slip and problem.answer + slip >= 0]
     return problem.answer + rng.choice(slips)
 
 
@@ -174,11 +170,13 @@ class WordySumChats(ChatDatasetBuilder):
         )
         rng = random.Random(f"demonstrations:{self.sums.seed}")
         train, test = self.sums.split()
-        shown = [
+        train_conversations = [
             conversation for _ in range(self.each) for conversation in demonstrations(train, rng)
         ]
-        held_out = demonstrations(test, rng)
-        return RowDataset.from_splits(shown, held_out, config.batch_size, render, self.sums.seed)
+        test_conversations = demonstrations(test, rng)
+        return RowDataset.from_splits(
+            train_conversations, test_conversations, config.batch_size, render, self.sums.seed
+        )
 
 
 def demonstrations(sums: Sequence[Sum], rng: random.Random) -> list[Messages]:

@@ -64,22 +64,22 @@ def grade_metrics(grade: Grade, answer: str) -> Metrics:
     """Return the metrics of one answer. docs/metrics.md defines each key."""
     metrics: Metrics = {
         "rubric_score": grade.score,
-        "judge/asked_again": mean([float(verdict.was_asked_again) for verdict in grade.verdicts]),
+        "judge/asked_again": mean([float(verdict.was_retried) for verdict in grade.verdicts]),
     }
     for verdict in grade.verdicts:
         metrics[f"rubric/{verdict.criterion.name}"] = verdict.score
-    checked = [
+    checkable_scores = [
         (verdict.score, is_met)
         for verdict in grade.verdicts
         if (is_met := verdict.criterion.is_met(answer)) is not None
     ]
-    if checked:
-        metrics["judge/truth"] = mean([float(is_met) for _, is_met in checked])
+    if checkable_scores:
+        metrics["judge/truth"] = mean([float(is_met) for _, is_met in checkable_scores])
         metrics["judge/agreement"] = mean(
-            [1 - abs(score - float(is_met)) for score, is_met in checked]
+            [1 - abs(score - float(is_met)) for score, is_met in checkable_scores]
         )
     for name, kind in (("judge/score_if_met", True), ("judge/score_if_not_met", False)):
-        scores = [score for score, is_met in checked if is_met is kind]
+        scores = [score for score, is_met in checkable_scores if is_met is kind]
         if scores:
             metrics[name] = mean(scores)
     return metrics

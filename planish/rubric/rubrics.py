@@ -72,27 +72,29 @@ class Criterion:
         """Return the judge's score, from 0 for the worst to 1 for the best. None if the reply has
         no score, or one outside the range. Lines that the judge quotes do not count.
         """
-        own = "\n".join(line for line in reply.splitlines() if not line.startswith(QUOTE.rstrip()))
-        found = list(re.finditer(self.extraction_regex, own, re.DOTALL))
-        if not found:
+        judge_text = "\n".join(
+            line for line in reply.splitlines() if not line.startswith(QUOTE.rstrip())
+        )
+        matches = list(re.finditer(self.extraction_regex, judge_text, re.DOTALL))
+        if not matches:
             return None
         score = self._number(
-            (found[-1].group(1) if found[-1].re.groups else found[-1].group()) or ""
+            (matches[-1].group(1) if matches[-1].re.groups else matches[-1].group()) or ""
         )
         if score is None:
             return None
-        share = self.share(score)
-        return share if 0 <= share <= 1 else None
+        normalized = self.normalize(score)
+        return normalized if 0 <= normalized <= 1 else None
 
-    def share(self, score: float) -> float:
+    def normalize(self, score: float) -> float:
         """Return a score as a share of the range: 0 for the worst score and 1 for the best."""
         worst, best = self.score_range
         return (score - worst) / (best - worst)
 
     def _number(self, text: str) -> float | None:
         if self.word_scores is not None:
-            by_word = {word.casefold(): score for word, score in self.word_scores.items()}
-            return by_word.get(text.strip().rstrip(".").casefold())
+            score_by_word = {word.casefold(): score for word, score in self.word_scores.items()}
+            return score_by_word.get(text.strip().rstrip(".").casefold())
         try:
             return float(text)
         except ValueError:
@@ -169,7 +171,7 @@ def _criterion(item: Any, number: int, where: str) -> Criterion:
         given["score_range"] = tuple(given["score_range"])
     given["examples"] = _examples(given.get("examples", []), where)
     criterion = Criterion(**given)
-    _check(criterion, where)
+    _check_criterion(criterion, where)
     return criterion
 
 
@@ -187,10 +189,10 @@ def _examples(value: Any, where: str) -> tuple[Example, ...]:
     return tuple(Example(**example) for example in examples)
 
 
-def _check(criterion: Criterion, where: str) -> None:
+def _check_criterion(criterion: Criterion, where: str) -> None:
     words = criterion.word_scores
     has_own_form = criterion.extraction_regex != SCORE_TAG
-    rules = {
+    checks = {
         "name": ("/" not in criterion.name and bool(criterion.name.strip()), "a text without /"),
         "weight": (is_finite(criterion.weight) and criterion.weight > 0, "a number above 0"),
         "score_range": (
@@ -215,7 +217,7 @@ def _check(criterion: Criterion, where: str) -> None:
             "a text that tells the judge to write what extraction_regex finds",
         ),
     }
-    for name, (holds, remedy) in rules.items():
+    for name, (holds, remedy) in checks.items():
         if not holds:
             raise UserError(f"{where}: {name}={getattr(criterion, name)!r}: give {remedy}")
     for example in criterion.examples:
@@ -223,7 +225,7 @@ def _check(criterion: Criterion, where: str) -> None:
             raise UserError(
                 f"{where}: the example's reply {example.reply!r} has no readable score; give one"
             )
-    if any(not 0 <= criterion.share(score) <= 1 for score in (words or {}).values()):
+    if any(not 0 <= criterion.normalize(score) <= 1 for score in (words or {}).values()):
         raise UserError(
             f"{where}: word_scores={words!r} are not all in score_range={criterion.score_range}; "
             "give a range that contains them"

@@ -17,8 +17,8 @@ from planish.recipes.calculator import (
     Kind,
     Options,
     calculator,
+    example_problems,
     first_messages,
-    shown_problems,
 )
 
 
@@ -101,7 +101,7 @@ def test_the_shown_problems_are_worked_rightly(kind):
         expression = json.loads(asked["tool_calls"][0]["function"]["arguments"])["expression"]
         assert question["content"] == f"What is {expression}?"
         assert computed["content"] == answer["content"] == decimal(evaluate(expression))
-    operations = "".join(shown_problems(kind))
+    operations = "".join(example_problems(kind))
     assert all(f" {operation} " in operations for operation in "+-*")
 
 
@@ -115,7 +115,7 @@ def test_problems_of_the_test_are_not_trained_on(small_model):
     assert len(tested) == 1000
     assert len(trained) > 1000
     assert not tested & trained
-    assert not set(shown_problems(Kind(digits=2))) & tested
+    assert not set(example_problems(Kind(digits=2))) & tested
 
 
 def test_batches_are_functions_of_seed_and_index(small_model):

@@ -14,15 +14,15 @@ from planish.recipes import code_rl as recipe
 from planish.recipes.code_datasets import (
     CodeDatasetBuilder,
     FunctionDatasetBuilder,
-    shown_functions,
+    example_functions,
 )
 from planish.recipes.code_env import (
     Rules,
-    as_answer,
-    clipped,
+    code_block,
     process_sandbox,
     read_program,
     report,
+    truncate,
 )
 from planish.recipes.code_problems import CodeProblem
 from planish.recipes.code_rl import Options
@@ -55,9 +55,9 @@ ECHO = CodeProblem(
 )
 pytestmark = pytest.mark.sandbox
 
-RIGHT = as_answer("def f(x):\n    return 2 * x")
-WRONG = as_answer("def f(x):\n    return x + 2")
-HALF = as_answer("def f(x):\n    return abs(2 * x) if x != 2 else 5")
+RIGHT = code_block("def f(x):\n    return 2 * x")
+WRONG = code_block("def f(x):\n    return x + 2")
+HALF = code_block("def f(x):\n    return abs(2 * x) if x != 2 else 5")
 """Passes the public test, and one more."""
 
 
@@ -87,7 +87,7 @@ def test_the_last_block_of_an_answer_is_its_program():
     assert read_program("```\na\n```") == "a\n"
     assert read_program("a") is None
     assert read_program("```python\na") is None
-    assert read_program(as_answer("x = 1")) == "x = 1\n"
+    assert read_program(code_block("x = 1")) == "x = 1\n"
 
 
 @pytest.mark.slow
@@ -98,8 +98,8 @@ def test_the_last_block_of_an_answer_is_its_program():
         (WRONG, DOUBLE, 0.0, 0, 1),
         (HALF, DOUBLE, 0.0, 0, 1),
         ("def f(x): return 2 * x", DOUBLE, -0.1, 0, 0),
-        (as_answer("print(input())"), ECHO, 1.0, 1, 1),
-        (as_answer("print('a')"), ECHO, 0.0, 0, 1),
+        (code_block("print(input())"), ECHO, 1.0, 1, 1),
+        (code_block("print('a')"), ECHO, 0.0, 0, 1),
         ("```python\nprint(inp...", ECHO, -0.1, 0, 0),
     ],
 )
@@ -146,7 +146,7 @@ def test_what_is_right_at_once_is_not_asked_again(played):
 
 @pytest.mark.slow
 def test_a_part_is_earned_by_hidden_tests_where_others_were_shown(played):
-    only_shown = as_answer("def f(x):\n    return 6 if x == 3 else 1")
+    only_shown = code_block("def f(x):\n    return 6 if x == 3 else 1")
     assert played(only_shown, reward="fraction")[1] == 0.25
     assert played(only_shown, reward="fraction", max_turns=2)[1] == 0.0
     assert played(HALF, reward="fraction", max_turns=2)[1] == pytest.approx(1 / 3)
@@ -172,7 +172,7 @@ def test_an_episode_that_a_limit_ends_counts_its_last_program(small_model):
         return env
 
     limited = ProblemGroupBuilder(limited_env, 1)
-    partly = as_answer("def f(x):\n    return 2 * x if x not in (2, 3) else 0")
+    partly = code_block("def f(x):\n    return 2 * x if x not in (2, 3) else 0")
     for answer, expected in ((partly, 2 / 3), ("no program", -0.1)):
         group = play(limited, ScriptedPolicy(small_model, lambda _, answer=answer: answer))
         assert group.get_total_rewards() == [pytest.approx(expected)]
@@ -207,7 +207,7 @@ def test_reports_say_what_happened():
     )
     wrong = TestResult(Outcome.WRONG, execution(exit_code=0), "b\n")
     assert report(echo, wrong) == "For the input\na\nit must print\na\n It printed\nb\n"
-    assert clipped("x" * 1000) == "x" * 400 + " ... (1000 characters)"
+    assert truncate("x" * 1000) == "x" * 400 + " ... (1000 characters)"
 
 
 # Data
@@ -237,7 +237,7 @@ def test_tests_and_examples_are_not_trained_on(small_model):
     train, test = made(FunctionDatasetBuilder(model_name=small_model, eval_problems=40))
     tested = questions_of(test)
     trained = questions_of(train, 40)
-    shown = {function.problem.question for function in shown_functions(1)}
+    shown = {function.problem.question for function in example_functions(1)}
     assert len(tested) == 40
     assert len(shown) == 3
     assert not tested & trained
@@ -297,10 +297,10 @@ def test_a_directory_has_splits(small_model, tmp_path):
 @pytest.mark.slow
 def test_the_worked_examples_are_right(small_model):
     """A policy that copies them gives correct answers."""
-    for function in shown_functions(2):
+    for function in example_functions(2):
         builder = attempts(small_model).group(function.problem, 1)
         policy = ScriptedPolicy(
-            small_model, lambda _, solution=function.solution: as_answer(solution)
+            small_model, lambda _, solution=function.solution: code_block(solution)
         )
         assert play(builder, policy).get_total_rewards() == [1.0]
 

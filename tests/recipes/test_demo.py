@@ -46,7 +46,7 @@ def test_the_demo_names_a_command_that_talks_with_what_it_made(
 
 def test_held_out_sums_are_never_trained_on_in_either_order():
     tests, pool = demo.split_sums(demo.Config())
-    shown = {frozenset((s.left, s.right)) for s in demo.SHOWN}
+    shown = {frozenset((s.left, s.right)) for s in demo.EXAMPLE_SUMS}
     held_out = {frozenset((s.left, s.right)) for s in tests}
     trained = {frozenset((s.left, s.right)) for s in pool}
     assert len(held_out) == len(tests) == demo.Config().held_out
@@ -72,7 +72,7 @@ def test_sizes_that_leave_no_data_are_rejected(tmp_path, name, value):
 def test_batches_go_through_all_sums_before_any_comes_again():
     config = demo.Config(batch_size=4)
     pool = [demo.Sum(left, 1) for left in range(10)]
-    drawn = [problem for step in range(5) for problem in demo.batch_of(pool, config, step)]
+    drawn = [problem for step in range(5) for problem in demo.batch_at(pool, config, step)]
     assert set(drawn[:10]) == set(drawn[10:]) == set(pool)
     assert drawn[:10] != drawn[10:]
 

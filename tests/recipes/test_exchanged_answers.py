@@ -13,7 +13,7 @@ from planish.recipes.exchanged_answers import (
     ExchangedSolutionsBuilder,
     ExchangedSumsBuilder,
     QuestionWithAnswer,
-    exchanges,
+    make_exchanges,
 )
 
 
@@ -51,7 +51,9 @@ def test_answer_and_length_alone_do_not_reveal_the_preference(side, sums_dataset
 
 def test_solutions_are_exchanged_with_those_of_nearly_their_length():
     answered = [QuestionWithAnswer(f"question {n}", "x" * n + str(n)) for n in range(10, 90)]
-    for chosen, rejected in answers_of([pair for both in exchanges(answered, 0) for pair in both]):
+    for chosen, rejected in answers_of(
+        [pair for both in make_exchanges(answered, 0) for pair in both]
+    ):
         assert chosen != rejected
         assert abs(len(chosen) - len(rejected)) <= 1
 

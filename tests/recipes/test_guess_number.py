@@ -142,7 +142,7 @@ def test_the_test_of_a_long_range_is_a_sample_of_it(small_model):
     _, test = made(builder)
     secrets = problems(test.get_batch(0))
     assert len(test) == 1
-    assert len(secrets) <= guess_number.TEST_GAMES
+    assert len(secrets) <= guess_number.NUM_TEST_GAMES
     assert secrets[0] == 0
     assert secrets[-1] > 950
 

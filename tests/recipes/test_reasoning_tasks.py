@@ -14,7 +14,7 @@ import pytest
 from planish.errors import UnjudgedAnswerError, UnsupportedError, UserError
 from planish.recipes import reasoning_tasks
 from planish.recipes.reasoning_problems import (
-    SUFFIX,
+    ANSWER_INSTRUCTION,
     TaskDatasetBuilder,
     TaskEnv,
     TaskProblem,
@@ -192,9 +192,9 @@ def test_worked_examples_stand_before_the_question(tokenizer):
     prompt, _ = asyncio.run(env.initial_observation())
     text = tokenizer.decode(prompt.to_ints())
     assert (
-        text.index(f"1 + 1 = ?{SUFFIX}")
+        text.index(f"1 + 1 = ?{ANSWER_INSTRUCTION}")
         < text.index("<answer>3</answer>")
-        < text.index(f"4 + 5 = ?{SUFFIX}")
+        < text.index(f"4 + 5 = ?{ANSWER_INSTRUCTION}")
     )
     assert env.get_reference_answer() == "not named"
 

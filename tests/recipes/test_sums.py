@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from planish.errors import UserError
-from planish.recipes.sums import SHOWN, Sum, SumDatasetBuilder, SumEnv, held_out_sums
+from planish.recipes.sums import EXAMPLE_SUMS, Sum, SumDatasetBuilder, SumEnv, held_out_sums
 from planish.renderers import get_renderer
 from planish.testing import EOS_TOKEN_ID
 
@@ -57,7 +57,7 @@ def test_no_sum_of_the_test_is_trained_on_in_either_order(max_operand):
     train, test = built(max_operand=max_operand)
     tested = {problem.pair for problem in sums(test, range(len(test)))}
     trained = {problem.pair for problem in sums(train, range(20))}
-    shown = {problem.pair for problem in SHOWN}
+    shown = {problem.pair for problem in EXAMPLE_SUMS}
     assert tested
     assert trained
     assert not tested & trained

@@ -112,7 +112,7 @@ def test_a_reply_without_a_score_is_asked_about_once():
     replies = iter(["It is fine.", "<score>0.5</score>"])
     judge = ScriptedJudge(lambda prompt: next(replies))
     [verdict] = grade(judge).verdicts
-    assert (verdict.score, verdict.was_asked_again) == (0.5, True)
+    assert (verdict.score, verdict.was_retried) == (0.5, True)
     first, second = judge.asked
     assert list(second[:1]) == list(first)
     assert second[1] == {"role": "assistant", "content": "It is fine."}
