@@ -94,14 +94,16 @@ def set_default_mode(path: Path) -> None:
 
 
 def write_remedy(error: OSError, otherwise: str) -> str:
-    """Return the remedy for a failed write: `otherwise`, unless too many files are open, because
-    then free space does not help.
+    """Return the remedy for a failed write: `otherwise`, unless too many files are open or there is
+    too little memory, because then free space does not help.
     """
     match error.errno:
         case errno.EMFILE:
             return "this process may not open more files; raise its limit (ulimit -n, LimitNOFILE)"
         case errno.ENFILE:
             return "this machine may not open more files; raise its limit (sysctl fs.file-max)"
+        case errno.ENOMEM:
+            return "this machine lacks memory; try again later, or give the process more memory"
     return otherwise
 
 

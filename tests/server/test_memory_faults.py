@@ -4,10 +4,12 @@ applied: a failure would contradict the model, and a client that sends it again 
 
 import orjson
 import pytest
-from server_client import Client, adam, gradient, running, state
+from server_client import Client, adam, gradient, make_core, running, state
+from starlette.testclient import TestClient
 
 from planish.server.durable.request_log import failed_from_error
 from planish.server.durable.retries import retry_until_memory_suffices
+from planish.server.http.app import create_app
 from planish.server.models import steps
 from planish.server.settings import ServerSettings
 
@@ -54,6 +56,21 @@ async def test_an_applied_request_whose_answer_needs_more_memory_is_answered_as_
     other = data_dir.with_name("other")
     other.mkdir()
     assert found == await train(other, False)
+
+
+def test_a_call_that_runs_out_of_memory_before_its_endpoint_can_be_sent_again(
+    model_dir, data_dir, monkeypatch
+):
+    def match(*args: object) -> None:
+        raise MemoryError
+
+    app = create_app(make_core(model_dir, data_dir))
+    with TestClient(app, raise_server_exceptions=False) as client, monkeypatch.context() as patched:
+        patched.setattr("starlette.routing.Route.matches", match)
+        answer = client.get("/api/v1/get_server_capabilities")
+    assert answer.status_code == 503
+    assert float(answer.headers["retry-after"]) > 0
+    assert "out of memory" in answer.json()["detail"]
 
 
 async def test_other_errors_are_not_repeated():

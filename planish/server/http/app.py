@@ -42,6 +42,7 @@ from planish.server.http.context import (
     endpoint,
     json_response,
 )
+from planish.server.results import Unavailable, client_error, retry_headers
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
 
@@ -145,6 +146,9 @@ def _allowed(request: Request) -> str:
 
 async def _failed(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    sent_error = client_error(error)
+    if isinstance(sent_error, Unavailable):  # for lack of memory; clients send the request again
+        return json_response({"detail": str(sent_error)}, 503, retry_headers(sent_error))
     return json_response(
         {
             "detail": f"internal server error ({type(error).__name__}); "
