@@ -321,12 +321,12 @@ def use_fp8(
         rows, columns = (
             -(-size // part) for size, part in zip(tensor.shape, (height, width), strict=True)
         )
-        wide = torch.zeros(rows * height, columns * width)
-        wide[: tensor.shape[0], : tensor.shape[1]] = tensor.float()
-        blocks = wide.view(rows, height, columns, width)
+        padded = torch.zeros(rows * height, columns * width)
+        padded[: tensor.shape[0], : tensor.shape[1]] = tensor.float()
+        blocks = padded.view(rows, height, columns, width)
         scales = (blocks.abs().amax((1, 3)) / 448).bfloat16()
         codes = (blocks / scales.float()[:, None, :, None]).to(torch.float8_e4m3fn)
-        codes = codes.view(wide.shape)[: tensor.shape[0], : tensor.shape[1]]
+        codes = codes.view(padded.shape)[: tensor.shape[0], : tensor.shape[1]]
         tensors[name] = codes.contiguous()
         module = name.removesuffix("weight")
         tensors[module + scale] = scales if block is not None else scales.view(())

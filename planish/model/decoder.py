@@ -366,8 +366,8 @@ class _ForwardPass:
 
     def head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the RMSNorm of queries or keys [T, H, E], per head or over all heads together."""
-        joint = x.flatten(1) if self.backend.config.joint_qk_norm else x
-        return self.add_rms_norm(joint.float(), None, weight)[1].view(x.shape)
+        head_rows = x.flatten(1) if self.backend.config.joint_qk_norm else x
+        return self.add_rms_norm(head_rows.float(), None, weight)[1].view(x.shape)
 
     def linear_without_adapter(self, x: Tensor, linear: PackedLinear) -> Tensor:
         """Return the outputs [T, out] of linears that have no adapter."""
@@ -420,10 +420,10 @@ class _WeightLoader:
 
     def fused_weights(self, names: Sequence[str]) -> Sequence[Tensor]:
         """Return the weights that one matmul reads; on a GPU they share one contiguous tensor."""
-        if not self.backend.joins_weights:
+        if not self.backend.needs_adjacent_weights:
             return [self.weight(name) for name in names]
         weights = [self.float_weight(name, self.backend.dtype) for name in names]
-        # Copy each weight straight into the joint buffer. torch.cat on the device would need twice
+        # Copy each weight straight into the fused buffer. torch.cat on the device would need twice
         # the memory, and the freed half would stay fragmented in torch's caching allocator.
         fused = torch.empty(
             sum(map(len, weights)),
@@ -454,7 +454,7 @@ class _WeightLoader:
             biases = [self.weight(f"{prefix}{name}.bias") if has_bias else None for name in names]
             if f"{prefix}{names[0]}.blocks" in self.weights:
                 quantized_weights = [self.mxfp4_weight(f"{prefix}{name}") for name in names]
-                return self.backend.pack_codes(quantized_weights, biases)
+                return self.backend.pack_quantized(quantized_weights, biases)
             weight_names = [f"{prefix}{name}.weight" for name in names]
             if self.quantize is not None:
                 # Quantize the stored numbers, so that the codes do not depend on the model's dtype.
@@ -463,9 +463,11 @@ class _WeightLoader:
                     for name in weight_names
                 ]
                 quantized_weights = [quantize(weight, self.quantize) for weight in weights]
-                return self.backend.pack_codes(quantized_weights, biases)
+                return self.backend.pack_quantized(quantized_weights, biases)
             if all(_is_fp8(self.weights[name]) for name in weight_names):
-                return self.backend.pack_codes([self.fp8_weight(n) for n in weight_names], biases)
+                return self.backend.pack_quantized(
+                    [self.fp8_weight(n) for n in weight_names], biases
+                )
             return self.backend.pack(self.fused_weights(weight_names), biases, keep_unpacked=False)
 
         def norm(name: str, factor: float = 1.0) -> Tensor:

@@ -266,7 +266,7 @@ class LoraWeights:
     def _matrices(
         self, flat: Tensor, entries: tuple[MatrixSpec, ...], requires_grad: bool
     ) -> LoraMatrices:
-        """Return the joint A and the Bs of one target module as leaves."""
+        """Return the concatenated A and the Bs of one target module as leaves."""
         a_entries = [e for e in entries if not e.is_b]
         # The As of the linears are adjacent in the flat vector, so one leaf holds all of them.
         rows = sum(e.shape[-2] for e in a_entries)

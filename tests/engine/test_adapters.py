@@ -9,7 +9,7 @@ from planish.engine.training.adapters import Adapter
 from planish.errors import CheckpointError, NonFiniteError
 from planish.model.config import ModelConfig, RopeConfig
 from planish.model.kernels.choose import choose_backend
-from planish.model.kernels.cpp.matmul import PanelAdapter, supports_bf16_matmul
+from planish.model.kernels.cpp.matmul import CppPackedAdapter, supports_bf16_matmul
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.lora import LoraLayout
 from planish.types import AdamParams, LoraConfig
@@ -95,7 +95,7 @@ def test_a_snapshot_copies_no_weights():
 def test_a_snapshot_drops_backward_panels_after_the_step():
     adapter = new_adapter()
     packed = adapter.snapshot().packed
-    assert isinstance(packed, PanelAdapter)
+    assert isinstance(packed, CppPackedAdapter)
     forth, back = (ref(panels) for panels in (packed.forward, packed.backward))
     adapter.add_grad(gradient(adapter, 1))
     adapter.optim_step(AdamParams())

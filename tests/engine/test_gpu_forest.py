@@ -143,11 +143,11 @@ def test_split_sums_are_added_deterministically(monkeypatch):
 
 @pytest.mark.slow
 def test_strided_rows_give_the_same_result():
-    """v is a slice of a joint matmul's output, so its rows are strided."""
+    """v is a slice of a fused matmul's output, so its rows are strided."""
     micro_batch = nested(2, 10)
     inputs = tensors(len(micro_batch), 2, 2, 16)
-    joint = torch.cat(inputs[:3], 1)
-    apart = [*joint.split([2, 2, 2], 1), inputs[3].transpose(1, 2).contiguous().transpose(1, 2)]
+    qkv = torch.cat(inputs[:3], 1)
+    apart = [*qkv.split([2, 2, 2], 1), inputs[3].transpose(1, 2).contiguous().transpose(1, 2)]
     assert not any(x.is_contiguous() for x in apart)
     expected = gradients(TritonTreeAttention(micro_batch, DEVICE), inputs)
     found = gradients(TritonTreeAttention(micro_batch, DEVICE), apart)

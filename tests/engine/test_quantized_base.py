@@ -153,11 +153,11 @@ def test_sampled_and_trained_logprobs_agree_with_an_fp8_checkpoint(tmp_path, dty
 
 
 def test_an_adapter_of_fp8_weights_needs_them_or_the_name_of_other_weights(tmp_path):
-    wide = tiny_model(tmp_path / "wide", "qwen3", dtype="bfloat16")
-    packed = tiny_model(tmp_path / "packed", "qwen3", dtype="bfloat16")
-    use_fp8(packed, FP8, (32, 32), "weight_scale_inv")
+    dequantized = tiny_model(tmp_path / "wide", "qwen3", dtype="bfloat16")
+    quantized = tiny_model(tmp_path / "packed", "qwen3", dtype="bfloat16")
+    use_fp8(quantized, FP8, (32, 32), "weight_scale_inv")
     settings = EngineSettings(dtype="float32", device="cpu")
-    models = {"packed": str(packed), "wide": str(wide)}
+    models = {"packed": str(quantized), "wide": str(dequantized)}
     with closing(Engine(models, tmp_path / "data", settings)) as engine:
         engine.submit(CreateModel("a", "packed", LORA))
         train(engine, "a")

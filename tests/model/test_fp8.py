@@ -85,10 +85,10 @@ def fp8_and_dequantized(
 ) -> tuple[Path, Path]:
     """Write a random model twice: in fp8, and with the float32 weights of these codes."""
     options |= {"dtype": "bfloat16", "tied": False}
-    packed = use_fp8(tiny_model(tmp_path / "packed", family, **options), *LAYOUTS[layout])
-    wide = tiny_model(tmp_path / "wide", family, **options)
+    quantized = use_fp8(tiny_model(tmp_path / "packed", family, **options), *LAYOUTS[layout])
+    dequantized = tiny_model(tmp_path / "wide", family, **options)
     _, block, suffix = LAYOUTS[layout]
-    tensors = load_file(packed / "model.safetensors")
+    tensors = load_file(quantized / "model.safetensors")
     tensors = {name: x for name, x in tensors.items() if not name.endswith("input_scale")}
     for name in [name for name, x in tensors.items() if x.dtype == torch.float8_e4m3fn]:
         scales = tensors.pop(name.removesuffix("weight") + suffix).float()
@@ -96,8 +96,8 @@ def fp8_and_dequantized(
         for axis, size in enumerate(block or codes.shape) if scales.ndim else ():
             scales = scales.repeat_interleave(size, axis).narrow(axis, 0, codes.shape[axis])
         tensors[name] = codes * scales
-    save_weights(wide, tensors)
-    return packed, wide
+    save_weights(dequantized, tensors)
+    return quantized, dequantized
 
 
 def change(path: Path, **tensors: torch.Tensor | None) -> None:
@@ -123,12 +123,12 @@ def test_dequantized_weights_equal_transformers(dtype, scales):
 )
 def test_each_layout_has_the_logits_of_its_dequantized_weights(tmp_path, layout):
     """The reference is transformers in float32."""
-    packed, wide = fp8_and_dequantized(tmp_path, layout)
-    decoder = Decoder.load(packed, torch.float32, CPU)
+    quantized, dequantized = fp8_and_dequantized(tmp_path, layout)
+    decoder = Decoder.load(quantized, torch.float32, CPU)
     tokens = random_tokens(decoder, 100)
-    theirs = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32)(tokens[None])
+    theirs = AutoModelForCausalLM.from_pretrained(dequantized, dtype=torch.float32)(tokens[None])
     assert (logits_of(decoder, tokens) - theirs.logits[0]).abs().max() < 1e-4
-    assert ModelConfig.from_directory(wide).fingerprint() == decoder.config.fingerprint()
+    assert ModelConfig.from_directory(dequantized).fingerprint() == decoder.config.fingerprint()
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
@@ -139,9 +139,9 @@ def test_fp8_checkpoints_equal_their_dequantized_weights(
 ):
     if kernels == "torch":
         monkeypatch.setattr(ops, "load_library", lambda: None)
-    packed, wide = fp8_and_dequantized(tmp_path, "qwen", family)
+    quantized, dequantized = fp8_and_dequantized(tmp_path, "qwen", family)
     found = []
-    for path in (packed, wide):
+    for path in (quantized, dequantized):
         decoder = Decoder.load(path, dtype, CPU)
         weights = trained(decoder)
         logits = logits_of(decoder, random_tokens(decoder, 60), weights)
@@ -153,9 +153,9 @@ def test_fp8_checkpoints_equal_their_dequantized_weights(
 
 def test_kept_codes_equal_their_dequantized_weights(tmp_path, monkeypatch):
     """A backend for a GPU keeps the codes and dequantizes them for each matmul."""
-    packed, wide = fp8_and_dequantized(tmp_path, "ragged")
+    quantized, dequantized = fp8_and_dequantized(tmp_path, "ragged")
     found = []
-    for path in (packed, wide):
+    for path in (quantized, dequantized):
         config = ModelConfig.from_directory(path)
         backend = TorchBackend(config, torch.float32, CPU)
         backend.uses_main_memory = False
@@ -165,15 +165,15 @@ def test_kept_codes_equal_their_dequantized_weights(tmp_path, monkeypatch):
         logits.logsumexp(-1).sum().backward()
         found.append((logits, weights.collect_grad()))
         is_kept = isinstance(decoder.layers[0].qkv, QuantizedLinear)
-        assert is_kept == (path == packed)
+        assert is_kept == (path == quantized)
     for ours, reference in zip(*found, strict=True):
         assert (ours - reference).norm() <= 1e-5 * reference.norm()
 
 
 def test_only_the_mapped_codes_are_kept_beside_packed_weights(tmp_path, caplog):
-    packed, _ = fp8_and_dequantized(tmp_path, "qwen")
+    quantized, _ = fp8_and_dequantized(tmp_path, "qwen")
     with caplog.at_level(logging.INFO):
-        decoder = Decoder.load(packed, torch.bfloat16, CPU)
+        decoder = Decoder.load(quantized, torch.bfloat16, CPU)
     (line,) = [text for text in caplog.messages if "fp8" in text]
     assert "dequantized to bfloat16: 0.00 GB" in line
     for layer in decoder.layers:
@@ -200,29 +200,34 @@ def test_the_text_model_of_a_multimodal_fp8_checkpoint_is_loaded(tmp_path):
 
 @pytest.mark.parametrize("scheme", ["int8", "nf4"])
 def test_an_fp8_checkpoint_can_be_quantized(tmp_path, scheme):
-    packed, wide = fp8_and_dequantized(tmp_path, "qwen", intermediate=128)
+    quantized, dequantized = fp8_and_dequantized(tmp_path, "qwen", intermediate=128)
     found = []
-    for path in (packed, wide):
+    for path in (quantized, dequantized):
         decoder = Decoder.load(path, torch.float32, CPU, quantize=scheme)
         found.append(logits_of(decoder, random_tokens(decoder, 30)))
     assert torch.equal(*found)
 
 
 def test_a_linear_that_is_not_in_fp8_is_loaded_beside_those_that_are(tmp_path):
-    packed, wide = fp8_and_dequantized(tmp_path, "qwen")
+    quantized, dequantized = fp8_and_dequantized(tmp_path, "qwen")
     name = "model.layers.0.self_attn.v_proj.weight"
-    change(packed, **{name: load_file(wide / "model.safetensors")[name], f"{name}_scale_inv": None})
+    change(
+        quantized,
+        **{name: load_file(dequantized / "model.safetensors")[name], f"{name}_scale_inv": None},
+    )
     logits = [
         logits_of(decoder, random_tokens(decoder, 30))
-        for decoder in (Decoder.load(path, torch.bfloat16, CPU) for path in (packed, wide))
+        for decoder in (
+            Decoder.load(path, torch.bfloat16, CPU) for path in (quantized, dequantized)
+        )
     ]
     assert torch.equal(*logits)
 
 
 def test_the_size_formula_is_the_size_of_the_files(tmp_path):
-    packed, _ = fp8_and_dequantized(tmp_path, "qwen")
-    config = ModelConfig.from_directory(packed)
-    tensors = load_file(packed / "model.safetensors")
+    quantized, _ = fp8_and_dequantized(tmp_path, "qwen")
+    config = ModelConfig.from_directory(quantized)
+    tensors = load_file(quantized / "model.safetensors")
     names = quantized_shapes(config)
     assert linear_bytes(config, "fp8") == sum(
         tensors[name].nbytes + 4 * tensors[f"{name}_scale_inv"].numel() for name in names
@@ -236,14 +241,14 @@ def test_the_size_formula_is_the_size_of_the_files(tmp_path):
 
 
 def test_older_files_of_modelopt_are_read(tmp_path):
-    packed, _ = fp8_and_dequantized(tmp_path, "modelopt")
-    config = ModelConfig.from_directory(packed)
-    fields = json.loads((packed / "config.json").read_text())
+    quantized, _ = fp8_and_dequantized(tmp_path, "modelopt")
+    config = ModelConfig.from_directory(quantized)
+    fields = json.loads((quantized / "config.json").read_text())
     del fields["quantization_config"]
-    (packed / "config.json").write_text(json.dumps(fields))
+    (quantized / "config.json").write_text(json.dumps(fields))
     stored = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
-    (packed / "hf_quant_config.json").write_text(json.dumps(stored))
-    assert ModelConfig.from_directory(packed) == config
+    (quantized / "hf_quant_config.json").write_text(json.dumps(stored))
+    assert ModelConfig.from_directory(quantized) == config
 
 
 @pytest.mark.parametrize(

@@ -73,15 +73,15 @@ def change_config(directory: Path, **fields: Any) -> None:
 def mxfp4_and_dequantized(tmp_path: Path, **options: Any) -> tuple[Path, Path]:
     """Write a random model twice: with experts in mxfp4, and with the same experts in bf16."""
     options |= {"dtype": "bfloat16", "tied": False}
-    packed = use_mxfp4(tiny_model(tmp_path / "packed", "gpt_oss", **options))
-    wide = tiny_model(tmp_path / "wide", "gpt_oss", **options)
-    tensors = load_file(packed / "model.safetensors")
+    quantized = use_mxfp4(tiny_model(tmp_path / "packed", "gpt_oss", **options))
+    dequantized = tiny_model(tmp_path / "wide", "gpt_oss", **options)
+    tensors = load_file(quantized / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_blocks")]:
         weight = name.removesuffix("_blocks")
         blocks, scales = tensors.pop(name), tensors.pop(f"{weight}_scales")
         tensors[weight] = convert_moe_packed_tensors(blocks, scales).contiguous()
-    save_weights(wide, tensors)
-    return packed, wide
+    save_weights(dequantized, tensors)
+    return quantized, dequantized
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -101,9 +101,9 @@ def test_dequantized_mxfp4_equals_transformers(dtype):
 def test_mxfp4_checkpoints_equal_their_dequantized_weights(tmp_path, dtype, kernels, monkeypatch):
     if kernels == "torch":
         monkeypatch.setattr(ops, "load_library", lambda: None)
-    packed, wide = mxfp4_and_dequantized(tmp_path, experts_per_token=3)
+    quantized, dequantized = mxfp4_and_dequantized(tmp_path, experts_per_token=3)
     found = []
-    for path in (packed, wide):
+    for path in (quantized, dequantized):
         decoder = Decoder.load(path, dtype, CPU)
         weights = trained(decoder)
         logits = logits_of(decoder, random_tokens(decoder, 60), weights)
@@ -116,14 +116,14 @@ def test_mxfp4_checkpoints_equal_their_dequantized_weights(tmp_path, dtype, kern
         if decoder.backend.is_compiled and (dtype == torch.bfloat16 or number == 0):
             assert torch.equal(ours, reference)
         assert (ours - reference).norm() <= most * reference.norm()
-    assert ModelConfig.from_directory(packed).fingerprint() == decoder.config.fingerprint()
+    assert ModelConfig.from_directory(quantized).fingerprint() == decoder.config.fingerprint()
 
 
 def test_logits_of_an_mxfp4_checkpoint_equal_transformers(tmp_path):
-    packed, wide = mxfp4_and_dequantized(tmp_path)
-    decoder = Decoder.load(packed, torch.float32, CPU)
+    quantized, dequantized = mxfp4_and_dequantized(tmp_path)
+    decoder = Decoder.load(quantized, torch.float32, CPU)
     tokens = random_tokens(decoder, 100)
-    theirs = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32)(tokens[None])
+    theirs = AutoModelForCausalLM.from_pretrained(dequantized, dtype=torch.float32)(tokens[None])
     assert (logits_of(decoder, tokens) - theirs.logits[0]).abs().max() < 1e-4
 
 
@@ -139,9 +139,9 @@ def test_logits_equal_transformers_on_long_inputs_with_sinks_of_any_size(tmp_pat
     save_weights(path, tensors)
     decoder = Decoder.load(path, dtype, CPU)
     tokens = random_tokens(decoder, 300)
-    (packed,) = pack([tokens.numpy()], len(tokens))
+    (quantized,) = pack([tokens.numpy()], len(tokens))
     hidden = decoder.forward(
-        tokens, torch.arange(300), decoder.backend.tree_attention(packed), None
+        tokens, torch.arange(300), decoder.backend.tree_attention(quantized), None
     )
     ours = hidden.float() @ decoder.head.weight.float().t()
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens[None])
@@ -183,12 +183,12 @@ def test_what_gpt_oss_does_not_support_is_an_error(tmp_path):
 
 
 def test_mxfp4_weights_that_do_not_fit_the_config_are_an_error(tmp_path):
-    packed, wide = mxfp4_and_dequantized(tmp_path, layers=1)
-    change_config(wide, quantization_config={"quant_method": "mxfp4"})
+    quantized, dequantized = mxfp4_and_dequantized(tmp_path, layers=1)
+    change_config(dequantized, quantization_config={"quant_method": "mxfp4"})
     with pytest.raises(DamagedFileError, match=r"missing: .*experts\.0\.gate_up_proj\.blocks"):
-        load_weights(wide, ModelConfig.from_directory(wide))
-    path = packed / "model.safetensors"
+        load_weights(dequantized, ModelConfig.from_directory(dequantized))
+    path = quantized / "model.safetensors"
     name = "model.layers.0.mlp.experts.down_proj_scales"
-    save_weights(packed, load_file(path) | {name: torch.zeros(6, 64, 1)})
+    save_weights(quantized, load_file(path) | {name: torch.zeros(6, 64, 1)})
     with pytest.raises(UnsupportedError, match="mxfp4 needs U8"):
-        load_weights(packed, ModelConfig.from_directory(packed))
+        load_weights(quantized, ModelConfig.from_directory(quantized))

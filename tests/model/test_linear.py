@@ -29,7 +29,7 @@ def route(request):
     if request.param == "own":
         if not backend_of(torch.bfloat16).packs(64, 64):
             pytest.skip("this machine has no kernels of our own")
-        return backend_of, "PanelWeight"
+        return backend_of, "CppPackedWeight"
     if request.param == "onednn":
         return torch_backend, "OneDnnWeight" if onednn_packs_bfloat16() else "NoneType"
 
@@ -110,5 +110,5 @@ def test_weights_on_a_gpu_are_used_without_a_copy():
     backend = TorchBackend(CONFIG, torch.float32, torch.device("meta"))
     assert backend.pack([whole]).weight is whole
     linear = backend.pack(whole.split((64, 16)))
-    assert linear._joint_weight.shape == (80, 64)
-    assert linear._joint_weight.untyped_storage()._cdata == whole.untyped_storage()._cdata
+    assert linear._fused_weight.shape == (80, 64)
+    assert linear._fused_weight.untyped_storage()._cdata == whole.untyped_storage()._cdata

@@ -40,9 +40,9 @@ def test_int8_codes_are_the_nearest_multiples_of_a_channel_s_scale():
         assert scale == channel.abs().max() / 127
         assert codes.abs().max() == 127
         assert codes.tolist() == [round(x) for x in (channel / scale).tolist()]
-    wide = found.codes.double() * found.scales.double()[:, None]
-    assert torch.equal(found.dequantize(torch.float32), wide.float())
-    assert torch.equal(found.dequantize(torch.bfloat16), wide.float().bfloat16())
+    dequantized = found.codes.double() * found.scales.double()[:, None]
+    assert torch.equal(found.dequantize(torch.float32), dequantized.float())
+    assert torch.equal(found.dequantize(torch.bfloat16), dequantized.float().bfloat16())
 
 
 def test_int8_channels_of_zeros_and_of_tiny_numbers_become_zero():

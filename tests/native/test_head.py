@@ -11,7 +11,7 @@ from variants import slow_after
 from planish.model.head import exact_logits, head_logits
 from planish.model.kernels.backend import HeadMember, LoraMatrices
 from planish.model.kernels.cpp.head import HeadTable, SingleLogits
-from planish.model.kernels.cpp.matmul import PanelAdapter, supports_lora_forward
+from planish.model.kernels.cpp.matmul import CppPackedAdapter, supports_lora_forward
 
 CPU = torch.device("cpu")
 WIDTH = 100
@@ -28,7 +28,7 @@ def normal():
 
 def adapter(normal, vocab: int, rank: int) -> LoraMatrices:
     a, b = normal(rank, WIDTH), normal(vocab, rank)
-    return LoraMatrices(a, (b,), PanelAdapter([(a, (b,))]).target(0))
+    return LoraMatrices(a, (b,), CppPackedAdapter([(a, (b,))]).target(0))
 
 
 def single(hidden: Tensor, weight: Tensor, lora: Any = None) -> SingleLogits:
@@ -57,12 +57,12 @@ def test_the_largest_entries_equal_those_of_a_stable_sort(vocab, kind, normal):
     }[kind]()
     k = min(16, vocab)
     hidden, weight = normal(9, WIDTH), normal(vocab, WIDTH)
-    wide = torch.empty(9, vocab)
-    tokens, values = single(hidden, weight).likeliest(logits, k, wide)
+    float32_logits = torch.empty(9, vocab)
+    tokens, values = single(hidden, weight).top(logits, k, float32_logits)
     assert torch.equal(tokens, sorted_first(logits, k))
     expected = (hidden.double() @ weight.double().t()).gather(1, tokens)
     torch.testing.assert_close(values.double(), expected, rtol=1e-6, atol=1e-5)
-    assert torch.equal(wide, logits.float().scatter_(1, tokens, values))
+    assert torch.equal(float32_logits, logits.float().scatter_(1, tokens, values))
 
 
 def test_the_largest_entries_are_found_at_any_position(normal):
@@ -72,16 +72,16 @@ def test_the_largest_entries_are_found_at_any_position(normal):
     logits = torch.full((1, 128 * 20), -5.0, dtype=torch.bfloat16)
     logits[0, ::128] = 1.0
     logits[0, 128 * 16 :: 128] = 1.0 + 2**-7
-    tokens, _ = single(normal(1, WIDTH), normal(128 * 20, WIDTH)).likeliest(logits, 16, None)
+    tokens, _ = single(normal(1, WIDTH), normal(128 * 20, WIDTH)).top(logits, 16, None)
     assert tokens[0].tolist() == [128 * i for i in (*range(16, 20), *range(12))]
 
 
 def test_non_finite_logits_stay_in_their_row(normal):
     logits, hidden, weight = normal(4, 300), normal(4, WIDTH), normal(300, WIDTH)
-    expected, _ = single(hidden, weight).likeliest(logits, 16, None)
+    expected, _ = single(hidden, weight).top(logits, 16, None)
     logits[1, ::2], logits[2, 7] = torch.nan, torch.inf
     logits.view(torch.int16)[3] = -1  # a NaN whose bits compare below all numbers
-    tokens, _ = single(hidden, weight).likeliest(logits, 16, None)
+    tokens, _ = single(hidden, weight).top(logits, 16, None)
     assert torch.equal(tokens[0], expected[0])
     assert tokens[2, 0] == 7
     assert ((tokens >= 0) & (tokens < 300)).all()

@@ -8,10 +8,10 @@ from variants import slow_after
 from planish.model.decoder import Decoder
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.cpp.matmul import (
-    PanelAdapter,
-    PanelAdapterRows,
-    PanelModule,
-    PanelWeight,
+    CppAdapterBatch,
+    CppPackedAdapter,
+    CppPackedModule,
+    CppPackedWeight,
     WeightArena,
 )
 from planish.model.kernels.reference.backend import TorchBackend
@@ -37,8 +37,8 @@ def matrices(normal, rank: int, sizes=SIZES, fan_in: int = 64) -> tuple[Tensor, 
     return normal(len(sizes) * rank, fan_in), [normal(size, rank) for size in sizes]
 
 
-def site_of(a: Tensor, bs: list[Tensor]) -> PanelModule:
-    found = PanelAdapter([(a, bs)]).target(0)
+def site_of(a: Tensor, bs: list[Tensor]) -> CppPackedModule:
+    found = CppPackedAdapter([(a, bs)]).target(0)
     assert found is not None
     return found
 
@@ -67,7 +67,7 @@ def test_matmul_results_are_rounded_as_in_torch(normal):
     )
     weight, bias = torch.tensor([[1.0, 0.0]], dtype=dtype).expand(96, 2), normal(96)
     bias[0] = 3.38e38
-    found = PanelWeight(weight, WeightArena(0)).matmul(x, bias)
+    found = CppPackedWeight(weight, WeightArena(0)).matmul(x, bias)
     expected = (x[:, :1].float() + bias.float()).to(dtype)
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(), expected.nan_to_num())
@@ -146,7 +146,7 @@ def test_kernel_rows_are_batch_invariant(threads, normal):
     """The batch has adapters of several ranks, one without this target module, and rows of the base
     model, as in the sampler and in the trainer.
     """
-    adapters = [PanelAdapter([None, matrices(normal, rank)]) for rank in (8, 32, 3)]
+    adapters = [CppPackedAdapter([None, matrices(normal, rank)]) for rank in (8, 32, 3)]
     x, base = normal(60, 64), normal(60, sum(SIZES))
     spans = [(0, 1), (3, 31), (31, 50)]
     before = torch.get_num_threads()
@@ -154,8 +154,8 @@ def test_kernel_rows_are_batch_invariant(threads, normal):
     try:
         together = base.clone()
         members = [(*span, panels) for span, panels in zip(spans, adapters, strict=True)]
-        members.append((50, 60, PanelAdapter([matrices(normal, 8), None])))
-        PanelAdapterRows(members, ("first", "second")).add_(x, together, SIZES, 0, "second")
+        members.append((50, 60, CppPackedAdapter([matrices(normal, 8), None])))
+        CppAdapterBatch(members, ("first", "second")).add_(x, together, SIZES, 0, "second")
         for (start, stop), panels in zip(spans, adapters, strict=True):
             site = panels.target(1)
             assert site is not None

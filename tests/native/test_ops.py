@@ -12,7 +12,7 @@ from variants import slow_after
 
 from planish.model.head import scored_logprobs
 from planish.model.kernels.cpp import ops
-from planish.model.kernels.cpp.matmul import PanelWeight, WeightArena, supports_matmul
+from planish.model.kernels.cpp.matmul import CppPackedWeight, WeightArena, supports_matmul
 from planish.model.kernels.reference.row_tiling import cancelling
 from planish.model.operations import add_rms_norm, gated_activation, rope
 
@@ -83,7 +83,7 @@ def test_the_rotation_equals_torch(rows, heads, size, dtype):
     angles = normal(rows, 1, size // 2)
 
     def turn(backend, x):
-        # strided rows, as in the joint output of q, k and v
+        # strided rows, as in the fused output of q, k and v
         return rope(backend, x[:, :heads], angles.cos(), angles.sin())
 
     both(
@@ -195,11 +195,11 @@ def test_kernel_rows_do_not_depend_on_batch_or_threads(dtype):
         torch.set_num_threads(threads)
 
 
-def panels(weight: Tensor) -> PanelWeight:
+def panels(weight: Tensor) -> CppPackedWeight:
     fan_out, fan_in = weight.shape
     if not supports_matmul(fan_out, fan_in, weight.dtype):
         pytest.skip("this machine has no kernels of our own")
-    return PanelWeight(weight, WeightArena())
+    return CppPackedWeight(weight, WeightArena())
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_weights_in_one_arena_do_not_overlap():
     if not all(supports_matmul(16, 64, dtype) for dtype in DTYPES):
         pytest.skip("this machine has no kernels of our own")
     arena, x = WeightArena(), normal(5, 64)
-    together = [PanelWeight(weight, arena) for weight in weights]
+    together = [CppPackedWeight(weight, arena) for weight in weights]
     for weight, packed in zip(weights, together, strict=True):
         given = x.to(weight.dtype)
         assert torch.equal(packed.matmul(given, None), panels(weight).matmul(given, None))
@@ -252,7 +252,7 @@ def test_a_transposed_matrix_can_be_packed(fan_out, fan_in, dtype):
     weight, x = normal(fan_out, fan_in, dtype=dtype), normal(7, fan_in, dtype=dtype)
     expected = panels(weight).matmul(x, None)
     assert torch.equal(
-        PanelWeight(weight.t(), WeightArena(), transposed=True).matmul(x, None), expected
+        CppPackedWeight(weight.t(), WeightArena(), transposed=True).matmul(x, None), expected
     )
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from variants import slow_after
 
-from planish.model.kernels.cpp.matmul import PanelWeight, WeightArena
-from planish.model.kernels.cpp.quantized_matmul import QuantizedPanels, supports_quantized
+from planish.model.kernels.cpp.matmul import CppPackedWeight, WeightArena
+from planish.model.kernels.cpp.quantized_matmul import CppQuantizedWeight, supports_quantized
 from planish.model.kernels.linear import DequantizedWeights, QuantizedLinear
 from planish.model.quantization import dequantized, quantize
 from planish.model.weight_sizes import SCHEMES
@@ -27,9 +27,9 @@ def dtype(request):
 def test_forward_and_backward_equal_those_of_the_dequantized_weights(sizes, fan_in, scheme, dtype):
     """Panels of 16 to 64 outputs, joined weights, and more columns than a stretch of 2048."""
     weights = [quantize(torch.randn(size, fan_in) * 0.05, scheme) for size in sizes]
-    panels, whole = QuantizedPanels(weights, WeightArena(0)), dequantized(weights, dtype)
-    forward = PanelWeight(whole, WeightArena(0))
-    backward = PanelWeight(whole, WeightArena(0), transposed=True)
+    panels, whole = CppQuantizedWeight(weights, WeightArena(0)), dequantized(weights, dtype)
+    forward = CppPackedWeight(whole, WeightArena(0))
+    backward = CppPackedWeight(whole, WeightArena(0), transposed=True)
     bias = torch.randn(sum(sizes)).to(dtype)
     for rows in (1, 6, 7, 130):
         x, grad = torch.randn(rows, fan_in).to(dtype), torch.randn(rows, sum(sizes)).to(dtype)
@@ -41,7 +41,7 @@ def test_forward_and_backward_equal_those_of_the_dequantized_weights(sizes, fan_
 def test_the_kernels_agree_with_torch(scheme, dtype):
     weights = [quantize(torch.randn(size, 128) * 0.1, scheme) for size in (64, 32)]
     biases = [torch.randn(64).to(dtype), torch.randn(32).to(dtype)]
-    kernel = QuantizedLinear(weights, biases, QuantizedPanels(weights, WeightArena(0)))
+    kernel = QuantizedLinear(weights, biases, CppQuantizedWeight(weights, WeightArena(0)))
     reference = QuantizedLinear(weights, biases, DequantizedWeights(weights, dtype))
     x, grad = torch.randn(9, 128).to(dtype), torch.randn(9, 96).to(dtype)
     allowed = 0.02 if dtype == torch.bfloat16 else 1e-5
@@ -60,10 +60,10 @@ def test_packed_codes_take_the_bytes_of_the_formula():
     tables of 272 numbers.
     """
     weight = torch.randn(640, 576)
-    assert QuantizedPanels([quantize(weight, "int8")], WeightArena(0)).nbytes == 640 * (576 + 4)
+    assert CppQuantizedWeight([quantize(weight, "int8")], WeightArena(0)).nbytes == 640 * (576 + 4)
     blocks = 640 * 576 // 64
     expected = 32 * blocks + blocks + 4 * -(-blocks // 256) + 12 * 640 + 4 * 272
-    assert QuantizedPanels([quantize(weight, "nf4")], WeightArena(0)).nbytes == expected
+    assert CppQuantizedWeight([quantize(weight, "nf4")], WeightArena(0)).nbytes == expected
 
 
 def test_sizes_that_the_kernels_lack_are_left_to_torch(dtype):

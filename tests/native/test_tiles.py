@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from planish.model.kernels.cpp import ops
-from planish.model.kernels.cpp.matmul import PanelAdapter, PanelWeight, WeightArena
+from planish.model.kernels.cpp.matmul import CppPackedAdapter, CppPackedWeight, WeightArena
 
 POSITIONS = 150
 ROWS = range(0, POSITIONS, 16)
@@ -72,7 +72,7 @@ def test_amx_rows_are_batch_invariant(fan_out, fan_in):
         torch.randn(*n, generator=generator).bfloat16()
         for n in ((fan_out, fan_in), (70, fan_in), (fan_out,))
     )
-    panels = PanelWeight(weight, WeightArena(0))
+    panels = CppPackedWeight(weight, WeightArena(0))
     whole = panels.matmul(x, bias)
     expected = x.double() @ weight.double().t() + bias.double()
     assert (whole.double() - expected).abs().max() <= 0.005 * expected.abs().max()
@@ -83,7 +83,9 @@ def test_amx_rows_are_batch_invariant(fan_out, fan_in):
 def test_a_non_finite_row_does_not_change_other_amx_rows(products):
     x = torch.ones(33, 34, dtype=torch.bfloat16)
     x[16] = torch.nan
-    found = PanelWeight(torch.ones(32, 34, dtype=torch.bfloat16), WeightArena(0)).matmul(x, None)
+    found = CppPackedWeight(torch.ones(32, 34, dtype=torch.bfloat16), WeightArena(0)).matmul(
+        x, None
+    )
     assert found[16].isnan().all()
     others = torch.arange(33) != 16
     assert (found[others] == 34).all()
@@ -170,14 +172,14 @@ def test_gradients_of_attention_by_tiles_are_as_exact_as_by_vectors(group, e, wi
         sums = torch.empty(len(ends), 2, *k.shape)
         return (out, *ops.attend_backward(plan, ends, grad, q, out, lse, k, sums))
 
-    wide = [x.double().requires_grad_() for x in (q, k, v)]
-    keys, values = (x.repeat_interleave(group, 1) for x in wide[1:])
-    scores = torch.einsum("qhe,khe->hqk", wide[0], keys) * e**-0.5
+    inputs64 = [x.double().requires_grad_() for x in (q, k, v)]
+    keys, values = (x.repeat_interleave(group, 1) for x in inputs64[1:])
+    scores = torch.einsum("qhe,khe->hqk", inputs64[0], keys) * e**-0.5
     distance = torch.arange(POSITIONS)[:, None] - torch.arange(POSITIONS)
     seen = (distance >= 0) & (distance < (window or POSITIONS))
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     expected = torch.einsum("hqk,khe->qhe", weights, values)
-    exact = (expected.detach(), *torch.autograd.grad(expected, wide, grad.double()))
+    exact = (expected.detach(), *torch.autograd.grad(expected, inputs64, grad.double()))
 
     def errors(found: tuple[Tensor, ...]) -> list[float]:
         return [
@@ -199,7 +201,7 @@ def test_gradients_of_adapters_by_tiles_have_the_order_of_the_instruction(rows, 
     sizes, fan_in = (48, 272), 80
     a = normal(2 * rank, fan_in)
     bs = [normal(size, rank) for size in sizes]
-    site = PanelAdapter([(a, bs)]).target(0)
+    site = CppPackedAdapter([(a, bs)]).target(0)
     assert site is not None
     x, grad = normal(rows, fan_in), normal(rows, sum(sizes))
     lora_hidden = site.add_(x, torch.zeros_like(grad), sizes)

@@ -114,7 +114,7 @@ def test_the_gradient_of_a_norm_equals_torch(shape, dtype, normal):
 def test_the_rotation_equals_torch(rows, heads, size, back, dtype, normal):
     x = normal(rows, heads + 2, size, dtype=dtype)[
         :, 1 : 1 + heads
-    ]  # strided rows, as in the joint output of q, k and v
+    ]  # strided rows, as in the fused output of q, k and v
     angles = normal(rows, 1, size // 2)
     cos, sin = angles.cos(), angles.sin()
     turned = torch.complex(*x.float().chunk(2, -1)) * torch.polar(

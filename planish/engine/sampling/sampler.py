@@ -435,7 +435,7 @@ class Sampler:
         return RecurrentState(config, self._decoder.dtype, self._decoder.device)
 
     def _prefill_state_segments(self, prompt: Prompt, row: int, count: int) -> list[StateSegment]:
-        """Split the next `count` positions of a prompt into `StateSegment`s for the recurrent layers.
+        """Split the next `count` positions of a prompt into segments for the recurrent layers.
 
         The first of these positions is at batch row `row`, and the others follow. Return an empty
         list if the model has no recurrent state.

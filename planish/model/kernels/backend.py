@@ -25,7 +25,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from planish.model.experts import TokenExpertPairs
-    from planish.model.kernels.cpp.matmul import PanelAdapter, PanelModule
+    from planish.model.kernels.cpp.matmul import CppPackedAdapter, CppPackedModule
     from planish.model.kernels.reference.backend import TorchBackend, TorchHeadAdapters
 
 Backend: TypeAlias = "TorchBackend"
@@ -80,12 +80,12 @@ The rows are start .. stop - 1. The matrices are A [r, D] and a single B [V, r].
 """
 
 
-PackedAdapter: TypeAlias = "PanelAdapter"
+PackedAdapter: TypeAlias = "CppPackedAdapter"
 """All LoRA matrices of one version of an adapter, packed for a kernel.
 
 Only the C++ kernels have a packed form of them.
 """
-PackedMatrices: TypeAlias = "PanelModule"
+PackedMatrices: TypeAlias = "CppPackedModule"
 """The LoRA matrices of one target module within a `PackedAdapter`."""
 
 
@@ -93,7 +93,7 @@ PackedMatrices: TypeAlias = "PanelModule"
 class LoraMatrices:
     """The LoRA matrices of n linears that read the same input (one target module).
 
-    `a`: the joint A [n * r, in]. `bs`: one B [out, r] per linear. Stacks of adapters and the
+    `a`: the concatenated A [n * r, in]. `bs`: one B [out, r] per linear. Stacks of adapters and the
     matrices of all experts of a layer have one more dimension in front.
     """
 

@@ -42,15 +42,15 @@ class PackedLinear:
         biases: Sequence[Tensor | None] = (None,),
         *,
         packer: Packer,
-        joined: bool = False,
+        are_adjacent: bool = False,
         keep_unpacked: bool = True,
         restore: Callable[[], Sequence[Tensor]] | None = None,
     ) -> None:
         """`weights`: [out_i, in] each. `biases`: one bias per weight, or None for every weight.
 
-        `packer`: the backend's function that packs weights. `joined`: the weights are adjacent
-        views of one tensor. `keep_unpacked`: whether to keep the unpacked weights even if they
-        could be restored from the packed weights. `restore`: a function that returns `weights`
+        `packer`: the backend's function that packs weights. `are_adjacent`: the weights are
+        adjacent views of one tensor. `keep_unpacked`: whether to keep the unpacked weights even if
+        they could be restored from the packed weights. `restore`: a function that returns `weights`
         again; with it the unpacked weights are never kept.
         """
         self.sizes = [len(weight) for weight in weights]
@@ -64,7 +64,7 @@ class PackedLinear:
         keeps = keep_unpacked or self._unpack is None
         self._restore = restore if keeps else None
         self._kept = tuple(weights) if keeps and restore is None else ()
-        self._joined = joined or len(weights) == 1
+        self._are_adjacent = are_adjacent or len(weights) == 1
 
     @property
     def _weights(self) -> Sequence[Tensor]:
@@ -87,8 +87,8 @@ class PackedLinear:
         call_before_matmul()
         if self.packed is not None:
             return self.packed.matmul(x, self.bias)
-        if self._joined:
-            return F.linear(x, self._joint_weight, self.bias)
+        if self._are_adjacent:
+            return F.linear(x, self._fused_weight, self.bias)
         out = torch.cat([F.linear(x, weight) for weight in self._weights], 1)
         return out if self.bias is None else out.add_(self.bias)
 
@@ -105,15 +105,15 @@ class PackedLinear:
         if self._packed_backward is not None:
             return self._packed_backward.matmul(grad, None)
         # One matmul, because a sum of several bf16 matmuls rounds more often.
-        return grad @ (self._joint_weight if self._joined else joint(self._weights))
+        return grad @ (self._fused_weight if self._are_adjacent else concatenate(self._weights))
 
     @property
     def _unpack(self) -> Callable[[], Tensor] | None:
         return None if self.packed is None else self.packed.unpack
 
     @property
-    def _joint_weight(self) -> Tensor:
-        """The joint weight tensor [out, in] of all linears, a view."""
+    def _fused_weight(self) -> Tensor:
+        """The fused weight tensor [out, in] of all linears, a view."""
         first = self._weights[0]
         return first.as_strided(
             (sum(self.sizes), first.shape[1]), first.stride(), first.storage_offset()
@@ -145,7 +145,7 @@ class QuantizedLinear(PackedLinear):
 
 
 class PackedWeight(Protocol):
-    """The joint weights [out, in] of one or more linears in the layout of one matmul kernel."""
+    """The fused weights [out, in] of one or more linears in the layout of one matmul kernel."""
 
     is_batch_invariant: bool
     """Whether a row of the output is bit-identical for any number of rows."""
@@ -194,7 +194,7 @@ class DequantizedWeights:
 
 
 Packer = Callable[[Sequence[Tensor], bool], PackedWeight | None]
-"""A function that packs joint weights: (weights, transposed) -> packed weights, or None.
+"""A function that packs fused weights: (weights, transposed) -> packed weights, or None.
 
 `transposed`: pack for x @ weight (the backward pass) instead of x @ weight.T.
 """
@@ -221,7 +221,7 @@ class OneDnnWeight:
         return torch.ops.mkldnn._linear_pointwise(x, self._blocks, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-def joint(weights: Sequence[Tensor]) -> Tensor:
+def concatenate(weights: Sequence[Tensor]) -> Tensor:
     """Return the weights [out_i, in] as one tensor [out, in]."""
     return weights[0] if len(weights) == 1 else torch.cat(tuple(weights))
 

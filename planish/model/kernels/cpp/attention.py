@@ -38,7 +38,7 @@ _LANE = 8
 With larger blocks, a few prompts would not have enough blocks to keep all threads busy. The size of
 the CPU's cache would allow larger blocks.
 """
-_PARTS = 24
+_WORK_UNITS = 24
 """The approximate number of work units of a backward pass.
 
 The number is fixed, so that sums do not depend on the number of threads.
@@ -71,7 +71,7 @@ class CppTreeAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """Return the attention output [T, Hq, E] (see `Attend`)."""
-        return _Forest.apply(q, k, v, self, layer, sinks)  # type: ignore[no-any-return]
+        return _TreeAttention.apply(q, k, v, self, layer, sinks)  # type: ignore[no-any-return]
 
     def plan(self, keys: Tensor, values: Tensor, layer: int) -> AttentionPlan:
         """Return a plan for one layer, whose ranges point into `keys` and `values`.
@@ -89,50 +89,50 @@ class CppTreeAttention:
         windows = self._plan.windows[layer : layer + 1]
         return replace(self._plan, ranges=ranges, windows=windows)
 
-    def sums(self, parts: int, keys: Tensor) -> Tensor:
+    def sums(self, num_units: int, keys: Tensor) -> Tensor:
         """Return scratch memory for a backward pass, float32 [parts, 2, T, H, E].
 
         All layers share the memory, because allocating it takes longer than computing the sums.
         """
         if self._sums is None:
-            self._sums = torch.empty(parts, 2, *keys.shape)
+            self._sums = torch.empty(num_units, 2, *keys.shape)
         return self._sums
 
-    def part_ends(self, heads: int) -> np.ndarray:
-        """Divide the blocks into runs of about equal work, and return the end of each run.
+    def unit_ends(self, heads: int) -> np.ndarray:
+        """Divide the blocks into units of about equal work, and return the end of each unit.
 
         `heads`: the number of key-value heads. The result is int64 [n].
         """
         blocks = self._plan.blocks
         work = np.cumsum([block["count"] * self._plan.visible[block["first"]] for block in blocks])
-        parts = min(len(blocks), math.ceil(_PARTS / heads))
-        ends = np.searchsorted(work, work[-1] * np.arange(1, parts + 1) / parts) + 1
+        num_units = min(len(blocks), math.ceil(_WORK_UNITS / heads))
+        ends = np.searchsorted(work, work[-1] * np.arange(1, num_units + 1) / num_units) + 1
         return np.unique(np.minimum(ends, len(blocks))).astype(np.int64)
 
 
-class _Forest(torch.autograd.Function):
+class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        forest: CppTreeAttention,
+        attention: CppTreeAttention,
         layer: int,
         sinks: Tensor | None,
     ) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         lse = torch.empty(q.shape[:2])
-        out = ops.attend(forest.plan(k, v, layer), 0, q, k.shape[1], lse, sinks)
+        out = ops.attend(attention.plan(k, v, layer), 0, q, k.shape[1], lse, sinks)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.forest, ctx.layer = forest, layer
+        ctx.attention, ctx.layer = attention, layer
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
-        plan, ends = ctx.forest.plan(k, v, ctx.layer), ctx.forest.part_ends(k.shape[1])
-        sums = ctx.forest.sums(len(ends), k)
+        plan, ends = ctx.attention.plan(k, v, ctx.layer), ctx.attention.unit_ends(k.shape[1])
+        sums = ctx.attention.sums(len(ends), k)
         grads = ops.attend_backward(plan, ends, grad.contiguous(), q, out, lse, k, sums)
         return *grads, None, None, None
 
@@ -236,23 +236,23 @@ def _ranges(owners: Sequence[tuple[KVPool, int, int]]) -> np.ndarray:
     if not owners:
         return np.zeros((1, 0), ops.Range)
     pools = list(dict.fromkeys(pool for pool, _, _ in owners))
-    numbers = {pool: number for number, pool in enumerate(pools)}
-    pool_of = np.array([numbers[pool] for pool, _, _ in owners], np.int64)
+    pool_index = {pool: number for number, pool in enumerate(pools)}
+    pool_indices = np.array([pool_index[pool] for pool, _, _ in owners], np.int64)
     spec = pools[0].spec
-    head_sizes = np.array([pool.capacity * spec.head_dim for pool in pools], np.int64)[pool_of]
+    head_sizes = np.array([pool.capacity * spec.head_dim for pool in pools], np.int64)[pool_indices]
     offsets = (
         np.array([slot for _, slot, _ in owners], np.int64)
         * head_sizes
         * spec.num_heads
         * spec.dtype.itemsize
     )
-    found = np.zeros((spec.num_layers, len(owners)), ops.Range)
+    ranges = np.zeros((spec.num_layers, len(owners)), ops.Range)
     for name, tensors in (
         ("k", [pool.keys for pool in pools]),
         ("v", [pool.values for pool in pools]),
     ):
         bases = np.array([[tensor.data_ptr() for tensor in layers] for layers in tensors], np.int64)
-        found[name] = (bases[pool_of] + offsets[:, None]).T
-    found["count"] = [count for _, _, count in owners]
-    found["row"], found["head"] = spec.head_dim, head_sizes
-    return found
+        ranges[name] = (bases[pool_indices] + offsets[:, None]).T
+    ranges["count"] = [count for _, _, count in owners]
+    ranges["row"], ranges["head"] = spec.head_dim, head_sizes
+    return ranges

@@ -34,7 +34,7 @@ from planish.model.kernels.cpp.attention import (
     CppPrefillAttention,
     CppTreeAttention,
 )
-from planish.model.kernels.cpp.decode_pass import DecodePass, PanelLayer
+from planish.model.kernels.cpp.decode_pass import DecodeLayer, DecodePass
 from planish.model.kernels.cpp.delta_net import (
     CppSequenceRecurrence,
     CppTreeRecurrence,
@@ -42,25 +42,25 @@ from planish.model.kernels.cpp.delta_net import (
 )
 from planish.model.kernels.cpp.head import HeadTable, SingleLogits
 from planish.model.kernels.cpp.matmul import (
+    CppAdapterBatch,
+    CppPackedAdapter,
+    CppPackedModule,
+    CppPackedWeight,
     Matrices,
-    PanelAdapter,
-    PanelAdapterRows,
-    PanelModule,
-    PanelWeight,
     WeightArena,
-    panel_size,
+    packed_size,
     supports_lora,
     supports_lora_forward,
     supports_matmul,
 )
 from planish.model.kernels.cpp.ops import StoringAttention
-from planish.model.kernels.cpp.quantized_matmul import QuantizedPanels, supports_quantized
+from planish.model.kernels.cpp.quantized_matmul import CppQuantizedWeight, supports_quantized
 from planish.model.kernels.cpp.self_test import FAMILIES
 from planish.model.kernels.linear import (
     PackedLinear,
     PackedQuantizedWeight,
     PackedWeight,
-    joint,
+    concatenate,
 )
 from planish.model.kernels.reference.backend import TorchBackend, TorchHeadAdapters
 from planish.model.kernels.reference.row_tiling import RowTiling
@@ -105,8 +105,8 @@ class CppBackend(TorchBackend):
         if "log_sum_exp" in self.families:
             self.log_sum_exp_backward = ops.log_sum_exp_backward
         # The routers of experts are float32 in a model of any dtype.
-        self._arenas = {kind: WeightArena() for kind in {dtype, torch.float32}}
-        self._codes_arena = WeightArena()
+        self._arenas = {each: WeightArena() for each in {dtype, torch.float32}}
+        self._quantized_arena = WeightArena()
         linears = [
             linear_shape(config, name) for names in distinct_fused_modules(config) for name in names
         ]
@@ -128,7 +128,7 @@ class CppBackend(TorchBackend):
     def replaced_families(self) -> frozenset[str]:
         """The families that torch computes, because they failed or do not support the model."""
         size = self.config.hidden_size
-        served = {
+        supported = {
             "matmul": self.packs(size, size),
             "lora": self.packs_layer_adapters,
             "attention": self.has_cpp_attention,
@@ -137,7 +137,7 @@ class CppBackend(TorchBackend):
         return frozenset(
             family
             for family in FAMILIES
-            if family != "amx" and not (family in self.families and served.get(family, True))
+            if family != "amx" and not (family in self.families and supported.get(family, True))
         )
 
     @property
@@ -151,43 +151,43 @@ class CppBackend(TorchBackend):
         """Return whether the matmul kernel supports weights [fan_out, fan_in]."""
         return supports_matmul(fan_out, fan_in, self.dtype)
 
-    def _packed(self, weights: Sequence[Tensor], transposed: bool) -> PackedWeight | None:
+    def _pack_weight(self, weights: Sequence[Tensor], transposed: bool) -> PackedWeight | None:
         fan_out, fan_in, dtype = sum(map(len, weights)), weights[0].shape[1], weights[0].dtype
         shape = (fan_in, fan_out) if transposed else (fan_out, fan_in)
         if not supports_matmul(*shape, dtype):
-            return super()._packed(weights, transposed)
-        return PanelWeight(joint(weights), self._arenas[dtype], transposed=transposed)
+            return super()._pack_weight(weights, transposed)
+        return CppPackedWeight(concatenate(weights), self._arenas[dtype], transposed=transposed)
 
-    def _packed_codes(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight:
+    def _pack_quantized_weight(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight:
         if not supports_quantized(weights, self.dtype):
-            return super()._packed_codes(weights)
-        return QuantizedPanels(weights, self._codes_arena)
+            return super()._pack_quantized_weight(weights)
+        return CppQuantizedWeight(weights, self._quantized_arena)
 
     # LoRA
 
     def pack_adapter(
         self, targets: Sequence[LoraMatrices | None], *, is_head: bool = False
-    ) -> PanelAdapter:
+    ) -> CppPackedAdapter:
         """Return the matrices of all target modules, packed as panels at first use."""
         # Use the kernel for all target modules of all adapters or for none. Otherwise the kernel
         # of one adapter would depend on the other adapters in the batch, and results would not be
         # batch-invariant.
-        serves = is_head or self.packs_layer_adapters
+        use_kernel = is_head or self.packs_layer_adapters
         if is_head or not self.config.num_experts:
-            matrices = [None if own is None else (own.a, own.bs) for own in targets]
-            return PanelAdapter(matrices, serves=serves)
+            matrices = [None if lora is None else (lora.a, lora.bs) for lora in targets]
+            return CppPackedAdapter(matrices, use_kernel=use_kernel)
         # Each expert of a layer is a target module of its own for the kernel.
-        matrices, firsts = list[Matrices | None](), list[int]()
-        for own, experts in zip(targets, self._experts_of_targets, strict=True):
-            firsts.append(len(matrices))
-            if own is None:
-                matrices += [None] * max(experts, 1)
-            elif experts:
-                a, bs = own.a.detach(), [b.detach() for b in own.bs]
-                matrices += [(a[i], [b[i] for b in bs]) for i in range(experts)]
+        matrices, first_entries = list[Matrices | None](), list[int]()
+        for lora, num_experts in zip(targets, self._experts_of_targets, strict=True):
+            first_entries.append(len(matrices))
+            if lora is None:
+                matrices += [None] * max(num_experts, 1)
+            elif num_experts:
+                a, bs = lora.a.detach(), [b.detach() for b in lora.bs]
+                matrices += [(a[i], [b[i] for b in bs]) for i in range(num_experts)]
             else:
-                matrices.append((own.a, own.bs))
-        return PanelAdapter(matrices, serves=serves, firsts=firsts)
+                matrices.append((lora.a, lora.bs))
+        return CppPackedAdapter(matrices, use_kernel=use_kernel, first_entries=first_entries)
 
     @property
     def _experts_of_targets(self) -> list[int]:
@@ -202,18 +202,20 @@ class CppBackend(TorchBackend):
         """Return the number of elements of an adapter's panels: (forward, backward)."""
         forward = backward = 0
         for entries in layout.target_modules:
-            *front, _, fan_in = entries[0].shape
-            experts = front[0] if front else 1
-            bs = [entry.shape[-2:] for entry in entries if entry.is_b]
-            rows = sum(entry.shape[-2] for entry in entries if not entry.is_b)
-            shapes = [(fan_out, fan_in) for fan_out, _ in bs]
+            *leading_dims, _, fan_in = entries[0].shape
+            num_experts = leading_dims[0] if leading_dims else 1
+            b_shapes = [entry.shape[-2:] for entry in entries if entry.is_b]
+            lora_columns = sum(entry.shape[-2] for entry in entries if not entry.is_b)
+            shapes = [(fan_out, fan_in) for fan_out, _ in b_shapes]
             is_head = entries[0].target == "lm_head"
             if (is_head or self.packs_layer_adapters) and supports_lora_forward(shapes, self.dtype):
-                forward += experts * panel_size(rows, fan_in)
-                forward += experts * sum(panel_size(*shape) for shape in bs)
+                forward += num_experts * packed_size(lora_columns, fan_in)
+                forward += num_experts * sum(packed_size(*shape) for shape in b_shapes)
                 if supports_lora(shapes, self.dtype):
-                    backward += experts * panel_size(fan_in, rows)
-                    backward += experts * sum(panel_size(rank, fan_out) for fan_out, rank in bs)
+                    backward += num_experts * packed_size(fan_in, lora_columns)
+                    backward += num_experts * sum(
+                        packed_size(rank, fan_out) for fan_out, rank in b_shapes
+                    )
         return forward, backward
 
     def adapter_batch(self, adapters: Sequence[AdapterRange | AdapterStackRange]) -> AdapterBatch:
@@ -225,11 +227,11 @@ class CppBackend(TorchBackend):
             for rows in adapters
             if rows.weights is not None
         ]
-        members = [(start, stop, cast("PanelAdapter", own)) for start, stop, own in packed]
+        members = [(start, stop, cast("CppPackedAdapter", own)) for start, stop, own in packed]
         members = [member for member in members if not member[2].is_empty]
         if not members:
             return super().adapter_batch(())
-        return PanelAdapterRows(members, fused_module_names(self.config))
+        return CppAdapterBatch(members, fused_module_names(self.config))
 
     # Forward pass
 
@@ -255,14 +257,14 @@ class CppBackend(TorchBackend):
         if self.config.num_experts:
             return None  # The native pass has no experts.
         layers = [
-            _panel_layer(layer, self.config.window(index))
+            _decode_layer(layer, self.config.window(index))
             for index, layer in enumerate(decoder.layers)
         ]
-        found = [layer for layer in layers if layer is not None]
-        if len(found) < len(layers):
+        packed_layers = [layer for layer in layers if layer is not None]
+        if len(packed_layers) < len(layers):
             return None
-        whole = DecodePass(
-            layers=found,
+        decode_pass = DecodePass(
+            layers=packed_layers,
             embedding=decoder.embedding,
             final_norm=decoder.final_norm,
             eps=config.rms_norm_eps,
@@ -274,8 +276,8 @@ class CppBackend(TorchBackend):
 
         def run(tokens: Tensor, positions: Tensor, attend: Attend, batch: AdapterBatch) -> Tensor:
             assert isinstance(attend, StoringAttention)
-            adapters = batch if isinstance(batch, PanelAdapterRows) else None
-            return whole.forward(tokens, positions, attend.plan, adapters)
+            adapters = batch if isinstance(batch, CppAdapterBatch) else None
+            return decode_pass.forward(tokens, positions, attend.plan, adapters)
 
         return run
 
@@ -294,13 +296,13 @@ class CppBackend(TorchBackend):
         adapters: HeadAdapters | None,
         logits: Tensor,
         k: int,
-        wide: Tensor | None = None,
+        float32_logits: Tensor | None = None,
     ) -> Exact:
         """Return the k largest logits of each row, recomputed in float32."""
         single = self._single_logits(hidden, head, adapters)
         if single is None:
-            return super().top_logits(hidden, head, adapters, logits, k, wide)
-        return single.likeliest(logits, k, wide)
+            return super().top_logits(hidden, head, adapters, logits, k, float32_logits)
+        return single.top(logits, k, float32_logits)
 
     def token_logits(
         self,
@@ -407,7 +409,7 @@ class _CppHeadAdapters(TorchHeadAdapters):
     ) -> None:
         self.table = HeadTable(
             [
-                (start, stop, lora.bs[0].detach(), cast("PanelModule | None", lora.packed))
+                (start, stop, lora.bs[0].detach(), cast("CppPackedModule | None", lora.packed))
                 for start, stop, lora in members
             ]
         )
@@ -415,30 +417,32 @@ class _CppHeadAdapters(TorchHeadAdapters):
 
     def _hidden(self, x: Tensor) -> Tensor:
         return (
-            self.table.lora_hidden(x.contiguous()) if self.table.is_served else super()._hidden(x)
+            self.table.lora_hidden(x.contiguous())
+            if self.table.is_supported
+            else super()._hidden(x)
         )
 
     def add_(self, logits: Tensor) -> None:
         """Add the adapters' part to `logits` [R, V], in place."""
-        if self.table.is_served:
+        if self.table.is_supported:
             self.table.add_(self.hidden, logits)
         else:
             super().add_(logits)
 
 
-def _panel_layer(layer: Layer, window: int | None) -> PanelLayer | None:
+def _decode_layer(layer: Layer, window: int | None) -> DecodeLayer | None:
     """Return the layer for the native forward pass, or None if a weight of it is not packed."""
     mlp = cast("DenseMLP", layer.mlp)
-    given: list[PanelWeight | QuantizedPanels | Tensor | None] = []
+    weights: list[CppPackedWeight | CppQuantizedWeight | Tensor | None] = []
     for linear in (layer.qkv, layer.o, mlp.gate_up, mlp.down):
         packed = linear.packed
-        if not isinstance(packed, PanelWeight | QuantizedPanels) or packed.address is None:
+        if not isinstance(packed, CppPackedWeight | CppQuantizedWeight) or packed.address is None:
             return None
-        given += [packed, linear.bias]
+        weights += [packed, linear.bias]
     # The native pass needs all weights of a layer in one form, either quantized or not.
-    if len({type(given[i]) for i in range(0, len(given), 2)}) > 1:
+    if len({type(weights[i]) for i in range(0, len(weights), 2)}) > 1:
         return None
     norms = (layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
-    outputs = (layer.attn_output_norm, layer.mlp_output_norm)
+    output_norms = (layer.attn_output_norm, layer.mlp_output_norm)
     rope = (layer.rope.cos, layer.rope.sin)
-    return PanelLayer(*norms, *outputs, *rope, window or 0, *given)  # type: ignore[arg-type]
+    return DecodeLayer(*norms, *output_norms, *rope, window or 0, *weights)  # type: ignore[arg-type]

@@ -22,16 +22,16 @@ from torch import Tensor
 
 from planish.model.kernels.cpp import head as head_ops
 from planish.model.kernels.cpp import ops
-from planish.model.kernels.cpp.decode_pass import DecodePass, PanelLayer
+from planish.model.kernels.cpp.decode_pass import DecodeLayer, DecodePass
 from planish.model.kernels.cpp.delta_net import SegmentTables, scan
 from planish.model.kernels.cpp.matmul import (
-    PanelAdapter,
-    PanelAdapterRows,
-    PanelWeight,
+    CppAdapterBatch,
+    CppPackedAdapter,
+    CppPackedWeight,
     WeightArena,
     supports_bf16_matmul,
 )
-from planish.model.kernels.cpp.quantized_matmul import QuantizedPanels
+from planish.model.kernels.cpp.quantized_matmul import CppQuantizedWeight
 from planish.model.kernels.verdicts import Verdict
 from planish.model.quantization import Mxfp4Weight, QuantizedWeight, dequantized, quantize
 from planish.model.weight_sizes import SCHEMES
@@ -129,14 +129,14 @@ def _matmul(dtype: torch.dtype, tolerance: float) -> None:
     for rows, fan_out, fan_in in ((1, 16, 34), (5, 333, 64), (70, 640, 576)):
         weight, x = torch.randn(fan_out, fan_in).to(dtype), torch.randn(rows, fan_in).to(dtype)
         bias = torch.randn(fan_out).to(dtype)
-        panels = PanelWeight(weight, WeightArena(0))
+        panels = CppPackedWeight(weight, WeightArena(0))
         found = panels.matmul(x, bias)
         _close("the product", found, x.double() @ weight.double().t() + bias.double(), tolerance)
         part = slice(rows // 2, rows // 2 + 1)
         _same("the product", panels.matmul(x[part], bias), found[part])
         if fan_out % 2 == 0:
             grad = torch.randn(rows, fan_out).to(dtype)
-            back = PanelWeight(weight, WeightArena(0), transposed=True).matmul(grad, None)
+            back = CppPackedWeight(weight, WeightArena(0), transposed=True).matmul(grad, None)
             _close("the gradient", back, grad.double() @ weight.double(), tolerance)
     _quantized_matmul(dtype)
 
@@ -162,10 +162,10 @@ def _quantized_matmul(dtype: torch.dtype) -> None:
             else:
                 weights = [quantize(weight, scheme) for weight in given]
             whole = dequantized(weights, dtype)
-            panels = QuantizedPanels(weights, WeightArena(0))
-            expected = PanelWeight(whole, WeightArena(0)).matmul(x, None)
+            panels = CppQuantizedWeight(weights, WeightArena(0))
+            expected = CppPackedWeight(whole, WeightArena(0)).matmul(x, None)
             _equal(f"the products with {scheme}", panels.matmul(x, None), expected)
-            expected = PanelWeight(whole, WeightArena(0), transposed=True).matmul(grad, None)
+            expected = CppPackedWeight(whole, WeightArena(0), transposed=True).matmul(grad, None)
             _equal(f"the gradients with {scheme}", panels.matmul_backward(grad), expected)
 
 
@@ -176,7 +176,7 @@ def _lora(dtype: torch.dtype, tolerance: float) -> None:
     for rank in (3, 16):
         a = torch.randn(len(sizes) * rank, fan_in).to(dtype)
         bs = [torch.randn(size, rank).to(dtype) for size in sizes]
-        adapters.append((a, bs, PanelAdapter([(a, bs)])))
+        adapters.append((a, bs, CppPackedAdapter([(a, bs)])))
         site = adapters[-1][2].target(0)
         if site is None or not site.has_backward:
             raise Mismatch("the kernel does not serve the test's shapes")
@@ -209,7 +209,7 @@ def _lora(dtype: torch.dtype, tolerance: float) -> None:
             _close("the gradient of B", found, upstream.t() @ part, 2e-5)
     out = torch.zeros(rows, sum(sizes), dtype=dtype)
     members = [(2, 10, adapters[0][2]), (10, 30, adapters[1][2])]
-    PanelAdapterRows(members, ["attn_in"]).add_(x, out, sizes, 0, "attn_in")
+    CppAdapterBatch(members, ["attn_in"]).add_(x, out, sizes, 0, "attn_in")
     for start, stop, panels in members:
         alone, site = torch.zeros(stop - start, sum(sizes), dtype=dtype), panels.target(0)
         assert site is not None
@@ -221,7 +221,7 @@ def _lora(dtype: torch.dtype, tolerance: float) -> None:
 def _lora_of_head(dtype: torch.dtype, tolerance: float) -> None:
     vocab, d, rank = 272, 64, 5
     hidden, a, b = (torch.randn(*n).to(dtype) for n in ((9, d), (rank, d), (vocab, rank)))
-    table = head_ops.HeadTable([(2, 8, b, PanelAdapter([(a, (b,))]).target(0))])
+    table = head_ops.HeadTable([(2, 8, b, CppPackedAdapter([(a, (b,))]).target(0))])
     lora_hidden = table.lora_hidden(hidden)
     logits = torch.zeros(9, vocab, dtype=dtype)
     table.add_(lora_hidden, logits)
@@ -236,17 +236,17 @@ def _norms(dtype: torch.dtype, tolerance: float) -> None:
     for d in (67, 576):
         x, residual, weight = torch.randn(9, d), torch.randn(9, d).to(dtype), torch.rand(d) + 0.5
         total, out, scale = ops.rms_norm(x, residual, weight, 1e-5, dtype)
-        wide = x.double() + residual.double()
-        factor = (wide.square().mean(1, keepdim=True) + 1e-5).rsqrt()
-        _close("the sum", total, wide, 2e-5)
-        _close("the norm", out, wide * factor * weight, tolerance)
+        total64 = x.double() + residual.double()
+        factor = (total64.square().mean(1, keepdim=True) + 1e-5).rsqrt()
+        _close("the sum", total, total64, 2e-5)
+        _close("the norm", out, total64 * factor * weight, tolerance)
         _close("the factor", scale, factor.squeeze(1), 2e-5)
         _same("the norm", ops.rms_norm(x[4:6], residual[4:6], weight, 1e-5, dtype)[1], out[4:6])
         grad, other = torch.randn(9, d).to(dtype), torch.randn(9, d)
         found = ops.rms_norm_backward(grad, total, weight, scale, other)
         weighted = grad.double() * weight
-        inner = (weighted * wide).mean(1, keepdim=True) * factor.square()
-        _close("the gradient", found, (weighted - wide * inner) * factor + other, 1e-4)
+        inner = (weighted * total64).mean(1, keepdim=True) * factor.square()
+        _close("the gradient", found, (weighted - total64 * inner) * factor + other, 1e-4)
 
 
 def _rope(dtype: torch.dtype, tolerance: float) -> None:
@@ -271,16 +271,16 @@ def _swiglu(dtype: torch.dtype, tolerance: float) -> None:
     alpha, limit = 1.702, 5.0
     for width in (33, 640):
         given, grad = torch.randn(70, 2 * width).to(dtype) * 4, torch.randn(70, width).to(dtype)
-        wide = given.double().requires_grad_()
-        gate, up = wide[:, ::2].clamp(max=limit), wide[:, 1::2].clamp(-limit, limit)
+        inputs64 = given.double().requires_grad_()
+        gate, up = inputs64[:, ::2].clamp(max=limit), inputs64[:, 1::2].clamp(-limit, limit)
         expected = (up + 1) * gate * (gate * alpha).sigmoid()
         expected.backward(grad.double())
-        assert wide.grad is not None
+        assert inputs64.grad is not None
         found = ops.clamped_swiglu(given, alpha, limit)
         _close("clamped SwiGLU", found, expected.detach(), tolerance)
         _same("clamped SwiGLU", ops.clamped_swiglu(given[30:31], alpha, limit), found[30:31])
         found = ops.clamped_swiglu_backward(grad, given, alpha, limit)
-        _close("the gradient", found, wide.grad, tolerance)
+        _close("the gradient", found, inputs64.grad, tolerance)
 
 
 def _gated(
@@ -293,23 +293,23 @@ def _gated(
 ) -> None:
     for width in (33, 640):
         given, grad = torch.randn(70, 2 * width).to(dtype) * 4, torch.randn(70, width).to(dtype)
-        wide = given.double().requires_grad_()
-        gate, up = wide.chunk(2, 1)
+        inputs64 = given.double().requires_grad_()
+        gate, up = inputs64.chunk(2, 1)
         expected = activation(gate) * up
         expected.backward(grad.double())
-        assert wide.grad is not None
+        assert inputs64.grad is not None
         found = forward(given)
         _close(name, found, expected.detach(), tolerance)
         _same(name, forward(given[30:31]), found[30:31])
-        _close("the gradient", backward(grad, given), wide.grad, tolerance)
+        _close("the gradient", backward(grad, given), inputs64.grad, tolerance)
 
 
 def _log_sum_exp(dtype: torch.dtype, tolerance: float) -> None:
     for vocab in (7, 3001):
         logits, temperature = torch.randn(9, vocab).to(dtype) * 3, torch.linspace(0.5, 2, 9)
         exact = torch.randint(vocab, (9, 1)), torch.randn(9, 1)
-        wide = logits.double().scatter(1, exact[0], exact[1].double())
-        scaled = wide / temperature.double()[:, None]
+        logits64 = logits.double().scatter(1, exact[0], exact[1].double())
+        scaled = logits64 / temperature.double()[:, None]
         weights = torch.empty(9, vocab)
         found = ops.log_sum_exp(logits, temperature, exact, weights)
         _close("log-sum-exp", found, scaled.logsumexp(1), 2e-5)
@@ -317,9 +317,9 @@ def _log_sum_exp(dtype: torch.dtype, tolerance: float) -> None:
         _close("the softmax's terms", weights, (scaled - max_logit).exp(), 2e-5)
         part = exact[0][3:4], exact[1][3:4]
         _same("log-sum-exp", ops.log_sum_exp(logits[3:4], temperature[3:4], part), found[3:4])
-        totals = (wide / 0.7).logsumexp(1)
+        totals = (logits64 / 0.7).logsumexp(1)
         first, targets = torch.arange(10) * 2, torch.randint(vocab, (18,))
-        grads, softmax = torch.randn(18), (wide / 0.7 - totals[:, None]).exp()
+        grads, softmax = torch.randn(18), (logits64 / 0.7 - totals[:, None]).exp()
         expected = -softmax * grads.double().view(9, 2).sum(1, keepdim=True)
         expected.view(-1).index_add_(
             0, torch.arange(9).repeat_interleave(2) * vocab + targets, grads.double()
@@ -376,13 +376,16 @@ def _sampling() -> None:
     exact = hidden.double() @ weight.double().t()
     single = head_ops.SingleLogits(hidden, weight, head_ops.HeadTable(()), None)
     narrow = exact.bfloat16()
-    wide = torch.empty(rows, vocab)
-    largest, values = single.likeliest(narrow, 16, wide)
+    float32_logits = torch.empty(rows, vocab)
+    largest, values = single.top(narrow, 16, float32_logits)
     order = narrow.float().sort(dim=1, descending=True, stable=True).indices[:, :16]
     _equal("the likeliest tokens", largest, order)
     _close("their logits", values, exact.gather(1, order), 2e-5)
     _close(
-        "the widened logits", wide, narrow.double().scatter(1, order, exact.gather(1, order)), 2e-5
+        "the widened logits",
+        float32_logits,
+        narrow.double().scatter(1, order, exact.gather(1, order)),
+        2e-5,
     )
     pairs, chosen = at.repeat_interleave(3), torch.randint(vocab, (3 * rows,))
     _close("single logits", single.at(pairs, chosen), exact[pairs, chosen], 2e-5)
@@ -423,10 +426,10 @@ def _tree_attention(
     mask = torch.arange(rows)[:, None] >= torch.arange(rows)
     mask[32:, 24:32] = False
     mask &= visible[:, None] - visible < (window or rows)
-    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    inputs64 = [x.double().requires_grad_() for x in (q, k, v)]
     group = heads // of_keys
-    keys, values = (x.repeat_interleave(group, 1) for x in wide[1:])
-    scores = torch.einsum("qhe,khe->hqk", wide[0], keys) * e**-0.5
+    keys, values = (x.repeat_interleave(group, 1) for x in inputs64[1:])
+    scores = torch.einsum("qhe,khe->hqk", inputs64[0], keys) * e**-0.5
     scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
         scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, rows, 1)), 2)
@@ -439,7 +442,7 @@ def _tree_attention(
         1e-2 if dtype == torch.bfloat16 else 2e-5,
     )
     grad = torch.randn(rows, heads, e).to(dtype)
-    gradients = torch.autograd.grad(expected, wide, grad.double())
+    gradients = torch.autograd.grad(expected, inputs64, grad.double())
     ends = np.array([2, 4], np.int64)
     sums = torch.empty(len(ends), 2, rows, of_keys, e)
     ours = ops.attend_backward(plan, ends, grad, q, found, lse, k, sums)
@@ -571,13 +574,13 @@ def _decode_model(dtype: torch.dtype, tolerance: float, *, is_gemma: bool) -> No
         parts: list[Any] = [*norm_weights[:4], *(norm_weights[4:] if is_gemma else (None, None))]
         parts += [cos[number], sin[number], step.windows[number] or 0]
         for weight, bias in layer.values():
-            parts += [PanelWeight(weight, arena), bias]
-        panels.append(PanelLayer(*parts))
+            parts += [CppPackedWeight(weight, arena), bias]
+        panels.append(DecodeLayer(*parts))
     scale = 1.5 if is_gemma else 1.0
     given = (panels, embedding, final_norm, 1e-5, (heads, of_keys), inner, is_gemma, scale)
     whole = DecodePass(*given)
     tokens, positions = torch.arange(rows) * 7, torch.arange(rows) + step.prompt
-    table = PanelAdapterRows([(0, 3, PanelAdapter(adapters))], list(sizes))
+    table = CppAdapterBatch([(0, 3, CppPackedAdapter(adapters))], list(sizes))
     found = whole.forward(tokens, positions, step.plan, table)
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:

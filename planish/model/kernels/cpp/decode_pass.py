@@ -18,16 +18,16 @@ import numpy as np
 from torch import Tensor
 
 from planish.model.kernels.cpp import ops
-from planish.model.kernels.cpp.matmul import PanelAdapterRows, PanelWeight
+from planish.model.kernels.cpp.matmul import CppAdapterBatch, CppPackedWeight
 from planish.model.kernels.cpp.ops import AttentionPlan
-from planish.model.kernels.cpp.quantized_matmul import QuantizedPanels
+from planish.model.kernels.cpp.quantized_matmul import CppQuantizedWeight
 
-LinearPanels = PanelWeight | QuantizedPanels
+CppLinearWeight = CppPackedWeight | CppQuantizedWeight
 """The packed weights of a linear. In a pass, either all or none of them are quantized."""
 
 
 @dataclass(frozen=True)
-class PanelLayer:
+class DecodeLayer:
     """The frozen weights of one decoder layer, with float32 norms and packed linears.
 
     A field is None if the model has no such norm or bias.
@@ -44,17 +44,17 @@ class PanelLayer:
     sin: Tensor
     window: int
     """The number of positions that a row attends to; 0 for all."""
-    qkv: LinearPanels
+    qkv: CppLinearWeight
     qkv_bias: Tensor | None
-    o: LinearPanels
+    o: CppLinearWeight
     o_bias: Tensor | None
-    gate_up: LinearPanels
+    gate_up: CppLinearWeight
     gate_up_bias: Tensor | None
-    down: LinearPanels
+    down: CppLinearWeight
     down_bias: Tensor | None
 
 
-_Layer = np.dtype([(field.name, np.int64) for field in fields(PanelLayer)])
+_Layer = np.dtype([(field.name, np.int64) for field in fields(DecodeLayer)])
 
 
 class _Pass(ctypes.Structure):
@@ -79,7 +79,7 @@ class _Pass(ctypes.Structure):
 class DecodePass:
     """The forward pass of a model whose linears are all packed as panels."""
 
-    layers: Sequence[PanelLayer]
+    layers: Sequence[DecodeLayer]
     embedding: Tensor
     """[V, D], in the dtype of the matmuls."""
     final_norm: Tensor
@@ -98,7 +98,7 @@ class DecodePass:
         tokens: Tensor,
         positions: Tensor,
         plan: AttentionPlan,
-        adapters: PanelAdapterRows | None,
+        adapters: CppAdapterBatch | None,
     ) -> Tensor:
         """Return the hidden states after the final norm: [T, D].
 
@@ -106,13 +106,13 @@ class DecodePass:
         row's own range in `plan`.
         """
         out = self.embedding.new_empty(len(tokens), self.embedding.shape[1])
-        given = _Pass(
+        arguments = _Pass(
             layers=len(self.layers),
             rows=len(tokens),
             hidden=out.shape[1],
             inner=self.inner,
             gelu=self.uses_gelu,
-            quantized=isinstance(self.layers[0].qkv, QuantizedPanels),
+            quantized=isinstance(self.layers[0].qkv, CppQuantizedWeight),
             eps=self.eps,
             embedding_scale=self.embedding_scale,
             layer=self._table.ctypes.data,
@@ -127,7 +127,7 @@ class DecodePass:
             adapters=adapters.table.ctypes.data if adapters is not None else None,
             n_adapters=adapters.table.shape[1] if adapters is not None else 0,
         )
-        ops.call("decode", out.dtype, ctypes.byref(given), out)
+        ops.call("decode", out.dtype, ctypes.byref(arguments), out)
         return out
 
     @cached_property
@@ -139,10 +139,10 @@ class DecodePass:
         return table
 
 
-def _address(x: Tensor | LinearPanels | int | None) -> int:
+def _address(x: Tensor | CppLinearWeight | int | None) -> int:
     if isinstance(x, int):
         return x
-    if isinstance(x, LinearPanels):
+    if isinstance(x, CppLinearWeight):
         assert x.address is not None
         return x.address
     return 0 if x is None else x.data_ptr()

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from planish.model.kernels.backend import MIN_WEIGHT, padded_lora_columns
 from planish.model.kernels.cpp import ops
-from planish.model.kernels.cpp.matmul import PanelModule
+from planish.model.kernels.cpp.matmul import CppPackedModule
 
-_HeadRows = np.dtype(
+_HeadRecord = np.dtype(
     [
         (name, np.int64)
         for name in ("b", "a_panels", "b_panels", "rank", "columns", "first", "count")
@@ -49,19 +49,26 @@ class _ExactLogits(ctypes.Structure):
 class HeadTable:
     """The head adapters of ranges of rows of a batch, as a table for the kernels."""
 
-    def __init__(self, members: Sequence[tuple[int, int, Tensor, PanelModule | None]]) -> None:
+    def __init__(self, members: Sequence[tuple[int, int, Tensor, CppPackedModule | None]]) -> None:
         """`members`: (start, stop, B [V, r], packed adapter or None) of each range of rows."""
         # The table contains addresses of the members' matrices, so it must keep them alive.
         self._members = members
-        self.is_served = all(panels is not None for *_, panels in members)
+        self.is_supported = all(packed is not None for *_, packed in members)
         """Whether the kernel supports all adapters of the table."""
-        self.rows = np.zeros(len(members), _HeadRows)
-        for index, (start, stop, b, panels) in enumerate(members):
+        self.records = np.zeros(len(members), _HeadRecord)
+        for index, (start, stop, b, packed) in enumerate(members):
             rank, matrices = (
                 b.shape[1],
-                panels.addresses if panels is not None and self.is_served else (0, 0),
+                packed.addresses if packed is not None and self.is_supported else (0, 0),
             )
-            self.rows[index] = (b.data_ptr(), *matrices, rank, rank + rank % 2, start, stop - start)
+            self.records[index] = (
+                b.data_ptr(),
+                *matrices,
+                rank,
+                rank + rank % 2,
+                start,
+                stop - start,
+            )
         self.width = max((padded_lora_columns(b.shape[1]) for _, _, b, _ in members), default=0)
         """The number of columns L of `lora_hidden`.
 
@@ -71,22 +78,22 @@ class HeadTable:
     @property
     def address(self) -> int:
         """The address of the table."""
-        return self.rows.ctypes.data
+        return self.records.ctypes.data
 
     def lora_hidden(self, hidden: Tensor) -> Tensor:
         """Return the LoRA hidden states [R, L]; undefined in rows without an adapter."""
-        rows, d = hidden.shape
-        lora_hidden = hidden.new_empty(rows, self.width)
+        num_rows, d = hidden.shape
+        lora_hidden = hidden.new_empty(num_rows, self.width)
         ops.call(
             "head_low",
             hidden.dtype,
             self.address,
-            len(self.rows),
+            len(self.records),
             hidden,
             d,
             lora_hidden,
             self.width,
-            rows,
+            num_rows,
         )
         return lora_hidden
 
@@ -96,7 +103,7 @@ class HeadTable:
             "add_head",
             lora_hidden.dtype,
             self.address,
-            len(self.rows),
+            len(self.records),
             lora_hidden,
             lora_hidden.stride(0),
             logits,
@@ -118,30 +125,30 @@ class SingleLogits:
     table: HeadTable
     lora_hidden: Tensor | None
 
-    def likeliest(self, logits: Tensor, k: int, wide: Tensor | None) -> tuple[Tensor, Tensor]:
+    def top(self, logits: Tensor, k: int, float32_logits: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the k largest `logits`, bf16 [R, V], of each row, recomputed in float32.
 
         The result is tokens, int64 [R, k], and values, float32 [R, k]. Equal logits are in the
-        order of their tokens. `wide`: an optional float32 output [R, V]. It receives all logits,
-        with the recomputed values at the returned tokens.
+        order of their tokens. `float32_logits`: an optional float32 output [R, V]. It receives all
+        logits, with the recomputed values at the returned tokens.
         """
         rows, vocab = logits.shape
         tokens, values = torch.empty(rows, k, dtype=torch.int64), torch.empty(rows, k)
-        given = (ctypes.byref(self._arguments()), logits, k, tokens, values, wide)
-        ops.call("likeliest", logits.dtype, *given, rows, vocab)
+        arguments = (ctypes.byref(self._arguments()), logits, k, tokens, values, float32_logits)
+        ops.call("likeliest", logits.dtype, *arguments, rows, vocab)
         return tokens, values
 
     def at(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Return the logits of the pairs (rows[i], tokens[i]): float32 [P]."""
         out = torch.empty(rows.shape[0])
-        given = (
+        arguments = (
             ctypes.byref(self._arguments()),
             rows.contiguous(),
             tokens.contiguous(),
             out,
             rows.shape[0],
         )
-        ops.call("single_logits", self.hidden.dtype, *given)
+        ops.call("single_logits", self.hidden.dtype, *arguments)
         return out
 
     def _arguments(self) -> _ExactLogits:
@@ -150,7 +157,7 @@ class SingleLogits:
             if self.lora_hidden is None
             else (self.lora_hidden.data_ptr(), self.lora_hidden.stride(0))
         )
-        table = (self.table.address, len(self.table.rows))
+        table = (self.table.address, len(self.table.records))
         return _ExactLogits(
             self.hidden.data_ptr(),
             self.weight.data_ptr(),

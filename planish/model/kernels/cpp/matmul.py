@@ -24,17 +24,17 @@ from planish.model.kernels.cpp import ops
 if TYPE_CHECKING:
     from planish.model.experts import TokenExpertPairs
 
-PANEL = 64
-_VECTOR = LORA_COLUMNS
+PANEL_WIDTH = 64
+_VECTOR_SIZE = LORA_COLUMNS
 """The number of elements of one SIMD vector. Output columns are padded to a multiple of it."""
 _MIN_ARENA_ELEMENTS = 1 << 25
 """The minimum number of elements that a `WeightArena` allocates at a time.
 
 Unused pages of an allocation use no memory.
 """
-_Packing = np.dtype([(name, np.int64) for name in ("matrix", "panels", "n", "k")])
+_PackRecord = np.dtype([(name, np.int64) for name in ("matrix", "panels", "n", "k")])
 """The addresses of a matrix [n, k] and of its panels. A transposed matrix is given as [k, n]."""
-_LoraRows = np.dtype(
+_AdapterRecord = np.dtype(
     [(name, np.int64) for name in ("a", "b0", "b1", "b2", "rank", "columns", "first", "count")]
 )
 """The adapter of rows first .. first + count - 1 of a batch at one site (target module).
@@ -77,22 +77,22 @@ class WeightArena:
     def __init__(self, min_elements: int = _MIN_ARENA_ELEMENTS) -> None:
         """`min_elements`: the minimum number of elements per allocation."""
         self._min_elements = min_elements
-        self._left = torch.empty(0)
+        self._free = torch.empty(0)
 
     def take(self, size: int, dtype: torch.dtype) -> Tensor:
         """Return uninitialised memory for `size` elements. Every call returns different memory."""
-        if size > len(self._left) or self._left.dtype != dtype:
-            self._left = torch.empty(max(size, self._min_elements), dtype=dtype)
+        if size > len(self._free) or self._free.dtype != dtype:
+            self._free = torch.empty(max(size, self._min_elements), dtype=dtype)
             found = ops.load_library()
             assert found is not None
             found.on_huge_pages(
-                ctypes.c_void_p(self._left.data_ptr()), ctypes.c_int64(self._left.nbytes)
+                ctypes.c_void_p(self._free.data_ptr()), ctypes.c_int64(self._free.nbytes)
             )
-        taken, self._left = self._left[:size], self._left[size:]
-        return taken
+        allocated, self._free = self._free[:size], self._free[size:]
+        return allocated
 
 
-class PanelWeight:
+class CppPackedWeight:
     """A weight [out, in], packed as panels for the C++ matmul, which is batch-invariant."""
 
     is_batch_invariant = True
@@ -100,7 +100,7 @@ class PanelWeight:
     def __init__(self, weight: Tensor, arena: WeightArena, *, transposed: bool = False) -> None:
         """`arena`: the arena of the panels. `transposed`: `weight` is given as [in, out]."""
         self._fan_out, self._fan_in = weight.shape[::-1] if transposed else weight.shape
-        self._panels = _packed([weight.contiguous()], arena, transposed=transposed)[0]
+        self._panels = _pack_matrices([weight.contiguous()], arena, transposed=transposed)[0]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,12 +113,12 @@ class PanelWeight:
         return self._unpacked if self.dtype == torch.float32 else None
 
     def _unpacked(self) -> Tensor:
-        panels = self._panels.split(PANEL * self._fan_in)
+        panels = self._panels.split(PANEL_WIDTH * self._fan_in)
         return torch.cat([panel.view(self._fan_in, -1).t() for panel in panels])[: self._fan_out]
 
     def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x @ weight.T plus the bias [out]: [T, out]. `x`: [T, in]."""
-        x, missing = x.contiguous(), -self._fan_out % _VECTOR
+        x, missing = x.contiguous(), -self._fan_out % _VECTOR_SIZE
         if bias is not None and missing:
             bias = F.pad(bias, (0, missing))
         out = x.new_empty(x.shape[0], self._fan_out + missing)
@@ -131,7 +131,7 @@ class PanelWeight:
 
         None if `out` is not a multiple of 16, because these kernels do not pad their outputs.
         """
-        return None if self._fan_out % _VECTOR else self._panels.data_ptr()
+        return None if self._fan_out % _VECTOR_SIZE else self._panels.data_ptr()
 
 
 def supports_lora(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool:
@@ -146,16 +146,18 @@ def supports_lora(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool
 def supports_lora_forward(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool:
     """Return whether the kernel supports the forward pass of adapters of these shapes (out, in)."""
     return ops.is_supported("lora") and all(
-        fan_out % _VECTOR == 0 and supports_matmul(fan_out, fan_in, dtype)
+        fan_out % _VECTOR_SIZE == 0 and supports_matmul(fan_out, fan_in, dtype)
         for fan_out, fan_in in shapes
     )
 
 
 Matrices = tuple[Tensor, Sequence[Tensor]]
-"""An adapter's matrices for n linears that read one input: the joint A [n * r, in] and n Bs."""
+"""An adapter's matrices for n linears that read one input: the concatenated A
+[n * r, in] and n Bs.
+"""
 
 
-class PanelAdapter:
+class CppPackedAdapter:
     """All matrices of one version of an adapter, packed as panels at first use.
 
     The matrices for the backward pass are packed separately, because a sampler does not need them.
@@ -163,52 +165,60 @@ class PanelAdapter:
 
     def __init__(
         self,
-        sites: Sequence[Matrices | None],
+        matrices: Sequence[Matrices | None],
         *,
-        serves: bool = True,
-        firsts: Sequence[int] | None = None,
+        use_kernel: bool = True,
+        first_entries: Sequence[int] | None = None,
     ) -> None:
-        """`sites`: the matrices of each entry; None if the adapter does not train the entry.
+        """`matrices`: the matrices of each entry; None if the adapter does not train the entry.
 
-        An entry is a target module, or one expert's part of a target module of experts. `firsts`:
-        for each target module, the index of its first entry in `sites`. None: each target module
-        has one entry. `serves`: whether the kernel may be used at all.
+        An entry is a target module, or one expert's part of a target module of experts.
+        `first_entries`: for each target module, the index of its first entry in `matrices`. None:
+        each target module has one entry. `use_kernel`: whether the kernel may be used at all.
         """
-        self.firsts = range(len(sites)) if firsts is None else firsts
-        self._sites = [
+        self.first_entries = range(len(matrices)) if first_entries is None else first_entries
+        self._matrices = [
             None if site is None else (site[0].detach(), [b.detach() for b in site[1]])
-            for site in sites
+            for site in matrices
         ]
         shapes = [
             None if site is None else tuple((len(b), site[0].shape[1]) for b in site[1])
-            for site in self._sites
+            for site in self._matrices
         ]
-        first = next((site[0] for site in self._sites if site is not None), torch.empty(0))
-        kinds = {shape for shape in shapes if shape is not None}
-        forward = {shape for shape in kinds if serves and supports_lora_forward(shape, first.dtype)}
-        back = {shape for shape in forward if supports_lora(shape, first.dtype)}
-        self._served, self._served_back = (
-            [shape in found for shape in shapes] for found in (forward, back)
+        first = next((site[0] for site in self._matrices if site is not None), torch.empty(0))
+        distinct_shapes = {shape for shape in shapes if shape is not None}
+        forward = {
+            shape
+            for shape in distinct_shapes
+            if use_kernel and supports_lora_forward(shape, first.dtype)
+        }
+        backward_shapes = {shape for shape in forward if supports_lora(shape, first.dtype)}
+        self._has_forward, self._has_backward = (
+            [shape in found for shape in shapes] for found in (forward, backward_shapes)
         )
-        self.is_empty = not kinds
+        self.is_empty = not distinct_shapes
 
-    def target(self, index: int) -> PanelModule | None:
+    def target(self, index: int) -> CppPackedModule | None:
         """Return the matrices of target module `index`.
 
         Return None if the adapter does not train the module or the kernel does not support it.
         """
-        first = self.firsts[index]
-        return PanelModule(self, first, self._served_back[first]) if self._served[first] else None
+        first = self.first_entries[index]
+        return (
+            CppPackedModule(self, first, self._has_backward[first])
+            if self._has_forward[first]
+            else None
+        )
 
     def matrices(self, index: int) -> Matrices:
         """Return the unpacked matrices of entry `index`, which the adapter must train."""
-        found = self._sites[index]
+        found = self._matrices[index]
         assert found is not None
         return found
 
     @property
     def forward(self) -> np.ndarray:
-        """The addresses and sizes of the packed matrices of each entry: [entries] of _LoraRows.
+        """The addresses and sizes of each entry's packed matrices: [entries] of _AdapterRecord.
 
         The fields `first` and `count` are 0, because no rows are assigned yet. All fields are 0 if
         the kernel does not support the module.
@@ -226,26 +236,28 @@ class PanelAdapter:
 
     @cached_property
     def _forward(self) -> tuple[np.ndarray, list[Tensor]]:
-        return self._records(self._served, transposed=False)
+        return self._records(self._has_forward, transposed=False)
 
     @cached_property
     def _backward(self) -> tuple[np.ndarray, list[Tensor]]:
-        return self._records(self._served_back, transposed=True)
+        return self._records(self._has_backward, transposed=True)
 
     def _records(
-        self, served: Sequence[bool], *, transposed: bool
+        self, supported: Sequence[bool], *, transposed: bool
     ) -> tuple[np.ndarray, list[Tensor]]:
         """Return the records of all target modules, and the panels whose addresses they contain."""
-        sites = [(i, *self.matrices(i)) for i, own in enumerate(served) if own]
-        panels = _packed(
-            [matrix for _, a, bs in sites for matrix in (a, *bs)],
+        entries = [
+            (i, *self.matrices(i)) for i, is_supported in enumerate(supported) if is_supported
+        ]
+        panels = _pack_matrices(
+            [matrix for _, a, bs in entries for matrix in (a, *bs)],
             WeightArena(0),
             transposed=transposed,
         )
-        records = np.zeros(len(self._sites), _LoraRows)
-        left = iter(part.data_ptr() for part in panels)
-        for i, a, bs in sites:
-            addresses = [next(left) for _ in range(1 + len(bs))] + [0] * (
+        records = np.zeros(len(self._matrices), _AdapterRecord)
+        remaining = iter(packed.data_ptr() for packed in panels)
+        for i, a, bs in entries:
+            addresses = [next(remaining) for _ in range(1 + len(bs))] + [0] * (
                 MAX_FUSED_LINEARS - len(bs)
             )
             rank = len(a) // len(bs)
@@ -253,22 +265,22 @@ class PanelAdapter:
         return records, panels
 
 
-class PanelModule:
+class CppPackedModule:
     """The packed matrices of one target module, for batches in which all rows use the adapter."""
 
-    def __init__(self, panels: PanelAdapter, index: int, has_backward: bool) -> None:
-        self._panels, self._index = panels, index
+    def __init__(self, adapter: CppPackedAdapter, index: int, has_backward: bool) -> None:
+        self._adapter, self._index = adapter, index
         self.has_backward = has_backward
         """Whether the kernel supports `backward_` too."""
-        self._columns = len(panels.matrices(index)[0])
+        self._columns = len(adapter.matrices(index)[0])
 
-    def expert(self, index: int) -> PanelModule:
+    def expert(self, index: int) -> CppPackedModule:
         """Return the matrices of one expert, if this is the target module of a layer's experts."""
-        return PanelModule(self._panels, self._index + index, self.has_backward)
+        return CppPackedModule(self._adapter, self._index + index, self.has_backward)
 
     @property
     def _record(self) -> np.ndarray:
-        return self._panels.forward[self._index : self._index + 1]
+        return self._adapter.forward[self._index : self._index + 1]
 
     @property
     def addresses(self) -> tuple[int, int]:
@@ -281,7 +293,7 @@ class PanelModule:
         Return the LoRA hidden states [T, n * r].
         """
         lora_hidden = x.new_empty(x.shape[0], padded_lora_columns(self._columns))
-        _add(_whole(self._record, x), x, out, sizes, lora_hidden)
+        _add_lora(_for_all_rows(self._record, x), x, out, sizes, lora_hidden)
         return lora_hidden[:, : self._columns]
 
     def backward_(self, grad: Tensor, grad_x: Tensor | None, sizes: Sequence[int]) -> Tensor:
@@ -291,17 +303,17 @@ class PanelModule:
         nothing else.
         """
         lora_hidden = grad.new_empty(grad.shape[0], padded_lora_columns(self._columns))
-        adapters = _whole(self._panels.backward[self._index : self._index + 1], grad)
-        columns = np.array(sizes, np.int64)
-        given = (
+        records = _for_all_rows(self._adapter.backward[self._index : self._index + 1], grad)
+        sizes_array = np.array(sizes, np.int64)
+        arguments = (
             grad.contiguous(),
-            columns.ctypes.data,
-            len(columns),
+            sizes_array.ctypes.data,
+            len(sizes_array),
             lora_hidden,
             grad_x,
-            self._panels.matrices(self._index)[0].shape[1],
+            self._adapter.matrices(self._index)[0].shape[1],
         )
-        ops.call("lora_backward", grad.dtype, adapters.ctypes.data, 1, *given)
+        ops.call("lora_backward", grad.dtype, records.ctypes.data, 1, *arguments)
         return lora_hidden[:, : self._columns]
 
     def gradients(
@@ -316,50 +328,50 @@ class PanelModule:
 
         `lora_hidden`, `hidden_grad`: the results of `add_` and `backward_` for this `x` and `grad`.
         """
-        rank, columns = self._columns // len(sizes), np.array(sizes, np.int64)
+        rank, sizes_array = self._columns // len(sizes), np.array(sizes, np.int64)
         grad_a = torch.empty(self._columns, x.shape[1], dtype=torch.float32)
-        grad_bs = torch.empty(int(columns.sum()), rank, dtype=torch.float32)
-        given = (
+        grad_bs = torch.empty(int(sizes_array.sum()), rank, dtype=torch.float32)
+        arguments = (
             lora_hidden,
             grad.contiguous(),
-            columns.ctypes.data,
-            len(columns),
+            sizes_array.ctypes.data,
+            len(sizes_array),
             hidden_grad,
             rank,
             grad_a,
             grad_bs,
             len(x),
         )
-        ops.call("lora_gradients", x.dtype, x.contiguous(), x.shape[1], *given)
+        ops.call("lora_gradients", x.dtype, x.contiguous(), x.shape[1], *arguments)
         return grad_a, list(grad_bs.split(list(sizes)))
 
 
-class PanelAdapterRows:
+class CppAdapterBatch:
     """The adapters of the rows of a batch, for all target modules (see `AdapterBatch`)."""
 
     def __init__(
-        self, members: Sequence[tuple[int, int, PanelAdapter]], sites: Sequence[str]
+        self, members: Sequence[tuple[int, int, CppPackedAdapter]], modules: Sequence[str]
     ) -> None:
         """`members`: (start, stop, adapter) of each range of rows.
 
-        `sites`: the names of a layer's target modules, in the order of the adapters' matrices.
+        `modules`: the names of a layer's target modules, in the order of the adapters' matrices.
         """
-        self.table = np.stack([panels.forward for _, _, panels in members], 1)
-        """[entries, members] of _LoraRows.
+        self.table = np.stack([adapter.forward for _, _, adapter in members], 1)
+        """[entries, members] of _AdapterRecord.
 
-        The entries are those of `PanelAdapter.forward`, for all target modules of all layers.
+        The entries are those of `CppPackedAdapter.forward`, for all target modules of all layers.
         """
         starts, stops = (np.array(ends, np.int64) for ends in list(zip(*members, strict=True))[:2])
         self.table["first"] = starts
         self.table["count"] = np.where(self.table["a"] != 0, stops - starts, 0)
         # The table contains addresses of the members' panels, so it must keep them alive.
         self._members = members
-        self._firsts = members[0][2].firsts
-        self._sites = {name: index for index, name in enumerate(sites)}
+        self._first_entries = members[0][2].first_entries
+        self._module_index = {name: index for index, name in enumerate(modules)}
 
     def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, module: str) -> None:
         """Do the same as `AdapterBatch.add_`."""
-        _add(self.table[self._first(layer, module)], x, out, sizes, None)
+        _add_lora(self.table[self._first_entry(layer, module)], x, out, sizes, None)
 
     def add_expert_(
         self, x: Tensor, out: Tensor, pairs: TokenExpertPairs, layer: int, module: str
@@ -367,18 +379,18 @@ class PanelAdapterRows:
         """Do the same as `AdapterBatch.add_expert_`, with one kernel call for all experts."""
         bounds = [pairs.expert_ranges(start, stop) for start, stop, _ in self._members]
         begin, count = (np.stack(ends, 1) for ends in zip(*bounds, strict=True))
-        first = self._first(layer, module)
+        first = self._first_entry(layer, module)
         table = self.table[first : first + len(begin)].copy()
         table["first"], table["count"] = begin, count
-        used = table[(table["a"] != 0) & (count > 0)]
-        if len(used):
-            _add(used, x, out, [out.shape[1]], None)
+        used_records = table[(table["a"] != 0) & (count > 0)]
+        if len(used_records):
+            _add_lora(used_records, x, out, [out.shape[1]], None)
 
-    def _first(self, layer: int, module: str) -> int:
-        return self._firsts[layer * len(self._sites) + self._sites[module]]
+    def _first_entry(self, layer: int, module: str) -> int:
+        return self._first_entries[layer * len(self._module_index) + self._module_index[module]]
 
 
-def _packed(
+def _pack_matrices(
     matrices: Sequence[Tensor], arena: WeightArena, *, transposed: bool = False
 ) -> list[Tensor]:
     """Return the panels of each of the contiguous matrices [n, k] ([k, n] if `transposed`).
@@ -386,31 +398,35 @@ def _packed(
     All panels are consecutive in one allocation of `arena`.
     """
     shapes = [matrix.shape[::-1] if transposed else matrix.shape for matrix in matrices]
-    sizes = [panel_size(*shape) for shape in shapes]
+    sizes = [packed_size(*shape) for shape in shapes]
     dtype = matrices[0].dtype if matrices else torch.bfloat16
     panels = list(arena.take(sum(sizes), dtype).split(sizes))
-    rows = zip(matrices, panels, shapes, strict=True)
+    matrix_records = zip(matrices, panels, shapes, strict=True)
     table = np.array(
-        [(matrix.data_ptr(), own.data_ptr(), *shape) for matrix, own, shape in rows], _Packing
+        [
+            (matrix.data_ptr(), packed.data_ptr(), *shape)
+            for matrix, packed, shape in matrix_records
+        ],
+        _PackRecord,
     )
     ops.call("pack_panels", dtype, table.ctypes.data, len(table), int(transposed))
     return panels
 
 
-def panel_size(n: int, k: int) -> int:
+def packed_size(n: int, k: int) -> int:
     """Return the number of elements of a matrix [n, k] as panels, including padding."""
-    return (n + -n % _VECTOR) * (k + k % 2)
+    return (n + -n % _VECTOR_SIZE) * (k + k % 2)
 
 
-def _add(
-    adapters: np.ndarray, x: Tensor, out: Tensor, sizes: Sequence[int], kept: Tensor | None
+def _add_lora(
+    adapters: np.ndarray, x: Tensor, out: Tensor, sizes: Sequence[int], lora_hidden: Tensor | None
 ) -> None:
     x, columns = x.contiguous(), np.array(sizes, np.int64)
-    given = (x, x.shape[1], out, columns.ctypes.data, len(columns), kept)
-    ops.call("add_lora", x.dtype, adapters.ctypes.data, len(adapters), *given)
+    arguments = (x, x.shape[1], out, columns.ctypes.data, len(columns), lora_hidden)
+    ops.call("add_lora", x.dtype, adapters.ctypes.data, len(adapters), *arguments)
 
 
-def _whole(record: np.ndarray, x: Tensor) -> np.ndarray:
+def _for_all_rows(record: np.ndarray, x: Tensor) -> np.ndarray:
     rows = record.copy()
     rows["count"] = len(x)
     return rows

@@ -135,10 +135,10 @@ class AttentionPlan:
         """
         blocks, ranges, visible = self._addresses
         ranges += layer * self.ranges.strides[0]
-        of_keys, group = heads[1], heads[0] // heads[1]
+        key_heads, group = heads[1], heads[0] // heads[1]
         own = self.own_ranges(layer)
         return Attention(
-            of_keys,
+            key_heads,
             group,
             e,
             self.windows[layer] or 0 if self.windows else 0,
@@ -189,7 +189,7 @@ class Library(ctypes.CDLL):
     """The compiled kernels and the verdicts of their self-test."""
 
     verdicts: Sequence[Verdict] = ()
-    refused: Collection[str] = frozenset()
+    replaced_families: Collection[str] = frozenset()
     """The families (self_test.FAMILIES) that torch replaces."""
     uses_amx: bool = False
     """Whether matmuls use AMX."""
@@ -209,36 +209,36 @@ def load_library() -> Library | None:
     kernels are missing or failed.
     """
     load_warnings.clear()
-    chosen = kernels_setting()
-    if under_test is not None or chosen in ("torch", "triton"):
+    setting = kernels_setting()
+    if under_test is not None or setting in ("torch", "triton"):
         return under_test
     try:
-        path, found = _library()
+        path, library = _library()
     except (BuildError, OSError) as error:
-        if chosen == "native":
+        if setting == "native":
             raise UserError(f"PLANISH_KERNELS=native: {error}") from error
         _warn(
             "planish's kernels cannot be used on this CPU, so everything takes several times "
             f"longer: {error}"
         )
         return None
-    has_tiles = bool(found.has_tiles())
-    found.verdicts = verdicts_of(path, has_tiles)
-    failed = {verdict.family: verdict.reason for verdict in found.verdicts if not verdict.passed}
+    has_tiles = bool(library.has_tiles())
+    library.verdicts = verdicts_of(path, has_tiles)
+    failed = {verdict.family: verdict.reason for verdict in library.verdicts if not verdict.passed}
     if failed:
-        told = ", ".join(f"{family} ({reason})" for family, reason in failed.items())
-        if chosen == "native" and failed.keys() != {"amx"}:
-            raise UserError(f"PLANISH_KERNELS=native: kernels failed their self-test: {told}")
-        _warn(f"torch replaces kernels that failed their self-test: {told}; {_REMEDY}")
-    if len(failed) == len(found.verdicts):
+        reasons = ", ".join(f"{family} ({reason})" for family, reason in failed.items())
+        if setting == "native" and failed.keys() != {"amx"}:
+            raise UserError(f"PLANISH_KERNELS=native: kernels failed their self-test: {reasons}")
+        _warn(f"torch replaces kernels that failed their self-test: {reasons}; {_REMEDY}")
+    if len(failed) == len(library.verdicts):
         return None
-    found.refused = frozenset(failed)
+    library.replaced_families = frozenset(failed)
     if failed.keys() - {"amx", "log_sum_exp", "sampling", "delta_net"}:
         # The decoding pass calls the kernels of the failed families too.
-        found.refused |= {"decode"}
-    found.uses_amx = has_tiles and "amx" not in failed
-    found.use_tiles(int(found.uses_amx))
-    return found
+        library.replaced_families |= {"decode"}
+    library.uses_amx = has_tiles and "amx" not in failed
+    library.use_tiles(int(library.uses_amx))
+    return library
 
 
 _log = logging.getLogger(__name__)
@@ -253,16 +253,16 @@ def _warn(text: str) -> None:
 def is_supported(family: str) -> bool:
     """Return whether this family of kernels (self_test.FAMILIES) may be used on this machine."""
     assert family in FAMILIES, family
-    found = load_library()
-    return found is not None and family not in found.refused
+    library = load_library()
+    return library is not None and family not in library.replaced_families
 
 
 def kernels_setting() -> str:
     """Return the value of PLANISH_KERNELS, "auto" by default. UserError if it is unknown."""
-    found = os.environ.get("PLANISH_KERNELS", "auto")
-    if found not in ("auto", "native", "torch", "triton"):
-        raise UserError(f"PLANISH_KERNELS={found!r}: give 'auto', 'native' or 'torch'")
-    return found
+    setting = os.environ.get("PLANISH_KERNELS", "auto")
+    if setting not in ("auto", "native", "torch", "triton"):
+        raise UserError(f"PLANISH_KERNELS={setting!r}: give 'auto', 'native' or 'torch'")
+    return setting
 
 
 def _library() -> tuple[Path, Library]:
@@ -405,8 +405,8 @@ def log_sum_exp_backward_(
     exact: Exact | None = None,
 ) -> None:
     """Do the same as `Backend.log_sum_exp_backward_`."""
-    given = (*_corrections(exact), temperature, log_total, first, targets, grads)
-    call("normalizers_backward", logits.dtype, logits, None, *given, logits, *logits.shape)
+    arguments = (*_corrections(exact), temperature, log_total, first, targets, grads)
+    call("normalizers_backward", logits.dtype, logits, None, *arguments, logits, *logits.shape)
 
 
 def log_sum_exp_backward(
@@ -421,8 +421,8 @@ def log_sum_exp_backward(
 ) -> Tensor:
     """Do the same as `Backend.log_sum_exp_backward`."""
     out = logits.new_empty(len(rows), logits.shape[1])
-    given = (*_corrections(exact), temperature, log_total, first, targets, grads)
-    call("normalizers_backward", logits.dtype, logits, rows, *given, out, *out.shape)
+    arguments = (*_corrections(exact), temperature, log_total, first, targets, grads)
+    call("normalizers_backward", logits.dtype, logits, rows, *arguments, out, *out.shape)
     return out
 
 
@@ -495,7 +495,7 @@ class StoringAttention:
 
 def attend_backward(
     plan: AttentionPlan,
-    part_ends: np.ndarray,
+    unit_ends: np.ndarray,
     grad: Tensor,
     q: Tensor,
     out: Tensor,
@@ -508,17 +508,17 @@ def attend_backward(
     Every row of q must have an entry. The ranges of the plan must lie in `keys` [T, H, E] and in
     values of the same shape. Sinks have no argument here, because `lse` and `out` contain them.
 
-    The blocks are divided into runs, which end at `part_ends`. Each run has its own sums of the
-    gradients of keys and values, which are added afterwards. `sums` is the scratch memory for them:
-    float32 [len(part_ends), 2, T, H, E], with any contents.
+    The blocks are divided into work units, which end at `unit_ends`. Each unit has its own sums of
+    the gradients of keys and values, which are added afterwards. `sums` is the scratch memory for
+    them: float32 [len(unit_ends), 2, T, H, E], with any contents.
     """
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(keys), torch.empty_like(keys)
     call(
         "attend_backward",
         q.dtype,
         ctypes.byref(plan.arguments((q.shape[1], keys.shape[1]), q.shape[2], 0)),
-        part_ends.ctypes.data,
-        len(part_ends),
+        unit_ends.ctypes.data,
+        len(unit_ends),
         grad,
         q,
         out,
@@ -539,19 +539,18 @@ def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
     Raises MemoryError if the function could not allocate its scratch memory. The contents of its
     outputs are then undefined.
     """
-    given = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
-    missing = _function(name, dtype)(*given, torch.get_num_threads())
-    if missing:
-        raise MemoryError(
-            f"main memory is full: {name} needed {f'{missing:,} bytes' if missing > 1 else 'some'} more"
-        )
+    addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
+    missing_bytes = _function(name, dtype)(*addresses, torch.get_num_threads())
+    if missing_bytes:
+        amount = f"{missing_bytes:,} bytes" if missing_bytes > 1 else "some"
+        raise MemoryError(f"main memory is full: {name} needed {amount} more")
 
 
 @cache
 def _function(name: str, dtype: torch.dtype) -> Callable[..., int]:
-    found = load_library()
-    assert found is not None
-    function = found[f"{name}_{_SUFFIX[dtype]}"]
+    library = load_library()
+    assert library is not None
+    function = library[f"{name}_{_SUFFIX[dtype]}"]
     function.argtypes, function.restype = (
         [_KINDS[kind] for kind in _SIGNATURES[name]],
         ctypes.c_int64,

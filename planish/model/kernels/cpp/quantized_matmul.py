@@ -1,7 +1,7 @@
 """Matmuls with quantized weights by the C++ kernels (src/quantized.h).
 
 The kernels read packed codes and dequantize one tile at a time. The forward and the backward pass
-use the same packed codes. The results have the same bits as those of `PanelWeight` with the
+use the same packed codes. The results have the same bits as those of `CppPackedWeight` with the
 dequantized weights.
 
 Shapes: T rows, `in` and `out` columns.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from planish.model.kernels.cpp import ops
-from planish.model.kernels.cpp.matmul import PANEL, WeightArena, supports_matmul
+from planish.model.kernels.cpp.matmul import PANEL_WIDTH, WeightArena, supports_matmul
 from planish.model.quantization import (
     MXFP4_VALUES,
     NF4_VALUES,
@@ -31,7 +31,7 @@ from planish.model.quantization import (
 from planish.model.weight_sizes import NF4_BLOCK_SIZE
 
 _GROUP = 256
-_Codes = np.dtype(
+_QuantizedRecord = np.dtype(
     [
         (name, np.int64)
         for name in (
@@ -40,7 +40,7 @@ _Codes = np.dtype(
         )
     ]
 )
-"""`struct Codes` of src/quantized.h, whose fields are numbers and addresses."""
+"""`struct QuantizedWeight` of src/quantized.h, whose fields are numbers and addresses."""
 _SCHEMES = {Int8Weight: 1, Nf4Weight: 2, Mxfp4Weight: 3}
 
 
@@ -55,7 +55,7 @@ def supports_quantized(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -
     )
 
 
-class QuantizedPanels:
+class CppQuantizedWeight:
     """The quantized weights [out, in] of linears that read the same input, packed as panels."""
 
     is_batch_invariant = True
@@ -71,7 +71,7 @@ class QuantizedPanels:
             self._tensors = _nf4(cast("Sequence[Nf4Weight]", weights), arena)
         else:
             self._tensors = _mxfp4(cast("Sequence[Mxfp4Weight]", weights), arena)
-        self._record = np.zeros(1, _Codes)
+        self._record = np.zeros(1, _QuantizedRecord)
         self._record["scheme"] = _SCHEMES[scheme]
         self._record["n"], self._record["k"] = self._fan_out, self._fan_in
         for name, tensor in self._tensors.items():
@@ -89,7 +89,7 @@ class QuantizedPanels:
 
     @property
     def address(self) -> int:
-        """The address of the record `Codes`, for kernels that run several matmuls in one call."""
+        """The address of the weight's record, for kernels that run several matmuls in one call."""
         return self._record.ctypes.data
 
     def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -103,15 +103,15 @@ class QuantizedPanels:
     def _product(self, x: Tensor, bias: Tensor | None, columns: int, *, transposed: bool) -> Tensor:
         x = x.contiguous()
         out = x.new_empty(x.shape[0], columns)
-        given = (self.address, int(transposed), x, bias, out, len(out))
-        ops.call("product_of_codes", x.dtype, *given)
+        arguments = (self.address, int(transposed), x, bias, out, len(out))
+        ops.call("product_of_codes", x.dtype, *arguments)
         return out
 
 
 def _int8(weights: Sequence[Int8Weight], arena: WeightArena) -> dict[str, Tensor]:
     codes = torch.cat([weight.codes for weight in weights])
     return {
-        "codes": _panels(codes.view(len(codes), -1, 2), arena),
+        "codes": _pack_codes(codes.view(len(codes), -1, 2), arena),
         "scales": torch.cat([weight.scales for weight in weights]),
     }
 
@@ -123,19 +123,21 @@ def _nf4(weights: Sequence[Nf4Weight], arena: WeightArena) -> dict[str, Tensor]:
     # numbered from a multiple of the group size. Then block // _GROUP is the index of the group.
     groups = [0, *(-(-count // _GROUP) for count in blocks)]
     starts = torch.tensor(groups).cumsum(0) * _GROUP
-    firsts = [
+    first_blocks = [
         start + torch.arange(weight.shape[0]) * (weight.shape[1] // NF4_BLOCK_SIZE)
         for start, weight in zip(starts[:-1], weights, strict=True)
     ]
     return {
         # The kernel expects the code of the first of two inputs in the lower four bits.
-        "codes": _panels(((codes >> 4) | (codes << 4))[..., None], arena),
+        "codes": _pack_codes(((codes >> 4) | (codes << 4))[..., None], arena),
         "values": torch.tensor(NF4_VALUES),
-        "scale_codes": _panels(torch.cat([weight.scale_codes for weight in weights])[..., None]),
+        "scale_codes": _pack_codes(
+            torch.cat([weight.scale_codes for weight in weights])[..., None]
+        ),
         "scale_values": dynamic_values(),
         "scale_scales": torch.cat([weight.scale_scales for weight in weights]),
         "offsets": torch.cat([weight.offset.expand(weight.shape[0]) for weight in weights]),
-        "first_blocks": torch.cat(firsts),
+        "first_blocks": torch.cat(first_blocks),
     }
 
 
@@ -143,21 +145,25 @@ def _mxfp4(weights: Sequence[Mxfp4Weight], arena: WeightArena) -> dict[str, Tens
     codes = torch.cat([weight.codes for weight in weights])
     exponents = torch.cat([weight.exponents for weight in weights])
     return {
-        "codes": _panels(codes[..., None], arena),
+        "codes": _pack_codes(codes[..., None], arena),
         "values": torch.tensor(MXFP4_VALUES),
-        "scale_codes": _panels(exponents[..., None]),
+        "scale_codes": _pack_codes(exponents[..., None]),
         "scale_values": mxfp4_scales(),
     }
 
 
-def _panels(codes: Tensor, arena: WeightArena | None = None) -> Tensor:
+def _pack_codes(codes: Tensor, arena: WeightArena | None = None) -> Tensor:
     """Return codes [out, pairs, n] as consecutive panels of 64 outputs, each [pairs, 64, n].
 
     The last panel has fewer outputs if `out` is not a multiple of 64.
     """
     size = codes.numel()
     flat = codes.new_empty(size) if arena is None else arena.take(size, codes.dtype)
-    parts = zip(flat.split(PANEL * codes[0].numel()), codes.split(PANEL), strict=True)
-    for panel, part in parts:
-        panel.view(codes.shape[1], len(part), codes.shape[2]).copy_(part.transpose(0, 1))
+    panel_pairs = zip(
+        flat.split(PANEL_WIDTH * codes[0].numel()), codes.split(PANEL_WIDTH), strict=True
+    )
+    for panel, panel_codes in panel_pairs:
+        panel.view(codes.shape[1], len(panel_codes), codes.shape[2]).copy_(
+            panel_codes.transpose(0, 1)
+        )
     return flat

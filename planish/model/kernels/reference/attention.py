@@ -208,7 +208,7 @@ class TorchTreeAttention:
     ) -> Tensor:
         """Return the attention output [T, Hq, E], with gradients (see `Attend`)."""
         window = self._windows[layer] if self._windows else None
-        return _Forest.apply(q, k, v, self._plan, window, sinks)  # type: ignore[no-any-return]
+        return _TreeAttention.apply(q, k, v, self._plan, window, sinks)  # type: ignore[no-any-return]
 
 
 def dense_mask_attention(
@@ -227,15 +227,17 @@ def dense_mask_attention(
         group = q.shape[1] // k.shape[1]
         window = windows[layer] if windows else None
         allowed = whole if window is None else whole & (distance < window)
-        wide = torch.promote_types(q.dtype, torch.float32)
+        accum_dtype = torch.promote_types(q.dtype, torch.float32)
         q_h, k_h, v_h = (
-            x.transpose(0, 1).to(wide)
+            x.transpose(0, 1).to(accum_dtype)
             for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
         )
         scores = (q_h @ k_h.transpose(1, 2)) * q.shape[-1] ** -0.5
         scores = scores.masked_fill(~allowed, float("-inf"))
         if sinks is not None:
-            scores = torch.cat((scores, sinks.to(wide).view(-1, 1, 1).expand(-1, len(q), 1)), 2)
+            scores = torch.cat(
+                (scores, sinks.to(accum_dtype).view(-1, 1, 1).expand(-1, len(q), 1)), 2
+            )
         weights = scores.softmax(-1)[..., : len(q)]
         return (weights @ v_h).transpose(0, 1).to(q.dtype)
 
@@ -272,7 +274,7 @@ class _Plan:
     piece_backward: PieceBackward
 
 
-class _Forest(torch.autograd.Function):
+class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
@@ -283,9 +285,9 @@ class _Forest(torch.autograd.Function):
         window: int | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
+        accum_dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q)
-        lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=accum_dtype, device=q.device)
         for path in plan.paths:
             part, part_lse = _attend_path(q, k, v, path, window, sinks)
             out[path.rows[path.real]] = part[path.real].to(q.dtype)
@@ -373,8 +375,8 @@ def fused_cpu_backward(
     group = q.shape[1] // k.shape[1]
     # Compute in float32: for bfloat16 this kernel repacks the operands of each block, which
     # costs more than its faster matmuls save (measured: 15 to 60%).
-    wide = torch.promote_types(q.dtype, torch.float32)
-    grad, q, k, v, out = (x.to(wide) for x in (grad, q, k, v, out))
+    accum_dtype = torch.promote_types(q.dtype, torch.float32)
+    grad, q, k, v, out = (x.to(accum_dtype) for x in (grad, q, k, v, out))
     grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, _expand(k, group), _expand(v, group), out, lse, 0.0, causal
     )
@@ -428,8 +430,8 @@ def _scores(q: Tensor, k: Tensor, first_query: int | None) -> Tensor:
 
     `first_query`: position of the first query for causal attention, or None for full attention.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)).mul_(q.shape[-1] ** -0.5)
+    accum_dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.to(accum_dtype) @ k.to(accum_dtype).transpose(-1, -2)).mul_(q.shape[-1] ** -0.5)
     if first_query is not None:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(
             first_query + 1
@@ -445,5 +447,5 @@ def _expand(x: Tensor, group: int) -> Tensor:
 
 def _fold(x: Tensor, group: int) -> Tensor:
     """Sum gradients over the query heads of each key head: the backward pass of `_expand`."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x if group == 1 else x.unflatten(1, (-1, group)).sum(2, dtype=wide)
+    accum_dtype = torch.promote_types(x.dtype, torch.float32)
+    return x if group == 1 else x.unflatten(1, (-1, group)).sum(2, dtype=accum_dtype)

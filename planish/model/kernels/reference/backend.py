@@ -38,7 +38,7 @@ from planish.model.kernels.linear import (
     PackedQuantizedWeight,
     PackedWeight,
     QuantizedLinear,
-    joint,
+    concatenate,
     onednn_packs_bfloat16,
 )
 from planish.model.kernels.reference.attention import TorchTreeAttention
@@ -68,13 +68,13 @@ if TYPE_CHECKING:
     from planish.model.decoder import Decoder
     from planish.model.experts import TokenExpertPairs
 
-# Number of vocabulary entries that `_run_sums` sums in float32 before it changes to float64.
-_RUN = 128
+# Number of vocabulary entries that `_chunk_sums` sums in float32 before it changes to float64.
+_SUM_CHUNK = 128
 # Number of vocabulary entries per block in the search for the largest logits.
 _BLOCK = 32
 # Number of rows converted to float32 at a time, on a CPU and on a GPU. Larger buffers do not fit
 # into a CPU's cache and take four times as long.
-_WIDE_ROWS = (16, 256)
+_FLOAT32_ROWS = (16, 256)
 # Maximum number of gathered weight entries in memory at a time, on a CPU and on a GPU. It is larger
 # on a GPU because each part costs twenty kernel launches and a synchronization.
 _GATHERED_ENTRIES = (1 << 18, 1 << 24)
@@ -125,7 +125,7 @@ class TorchBackend:
     This is the case on a GPU without batch invariance, where logits are computed in float32.
     Otherwise the sampler recomputes the logit of each sampled token with `token_logits`.
     """
-    joins_weights: bool
+    needs_adjacent_weights: bool
     """Whether `pack` needs the weights of several linears as adjacent views of one tensor."""
     weight_copies: int
     """The number of copies of the weights in memory.
@@ -154,13 +154,16 @@ class TorchBackend:
         self.families = frozenset()
         self.packs_layer_adapters = self.packs_head_adapters = self.has_cpp_attention = False
         self.make_batch_invariant(None)
-        on_gpu = self.joins_weights = Device(device).is_gpu
-        wide = torch.promote_types(dtype, torch.float32)
-        self.logits_dtype = wide if on_gpu else dtype
+        on_gpu = self.needs_adjacent_weights = Device(device).is_gpu
+        accum_dtype = torch.promote_types(dtype, torch.float32)
+        self.logits_dtype = accum_dtype if on_gpu else dtype
         # torch's bf16 matmuls on a CPU would round scores and weighted sums to bf16.
-        self.kv_dtype = dtype if on_gpu else wide
+        self.kv_dtype = dtype if on_gpu else accum_dtype
         self.head_rows = _HEAD_ROWS[on_gpu]
-        self._wide_rows, self._gathered_entries = _WIDE_ROWS[on_gpu], _GATHERED_ENTRIES[on_gpu]
+        self._float32_rows, self._gathered_entries = (
+            _FLOAT32_ROWS[on_gpu],
+            _GATHERED_ENTRIES[on_gpu],
+        )
         self.weight_copies = 3 if not on_gpu and dtype.itemsize == 2 else 1
         self.uses_main_memory = not on_gpu
         self.workspace_bytes = SORTING_BYTES if on_gpu else _score_bytes(config)
@@ -229,18 +232,18 @@ class TorchBackend:
         return PackedLinear(
             weights,
             biases,
-            packer=self._packed,
-            joined=self.joins_weights,
+            packer=self._pack_weight,
+            are_adjacent=self.needs_adjacent_weights,
             keep_unpacked=keep_unpacked,
         )
 
-    def _packed(self, weights: Sequence[Tensor], transposed: bool) -> PackedWeight | None:
+    def _pack_weight(self, weights: Sequence[Tensor], transposed: bool) -> PackedWeight | None:
         if not self._packs or weights[0].dtype != self.dtype:
             return None
-        whole = joint(weights)
+        whole = concatenate(weights)
         return OneDnnWeight(whole.t() if transposed else whole)
 
-    def pack_codes(
+    def pack_quantized(
         self, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
     ) -> PackedLinear:
         """Return linears that read the same input, with quantized weights, as one packed linear.
@@ -255,11 +258,11 @@ class TorchBackend:
                 return [weight.dequantize(self.dtype) for weight in weights]
 
             return PackedLinear(
-                restore(), biases, packer=self._packed, keep_unpacked=False, restore=restore
+                restore(), biases, packer=self._pack_weight, keep_unpacked=False, restore=restore
             )
-        return QuantizedLinear(weights, biases, self._packed_codes(weights))
+        return QuantizedLinear(weights, biases, self._pack_quantized_weight(weights))
 
-    def _packed_codes(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight:
+    def _pack_quantized_weight(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight:
         """Return the weights in the layout of the matmuls' kernel. Torch uses the codes as they
         are.
         """
@@ -392,16 +395,16 @@ class TorchBackend:
         `grad_total`: the gradient of `total` from other uses than the norm, such as the residual
         connection; or None.
         """
-        weighted = grad.to(total.dtype) * weight
-        inner = (
-            torch.linalg.vecdot(weighted, total)
+        weighted_grad = grad.to(total.dtype) * weight
+        mean_product = (
+            torch.linalg.vecdot(weighted_grad, total)
             .unsqueeze(-1)
             .div_(total.shape[-1])
             .mul_(scale)
             .mul_(scale)
         )
-        found = weighted.sub_(total * inner).mul_(scale)
-        return found if grad_total is None else found.add_(grad_total)
+        grad_x = weighted_grad.sub_(total * mean_product).mul_(scale)
+        return grad_x if grad_total is None else grad_x.add_(grad_total)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
         """Return x [T, H, E] rotated by the angles of `cos` and `sin` [T, 1, E/2].
@@ -432,8 +435,8 @@ class TorchBackend:
         q, k, _ = qkv.unflatten(-1, (-1, 2 * cos.shape[-1])).split([*heads, heads[1]], 1)
         if norms is not None:
             q, k = (
-                self.rms_norm(part.float(), None, weight, eps, in_place=True)[1]
-                for part, weight in zip((q, k), norms, strict=True)
+                self.rms_norm(x.float(), None, weight, eps, in_place=True)[1]
+                for x, weight in zip((q, k), norms, strict=True)
             )
         return self.rope(q, cos, sin), self.rope(k, cos, sin)
 
@@ -460,8 +463,8 @@ class TorchBackend:
     def geglu_backward(self, grad: Tensor, gate_up: Tensor) -> Tensor:
         """Return the gradient of `gate_up`: [T, 2 * I]."""
         gate, up = gate_up.chunk(2, -1)
-        of_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
-        return torch.cat([of_gate, F.gelu(gate, approximate="tanh").mul_(grad)], -1)
+        grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+        return torch.cat([grad_gate, F.gelu(gate, approximate="tanh").mul_(grad)], -1)
 
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
         """Return (up + 1) * gate * sigmoid(alpha * gate): [T, I].
@@ -480,12 +483,12 @@ class TorchBackend:
         Clamped numbers have the gradient 0.
         """
         gate, up = _clamped(gate_up, limit)
-        share, grad = torch.sigmoid(gate * alpha), grad.to(gate.dtype)
-        slope = share * (1 + alpha * gate * (1 - share))
-        given = gate_up.unflatten(-1, (-1, 2))
-        of_gate = (grad * (up + 1) * slope).masked_fill_(given[..., 0] > limit, 0.0)
-        of_up = (grad * gate * share).masked_fill_(given[..., 1].abs() > limit, 0.0)
-        return torch.stack((of_gate, of_up), -1).flatten(-2).to(gate_up.dtype)
+        gate_sigmoid, grad = torch.sigmoid(gate * alpha), grad.to(gate.dtype)
+        activation_grad = gate_sigmoid * (1 + alpha * gate * (1 - gate_sigmoid))
+        unclamped = gate_up.unflatten(-1, (-1, 2))
+        grad_gate = (grad * (up + 1) * activation_grad).masked_fill_(unclamped[..., 0] > limit, 0.0)
+        grad_up = (grad * gate * gate_sigmoid).masked_fill_(unclamped[..., 1].abs() > limit, 0.0)
+        return torch.stack((grad_gate, grad_up), -1).flatten(-2).to(gate_up.dtype)
 
     # Head
 
@@ -497,10 +500,10 @@ class TorchBackend:
         if self.logits_dtype == self.dtype:
             return self.matmul(hidden, head, training=training)
 
-        def wide(hidden: Tensor) -> Tensor:
+        def float32_matmul(hidden: Tensor) -> Tensor:
             return torch.mm(hidden, head.weight.t(), out_dtype=self.logits_dtype)
 
-        return self._tiling(training).run(wide, hidden)
+        return self._tiling(training).run(float32_matmul, hidden)
 
     def head_adapters(
         self, members: Sequence[HeadMember], hidden: Tensor, lora_hidden: Tensor | None = None
@@ -519,19 +522,19 @@ class TorchBackend:
         adapters: HeadAdapters | None,
         logits: Tensor,
         k: int,
-        wide: Tensor | None = None,
+        float32_logits: Tensor | None = None,
     ) -> Exact:
         """Find the k largest `logits` of each row, and return them recomputed in float32.
 
-        `wide`: an optional float32 output [R, V]. It receives all logits, with the exact values at
-        the returned tokens.
+        `float32_logits`: an optional float32 output [R, V]. It receives all logits, with the exact
+        values at the returned tokens.
         """
         tokens = _top_tokens(logits, k)
         rows = torch.arange(hidden.shape[0], device=hidden.device).repeat_interleave(k)
         exact = self.token_logits(hidden, head, adapters, rows, tokens.flatten())
         exact = exact.view(tokens.shape)
-        if wide is not None:
-            wide.copy_(logits).scatter_(1, tokens, exact)
+        if float32_logits is not None:
+            float32_logits.copy_(logits).scatter_(1, tokens, exact)
         return tokens, exact
 
     def token_logits(
@@ -547,12 +550,15 @@ class TorchBackend:
         Each logit is its own dot product, so it is bitwise independent of the other pairs. Torch
         sums elementwise products.
         """
-        out = torch.empty(rows.shape[0], dtype=_wide_dtype(hidden), device=hidden.device)
-        for part in _spans(rows.shape[0], max(1, self._gathered_entries // hidden.shape[1])):
-            x, weight = hidden[rows[part]].to(out.dtype), head.weight[tokens[part]].to(out.dtype)
-            out[part] = (x * weight).sum(-1)
+        out = torch.empty(rows.shape[0], dtype=_accum_dtype(hidden), device=hidden.device)
+        for pair_slice in _spans(rows.shape[0], max(1, self._gathered_entries // hidden.shape[1])):
+            x, weight = (
+                hidden[rows[pair_slice]].to(out.dtype),
+                head.weight[tokens[pair_slice]].to(out.dtype),
+            )
+            out[pair_slice] = (x * weight).sum(-1)
             if adapters is not None:
-                adapters.add_single_(out[part], rows[part], tokens[part])
+                adapters.add_single_(out[pair_slice], rows[pair_slice], tokens[pair_slice])
         return out
 
     def log_sum_exp(
@@ -573,9 +579,9 @@ class TorchBackend:
             if exact is not None:
                 weights.scatter_(1, *exact)
             return _log_sum_exp_(weights, temperature)
-        totals = torch.empty(len(logits), dtype=_wide_dtype(logits), device=logits.device)
-        for part, wide in self._wide_parts(logits, exact):
-            totals[part] = _log_sum_exp_(wide, temperature[part])
+        totals = torch.empty(len(logits), dtype=_accum_dtype(logits), device=logits.device)
+        for row_slice, scaled_logits in self._float32_logits(logits, exact):
+            totals[row_slice] = _log_sum_exp_(scaled_logits, temperature[row_slice])
         return totals
 
     def log_sum_exp_backward_(
@@ -597,13 +603,17 @@ class TorchBackend:
         rows = torch.arange(len(logits), device=logits.device)
         row_of_pair = rows.repeat_interleave(first.diff(), output_size=len(targets))
         row_grad = log_total.new_zeros(len(logits)).index_add_(0, row_of_pair, grads)
-        for part, wide in self._wide_parts(logits, exact):
-            wide.div_(temperature).sub_(log_total[part, None]).exp_().mul_(-row_grad[part, None])
-            pairs = slice(*first[[part.start, part.stop]].tolist())
-            wide.index_put_(
-                (row_of_pair[pairs] - part.start, targets[pairs]), grads[pairs], accumulate=True
+        for row_slice, logits_grad in self._float32_logits(logits, exact):
+            logits_grad.div_(temperature).sub_(log_total[row_slice, None]).exp_().mul_(
+                -row_grad[row_slice, None]
             )
-            logits[part] = wide
+            pairs = slice(*first[[row_slice.start, row_slice.stop]].tolist())
+            logits_grad.index_put_(
+                (row_of_pair[pairs] - row_slice.start, targets[pairs]),
+                grads[pairs],
+                accumulate=True,
+            )
+            logits[row_slice] = logits_grad
 
     def log_sum_exp_backward(
         self,
@@ -621,25 +631,29 @@ class TorchBackend:
         `rows`: int64 [N]. `logits` stays unchanged. `exact`: for all rows of `logits`. The other
         arguments are for `rows` only.
         """
-        found = logits[rows]
-        of_rows = None if exact is None else (exact[0][rows], exact[1][rows])
-        self.log_sum_exp_backward_(found, temperature, log_total, first, targets, grads, of_rows)
-        return found
+        grad = logits[rows]
+        exact_of_rows = None if exact is None else (exact[0][rows], exact[1][rows])
+        self.log_sum_exp_backward_(
+            grad, temperature, log_total, first, targets, grads, exact_of_rows
+        )
+        return grad
 
-    def _wide_parts(self, logits: Tensor, exact: Exact | None) -> Iterator[tuple[slice, Tensor]]:
+    def _float32_logits(
+        self, logits: Tensor, exact: Exact | None
+    ) -> Iterator[tuple[slice, Tensor]]:
         """Yield the logits in float32 or wider with their exact values, a few rows at a time.
 
         All parts share one buffer, which fits into a CPU's cache. Each part
         is valid until the next part is requested.
         """
         rows, vocab = logits.shape
-        size = (min(self._wide_rows, rows), vocab)
-        buffer = torch.empty(size, dtype=_wide_dtype(logits), device=logits.device)
-        for part in _spans(rows, self._wide_rows):
-            wide = buffer[: part.stop - part.start].copy_(logits[part])
+        size = (min(self._float32_rows, rows), vocab)
+        buffer = torch.empty(size, dtype=_accum_dtype(logits), device=logits.device)
+        for row_slice in _spans(rows, self._float32_rows):
+            float32_logits = buffer[: row_slice.stop - row_slice.start].copy_(logits[row_slice])
             if exact is not None:
-                wide.scatter_(1, exact[0][part], exact[1][part])
-            yield part, wide
+                float32_logits.scatter_(1, exact[0][row_slice], exact[1][row_slice])
+            yield row_slice, float32_logits
 
     # Attention
 
@@ -769,11 +783,11 @@ class _TorchAdapters:
 
     def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, module: str) -> None:
         for row_range, lora in self._targets(layer, module):
-            part = slice(row_range.start, row_range.stop)
+            row_slice = slice(row_range.start, row_range.stop)
             if isinstance(row_range, AdapterStackRange):
-                add_lora_stack_(x[part], out[part], sizes, lora)
+                add_lora_stack_(x[row_slice], out[row_slice], sizes, lora)
             else:
-                self._backend.add_lora_(x[part], out[part], sizes, lora, training=False)
+                self._backend.add_lora_(x[row_slice], out[row_slice], sizes, lora, training=False)
 
     def add_expert_(
         self, x: Tensor, out: Tensor, pairs: TokenExpertPairs, layer: int, module: str
@@ -817,11 +831,11 @@ class TorchHeadAdapters:
         for start, stop, lora in self._members:
 
             def add(hidden: Tensor, logits: Tensor, lora: LoraMatrices = lora) -> Tensor:
-                share, b = hidden[:, : lora.rank], lora.bs[0].t()
+                lora_hidden, b = hidden[:, : lora.rank], lora.bs[0].t()
                 if logits.dtype == hidden.dtype:
-                    logits.addmm_(share, b)
+                    logits.addmm_(lora_hidden, b)
                 else:
-                    logits.add_(torch.mm(share, b, out_dtype=logits.dtype))
+                    logits.add_(torch.mm(lora_hidden, b, out_dtype=logits.dtype))
                 return hidden
 
             self._tiling.run(add, self.hidden[start:stop], logits[start:stop], rank=lora.rank)
@@ -829,9 +843,12 @@ class TorchHeadAdapters:
     def add_single_(self, out: Tensor, rows: Tensor, tokens: Tensor) -> None:
         """Add the adapters' part to single logits `out` [P] of `rows` and `tokens` [P]."""
         for start, stop, lora in self._members:
-            mine = ((rows >= start) & (rows < stop)).nonzero().squeeze(1)
-            share, b = self.hidden[rows[mine], : lora.rank], lora.bs[0][tokens[mine]]
-            out[mine] += (share.to(out.dtype) * b.to(out.dtype)).sum(-1)
+            own_pairs = ((rows >= start) & (rows < stop)).nonzero().squeeze(1)
+            lora_hidden, b = (
+                self.hidden[rows[own_pairs], : lora.rank],
+                lora.bs[0][tokens[own_pairs]],
+            )
+            out[own_pairs] += (lora_hidden.to(out.dtype) * b.to(out.dtype)).sum(-1)
 
 
 def _score_bytes(config: ModelConfig) -> int:
@@ -840,14 +857,14 @@ def _score_bytes(config: ModelConfig) -> int:
     return 4 * ATTENDED_ROWS * group * config.max_context * (os.cpu_count() or 1)
 
 
-def _wide_dtype(x: Tensor) -> torch.dtype:
+def _accum_dtype(x: Tensor) -> torch.dtype:
     """Return float32, or the dtype of `x` if that is wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _clamped(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """Return gate and up [T, I] of a clamped SwiGLU, clamped, in float32 or wider."""
-    gate, up = gate_up.to(_wide_dtype(gate_up)).unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = gate_up.to(_accum_dtype(gate_up)).unflatten(-1, (-1, 2)).unbind(-1)
     return gate.clamp(max=limit), up.clamp(-limit, limit)
 
 
@@ -862,19 +879,19 @@ def _log_sum_exp_(logits: Tensor, temperature: Tensor) -> Tensor:
     `logits` [R, V] are overwritten with exp(scaled logit - max of the row).
     """
     row_max = logits.div_(temperature.unsqueeze(1)).amax(1, keepdim=True)
-    return (row_max.squeeze(1) + _run_sums(logits.sub_(row_max).exp_()).sum(1).log()).to(
+    return (row_max.squeeze(1) + _chunk_sums(logits.sub_(row_max).exp_()).sum(1).log()).to(
         logits.dtype
     )
 
 
-def _run_sums(weights: Tensor) -> Tensor:
-    """Return the sums of runs of 128 entries: float64 [R, C].
+def _chunk_sums(weights: Tensor) -> Tensor:
+    """Return the sums of 128 consecutive entries each: float64 [R, C].
 
     torch adds so few entries in the same order for every R, so the sums are batch-invariant.
     """
-    missing = -weights.shape[1] % _RUN
+    missing = -weights.shape[1] % _SUM_CHUNK
     padded = F.pad(weights, (0, missing)) if missing else weights
-    return padded.unflatten(1, (-1, _RUN)).sum(2).double()
+    return padded.unflatten(1, (-1, _SUM_CHUNK)).sum(2).double()
 
 
 def _top_tokens(logits: Tensor, k: int) -> Tensor:
@@ -883,16 +900,20 @@ def _top_tokens(logits: Tensor, k: int) -> Tensor:
     The k largest logits lie in the k blocks with the largest maxima. So one pass over the logits
     suffices. A full `topk` over the vocabulary would cost as much as the matmul itself.
     """
-    width = logits.shape[1] // _BLOCK
-    if width <= 2 * k:
+    num_blocks = logits.shape[1] // _BLOCK
+    if num_blocks <= 2 * k:
         return logits.topk(k, dim=1).indices
     blocks = (
-        logits[:, : width * _BLOCK].unflatten(1, (_BLOCK, width)).amax(1).topk(k, dim=1).indices
+        logits[:, : num_blocks * _BLOCK]
+        .unflatten(1, (_BLOCK, num_blocks))
+        .amax(1)
+        .topk(k, dim=1)
+        .indices
     )
-    steps = torch.arange(_BLOCK, device=logits.device) * width
-    candidates = (blocks.unsqueeze(2) + steps).flatten(1)
-    rest = torch.arange(width * _BLOCK, logits.shape[1], device=logits.device).expand(
+    offsets_in_block = torch.arange(_BLOCK, device=logits.device) * num_blocks
+    candidates = (blocks.unsqueeze(2) + offsets_in_block).flatten(1)
+    tail_tokens = torch.arange(num_blocks * _BLOCK, logits.shape[1], device=logits.device).expand(
         logits.shape[0], -1
     )
-    candidates = torch.cat([candidates, rest], 1)
+    candidates = torch.cat([candidates, tail_tokens], 1)
     return candidates.gather(1, logits.gather(1, candidates).topk(k, dim=1).indices)

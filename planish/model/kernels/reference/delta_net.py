@@ -166,7 +166,7 @@ class SequenceRecurrence:
         return out
 
     def _scan(self, layer: int, scan_inputs: ScanInputs, out: Tensor) -> None:
-        """Compute the rows of all segments into `out`, and store the matrices after each segment."""
+        """Compute the rows of all segments into `out`, and store the matrices after each."""
         segments = self._segments
         for level in self._levels:
             state = torch.stack(

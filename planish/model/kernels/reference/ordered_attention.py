@@ -55,12 +55,12 @@ def attention_scores(
     exact in float32, and they are accumulated in float32.
     """
     scale = q.shape[-1] ** -0.5
-    wide = torch.promote_types(q.dtype, torch.float32)
-    if keys.device.type == "cuda" and q.dtype != wide:
-        flat = torch.bmm(q.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), out_dtype=wide)
+    accum_dtype = torch.promote_types(q.dtype, torch.float32)
+    if keys.device.type == "cuda" and q.dtype != accum_dtype:
+        flat = torch.bmm(q.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), out_dtype=accum_dtype)
         scores = flat.unflatten(0, q.shape[:2]).mul_(scale)
     else:
-        scores = torch.matmul(q.to(wide) * scale, keys.to(wide).transpose(-1, -2))
+        scores = torch.matmul(q.to(accum_dtype) * scale, keys.to(accum_dtype).transpose(-1, -2))
     numbers = torch.arange(keys.shape[2], device=q.device)
     unseen = numbers >= visible.unsqueeze(-1)
     if first is not None:

@@ -189,11 +189,14 @@ class DecodeAttention:
             placed = self._arrange(part, grouped)
             first = None if window is None else part.window_starts(window, grouped.shape[2], placed)
             part_scores.append(attention_scores(placed, part.keys(layer), part.visible, first))
-        wide = part_scores[0].dtype
+        accum_dtype = part_scores[0].dtype
         maxima = torch.full(
-            (*grouped.shape[:-1], 1), torch.finfo(wide).min, dtype=wide, device=q.device
+            (*grouped.shape[:-1], 1),
+            torch.finfo(accum_dtype).min,
+            dtype=accum_dtype,
+            device=q.device,
         )
-        sums = Sums(torch.zeros_like(grouped, dtype=wide), torch.zeros_like(maxima))
+        sums = Sums(torch.zeros_like(grouped, dtype=accum_dtype), torch.zeros_like(maxima))
         where = [part.rows if part.span is None else part.span for part in self._parts]
         for part, rows, scores in zip(self._parts, where, part_scores, strict=True):
             maxima[rows] = torch.maximum(
@@ -215,7 +218,7 @@ class DecodeAttention:
             sums.weights.add_((sinks - maxima).exp_())
         # Padding rows have no keys, so their weights sum to 0 and the clamp avoids 0 / 0.
         return (
-            (sums.values / sums.weights.clamp_(min=torch.finfo(wide).tiny))
+            (sums.values / sums.weights.clamp_(min=torch.finfo(accum_dtype).tiny))
             .flatten(1, 2)
             .to(q.dtype)
         )

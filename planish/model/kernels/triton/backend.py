@@ -68,7 +68,7 @@ class TritonBackend(TorchBackend):
         """
         return self.tiling is None and {"attention", "lora"} <= self.families
 
-    def _packed_codes(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight:
+    def _pack_quantized_weight(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight:
         """Return the weights for the kernels of decoding steps. In deterministic mode, torch
         computes all rows.
         """
@@ -78,7 +78,7 @@ class TritonBackend(TorchBackend):
             or "quantized" not in self.families
             or not kernels.supports(weights)
         ):
-            return super()._packed_codes(weights)
+            return super()._pack_quantized_weight(weights)
         found: PackedQuantizedWeight = kernels.QuantizedCodes(weights, self.dtype)
         return found
 

@@ -165,15 +165,15 @@ def _lora_hidden_times_b(
     for begin in range(0, bound(rank), BLOCK_RANK):
         r = begin + tl.arange(0, BLOCK_RANK)
         there = has_row[:, None] & (r < rank)[None, :]
-        wide = tl.zeros((has_row.shape[0], BLOCK_RANK), tl.float32)
+        lora_hidden = tl.zeros((has_row.shape[0], BLOCK_RANK), tl.float32)
         for part in tl.static_range(PARTS):
-            wide += tl.load(low + part * part_stride + r[None, :], there, other=0.0)
+            lora_hidden += tl.load(low + part * part_stride + r[None, :], there, other=0.0)
         weights = tl.load(
             b + columns[:, None] * rank + r[None, :],
             has_column[:, None] & (r < rank)[None, :],
             other=0.0,
         )
-        total += dot(wide.to(weights.dtype), tl.trans(weights))
+        total += dot(lora_hidden.to(weights.dtype), tl.trans(weights))
     return total
 
 
@@ -293,7 +293,7 @@ def add_(
     assert len(x) == len(out) <= parts.shape[1]
     assert sum(sizes) == out.shape[1]
     assert len(sizes) <= MAX_FUSED_LINEARS
-    wide = x.dtype == torch.float32
+    is_float32 = x.dtype == torch.float32
     count, length = _segments(x.shape[1])
     spread = parts.shape[0] > 1
     shared = (tiles, pointers, pointers.stride(0), site, parts, parts.stride(0), parts.stride(1))
@@ -310,9 +310,9 @@ def add_(
         ALIGNED=aligned,
         TILE=TILE,
         BLOCK_LOW=_BLOCK_LOW,
-        BLOCK_IN=_BLOCK_IN // 4 if wide else _BLOCK_IN,
+        BLOCK_IN=_BLOCK_IN // 4 if is_float32 else _BLOCK_IN,
         num_warps=4,
-        num_stages=2 if wide else 4,
+        num_stages=2 if is_float32 else 4,
     )
     expand_kernel[(processors * _EXPANDS,)](
         x,
@@ -327,7 +327,7 @@ def add_(
         BLOCK_OUT=_BLOCK_OUT,
         BLOCK_RANK=_BLOCK_RANK,
         num_warps=4,
-        num_stages=2 if wide else 1,
+        num_stages=2 if is_float32 else 1,
     )
 
 

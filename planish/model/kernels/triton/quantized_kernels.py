@@ -204,8 +204,8 @@ def _matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor
     fan_out, fan_in = weight.shape
     rows = len(x)
     # Larger float32 tiles would not fit into the registers.
-    is_wide = x.dtype == torch.float32
-    block_rows = 16 if rows <= 16 or is_wide else 32
+    is_float32 = x.dtype == torch.float32
+    block_rows = 16 if rows <= 16 or is_float32 else 32
     grid = (triton.cdiv(fan_out, _BLOCK_OUT), triton.cdiv(rows, block_rows))
     # Fused multiply-add is off, because it rounds once where the reference implementation rounds
     # twice.
@@ -222,7 +222,7 @@ def _matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor
         stride = weight.scales.stride(0)
         block = weight.block if is_fp8 else (1, fan_in)
         given = (x, codes, weight.scales, stride, *shape, *block)
-        options |= {"FP8": is_fp8, "BLOCK_IN": _BLOCK_IN // 4 if is_wide else _BLOCK_IN}
+        options |= {"FP8": is_fp8, "BLOCK_IN": _BLOCK_IN // 4 if is_float32 else _BLOCK_IN}
         eight_bit_kernel[grid](*given, **options)
         return
     values = four_bit_values(type(weight), x.device)

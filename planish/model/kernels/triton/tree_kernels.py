@@ -265,7 +265,7 @@ def _width(head_dim: int) -> int:
 def _by_rows(x: Tensor) -> Tensor:
     """Return x [T, H, E] with contiguous rows, which may have any stride between them.
 
-    A slice of a joint matmul's output has such rows and is not copied.
+    A slice of a fused matmul's output has such rows and is not copied.
     """
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
