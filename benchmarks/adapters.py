@@ -22,7 +22,7 @@ from typing import Any
 
 import chz
 from compare import header
-from iteration import answered, rollouts, rollouts_in_turn, tokens_of, train_step
+from iteration import count_tokens, rollouts, rollouts_in_turn, train_step, with_completions
 from limits import read_bandwidth
 from overheads import first_token
 from report import RESULTS, adapters_table
@@ -99,7 +99,8 @@ def trained(
     )
     work = {**work_of(client.get_tokenizer(), options, 1, 2, f"training {number}"), "new_tokens": 2}
     train_step(
-        client, answered(work, rollouts(client.save_weights_and_get_sampling_client(), work))
+        client,
+        with_completions(work, rollouts(client.save_weights_and_get_sampling_client(), work)),
     )
     return client
 
@@ -128,7 +129,7 @@ def measured(
                 samplers[0].get_tokenizer(), options, count, samples // count, round_name
             )
             begun = time.perf_counter()
-            made = tokens_of(rollouts_in_turn(clients, work))
+            made = count_tokens(rollouts_in_turn(clients, work))
             took = time.perf_counter() - begun
             assert made == samples * options.new_tokens
             if number:  # round 0 warms up

@@ -33,7 +33,7 @@ from typing import Any
 
 import chz
 from compare import header, say
-from contender import Contender, PeerError
+from contender import PeerError, PeerProcess
 from report import RESULTS, busy_table
 from served import served
 from works import SMALL_WORKS, WORKS, write_works
@@ -77,8 +77,8 @@ def main(options: Options) -> None:
         for work in names:
             measure = measure_served if work == SERVED else measure_work
             report["works"][work] = measure(options, work, spins, path)
-            found = json.dumps(report, indent=1) + "\n"
-            write_atomically(options.directory / f"{options.name}.json", found)
+            text = json.dumps(report, indent=1) + "\n"
+            write_atomically(options.directory / f"{options.name}.json", text)
     print(busy_table(report))
 
 
@@ -92,32 +92,35 @@ def measure_work(options: Options, work: str, spins: Sequence[str], path: Path) 
         contenders = {}
         for spin in spins:
             command = [sys.executable, HERE / "peers/ours.py"]
-            contenders[spin] = Contender(spin, command, path, variables(spin))
+            contenders[spin] = PeerProcess(spin, command, path, variables(spin))
             stack.callback(contenders[spin].end)
             contenders[spin].start(model, path.parent / f"{work}-{spin}.log")
-            contenders[spin].ask(work, 0)
+            contenders[spin].run_round(work, 0)
         for load in LOADS:
             for number in range(1, options.rounds + 1):
                 for spin, contender in contenders.items():
-                    found = round_seconds(contender, work, number, load, options.limit)
-                    say(f"{work}, GOMP_SPINCOUNT {spin}, {load}: {found} s")
-                    seconds[spin][load].append(found)
-    return {spin: {load: row(found[load]) for load in LOADS} for spin, found in seconds.items()}
+                    elapsed = round_seconds(contender, work, number, load, options.limit)
+                    say(f"{work}, GOMP_SPINCOUNT {spin}, {load}: {elapsed} s")
+                    seconds[spin][load].append(elapsed)
+    return {
+        spin: {load: summarize(elapsed[load]) for load in LOADS}
+        for spin, elapsed in seconds.items()
+    }
 
 
 def round_seconds(
-    contender: Contender, work: str, number: int, load: str, limit: float
+    contender: PeerProcess, work: str, number: int, load: str, limit: float
 ) -> float | None:
     """Return the seconds of a round. None if this or an earlier round took longer than `limit`; the
     process is then ended.
     """
     timer = Timer(limit, contender.end)
     try:
-        with under(load):
+        with busy_process(load):
             timer.start()
-            facts = contender.ask(work, number)
-        say(f"others used {facts['others']:.0%} of the cores")
-        return round(facts["seconds"], 3)
+            result = contender.run_round(work, number)
+        say(f"others used {result['others']:.0%} of the cores")
+        return round(result["seconds"], 3)
     except (PeerError, ValueError, OSError):
         return None
     finally:
@@ -126,39 +129,39 @@ def round_seconds(
 
 def measure_served(options: Options, work: str, spins: Sequence[str], path: Path) -> dict[str, Row]:
     """Measure served iterations by spin and load. Each spin has its own server."""
-    found: dict[str, Row] = {}
+    rows: dict[str, Row] = {}
     for spin in spins:
         with (
             tempfile.TemporaryDirectory(prefix="planish-") as directory,
             served(Path(directory), variables=variables(spin)) as url,
         ):
             command = [sys.executable, __file__, "--client", url, options.model]
-            found[spin] = {}
+            rows[spin] = {}
             for load in LOADS:
-                with under(load):
-                    given = "0" if options.small else str(options.served_seconds)
+                with busy_process(load):
+                    limit = "0" if options.small else str(options.served_seconds)
                     lines = subprocess.run(
-                        [*command, given], check=True, stdout=subprocess.PIPE, text=True
+                        [*command, limit], check=True, stdout=subprocess.PIPE, text=True
                     ).stdout
-                found[spin][load] = row(json.loads(lines.splitlines()[-1]))
+                rows[spin][load] = summarize(json.loads(lines.splitlines()[-1]))
                 say(
-                    f"{work}, GOMP_SPINCOUNT {spin}, {load}: {found[spin][load]['median_seconds']} s"
+                    f"{work}, GOMP_SPINCOUNT {spin}, {load}: {rows[spin][load]['median_seconds']} s"
                 )
-    return found
+    return rows
 
 
 def variables(spin: str) -> Mapping[str, str]:
     return {} if spin == "default" else {"GOMP_SPINCOUNT": spin}
 
 
-def row(seconds: Sequence[float | None]) -> dict[str, Any]:
-    known = [one for one in seconds if one is not None]
-    median = round(statistics.median(known), 4) if len(known) == len(seconds) else None
+def summarize(seconds: Sequence[float | None]) -> dict[str, Any]:
+    finished = [one for one in seconds if one is not None]
+    median = round(statistics.median(finished), 4) if len(finished) == len(seconds) else None
     return {"median_seconds": median, "seconds": [one and round(one, 3) for one in seconds]}
 
 
 @contextmanager
-def under(load: str) -> Iterator[None]:
+def busy_process(load: str) -> Iterator[None]:
     """Run a busy process for the block if the load is "busy"."""
     if load == "idle":
         yield
@@ -184,7 +187,7 @@ def client(url: str, model: str, limit: str) -> None:
     params = types.SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0, stop=[])
 
     def iteration() -> float:
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         sampler = training.save_weights_and_get_sampling_client().result()
         answers = sampler.sample(prompt, SAMPLES, params).result().sequences
         data = [datum(answer) for answer in answers]
@@ -192,21 +195,21 @@ def client(url: str, model: str, limit: str) -> None:
         update = training.optim_step(types.AdamParams(learning_rate=1e-5))
         for pending in (backward, update):
             pending.result()
-        return time.perf_counter() - begun
+        return time.perf_counter() - start_time
 
     def datum(answer: Any) -> Any:
-        before, count = len(PROMPT) - 1, len(answer.tokens)
+        num_prompt_targets, num_tokens = len(PROMPT) - 1, len(answer.tokens)
         inputs: Mapping[str, Any] = {
-            "target_tokens": [0] * before + answer.tokens,
-            "logprobs": [0.0] * before + answer.logprobs,
-            "advantages": [0.0] * before + [1.0] * count,
+            "target_tokens": [0] * num_prompt_targets + answer.tokens,
+            "logprobs": [0.0] * num_prompt_targets + answer.logprobs,
+            "advantages": [0.0] * num_prompt_targets + [1.0] * num_tokens,
         }
-        given = types.ModelInput.from_ints(PROMPT + answer.tokens[:-1])
-        return types.Datum(model_input=given, loss_fn_inputs=inputs)
+        model_input = types.ModelInput.from_ints(PROMPT + answer.tokens[:-1])
+        return types.Datum(model_input=model_input, loss_fn_inputs=inputs)
 
     iteration()
-    begun, seconds = time.perf_counter(), [iteration()]
-    while len(seconds) < 2 or time.perf_counter() - begun < float(limit):
+    start_time, seconds = time.perf_counter(), [iteration()]
+    while len(seconds) < 2 or time.perf_counter() - start_time < float(limit):
         seconds.append(iteration())
     print(json.dumps(seconds))
     sys.stdout.flush()

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import chz
-from contender import Contender
+from contender import PeerProcess
 from environments import python_of
 from machine import ROOT, commit, machine
 from report import RESULTS, peers_table
@@ -42,11 +42,11 @@ from planish.model.sources import DEFAULT_MODEL, resolve_model
 from planish.model.weight_sizes import SCHEMES
 
 HERE = Path(__file__).parent
-OWN = "planish"
+OWN_ENVIRONMENT = "planish"
 """The environment that this process runs in."""
-PLACES = ("directory", "models")
+PATH_OPTIONS = ("directory", "models")
 """Options with paths, which are not part of the recorded options."""
-BUSY = 0.05
+BUSY_SHARE = 0.05
 """If other programs use a larger share of the cores in a round, it is printed."""
 LOSS_TOLERANCE = 0.01
 """Allowed difference of losses, relative to the sum of |advantage| over the tokens. bf16 logprobs
@@ -65,8 +65,8 @@ class PeerSpec:
 
 SAMPLING = ("W1", "W1b", "W1c")
 PEERS = {
-    "ours": PeerSpec(OWN, "peers/ours.py", (*SAMPLING, "W1j", "W2", "W3")),
-    "limit": PeerSpec(OWN, "limits.py", (*SAMPLING, "W2", "W3")),
+    "ours": PeerSpec(OWN_ENVIRONMENT, "peers/ours.py", (*SAMPLING, "W1j", "W2", "W3")),
+    "limit": PeerSpec(OWN_ENVIRONMENT, "limits.py", (*SAMPLING, "W2", "W3")),
     "generate": PeerSpec("trl", "peers/transformers_generate.py", SAMPLING),
     "generate-repeated": PeerSpec("trl", "peers/transformers_repeated.py", ("W1", "W1c")),
     "vllm": PeerSpec("vllm", "peers/vllm_cpu.py", (*SAMPLING, "W1j")),
@@ -74,11 +74,11 @@ PEERS = {
     "peft-compiled": PeerSpec("trl", "peers/peft_training.py", ("W2",), {"PEFT_COMPILE": "1"}),
     "trl": PeerSpec("trl", "peers/trl_grpo.py", ("W3",)),
 }
-ON_REQUEST = {
+OPTIONAL_PEERS = {
     "llama": PeerSpec("llama", "peers/llama_cpp_alone.py", ("W1b",)),
     **{
         f"ours-{scheme}": PeerSpec(
-            OWN,
+            OWN_ENVIRONMENT,
             "peers/ours.py",
             (*SAMPLING, "W2", "W3"),
             {"OURS_OPTIONS": json.dumps({"quantize": scheme})},
@@ -112,30 +112,30 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Measured:
+class PeerMeasurement:
     """One peer on one work: the facts of each round after the warm-up."""
 
-    contender: Contender
+    contender: PeerProcess
     rounds: list[dict[str, Any]]
 
     def row(self) -> dict[str, Any]:
-        seconds = [facts["seconds"] for facts in self.rounds]
+        seconds = [result["seconds"] for result in self.rounds]
         return {
             "median_seconds": round(statistics.median(seconds), 4),
             "seconds": [round(value, 4) for value in seconds],
             "load_seconds": round(self.contender.load_seconds, 2),
-            "peak_gib": round(max(facts["peak_gib"] for facts in self.rounds), 3),
-            "others": round(max(facts["others"] for facts in self.rounds), 3),
+            "peak_gib": round(max(result["peak_gib"] for result in self.rounds), 3),
+            "others": round(max(result["others"] for result in self.rounds), 3),
             "versions": dict(self.contender.versions),
             "variables": dict(self.contender.environment),
         }
 
 
 def main(options: Options) -> None:
-    known = PEERS | ON_REQUEST
-    specs = {name: known[name] for name in chosen(options.peers, PEERS, known)}
+    all_peers = PEERS | OPTIONAL_PEERS
+    specs = {name: all_peers[name] for name in parse_names(options.peers, PEERS, all_peers)}
     source = SMALL_WORKS if options.small else WORKS
-    works = {name: source[name] for name in chosen(options.works, source, source)}
+    works = {name: source[name] for name in parse_names(options.works, source, source)}
     pythons = {spec.environment: interpreter(spec.environment) for spec in specs.values()}
     model = resolve_model(options.model)
     report = header(options)
@@ -146,15 +146,19 @@ def main(options: Options) -> None:
         rounds = json.loads(path.read_text())
         for work in works:
             contenders = [
-                Contender(
+                PeerProcess(
                     name, [pythons[spec.environment], HERE / spec.script], path, spec.variables
                 )
                 for name, spec in specs.items()
                 if work in spec.works
             ]
-            measured = interleaved(contenders, work, options.rounds, model, Path(scratch))
-            check_same_work(work, rounds[work], measured)
-            report["works"][work] = {one.contender.name: one.row() for one in measured}
+            measurements = measure_interleaved(
+                contenders, work, options.rounds, model, Path(scratch)
+            )
+            check_same_work(work, rounds[work], measurements)
+            report["works"][work] = {
+                measurement.contender.name: measurement.row() for measurement in measurements
+            }
             # Write after each workload, because a later peer may run out of memory.
             write_atomically(
                 options.directory / f"{options.name}.json", json.dumps(report, indent=1) + "\n"
@@ -162,7 +166,7 @@ def main(options: Options) -> None:
     print(peers_table(report))
 
 
-def chosen(text: str, every: Iterable[str], known: Iterable[str]) -> list[str]:
+def parse_names(text: str, every: Iterable[str], known: Iterable[str]) -> list[str]:
     names = list(every) if text == "all" else text.split(",")
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -171,7 +175,7 @@ def chosen(text: str, every: Iterable[str], known: Iterable[str]) -> list[str]:
 
 
 def interpreter(environment: str) -> Path:
-    return Path(sys.executable) if environment == OWN else python_of(environment)
+    return Path(sys.executable) if environment == OWN_ENVIRONMENT else python_of(environment)
 
 
 def header(options: Any) -> dict[str, Any]:
@@ -182,7 +186,9 @@ def header(options: Any) -> dict[str, Any]:
         )
     return {
         "options": {
-            name: str(value) for name, value in chz.asdict(options).items() if name not in PLACES
+            name: str(value)
+            for name, value in chz.asdict(options).items()
+            if name not in PATH_OPTIONS
         },
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit(),
@@ -192,11 +198,11 @@ def header(options: Any) -> dict[str, Any]:
     }
 
 
-def interleaved(
-    contenders: Sequence[Contender], work: str, rounds: int, model: Path, scratch: Path
-) -> list[Measured]:
+def measure_interleaved(
+    contenders: Sequence[PeerProcess], work: str, rounds: int, model: Path, scratch: Path
+) -> list[PeerMeasurement]:
     """Run all contenders on one workload, alternating, in the given order."""
-    measured = [Measured(contender, []) for contender in contenders]
+    measurements = [PeerMeasurement(contender, []) for contender in contenders]
     with ExitStack() as stack:
         # If this process is terminated, it must end the peers: all but one are suspended, and would
         # stay suspended.
@@ -208,18 +214,21 @@ def interleaved(
             stack.callback(contender.end)
             contender.start(model, scratch / f"{work}-{number}.log")
         for number in range(rounds + 1):
-            for one in measured:
-                facts = one.contender.ask(work, number)
+            for measurement in measurements:
+                result = measurement.contender.run_round(work, number)
                 kind = f"round {number}" if number else "warm-up"
-                busy = (
-                    f"; others used {facts['others']:.0%} of the cores"
-                    if facts["others"] > BUSY
+                busy_note = (
+                    f"; others used {result['others']:.0%} of the cores"
+                    if result["others"] > BUSY_SHARE
                     else ""
                 )
-                say(f"{work}: {one.contender.name}, {kind}: {facts['seconds']:.2f} s{busy}")
+                say(
+                    f"{work}: {measurement.contender.name}, {kind}: {result['seconds']:.2f} "
+                    f"s{busy_note}"
+                )
                 if number:
-                    one.rounds.append(facts)
-    return measured
+                    measurement.rounds.append(result)
+    return measurements
 
 
 def say(line: str) -> None:
@@ -227,21 +236,24 @@ def say(line: str) -> None:
 
 
 def check_same_work(
-    work: str, rounds: Sequence[Mapping[str, Any]], measured: Sequence[Measured]
+    work: str, rounds: Sequence[Mapping[str, Any]], measurements: Sequence[PeerMeasurement]
 ) -> None:
     """Raise if a peer made another number of tokens than requested, or if the losses differ."""
-    for number, given in enumerate(rounds[1:]):
-        asked = len(given["prompts"]) * given["samples"] * given["new_tokens"]
-        facts = {one.contender.name: one.rounds[number] for one in measured}
+    for number, work_round in enumerate(rounds[1:]):
+        expected_tokens = (
+            len(work_round["prompts"]) * work_round["samples"] * work_round["new_tokens"]
+        )
+        facts = {one.contender.name: one.rounds[number] for one in measurements}
         for name, one in facts.items():
-            if one.get("tokens", asked) != asked:
+            if one.get("tokens", expected_tokens) != expected_tokens:
                 raise SystemExit(
-                    f"{work}, round {number + 1}: {name} made {one['tokens']} tokens, not {asked}"
+                    f"{work}, round {number + 1}: {name} made {one['tokens']} tokens, not "
+                    f"{expected_tokens}"
                 )
         losses = {name: one["loss"] for name, one in facts.items() if "loss" in one}
         if losses:
-            weights = [abs(advantage) for group in given["advantages"] for advantage in group]
-            allowed = LOSS_TOLERANCE * sum(weights) * given["new_tokens"]
+            weights = [abs(advantage) for group in work_round["advantages"] for advantage in group]
+            allowed = LOSS_TOLERANCE * sum(weights) * work_round["new_tokens"]
             if max(losses.values()) - min(losses.values()) > allowed:
                 raise SystemExit(
                     f"{work}, round {number + 1}: losses differ by more than {allowed:.3g}: {losses}"

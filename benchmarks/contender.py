@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from machine import CpuTime
 
-SHOWN_LINES = 100
+MAX_LOG_LINES = 100
 
 
 class PeerError(Exception):
@@ -27,7 +27,7 @@ class PeerError(Exception):
 
 
 @dataclass
-class Contender:
+class PeerProcess:
     """One peer on one file of workloads. A context manager: the process runs inside the block."""
 
     name: str
@@ -41,7 +41,7 @@ class Contender:
     def start(self, model: Path, log: Path) -> Self:
         """Start the process, wait until it has loaded, and suspend it."""
         self._log = log
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
                 [*self.command, model, self.works],
@@ -52,25 +52,25 @@ class Contender:
                 start_new_session=True,
                 env={**os.environ, **self.environment},
             )
-        ready = self._answer()
-        self.load_seconds = time.perf_counter() - begun
+        ready = self._read_reply()
+        self.load_seconds = time.perf_counter() - start_time
         self.versions = ready["versions"]
-        self._stop()
+        self._suspend()
         return self
 
-    def ask(self, work: str, number: int) -> dict[str, Any]:
+    def run_round(self, work: str, number: int) -> dict[str, Any]:
         """Run round `number` of a workload. Returns its facts with "seconds", "peak_gib" and
         "others", the share of the cores that other programs used.
         """
         pipe = self._process.stdin
         assert pipe is not None
         self._signal(signal.SIGCONT)
-        before = CpuTime.now()
+        cpu_before = CpuTime.now()
         print(work, number, file=pipe, flush=True)
-        facts = self._answer()
-        facts["others"] = before.others(facts.pop("cpu_seconds"))
-        self._stop()
-        return facts
+        result = self._read_reply()
+        result["others"] = cpu_before.others(result.pop("cpu_seconds"))
+        self._suspend()
+        return result
 
     def end(self) -> None:
         self._signal(signal.SIGKILL)
@@ -79,15 +79,17 @@ class Contender:
             assert pipe is not None
             pipe.close()
 
-    def _answer(self) -> dict[str, Any]:
+    def _read_reply(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            shown = "\n".join(self._log.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
-            raise PeerError(f"{self.name} ended with status {self._process.wait()}:\n{shown}")
+            last_lines = "\n".join(
+                self._log.read_text(errors="replace").splitlines()[-MAX_LOG_LINES:]
+            )
+            raise PeerError(f"{self.name} ended with status {self._process.wait()}:\n{last_lines}")
         return json.loads(line)
 
-    def _stop(self) -> None:
+    def _suspend(self) -> None:
         """Suspend the process group, and return when it is suspended."""
         self._signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)

@@ -44,7 +44,7 @@ from typing import Any, Self
 
 import chz
 import torch
-from compare import chosen, header, say
+from compare import header, parse_names, say
 from gpu_limits import MachineLimits, measured_limits
 from gpu_parts import SERVED_PARTS, Bench, Options, Row, other_parts
 from limits import DEVICE
@@ -60,7 +60,7 @@ PARTS = (*SERVED_PARTS, "peers", "profile")
 
 
 def main(options: Options) -> None:
-    parts = chosen(options.parts, PARTS, PARTS)
+    parts = parse_names(options.parts, PARTS, PARTS)
     deadline = time.monotonic() + 60 * options.minutes
     is_random = options.model in SHAPES
     model = (

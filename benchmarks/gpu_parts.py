@@ -13,18 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import chz
-from compare import HERE, ON_REQUEST, OWN, PEERS, check_same_work, chosen, interleaved, interpreter
-from contender import Contender
+from compare import (
+    HERE,
+    OPTIONAL_PEERS,
+    OWN_ENVIRONMENT,
+    PEERS,
+    check_same_work,
+    interpreter,
+    measure_interleaved,
+    parse_names,
+)
+from contender import PeerProcess
 from gpu_limits import MachineLimits, decode_bytes, training_flops
 from gpu_profile import profiles
 from iteration import (
-    answered,
-    iteration,
+    count_tokens,
     rollouts,
     rollouts_in_turn,
+    run_iteration,
     step_seconds,
-    tokens_of,
     train_step,
+    with_completions,
 )
 from limits import RANK
 from report import RESULTS, TITLES
@@ -219,7 +228,7 @@ def training(bench: Bench, service: planish.ServiceClient) -> list[Row]:
 
     def trained(name: str, new_tokens: int) -> tuple[float, dict[str, Any]]:
         plain = bench.round(f"training {name}", 16, 8, new_tokens)
-        work = answered(plain, rollouts(sampler, plain))
+        work = with_completions(plain, rollouts(sampler, plain))
         begun = time.perf_counter()
         train_step(client, work)
         return time.perf_counter() - begun, work
@@ -259,12 +268,12 @@ def grpo(bench: Bench, service: planish.ServiceClient, prompts: int, samples: in
     client = service.create_lora_training_client(
         str(bench.model), rank=RANK, seed=0, train_unembed=False
     )
-    iteration(client, bench.round(f"{what} warm-up", prompts, samples, WARM_UP_TOKENS))
+    run_iteration(client, bench.round(f"{what} warm-up", prompts, samples, WARM_UP_TOKENS))
     works, done = [], []
     for number in bench.rounds():
         works.append(bench.round(f"{what} {number}", prompts, samples, NEW_TOKENS))
-        done.append(iteration(client, works[-1]))
-    sampled = [tokens_of(one.groups) / one.sampling_seconds for one in done]
+        done.append(run_iteration(client, works[-1]))
+    sampled = [count_tokens(one.groups) / one.sampling_seconds for one in done]
     return [
         Row(what, [one.seconds for one in done], "s"),
         Row(f"{what}: sampling", sampled, "new tokens/s"),
@@ -279,20 +288,23 @@ def grpo(bench: Bench, service: planish.ServiceClient, prompts: int, samples: in
 
 def peers(bench: Bench, work: str) -> list[Row]:
     """Compare the peers. All of them run in this environment, which has the packages for the GPU."""
-    options, known = bench.options, PEERS | ON_REQUEST
-    names = [name for name in chosen(options.peers, PEERS, known) if work in known[name].works]
+    options, known = bench.options, PEERS | OPTIONAL_PEERS
+    names = [name for name in parse_names(options.peers, PEERS, known) if work in known[name].works]
     given = {"OURS_OPTIONS": json.dumps(options.service)}
     with tempfile.TemporaryDirectory(prefix="planish-benchmark-") as directory:
         scratch = Path(directory)
         path = scratch / f"{work}.json"
         write_works(str(bench.model), path, {work: works_of(options)[work]}, options.rounds)
         contenders = [
-            Contender(
-                name, [interpreter(OWN), HERE / spec.script], path, {**spec.variables, **given}
+            PeerProcess(
+                name,
+                [interpreter(OWN_ENVIRONMENT), HERE / spec.script],
+                path,
+                {**spec.variables, **given},
             )
             for name, spec in ((name, known[name]) for name in names)
         ]
-        measured = interleaved(contenders, work, options.rounds, bench.model, scratch)
+        measured = measure_interleaved(contenders, work, options.rounds, bench.model, scratch)
         check_same_work(work, json.loads(path.read_text())[work], measured)
     medians = {one.contender.name: one.row()["median_seconds"] for one in measured}
     ours = medians.get("ours")
@@ -339,7 +351,7 @@ def other_parts(bench: Bench, names: Sequence[str]) -> dict[str, Callable[[], li
     """Return those of the named parts that use their own processes or engine. Each workload of
     the peers is a part.
     """
-    works = chosen(bench.options.works, works_of(bench.options), works_of(bench.options))
+    works = parse_names(bench.options.works, works_of(bench.options), works_of(bench.options))
     by_work = {f"peers-{work}": partial(peers, bench, work) for work in works}
     known = {"peers": by_work, "profile": {"profile": partial(profile, bench)}}
     return {part: run for name in names if name in known for part, run in known[name].items()}

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import chz
-from compare import HERE, OWN, header, interleaved, interpreter
-from contender import Contender
+from compare import HERE, OWN_ENVIRONMENT, header, interpreter, measure_interleaved
+from contender import PeerProcess
 from iteration import rollouts, step_seconds
 from report import RESULTS, contexts_table, growth_table
 from works import Rounds, Shape, make_prompts, write_works
@@ -79,9 +79,13 @@ def measure_groups(options: Options, scratch: Path) -> dict[str, Any]:
                 options.model, path, {name: Rounds(warm_up, shape, name == "W2")}, options.rounds
             )
             contenders.append(
-                Contender(f"{groups} groups", [interpreter(OWN), HERE / "peers" / "ours.py"], path)
+                PeerProcess(
+                    f"{groups} groups",
+                    [interpreter(OWN_ENVIRONMENT), HERE / "peers" / "ours.py"],
+                    path,
+                )
             )
-        measured = interleaved(
+        measured = measure_interleaved(
             contenders, name, options.rounds, resolve_model(options.model), scratch
         )
         works[name] = [

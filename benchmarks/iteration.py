@@ -26,13 +26,13 @@ class Iteration:
         return self.sampling_seconds + self.training_seconds
 
 
-def iteration(client: planish.TrainingClient, work: Mapping[str, Any]) -> Iteration:
+def run_iteration(client: planish.TrainingClient, work: Mapping[str, Any]) -> Iteration:
     """Sample with the current weights, and train on the samples with random advantages."""
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     groups = rollouts(client.save_weights_and_get_sampling_client(), work)
-    sampled = time.perf_counter()
-    loss = train_step(client, answered(work, groups))
-    return Iteration(groups, loss, sampled - begun, time.perf_counter() - sampled)
+    sampling_end = time.perf_counter()
+    loss = train_step(client, with_completions(work, groups))
+    return Iteration(groups, loss, sampling_end - start_time, time.perf_counter() - sampling_end)
 
 
 def rollouts(client: planish.SamplingClient, work: Mapping[str, Any]) -> Groups:
@@ -65,29 +65,29 @@ def step_seconds(sample: Callable[[int], object], few: int, many: int, rounds: i
     time of the prompts cancels, because it is the same for `few` and `many`.
     """
 
-    def sampled(new_tokens: int) -> float:
-        begun = time.perf_counter()
+    def sampling_seconds(new_tokens: int) -> float:
+        start_time = time.perf_counter()
         sample(new_tokens)
-        return time.perf_counter() - begun
+        return time.perf_counter() - start_time
 
-    sampled(many)  # a warm-up, which also caches the prompts
-    return [(sampled(many) - sampled(few)) / (many - few) for _ in range(rounds)]
+    sampling_seconds(many)  # a warm-up, which also caches the prompts
+    return [(sampling_seconds(many) - sampling_seconds(few)) / (many - few) for _ in range(rounds)]
 
 
-def answered(work: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
+def with_completions(work: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
     """Return the round with completions [prompt][sample][token], their logprobs, and a random
     advantage for each [prompt][sample].
     """
-    draw = random.Random(work["seed"])
+    rng = random.Random(work["seed"])
     return {
         **work,
         "completions": [[sequence.tokens for sequence in group] for group in groups],
         "logprobs": [[sequence.logprobs for sequence in group] for group in groups],
-        "advantages": [[draw.uniform(-1, 1) for _ in group] for group in groups],
+        "advantages": [[rng.uniform(-1, 1) for _ in group] for group in groups],
     }
 
 
-def tokens_of(groups: Groups) -> int:
+def count_tokens(groups: Groups) -> int:
     """Return the number of tokens that have a logprob."""
     return sum(len(sequence.logprobs or []) for group in groups for sequence in group)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 ROOT = Path(__file__).parents[1]
 
 
@@ -19,7 +19,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": fields.get("model name", platform.processor()),
         "cores": os.cpu_count(),
-        "flags": [flag for flag in FLAGS if flag in flags],
+        "flags": [flag for flag in CPU_FLAGS if flag in flags],
         "memory_gib": round(
             os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30), 1
         ),

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import chz
 from compare import header
-from iteration import iteration
+from iteration import run_iteration
 from report import RESULTS, overheads_table
 from works import SMALL_WORKS, WORKS, Shape, make_prompts, make_round
 
@@ -78,7 +78,7 @@ def outside_engine(client: planish.TrainingClient, shape: Shape, number: int) ->
     """Return the share of one iteration in which the engine thread did not run."""
     work = make_round(client.get_tokenizer(), f"overheads {number}", shape, number)
     begun, used = time.perf_counter(), engine_seconds()
-    iteration(client, work)
+    run_iteration(client, work)
     return 1 - (engine_seconds() - used) / (time.perf_counter() - begun)
 
 
@@ -99,7 +99,7 @@ def published(client: planish.TrainingClient, number: int) -> tuple[float, float
     """
     draw = random.Random(number)
     prompts = [make_prompts(client.get_tokenizer(), draw, Shape(1, 1, 1))[0] for _ in range(2)]
-    iteration(
+    run_iteration(
         client, make_round(client.get_tokenizer(), f"publishing {number}", Shape(1, 2, 2), number)
     )
     begun = time.perf_counter()

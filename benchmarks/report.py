@@ -47,8 +47,10 @@ def with_tables(page: str, results: Path) -> str:
         before, mark, rest = page.partition(begin)
         if mark:
             _, end, after = rest.partition(END)
-            made = table(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else ""
-            page = before + mark + made + end + after
+            table_text = (
+                table(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else ""
+            )
+            page = before + mark + table_text + end + after
     return page
 
 
@@ -216,11 +218,11 @@ def gpu_table(report: Mapping[str, Any]) -> str:
         for row in part["rows"]
     ]
     gpu, commits = report["gpu"], sorted({part["commit"] for part in report["parts"].values()})
-    said = (
+    heading = (
         f"{gpu['name']}, {gpu['memory_gib']:.0f} GiB; torch {gpu['torch']}, CUDA {gpu['cuda']}, Triton {gpu['triton']}; {report['date']}, "
         f"commit {', '.join(commits)}\n\n"
     )
-    return said + table(("what", "median (min to max)", "unit", "share"), rows)
+    return heading + table(("what", "median (min to max)", "unit", "share"), rows)
 
 
 def _three_digits(value: float) -> str:

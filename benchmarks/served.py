@@ -49,8 +49,8 @@ def served(
 def _url(process: subprocess.Popen[bytes], log: Path) -> str:
     while True:
         text = log.read_text()
-        if found := _READY.search(text):
-            return found[1]
+        if match := _READY.search(text):
+            return match[1]
         if process.poll() is not None:
             raise RuntimeError(f"the server did not start:\n{text}")
         try:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import chz
 import torch
-from iteration import Iteration, answered, iteration
+from iteration import Iteration, run_iteration, with_completions
 from served import served
 from works import Shape, make_round
 
@@ -79,9 +79,10 @@ def iterations(
     )
     given = make_round(clients["in_process"].get_tokenizer(), f"wire {number}", shape, number)
     names = list(clients)[:: 1 if number % 2 else -1]
-    rows = {name: iteration(clients[name], given) for name in names}
+    rows = {name: run_iteration(clients[name], given) for name in names}
     http, in_process = (
-        (answered(given, one.groups), one.loss) for one in (rows["http"], rows["in_process"])
+        (with_completions(given, one.groups), one.loss)
+        for one in (rows["http"], rows["in_process"])
     )
     assert http == in_process, "the work was not the same"
     return rows

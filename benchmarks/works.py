@@ -24,7 +24,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from iteration import answered, rollouts
+from iteration import rollouts, with_completions
 
 import planish
 
@@ -62,7 +62,7 @@ class Shape:
 class Rounds:
     warm_up: Shape
     shape: Shape
-    is_answered: bool = False
+    has_completions: bool = False
     """Whether rounds contain sampled completions to train on."""
     is_constrained: bool = False
     """Whether samples follow LIST_SCHEMA."""
@@ -73,7 +73,7 @@ WORKS = {
     "W1b": Rounds(Shape(1, 1, 32), Shape(1, 1, 128)),
     "W1c": Rounds(Shape(2, 8, 32), Shape(8, 8, 256)),
     "W1j": Rounds(Shape(4, 8, 16), Shape(16, 8, 64), is_constrained=True),
-    "W2": Rounds(Shape(4, 8, 64), Shape(16, 8, 64), is_answered=True),
+    "W2": Rounds(Shape(4, 8, 64), Shape(16, 8, 64), has_completions=True),
     "W3": Rounds(Shape(4, 8, 64), Shape(16, 8, 64)),
 }
 SMALL_WORKS = {
@@ -81,7 +81,7 @@ SMALL_WORKS = {
     "W1b": Rounds(Shape(1, 1, 2), Shape(1, 1, 8)),
     "W1c": Rounds(Shape(1, 2, 2), Shape(2, 2, 16)),
     "W1j": Rounds(Shape(1, 2, 2), Shape(2, 4, 8), is_constrained=True),
-    "W2": Rounds(Shape(4, 4, 8), Shape(4, 4, 8), is_answered=True),
+    "W2": Rounds(Shape(4, 4, 8), Shape(4, 4, 8), has_completions=True),
     "W3": Rounds(Shape(2, 4, 8), Shape(4, 4, 8)),
 }
 """Small workloads for a quick check; their times mean nothing."""
@@ -101,21 +101,24 @@ def make_works(
     """Return the warm-up round of each workload, followed by `rounds` rounds."""
     with planish.ServiceClient() as service_client:
         client = service_client.create_sampling_client(base_model=model)
-        made = {}
+        rounds_by_work = {}
         for name, work in works.items():
             shapes = [work.warm_up, *[work.shape] * rounds]
-            plain = [
+            work_rounds = [
                 make_round(client.get_tokenizer(), f"{name} {number}", shape, number)
                 for number, shape in enumerate(shapes)
             ]
             if work.is_constrained:
-                plain = [{**one, "schema": LIST_SCHEMA} for one in plain]
-            made[name] = (
-                [answered(one, rollouts(client, one)) for one in plain]
-                if work.is_answered
-                else plain
+                work_rounds = [{**work_round, "schema": LIST_SCHEMA} for work_round in work_rounds]
+            rounds_by_work[name] = (
+                [
+                    with_completions(work_round, rollouts(client, work_round))
+                    for work_round in work_rounds
+                ]
+                if work.has_completions
+                else work_rounds
             )
-        return made
+        return rounds_by_work
 
 
 def make_round(tokenizer: Any, name: str, shape: Shape, seed: int) -> dict[str, Any]:
@@ -131,13 +134,13 @@ def make_round(tokenizer: Any, name: str, shape: Shape, seed: int) -> dict[str, 
     }
 
 
-def make_prompts(tokenizer: Any, draw: random.Random, shape: Shape) -> list[list[int]]:
+def make_prompts(tokenizer: Any, rng: random.Random, shape: Shape) -> list[list[int]]:
     """Return prompts made of words, or of letters if the tokenizer has no words."""
     words = [token for token in range(1000, 20000) if is_word(tokenizer.decode([token]))]
     words = words or [token for token in range(256) if is_letter(tokenizer.decode([token]))]
-    shared = draw.choices(words, k=shape.shared_tokens)
-    own = shape.prompt_tokens - shape.shared_tokens
-    prompts = [shared + draw.choices(words, k=own) for _ in range(shape.prompts)]
+    shared = rng.choices(words, k=shape.shared_tokens)
+    num_own_tokens = shape.prompt_tokens - shape.shared_tokens
+    prompts = [shared + rng.choices(words, k=num_own_tokens) for _ in range(shape.prompts)]
     for prompt in prompts:
         assert tokenizer.encode(tokenizer.decode(prompt), add_special_tokens=False) == prompt
     return prompts

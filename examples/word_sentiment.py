@@ -62,16 +62,16 @@ def write_questions(lexicon: Path, directory: Path) -> None:
     )
     families = sorted({word[:4] for word in words})
     random.Random(0).shuffle(families)
-    held_out = set(families[: len(families) // 5])
+    test_families = set(families[: len(families) // 5])
     directory.mkdir(parents=True, exist_ok=True)
     for split in ("train", "test"):
         positive, negative = [], []
         for word in words:
-            if (word[:4] in held_out) == (split == "test"):
+            if (word[:4] in test_families) == (split == "test"):
                 (positive if ratings[word] > 0 else negative).append(word)
-        size = min(len(positive), len(negative))
-        rows = [(word, "positive") for word in random.Random(1).sample(positive, size)]
-        rows += [(word, "negative") for word in random.Random(1).sample(negative, size)]
+        num_words = min(len(positive), len(negative))
+        rows = [(word, "positive") for word in random.Random(1).sample(positive, num_words)]
+        rows += [(word, "negative") for word in random.Random(1).sample(negative, num_words)]
         random.Random(2).shuffle(rows)
         with open(directory / f"{split}.jsonl", "w", encoding="utf-8") as file:
             for word, answer in rows:

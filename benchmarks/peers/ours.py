@@ -13,7 +13,7 @@ from serving import Peer, serve
 import planish
 
 sys.path.append(str(Path(__file__).parents[1]))
-from iteration import iteration, rollouts, tokens_of, train_step
+from iteration import count_tokens, rollouts, run_iteration, train_step
 
 
 def load(model: str) -> Peer:
@@ -24,13 +24,13 @@ def load(model: str) -> Peer:
     )
 
     def sample(work: dict[str, Any]) -> dict[str, Any]:
-        return {"tokens": tokens_of(rollouts(sampling_client, work))}
+        return {"tokens": count_tokens(rollouts(sampling_client, work))}
 
     def train(work: dict[str, Any]) -> dict[str, Any]:
         return {"loss": train_step(training_client, work)}
 
     def iterate(work: dict[str, Any]) -> dict[str, Any]:
-        return {"tokens": tokens_of(iteration(training_client, work).groups)}
+        return {"tokens": count_tokens(run_iteration(training_client, work).groups)}
 
     works = {"W1": sample, "W1b": sample, "W1c": sample, "W1j": sample, "W2": train, "W3": iterate}
     return Peer(works, {"planish": version("planish"), "torch": torch.__version__})

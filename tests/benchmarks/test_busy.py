@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from busy import round_seconds, row, under, variables
-from contender import Contender
+from busy import busy_process, round_seconds, summarize, variables
+from contender import PeerProcess
 from report import busy_table
 
 PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
@@ -31,7 +31,7 @@ def _contender(tmp_path):
     script, works = tmp_path / "slow.py", tmp_path / "works.json"
     script.write_text(SLOW_PEER.format(peers=str(PEERS)))
     works.write_text('{"W1": [0, 0.01, 60]}')
-    contender = Contender("slow", [sys.executable, script], works)
+    contender = PeerProcess("slow", [sys.executable, script], works)
     yield contender.start(tmp_path, tmp_path / "log")
     contender.end()
 
@@ -48,15 +48,15 @@ def test_the_busy_process_ends_with_what_it_is_beside():
         listed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
         return [line for line in listed.splitlines() if "while True: pass" in line]
 
-    with under("busy"):
+    with busy_process("busy"):
         assert len(children()) == 1
-    with under("idle"):
+    with busy_process("idle"):
         assert not children()
 
 
 def test_the_table_has_the_speed_that_is_kept():
-    loads = {"idle": row([2.0, 1.0, 3.0]), "busy": row([8.0, 4.0, 4.0])}
-    slow = {"idle": row([2.0]), "busy": row([None])}
+    loads = {"idle": summarize([2.0, 1.0, 3.0]), "busy": summarize([8.0, 4.0, 4.0])}
+    slow = {"idle": summarize([2.0]), "busy": summarize([None])}
     machine = {"cpu": "CPU", "cores": 2, "flags": [], "memory_gib": 8.0}
     given = {"machine": machine, "date": "D", "commit": "C", "load_average_before": 0.0}
     table = busy_table({**given, "works": {"W1": {"default": loads, "300000": slow}}})

@@ -5,8 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compare import HERE, ON_REQUEST, PEERS, Measured, check_same_work, chosen, interleaved
-from contender import Contender, PeerError
+from compare import (
+    HERE,
+    OPTIONAL_PEERS,
+    PEERS,
+    PeerMeasurement,
+    check_same_work,
+    measure_interleaved,
+    parse_names,
+)
+from contender import PeerError, PeerProcess
 from environments import PEERS as PEER_FILES
 from environments import names
 from works import SMALL_WORKS, WORKS
@@ -36,15 +44,15 @@ ROUND = {
 
 
 @pytest.fixture
-def fake(tmp_path) -> Contender:
+def fake(tmp_path) -> PeerProcess:
     script = tmp_path / "fake.py"
     script.write_text(FAKE_PEER.format(peers=str(PEER_FILES)))
     works = tmp_path / "works.json"
     works.write_text('{"W1": [10, 20, "bad"]}')
-    return Contender("fake", [sys.executable, script], works)
+    return PeerProcess("fake", [sys.executable, script], works)
 
 
-def state(contender: Contender) -> str:
+def state(contender: PeerProcess) -> str:
     """Return the state of a process in the system's letters; T is stopped."""
     return Path(f"/proc/{contender._process.pid}/stat").read_text().rpartition(") ")[2][0]
 
@@ -55,7 +63,7 @@ def test_a_peer_answers_and_is_stopped_while_it_waits(fake, tmp_path):
         assert fake.versions == {"fake": "1.0"}
         assert fake.load_seconds > 0
         assert state(fake) == "T"
-        facts = fake.ask("W1", 1)
+        facts = fake.run_round("W1", 1)
         assert facts["tokens"] == 20
         assert facts["seconds"] > 0
         assert facts["peak_gib"] > 0
@@ -70,19 +78,19 @@ def test_a_peer_that_dies_says_why(fake, tmp_path):
     fake.start(tmp_path / "model", tmp_path / "log")
     try:
         with pytest.raises(PeerError, match="(?s)fake ended with status 1:.*no such work"):
-            fake.ask("W1", 2)
+            fake.run_round("W1", 2)
     finally:
         fake.end()
 
 
 def test_the_warm_up_is_not_measured(fake, tmp_path):
-    (one,) = interleaved([fake], "W1", 1, tmp_path / "model", tmp_path)
+    (one,) = measure_interleaved([fake], "W1", 1, tmp_path / "model", tmp_path)
     assert [facts["tokens"] for facts in one.rounds] == [20]
     assert len(one.row()["seconds"]) == 1
 
 
-def measured(name: str, **facts: Any) -> Measured:
-    return Measured(Contender(name, [], Path()), [facts])
+def measured(name: str, **facts: Any) -> PeerMeasurement:
+    return PeerMeasurement(PeerProcess(name, [], Path()), [facts])
 
 
 def test_the_same_work_is_accepted():
@@ -102,13 +110,13 @@ def test_another_loss_is_rejected():
 
 
 def test_an_unknown_peer_is_rejected():
-    assert chosen("all", ["a", "b"], ["a", "b", "c"]) == ["a", "b"]
-    assert chosen("c,a", ["a", "b"], ["a", "b", "c"]) == ["c", "a"]
+    assert parse_names("all", ["a", "b"], ["a", "b", "c"]) == ["a", "b"]
+    assert parse_names("c,a", ["a", "b"], ["a", "b", "c"]) == ["c", "a"]
     with pytest.raises(SystemExit, match="d: give some of a, b, c"):
-        chosen("a,d", ["a", "b"], ["a", "b", "c"])
+        parse_names("a,d", ["a", "b"], ["a", "b", "c"])
 
 
-@pytest.mark.parametrize("spec", [*PEERS.values(), *ON_REQUEST.values()])
+@pytest.mark.parametrize("spec", [*PEERS.values(), *OPTIONAL_PEERS.values()])
 def test_every_peer_can_be_started(spec):
     assert (HERE / spec.script).is_file()
     assert spec.environment in ("planish", *names())

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from iteration import answered, iteration, rollouts, tokens_of, train_step
+from iteration import count_tokens, rollouts, run_iteration, train_step, with_completions
 from overheads import engine_seconds
 from works import Shape, make_round
 
@@ -23,14 +23,14 @@ def client(tmp_path_factory):
 def test_all_tokens_are_made_and_have_logprobs(client):
     groups = rollouts(client.save_weights_and_get_sampling_client(), WORK)
     assert [len(group) for group in groups] == [3, 3]
-    assert tokens_of(groups) == 2 * 3 * 4
+    assert count_tokens(groups) == 2 * 3 * 4
 
 
 def test_an_iteration_trains_on_what_it_sampled(client):
-    before = iteration(client, WORK)
-    after = iteration(client, WORK)
-    assert tokens_of(before.groups) == tokens_of(after.groups) == 24
-    assert answered(WORK, before.groups) != answered(WORK, after.groups)
+    before = run_iteration(client, WORK)
+    after = run_iteration(client, WORK)
+    assert count_tokens(before.groups) == count_tokens(after.groups) == 24
+    assert with_completions(WORK, before.groups) != with_completions(WORK, after.groups)
     assert before.seconds == before.sampling_seconds + before.training_seconds
 
 
@@ -39,13 +39,13 @@ def test_the_loss_is_that_of_importance_sampling(client):
     advantages over tokens.
     """
     groups = rollouts(client.save_weights_and_get_sampling_client(), WORK)
-    answers = answered(WORK, groups) | {"advantages": [[1.0, 0.5, -0.25], [0.0, 0.0, 2.0]]}
+    answers = with_completions(WORK, groups) | {"advantages": [[1.0, 0.5, -0.25], [0.0, 0.0, 2.0]]}
     assert train_step(client, answers) == pytest.approx(-4 * (1.0 + 0.5 - 0.25 + 2.0), rel=1e-3)
 
 
 def test_the_engine_has_a_thread_whose_time_is_known(client):
     before = engine_seconds()
-    iteration(client, WORK)
+    run_iteration(client, WORK)
     assert math.isfinite(before)
     assert engine_seconds() > before
 
