@@ -139,11 +139,13 @@ FLOAT32, INT64, INT32, BFLOAT16 = range(1, 5)
 
 def parse_message(message: Any, body: bytes) -> Any:
     """Parse `body` into an empty message, and return the message. Raise UserError if the body is
-    not such a message.
+    not such a message, and MemoryError if there is too little memory.
     """
     try:
         message.ParseFromString(body)
     except DecodeError as error:
+        if "alloc failed" in str(error):  # protobuf reports a lack of memory as a wrong message
+            raise MemoryError from None
         raise UserError(
             f"the body is not a {message.DESCRIPTOR.name} in protobuf: {error}"
         ) from None

@@ -2,16 +2,21 @@
 applied: a failure would contradict the model, and a client that sends it again would apply it twice.
 """
 
+from types import SimpleNamespace
+
 import orjson
 import pytest
+from google.protobuf.message import DecodeError
 from server_client import Client, adam, gradient, make_core, running, state
 from starlette.testclient import TestClient
 
+from planish.errors import UserError
 from planish.server.durable.request_log import failed_from_error
 from planish.server.durable.retries import retry_until_memory_suffices
 from planish.server.http.app import create_app
 from planish.server.models import steps
 from planish.server.settings import ServerSettings
+from planish.wire.messages import parse_message
 
 
 def adam_step(result: bytes) -> int:
@@ -71,6 +76,21 @@ def test_a_call_that_runs_out_of_memory_before_its_endpoint_can_be_sent_again(
     assert answer.status_code == 503
     assert float(answer.headers["retry-after"]) > 0
     assert "out of memory" in answer.json()["detail"]
+
+
+def test_a_message_without_memory_is_not_reported_as_wrong():
+    class Message:
+        DESCRIPTOR = SimpleNamespace(name="ForwardBackwardRequest")
+        error = "Error parsing message with type 'ForwardBackwardRequest': Arena alloc failed"
+
+        def ParseFromString(self, body: bytes) -> None:
+            raise DecodeError(self.error)
+
+    with pytest.raises(MemoryError):
+        parse_message(Message(), b"")
+    Message.error = "Error parsing message"
+    with pytest.raises(UserError, match="is not a ForwardBackwardRequest"):
+        parse_message(Message(), b"")
 
 
 async def test_other_errors_are_not_repeated():
