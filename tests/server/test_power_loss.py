@@ -172,7 +172,7 @@ def test_the_nth_call_can_fail_or_kill(tmp_path):
 
     shim.fail(2, 28)
     assert run().stdout == "b 28\n"
-    assert (shim.fields.failed, shim.fields.failed_call) == (1, b"open")
+    assert (shim.fields.failed, shim.fields.failed_call) == (1, b"create")
     shim.fail(1, 5, count=2)
     assert run().stdout == "a 5\nb 5\nc 17\n"
     shim.heal()

@@ -288,7 +288,7 @@ async def test_the_body_of_a_transaction_that_a_crash_may_complete_is_kept(tmp_p
     [found] = await again.read(requests_of_model, "o", 0)
     assert found.id == "one"
     place = again._connection.execute("SELECT body, body_file FROM requests").fetchone()
-    assert again.body(StoredBody(*place)) == LARGE
+    assert again.read_body(StoredBody(*place)) == LARGE
     assert len(files(copy)) == 1
     again.close()
 
