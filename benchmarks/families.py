@@ -114,7 +114,7 @@ class Work:
 
 
 def main(work: Work) -> None:
-    paths = {family: _slice(Path(work.directory), family) for family in work.families}
+    paths = {family: _prepare_slice(Path(work.directory), family) for family in work.families}
     if work.prepare:
         return
     report = {}
@@ -123,20 +123,20 @@ def main(work: Work) -> None:
         with ServiceClient(dtype="bfloat16") as service:
             decoders, trainers = _decoders(work, service, path), _trainers(work, service, path)
             report[family] = {
-                "decode": _compared(*decoders, work.rounds, work.samples * work.new_tokens),
-                "training": _compared(*trainers, work.rounds, work.sequences * work.length),
+                "decode": _measure_both(*decoders, work.rounds, work.samples * work.new_tokens),
+                "training": _measure_both(*trainers, work.rounds, work.sequences * work.length),
             }
     print(json.dumps(report, indent=1))
 
 
-def _slice(directory: Path, family: str) -> Path:
+def _prepare_slice(directory: Path, family: str) -> Path:
     path = directory / family
     if not (path / "tokenizer.json").is_file():  # written last
         tiny_model(path, family, vocab_size=VOCAB_SIZE, dtype="bfloat16", **SLICES[family])
     return path
 
 
-def _compared(
+def _measure_both(
     ours: Callable[[], None], theirs: Callable[[], None], rounds: int, tokens: int
 ) -> dict[str, float]:
     """Return tokens per second of both functions, their ratio, and the cores that others used.
@@ -147,11 +147,18 @@ def _compared(
     others: list[float] = []
     for _ in range(rounds + 1):
         for name, run in (("planish", ours), ("transformers", theirs)):
-            began, own, machine = time.perf_counter(), time.process_time(), CpuTime.now()
+            start_time, own_cpu_seconds, cpu_before = (
+                time.perf_counter(),
+                time.process_time(),
+                CpuTime.now(),
+            )
             run()
-            seconds[name].append(time.perf_counter() - began)
-            others.append(machine.others(time.process_time() - own))
-    rates = {name: tokens / statistics.median(found[1:]) for name, found in seconds.items()}
+            seconds[name].append(time.perf_counter() - start_time)
+            others.append(cpu_before.others(time.process_time() - own_cpu_seconds))
+    rates = {
+        name: tokens / statistics.median(round_seconds[1:])
+        for name, round_seconds in seconds.items()
+    }
     ratio = rates["planish"] / rates["transformers"]
     return {
         **{name: round(rate, 1) for name, rate in rates.items()},

@@ -72,10 +72,10 @@ def main(options: Options) -> None:
     bench = Bench(options, model, config, measured_limits(config, options.small), deadline)
     recording = Recording.begun(bench)
     recording.add("limits", limit_rows(bench.limits))
-    served = [name for name in parts if name in SERVED_PARTS]
-    if served:
+    served_parts = [name for name in parts if name in SERVED_PARTS]
+    if served_parts:
         with planish.ServiceClient(**options.service) as service:
-            for name in served:
+            for name in served_parts:
                 recording.run(name, partial(SERVED_PARTS[name], bench, service))
         # Parts with their own processes need the memory.
         gc.collect()
@@ -103,46 +103,46 @@ class Recording:
             options.directory
             / f"{options.name or 'gpu-' + options.model.rpartition('/')[2].lower()}.json"
         )
-        report = header(options) | {"model": options.model, "gpu": gpu_facts()}
+        report = header(options) | {"model": options.model, "gpu": describe_gpu()}
         del report["works"]
-        return cls(bench, file, report | {"parts": recorded_before(file, report)})
+        return cls(bench, file, report | {"parts": earlier_parts(file, report)})
 
     def run(self, name: str, part: Callable[[], list[Row]]) -> None:
         if self.bench.is_late:
             say(f"{name}: not begun, the {self.bench.options.minutes:g} minutes are over")
             return
-        begun = time.monotonic()
+        start_time = time.monotonic()
         try:
             self.add(name, part())
         except (Exception, SystemExit):
             # Continue with the other parts, because time on the machine is short.
             traceback.print_exc()
             self.failed.append(name)
-        say(f"{name}: ended after {time.monotonic() - begun:.0f} s")
+        say(f"{name}: ended after {time.monotonic() - start_time:.0f} s")
 
     def add(self, name: str, rows: Sequence[Row]) -> None:
         self.report["parts"][name] = {
             **{key: self.report[key] for key in ("date", "commit", "options")},
             "limits": asdict(self.bench.limits),
-            "rows": [{"value": one.median, **asdict(one)} for one in rows],
+            "rows": [{"value": row.median, **asdict(row)} for row in rows],
         }
         write_atomically(self.file, json.dumps(self.report, indent=1) + "\n")
-        for one in rows:
-            share = "" if one.share is None else f", {one.share:.0%} of {one.of}"
-            say(f"  {one.what}: {one.median:.4g} {one.unit}{share}")
+        for row in rows:
+            share = "" if row.share is None else f", {row.share:.0%} of {row.of}"
+            say(f"  {row.what}: {row.median:.4g} {row.unit}{share}")
 
 
-def recorded_before(file: Path, report: Mapping[str, Any]) -> dict[str, Any]:
+def earlier_parts(file: Path, report: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts that an earlier run recorded for this model, kind of GPU and software."""
-    for known in (file, RESULTS / file.name):
-        if known.is_file():
-            earlier = json.loads(known.read_text(encoding="utf-8"))
+    for path in (file, RESULTS / file.name):
+        if path.is_file():
+            earlier = json.loads(path.read_text(encoding="utf-8"))
             is_same = all(earlier[name] == report[name] for name in ("model", "gpu"))
             return earlier["parts"] if is_same else {}
     return {}
 
 
-def gpu_facts() -> dict[str, Any]:
+def describe_gpu() -> dict[str, Any]:
     """Return the facts about the GPU."""
     facts = {
         "torch": torch.__version__,

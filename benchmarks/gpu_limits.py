@@ -38,8 +38,8 @@ from limits import (
     BANDWIDTH_BYTES,
     DEVICE,
     RANK,
-    Counts,
     Limit,
+    RowCounts,
     random_matrix,
     read_bandwidth,
     seconds,
@@ -91,7 +91,7 @@ def layer_numbers(config: ModelConfig) -> int:
 
 def training_flops(config: ModelConfig, work: Mapping[str, Any], rank: int = RANK) -> float:
     """Return the FLOPs of one forward_backward on the round (see the module's docstring)."""
-    counts = Counts.of(work)
+    counts = RowCounts.of(work)
     rows = counts.prompt_rows + counts.answer_rows
     layer = 4 * layer_numbers(config) * rows
     layer += 6 * rank * sum(out + fan_in for out, fan_in in _linears(config)) * rows

@@ -39,9 +39,9 @@ from planish.model.linears import distinct_fused_modules, linear_shape
 
 REPEATS = 3
 RANK = 32
-TRIED_LAYERS = 6
+MAX_COMPARED_LAYERS = 6
 """Layers on which torch's functions are compared: more weights than a cache holds."""
-ROW_TILES = (512, 1024, 2048)
+ROW_TILE_SIZES = (512, 1024, 2048)
 """Rows of one matmul, for workloads with more rows. The fastest is used."""
 HEAD_COLUMNS = 8192
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -71,10 +71,10 @@ def answer(run: Callable[[Mapping[str, Any]], float], work: Mapping[str, Any]) -
 
 
 @dataclass(frozen=True)
-class Counts:
+class RowCounts:
     """Numbers of matmul rows that a workload needs."""
 
-    samples: int
+    num_samples: int
     prompt_rows: int
     """Distinct tokens of all prompts."""
     answer_rows: int
@@ -85,38 +85,43 @@ class Counts:
     """
 
     @classmethod
-    def of(cls, work: Mapping[str, Any]) -> Counts:
+    def of(cls, work: Mapping[str, Any]) -> RowCounts:
         prompts, shared = work["prompts"], work["shared_tokens"]
-        samples = len(prompts) * work["samples"]
-        answer_rows = samples * (work["new_tokens"] - 1)
-        own = sum(len(prompt) - shared for prompt in prompts)
-        return cls(samples, shared + own, answer_rows, answer_rows + len(prompts))
+        num_samples = len(prompts) * work["samples"]
+        answer_rows = num_samples * (work["new_tokens"] - 1)
+        num_own_tokens = sum(len(prompt) - shared for prompt in prompts)
+        return cls(num_samples, shared + num_own_tokens, answer_rows, answer_rows + len(prompts))
 
 
 class Limit:
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
-        self._parts = [
+        self._linear_shapes = [
             [linear_shape(config, name) for name in site] for site in distinct_fused_modules(config)
         ]
         """(out, in) of the linears of each site; those of one site are one product."""
-        shapes = [(sum(out for out, _ in parts), parts[0][1]) for parts in self._parts]
+        shapes = [(sum(out for out, _ in parts), parts[0][1]) for parts in self._linear_shapes]
         self._weights = [
             [random_matrix(*shape) for _ in range(config.num_layers)] for shape in shapes
         ]
         self._head = random_matrix(config.vocab_size, config.hidden_size)
-        self._forward = cache(lambda rows: [fastest(weights, rows) for weights in self._weights])
+        self._forward = cache(
+            lambda rows: [fastest_matmuls(weights, rows) for weights in self._weights]
+        )
         self._backward = cache(
             lambda rows: [
-                fastest([w.t().contiguous() for w in weights], rows) for weights in self._weights
+                fastest_matmuls([w.t().contiguous() for w in weights], rows)
+                for weights in self._weights
             ]
         )
-        self._head_forward = cache(lambda rows: fastest([self._head], rows, HEAD_COLUMNS))
-        self._head_backward = cache(lambda rows: fastest([self._head.t().contiguous()], rows))
+        self._head_forward = cache(lambda rows: fastest_matmuls([self._head], rows, HEAD_COLUMNS))
+        self._head_backward = cache(
+            lambda rows: fastest_matmuls([self._head.t().contiguous()], rows)
+        )
 
     def rollouts(self, work: Mapping[str, Any]) -> float:
-        counts = Counts.of(work)
-        step = self.layers_seconds(counts.samples) + self._head_seconds(counts.samples)
+        counts = RowCounts.of(work)
+        step = self.layers_seconds(counts.num_samples) + self._head_seconds(counts.num_samples)
         return (work["new_tokens"] - 1) * step + self._prompts(work)
 
     def alone(self, work: Mapping[str, Any]) -> float:
@@ -125,18 +130,18 @@ class Limit:
         return (work["new_tokens"] - 1) * read + self._prompts(work)
 
     def training(self, work: Mapping[str, Any]) -> float:
-        counts = Counts.of(work)
-        layers = over_rows(counts.prompt_rows + counts.answer_rows, self._training_seconds)
-        return layers + over_rows(counts.scored_rows, self._head_training_seconds)
+        counts = RowCounts.of(work)
+        layers = seconds_for_rows(counts.prompt_rows + counts.answer_rows, self._training_seconds)
+        return layers + seconds_for_rows(counts.scored_rows, self._head_training_seconds)
 
     def iteration(self, work: Mapping[str, Any]) -> float:
         return self.rollouts(work) + self.training(work)
 
     def _prompts(self, work: Mapping[str, Any]) -> float:
         """Return the seconds of the prompts, with the head for each prompt's first answer tokens."""
-        return over_rows(Counts.of(work).prompt_rows, self.layers_seconds) + self._head_seconds(
-            len(work["prompts"])
-        )
+        return seconds_for_rows(
+            RowCounts.of(work).prompt_rows, self.layers_seconds
+        ) + self._head_seconds(len(work["prompts"]))
 
     def layers_seconds(self, rows: int) -> float:
         """Return the seconds of the forward matmuls of all layers for this number of rows."""
@@ -144,7 +149,7 @@ class Limit:
 
     def _head_seconds(self, rows: int) -> float:
         return seconds(
-            self._applied(self._head_forward(rows), random_matrix(rows, self._config.hidden_size))
+            self._calls_on(self._head_forward(rows), random_matrix(rows, self._config.hidden_size))
         )
 
     def _training_seconds(self, rows: int) -> float:
@@ -152,12 +157,12 @@ class Limit:
             *self._passes(rows, self._forward(rows)),
             *self._passes(rows, self._backward(rows), is_backward=True),
         ]
-        lora = [partial(lora_products, rows, parts) for parts in self._parts]
+        lora = [partial(lora_products, rows, parts) for parts in self._linear_shapes]
         return seconds(passes) + self._config.num_layers * sum(seconds([site()]) for site in lora)
 
     def _head_training_seconds(self, rows: int) -> float:
         grad = random_matrix(rows, self._config.vocab_size)
-        return self._head_seconds(rows) + seconds(self._applied(self._head_backward(rows), grad))
+        return self._head_seconds(rows) + seconds(self._calls_on(self._head_backward(rows), grad))
 
     def _passes(
         self, rows: int, products: Sequence[Sequence[Product]], is_backward: bool = False
@@ -171,53 +176,57 @@ class Limit:
             for product, x in zip(layer, inputs, strict=True)
         ]
 
-    def _applied(self, products: Sequence[Product], x: Tensor) -> list[Callable[[], Any]]:
+    def _calls_on(self, products: Sequence[Product], x: Tensor) -> list[Callable[[], Any]]:
         return [partial(product, x) for product in products]
 
 
-def over_rows(rows: int, of_tile: Callable[[int], float]) -> float:
+def seconds_for_rows(rows: int, tile_seconds: Callable[[int], float]) -> float:
     """Return the seconds for all rows, in the fastest tiles."""
-    tiles = [tile for tile in ROW_TILES if tile < rows] or [rows]
-    return min(of_tile(tile) * rows / tile for tile in tiles)
+    tiles = [tile for tile in ROW_TILE_SIZES if tile < rows] or [rows]
+    return min(tile_seconds(tile) * rows / tile for tile in tiles)
 
 
-def fastest(weights: Sequence[Tensor], rows: int, columns: int | None = None) -> list[Product]:
+def fastest_matmuls(
+    weights: Sequence[Tensor], rows: int, columns: int | None = None
+) -> list[Product]:
     """Return for each weight [out, in] a function of x [rows, in] that computes x @ weight.T, with
     the torch function that is fastest for all of them.
     """
     x = random_matrix(rows, weights[0].shape[1])
 
-    def tried(way: Callable[[Tensor], Product]) -> float:
-        return seconds([partial(way(weight), x) for weight in weights[:TRIED_LAYERS]])
+    def time_of(way: Callable[[Tensor], Product]) -> float:
+        return seconds([partial(way(weight), x) for weight in weights[:MAX_COMPARED_LAYERS]])
 
-    best = min(ways(weights[0], rows, columns), key=tried)
-    return [best(weight) for weight in weights]
+    best_factory = min(matmul_factories(weights[0], rows, columns), key=time_of)
+    return [best_factory(weight) for weight in weights]
 
 
-def ways(weight: Tensor, rows: int, columns: int | None) -> Iterator[Callable[[Tensor], Product]]:
+def matmul_factories(
+    weight: Tensor, rows: int, columns: int | None
+) -> Iterator[Callable[[Tensor], Product]]:
     """Yield functions that make a matmul function of a weight of this shape."""
-    yield plain
+    yield plain_matmul
     if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
-        yield partial(prepacked, rows=rows)
+        yield partial(prepacked_matmul, rows=rows)
     if columns is not None and columns < weight.shape[0]:
-        yield partial(in_columns, columns=columns)
+        yield partial(column_blocks_matmul, columns=columns)
 
 
-def plain(weight: Tensor) -> Product:
+def plain_matmul(weight: Tensor) -> Product:
     return lambda x: F.linear(x, weight)
 
 
-def prepacked(weight: Tensor, rows: int) -> Product:
+def prepacked_matmul(weight: Tensor, rows: int) -> Product:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
-def in_columns(weight: Tensor, columns: int) -> Product:
+def column_blocks_matmul(weight: Tensor, columns: int) -> Product:
     """A matmul as large as the head's is faster in pieces, one after another."""
-    return partial(each_part, parts=weight.split(columns))
+    return partial(run_parts, parts=weight.split(columns))
 
 
-def each_part(x: Tensor, parts: Sequence[Tensor]) -> None:
+def run_parts(x: Tensor, parts: Sequence[Tensor]) -> None:
     for part in parts:
         F.linear(x, part)
 

@@ -47,7 +47,7 @@ class Options:
 
 def main(options: Options) -> None:
     report = header(options)
-    first, *rounds = [started(options.model) for _ in range(options.rounds + 1)]
+    first, *rounds = [measure_start(options.model) for _ in range(options.rounds + 1)]
     parts = {name: [reached[name] for reached in rounds] for name in first}
     report["parts"] = {
         name: {
@@ -60,12 +60,12 @@ def main(options: Options) -> None:
     print(start_table(report))
 
 
-def started(model: str) -> dict[str, float]:
+def measure_start(model: str) -> dict[str, float]:
     """Return when each point was reached, in seconds since the process was started."""
-    begun = time.time()
+    start_time = time.time()
     command = [sys.executable, "-c", SCRIPT, model]
     reached = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    return {name: at - begun for name, at in reached.items()}
+    return {name: reached_time - start_time for name, reached_time in reached.items()}
 
 
 if __name__ == "__main__":

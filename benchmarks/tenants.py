@@ -56,7 +56,7 @@ class Tenant:
 
     client: planish.TrainingClient
     sampler: planish.SamplingClient
-    waited: list[float] = field(default_factory=list)
+    wait_seconds: list[float] = field(default_factory=list)
 
 
 def main(work: Work) -> None:
@@ -70,24 +70,28 @@ def main(work: Work) -> None:
             stack.enter_context(planish.ServiceClient(base_url=url, api_key=key)) for key in keys
         ]
         pool = stack.enter_context(ThreadPoolExecutor(work.tenants))
-        one = made(services[-1], work, MIDDLE_RANK)
-        many = list(
-            pool.map(lambda n: made(services[n], work, RANKS[n % len(RANKS)]), range(work.tenants))
+        single_tenant = create_tenant(services[-1], work, MIDDLE_RANK)
+        tenants = list(
+            pool.map(
+                lambda n: create_tenant(services[n], work, RANKS[n % len(RANKS)]),
+                range(work.tenants),
+            )
         )
-        round_of_both(pool, one, many, work, 0)  # warm-up
-        for tenant in many:
-            tenant.waited.clear()
+        round_of_both(pool, single_tenant, tenants, work, 0)  # warm-up
+        for tenant in tenants:
+            tenant.wait_seconds.clear()
         rounds = [
-            round_of_both(pool, one, many, work, number) for number in range(1, work.rounds + 1)
+            round_of_both(pool, single_tenant, tenants, work, number)
+            for number in range(1, work.rounds + 1)
         ]
-    print(json.dumps(report(work, rounds, many), indent=2))
+    print(json.dumps(report(work, rounds, tenants), indent=2))
 
 
 def report(work: Work, rounds: Sequence[tuple[Seconds, Seconds]], many: Sequence[Tenant]) -> Any:
     ratios = {
         part: [alone[part] / shared[part] for alone, shared in rounds] for part in rounds[0][0]
     }
-    waits = [sum(tenant.waited) for tenant in many]
+    waits = [sum(tenant.wait_seconds) for tenant in many]
     tokens = work.tenants * work.group * work.new_tokens
     seconds = statistics.median(sum(shared.values()) for _, shared in rounds)
     return {
@@ -103,7 +107,7 @@ def report(work: Work, rounds: Sequence[tuple[Seconds, Seconds]], many: Sequence
     }
 
 
-def made(service: planish.ServiceClient, work: Work, rank: int) -> Tenant:
+def create_tenant(service: planish.ServiceClient, work: Work, rank: int) -> Tenant:
     client = service.create_lora_training_client(base_model=work.model, rank=rank, seed=rank)
     return Tenant(client, client.save_weights_and_get_sampling_client())
 
@@ -128,34 +132,34 @@ def round_of_many(
 
     def run_tenant(index: int) -> None:
         tenant = many[index]
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         answer = sample(tenant, work, number, index).result()
-        tenant.waited.append(time.perf_counter() - begun)
+        tenant.wait_seconds.append(time.perf_counter() - start_time)
         all_sampled.wait()
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         for pending in train(tenant, work, number, index, answer):
             pending.result()
         tenant.sampler = tenant.client.save_weights_and_get_sampling_client()
-        tenant.waited.append(time.perf_counter() - begun)
+        tenant.wait_seconds.append(time.perf_counter() - start_time)
         all_trained.wait()
 
-    begun = time.perf_counter()
-    running = [pool.submit(run_tenant, index) for index in range(len(many))]
+    start_time = time.perf_counter()
+    futures = [pool.submit(run_tenant, index) for index in range(len(many))]
     all_sampled.wait()
-    sampled = time.perf_counter()
+    sampled_time = time.perf_counter()
     all_trained.wait()
-    trained = time.perf_counter()
-    for player in running:
-        player.result()
-    return {"sampling": sampled - begun, "training": trained - sampled}
+    trained_time = time.perf_counter()
+    for future in futures:
+        future.result()
+    return {"sampling": sampled_time - start_time, "training": trained_time - sampled_time}
 
 
 def round_of_one(pool: ThreadPoolExecutor, one: Tenant, work: Work, number: int) -> Seconds:
     """Send the same calls for one tenant, as many at once as `round_of_many` has tenants."""
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     pending = [sample(one, work, number, index) for index in range(work.tenants)]
     answers = [answer.result() for answer in pending]
-    sampled = time.perf_counter()
+    sampled_time = time.perf_counter()
     steps = [
         step
         for index, answer in enumerate(answers)
@@ -166,7 +170,7 @@ def round_of_one(pool: ThreadPoolExecutor, one: Tenant, work: Work, number: int)
     one.sampler, *_ = pool.map(
         lambda _: one.client.save_weights_and_get_sampling_client(), range(work.tenants)
     )
-    return {"sampling": sampled - begun, "training": time.perf_counter() - sampled}
+    return {"sampling": sampled_time - start_time, "training": time.perf_counter() - sampled_time}
 
 
 def sample(tenant: Tenant, work: Work, number: int, index: int) -> Any:
@@ -180,16 +184,16 @@ def sample(tenant: Tenant, work: Work, number: int, index: int) -> Any:
 
 def train(tenant: Tenant, work: Work, number: int, index: int, answer: Any) -> list[Any]:
     """Train on the group with one forward_backward and one optim_step."""
-    given = prompt(work, number, index)
+    prompt_tokens = prompt(work, number, index)
     data = []
-    for place, sequence in enumerate(answer.sequences):
-        tokens = [*given, *sequence.tokens]
-        advantage = 1.0 if place % 2 else -1.0
-        scored = len(sequence.tokens)
+    for position, sequence in enumerate(answer.sequences):
+        tokens = [*prompt_tokens, *sequence.tokens]
+        advantage = 1.0 if position % 2 else -1.0
+        num_sampled = len(sequence.tokens)
         inputs = {
             "target_tokens": tokens[1:],
-            "logprobs": [0.0] * (len(given) - 1) + list(sequence.logprobs),
-            "advantages": [0.0] * (len(given) - 1) + [advantage] * scored,
+            "logprobs": [0.0] * (len(prompt_tokens) - 1) + list(sequence.logprobs),
+            "advantages": [0.0] * (len(prompt_tokens) - 1) + [advantage] * num_sampled,
         }
         data.append(planish.Datum(planish.ModelInput.from_ints(tokens[:-1]), inputs))
     return [

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from limits import Counts, Limit, over_rows, random_matrix, ways
+from limits import Limit, RowCounts, matmul_factories, random_matrix, seconds_for_rows
 
 from planish.model.config import ModelConfig
 from planish.testing import tiny_model
@@ -21,8 +21,8 @@ def work(
 
 
 def test_what_is_shared_counts_once():
-    counts = Counts.of(work(16, 8, 64, 200, 120))
-    assert counts.samples == 128
+    counts = RowCounts.of(work(16, 8, 64, 200, 120))
+    assert counts.num_samples == 128
     assert counts.prompt_rows == 120 + 16 * 80
     assert counts.answer_rows == 128 * 63
     assert counts.scored_rows == 128 * 63 + 16
@@ -35,14 +35,14 @@ def test_the_best_tile_is_taken():
         asked.append(rows)
         return 1.0 if rows == 1024 else 2.0
 
-    assert over_rows(4096, seconds) == pytest.approx(4.0)
+    assert seconds_for_rows(4096, seconds) == pytest.approx(4.0)
     assert asked == [512, 1024, 2048]
-    assert over_rows(100, lambda rows: rows / 100) == pytest.approx(1.0)
+    assert seconds_for_rows(100, lambda rows: rows / 100) == pytest.approx(1.0)
 
 
 def test_all_ways_make_the_same_product():
     weight, x = random_matrix(48, 32), random_matrix(16, 32)
-    plain, prepacked = (way(weight)(x) for way in ways(weight, 16, None))
+    plain, prepacked = (way(weight)(x) for way in matmul_factories(weight, 16, None))
     torch.testing.assert_close(plain, prepacked)
     torch.testing.assert_close(plain.float(), x.float() @ weight.float().t(), rtol=2e-2, atol=1e-4)
 
