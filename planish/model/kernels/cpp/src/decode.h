@@ -20,7 +20,7 @@ struct Layer {
     const float *input_norm, *mlp_norm, *q_norm, *k_norm, *attn_output_norm, *mlp_output_norm, *cos,
         *sin;
     int64_t window;
-    const void* qkv;  // panels, or Codes if the pass is quantized; so are the other matrices
+    const void* qkv;  // panels, or a QuantizedWeight if the pass is quantized; so are the others
     const X* qkv_bias;
     const void* o;
     const X* o_bias;
@@ -125,7 +125,7 @@ void decode(const Pass<X>& p, X* out, int threads) {
                       std::initializer_list<int64_t> sizes, int64_t site) {
         int64_t size = 0;
         for (int64_t part : sizes) size += part;
-        const auto panels = p.quantized ? panels_of<X>(*(const Codes*)weight, false)
+        const auto panels = p.quantized ? panels_of<X>(*(const QuantizedWeight*)weight, false)
                                         : Panels<X>{(const X*)weight, size, in};
         product(panels, from, bias, to, rows, threads);
         if (p.n_adapters)

@@ -16,19 +16,20 @@
 
 namespace {
 
-// Consecutive positions of one sequence: rows start .. stop - 1. The run continues `before`, or
-// zeros without it, and stores its state to `after` if that is given: [heads, keys, values] each.
-struct DeltaRun {
+// Consecutive positions of one sequence: rows start .. stop - 1. The segment continues
+// `initial_state`, or zeros without it, and stores its state to `final_state` if given: [heads,
+// keys, values] each.
+struct DeltaSegment {
     int64_t start, stop, parent;
-    const float* before;
-    float* after;
+    const float* initial_state;
+    float* final_state;
 };
 
-// q, k: [T, heads, keys]. v: [T, heads, values]. decay, beta: [T, heads]. The runs of tree i are
-// trees[i] .. trees[i + 1] - 1, and a parent comes before its children.
-struct Delta {
+// q, k: [T, heads, keys]. v: [T, heads, values]. decay, beta: [T, heads]. The segments of tree i
+// are trees[i] .. trees[i + 1] - 1, and a parent comes before its children.
+struct DeltaScan {
     const float *q, *k, *v, *decay, *beta;
-    const DeltaRun* runs;
+    const DeltaSegment* segments;
     const int64_t* trees;
     int64_t n_trees, heads, keys, values;
 };
@@ -39,13 +40,14 @@ constexpr int64_t DELTA_BLOCK = 32;  // the positions whose states a backward pa
 template <int W>
 class DeltaColumns {
     static constexpr int64_t WIDTH = W * LANES;
-    const Delta& d;
+    const DeltaScan& d;
     const int64_t head, column;
 
     int64_t row(int64_t t) const { return t * d.heads + head; }
 
   public:
-    DeltaColumns(const Delta& d, int64_t head, int64_t column) : d(d), head(head), column(column) {}
+    DeltaColumns(const DeltaScan& d, int64_t head, int64_t column)
+        : d(d), head(head), column(column) {}
 
     // From `from` to `to`, which may be the same: the state behind position t. `error` receives
     // v - S^T k, and `out` the output, if given.
@@ -86,66 +88,68 @@ class DeltaColumns {
         Room room;
         float* state = room.of<float>(d.keys * WIDTH);
         for (int64_t r = d.trees[tree]; r < d.trees[tree + 1]; r++) {
-            const DeltaRun& run = d.runs[r];
+            const DeltaSegment& segment = d.segments[r];
             for (int64_t i = 0; i < d.keys; i++)
                 for (int c = 0; c < W; c++) {
                     const int64_t at = (head * d.keys + i) * d.values + column + c * LANES;
-                    store(state + i * WIDTH + c * LANES, run.before ? load(run.before + at) : zero());
+                    store(state + i * WIDTH + c * LANES,
+                          segment.initial_state ? load(segment.initial_state + at) : zero());
                 }
-            for (int64_t t = run.start; t < run.stop; t++) step(t, state, state, nullptr, out);
-            if (!run.after) continue;
+            for (int64_t t = segment.start; t < segment.stop; t++)
+                step(t, state, state, nullptr, out);
+            if (!segment.final_state) continue;
             for (int64_t i = 0; i < d.keys; i++)
                 for (int c = 0; c < W; c++) {
                     const int64_t at = (head * d.keys + i) * d.values + column + c * LANES;
-                    store(run.after + at, load(state + i * WIDTH + c * LANES));
+                    store(segment.final_state + at, load(state + i * WIDTH + c * LANES));
                 }
         }
     }
 
-    // Adds the gradients of q, k, decay and beta, and writes those of v. The runs of the tree begin
-    // with zeros or with the state of their parent.
+    // Adds the gradients of q, k, decay and beta, and writes those of v. The segments of the tree
+    // begin with zeros or with the state of their parent.
     void backward(int64_t tree, const float* grad, float* grad_q, float* grad_k, float* grad_v,
                   float* grad_decay, float* grad_beta) const {
         const int64_t first = d.trees[tree], n = d.trees[tree + 1] - first;
         const int64_t size = d.keys * WIDTH;
         std::vector<int64_t> blocks(n + 1);
         for (int64_t r = 0; r < n; r++) {
-            const int64_t rows = d.runs[first + r].stop - d.runs[first + r].start;
+            const int64_t rows = d.segments[first + r].stop - d.segments[first + r].start;
             blocks[r + 1] = blocks[r] + (rows + DELTA_BLOCK - 1) / DELTA_BLOCK;
         }
         Room starts_room, ends_room, states_room, errors_room;
-        float* starts = starts_room.of<float>(blocks[n] * size);  // of each block of each run
-        float* ends = ends_room.of<float>(n * size);              // of each run
+        float* starts = starts_room.of<float>(blocks[n] * size);  // of each block of each segment
+        float* ends = ends_room.of<float>(n * size);              // of each segment
         float* states = states_room.of<float>(DELTA_BLOCK * size);
         float* errors = errors_room.of<float>(DELTA_BLOCK * WIDTH);
         for (int64_t r = 0; r < n; r++) {
-            const DeltaRun& run = d.runs[first + r];
+            const DeltaSegment& segment = d.segments[first + r];
             float* state = ends + r * size;
-            if (run.parent < 0)
+            if (segment.parent < 0)
                 std::memset(state, 0, size * sizeof(float));
             else
-                std::memcpy(state, ends + (run.parent - first) * size, size * sizeof(float));
-            for (int64_t t = run.start; t < run.stop; t++) {
-                const int64_t done = t - run.start;
+                std::memcpy(state, ends + (segment.parent - first) * size, size * sizeof(float));
+            for (int64_t t = segment.start; t < segment.stop; t++) {
+                const int64_t done = t - segment.start;
                 if (done % DELTA_BLOCK == 0)
                     std::memcpy(starts + (blocks[r] + done / DELTA_BLOCK) * size, state,
                                 size * sizeof(float));
                 step(t, state, state, nullptr, nullptr);
             }
         }
-        // From here on, the end of a run holds the gradient of the state that it began with.
+        // From here on, the end of a segment holds the gradient of the state that it began with.
         for (int64_t r = n - 1; r >= 0; r--) {
-            const DeltaRun& run = d.runs[first + r];
+            const DeltaSegment& segment = d.segments[first + r];
             float* grad_state = ends + r * size;
             std::memset(grad_state, 0, size * sizeof(float));
             for (int64_t child = r + 1; child < n; child++)
-                if (d.runs[first + child].parent == first + r)
+                if (d.segments[first + child].parent == first + r)
                     for (int64_t i = 0; i < size; i += LANES)
                         store(grad_state + i,
                               add(load(grad_state + i), load(ends + child * size + i)));
             for (int64_t b = blocks[r + 1] - blocks[r] - 1; b >= 0; b--) {
-                const int64_t begin = run.start + b * DELTA_BLOCK;
-                const int64_t rows = std::min(DELTA_BLOCK, run.stop - begin);
+                const int64_t begin = segment.start + b * DELTA_BLOCK;
+                const int64_t rows = std::min(DELTA_BLOCK, segment.stop - begin);
                 std::memcpy(states, starts + (blocks[r] + b) * size, size * sizeof(float));
                 for (int64_t i = 0; i + 1 < rows; i++)
                     step(begin + i, states + i * size, states + (i + 1) * size, errors + i * WIDTH,
@@ -227,7 +231,7 @@ class DeltaColumns {
 // Calls f(columns, tree) for blocks of columns of all heads of all trees. One thread has all blocks
 // of a head, because they add to the same gradients.
 template <class F>
-void for_delta_columns(const Delta& d, int threads, F f) {
+void for_delta_columns(const DeltaScan& d, int threads, F f) {
     parallel_items(d.n_trees * d.heads, threads, [&](int64_t item) {
         const int64_t tree = item / d.heads, head = item % d.heads;
         for (int64_t column = 0; column < d.values;) {
@@ -240,12 +244,12 @@ void for_delta_columns(const Delta& d, int threads, F f) {
     });
 }
 
-void delta_scan(const Delta& d, float* out, int threads) {
+void delta_scan(const DeltaScan& d, float* out, int threads) {
     for_delta_columns(d, threads,
                       [&](const auto& columns, int64_t tree) { columns.forward(tree, out); });
 }
 
-void delta_scan_backward(const Delta& d, const float* grad, float* grad_q, float* grad_k,
+void delta_scan_backward(const DeltaScan& d, const float* grad, float* grad_q, float* grad_k,
                          float* grad_v, float* grad_decay, float* grad_beta, int threads) {
     for_delta_columns(d, threads, [&](const auto& columns, int64_t tree) {
         columns.backward(tree, grad, grad_q, grad_k, grad_v, grad_decay, grad_beta);

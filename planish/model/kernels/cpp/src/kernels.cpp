@@ -113,8 +113,9 @@ Told told(F f) {
                             int64_t n, int64_t k, int threads) {                                   \
         return told([&] { product(Panels<X>{panels, n, k}, x, bias, out, rows, threads); });       \
     }                                                                                              \
-    EXPORT Told product_of_codes_##S(const Codes* codes, int64_t transposed, const X* x,           \
-                                     const X* bias, X* out, int64_t rows, int threads) {           \
+    EXPORT Told product_of_codes_##S(const QuantizedWeight* codes, int64_t transposed,             \
+                                     const X* x, const X* bias, X* out, int64_t rows,              \
+                                     int threads) {                                                \
         return told(                                                                               \
             [&] { product(panels_of<X>(*codes, transposed), x, bias, out, rows, threads); });      \
     }                                                                                              \
@@ -254,10 +255,10 @@ EXPORT Told draw_f(const float* logits, const int64_t* rows, const float* temper
              threads);
     });
 }
-EXPORT Told delta_scan_f(const Delta* delta, float* out, int threads) {
+EXPORT Told delta_scan_f(const DeltaScan* delta, float* out, int threads) {
     return told([&] { delta_scan(*delta, out, threads); });
 }
-EXPORT Told delta_scan_backward_f(const Delta* delta, const float* grad, float* grad_q,
+EXPORT Told delta_scan_backward_f(const DeltaScan* delta, const float* grad, float* grad_q,
                                   float* grad_k, float* grad_v, float* grad_decay, float* grad_beta,
                                   int threads) {
     return told([&] {

@@ -158,12 +158,12 @@ template <class X>
 struct Panels {
     const X* numbers;
     int64_t n, k;
-    const Codes* codes = nullptr;
+    const QuantizedWeight* codes = nullptr;
     bool transposed = false;
 };
 
 template <class X>
-Panels<X> panels_of(const Codes& codes, bool transposed) {
+Panels<X> panels_of(const QuantizedWeight& codes, bool transposed) {
     return {nullptr, transposed ? codes.k : codes.n, transposed ? codes.n : codes.k, &codes,
             transposed};
 }
@@ -260,7 +260,8 @@ void product_rows(const X* weight, int64_t width, const Operand<X>& x, const Row
 // as much again. The sums are the same. AVX2 widens pairs of bf16, so it has no such way.
 #ifdef __AVX512F__
 template <template <int> class Pairs, int R, int W>
-void few_rows(const Codes& codes, int64_t output, int64_t column, const Operand<uint16_t>& x,
+void few_rows(const QuantizedWeight& codes, int64_t output, int64_t column,
+              const Operand<uint16_t>& x,
               const Rows<uint16_t>& rows, const Stretch& stretch) {
     Pairs<W> pairs(codes);
     product_tile<R, W>(

@@ -22,7 +22,7 @@ constexpr int64_t CODES_PANEL = 64;  // outputs of a panel
 // outputs before.
 // mxfp4: codes as nf4, but a block is 32 columns, and its scale is
 // scale_values[scale_codes[n/64][k/32][64]].
-struct Codes {
+struct QuantizedWeight {
     int64_t scheme, n, k;
     const uint8_t* codes;
     const float* scales;
@@ -42,17 +42,17 @@ struct Codes {
 };
 constexpr int64_t INT8 = 1, NF4 = 2;
 
-// These classes read the pairs of W vectors of 16 outputs, after `move_to` was told the first output and a
-// column of their block.
+// These classes read the pairs of W vectors of 16 outputs, after `move_to` was told the first
+// output and a column of their block.
 template <int W>
 class Int8Pairs {
-    const Codes& weight;
+    const QuantizedWeight& weight;
     const float* scales;
     PairScales pair_scales[W];
 
   public:
     static constexpr int64_t BYTES = 2, BLOCK = 64;  // of a pair, columns of a block
-    explicit Int8Pairs(const Codes& weight) : weight(weight) {}
+    explicit Int8Pairs(const QuantizedWeight& weight) : weight(weight) {}
     void move_to(int64_t output, int64_t) {
         scales = weight.scales + output;
         for (int c = 0; c < W; c++) pair_scales[c].load_from(scales + c * LANES);
@@ -70,13 +70,13 @@ class Int8Pairs {
 
 template <int W>
 class Nf4Pairs {
-    const Codes& weight;
+    const QuantizedWeight& weight;
     const Table table;
     V scale[W];
 
   public:
     static constexpr int64_t BYTES = 1, BLOCK = 64;
-    explicit Nf4Pairs(const Codes& weight) : weight(weight), table(weight.values) {}
+    explicit Nf4Pairs(const QuantizedWeight& weight) : weight(weight), table(weight.values) {}
     void move_to(int64_t output, int64_t column) {
         const int64_t block = column / BLOCK;
         const uint8_t* codes = weight.scale_codes_at(output, column, BLOCK);
@@ -106,13 +106,13 @@ class Nf4Pairs {
 
 template <int W>
 class Mxfp4Pairs {
-    const Codes& weight;
+    const QuantizedWeight& weight;
     const Table table;
     V scale[W];
 
   public:
     static constexpr int64_t BYTES = 1, BLOCK = 32;
-    explicit Mxfp4Pairs(const Codes& weight) : weight(weight), table(weight.values) {}
+    explicit Mxfp4Pairs(const QuantizedWeight& weight) : weight(weight), table(weight.values) {}
     void move_to(int64_t output, int64_t column) {
         const uint8_t* codes = weight.scale_codes_at(output, column, BLOCK);
         for (int c = 0; c < W; c++) {
@@ -149,7 +149,8 @@ ALWAYS_INLINE void store_pair(const Pairs& pairs, const uint8_t* from, int c, in
 
 // Where the codes of an output and a column are, and how far the next pair is.
 template <int64_t BYTES>
-const uint8_t* codes_at(const Codes& weight, int64_t output, int64_t column, int64_t& stride) {
+const uint8_t* codes_at(const QuantizedWeight& weight, int64_t output, int64_t column,
+                        int64_t& stride) {
     const int64_t panel = output / CODES_PANEL * CODES_PANEL,
                   width = std::min(CODES_PANEL, weight.n - panel);
     stride = width * BYTES;
@@ -159,7 +160,8 @@ const uint8_t* codes_at(const Codes& weight, int64_t output, int64_t column, int
 // Calls f(i, from) for the columns first .. last - 1, counted from `column` on; `pairs` is at
 // the outputs from `output` on, and at the column's block.
 template <class Pairs, class F>
-ALWAYS_INLINE void each_pair(const Codes& weight, Pairs& pairs, int64_t output, int64_t column,
+ALWAYS_INLINE void each_pair(const QuantizedWeight& weight, Pairs& pairs, int64_t output,
+                             int64_t column,
                              int64_t first, int64_t last, F f) {
     for (int64_t block = first; block < last; block += Pairs::BLOCK) {
         pairs.move_to(output, column + block);
@@ -172,7 +174,7 @@ ALWAYS_INLINE void each_pair(const Codes& weight, Pairs& pairs, int64_t output, 
 
 // A panel of `outputs` outputs, all in one panel of codes, and of `columns` columns.
 template <template <int> class Pairs, class X>
-void dequantize(const Codes& weight, int64_t output, int64_t outputs, int64_t column,
+void dequantize(const QuantizedWeight& weight, int64_t output, int64_t outputs, int64_t column,
                 int64_t columns, X* panel) {
     with_size<CODES_PANEL / LANES>(outputs / LANES, [&](auto vectors) {
         constexpr int W = vectors;
@@ -220,7 +222,8 @@ void transpose_pairs(const Pairs& pairs, const uint8_t* from, int64_t stride, in
 // The same of the transposed weight: its outputs are the columns of the codes, 32 or 64 of them,
 // and its columns are outputs, a multiple of 16.
 template <template <int> class Pairs, class X>
-void dequantize_transposed(const Codes& weight, int64_t output, int64_t outputs, int64_t column,
+void dequantize_transposed(const QuantizedWeight& weight, int64_t output, int64_t outputs,
+                           int64_t column,
                            int64_t columns, X* panel) {
     constexpr int64_t BYTES = Pairs<1>::BYTES, WORD = sizeof(X) == 2 ? 2 : 1;
     // Each panel of codes lies on pages of its own, which the CPU does not foresee.
@@ -236,7 +239,7 @@ void dequantize_transposed(const Codes& weight, int64_t output, int64_t outputs,
 }
 
 template <class X>
-void panel_of_codes(const Codes& weight, bool transposed, int64_t output, int64_t outputs,
+void panel_of_codes(const QuantizedWeight& weight, bool transposed, int64_t output, int64_t outputs,
                     int64_t column, int64_t columns, X* panel) {
     const auto make = [&](auto straight, auto turned) {
         (transposed ? turned : straight)(weight, output, outputs, column, columns, panel);
