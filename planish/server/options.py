@@ -13,7 +13,7 @@ from typing import Any
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
 from planish.model.weight_sizes import SCHEMES
-from planish.server.http.access import LEVELS, LogFormat
+from planish.server.http.access import LOG_LEVELS, LogFormat
 from planish.server.http.context import is_loopback
 from planish.server.settings import RENAMED_SETTINGS, HttpSettings, ServerSettings
 
@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--log-level",
-        choices=LEVELS,
+        choices=LOG_LEVELS,
         default=default.log_level,
         help="the lowest level that is logged (%(default)s)",
     )

@@ -8,7 +8,7 @@ requests then get an error that makes clients retry, running requests are finish
 journal, and the exit status is 0. A second signal kills the process at once. Acknowledged requests
 are in the journal even then.
 
-If the engine fails or hangs, the server stops too, and the exit status is `ENGINE_FAULT`. A
+If the engine fails or hangs, the server stops too, and the exit status is `ENGINE_FAULT_STATUS`. A
 supervisor such as systemd or a container runtime then starts it again, and it repeats the
 acknowledged requests.
 
@@ -52,10 +52,10 @@ from planish.model.sources import DEFAULT_MODEL, HUB_NAME, resolve_model
 from planish.model.weights import weight_files
 from planish.server.engine_client import WARMUP_SAMPLE, StallWatch
 from planish.server.http import routes_sampling
-from planish.server.http.access import Access, RequestMetrics, set_up_logging
+from planish.server.http.access import AccessLog, RequestMetrics, set_up_logging
 from planish.server.http.app import STOP_SECONDS, create_app
-from planish.server.http.connections import ConnectionLimits, ConnectionTable, protocol_of
-from planish.server.http.context import ALL_BODIES, HttpState, read_keys
+from planish.server.http.connections import ConnectionLimits, ConnectionTable, protocol_class
+from planish.server.http.context import MAX_TOTAL_BODIES, HttpState, read_keys
 from planish.server.http.metrics_page import SubstitutedLosses, metrics_route
 from planish.server.http.routes_checkpoints import tokenizer_files
 from planish.server.openai import routes
@@ -78,18 +78,18 @@ _BACKLOG = 2048
 """The number of connections that the kernel queues until the server accepts them."""
 _FEW_CONNECTIONS = 512
 """The server logs a warning if it can have fewer connections than this."""
-_ACCEPTED_AT_ONCE = 64
+_ACCEPT_BATCH = 64
 """The number of connections that asyncio accepts before the server can count them. It is less than
 the number of file descriptors that stay free of connections (`RESERVED_FILES` in
 http/connections.py). So a burst of connections does not exhaust the open files.
 """
-ENGINE_FAULT = 70
+ENGINE_FAULT_STATUS = 70
 """The exit status after a fault of the engine (EX_SOFTWARE)."""
-_FAULT_SECONDS = 3 * STOP_SECONDS
+_FAULT_EXIT_SECONDS = 3 * STOP_SECONDS
 """After a fault of the engine, the process exits within this time, even if its shutdown hangs."""
-_STALL_STOP_SECONDS = 10.0
+_STALL_EXIT_SECONDS = 10.0
 """After the server has detected that the engine hangs, the process exits within this time."""
-_ASSUMED_FILES, _MANY_FILES = 512, 1 << 20
+_ASSUMED_FILES, _UNLIMITED_FILES = 512, 1 << 20
 """The assumed limits of open files. The first is used if the system cannot report its limit, and
 the second if the system has no limit.
 """
@@ -101,7 +101,7 @@ _GC_THRESHOLDS = (1000, 10, 1 << 30)
 collection. `GarbageCollector` starts the full collections.
 """
 
-_SWITCH_SECONDS = 5e-5
+_GIL_SWITCH_SECONDS = 5e-5
 """Python's switch interval in seconds. The event loop takes the interpreter lock several times per
 request, and the engine dozens of times per sampled token. Each time, a thread that decodes a large
 body may delay them by up to this interval.
@@ -111,7 +111,7 @@ _log = logging.getLogger("planish.server")
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class _CheckedOptions:
     """The checked options, and the values that are derived from them before the server starts."""
 
     options: ServeOptions
@@ -130,10 +130,10 @@ def run(arguments: argparse.Namespace) -> int:
 def serve(options: ServeOptions) -> int:
     """Run the server until it stops, and return the exit status of the process."""
     set_up_logging(options.log_format, options.log_level)
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    prepared = _prepared(options)
+    sys.setswitchinterval(_GIL_SWITCH_SECONDS)
+    checked = _check_options(options)
     connections = ConnectionTable(
-        ConnectionLimits.of_files(raise_file_limit(), has_keys=prepared.keys is not None)
+        ConnectionLimits.from_max_files(raise_file_limit(), has_keys=checked.keys is not None)
     )
     if connections.limits.total < _FEW_CONNECTIONS:
         _log.warning(
@@ -142,24 +142,24 @@ def serve(options: ServeOptions) -> int:
             connections.limits.total,
         )
     with _listener(options.host, options.port) as listener:
-        _log_plan(prepared)
+        _log_plan(checked)
         if options.hub_tokenizers:
-            for name, path in prepared.models.items():
+            for name, path in checked.models.items():
                 for asked in hub_names(name):
                     cache_tokenizer(asked, path)
-        directories = {name: str(path) for name, path in prepared.models.items()}
+        directories = {name: str(path) for name, path in checked.models.items()}
         engine = Engine(
-            directories, prepared.data_dir, options.engine, prepared.memory, only_these_models=True
+            directories, checked.data_dir, options.engine, checked.memory, only_these_models=True
         )
-        server = _Server(_application(engine, prepared), engine, prepared, connections)
+        server = _UvicornServer(_application(engine, checked), engine, checked, connections)
         server.run([listener])
     if server.fault is not None:
-        return ENGINE_FAULT
+        return ENGINE_FAULT_STATUS
     return 0 if server.was_ready else 1
 
 
-def _prepared(options: ServeOptions) -> _Prepared:
-    models = _served(options.models)
+def _check_options(options: ServeOptions) -> _CheckedOptions:
+    models = _model_directories(options.models)
     keys = None if options.api_key_file is None else read_keys(options.api_key_file)
     directory = options.data_dir.expanduser().absolute()
     try:
@@ -170,13 +170,13 @@ def _prepared(options: ServeOptions) -> _Prepared:
         ) from error
     memory = device_memory(models, options.engine, options.settings)
     plan = memory_plan(models, memory, options.settings)
-    return _Prepared(options, models, directory, keys, memory, plan)
+    return _CheckedOptions(options, models, directory, keys, memory, plan)
 
 
-def _application(engine: Engine, prepared: _Prepared) -> Starlette:
-    options, models = prepared.options, prepared.models
-    server = Server(engine, prepared.data_dir, list(models), options.settings)
-    http = HttpSettings(options.poll_seconds, models, prepared.keys)
+def _application(engine: Engine, checked: _CheckedOptions) -> Starlette:
+    options, models = checked.options, checked.models
+    server = Server(engine, checked.data_dir, list(models), options.settings)
+    http = HttpSettings(options.poll_seconds, models, checked.keys)
     registry = CollectorRegistry()
     registry.register(SubstitutedLosses(engine.substitutions))
     more = [
@@ -185,11 +185,11 @@ def _application(engine: Engine, prepared: _Prepared) -> Starlette:
         metrics_route(registry),
     ]
     app = create_app(server, http, more)
-    app.add_middleware(Access, metrics=RequestMetrics(registry))
+    app.add_middleware(AccessLog, metrics=RequestMetrics(registry))
     return app
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """A uvicorn server that logs when it is ready and then loads the base models. When the server
     stops, requests that wait for a result are answered at once. The server also stops after a fault
     of the engine.
@@ -199,7 +199,7 @@ class _Server(uvicorn.Server):
         self,
         app: Starlette,
         engine: Engine,
-        prepared: _Prepared,
+        checked: _CheckedOptions,
         connections: ConnectionTable,
     ) -> None:
         super().__init__(
@@ -208,9 +208,9 @@ class _Server(uvicorn.Server):
                 lifespan="on",
                 log_config=None,
                 access_log=False,
-                http=protocol_of(connections),
+                http=protocol_class(connections),
                 ws="none",
-                backlog=_ACCEPTED_AT_ONCE,
+                backlog=_ACCEPT_BATCH,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=STOP_SECONDS,
             )
@@ -220,10 +220,10 @@ class _Server(uvicorn.Server):
         """Why the engine failed, if the server stops for that reason."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._engine = engine
-        self._prepared = prepared
+        self._check_options = checked
         self._http: HttpState = app.state.http
         self._connections = connections
-        self._stall_watch = StallWatch(prepared.options.settings.engine_stall_timeout)
+        self._stall_watch = StallWatch(checked.options.settings.engine_stall_timeout)
         self._collector = GarbageCollector()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -236,13 +236,13 @@ class _Server(uvicorn.Server):
             await self.shutdown(sockets)
         elif self.started and sockets:
             for listener in sockets:
-                # uvicorn passed _ACCEPTED_AT_ONCE to asyncio, which also used it as the backlog.
+                # uvicorn passed _ACCEPT_BATCH to asyncio, which also used it as the backlog.
                 listener.listen(_BACKLOG)
             _freeze_objects()
-            _log_ready(_url(sockets[0]), self._prepared)
+            _log_ready(_url(sockets[0]), self._check_options)
             notify("READY=1")
             self._http.is_loading = True
-            Thread(target=self._load, name="planish-load").start()
+            Thread(target=self._load_models, name="planish-load").start()
 
     async def on_tick(self, counter: int) -> bool:
         """Stop the server if the engine has failed. Every second, notify the watchdog of systemd,
@@ -258,39 +258,39 @@ class _Server(uvicorn.Server):
             _log.critical(
                 "stopping with exit status %d, because the engine failed; acknowledged requests "
                 "stay in the journal, and the next start repeats them",
-                ENGINE_FAULT,
+                ENGINE_FAULT_STATUS,
             )
-            _end_process_after(_FAULT_SECONDS)
+            _end_process_after(_FAULT_EXIT_SECONDS)
             self.should_exit = True
             self._http.stopping.set()
         if counter % _TICKS_PER_SECOND == 0:
             notify("WATCHDOG=1")
             self._connections.close_overdue()
-            self._collector.tick(is_busy=self._http.decoding.used_slots > 0)
+            self._collector.tick(is_busy=self._http.decoding_queue.used_slots > 0)
         return await super().on_tick(counter)
 
     def _report_stall(self) -> None:
         client = self._http.server.engine
         if client.fault is not None:
             return
-        timeout = self._prepared.options.settings.engine_stall_timeout
+        timeout = self._check_options.options.settings.engine_stall_timeout
         client.fail(
             f"it has made no progress for {timeout:g} s (engine_stall_timeout). The engine thread "
             f"is at:\n{self._engine.thread_stack()}"
         )
         # A graceful stop would wait for the engine. Everything acknowledged is in the journal.
-        _end_process_after(_STALL_STOP_SECONDS)
+        _end_process_after(_STALL_EXIT_SECONDS)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Tell systemd that the server stops, and shut down."""
         notify("STOPPING=1")
         await super().shutdown(sockets)
 
-    def _load(self) -> None:
+    def _load_models(self) -> None:
         """Load each base model before the first client needs it. If a base model cannot be loaded,
         only its own requests fail.
         """
-        for name in self._prepared.models:
+        for name in self._check_options.models:
             begun = time.monotonic()
             if self.should_exit:
                 return
@@ -348,8 +348,8 @@ class GarbageCollector:
 
 
 def _end_process_after(seconds: float) -> None:
-    """End the process with status ENGINE_FAULT after `seconds`, even if its shutdown hangs."""
-    end = Timer(seconds, os._exit, (ENGINE_FAULT,))
+    """End the process with ENGINE_FAULT_STATUS after `seconds`, even if its shutdown hangs."""
+    end = Timer(seconds, os._exit, (ENGINE_FAULT_STATUS,))
     end.daemon = True
     end.start()
 
@@ -366,7 +366,7 @@ def _freeze_objects() -> None:
     gc.set_threshold(*_GC_THRESHOLDS)
 
 
-def _served(mapping: Mapping[str, str]) -> dict[str, Path]:
+def _model_directories(mapping: Mapping[str, str]) -> dict[str, Path]:
     """Return the directories of all base models, by name. The default model is added if it is
     cached. It is also added, and downloaded if necessary, if there is no other base model.
     """
@@ -407,16 +407,16 @@ def _url(listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _log_plan(prepared: _Prepared) -> None:
-    for name, path in prepared.models.items():
+def _log_plan(checked: _CheckedOptions) -> None:
+    for name, path in checked.models.items():
         _log.info("base model %s from %s", name, path)
-    for line in str(prepared.plan).splitlines():
+    for line in str(checked.plan).splitlines():
         _log.info("%s", line)
-    _log.info("data in %s", prepared.data_dir)
+    _log.info("data in %s", checked.data_dir)
 
 
-def _log_ready(url: str, prepared: _Prepared) -> None:
-    file = prepared.options.api_key_file
+def _log_ready(url: str, checked: _CheckedOptions) -> None:
+    file = checked.options.api_key_file
     key = "tml-any" if file is None else "KEY"
     access_note = (
         "; it has no keys, and serves programs on this machine only"
@@ -452,7 +452,7 @@ def raise_file_limit() -> int:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
-    return _MANY_FILES if soft == resource.RLIM_INFINITY else soft
+    return _UNLIMITED_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 @dataclass(frozen=True)
@@ -529,7 +529,7 @@ def memory_plan(
         settings.adapter_memory_bytes,
         settings.request_memory_bytes
         + settings.result_memory_bytes
-        + ALL_BODIES
+        + MAX_TOTAL_BODIES
         + text * TOKENIZER_BYTES_PER_CHARACTER,
     )
 

@@ -15,14 +15,14 @@ from typing import Any
 
 from planish.server.durable.checkpoints import EXTERNAL_PREFIX, MAX_RECIPIENTS
 from planish.server.http.context import (
-    ALL_BODIES,
+    MAX_SAMPLE_BODY,
+    MAX_SMALL_BODY,
+    MAX_TELEMETRY_BODY,
+    MAX_TOTAL_BODIES,
+    MAX_TRAINING_BODY,
     MIB,
-    SAMPLE_BODY,
-    SMALL_BODY,
-    TELEMETRY_BODY,
-    TRAINING_BODY,
 )
-from planish.server.http.routes_sampling import MAX_REQUESTS
+from planish.server.http.routes_sampling import MAX_BATCH_REQUESTS
 from planish.service import MAX_METADATA, MAX_SAMPLES
 from planish.types import (
     LONGEST_TTL_SECONDS,
@@ -376,7 +376,7 @@ JSON_LIMITS: Mapping[str, Mapping[str, Limit]] = {
     },
     "/asample": _SAMPLE,
     "/planish/draw": {
-        "requests": items(MAX_REQUESTS, {}, "entries; give 1 to"), **_under("requests[].", _SAMPLE),
+        "requests": items(MAX_BATCH_REQUESTS, {}, "entries; give 1 to"), **_under("requests[].", _SAMPLE),
     },
     "/planish/release": {"sampler_id": IDENTIFIER},
     "/retrieve_future": {"request_id": IDENTIFIER, "allow_metadata_only": NOT_READ},
@@ -421,13 +421,13 @@ PROTOBUF_LIMITS: Mapping[str, Limit] = {
 BODIES: Sequence[tuple[str, str, str]] = (
     (
         "size of a training request",
-        f"{TRAINING_BODY // MIB} MiB",
+        f"{MAX_TRAINING_BODY // MIB} MiB",
         "413: send less data in one call",
     ),
-    ("size of a sampling or OpenAI request", f"{SAMPLE_BODY // MIB} MiB", "413"),
-    ("size of telemetry", f"{TELEMETRY_BODY // MIB} MiB", "413"),
-    ("size of any other request", f"{SMALL_BODY // MIB} MiB", "413"),
-    ("size of all bodies at once", f"{ALL_BODIES // MIB} MiB; half of it for one key", "503"),
+    ("size of a sampling or OpenAI request", f"{MAX_SAMPLE_BODY // MIB} MiB", "413"),
+    ("size of telemetry", f"{MAX_TELEMETRY_BODY // MIB} MiB", "413"),
+    ("size of any other request", f"{MAX_SMALL_BODY // MIB} MiB", "413"),
+    ("size of all bodies at once", f"{MAX_TOTAL_BODIES // MIB} MiB; half of it for one key", "503"),
     ("objects and lists in a JSON body", f"{MAX_CONTAINERS:,}", "400"),
     (
         "entries of an object, items of a list that are not numbers",

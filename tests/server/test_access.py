@@ -26,7 +26,7 @@ KEYS = {"tml-alice-key": "alice", "tml-reader-key": "metrics"}
 
 @contextmanager
 def logging_to(stream: io.StringIO, log_format: access.LogFormat) -> Iterator[None]:
-    kept = [logging.getLogger(name) for name in ("", "planish", *access._LIBRARIES)]
+    kept = [logging.getLogger(name) for name in ("", "planish", *access._LIBRARY_LOGGERS)]
     before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in kept]
     try:
         access.set_up_logging(log_format, "info", stream)
@@ -58,7 +58,7 @@ def client() -> TestClient:
     app = Starlette(routes=[endpoint("/whoami", whoami, "GET"), metrics_route(registry)])
     server: Any = StubServer()
     app.state.http = HttpState(server, HttpSettings(tenants_by_key=KEYS))
-    app.add_middleware(access.Access, metrics=access.RequestMetrics(registry))
+    app.add_middleware(access.AccessLog, metrics=access.RequestMetrics(registry))
     return TestClient(app)
 
 

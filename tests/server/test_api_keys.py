@@ -3,7 +3,7 @@
 import pytest
 
 from planish.errors import UserError
-from planish.server.http.context import EVERYBODY, ApiKeys, read_keys
+from planish.server.http.context import ANONYMOUS_TENANT, ApiKeys, read_keys
 from planish.server.results import Unauthorized
 
 
@@ -49,7 +49,7 @@ def test_unknown_keys_are_rejected(key):
 
 
 def test_a_server_without_keys_accepts_every_caller():
-    assert ApiKeys(None).tenant(None) == ApiKeys(None).tenant("tml-any") == EVERYBODY
+    assert ApiKeys(None).tenant(None) == ApiKeys(None).tenant("tml-any") == ANONYMOUS_TENANT
 
 
 def test_a_key_is_not_cut_short_at_a_hash(tmp_path):

@@ -317,7 +317,7 @@ def test_compressed_bodies_are_opened_outside_the_event_loop(alice: Caller, monk
 
 
 def test_a_body_that_is_too_large_is_rejected(alice: Caller, client: TestClient):
-    large = b" " * (context.SMALL_BODY + 1)
+    large = b" " * (context.MAX_SMALL_BODY + 1)
     assert "larger than" in alice.post("/create_session", large, 413)["detail"]
     assert (
         "larger than"
@@ -372,7 +372,7 @@ async def test_large_bodies_are_read_one_at_a_time_beside_a_small_one_of_another
     once.
     """
     state = client.app.state.http  # type: ignore[attr-defined]
-    large, small = context.TRAINING_BODY // 4, context.SMALL_BODY
+    large, small = context.MAX_TRAINING_BODY // 4, context.MAX_SMALL_BODY
     reading, most, go_on = [0], [0], threading.Event()
 
     def read() -> None:
@@ -406,7 +406,9 @@ async def test_a_stalled_body_is_rejected(client: TestClient, monkeypatch):
 
     request = Request({"type": "http", "method": "POST", "headers": []}, receive)
     with pytest.raises(Unavailable, match="send the request again"):
-        async with context.RequestContext(request, state, Tenant("alice")).body(context.SMALL_BODY):
+        async with context.RequestContext(request, state, Tenant("alice")).body(
+            context.MAX_SMALL_BODY
+        ):
             pass
     assert state.body_budget.used == 0
 
@@ -425,7 +427,7 @@ def test_a_body_that_trickles_in_is_rejected(client: TestClient, monkeypatch, ra
     async def read() -> bytes:
         request = Request({"type": "http", "method": "POST", "headers": []}, receive)
         async with context.RequestContext(request, state, Tenant("alice")).body(
-            context.SMALL_BODY
+            context.MAX_SMALL_BODY
         ) as body:
             return body
 
@@ -489,7 +491,7 @@ def test_the_client_config_has_the_expected_settings(alice: Caller):
     config = alice.post("/client/config", {"sdk_version": "0.38.0"})
     assert config["parallel_fwdbwd_chunks"] is False
     assert config["proto_compress_fwdbwd"] is False
-    assert config["fwdbwd_max_chunk_bytes_count"] < context.TRAINING_BODY
+    assert config["fwdbwd_max_chunk_bytes_count"] < context.MAX_TRAINING_BODY
     assert alice.post("/client/dynamic_config", {})["sample_cancel_enabled"] is True
     assert alice.post("/telemetry", {"events": []}) == {"status": "accepted"}
     models = alice.get("/get_server_capabilities")["supported_models"]

@@ -46,15 +46,15 @@ class Fixture:
 
 
 def test_limits_follow_from_the_open_files():
-    limits = ConnectionLimits.of_files(65536, True)
+    limits = ConnectionLimits.from_max_files(65536, True)
     assert limits.total < 65536 - 256
-    assert ConnectionLimits.of_files(1024, True).total == 576
-    assert ConnectionLimits.of_files(10, True).total == 64
-    assert ConnectionLimits.of_files(1 << 20, True).total == 20_000
+    assert ConnectionLimits.from_max_files(1024, True).total == 576
+    assert ConnectionLimits.from_max_files(10, True).total == 64
+    assert ConnectionLimits.from_max_files(1 << 20, True).total == 20_000
 
 
 def test_without_keys_only_the_total_limits_connections():
-    limits = ConnectionLimits.of_files(1024, False)
+    limits = ConnectionLimits.from_max_files(1024, False)
     assert limits.keyless == limits.per_address == limits.total
 
 
@@ -174,8 +174,8 @@ def with_header_seconds(seconds: float) -> str:
     return f"""
 import dataclasses, resource
 from planish.server.http.connections import ConnectionLimits
-made = ConnectionLimits.of_files
-ConnectionLimits.of_files = lambda n, has_keys: dataclasses.replace(made(n, has_keys), header_seconds={seconds})
+made = ConnectionLimits.from_max_files
+ConnectionLimits.from_max_files = lambda n, has_keys: dataclasses.replace(made(n, has_keys), header_seconds={seconds})
 """
 
 

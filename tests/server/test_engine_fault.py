@@ -17,7 +17,7 @@ from planish.engine.engine import Engine
 from planish.engine.engine_thread import EngineThread
 from planish.errors import EngineClosedError
 from planish.server.engine_client import EngineClient, StallWatch
-from planish.server.serve import ENGINE_FAULT, notify
+from planish.server.serve import ENGINE_FAULT_STATUS, notify
 from planish.service import CreateModel, ForwardBackward, UnloadModel
 from planish.tensors import TensorData
 from planish.types import Datum, ModelInput
@@ -87,7 +87,7 @@ def test_an_engine_fault_ends_the_process_and_a_restart_answers_its_requests(
                     "sampling_params": {"max_tokens": 8, "seed": 1, "stop": []},
                 },
             )["request_id"]
-            assert server.process.wait(60) == ENGINE_FAULT
+            assert server.process.wait(60) == ENGINE_FAULT_STATUS
     finally:
         server.process.kill()
     assert any("engine failed" in line and logged in line for line in server.output)

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from planish.server.http.connections import ConnectionLimits, ConnectionTable, protocol_of
+from planish.server.http.connections import ConnectionLimits, ConnectionTable, protocol_class
 
 
 async def _hello(request: object) -> PlainTextResponse:
@@ -21,7 +21,7 @@ async def _hello(request: object) -> PlainTextResponse:
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    protocol = protocol_of(ConnectionTable(ConnectionLimits()))
+    protocol = protocol_class(ConnectionTable(ConnectionLimits()))
     app = Starlette(routes=[Route("/", _hello)])
     with serving_app(app, http=protocol) as url:
         yield int(url.rpartition(":")[2])

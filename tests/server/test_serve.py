@@ -240,7 +240,7 @@ async def test_a_signal_during_the_start_stops_the_server_gracefully(monkeypatch
     unused: Any = None
     settings = SimpleNamespace(engine_stall_timeout=900.0)
     prepared: Any = SimpleNamespace(options=SimpleNamespace(settings=settings))
-    server = serve._Server(app, unused, prepared, unused)
+    server = serve._UvicornServer(app, unused, prepared, unused)
     server.handle_exit(signal.SIGTERM, None)  # before there is a loop
     server.should_exit = False
 
@@ -364,7 +364,7 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path: Path, model_dir: Path
 
 def test_running_out_of_file_descriptors_is_logged_once_a_minute():
     stream = io.StringIO()
-    kept = [logging.getLogger(name) for name in ("", "planish", *access._LIBRARIES)]
+    kept = [logging.getLogger(name) for name in ("", "planish", *access._LIBRARY_LOGGERS)]
     before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in kept]
     try:
         access.set_up_logging("json", "info", stream)

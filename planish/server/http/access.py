@@ -40,7 +40,7 @@ from planish.errors import UserError
 from planish.processes.background import BackgroundThread
 
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 300)
-_REPEATED = (
+_POLLED_ROUTES = (
     "/retrieve_future",
     "/session_heartbeat",
     "/healthz",
@@ -48,10 +48,10 @@ _REPEATED = (
     "/metrics",
     "/telemetry",
 )
-TENANT = "planish.tenant"
+TENANT_SCOPE_KEY = "planish.tenant"
 """The entry of an ASGI scope with the tenant that owns the request's key."""
-_POLL_AGAIN = 408
-_CLOSED = 499
+_POLL_AGAIN_STATUS = 408
+_CLIENT_CLOSED_STATUS = 499
 """The status that proxies use when the client closed the connection before the response."""
 
 _log = logging.getLogger("planish.access")
@@ -73,14 +73,14 @@ class RequestMetrics:
 
 
 @dataclass
-class _Seen:
+class _ResponseRecord:
     """The status, size and start time of one response."""
 
-    status: int = _CLOSED
+    status: int = _CLIENT_CLOSED_STATUS
     size: int = 0
     started: float = field(default_factory=time.perf_counter)
 
-    def note(self, message: Message) -> None:
+    def observe(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
         elif message["type"] == "http.response.body":
@@ -92,7 +92,7 @@ class _Seen:
 
 
 @dataclass(frozen=True)
-class Access:
+class AccessLog:
     """ASGI middleware that logs and measures requests."""
 
     app: ASGIApp
@@ -103,74 +103,74 @@ class Access:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        seen = _Seen()
+        response = _ResponseRecord()
 
-        async def sending(message: Message) -> None:
-            seen.note(message)
+        async def send_and_observe(message: Message) -> None:
+            response.observe(message)
             await send(message)
 
         try:
             with self.metrics.open.track_inprogress():
-                await self.app(scope, receive, sending)
+                await self.app(scope, receive, send_and_observe)
         finally:
-            self._record(scope, seen)
+            self._record(scope, response)
 
-    def _record(self, scope: Scope, seen: _Seen) -> None:
+    def _record(self, scope: Scope, response: _ResponseRecord) -> None:
         found = scope.get("route")
         route = found.path if isinstance(found, Route) else "none"
         # A client without a key could invent methods, and each would add a series to the metrics.
         is_known = isinstance(found, Route) and scope["method"] in (found.methods or ())
         method = scope["method"] if is_known else "any"
-        self.metrics.seconds.labels(method, route, str(seen.status)).observe(seen.seconds)
-        is_expected = seen.status < 400 or seen.status == _POLL_AGAIN
-        level = logging.DEBUG if is_expected and route.endswith(_REPEATED) else logging.INFO
+        self.metrics.seconds.labels(method, route, str(response.status)).observe(response.seconds)
+        is_expected = response.status < 400 or response.status == _POLL_AGAIN_STATUS
+        level = logging.DEBUG if is_expected and route.endswith(_POLLED_ROUTES) else logging.INFO
         if _log.isEnabledFor(level):
             _log.log(
                 level,
                 "%s %s %d",
                 scope["method"],
                 route,
-                seen.status,
-                extra=log_fields(**self._described(scope, seen)),
+                response.status,
+                extra=log_fields(**self._log_fields_of(scope, response)),
             )
 
-    def _described(self, scope: Scope, seen: _Seen) -> dict[str, object]:
+    def _log_fields_of(self, scope: Scope, response: _ResponseRecord) -> dict[str, object]:
         described: dict[str, object] = {
-            "status": seen.status,
-            "milliseconds": round(seen.seconds * 1000, 1),
+            "status": response.status,
+            "milliseconds": round(response.seconds * 1000, 1),
         }
-        described["bytes"] = seen.size
-        if TENANT in scope:
-            described["tenant"] = scope[TENANT].name
+        described["bytes"] = response.size
+        if TENANT_SCOPE_KEY in scope:
+            described["tenant"] = scope[TENANT_SCOPE_KEY].name
         if scope.get("client") is not None:
             described["client"] = scope["client"][0]
         return described
 
 
-def given_key(headers: Headers) -> str | None:
+def key_from_headers(headers: Headers) -> str | None:
     """Return the key of a request: a bearer token, or the header X-API-Key that the SDK sends."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
 
 
 LogFormat = Literal["text", "json"]
-LEVELS = ("debug", "info", "warning", "error")
-_FIELDS = "planish_fields"
-_REFUSED_SECONDS = 60.0
-_LIBRARIES = ("uvicorn", "uvicorn.error", "uvicorn.access", "py.warnings")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_FIELDS_ATTRIBUTE = "planish_fields"
+_CONNECTION_ERROR_SECONDS = 60.0
+_LIBRARY_LOGGERS = ("uvicorn", "uvicorn.error", "uvicorn.access", "py.warnings")
 
 
 def log_fields(**values: object) -> dict[str, Any]:
     """Return fields for a log record, to be passed as `extra`."""
-    return {_FIELDS: values}
+    return {_FIELDS_ATTRIBUTE: values}
 
 
 def set_up_logging(log_format: LogFormat | None, level: str, stream: TextIO | None = None) -> None:
     """Send the log to `stream` and nowhere else. By default, a thread writes it to stderr. With
     `log_format` None, a terminal gets text, and any other stream gets JSON.
     """
-    if level not in LEVELS:
-        raise UserError(f"--log-level {level}: give one of {', '.join(LEVELS)}")
+    if level not in LOG_LEVELS:
+        raise UserError(f"--log-level {level}: give one of {', '.join(LOG_LEVELS)}")
     handler = BackgroundHandler() if stream is None else logging.StreamHandler(stream)
     stream = sys.stderr if stream is None else stream
     is_terminal = stream is not None and stream.isatty()
@@ -182,7 +182,7 @@ def set_up_logging(log_format: LogFormat | None, level: str, stream: TextIO | No
     root.setLevel(logging.WARNING)
     logging.getLogger("planish").setLevel(level.upper())
     logging.captureWarnings(True)
-    for name in _LIBRARIES:
+    for name in _LIBRARY_LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
@@ -246,13 +246,13 @@ def _limit_connection_errors() -> Callable[[logging.LogRecord], bool]:
     """Return a log filter. When the process has no file descriptors left, asyncio logs thousands of
     records per second, and the filter keeps one of them per minute.
     """
-    last = -_REFUSED_SECONDS
+    last = -_CONNECTION_ERROR_SECONDS
 
     def is_kept(record: logging.LogRecord) -> bool:
         nonlocal last
         if record.name != "asyncio" or "out of system resource" not in record.msg:
             return True
-        if record.created - last < _REFUSED_SECONDS:
+        if record.created - last < _CONNECTION_ERROR_SECONDS:
             return False
         last, record.exc_info = record.created, None
         record.msg = (
@@ -329,4 +329,4 @@ class TextFormatter(logging.Formatter):
 
 
 def _fields_of(record: logging.LogRecord) -> Mapping[str, object]:
-    return getattr(record, _FIELDS, {})
+    return getattr(record, _FIELDS_ATTRIBUTE, {})

@@ -38,15 +38,15 @@ from planish.server.http.context import (
     API,
     HttpState,
     RequestContext,
-    body_of,
     endpoint,
     json_response,
+    make_openai_error_body,
 )
 from planish.server.results import Unavailable, client_error, retry_headers
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
 
-_GROUPS = (routes_sessions, routes_training, routes_sampling, routes_checkpoints)
+_ROUTE_MODULES = (routes_sessions, routes_training, routes_sampling, routes_checkpoints)
 STOP_SECONDS = 30
 """How long a shutdown waits for running requests, in seconds."""
 
@@ -80,12 +80,12 @@ def create_app(
     app = Starlette(
         routes=[
             *health,
-            *(route for group in _GROUPS for route in group.ROUTES),
+            *(route for group in _ROUTE_MODULES for route in group.ROUTES),
             *_UNSUPPORTED_ROUTES,
             *more,
         ],
         lifespan=lifespan,
-        exception_handlers={HTTPException: _no_endpoint, Exception: _failed},
+        exception_handlers={HTTPException: _no_endpoint, Exception: _internal_error},
     )
     app.router.redirect_slashes = False
     app.state.http = HttpState(server, settings or HttpSettings())
@@ -126,15 +126,17 @@ async def _no_endpoint(request: Request, error: Exception) -> Response:
         405: f"{method_and_path}: the path does not support this method; "
         "the Allow header names the supported methods",
     }.get(error.status_code, error.detail)
-    headers = {"Allow": _allowed(request)} if error.status_code == 405 else None
+    headers = {"Allow": _allowed_methods(request)} if error.status_code == 405 else None
     if request.url.path.startswith("/api/"):
         return json_response({"detail": detail}, error.status_code, headers)
     if not request.url.path.startswith("/v1/"):
         detail += "; the endpoints for OpenAI's clients start with /v1, so their base_url must end with /v1"
-    return json_response(body_of(detail, error.status_code), error.status_code, headers)
+    return json_response(
+        make_openai_error_body(detail, error.status_code), error.status_code, headers
+    )
 
 
-def _allowed(request: Request) -> str:
+def _allowed_methods(request: Request) -> str:
     """Return the methods that a path supports. Each method of a path has its own route, and
     Starlette's error names only the methods of one route.
     """
@@ -144,7 +146,7 @@ def _allowed(request: Request) -> str:
     return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
 
 
-async def _failed(request: Request, error: Exception) -> Response:
+async def _internal_error(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     sent_error = client_error(error)
     if isinstance(sent_error, Unavailable):  # for lack of memory; clients send the request again
@@ -158,7 +160,7 @@ async def _failed(request: Request, error: Exception) -> Response:
     )
 
 
-_UNSUPPORTED = {
+_UNSUPPORTED_ENDPOINTS = {
     "POST /auth/token": "use the key itself instead of a token (pjwt_auth_enabled is false)",
     "GET /auth/apikey/me": "this server has no accounts; set TINKER_API_KEY to a key of this server",
     "DELETE /auth/apikey/me": "clients cannot delete keys; remove the key from the server's key file",
@@ -186,4 +188,4 @@ def _unsupported_route(method_and_path: str, reason: str) -> Route:
     return endpoint(path, handler, method)
 
 
-_UNSUPPORTED_ROUTES = [_unsupported_route(*entry) for entry in _UNSUPPORTED.items()]
+_UNSUPPORTED_ROUTES = [_unsupported_route(*entry) for entry in _UNSUPPORTED_ENDPOINTS.items()]

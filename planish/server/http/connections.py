@@ -3,7 +3,7 @@
 Anybody who reaches the port can open connections. A connection is keyless until it sends a request
 with a valid key. Limits and timeouts ensure that keyless connections cannot keep a tenant out:
 
-    total      Every connection is an open file, so `ConnectionLimits.of_files` derives the total
+    total      Every connection is an open file, so `ConnectionLimits.from_max_files` derives the total
                from the limit of open files, and leaves files for the journal and checkpoints.
                When the total is reached, a new connection replaces an idle connection: the oldest
                keyless one, or else the least recently used one of a tenant.
@@ -38,28 +38,28 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from planish.server.results import Tenant, Unavailable
 
-CONNECTION = "planish.connection"
+CONNECTION_SCOPE_KEY = "planish.connection"
 """The entry of an ASGI scope with the `Connection` of the request."""
 RESERVED_FILES = 256
 """Open files that are reserved for the database, bodies, checkpoints and downloads."""
-_FEWEST_CONNECTIONS = 64
+_MIN_CONNECTIONS = 64
 _IPV6_NETWORK = 64
-_MOST_CONNECTIONS = 20_000
-_MOST_KEYLESS = 4096
+_MAX_CONNECTIONS = 20_000
+_MAX_KEYLESS_CONNECTIONS = 4096
 """This limits the memory of keyless connections to about 100 MB. A connection with 4 KiB of headers
 takes 23 KiB, measured with 1,850 connections.
 """
-_BUSY = b'{"detail":"this server has too many connections; try again later"}'
+_BUSY_BODY = b'{"detail":"this server has too many connections; try again later"}'
 _BUSY_RESPONSE = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 5\r\n"
-    b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(_BUSY), _BUSY)
+    b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(_BUSY_BODY), _BUSY_BODY)
 )
 _INVALID_DETAIL = (
     "the request is not HTTP/1.1: its headers have more than 64 KiB, or a part of it is invalid"
 )
 # The path of an invalid request is unknown. So this body has the fields that the SDK reads and
 # the fields that OpenAI clients read.
-_INVALID = orjson.dumps(
+_INVALID_BODY = orjson.dumps(
     {
         "detail": _INVALID_DETAIL,
         "error": {
@@ -72,7 +72,7 @@ _INVALID = orjson.dumps(
 )
 _INVALID_RESPONSE = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n%s" % (len(_INVALID), _INVALID)
+    b"content-length: %d\r\n\r\n%s" % (len(_INVALID_BODY), _INVALID_BODY)
 )
 
 
@@ -93,22 +93,26 @@ class ConnectionLimits:
     """How long a client may read nothing while the server has data for it."""
 
     @classmethod
-    def of_files(cls, max_files: int, has_keys: bool) -> ConnectionLimits:
+    def from_max_files(cls, max_files: int, has_keys: bool) -> ConnectionLimits:
         """Return the limits of a process that may open `max_files` files. Connections get three
         quarters of the unreserved files, because each download needs a second file.
         """
         fitting = (max_files - RESERVED_FILES) * 3 // 4
-        return cls(min(max(_FEWEST_CONNECTIONS, fitting), _MOST_CONNECTIONS), has_keys)
+        return cls(min(max(_MIN_CONNECTIONS, fitting), _MAX_CONNECTIONS), has_keys)
 
     @property
     def keyless(self) -> int:
         """The maximum number of connections that have not sent a valid key."""
-        return min(self.total // 2, _MOST_KEYLESS) if self.has_keys else self.total
+        return min(self.total // 2, _MAX_KEYLESS_CONNECTIONS) if self.has_keys else self.total
 
     @property
     def per_address(self) -> int:
         """The maximum number of keyless connections from one address."""
-        return min(max(16, self.total // 8), _MOST_KEYLESS // 4) if self.has_keys else self.total
+        return (
+            min(max(16, self.total // 8), _MAX_KEYLESS_CONNECTIONS // 4)
+            if self.has_keys
+            else self.total
+        )
 
     @property
     def per_tenant(self) -> int:
@@ -233,7 +237,7 @@ class ConnectionTable:
                 (self._begun, self.limits.header_seconds),
                 (self._unread, self.limits.write_seconds),
             )
-            for connection in _before(since_when, now - seconds)
+            for connection in _older_than(since_when, now - seconds)
         ]
         for connection in overdue:
             self._close(connection)
@@ -279,7 +283,7 @@ class ConnectionTable:
         connection.close()
 
 
-def _before(since_when: OrderedDict[Connection, float], latest: float) -> list[Connection]:
+def _older_than(since_when: OrderedDict[Connection, float], latest: float) -> list[Connection]:
     """Return the connections whose time is at most `latest`. `since_when` is ordered by time."""
     found = []
     for connection, since in since_when.items():
@@ -303,7 +307,7 @@ def _source(address: str) -> str:
     return str(ipaddress.ip_network((parsed, _IPV6_NETWORK), strict=False))
 
 
-def protocol_of(table: ConnectionTable) -> type[asyncio.Protocol]:
+def protocol_class(table: ConnectionTable) -> type[asyncio.Protocol]:
     """Return a uvicorn protocol class that registers its connections in `table`."""
 
     class LimitedProtocol(_LimitedProtocol):
@@ -372,7 +376,7 @@ async def _run(
     send: Send,
 ) -> None:
     """Run the application for one request of a connection."""
-    scope[CONNECTION] = connection
+    scope[CONNECTION_SCOPE_KEY] = connection
     table.begin_request(connection)
     try:
         await app(scope, receive, send)

@@ -37,8 +37,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from planish.errors import PlanishError, UnsupportedError, UserError
-from planish.server.http.access import TENANT
-from planish.server.http.connections import CONNECTION, Connection
+from planish.server.http.access import TENANT_SCOPE_KEY
+from planish.server.http.connections import CONNECTION_SCOPE_KEY, Connection
 from planish.server.results import (
     NotFound,
     Page,
@@ -61,20 +61,25 @@ T = TypeVar("T")
 
 API = "/api/v1"
 MIB = 1 << 20
-SMALL_BODY, TELEMETRY_BODY, SAMPLE_BODY, TRAINING_BODY = 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB
-ALL_BODIES = 1024 * MIB
+MAX_SMALL_BODY, MAX_TELEMETRY_BODY, MAX_SAMPLE_BODY, MAX_TRAINING_BODY = (
+    4 * MIB,
+    16 * MIB,
+    64 * MIB,
+    256 * MIB,
+)
+MAX_TOTAL_BODIES = 1024 * MIB
 """Limit for the bodies of all requests together, in bytes. One tenant may use half of the limit.
-This half is twice TRAINING_BODY, because a compressed body and its decompressed copy are in memory
-at the same time, and each may have that size.
+This half is twice MAX_TRAINING_BODY, because a compressed body and its decompressed copy are in
+memory at the same time, and each may have that size.
 """
-_UNCOUNTED_BODY = 64 * 1024
+_MAX_UNCOUNTED_BODY = 64 * 1024
 """Bodies up to this size do not count against the memory for bodies."""
-_INLINE_BODY = 16 * 1024
+_MAX_INLINE_BODY = 16 * 1024
 """Bodies up to this size are decoded in the event loop."""
-_DECODED_TOGETHER = 2
-"""The number of threads that decode bodies. At most one of them decodes a body above SMALL_BODY,
-because decoding takes many times the memory of the body. There are few threads, because all of them
-compete with the event loop for the interpreter lock.
+_DECODING_THREADS = 2
+"""The number of threads that decode bodies. At most one of them decodes a body above
+MAX_SMALL_BODY, because decoding takes many times the memory of the body. There are few threads,
+because all of them compete with the event loop for the interpreter lock.
 """
 _STALL_SECONDS = 30.0
 """A request fails if no bytes of its body arrive for this long."""
@@ -86,8 +91,8 @@ MAX_DOWNLOADS, MAX_TENANT_DOWNLOADS = 32, 8
 """The maximum numbers of simultaneous checkpoint downloads, of all tenants and of one tenant. Each
 download keeps files open.
 """
-_MAX_PAGE = 1000
-_EXTERNAL_SINCE = (0, 38)
+_MAX_PAGE_LIMIT = 1000
+_FIRST_SDK_WITH_EXTERNAL = (0, 38)
 """The first release of the SDK that knows checkpoints of type `external`."""
 
 _log = logging.getLogger("planish.server")
@@ -97,7 +102,7 @@ _log = logging.getLogger("planish.server")
 class BodyBudget:
     """The memory for request bodies. One tenant may use half of it."""
 
-    limit: int = ALL_BODIES
+    limit: int = MAX_TOTAL_BODIES
     held: Counter[str] = field(default_factory=Counter)
     """The reserved bytes of each tenant."""
 
@@ -154,9 +159,9 @@ class HttpState:
     server: Server
     settings: HttpSettings
     body_budget: BodyBudget = field(default_factory=BodyBudget)
-    decoding: FairQueue = field(
+    decoding_queue: FairQueue = field(
         default_factory=lambda: FairQueue(
-            _DECODED_TOGETHER, 1, long_capacity=1, long_tokens=SMALL_BODY
+            _DECODING_THREADS, 1, long_capacity=1, long_tokens=MAX_SMALL_BODY
         )
     )
     """Decides which large body is decoded, or which large result is encoded, next."""
@@ -169,7 +174,7 @@ class HttpState:
     """
 
     @cached_property
-    def keyring(self) -> ApiKeys:
+    def api_keys(self) -> ApiKeys:
         """Finds the tenant of each request."""
         return ApiKeys(self.settings.tenants_by_key)
 
@@ -199,30 +204,30 @@ class RequestContext:
         return PROTOBUF in self.request.headers.get("content-type", "")
 
     @property
-    def takes_protobuf(self) -> bool:
+    def accepts_protobuf(self) -> bool:
         """Whether the client accepts protobuf."""
         return PROTOBUF in self.request.headers.get("accept", "")
 
     @property
-    def knows_external(self) -> bool:
+    def supports_external(self) -> bool:
         """Whether the client can read checkpoints of type `external`. Older SDKs fail on a list
         that contains one.
         """
         version = re.match(
             r"(\d+)\.(\d+)", self.request.headers.get("x-stainless-package-version", "")
         )
-        return version is None or (int(version[1]), int(version[2])) >= _EXTERNAL_SINCE
+        return version is None or (int(version[1]), int(version[2])) >= _FIRST_SDK_WITH_EXTERNAL
 
     @property
     def is_local(self) -> bool:
         """Whether the client is a process on this machine."""
         return self.request.client is not None and is_loopback(self.request.client.host)
 
-    def path(self, name: str) -> str:
+    def path_parameter(self, name: str) -> str:
         """Return a parameter of the path."""
         return self.request.path_params[name]
 
-    def query(self, name: str, default: int, low: int, high: int) -> int:
+    def query_integer(self, name: str, default: int, low: int, high: int) -> int:
         """Return an integer of the query string."""
         text = self.request.query_params.get(name)
         if text is None:
@@ -235,9 +240,11 @@ class RequestContext:
             raise UserError(f"{name}={text[:40]!r}: give a whole number from {low} to {high}")
         return value
 
-    def window(self, default: int) -> tuple[int, int]:
+    def limit_and_offset(self, default: int) -> tuple[int, int]:
         """Return `limit` and `offset` of the query string."""
-        return self.query("limit", default, 0, _MAX_PAGE), self.query("offset", 0, 0, 2**53)
+        return self.query_integer("limit", default, 0, _MAX_PAGE_LIMIT), self.query_integer(
+            "offset", 0, 0, 2**53
+        )
 
     def check_scope(self) -> None:
         """Raise UserError for an invalid `access_scope`, and UnsupportedError for a `project_id`.
@@ -268,7 +275,7 @@ class RequestContext:
             if announced.isascii() and announced.isdigit() and int(announced) > limit:
                 raise body_too_large(limit)
             begun = time.monotonic()
-            while (piece := await _next(stream)) is not None:
+            while (piece := await _next_piece(stream)) is not None:
                 size += len(piece)
                 if time.monotonic() - begun > _STALL_SECONDS + size / _MIN_BODY_RATE:
                     raise Unavailable(
@@ -276,30 +283,32 @@ class RequestContext:
                         "request again over a faster connection",
                         1.0,
                     )
-                if size > _UNCOUNTED_BODY:
+                if size > _MAX_UNCOUNTED_BODY:
                     hold(size - held)
                 pieces.append(piece)
                 if size > limit:
                     raise body_too_large(limit)
             encoding = self.request.headers.get("content-encoding", "")
 
-            def opened() -> bytes:
+            def decompress() -> bytes:
                 packed = b"".join(pieces)
                 pieces.clear()  # frees the memory of the pieces
                 return decompress_body(packed, encoding, limit)
 
             # A small compressed body may be large after the decompression.
             body = (
-                await self._in_turn(size, opened) if encoding else await self.compute(size, opened)
+                await self._in_turn(size, decompress)
+                if encoding
+                else await self.compute(size, decompress)
             )
-            if encoding and len(body) > _UNCOUNTED_BODY:
+            if encoding and len(body) > _MAX_UNCOUNTED_BODY:
                 hold(len(body))
             yield body
         finally:
             budget.release(self.tenant, held)
 
     @asynccontextmanager
-    async def fields(self, limit: int = SMALL_BODY) -> AsyncIterator[Fields]:
+    async def fields(self, limit: int = MAX_SMALL_BODY) -> AsyncIterator[Fields]:
         """Yield the body as a JSON object."""
         async with self.body(limit) as body:
             yield await self.compute(len(body), lambda: Fields.of(body))
@@ -323,18 +332,18 @@ class RequestContext:
         """Return `work()`, which processes a body of `size` bytes. If the body is above 16 KiB,
         `work` runs in a thread when it is the tenant's turn.
         """
-        return work() if size <= _INLINE_BODY else await self._in_turn(size, work)
+        return work() if size <= _MAX_INLINE_BODY else await self._in_turn(size, work)
 
     async def _in_turn(self, size: int, work: Callable[[], T]) -> T:
         """Return the result of `work()`, which runs in a thread when it is the tenant's turn."""
-        turn = await self.state.decoding.acquire_slots(self.tenant.name, 1, size)
+        turn = await self.state.decoding_queue.acquire_slots(self.tenant.name, 1, size)
         try:
             return await asyncio.to_thread(work)
         finally:
             turn.release()
 
 
-async def _next(stream: AsyncIterator[bytes]) -> bytes | None:
+async def _next_piece(stream: AsyncIterator[bytes]) -> bytes | None:
     """Return the next piece of the body; None at the end."""
     try:
         async with asyncio.timeout(_STALL_SECONDS):
@@ -354,7 +363,7 @@ def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
 
     async def answer(request: Request) -> Response:
         try:
-            return await handler(context_of(request, request.headers.get("x-api-key")))
+            return await handler(authenticate(request, request.headers.get("x-api-key")))
         except PlanishError as error:
             return error_response(error)
         except ValueError as error:  # for example from numpy, for an invalid value in the body
@@ -373,11 +382,13 @@ def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
     return Route(API + path, answer, methods=[method])
 
 
-METRICS_READER = "metrics"
+METRICS_KEY_NAME = "metrics"
 """The name of the key that may read only the page /metrics."""
 
 
-def context_of(request: Request, key: str | None, is_metrics_page: bool = False) -> RequestContext:
+def authenticate(
+    request: Request, key: str | None, is_metrics_page: bool = False
+) -> RequestContext:
     """Return the context of a request. Raise Unauthorized if the key is missing, unknown, or not
     allowed to read this page. On a server without keys, raise Unauthorized for a request that a web
     page may have sent. Raise Unavailable if the tenant has too many connections.
@@ -386,17 +397,17 @@ def context_of(request: Request, key: str | None, is_metrics_page: bool = False)
     has_keys = state.settings.tenants_by_key is not None
     if not has_keys:
         _reject_web_pages(request)
-    tenant = state.keyring.tenant(key)
-    request.scope[TENANT] = tenant
-    connection: Connection | None = request.scope.get(CONNECTION)
+    tenant = state.api_keys.tenant(key)
+    request.scope[TENANT_SCOPE_KEY] = tenant
+    connection: Connection | None = request.scope.get(CONNECTION_SCOPE_KEY)
     if connection is not None:
         connection.accept(tenant, has_keys)
-    if has_keys and (tenant.name == METRICS_READER) != is_metrics_page:
+    if has_keys and (tenant.name == METRICS_KEY_NAME) != is_metrics_page:
         raise Unauthorized(
-            f"/metrics is for the server's operator: it needs a key with the name {METRICS_READER} "
+            f"/metrics is for the server's operator: it needs a key with the name {METRICS_KEY_NAME} "
             "in the key file"
             if is_metrics_page
-            else f"this key has the name {METRICS_READER} in the key file, and reads the page "
+            else f"this key has the name {METRICS_KEY_NAME} in the key file, and reads the page "
             "/metrics only; use a key with another name"
         )
     return RequestContext(request, state, tenant)
@@ -426,7 +437,7 @@ def empty_response() -> Response:
     return Response(status_code=204)
 
 
-def paged(name: str, page: Page[T], to_json: Callable[[T], Any]) -> dict[str, Any]:
+def page_to_json(name: str, page: Page[T], to_json: Callable[[T], Any]) -> dict[str, Any]:
     """Return the JSON of a page, with its position in the list."""
     cursor = {"offset": page.offset, "limit": page.limit, "total_count": page.total}
     return {name: [to_json(item) for item in page.items], "cursor": cursor}
@@ -456,7 +467,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-EVERYBODY = Tenant("everybody")
+ANONYMOUS_TENANT = Tenant("everybody")
 """The only tenant of a server without keys."""
 
 _TENANT_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,100}")
@@ -527,7 +538,7 @@ class ApiKeys:
     def tenant(self, key: str | None) -> Tenant:
         """Return the tenant of a key. Raise Unauthorized if the key is missing or unknown."""
         if self._tenants is None:
-            return EVERYBODY
+            return ANONYMOUS_TENANT
         if not key:
             raise Unauthorized("this server needs a key: set TINKER_API_KEY (header X-API-Key)")
         given = _key_digest(key)
@@ -573,7 +584,7 @@ class ModelNotFoundError(NotFound):
     param = "model"
 
 
-def error_body(error: Exception) -> dict[str, Any]:
+def openai_error_body(error: Exception) -> dict[str, Any]:
     """Return the body that reports an error to an OpenAI client. The details of internal errors are
     logged, and the client gets only the error's class.
     """
@@ -584,10 +595,10 @@ def error_body(error: Exception) -> dict[str, Any]:
     if status == 500:
         message = f"internal error of the server ({type(error).__name__}); its log has the details"
     code = "invalid_api_key" if status == 401 else getattr(error, "code", None)
-    return body_of(message, status, getattr(error, "param", None), code)
+    return make_openai_error_body(message, status, getattr(error, "param", None), code)
 
 
-def body_of(
+def make_openai_error_body(
     message: str, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     """Return the body of an error for OpenAI clients."""
@@ -598,4 +609,4 @@ def body_of(
 def openai_error_response(error: Exception) -> Response:
     """Return the response for an error to an OpenAI client."""
     sent_error = client_error(error)
-    return json_response(error_body(error), status_of(sent_error), retry_headers(sent_error))
+    return json_response(openai_error_body(error), status_of(sent_error), retry_headers(sent_error))

@@ -23,8 +23,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from planish.errors import PlanishError
-from planish.server.http.access import given_key
-from planish.server.http.context import context_of, error_response
+from planish.server.http.access import key_from_headers
+from planish.server.http.context import authenticate, error_response
 from planish.server.metrics import Counters, DiskUsage, Metrics
 
 
@@ -35,7 +35,7 @@ def metrics_route(http: CollectorRegistry) -> Route:
 
     async def metrics(request: Request) -> Response:
         try:
-            context = context_of(request, given_key(request.headers), is_metrics_page=True)
+            context = authenticate(request, key_from_headers(request.headers), is_metrics_page=True)
         except PlanishError as error:
             return error_response(error)
         measured = await context.server.metrics()

@@ -34,7 +34,7 @@ from planish.server.http.context import (
     endpoint,
     error_response,
     json_response,
-    paged,
+    page_to_json,
 )
 from planish.server.results import (
     NoSuchBaseModel,
@@ -50,16 +50,21 @@ from planish.wire.records import checkpoint_to_json, weights_info_to_json
 async def training_runs(context: RequestContext) -> Response:
     """List the tenant's training runs."""
     context.check_scope()
-    limit, offset = context.window(20)
+    limit, offset = context.limit_and_offset(20)
     page = await context.server.training_runs(context.tenant, limit, offset)
-    return json_response(paged("training_runs", page, lambda run: _run(context, run)))
+    return json_response(
+        page_to_json("training_runs", page, lambda run: _run_to_json(context, run))
+    )
 
 
 async def training_run(context: RequestContext) -> Response:
     """Describe one training run."""
     context.check_scope()
     return json_response(
-        _run(context, await context.server.training_run(context.tenant, context.path("run_id")))
+        _run_to_json(
+            context,
+            await context.server.training_run(context.tenant, context.path_parameter("run_id")),
+        )
     )
 
 
@@ -67,16 +72,20 @@ async def run_checkpoints(context: RequestContext) -> Response:
     """List the checkpoints of a run. The SDK asks for all checkpoints, and gets as many as fit into
     a page.
     """
-    run_id, offset = context.path("run_id"), context.query("offset", 0, 0, 2**53)
+    run_id, offset = context.path_parameter("run_id"), context.query_integer("offset", 0, 0, 2**53)
     page = await context.server.list_checkpoints(context.tenant, run_id, None, offset)
-    return json_response(paged("checkpoints", page, lambda item: _checkpoint(context, item)))
+    return json_response(
+        page_to_json("checkpoints", page, lambda item: _checkpoint_to_json(context, item))
+    )
 
 
 async def checkpoints(context: RequestContext) -> Response:
     """List the tenant's checkpoints."""
-    limit, offset = context.window(100)
+    limit, offset = context.limit_and_offset(100)
     page = await context.server.list_checkpoints(context.tenant, None, limit, offset)
-    return json_response(paged("checkpoints", page, lambda item: _checkpoint(context, item)))
+    return json_response(
+        page_to_json("checkpoints", page, lambda item: _checkpoint_to_json(context, item))
+    )
 
 
 async def delete_checkpoint(context: RequestContext) -> Response:
@@ -95,11 +104,11 @@ async def unpublish(context: RequestContext) -> Response:
     """Make a checkpoint private again. This route also gets the requests that delete a checkpoint
     whose name is "publish".
     """
-    kind = context.path("checkpoint_id")
+    kind = context.path_parameter("checkpoint_id")
     # DELETE .../weights/NAME/publish makes the checkpoint NAME private. In DELETE
     # .../weights/publish, "publish" is the name of the checkpoint to delete.
     if "/" not in kind:
-        path = stored_path(f"tinker://{context.path('run_id')}/{kind}/publish")
+        path = stored_path(f"tinker://{context.path_parameter('run_id')}/{kind}/publish")
         await context.server.checkpoints.delete(context.tenant, path)
         return empty_response()
     await context.server.checkpoints.set_public(context.tenant, checkpoint_path(context), False)
@@ -158,7 +167,10 @@ async def _copy_session(context: RequestContext) -> str:
 
 def checkpoint_path(context: RequestContext) -> str:
     """Return the stored path of the checkpoint in the URL."""
-    run_id, checkpoint_id = context.path("run_id"), context.path("checkpoint_id")
+    run_id, checkpoint_id = (
+        context.path_parameter("run_id"),
+        context.path_parameter("checkpoint_id"),
+    )
     if checkpoint_id.count("/") != 1:
         raise UserError(
             f"checkpoint id {checkpoint_id[:100]!r}: give weights/NAME, sampler_weights/NAME or "
@@ -167,16 +179,16 @@ def checkpoint_path(context: RequestContext) -> str:
     return stored_path(f"tinker://{run_id}/{checkpoint_id}")
 
 
-def _checkpoint(context: RequestContext, checkpoint: Checkpoint) -> dict[str, Any]:
+def _checkpoint_to_json(context: RequestContext, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the JSON of a checkpoint. Older clients do not know the type "external", so they get
     "sampler" instead.
     """
-    fields = shown_checkpoint(checkpoint)
-    is_unknown = fields["checkpoint_type"] == "external" and not context.knows_external
+    fields = checkpoint_for_client(checkpoint)
+    is_unknown = fields["checkpoint_type"] == "external" and not context.supports_external
     return {**fields, "checkpoint_type": "sampler"} if is_unknown else fields
 
 
-def shown_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+def checkpoint_for_client(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the JSON of a checkpoint with the kind and path that clients know."""
     fields = checkpoint_to_json(replace(checkpoint, tinker_path=shown_path(checkpoint.tinker_path)))
     if not is_external(checkpoint.tinker_path):
@@ -189,7 +201,7 @@ def shown_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _run(context: RequestContext, run: TrainingRun) -> dict[str, Any]:
+def _run_to_json(context: RequestContext, run: TrainingRun) -> dict[str, Any]:
     last, sampler = run.last_checkpoint, run.last_sampler_checkpoint
     return {
         "training_run_id": run.training_run_id,
@@ -199,19 +211,21 @@ def _run(context: RequestContext, run: TrainingRun) -> dict[str, Any]:
         "corrupted": False,
         "lora_rank": run.lora_rank,
         "last_request_time": run.last_request_time.isoformat(),
-        "last_checkpoint": None if last is None else _checkpoint(context, last),
-        "last_sampler_checkpoint": None if sampler is None else _checkpoint(context, sampler),
+        "last_checkpoint": None if last is None else _checkpoint_to_json(context, last),
+        "last_sampler_checkpoint": None
+        if sampler is None
+        else _checkpoint_to_json(context, sampler),
         "user_metadata": dict(run.user_metadata) or None,
     }
 
 
-_RUN = "/training_runs/{run_id}"
-CHECKPOINT = _RUN + "/checkpoints/{checkpoint_id:path}"
+_RUN_PATH = "/training_runs/{run_id}"
+CHECKPOINT_PATH = _RUN_PATH + "/checkpoints/{checkpoint_id:path}"
 
 
-_VALID_SECONDS = 3600
-_BLOCK = 1 << 20
-_COMPLETE = "checkpoint_complete"
+_LINK_SECONDS = 3600
+_BLOCK_BYTES = 1 << 20
+_COMPLETE_FILE = "checkpoint_complete"
 """The name of the empty file at the end of an archive. Older SDKs check that this file exists."""
 
 
@@ -238,10 +252,10 @@ async def archive(context: RequestContext) -> Response:
 
 
 def _download_base(context: RequestContext, path: str) -> tuple[str, datetime]:
-    token = context.server.checkpoints.token(context.tenant, path, _VALID_SECONDS)
+    token = context.server.checkpoints.token(context.tenant, path, _LINK_SECONDS)
     root = str(context.request.base_url).rstrip("/")
     return f"{root}{API}/downloads/{quote(token)}", datetime.now(UTC) + timedelta(
-        seconds=_VALID_SECONDS
+        seconds=_LINK_SECONDS
     )
 
 
@@ -254,7 +268,9 @@ async def download(request: Request) -> Response:
             raise NotFound(f"there is no file {name[:100]!r} in this checkpoint")
         with state.downloads.slot(tenant) as slot:
             is_archive = name == "archive.tar"
-            opened = await asyncio.to_thread(_open, files, files.names if is_archive else [name])
+            opened = await asyncio.to_thread(
+                _open_files, files, files.names if is_archive else [name]
+            )
             return _Download(opened, slot.pop_all(), is_archive)
     except PlanishError as error:
         return error_response(error)
@@ -271,7 +287,7 @@ class _Download(StreamingResponse):
         if is_archive:
             size = sum(tar_size(file.size) for file in files) + tar_size(0) + 2 * tarfile.BLOCKSIZE
         super().__init__(
-            tar_of(files) if is_archive else pieces_of(files[0]),
+            tar_blocks(files) if is_archive else read_blocks(files[0]),
             media_type="application/x-tar" if is_archive else "application/octet-stream",
             headers={"Content-Length": str(size)},
         )
@@ -296,7 +312,7 @@ class OpenFile:
     size: int
 
 
-def _open(files: CheckpointFiles, names: Sequence[str]) -> list[OpenFile]:
+def _open_files(files: CheckpointFiles, names: Sequence[str]) -> list[OpenFile]:
     with ExitStack() as stack:
         try:
             handles = {name: stack.enter_context(files.open(name)) for name in names}
@@ -309,9 +325,9 @@ def _open(files: CheckpointFiles, names: Sequence[str]) -> list[OpenFile]:
         return opened
 
 
-async def pieces_of(opened: OpenFile) -> AsyncIterator[bytes]:
+async def read_blocks(opened: OpenFile) -> AsyncIterator[bytes]:
     """Yield the content of a file in pieces of 1 MiB. Each piece is read in a thread."""
-    while piece := await asyncio.to_thread(opened.file.read, _BLOCK):
+    while piece := await asyncio.to_thread(opened.file.read, _BLOCK_BYTES):
         yield piece
 
 
@@ -322,18 +338,18 @@ def tar_size(content: int) -> int:
     return tarfile.BLOCKSIZE * (1 + -(-content // tarfile.BLOCKSIZE))
 
 
-async def tar_of(files: Sequence[OpenFile]) -> AsyncIterator[bytes]:
+async def tar_blocks(files: Sequence[OpenFile]) -> AsyncIterator[bytes]:
     """Yield a tar file of `files`, piece by piece."""
     for file in files:
-        yield _header(file.name, file.size)
-        async for piece in pieces_of(file):
+        yield _tar_header(file.name, file.size)
+        async for piece in read_blocks(file):
             yield piece
         yield bytes(-file.size % tarfile.BLOCKSIZE)
-    yield _header(_COMPLETE, 0)
+    yield _tar_header(_COMPLETE_FILE, 0)
     yield bytes(2 * tarfile.BLOCKSIZE)
 
 
-def _header(name: str, size: int) -> bytes:
+def _tar_header(name: str, size: int) -> bytes:
     member = tarfile.TarInfo(name)
     member.size = size
     return member.tobuf(tarfile.USTAR_FORMAT)
@@ -379,19 +395,19 @@ _TOKENIZER_FILES = (
 
 ROUTES = [
     endpoint("/training_runs", training_runs, "GET"),
-    endpoint(_RUN, training_run, "GET"),
-    endpoint(_RUN + "/checkpoints", run_checkpoints, "GET"),
+    endpoint(_RUN_PATH, training_run, "GET"),
+    endpoint(_RUN_PATH + "/checkpoints", run_checkpoints, "GET"),
     endpoint("/checkpoints", checkpoints, "GET"),
-    # A checkpoint id contains a slash, so the DELETE route of CHECKPOINT also matches /publish.
+    # A checkpoint id contains a slash, so the DELETE route of CHECKPOINT_PATH matches /publish too.
     # Starlette takes the first match, so the routes of /publish come first.
-    endpoint(CHECKPOINT + "/publish", publish, "POST"),
-    endpoint(CHECKPOINT + "/publish", unpublish, "DELETE"),
-    endpoint(CHECKPOINT + "/ttl", set_ttl, "PUT"),
-    endpoint(CHECKPOINT, delete_checkpoint, "DELETE"),
+    endpoint(CHECKPOINT_PATH + "/publish", publish, "POST"),
+    endpoint(CHECKPOINT_PATH + "/publish", unpublish, "DELETE"),
+    endpoint(CHECKPOINT_PATH + "/ttl", set_ttl, "PUT"),
+    endpoint(CHECKPOINT_PATH, delete_checkpoint, "DELETE"),
     endpoint("/weights_info", weights_info),
     endpoint("/copy_weights", copy_weights),
-    endpoint(CHECKPOINT + "/external_weights_urls", external_weights_urls, "GET"),
-    endpoint(CHECKPOINT + "/archive", archive, "GET"),
+    endpoint(CHECKPOINT_PATH + "/external_weights_urls", external_weights_urls, "GET"),
+    endpoint(CHECKPOINT_PATH + "/archive", archive, "GET"),
     endpoint("/tokenizer", tokenizer, "GET"),
     Route(API + "/downloads/{token}/{name}", download, methods=["GET"]),
 ]

@@ -31,7 +31,7 @@ from starlette.responses import Response, StreamingResponse
 from planish.errors import PlanishError, UserError
 from planish.server.durable.checkpoints import shown_path
 from planish.server.http.context import (
-    SAMPLE_BODY,
+    MAX_SAMPLE_BODY,
     RequestContext,
     empty_response,
     endpoint,
@@ -85,14 +85,14 @@ async def sampler(context: RequestContext) -> Response:
     """Describe a sampler."""
     return json_response(
         sampler_info_to_json(
-            await context.server.samplers.info(context.tenant, context.path("sampler_id"))
+            await context.server.samplers.info(context.tenant, context.path_parameter("sampler_id"))
         )
     )
 
 
 async def asample(context: RequestContext) -> Response:
     """Accept a sample request."""
-    async with context.body(SAMPLE_BODY) as body:
+    async with context.body(MAX_SAMPLE_BODY) as body:
         request = await context.compute(
             len(body), lambda: sample_request_from_json(Fields.of(body))
         )
@@ -103,14 +103,14 @@ async def asample(context: RequestContext) -> Response:
         )
 
 
-MAX_REQUESTS = 1024
+MAX_BATCH_REQUESTS = 1024
 
 
 async def sample_batch(context: RequestContext) -> Response:
     """Accept many sample requests, and stream their results."""
-    async with context.body(SAMPLE_BODY) as body:
+    async with context.body(MAX_SAMPLE_BODY) as body:
         requests = await context.compute(len(body), lambda: _sample_requests(Fields.of(body)))
-    return StreamingResponse(_frames(context, requests), media_type=MEDIA_TYPE)
+    return StreamingResponse(_response_frames(context, requests), media_type=MEDIA_TYPE)
 
 
 async def release(context: RequestContext) -> Response:
@@ -129,21 +129,21 @@ def _sample_requests(fields: Fields) -> list[SampleRequest | PlanishError]:
     """Decode the requests of a batch. For a request that cannot be read, return its error."""
     with fields:
         found: list[SampleRequest | PlanishError] = []
-        asked = 0
+        num_targets = 0
         for one in fields.objects("requests"):
             try:
                 request = sample_request_from_json(one.as_body())
-                asked += target_count(request.operation)
-                check_dense_elements("requests", asked)
+                num_targets += target_count(request.operation)
+                check_dense_elements("requests", num_targets)
                 found.append(request)
             except UserError as error:
                 found.append(error)
-    if not 0 < len(found) <= MAX_REQUESTS:
-        raise UserError(f"requests has {len(found)} entries; give 1 to {MAX_REQUESTS}")
+    if not 0 < len(found) <= MAX_BATCH_REQUESTS:
+        raise UserError(f"requests has {len(found)} entries; give 1 to {MAX_BATCH_REQUESTS}")
     return found
 
 
-async def _frames(
+async def _response_frames(
     context: RequestContext, requests: list[SampleRequest | PlanishError]
 ) -> AsyncIterator[bytes]:
     """Yield the frames of a batch. The frames end early if the server stops. The client then sends
@@ -155,16 +155,16 @@ async def _frames(
             asyncio.create_task(_answer_one(context, index, request, frames))
             for index, request in enumerate(requests)
         ),
-        asyncio.create_task(_stop(context, frames)),
+        asyncio.create_task(_end_frames_on_stop(context, frames)),
     ]
     try:
-        left = len(requests)
-        while left:
+        num_unfinished = len(requests)
+        while num_unfinished:
             ready = [await frames.get()]
             while not frames.empty():
                 ready.append(frames.get_nowait())
             whole = [frame for frame in ready if frame is not None]
-            left -= sum(frame.header["last"] for frame in whole)
+            num_unfinished -= sum(frame.header["last"] for frame in whole)
             yield b"".join(frame.to_bytes() for frame in whole)
             if len(whole) < len(ready):
                 return
@@ -173,7 +173,7 @@ async def _frames(
             task.cancel()
 
 
-async def _stop(context: RequestContext, frames: asyncio.Queue[Frame | None]) -> None:
+async def _end_frames_on_stop(context: RequestContext, frames: asyncio.Queue[Frame | None]) -> None:
     await context.state.stopping.wait()
     frames.put_nowait(None)
 
@@ -191,7 +191,7 @@ async def _answer_one(
         accepted = await context.open_server.samplers.submit(
             context.tenant, request.seq_id, request.operation
         )
-        frames.put_nowait(Frame(_acceptance(index, accepted)))
+        frames.put_nowait(Frame(_accepted_header(index, accepted)))
         while isinstance(
             outcome := await context.server.request_log.outcome(
                 context.tenant, accepted.request_id, context.state.settings.poll_seconds
@@ -199,14 +199,14 @@ async def _answer_one(
             TryAgain,
         ):
             frames.put_nowait(Frame({"index": index, "last": False}))
-        frames.put_nowait(_result(index, outcome))
+        frames.put_nowait(_result_frame(index, outcome))
     except Exception as error:
         if not isinstance(error, (PlanishError, ValueError)):
             _log.error("a sample of a batch failed", exc_info=error)
-        frames.put_nowait(Frame(_refusal(index, error)))
+        frames.put_nowait(Frame(_rejected_header(index, error)))
 
 
-def _acceptance(index: int, accepted: Accepted) -> Mapping[str, Any]:
+def _accepted_header(index: int, accepted: Accepted) -> Mapping[str, Any]:
     ids = list(accepted.sample_sequence_ids)
     return {
         "index": index,
@@ -216,7 +216,7 @@ def _acceptance(index: int, accepted: Accepted) -> Mapping[str, Any]:
     }
 
 
-def _result(index: int, outcome: Done | Failed) -> Frame:
+def _result_frame(index: int, outcome: Done | Failed) -> Frame:
     if isinstance(outcome, Done):
         return Frame({"index": index, "last": True}, outcome.content)
     said = {
@@ -227,7 +227,7 @@ def _result(index: int, outcome: Done | Failed) -> Frame:
     return Frame({"index": index, "last": True, **said})
 
 
-def _refusal(index: int, error: Exception) -> Mapping[str, Any]:
+def _rejected_header(index: int, error: Exception) -> Mapping[str, Any]:
     error = client_error(error)
     status = status_of(error)
     return {
@@ -246,10 +246,10 @@ async def retrieve_future(context: RequestContext) -> Response:
     """Answer with the result of a request."""
     async with context.fields() as fields:
         request_id = fields.identifier("request_id")
-    match await _outcome(context, request_id):
+    match await _wait_for_outcome(context, request_id):
         case Done() as done:
             return await context.compute(
-                len(done.content), lambda: _result_response(done, context.takes_protobuf)
+                len(done.content), lambda: _result_response(done, context.accepts_protobuf)
             )
         case Failed(message, category, error_class):
             return json_response({"error": message, "category": category, ERROR_CLASS: error_class})
@@ -259,7 +259,7 @@ async def retrieve_future(context: RequestContext) -> Response:
             )
 
 
-async def _outcome(context: RequestContext, request_id: str) -> Outcome:
+async def _wait_for_outcome(context: RequestContext, request_id: str) -> Outcome:
     """Return the answer of a request. Return TryAgain if the request has no answer after
     `poll_seconds`, or as soon as the server begins to stop.
     """
@@ -269,10 +269,10 @@ async def _outcome(context: RequestContext, request_id: str) -> Outcome:
     return await context.cancelled_by_stop(waiting) or TryAgain()
 
 
-def _result_response(done: Done, takes_protobuf: bool) -> Response:
+def _result_response(done: Done, accepts_protobuf: bool) -> Response:
     if done.media == "json":
         return Response(_with_shown_path(done), media_type="application/json")
-    if takes_protobuf:
+    if accepts_protobuf:
         return Response(done.content, media_type=PROTOBUF)
     if done.kind == "sample":
         return json_response(sample_response_to_json(sample_response_from_message(done.content)))

@@ -15,13 +15,13 @@ from starlette.responses import Response
 from planish.errors import UnsupportedError, UserError
 from planish.server.durable.records import PAGE_BYTES, item_bytes
 from planish.server.http.context import (
+    MAX_TELEMETRY_BODY,
     MIB,
-    TELEMETRY_BODY,
     RequestContext,
     empty_response,
     endpoint,
     json_response,
-    paged,
+    page_to_json,
 )
 from planish.server.results import SessionRecord, SessionSpec
 from planish.service import MAX_METADATA
@@ -66,7 +66,7 @@ async def dynamic_config(context: RequestContext) -> Response:
 async def create_session(context: RequestContext) -> Response:
     """Create a session."""
     async with context.fields() as fields:
-        project, spec = fields.optional(fields.text, "project_id"), _spec(fields)
+        project, spec = fields.optional(fields.text, "project_id"), _session_spec(fields)
     session_id = await context.open_server.sessions.create(context.tenant, spec)
     answer = {"type": "create_session", "session_id": session_id}
     if project is not None:
@@ -91,29 +91,35 @@ async def finish(context: RequestContext) -> Response:
         detail = fields.optional(fields.text, "detail")
     if reason not in _FINISH_REASONS:
         raise UserError(f"reason.type={reason[:40]!r}: give one of {', '.join(_FINISH_REASONS)}")
-    await context.server.sessions.finish(context.tenant, context.path("session_id"), reason, detail)
+    await context.server.sessions.finish(
+        context.tenant, context.path_parameter("session_id"), reason, detail
+    )
     return empty_response()
 
 
 async def sessions(context: RequestContext) -> Response:
     """List the tenant's sessions."""
     context.check_scope()
-    limit, offset = context.window(20)
+    limit, offset = context.limit_and_offset(20)
     page = await context.server.sessions.page(context.tenant, limit, offset)
-    return json_response(paged("sessions", page, str))
+    return json_response(page_to_json("sessions", page, str))
 
 
 async def session(context: RequestContext) -> Response:
     """Describe one session."""
     context.check_scope()
     return json_response(
-        _session(await context.server.sessions.record(context.tenant, context.path("session_id")))
+        _session_to_json(
+            await context.server.sessions.record(
+                context.tenant, context.path_parameter("session_id")
+            )
+        )
     )
 
 
 async def telemetry(context: RequestContext) -> Response:
     """Accept and discard the telemetry of clients."""
-    async with context.body(TELEMETRY_BODY):
+    async with context.body(MAX_TELEMETRY_BODY):
         return json_response({"status": "accepted"})
 
 
@@ -122,7 +128,7 @@ async def capabilities(context: RequestContext) -> Response:
     return json_response(capabilities_to_json(context.server.capabilities()))
 
 
-def _spec(fields: Fields) -> SessionSpec:
+def _session_spec(fields: Fields) -> SessionSpec:
     tags = fields.optional(fields.array, "tags", [])
     if not all(isinstance(tag, str) for tag in tags):
         raise UserError("tags contains a value that is not a string")
@@ -138,7 +144,7 @@ def _spec(fields: Fields) -> SessionSpec:
     return SessionSpec(tags, metadata, version, name)
 
 
-def _session(record: SessionRecord) -> dict[str, object]:
+def _session_to_json(record: SessionRecord) -> dict[str, object]:
     return {
         "training_run_ids": list(record.training_run_ids),
         "sampler_ids": list(record.sampler_ids),
@@ -147,7 +153,7 @@ def _session(record: SessionRecord) -> dict[str, object]:
     }
 
 
-_SCANNED = 1000
+_MAX_SCANNED = 1000
 """The maximum number of sessions that one search request reads. The request for the next page
 continues after the last of these sessions.
 """
@@ -155,7 +161,7 @@ _SCAN_BLOCK = 200
 
 
 @dataclass(frozen=True)
-class Query:
+class SessionQuery:
     """A search among sessions."""
 
     session_id: str | None
@@ -191,17 +197,17 @@ class Query:
 async def search(context: RequestContext) -> Response:
     """Search among sessions, newest first, page by page."""
     async with context.fields() as fields:
-        query = _query(fields)
+        query = _session_query(fields)
     found: list[SessionRecord] = []
     last: SessionRecord | None = None
     scanned = size = 0
-    async for record in _sessions(context, query):
+    async for record in _scan_sessions(context, query):
         scanned += 1
         last = record
         if query.matches(record):
             found.append(record)
             size += item_bytes(*chain(*record.spec.user_metadata.items()))
-        if len(found) == query.limit or scanned == _SCANNED or size > PAGE_BYTES:
+        if len(found) == query.limit or scanned == _MAX_SCANNED or size > PAGE_BYTES:
             break
     else:
         last = None
@@ -211,11 +217,16 @@ async def search(context: RequestContext) -> Response:
         else {"last_created_at": last.created.isoformat(), "last_session_id": last.session_id}
     )
     return json_response(
-        {"sessions": [await _summary(context, record) for record in found], "next_cursor": cursor}
+        {
+            "sessions": [await _session_summary(context, record) for record in found],
+            "next_cursor": cursor,
+        }
     )
 
 
-async def _sessions(context: RequestContext, query: Query) -> AsyncIterator[SessionRecord]:
+async def _scan_sessions(
+    context: RequestContext, query: SessionQuery
+) -> AsyncIterator[SessionRecord]:
     """Yield the tenant's sessions, newest first, beginning after the last session of the previous
     page.
     """
@@ -231,7 +242,7 @@ async def _sessions(context: RequestContext, query: Query) -> AsyncIterator[Sess
             yield record
 
 
-async def _summary(context: RequestContext, record: SessionRecord) -> dict[str, Any]:
+async def _session_summary(context: RequestContext, record: SessionRecord) -> dict[str, Any]:
     number, size = await context.server.checkpoints.size_of_session(
         context.tenant, record.session_id
     )
@@ -248,18 +259,18 @@ async def _summary(context: RequestContext, record: SessionRecord) -> dict[str, 
     }
 
 
-def _query(fields: Fields) -> Query:
+def _session_query(fields: Fields) -> SessionQuery:
     with fields:
         owner = fields.optional(fields.object, "owner")
         if owner is not None and owner.text("type") not in ("own", "accessible"):
             raise UnsupportedError("owner: sessions of other keys cannot be searched; leave it out")
         fields.skip("project_ids")  # this server has no projects
         cursor = fields.optional(fields.object, "cursor")
-        return Query(
+        return SessionQuery(
             fields.optional(fields.text, "session_id"),
             tuple(fields.optional(fields.text, "display_name", "").lower().split()),
             fields.optional(fields.strings, "user_metadata", {}),
-            tuple(_state(state) for state in fields.objects("statuses"))
+            tuple(_session_state(state) for state in fields.objects("statuses"))
             if fields.has("statuses")
             else (),
             fields.optional(lambda name: fields.integer(name, 1, 200), "limit", 50),
@@ -268,7 +279,7 @@ def _query(fields: Fields) -> Query:
         )
 
 
-def _state(fields: Fields) -> str:
+def _session_state(fields: Fields) -> str:
     with fields:
         kind = fields.text("type")
         if fields.optional(fields.array, "reasons"):

@@ -18,7 +18,7 @@ from planish.server.durable.checkpoints import (
     metadata_of,
 )
 from planish.server.http.context import (
-    TRAINING_BODY,
+    MAX_TRAINING_BODY,
     Handler,
     RequestContext,
     endpoint,
@@ -57,7 +57,7 @@ def accepted_response(acceptance: Accepted) -> Response:
 
 
 @dataclass(frozen=True)
-class _Parsed:
+class _ParsedRequest:
     """A parsed body. `decode` returns its operation."""
 
     head: RequestHead
@@ -66,11 +66,13 @@ class _Parsed:
     decode: Callable[[], Operation[Any]]
 
 
-async def submit(context: RequestContext, body: bytes, parse: Callable[[], _Parsed]) -> Response:
+async def submit(
+    context: RequestContext, body: bytes, parse: Callable[[], _ParsedRequest]
+) -> Response:
     """Decode an operation and submit it.
 
-    `parse` returns the parsed body, and `_Parsed.decode` makes the operation from it. The parsed
-    body takes many times the memory of the body or of the operation. So `read` calls both
+    `parse` returns the parsed body, and `_ParsedRequest.decode` makes the operation from it. The
+    parsed body takes many times the memory of the body or of the operation. So `read` calls both
     functions, and the memory of the parsed body is free when `read` returns.
     """
 
@@ -92,12 +94,12 @@ async def submit(context: RequestContext, body: bytes, parse: Callable[[], _Pars
 def submit_handler(kind: str, decode: Callable[[Fields], Operation[Any]]) -> Handler:
     """Return the handler of a route with a JSON body. `decode` returns the body's operation."""
 
-    def parse(body: bytes) -> _Parsed:
+    def parse(body: bytes) -> _ParsedRequest:
         fields = Fields.of(body)
-        return _Parsed(head_from_json(fields), kind, lambda: decode(fields))
+        return _ParsedRequest(head_from_json(fields), kind, lambda: decode(fields))
 
     async def handler(context: RequestContext) -> Response:
-        async with context.body(TRAINING_BODY) as body:
+        async with context.body(MAX_TRAINING_BODY) as body:
             return await submit(context, body, lambda: parse(body))
 
     return handler
@@ -107,14 +109,14 @@ async def forward_backward(context: RequestContext) -> Response:
     """Accept a forward_backward or a forward, as protobuf or JSON."""
     if not context.is_protobuf:
         return await _json_forward_backward(context)
-    async with context.body(TRAINING_BODY) as body:
-        return await submit(context, body, lambda: _parsed_message(body))
+    async with context.body(MAX_TRAINING_BODY) as body:
+        return await submit(context, body, lambda: _parse_message(body))
 
 
-def _parsed_message(body: bytes) -> _Parsed:
+def _parse_message(body: bytes) -> _ParsedRequest:
     head = parse_forward_backward_head(body)
     kind = "forward" if head.forward_only else "forward_backward"
-    return _Parsed(
+    return _ParsedRequest(
         head_from_message(head),
         kind,
         lambda: forward_backward_from_message(parse_forward_backward(body)),
@@ -141,14 +143,14 @@ async def load_weights(context: RequestContext) -> Response:
     async with context.fields() as fields:
         if fields.has("model_id"):
             head = head_from_json(fields)
-            parsed = _Parsed(head, "load_weights", lambda: load_weights_from_json(fields))
+            parsed = _ParsedRequest(head, "load_weights", lambda: load_weights_from_json(fields))
             return await submit(context, b"", lambda: parsed)
         operation = load_weights_from_json(fields)
     assert isinstance(operation, CreateModel)
     return accepted_response(await context.server.create_model(context.tenant, operation))
 
 
-def _save_for_sampler(fields: Fields) -> Operation[Any]:
+def _save_for_sampler_from_json(fields: Fields) -> Operation[Any]:
     operation = save_weights_for_sampler_from_json(fields)
     if not isinstance(operation, PublishSampler):
         check_name_is_not_external(operation.name)
@@ -197,7 +199,8 @@ ROUTES = [
     endpoint("/optim_step", submit_handler("optim_step", optim_step_from_json)),
     endpoint("/save_weights", submit_handler("save_weights", save_weights_from_json)),
     endpoint(
-        "/save_weights_for_sampler", submit_handler("save_weights_for_sampler", _save_for_sampler)
+        "/save_weights_for_sampler",
+        submit_handler("save_weights_for_sampler", _save_for_sampler_from_json),
     ),
     endpoint(
         "/save_weights_external",

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from planish.errors import UserError
-from planish.server.http.context import WrongParameterError, error_body, json_response
+from planish.server.http.context import WrongParameterError, json_response, openai_error_body
 from planish.server.openai.constraints import error_for_client
 from planish.server.openai.models import OpenAIModels, ServedModel
 from planish.server.openai.requests import SampleRequest
@@ -302,7 +302,7 @@ def stream_response(bodies: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
             async for body in bodies:
                 yield _server_sent_event(body)
         except Exception as error:
-            yield _server_sent_event(error_body(error))
+            yield _server_sent_event(openai_error_body(error))
         yield b"data: [DONE]\n\n"
 
     return StreamingResponse(

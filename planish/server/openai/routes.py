@@ -21,13 +21,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from planish.server.http.access import given_key
+from planish.server.http.access import key_from_headers
 from planish.server.http.context import (
-    SAMPLE_BODY,
+    MAX_SAMPLE_BODY,
     RequestContext,
-    body_of,
-    context_of,
+    authenticate,
     json_response,
+    make_openai_error_body,
     openai_error_response,
 )
 from planish.server.openai.chat import chat_completions
@@ -75,7 +75,7 @@ _UNSUPPORTED_ENDPOINTS = {
 def _unsupported_route(path: str, remedy: str) -> Route:
     async def answer(request: Request) -> Response:
         message = f"there is no endpoint {request.method[:20]} {path}: {remedy}"
-        return json_response(body_of(message, 404), 404)
+        return json_response(make_openai_error_body(message, 404), 404)
 
     return Route(path, answer, methods=["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
 
@@ -92,7 +92,7 @@ def _post_route(
     models: OpenAIModels,
 ) -> Route:
     async def answer(context: RequestContext) -> Response:
-        async with context.body(SAMPLE_BODY) as body:
+        async with context.body(MAX_SAMPLE_BODY) as body:
             context.request.state.body = body
             options = await context.compute(
                 len(body), lambda: read_request(request_type, Fields.of(body))
@@ -117,7 +117,7 @@ def _authenticated(
 
     async def answer(request: Request) -> Response:
         try:
-            return await handler(context_of(request, given_key(request.headers)))
+            return await handler(authenticate(request, key_from_headers(request.headers)))
         except (ClientDisconnect, ClientGoneError):
             return Response(status_code=499)  # the client has disconnected and does not read this
         except Exception as error:
@@ -139,7 +139,7 @@ async def _list_models(models: OpenAIModels, context: RequestContext) -> Respons
 
 
 async def _get_model(models: OpenAIModels, context: RequestContext) -> Response:
-    model = await models.find(context.tenant, context.path("model"))
+    model = await models.find(context.tenant, context.path_parameter("model"))
     return json_response(_model_entry(model.name, int(model.created)))
 
 
