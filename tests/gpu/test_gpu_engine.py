@@ -4,7 +4,7 @@ checkpoint goes from one to the other.
 
 import numpy as np
 import pytest
-from iteration import answered, iteration, rollouts, tokens_of, train_step
+from iteration import count_tokens, rollouts, run_iteration, train_step, with_completions
 from rounding import DIVERGING, assert_equal_but_for_rounding
 
 import planish
@@ -31,7 +31,7 @@ def test_an_iteration_equals_one_on_the_cpu(service, model_of, tmp_path):
     with planish.ServiceClient(device="cpu", dtype="float32", data_dir=tmp_path / "cpu") as on_cpu:
         pair = [one.create_lora_training_client(path, rank=8, seed=0) for one in (service, on_cpu)]
         for _ in range(3):
-            ours, expected = (iteration(client, WORK) for client in pair)
+            ours, expected = (run_iteration(client, WORK) for client in pair)
             same = [
                 one.tokens == other.tokens
                 for pair_of_groups in zip(ours.groups, expected.groups, strict=True)
@@ -39,7 +39,7 @@ def test_an_iteration_equals_one_on_the_cpu(service, model_of, tmp_path):
             ]
             assert np.mean(same) >= 1 - DIVERGING
             assert ours.loss == pytest.approx(expected.loss, rel=1e-3, abs=1e-3)
-            assert tokens_of(ours.groups) == 5 * 6 * 30
+            assert count_tokens(ours.groups) == 5 * 6 * 30
 
 
 @pytest.mark.parametrize("scheme", ["int8", "nf4"])
@@ -52,15 +52,15 @@ def test_an_iteration_on_quantized_weights_equals_one_on_the_cpu(
             device=place, dtype="float32", quantize=scheme, data_dir=tmp_path / scheme
         ) as service_client:
             client = service_client.create_lora_training_client(path, rank=8, seed=0)
-            runs.append(iteration(client, WORK))
+            runs.append(run_iteration(client, WORK))
     ours, expected = runs
     assert ours.loss == pytest.approx(expected.loss, rel=1e-3, abs=1e-3)
-    assert tokens_of(ours.groups) == 5 * 6 * 30
+    assert count_tokens(ours.groups) == 5 * 6 * 30
 
 
 def test_training_lowers_the_loss(service, model_of):
     client = service.create_lora_training_client(str(model_of("llama")), rank=8, seed=0)
-    work = answered(WORK, rollouts(client.save_weights_and_get_sampling_client(), WORK))
+    work = with_completions(WORK, rollouts(client.save_weights_and_get_sampling_client(), WORK))
     losses = [train_step(client, work) for _ in range(4)]
     assert losses == sorted(losses, reverse=True)
 
@@ -80,7 +80,7 @@ def test_a_checkpoint_of_the_device_is_continued_on_the_cpu(service, model_of, t
 
 
 def iteration_work(client: planish.TrainingClient) -> dict:
-    return answered(WORK, rollouts(client.save_weights_and_get_sampling_client(), WORK))
+    return with_completions(WORK, rollouts(client.save_weights_and_get_sampling_client(), WORK))
 
 
 def test_tenants_sample_and_train_beside_one_another(service, model_of):
