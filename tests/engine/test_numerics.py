@@ -55,7 +55,7 @@ def test_planish_kernels_are_reported_as_exact(library, config, dtype, determini
 
 
 def test_kernel_families_replaced_by_torch_are_named(library, config, monkeypatch):
-    monkeypatch.setattr(library, "refused", frozenset({"matmul", "decode"}))
+    monkeypatch.setattr(library, "replaced_families", frozenset({"matmul", "decode"}))
     backend = choose_backend(config, HALF, CPU, False)
     padded, free = described(backend, RowTiling(least=4)), described(backend, None)
     assert "torch for decode, lora, matmul" in free.summary
@@ -94,7 +94,7 @@ def test_the_measured_logprob_gap_matches_the_reported_one(
     if path == "torch":
         monkeypatch.setattr(ops, "load_library", lambda: None)
     elif path != "native":
-        monkeypatch.setattr(library, "refused", frozenset({path, "decode"}))
+        monkeypatch.setattr(library, "replaced_families", frozenset({path, "decode"}))
     name = str(dtype).removeprefix("torch.")
     tiny_model(tmp_path, "qwen3", kv_heads=4, intermediate=128, vocab_size=320, dtype=name)
     decoder = Decoder.load(tmp_path, dtype, CPU)

@@ -24,7 +24,15 @@ from planish.server.durable.checkpoints import CheckpointCatalog
 from planish.server.durable.request_log import QueuedRequest, failed_from_error
 from planish.server.models import replay, steps
 from planish.server.models.model import Model
-from planish.server.results import BadRequest, Done, Failed, Gone, TryAgain, Unavailable
+from planish.server.results import (
+    OUT_OF_MEMORY,
+    BadRequest,
+    Done,
+    Failed,
+    Gone,
+    TryAgain,
+    Unavailable,
+)
 from planish.server.samplers import Sampler, Samplers
 from planish.server.settings import ServerSettings
 from planish.service import CreateModel, ForwardBackward, LoadWeights, Operation, SaveWeights
@@ -372,4 +380,7 @@ async def test_an_unreadable_request_uses_up_its_number(model_dir, data_dir):
 def test_an_error_is_sent_with_its_notes():
     error = MemoryError("main memory is full")
     error.add_note("lower max_batch")
-    assert failed_from_error(error).message == "main memory is full\nlower max_batch"
+    assert (
+        failed_from_error(error).message
+        == f"{OUT_OF_MEMORY} (main memory is full)\nlower max_batch"
+    )
