@@ -18,7 +18,7 @@ from planish.processes.interruption import Terminated, sigterm_as_interrupt
 from planish.renderers import FORMATS
 from planish.runlog.console import StepDisplay
 
-INTERRUPTED, TERMINATED = 130, 143
+INTERRUPTED_EXIT_STATUS, TERMINATED_EXIT_STATUS = 130, 143
 """The exit statuses after Ctrl-C and SIGTERM."""
 SAMPLING_OPTIONS = ("samples", "max_tokens", "temperature", "seed")
 """The names of the sampling options."""
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the evaluation and print its metrics. Return the exit status."""
     task = load_task(arguments.task, arguments.data, limit=arguments.limit)
-    sampling = _sampling(arguments)
+    sampling = _sampling_options(arguments)
     # Check the options before a model is loaded.
     resolve_sampling(task, sampling, arguments.k, arguments.concurrency)
     out = arguments.out or Path("evaluations") / f"{task.name}-{_file_name(arguments.model)}"
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"stopped: {answered} of {len(task.questions)} questions are answered in {out}; the "
             "same command resumes"
         )
-        return TERMINATED if isinstance(end, Terminated) else INTERRUPTED
+        return TERMINATED_EXIT_STATUS if isinstance(end, Terminated) else INTERRUPTED_EXIT_STATUS
     print("\n".join(summary(results)))
     print(f"{out / RESULTS}; the answers are in {SAMPLES}")
     return 0
@@ -165,7 +165,7 @@ def summary(results: Results) -> list[str]:
     return lines
 
 
-def _sampling(arguments: argparse.Namespace) -> Sampling | None:
+def _sampling_options(arguments: argparse.Namespace) -> Sampling | None:
     """Return the sampling options that were given. If no option was given, return None, because
     tasks that do not sample reject sampling options.
     """

@@ -105,7 +105,7 @@ def _join_codes_and_scales(
     return result
 
 
-def _stored_dtype(weight: Tensor | QuantizedWeight) -> torch.dtype:
+def _default_output_dtype(weight: Tensor | QuantizedWeight) -> torch.dtype:
     return torch.bfloat16 if isinstance(weight, QuantizedWeight) else weight.dtype
 
 
@@ -127,7 +127,7 @@ def _stack_experts(tensors: Sequence[MergedTensor]) -> list[MergedTensor | Stack
     return result
 
 
-def _compute(
+def _compute_merged_tensor(
     tensor: MergedTensor | StackedExperts, scaling: float, rounding: RoundingError
 ) -> Tensor:
     """Return one tensor of the merged model's files."""
@@ -159,7 +159,7 @@ def write_merged(
             name,
             weight,
             matrices_by_weight.get(name.removesuffix(".weight")),
-            dtype or _stored_dtype(weight),
+            dtype or _default_output_dtype(weight),
         )
         for name, weight in _join_codes_and_scales(weights, config).items()
     ]
@@ -169,7 +169,10 @@ def write_merged(
     shard_of_file = dict(zip(_file_names(len(shards)), shards, strict=True))
     for file, shard in shard_of_file.items():
         save_tensors(
-            {tensor.name: _compute(tensor, update.scaling, rounding) for tensor in shard},
+            {
+                tensor.name: _compute_merged_tensor(tensor, update.scaling, rounding)
+                for tensor in shard
+            },
             output_directory / file,
         )
     if len(shard_of_file) > 1:

@@ -74,13 +74,13 @@ class TokenExpertPairs:
         """
         self.row_indices = self.order // self.experts_per_row
         """int64 [P]: the row of each sorted pair."""
-        self._experts = sorted_experts
+        self._sorted_experts = sorted_experts
         self._num_experts = num_experts
 
     @cached_property
     def _sort_keys(self) -> np.ndarray:
         """For each sorted pair, expert * T + row: int64 [P], ascending."""
-        keys: np.ndarray = (self._experts * self.num_rows + self.row_indices).cpu().numpy()
+        keys: np.ndarray = (self._sorted_experts * self.num_rows + self.row_indices).cpu().numpy()
         return keys
 
     @cached_property
@@ -108,7 +108,7 @@ class TokenExpertPairs:
         ]
 
     def unsort(self, values: Tensor) -> Tensor:
-        """Return values [P, ...] of the sorted pairs as [T, k, ...], in the order of `chosen`."""
+        """Return values [P, ...] of the sorted pairs as [T, k, ...], in the order of `selected_experts`."""
         out = torch.empty_like(values)
         out[self.order] = values
         return out.unflatten(0, (self.num_rows, self.experts_per_row))
@@ -231,7 +231,7 @@ class _ExpertsFunction(torch.autograd.Function):
             activations * scale,
             None if lora_hidden_out is None else lora_hidden_out * scale,
         )
-        grad_activations, grads_out = _backward(
+        grad_activations, grads_out = _expert_linears_backward(
             call, grad[pairs.row_indices], *weighted_inputs, call.experts.down, call.lora_out
         )
         grad_weights = (grad_activations.to(weights.dtype) * activations.to(weights.dtype)).sum(1)
@@ -242,7 +242,7 @@ class _ExpertsFunction(torch.autograd.Function):
                 grad_weights[expert_slice] += grad_float32 @ bias.to(weights.dtype)
         grad_activations = (grad_activations * pair_weights).to(activations.dtype)
         grad_gate_up = gated_activation_backward(backend, grad_activations, gate_up)
-        grad_expert_inputs, grads_in = _backward(
+        grad_expert_inputs, grads_in = _expert_linears_backward(
             call,
             grad_gate_up,
             x[pairs.row_indices],
@@ -292,7 +292,7 @@ def _add_lora_(
     return lora_hidden
 
 
-def _backward(
+def _expert_linears_backward(
     call: _ExpertsCall,
     grad: Tensor,
     x: Tensor,

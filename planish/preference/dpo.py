@@ -271,17 +271,19 @@ class PairEvaluator(TrainingClientEvaluator):
     data: Sequence[Datum]
     objective: PairObjective
     name: str = "test"
-    _reference_D: list[float] | None = field(default=None, init=False)
+    _reference_logprobs_D: list[float] | None = field(default=None, init=False)
 
     async def __call__(self, training_client: TrainingClient) -> Metrics:
-        if self._reference_D is None:
-            self._reference_D = await self.objective.reference_logprobs(self.data)
+        if self._reference_logprobs_D is None:
+            self._reference_logprobs_D = await self.objective.reference_logprobs(self.data)
         logprobs_D = [
             tensors["logprobs"].to_torch()
             for _, output in await forward_in_batches(training_client, self.data)
             for tensors in output.loss_fn_outputs
         ]
-        _, metrics = self.objective.loss_and_metrics(self.data, logprobs_D, self._reference_D)
+        _, metrics = self.objective.loss_and_metrics(
+            self.data, logprobs_D, self._reference_logprobs_D
+        )
         chosen = [
             answer_logprob(datum, logprobs)
             for datum, logprobs in zip(self.data, logprobs_D, strict=True)

@@ -93,10 +93,10 @@ class BackgroundThread:
 
 
 def wait_for_saves(saves: Collection[Future[Any]]) -> None:
-    """Wait at exit for checkpoints that are still being saved, for at most SAVING_SECONDS.
+    """Wait at exit for checkpoints that are still being saved, for at most MAX_SAVE_WAIT_SECONDS.
 
     A wait of more than a second is logged as a warning. If checkpoints are still unfinished after
-    SAVING_SECONDS, their number is logged as an error.
+    MAX_SAVE_WAIT_SECONDS, their number is logged as an error.
     """
     unfinished = wait(saves, _WARN_AFTER_SECONDS).not_done
     if not unfinished:

@@ -62,7 +62,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Learning rates, sizes and chats (no_robots) of the published recipe. This preset also needs the
 option preference.dataset.
 """
-COMPARISONS = "comparisons.jsonl"
+COMPARISONS_FILE = "comparisons.jsonl"
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
@@ -85,24 +85,26 @@ def run_stages(options: Options, service_client: ServiceClient) -> Path:
     )
     # Keep the path of the checkpoint, not of the run directory. If the first stage is extended
     # later, its directory gets newer checkpoints, but the next stages must start from the same one.
-    trained = TrainedModels(checkpoint_of(str(sft)), PreferenceModelFile.read(judge).builder())
+    trained_models = TrainedModels(
+        checkpoint_of(str(sft)), PreferenceModelFile.read(judge).builder()
+    )
     say("3 of 4: reinforcement learning against the preference model")
     policy = training_run.run_coroutine(
-        train_rl.main(rl_config(options, trained, service_client), service_client)
+        train_rl.main(rl_config(options, trained_models, service_client), service_client)
     )
     say("4 of 4: comparison of the policy with that of the first stage")
-    evaluate(options, trained, policy, service_client)
+    evaluate(options, trained_models, policy, service_client)
     return Path(options.log_path).expanduser()
 
 
 def evaluate(
-    options: Options, trained: TrainedModels, policy: Path, service_client: ServiceClient
+    options: Options, trained_models: TrainedModels, policy: Path, service_client: ServiceClient
 ) -> None:
     """Compare the RL policy with the SFT policy, and write metrics and answers. The comparison is
     done once for each number of RL steps.
     """
     newest = resume_points(policy)[0]
-    build = comparison_evaluator_builder(options, trained, service_client, options.seed + 1)
+    build = comparison_evaluator_builder(options, trained_models, service_client, options.seed + 1)
     config = chz.asdict(build, shallow=True, include_type=True)
     with RunDirectory(
         options.stage_path(EVALUATION),
@@ -111,23 +113,23 @@ def evaluate(
     ) as run:
         if all(row["step"] != newest.batch for row in run.metrics()):
             client = service_client.create_sampling_client(model_path=newest.state_path)
-            found = training_run.run_coroutine(build().compare(client))
-            write_atomically(run.path / COMPARISONS, comparison_rows(found))
-            run.log(newest.batch, found.metrics("test"))
+            results = training_run.run_coroutine(build().compare(client))
+            write_atomically(run.path / COMPARISONS_FILE, comparison_rows(results))
+            run.log(newest.batch, results.metrics("test"))
         print(summary(run.metrics()[-1], run.path))
 
 
-def comparison_rows(found: ComparisonResults) -> str:
+def comparison_rows(results: ComparisonResults) -> str:
     """Return JSON lines with the prompt, both answers, and each judge's result."""
-    wins = zip(*found.wins.values(), strict=True)
+    wins = zip(*results.wins.values(), strict=True)
     rows = [
         {
             "prompt": comparison.prompt_conversation,
             "reference": comparison.completion_A,
             "policy": comparison.completion_B,
-            "wins": dict(zip(found.wins, won, strict=True)),
+            "wins": dict(zip(results.wins, won, strict=True)),
         }
-        for comparison, won in zip(found.comparisons, wins, strict=True)
+        for comparison, won in zip(results.comparisons, wins, strict=True)
     ]
     return "".join(json.dumps(row) + "\n" for row in rows)
 
@@ -143,7 +145,7 @@ def summary(row: dict[str, float], path: Path) -> str:
                 f"  win rate by the {judge}: {rate:.3f}"
                 + (f" +- {error:.3f}" if error is not None else "")
             )
-    return "\n".join([*lines, f"  both policies' answers: {path / COMPARISONS}"])
+    return "\n".join([*lines, f"  both policies' answers: {path / COMPARISONS_FILE}"])
 
 
 def say(stage: str) -> None:

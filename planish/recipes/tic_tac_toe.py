@@ -30,7 +30,7 @@ import chz
 from planish import ServiceClient
 from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
-from planish.recipes.tic_tac_toe_board import PLAYERS, Board, random_move
+from planish.recipes.tic_tac_toe_board import MOVE_FUNCTIONS, Board, random_move
 from planish.renderers import Message, get_text_content
 from planish.rl.environments.datasets import GeneratedDataset, evaluation_dataset
 from planish.rl.environments.message_env import MessageStepResult
@@ -163,7 +163,7 @@ def first_messages() -> list[Message]:
 
 @dataclass(frozen=True)
 class TicTacToeGroup(EnvGroupBuilder):
-    """One game of the policy against itself, or against one of `PLAYERS`."""
+    """One game of the policy against itself, or against one of `MOVE_FUNCTIONS`."""
 
     model_name: str
     renderer_name: str | None
@@ -183,7 +183,9 @@ class TicTacToeGroup(EnvGroupBuilder):
         else:
             rng = random.Random(f"{self.opponent}:{self.number}")
             sides = [
-                TicTacToePlayer(game, self.number % 2, partial(PLAYERS[self.opponent], rng=rng))
+                TicTacToePlayer(
+                    game, self.number % 2, partial(MOVE_FUNCTIONS[self.opponent], rng=rng)
+                )
             ]
         renderer = model_renderer(self.model_name, self.renderer_name)
         return [PlayerEnv(renderer, side) for side in sides]
@@ -233,7 +235,7 @@ class GameOptions:
 
 @chz.chz
 class TicTacToeDatasetBuilder(GameOptions, RLDatasetBuilder):
-    """Games of the policy against itself, and test games against each of `PLAYERS`."""
+    """Games of the policy against itself, and test games against each of `MOVE_FUNCTIONS`."""
 
     model_name: str
     renderer_name: str | None = None
@@ -242,7 +244,9 @@ class TicTacToeDatasetBuilder(GameOptions, RLDatasetBuilder):
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Return (training dataset, test dataset). Without test games, the latter is None."""
         train = GeneratedDataset(self._game, self.batch_size, self.seed)
-        tests = [(opponent, number) for opponent in PLAYERS for number in range(self.test_games)]
+        tests = [
+            (opponent, number) for opponent in MOVE_FUNCTIONS for number in range(self.test_games)
+        ]
         return train, evaluation_dataset(tests, self._test)
 
     def _game(self, rng: random.Random) -> TicTacToeGroup:

@@ -64,7 +64,7 @@ def optimal_move(board: Board, rng: random.Random) -> int:
     return rng.choice([cell for cell in board.free if values[cell] == best])
 
 
-PLAYERS = {"random": random_move, "optimal": optimal_move}
+MOVE_FUNCTIONS = {"random": random_move, "optimal": optimal_move}
 
 
 def position(board: Board) -> tuple[frozenset[int], frozenset[int]]:

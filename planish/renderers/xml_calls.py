@@ -34,7 +34,7 @@ TOOLS_CONCLUSION: tuple[Piece, ...] = (
     "<parameter=example_parameter_2>\nThis is the value for the second parameter\nthat can span\n"
     "multiple lines\n</parameter>\n</function>\n",
     CALL_END,
-    "\n\n<IMPORTANT>\nReminder:\n- Function calls MUST follow the specified format: an inner "
+    "\n\n<IMPORTANT>\nReminder:\n- Function calls MUST follow the specified format: an call_text "
     "<function=...></function> block must be nested within ",
     CALL,
     CALL_END,
@@ -79,9 +79,9 @@ def _call_pieces(call: Call, value_text: Callable[[object], str]) -> list[Piece]
     return [CALL, f"\n<function={call.name}>\n{arguments}</function>\n", CALL_END]
 
 
-def read_xml_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
+def read_xml_call(call_text: str) -> tuple[dict[str, Any] | None, str | None]:
     """Read the text of a call between its tags. Returns (call, None) or (None, error)."""
-    function = _FUNCTION.fullmatch(inner)
+    function = _FUNCTION.fullmatch(call_text)
     if function is None:
         return None, "not <function=name>...</function>"
     name, body = function.groups()
@@ -91,18 +91,18 @@ def read_xml_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
         parameter = _PARAMETER.match(body, at)
         if parameter is None:
             return None, "the function has text outside of <parameter=name> elements"
-        arguments[parameter.group(1)] = _value(parameter.group(2))
+        arguments[parameter.group(1)] = _parse_value(parameter.group(2))
         at = parameter.end()
     return read_named_call(name.strip(), json.dumps(arguments, ensure_ascii=False))
 
 
-def _value(text: str) -> object:
+def _parse_value(text: str) -> object:
     try:
-        value = json.loads(text, parse_constant=_reject)
+        value = json.loads(text, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
         return text
     return text if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _reject(constant: str) -> None:
+def _reject_constant(constant: str) -> None:
     raise ValueError(constant)

@@ -760,7 +760,7 @@ class Sampler:
         not finite fails its request.
         """
         tokens, exhausted_samples = self._tokens_to_sample(samples, rows)
-        ended_samples = self._append_tokens(tokens, hidden, logits, adapters) if tokens else []
+        ended_samples = self._sample_and_append(tokens, hidden, logits, adapters) if tokens else []
         for sample in exhausted_samples:
             if sample.stop_reason is None:
                 sample.stop_reason = "stop"
@@ -769,7 +769,7 @@ class Sampler:
         for sample in ended_samples:
             self._finish_sample(sample)
 
-    def _append_tokens(
+    def _sample_and_append(
         self,
         tokens: Sequence[_TokenToSample],
         hidden: Tensor,
@@ -866,7 +866,7 @@ class Sampler:
             if not sample.request.is_adjusted:
                 tokens.append(_TokenToSample(sample, row, index))
                 continue
-            if sample.grammar is not None and not _has_mask(sample, sample.grammar):
+            if sample.grammar is not None and not _check_mask(sample, sample.grammar):
                 continue
             # Each row of the sample gives the logprob of one token. If the mask was computed during
             # this step, there may be more forced tokens than rows. The sample then takes one forced
@@ -984,7 +984,7 @@ def _free_slots(pools: KVPools, owners: Sequence[Prompt] | Sequence[RunningSampl
         pools.pool_for(capacity).free(*same_capacity)
 
 
-def _has_mask(sample: RunningSample, grammar: GrammarState) -> bool:
+def _check_mask(sample: RunningSample, grammar: GrammarState) -> bool:
     """Return whether the sample's next mask is computed. An error fails the sample's request."""
     grammar.is_late = not grammar.is_ready
     if grammar.error is not None and not grammar.is_late:

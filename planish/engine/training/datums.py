@@ -52,47 +52,49 @@ def read_examples(
 def _read_example(
     index: int, datum: Datum, loss: Loss, loss_name: str, vocab_size: int, max_context: int
 ) -> Example:
-    where = f"data[{index}]"
+    datum_path = f"data[{index}]"
     tokens = np.asarray(datum.model_input.to_ints(), dtype=np.int64)
     if tokens.size == 0:
-        raise UserError(f"{where}.model_input is empty; give at least one token")
+        raise UserError(f"{datum_path}.model_input is empty; give at least one token")
     if tokens.size > max_context:
         raise UserError(
-            f"{where}.model_input has {tokens.size} tokens, and the model's context is {max_context}; shorten the sequence"
+            f"{datum_path}.model_input has {tokens.size} tokens, and the model's context is {max_context}; shorten the sequence"
         )
-    _check_tokens(f"{where}.model_input", tokens, vocab_size)
-    _check_names(where, datum.loss_fn_inputs, loss, loss_name)
+    _check_tokens(f"{datum_path}.model_input", tokens, vocab_size)
+    _check_names(datum_path, datum.loss_fn_inputs, loss, loss_name)
     targets = _read_targets(
-        where, datum.loss_fn_inputs["target_tokens"], tokens.size, loss, loss_name, vocab_size
+        datum_path, datum.loss_fn_inputs["target_tokens"], tokens.size, loss, loss_name, vocab_size
     )
-    _check_tokens(f"{where}.loss_fn_inputs['target_tokens']", targets, vocab_size)
+    _check_tokens(f"{datum_path}.loss_fn_inputs['target_tokens']", targets, vocab_size)
     inputs = {}
     for name in (*loss.required_inputs, *loss.optional_inputs):
         if name in datum.loss_fn_inputs:
             inputs[name] = _read_floats(
-                f"{where}.loss_fn_inputs[{name!r}]", datum.loss_fn_inputs[name], targets.shape
+                f"{datum_path}.loss_fn_inputs[{name!r}]", datum.loss_fn_inputs[name], targets.shape
             )
     if "mask" in datum.loss_fn_inputs and "mask" not in inputs:
         mask = _read_floats(
-            f"{where}.loss_fn_inputs['mask']", datum.loss_fn_inputs["mask"], targets.shape
+            f"{datum_path}.loss_fn_inputs['mask']", datum.loss_fn_inputs["mask"], targets.shape
         )
         weight_name = "weights" if "weights" in loss.optional_inputs else "advantages"
         if np.any((mask == 0) & (inputs.get(weight_name, np.float32(1)) != 0)):
             raise UserError(
-                f"{where}.loss_fn_inputs['mask'] is 0 where {weight_name} is not, and loss_fn={loss_name!r} takes no mask; "
+                f"{datum_path}.loss_fn_inputs['mask'] is 0 where {weight_name} is not, and loss_fn={loss_name!r} takes no mask; "
                 f"give 0 in {weight_name} there"
             )
     return Example(tokens, targets, inputs)
 
 
-def _check_names(where: str, inputs: Mapping[str, TensorData], loss: Loss, loss_name: str) -> None:
+def _check_names(
+    datum_path: str, inputs: Mapping[str, TensorData], loss: Loss, loss_name: str
+) -> None:
     """Raise UserError if a required input is missing, or if an input is unknown to the loss."""
     missing_names = [
         name for name in ("target_tokens", *loss.required_inputs) if name not in inputs
     ]
     if missing_names:
         raise UserError(
-            f"{where}.loss_fn_inputs has no {missing_names[0]!r}, which loss_fn={loss_name!r} needs; add it"
+            f"{datum_path}.loss_fn_inputs has no {missing_names[0]!r}, which loss_fn={loss_name!r} needs; add it"
         )
     known_names = ("target_tokens", *loss.required_inputs, *loss.optional_inputs, *_IGNORED_INPUTS)
     for name in inputs:
@@ -100,18 +102,18 @@ def _check_names(where: str, inputs: Mapping[str, TensorData], loss: Loss, loss_
             continue
         if name in _PER_TOKEN_CLIPPING_INPUTS:
             raise UnsupportedError(
-                f"{where}.loss_fn_inputs[{name!r}]: clipping per token is not supported; give one number in loss_fn_config[{name!r}]"
+                f"{datum_path}.loss_fn_inputs[{name!r}]: clipping per token is not supported; give one number in loss_fn_config[{name!r}]"
             )
         raise UserError(
-            f"{where}.loss_fn_inputs[{name!r}] is unknown to loss_fn={loss_name!r}, which takes {', '.join(known_names[: -len(_IGNORED_INPUTS)])}; remove it"
+            f"{datum_path}.loss_fn_inputs[{name!r}] is unknown to loss_fn={loss_name!r}, which takes {', '.join(known_names[: -len(_IGNORED_INPUTS)])}; remove it"
         )
 
 
 def _read_targets(
-    where: str, data: TensorData, length: int, loss: Loss, loss_name: str, vocab_size: int
+    datum_path: str, data: TensorData, length: int, loss: Loss, loss_name: str, vocab_size: int
 ) -> np.ndarray:
     """Return the target tokens, int64 [N] or [N, K], after a check of their dtype and shape."""
-    name = f"{where}.loss_fn_inputs['target_tokens']"
+    name = f"{datum_path}.loss_fn_inputs['target_tokens']"
     if data.dtype != "int64":
         raise UserError(f"{name} has dtype {data.dtype}; token ids are int64")
     # Check the shape first: a sparse tensor may claim a shape that does not fit into memory.

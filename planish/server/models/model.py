@@ -149,7 +149,7 @@ class Model:
         except Exception as error:
             if not isinstance(error, (UserError, Abandoned)):
                 _log.exception("%s cannot continue", self.id)
-            await self._fail_everything(error)
+            await self._fail_all_requests(error)
         finally:
             self.worker = None
         self.wake()
@@ -187,11 +187,11 @@ class Model:
             match item:
                 case RequestRow():
                     await self.in_flight.wait_until_idle()
-                    await self._repeat_effect(item)
+                    await self._replay_request(item)
                 case QueuedRequest(row=RequestRow(state="refused") as row):
                     await self.in_flight.wait_until_idle()
                     self._settle(item, row.failure, state="refused")
-                    await self._repeat_effect(row)
+                    await self._replay_request(row)
                 case QueuedRequest(row=RequestRow(kind="unload_model")):
                     await self.in_flight.wait_until_idle()
                     await self.close("it was unloaded")
@@ -234,7 +234,7 @@ class Model:
                 submitted, lock = await steps.submit_save(self._services, request, operation)
                 self._answer_when_done(submitted).add_done_callback(lambda _: lock.release())
             case PublishSampler():
-                await self._submit_publication(request, operation)
+                await self._submit_sampler_creation(request, operation)
 
     async def _submit_training(
         self, request: QueuedRequest, operation: ForwardBackward | OptimStep
@@ -278,7 +278,9 @@ class Model:
 
     # Published samplers.
 
-    async def _submit_publication(self, request: QueuedRequest, operation: PublishSampler) -> None:
+    async def _submit_sampler_creation(
+        self, request: QueuedRequest, operation: PublishSampler
+    ) -> None:
         samplers = self._services.samplers
         sampler = samplers.get(operation.sampler_id)
         if sampler is None:
@@ -287,16 +289,18 @@ class Model:
                 "create another one"
             )
         submitted_at = self._services.clock.now()
-        future = await self._start_publication(request.seq, operation)
+        future = await self._start_sampler_creation(request.seq, operation)
 
-        async def make_ready() -> None:
+        async def mark_sampler_ready() -> None:
             await samplers.note_published(sampler)
 
         self._answer_when_done(
-            steps.SubmittedRequest(request, operation, future, submitted_at, make_ready)
+            steps.SubmittedRequest(request, operation, future, submitted_at, mark_sampler_ready)
         )
 
-    async def _start_publication(self, seq: int, operation: PublishSampler) -> asyncio.Future[str]:
+    async def _start_sampler_creation(
+        self, seq: int, operation: PublishSampler
+    ) -> asyncio.Future[str]:
         publication, save = await steps.submit_publication(self._services.engine, seq, operation)
         self._record_when_saved(seq, operation, save)
         return publication
@@ -373,7 +377,7 @@ class Model:
         self.in_flight.running.pop(request.seq, None)
         self.in_flight.notify()
 
-    async def _fail_everything(self, error: Exception) -> None:
+    async def _fail_all_requests(self, error: Exception) -> None:
         """Answer all running and ready requests with an error. The next load restores the model
         from its snapshot and the journal.
         """
@@ -436,7 +440,7 @@ class Model:
         crash_point("model closed before cleaning")
         await self._unload_from_engine()
         self._services.adapter_cache.discard(self)
-        await self._delete_private(list(self.private_paths))
+        await self._delete_private_checkpoints(list(self.private_paths))
 
     async def _unload_from_engine(self) -> None:
         """Remove the model from the engine, if it is there."""
@@ -459,17 +463,17 @@ class Model:
         self.adapter = self.adapter.unloaded()
         try:
             await replay.restore(
-                self._services, self.row, self.queue.next_seq, self.adapter, self._publish_again
+                self._services, self.row, self.queue.next_seq, self.adapter, self._recreate_sampler
             )
         except BaseException:
             await self._unload_from_engine()
             raise
 
-    async def _repeat_effect(self, row: RequestRow) -> None:
+    async def _replay_request(self, row: RequestRow) -> None:
         """Repeat the effect of an answered request."""
-        await replay.repeat(self._services, row, self.adapter, self._publish_again)
+        await replay.repeat(self._services, row, self.adapter, self._recreate_sampler)
 
-    async def _publish_again(self, seq: int, operation: PublishSampler) -> None:
+    async def _recreate_sampler(self, seq: int, operation: PublishSampler) -> None:
         """Publish a sampler again, unless its weights are on disk or it was closed. A sampler that
         is in memory has these weights and may have running samples, so only its save is repeated.
         """
@@ -484,7 +488,7 @@ class Model:
                 await steps.submit_published_save(self._services.engine, seq, operation),
             )
         else:
-            await (await self._start_publication(seq, operation))
+            await (await self._start_sampler_creation(seq, operation))
             await samplers.note_published(sampler)
 
     # Snapshots.
@@ -532,7 +536,9 @@ class Model:
                 return False
             await replay.record_snapshot(self._services, self.row, seq, path)
             self.row = replace(self.row, snapshot=path, snapshot_seq=seq)
-            await self._delete_private([p for p in self.private_paths if is_superseded(p, seq)])
+            await self._delete_private_checkpoints(
+                [p for p in self.private_paths if is_superseded(p, seq)]
+            )
         except Exception as error:
             if not isinstance(error, EngineClosedError):
                 _log.exception(
@@ -545,7 +551,7 @@ class Model:
             self.in_flight.notify()
         return True
 
-    async def _delete_private(self, paths: Sequence[str]) -> None:
+    async def _delete_private_checkpoints(self, paths: Sequence[str]) -> None:
         for path in paths:
             await self._services.engine.delete_checkpoint(path)
             self.private_paths.discard(path)

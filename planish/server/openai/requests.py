@@ -105,7 +105,7 @@ _CHAT_NO_OP_PARAMS: NoOpParams = {
     "stream_reasoning": ((True,), "reasoning is streamed as well; leave it out"),
     "thinking_token_budget": ((), "give max_completion_tokens"),
 }
-_TEXT_NO_OP_PARAMS: NoOpParams = {
+_COMPLETION_NO_OP_PARAMS: NoOpParams = {
     "suffix": (("",), "the models here continue a prompt; leave it out"),
     "add_special_tokens": ((True,), "give the prompt as token ids"),
     "prompt_embeds": ((), "give a prompt"),
@@ -342,7 +342,7 @@ class CompletionRequest(SampleRequest):
 
     no_op_params: ClassVar[NoOpParams] = {
         **_SAMPLING_NO_OP_PARAMS,
-        **_TEXT_NO_OP_PARAMS,
+        **_COMPLETION_NO_OP_PARAMS,
     }
     prompt: (
         str

@@ -114,7 +114,7 @@ class CppBackend(TorchBackend):
         self.packs_head_adapters = supports_lora_forward(
             [(config.vocab_size, config.hidden_size)], dtype
         )
-        self._has_delta_net = config.delta_net is None or supports_delta_net(config.delta_net)
+        self._supports_delta_net = config.delta_net is None or supports_delta_net(config.delta_net)
         self.has_cpp_attention = ops.supports_attention(config.head_dim)
         if self.has_cpp_attention:
             self.kv_dtype = dtype
@@ -132,7 +132,7 @@ class CppBackend(TorchBackend):
             "matmul": self.packs(size, size),
             "lora": self.packs_layer_adapters,
             "attention": self.has_cpp_attention,
-            "delta_net": self._has_delta_net,
+            "delta_net": self._supports_delta_net,
         }
         return frozenset(
             family
@@ -178,7 +178,7 @@ class CppBackend(TorchBackend):
             return CppPackedAdapter(matrices, use_kernel=use_kernel)
         # Each expert of a layer is a target module of its own for the kernel.
         matrices, first_entries = list[Matrices | None](), list[int]()
-        for lora, num_experts in zip(targets, self._experts_of_targets, strict=True):
+        for lora, num_experts in zip(targets, self._num_experts_per_target, strict=True):
             first_entries.append(len(matrices))
             if lora is None:
                 matrices += [None] * max(num_experts, 1)
@@ -190,7 +190,7 @@ class CppBackend(TorchBackend):
         return CppPackedAdapter(matrices, use_kernel=use_kernel, first_entries=first_entries)
 
     @property
-    def _experts_of_targets(self) -> list[int]:
+    def _num_experts_per_target(self) -> list[int]:
         """The number of experts of each target module of all layers; 0 for a single linear."""
         return [
             num_experts_of(self.config, names)
@@ -299,7 +299,7 @@ class CppBackend(TorchBackend):
         float32_logits: Tensor | None = None,
     ) -> Exact:
         """Return the k largest logits of each row, recomputed in float32."""
-        single = self._single_logits(hidden, head, adapters)
+        single = self._selected_logits(hidden, head, adapters)
         if single is None:
             return super().top_logits(hidden, head, adapters, logits, k, float32_logits)
         return single.top(logits, k, float32_logits)
@@ -313,12 +313,12 @@ class CppBackend(TorchBackend):
         tokens: Tensor,
     ) -> Tensor:
         """Return single logits [P], computed as float32 dot products."""
-        single = self._single_logits(hidden, head, adapters)
+        single = self._selected_logits(hidden, head, adapters)
         if single is None:
             return super().token_logits(hidden, head, adapters, rows, tokens)
         return single.at(rows, tokens)
 
-    def _single_logits(
+    def _selected_logits(
         self, hidden: Tensor, head: PackedLinear, adapters: HeadAdapters | None
     ) -> SingleLogits | None:
         if (
@@ -349,7 +349,7 @@ class CppBackend(TorchBackend):
     def tree_recurrence(self, micro_batch: MicroBatch) -> Recurrence | None:
         """Return the recurrence of a micro-batch of the trainer, with gradients."""
         config = self.config.delta_net
-        if config is None or not self._has_delta_net:
+        if config is None or not self._supports_delta_net:
             return super().tree_recurrence(micro_batch)
         return CppTreeRecurrence(micro_batch, config, self.device)
 
@@ -358,7 +358,7 @@ class CppBackend(TorchBackend):
     ) -> Recurrence | None:
         """Return the recurrence of rows that continue stored states, without gradients."""
         config = self.config.delta_net
-        if config is None or not self._has_delta_net:
+        if config is None or not self._supports_delta_net:
             return super().sequence_recurrence(segments, num_rows)
         return CppSequenceRecurrence(segments, num_rows, config, self.device)
 
@@ -415,11 +415,11 @@ class _CppHeadAdapters(TorchHeadAdapters):
         )
         super().__init__(tiling, members, x, lora_hidden)
 
-    def _hidden(self, x: Tensor) -> Tensor:
+    def _lora_hidden(self, x: Tensor) -> Tensor:
         return (
             self.table.lora_hidden(x.contiguous())
             if self.table.is_supported
-            else super()._hidden(x)
+            else super()._lora_hidden(x)
         )
 
     def add_(self, logits: Tensor) -> None:

@@ -813,9 +813,9 @@ class TorchHeadAdapters:
         lora_hidden: Tensor | None,
     ) -> None:
         self._tiling, self._members = tiling, members
-        self.hidden = self._hidden(x) if lora_hidden is None else lora_hidden
+        self.hidden = self._lora_hidden(x) if lora_hidden is None else lora_hidden
 
-    def _hidden(self, x: Tensor) -> Tensor:
+    def _lora_hidden(self, x: Tensor) -> Tensor:
         ranks = [lora.rank for _, _, lora in self._members]
         width = max(map(padded_lora_columns, ranks), default=0)
         hidden = x.new_empty(x.shape[0], width)
