@@ -562,7 +562,7 @@ def test_a_probe_that_fails_leaves_the_others(here, monkeypatch):
     assert [finding.name for finding in section.findings] == ["first", "error"]
     assert "RuntimeError: unexpected" in section.findings[1].text
     assert Report((section,), 1.0).problems == [("part", section.findings[1])]
-    monkeypatch.setattr(examination, "versions", broken)
+    monkeypatch.setattr(examination, "version_findings", broken)
     report = examine(ExaminationOptions(here / "server", settings=EngineSettings(device="cpu")))
     assert len(report.sections) == len(SCHEMA)
 

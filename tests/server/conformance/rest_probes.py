@@ -138,7 +138,7 @@ def _(bench: Bench) -> None:
 
 @probe("RestClient.copy_weights")
 def _(bench: Bench) -> None:
-    path = value(bench.rest.copy_without_metadata(bench.weights, "archive"))
+    path = value(bench.rest.copy_weights(bench.weights, "archive"))
     assert bench.sample(
         sampler=value(bench.service.create_sampling_client(model_path=path))
     ).sequences

@@ -123,7 +123,7 @@ def _(bench: Bench) -> None:
 @probe("ServiceClient.copy_weights")
 def _(bench: Bench) -> None:
     copying = bench.sdk.ServiceClient(project_id="archive")
-    path = value(copying.copy_without_metadata(bench.state))
+    path = value(copying.copy_weights(bench.state))
     assert path != bench.state
     assert value(bench.service.create_training_client_from_state(path)).model_id
     value(copying.close("success"))
