@@ -34,7 +34,7 @@ TOOLS_CONCLUSION: tuple[Piece, ...] = (
     "<parameter=example_parameter_2>\nThis is the value for the second parameter\nthat can span\n"
     "multiple lines\n</parameter>\n</function>\n",
     CALL_END,
-    "\n\n<IMPORTANT>\nReminder:\n- Function calls MUST follow the specified format: an call_text "
+    "\n\n<IMPORTANT>\nReminder:\n- Function calls MUST follow the specified format: an inner "
     "<function=...></function> block must be nested within ",
     CALL,
     CALL_END,
