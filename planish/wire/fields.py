@@ -77,9 +77,10 @@ class Fields:
         """Parse the body of a request, which must be one JSON object. Raise MemoryError if there is
         too little memory for it.
         """
-        if _max_value_count(body) > MAX_VALUES:
+        value_count = _max_value_count(body)
+        if value_count > MAX_VALUES:
             raise UserError(f"the body has more than {MAX_VALUES:,} values; send fewer in one call")
-        value = _parse(body.removeprefix(codecs.BOM_UTF8))
+        value = _parse(body.removeprefix(codecs.BOM_UTF8), value_count)
         if not isinstance(value, dict):
             raise UserError(
                 f"the body is {_type_name(value)}; give an object with the request's fields"
@@ -240,9 +241,9 @@ def _max_value_count(body: bytes) -> int:
     )
 
 
-def _parse(body: bytes) -> Any:
+def _parse(body: bytes, value_count: int) -> Any:
     try:
-        if not _is_parsed_at_once(body):
+        if not _is_parsed_at_once(body, value_count):
             return parse_in_pieces(body, _LIMITS)
         value = orjson.loads(body)
         if _depth_exceeds(value, MAX_DEPTH):
@@ -270,16 +271,19 @@ def _parse(body: bytes) -> Any:
         raise UserError(f"the body is not JSON: {error}") from None
 
 
-def _is_parsed_at_once(body: bytes) -> bool:
-    """Return whether the body is parsed by one call, and not in pieces."""
+def _is_parsed_at_once(body: bytes, value_count: int) -> bool:
+    """Return whether the body is parsed by one call, and not in pieces. `value_count` is the result
+    of `_max_value_count`.
+    """
     if len(body) <= 2 * PIECE_BYTES:
         return True
     if len(body) > _MAX_UNSPLIT_BYTES:
         return False
+    # A container's first value follows a bracket, and any other value follows a comma. Brackets and
+    # commas within strings are counted too.
     characters = np.frombuffer(body, np.uint8)
-    # Every value follows one of these characters. Characters within strings are counted too.
-    count = sum(int(np.count_nonzero(characters == ord(mark))) for mark in ",[{")
-    return count <= _MAX_UNSPLIT_VALUES
+    brackets = sum(int(np.count_nonzero(characters == ord(bracket))) for bracket in "[{")
+    return value_count + brackets <= _MAX_UNSPLIT_VALUES
 
 
 def _depth_exceeds(value: Any, maximum: int) -> bool:
