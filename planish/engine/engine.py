@@ -457,7 +457,7 @@ class Engine:
     ) -> tuple[BaseModel, str, LoadedAdapter]:
         """Read the checkpoint at a tinker:// path; return the base model, its name and the adapter.
 
-        `base_model`: the base model that the caller named, or None for that of the checkpoint.
+        `base_model`: the base model that the caller named; None means the checkpoint's base model.
         """
         path = CheckpointPath.parse(checkpoint)
         manifest = self._store.manifest(path)

@@ -5,9 +5,10 @@ the CUDA context of its process. The module reads a `Request` from its standard 
 family it writes one line before the check and one line with the verdict.
 
 The inputs make mistakes visible. With ordinary attention scores, one key among a thousand changes
-the output by less than a bf16 rounding error. So each query here points at one key: the first or
-last key of a block, a key that the row must not attend to, or a random key. A kernel that misses
-its key, or attends to a hidden one, then has an error as large as the output itself.
+the output by less than a bf16 rounding error. So each query here *points at* one key: its attention
+score is high for this key only. The key is the first or last of a block, a random key, or a
+*hidden* key, to which the row must not attend. If a kernel misses the key, or attends to a hidden
+one, its error is as large as the output itself.
 
 Error messages give differences relative to the root mean square of the reference. torch computes
 the reference in float32 or float64.
@@ -76,7 +77,7 @@ TOLERANCE = {torch.bfloat16: 0.04, torch.float32: 2e-4}
 It is relative to the largest magnitude in the reference.
 """
 _MEAN_TOLERANCE_DIVISOR = 6
-"""The root mean square of all differences may be at most TOLERANCE / _MEAN_SHARE.
+"""The root mean square of all differences may be at most TOLERANCE / _MEAN_TOLERANCE_DIVISOR.
 
 It is relative to the root mean square of the reference. For comparison: rounding the output to bf16
 gives 0.0017, and two more roundings of intermediate results give 0.003.
@@ -167,7 +168,7 @@ class Case:
 def compare(what: str, actual: Tensor, reference: Tensor, tolerance: float | None = None) -> None:
     """Raise WrongResultError if `actual` and `reference` differ by more than rounding errors.
 
-    `what` names the result in the error message. `tolerance` is TOLERANCE[found.dtype] by default.
+    `what` names the result in the error message. `tolerance` is TOLERANCE[actual.dtype] by default.
     """
     if actual.shape != reference.shape:
         raise WrongResultError(f"{what}: {tuple(actual.shape)} for {tuple(reference.shape)}")
@@ -300,7 +301,7 @@ def check_log_sum_exp(case: Case) -> None:
 
 
 def check_sampling(case: Case) -> None:
-    """Check sampling at the model's vocabulary size, and at one of several blocks."""
+    """Check sampling at the model's vocabulary size, and at a size that takes several blocks."""
     for vocab_size in (case.config.vocab_size, _MULTI_BLOCK_VOCAB_SIZE):
         _check_sampling(case, vocab_size)
 

@@ -283,7 +283,8 @@ class _ModelNeeds:
         )
         is_quantized = scheme is not None or config.mxfp4_experts
         if scheme == "fp8" and backend.uses_main_memory:
-            # The codes are the memory-mapped file. The packed weights have the model's dtype.
+            # The fp8 codes stay in the memory-mapped file. The packed weights have the model's
+            # dtype.
             num_linear_weights = sum(map(prod, quantized_shapes(config).values()))
             all_copies_bytes += (
                 max(1, backend.weight_copies - 1) * num_linear_weights * dtype.itemsize

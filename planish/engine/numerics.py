@@ -37,7 +37,7 @@ class Numerics:
     exactly 0.
     """
     alarm_kl: float
-    """The value of that metric above which the cause cannot be rounding alone."""
+    """If `optim/kl_sample_train_v2` exceeds this value, rounding alone cannot be the cause."""
     quantize: str | None = None
     """The quantization scheme of the base weights, or None."""
 

@@ -110,9 +110,9 @@ def group_metrics(
     observation_tokens: int,
     cached_tokens: int,
 ) -> Metrics:
-    """Return the metrics of episodes in groups that follow from their total rewards [P][G] and from
-    the numbers of their turns and tokens. `cached_tokens` is the number of tokens in cached
-    prefixes, which count as observation tokens too.
+    """Return metrics of groups of episodes, computed from the total rewards [P][G] and the numbers
+    of turns and tokens. `cached_tokens` is the number of tokens in cached prefixes, which count as
+    observation tokens too.
     """
     rewards = [reward for rewards_G in rewards_P_G for reward in rewards_G]
     constant_groups = [rewards_G for rewards_G in rewards_P_G if is_constant(rewards_G)]

@@ -55,8 +55,8 @@ class TrainingSequence:
 
 
 LOSS_MASKS = {"gspo": "sequence_ratio_mask", "dro": "mask"}
-"""The name of the mask input of each loss that needs a mask, because a token with advantage 0
-contributes to it.
+"""The name of the mask input, by loss. These losses need a mask, because tokens with advantage 0
+contribute to them too.
 """
 
 

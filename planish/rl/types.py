@@ -31,7 +31,7 @@ Logs: TypeAlias = dict[str, str | int | float]
 
 
 class StopReason(StrEnum):
-    """Why an episode ended. Reported as the metric stop/NAME of its last turn."""
+    """Why an episode ended. The metric stop/NAME of its last turn reports the reason."""
 
     COMPLETED = "completed"
     TOOL_STOPPED = "tool_stopped"
@@ -60,7 +60,7 @@ class StepResult:
     next_observation: Observation
     next_stop_condition: StopCondition
     metrics: Metrics = field(default_factory=dict)
-    """Numbers, reported as env/<tag>/NAME, the mean over the turns that have NAME."""
+    """Numbers by name. env/<tag>/NAME is the mean over the turns that have NAME."""
     logs: Logs = field(default_factory=dict)
     """Values that are shown in the rollout files only."""
     stop_reason: StopReason | None = None
@@ -172,8 +172,8 @@ class EnvGroupBuilder(ABC):
         return [(0.0, {}) for _ in trajectory_group]
 
     async def cleanup(self) -> None:  # noqa: B027  (nothing to do is the usual case)
-        """Release the resources of `make_envs`. Called once after every group, also if the group
-        failed or was cancelled.
+        """Release the resources of `make_envs`. It is called once after every group, also if the
+        group failed or was cancelled.
         """
 
     def logging_tags(self) -> list[str]:

@@ -42,8 +42,8 @@ class Place:
 
 
 def places(body: Any) -> list[Place]:
-    """Return the values of a body, of either encoding, at any depth: all fields, and of each list or
-    map the first MAX_ITEMS items.
+    """Return the values of a body, of either encoding, at any depth: all fields, and the first
+    MAX_CONTAINER_ITEMS items of each list or map.
     """
     found = _json_places(body, "") if isinstance(body, dict) else _message_places(body, "")
     return list(found)

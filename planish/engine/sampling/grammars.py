@@ -225,7 +225,7 @@ class GrammarCache:
             return future
 
     def _start_compiling(self, constraint: Constraint, owner: str) -> Future[Grammar]:
-        """Compile a grammar in one of at most MAX_COMPILING threads of its owner.
+        """Compile a grammar in one of at most MAX_COMPILE_THREADS_PER_OWNER threads of its owner.
 
         llguidance's limits do not bound the compile time of some grammars, such as a thousand
         overlapping patterns, and a thread cannot be ended. Such a grammar delays only grammars of

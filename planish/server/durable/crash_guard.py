@@ -25,9 +25,9 @@ finished.
 A clean shutdown clears all records except the abandoned keys. After a clean shutdown, an abandoned
 key gets one more try, because the server may have more memory at its next start.
 
-Each request is identified by a key: the id of a journaled or replayed request, the model's id for
-loading a snapshot, the sampler's id for loading its weights, and a digest of the content for a
-sample that is not journaled.
+Each piece of work is identified by a key. The key of a journaled or replayed request is its id. The
+key of loading a snapshot is the model's id, and the key of loading a sampler's weights is the
+sampler's id. The key of a sample that is not journaled is a digest of its content.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class CrashGuard:
         self._store = store
         self._load_base_models = load_base_models
         self.is_inactive = True
-        """Whether the guard neither marks, delays nor rejects any request. Then it need not be told
-        of a request. Once the guard is inactive, it stays inactive until the server crashes.
+        """Whether the guard is inactive: it marks, delays and rejects no request, so callers need
+        not report requests to it. An inactive guard stays inactive until the server crashes.
         """
         self._loading: asyncio.Task[None] | None = None
         self._watched_until = 0.0

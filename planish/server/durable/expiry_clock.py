@@ -1,9 +1,9 @@
 """The clock by which expired data are deleted.
 
 The system's clock may be wrong when the server starts, or jump while the server runs. The server
-cannot know which time is right. So it keeps the bounds of the true time: a time is certain if it
-passed on the system's clock and also while a server ran. Time synchronization or an operator
-usually corrects a wrong clock within days.
+cannot know which time is right. So it keeps a lower and an upper bound of the true time. The lower
+bound counts only the time during which a server ran, and never exceeds the system's time. Time
+synchronization or an operator usually corrects a wrong clock within days.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from planish.server.durable.store import Store, Transaction
 from planish.types import LONGEST_TTL_SECONDS
 
 _JUMP_SECONDS = 60.0
-"""If the system's clock and the monotonic clock differ by more than this from the last check, the
-system's clock has jumped.
+"""The system's clock has jumped if it advanced, since the last check, by at least this much more or
+less than the monotonic clock.
 """
 _REPORTED_GAP_SECONDS = 3600.0
 _MAX_BEHIND_SECONDS = 7 * 86400.0
@@ -97,16 +97,17 @@ class ExpiryClock:
         return min(self._earliest, wall)
 
     def before(self, seconds: float) -> float:
-        """Return a time for which this holds: what the system's clock dated earlier than this time
-        is at least `seconds` old.
+        """Return a time T. Everything that the system's clock dated before T is at least `seconds`
+        old.
         """
         earliest = self.earliest()
         is_steady = self._checked - self._steady_since >= seconds
         return (self._wall if is_steady else earliest) - seconds
 
     def extended(self, ttl_seconds: int | None) -> int | None:
-        """Return a time to live for the engine, which adds it to the system's time. It is longer if
-        the system's clock is behind an earlier process, because the clock may be corrected.
+        """Return the time to live to give to the engine, which adds it to the system's time. If the
+        system's clock is behind that of an earlier process, the result is longer than `ttl_seconds`
+        by the difference, because the clock may be corrected.
         """
         if ttl_seconds is None:
             return None

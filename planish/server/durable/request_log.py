@@ -175,7 +175,7 @@ class RequestLog:
                 return encode_request(operation, seq)
 
         def encode() -> JournalEntry:
-            input_token_count(operation)  # kept by the operation, so the event loop need not count
+            input_token_count(operation)  # caches the count, so the event loop need not count
             return encode_request(operation, seq)
 
         return await asyncio.to_thread(encode)

@@ -6,9 +6,9 @@ planish.access, with the route's pattern, status, milliseconds and the tenant's 
 and samples are never logged. Clients repeat some requests all the time: polls for results,
 heartbeats, health and metrics. Such a request has the level debug if it succeeds.
 
-A record is a message and fields, `_log.info("snapshot", extra=log_fields(model=..., seconds=...))`.
-On a terminal, the record is a line of text. Elsewhere, the record is one line with a JSON object.
-The fields are then entries of this object, next to `message`:
+A record has a message and fields: `_log.info("snapshot", extra=log_fields(model=...,
+seconds=...))`. On a terminal, the record is a line of text. Elsewhere, the record is one line with
+a JSON object. The fields are then entries of this object, next to `message`:
 
     {"time": "2026-01-01T12:00:00.000+00:00", "level": "info", "logger": "planish.access",
      "message": "...", ...}
@@ -191,8 +191,8 @@ def set_up_logging(log_format: LogFormat | None, level: str, stream: TextIO | No
 class BackgroundHandler(logging.Handler):
     """Writes the log to a file descriptor in a thread.
 
-    A pipe or a terminal whose reader has stopped blocks whoever writes to it. So nobody waits for
-    the thread: if MAX_LINES lines wait to be written, further lines are dropped, and their number is
+    A write to a pipe or a terminal blocks if its reader has stopped. So no caller waits for the
+    thread. If MAX_LINES lines wait to be written, further lines are dropped, and their number is
     logged later.
     """
 
@@ -203,8 +203,8 @@ class BackgroundHandler(logging.Handler):
         """Start the thread. `descriptor` is the file descriptor, by default that of stderr."""
         super().__init__()
         self._descriptor = descriptor
-        # A signal handler may log while its own thread logs. So the queue and the lock must be ones
-        # that a thread can enter twice: with `Queue` and `Lock`, the thread would wait for itself.
+        # A signal handler may log while its own thread logs. So the queue and the lock must be
+        # reentrant: with `Queue` and `Lock`, the thread would wait for itself.
         self._lines: SimpleQueue[str | None] = SimpleQueue()
         self._dropped = 0
         self._counting = RLock()

@@ -164,7 +164,7 @@ class HttpState:
             _DECODING_THREADS, 1, long_capacity=1, long_tokens=MAX_SMALL_BODY
         )
     )
-    """Decides which large body is decoded, or which large result is encoded, next."""
+    """Decides which large body is decoded next, or which large result is encoded next."""
     downloads: DownloadSlots = field(default_factory=DownloadSlots)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to stop, which ends waiting polls."""

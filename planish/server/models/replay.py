@@ -282,7 +282,7 @@ async def record_snapshot(services: Services, row: ModelRow, seq: int, path: str
 
 
 async def record_closing(store: Store, row: ModelRow) -> None:
-    """Record why the model of `row` is closed, and drop what was kept to bring it back."""
+    """Record why the model of `row` is closed, and drop the data that only a restore would need."""
 
     def record(transaction: Transaction) -> None:
         columns = {"closed": row.closed, "snapshot": None, "snapshot_seq": None}

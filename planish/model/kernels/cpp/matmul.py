@@ -37,7 +37,7 @@ _PackRecord = np.dtype([(name, np.int64) for name in ("matrix", "panels", "n", "
 _AdapterRecord = np.dtype(
     [(name, np.int64) for name in ("a", "b0", "b1", "b2", "rank", "columns", "first", "count")]
 )
-"""The adapter of rows first .. first + count - 1 of a batch at one site (target module).
+"""The adapter of one target module for rows first .. first + count - 1 of a batch.
 
 `a`, `b0`, `b1`, `b2`: the addresses of the packed matrices. `rank`: r, rounded up to an even
 number. `columns`: n * r, the number of columns of the LoRA hidden states.
