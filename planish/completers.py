@@ -37,7 +37,7 @@ class TokensWithLogprobs:
 
     @property
     def logprobs(self) -> list[float]:
-        """The logprob of each token. ValueError if the policy did not return logprobs."""
+        """The logprob of each token. Raises ValueError if the policy did not return logprobs."""
         if self.maybe_logprobs is None:
             raise ValueError(
                 "these tokens have no logprobs, because their policy does not return any; use a policy that does"

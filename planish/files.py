@@ -40,7 +40,7 @@ def lock_directory(path: Path, option: str, what: str) -> FileLock:
     """Create a directory if it is missing, lock it, and return the lock.
 
     `option` (the name of the option that gave the path) and `what` (what is written there) appear
-    in error messages. UserError if another process has the lock.
+    in error messages. Raises UserError if another process has the lock.
     """
     lock = FileLock(path / ".lock")
     try:
@@ -58,8 +58,8 @@ def lock_directory(path: Path, option: str, what: str) -> FileLock:
 def read_rows(path: str | Path) -> list[Row]:
     """Return the objects of a JSONL file; [] if the file is missing.
 
-    An incomplete last line, which a crash may leave, is skipped. DamagedFileError if any other line
-    is not an object.
+    An incomplete last line, which a crash may leave, is skipped. Raises DamagedFileError if any
+    other line is not an object.
     """
     path = Path(path)
     if not path.exists():
@@ -109,7 +109,7 @@ def write_remedy(error: OSError, otherwise: str) -> str:
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
     """Write `data` to `path` atomically and durably: readers see the old or the complete new file,
-    even after a power failure. StorageError if that fails.
+    even after a power failure. Raises StorageError if that fails.
     """
     path = Path(path)
     payload = data.encode() if isinstance(data, str) else data
@@ -143,7 +143,9 @@ class RowFile:
         self._file = self._open()
 
     def append(self, *rows: Row) -> None:
-        """Append all rows in one write. StorageError if it fails; then none of them is in the file."""
+        """Append all rows in one write. Raises StorageError if it fails; then none of them is in
+        the file.
+        """
         lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
         size_before = self._file.seek(0, os.SEEK_END)
         try:
@@ -166,7 +168,9 @@ class RowFile:
             ) from error
 
     def keep(self, is_kept: Callable[[Row], bool]) -> None:
-        """Remove the rows for which `is_kept` is false. DamagedFileError if it fails on a row."""
+        """Remove the rows for which `is_kept` is false. Raises DamagedFileError if it fails on a
+        row.
+        """
         rows = read_rows(self.path)
         kept_rows = []
         for row in rows:
@@ -218,7 +222,7 @@ def _parse(line: bytes) -> Row | None:
 
 
 def read_object(path: Path) -> Row:
-    """Read a file that contains one JSON object. DamagedFileError if it does not."""
+    """Read a file that contains one JSON object. Raises DamagedFileError if it does not."""
     content = _parse(path.read_bytes())
     if content is None:
         raise DamagedFileError(f"{path} is not a JSON object; repair it or give another log_path")

@@ -50,8 +50,8 @@ class Metric:
 
 
 def metrics_in(text: str) -> tuple[Metric, ...]:
-    """Return the rows of the tables between the marks. ValueError without marks, or for a row that
-    does not have five cells.
+    """Return the rows of the tables between the marks. Raises ValueError without marks, or for a
+    row that does not have five cells.
     """
     _, found_begin, rest = text.partition(BEGIN)
     tables, found_end, _ = rest.partition(END)

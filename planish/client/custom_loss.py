@@ -54,8 +54,8 @@ def custom_gradient(
 ) -> CustomGradient:
     """Call `loss_fn(data, logprobs)` and differentiate its loss by the logprobs.
 
-    Raise UserError if `loss_fn` does not return (loss, metrics), NonFiniteError if the loss or its
-    gradient is not finite.
+    Raise UserError if `loss_fn` does not return (loss, metrics), and NonFiniteError if the loss or
+    its gradient is not finite.
     """
     # Imported here, because `import planish` must not import torch.
     import torch

@@ -29,7 +29,7 @@ def cache_tokenizer(files: Mapping[str, str], cache: Path) -> Path:
     """Return the directory in `cache` with these files (name to text), and write it if it is
     missing.
 
-    Raise UserError if a name or a content is invalid, StorageError if the directory cannot be
+    Raise UserError if a name or a content is invalid, and StorageError if the directory cannot be
     written.
     """
     for name, text in files.items():

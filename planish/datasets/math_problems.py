@@ -129,8 +129,8 @@ def hendrycks_train_rows() -> list[dict[str, Any]]:
 def read_problems(
     collection: ProblemCollection, rows: Sequence[Row], where: str
 ) -> tuple[list[Problem], list[str]]:
-    """Read rows as problems, and return a note if some have no usable answer; UserError if none
-    has.
+    """Read rows as problems, and return a note if some have no usable answer. Raises UserError if
+    none has.
     """
     results = [
         collection.read(row, f"{where} row {number}") for number, row in enumerate(rows, start=1)

@@ -33,7 +33,7 @@ _warned_datasets: set[str] = set()
 
 
 def open_rows(dataset: str, split: str) -> Sequence[Row]:
-    """Return the rows of one split ("train" or "test"); UserError if there are none."""
+    """Return the rows of one split ("train" or "test"). Raise UserError if there are none."""
     files = _local_files(dataset, split)
     if files is not None:
         rows = [row for file in files for _, row in _rows_with_locations(file)]

@@ -68,7 +68,7 @@ class TaughtDataset(RLDataset):
 
 @chz.chz
 class DistillationDatasetBuilder(RLDatasetBuilder):
-    """Builds the datasets of all parts. UserError if `parts` is empty."""
+    """Builds the datasets of all parts. Raises UserError if `parts` is empty."""
 
     parts: Sequence[DistillationDatasetConfig]
 

@@ -53,8 +53,8 @@ def read_prompt(row: Mapping[str, Any], where: str) -> Conversation:
 def load_prompts(
     dataset: str, renderer: Renderer, prefix: Sequence[Mapping[str, Any]] = ()
 ) -> list[Conversation]:
-    """Return the prompts of a hub name, a directory or a file. UserError for a prompt that the chat
-    format cannot express after `prefix`.
+    """Return the prompts of a hub name, a directory or a file. Raise UserError for a prompt that
+    the chat format cannot express after `prefix`.
     """
     prompts = []
     for number, row in enumerate(open_rows(dataset, "train"), start=1):

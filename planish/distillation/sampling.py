@@ -134,8 +134,8 @@ async def sample_conversations(
 ) -> SampledFile:
     """Sample answers to all prompts that are not done yet, and write them to `path`.
 
-    `PROMPTS_PER_CHUNK` prompts are answered concurrently, and then recorded as done. UserError if
-    the file was made with another `origin`, or if no prompt has a complete answer.
+    `PROMPTS_PER_CHUNK` prompts are answered concurrently, and then recorded as done. Raises
+    UserError if the file was made with another `origin`, or if no prompt has a complete answer.
     """
     sampled_file = SampledFile(Path(path).expanduser(), origin)
     chunks = range(sampled_file.num_done, len(prompts), PROMPTS_PER_CHUNK)

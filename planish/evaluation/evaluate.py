@@ -191,7 +191,8 @@ async def _answer_all(
 def resolve_sampling(
     task: Task, sampling: Sampling | None, k: Sequence[int] | None, concurrency: int
 ) -> tuple[Sampling | None, tuple[int, ...]]:
-    """Return the sampling options and the values of k; UserError if the task cannot use them.
+    """Return the sampling options and the values of k. Raises UserError if the task cannot use
+    them.
 
     For a task that scores choices, return None and ().
     """

@@ -38,7 +38,9 @@ LONE_LETTER = re.compile(r"\W*([A-Za-z])\W*")
 
 
 def lettered_question(row: Mapping[str, Any], where: str, number: int) -> Question:
-    """Return a question that lists the choices with letters; UserError for an invalid row."""
+    """Return a question that lists the choices with letters. Raises UserError for an invalid
+    row.
+    """
     question, choices, reference = _read_fields(row, where)
     choice_list = "\n".join(
         f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False)
@@ -51,7 +53,7 @@ def lettered_question(row: Mapping[str, Any], where: str, number: int) -> Questi
 
 
 def unlisted_question(row: Mapping[str, Any], where: str, number: int) -> Question:
-    """Return a question that does not list its choices; UserError for an invalid row."""
+    """Return a question that does not list its choices. Raises UserError for an invalid row."""
     question, choices, reference = _read_fields(row, where)
     message: Any = {"role": "user", "content": question}
     return Question(number, (message,), reference, choices)

@@ -27,7 +27,7 @@ def atomic_directory(target: Path, *, marker: str, overwrite: bool = False) -> I
 
     `target` may exist if it is empty. With `overwrite` it may also be an earlier export, recognized
     by its file `marker`. It is replaced only when the new directory is complete. Raise UserError
-    for any other existing target; StorageError if writing fails.
+    for any other existing target. Raise StorageError if writing fails.
     """
     target = target.expanduser().absolute()
     check_replaceable(target, marker=marker, overwrite=overwrite)

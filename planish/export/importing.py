@@ -87,8 +87,8 @@ def import_adapter(
     quantized, by default the one that planish.json or planish_export.json names; without these
     files, none. `run_id` is by default derived from the directory's name.
 
-    Raise CheckpointError if the adapter does not fit the base model; UnsupportedError if it is not
-    plain LoRA; DamagedFileError if a file is damaged.
+    Raise CheckpointError if the adapter does not fit the base model. Raise UnsupportedError if it
+    is not plain LoRA. Raise DamagedFileError if a file is damaged.
     """
     config = _read_adapter_config(directory)
     base_model = base_model or config.get("base_model_name_or_path")

@@ -148,8 +148,8 @@ class LoraUpdate:
 def read_adapter(directory: Path) -> LoraUpdate:
     """Read the adapter in `directory`.
 
-    Raise CheckpointError if there is none; DamagedFileError if a file is damaged; UnsupportedError
-    if it is not a plain LoRA adapter.
+    Raise CheckpointError if there is none. Raise DamagedFileError if a file is damaged. Raise
+    UnsupportedError if it is not a plain LoRA adapter.
     """
     for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
         if not (directory / name).is_file():
@@ -182,8 +182,8 @@ def read_matrices(
     """Return the matrices of an adapter in float32 by the name of the linear layer.
 
     `is_ignored` decides from its name and value whether a tensor that is no LoRA matrix is left
-    out; any other such tensor raises UnsupportedError. DamagedFileError if the file cannot be read
-    or a matrix is missing.
+    out; any other such tensor raises UnsupportedError. Raise DamagedFileError if the file cannot be
+    read or a matrix is missing.
     """
     adapter_path = directory / ADAPTER_FILE
     try:

@@ -184,7 +184,7 @@ def write_merged(
 
 
 def merge(tensor: MergedTensor, scaling: float, rounding: RoundingError) -> Tensor:
-    """Return one tensor of the merged model; NonFiniteError if it overflows float16."""
+    """Return one tensor of the merged model. Raise NonFiniteError if it overflows float16."""
     base_weight = tensor.base_weight
     if isinstance(base_weight, QuantizedWeight):
         # Unless the files are float32, planish trained with the bf16 weights.

@@ -66,8 +66,8 @@ def open_checkpoint(source: str, records: Records, run: Path | None = None) -> I
     A checkpoint path is downloaded from `records`, and its files exist only within the block. `run`
     is the directory of its run.
 
-    Raise CheckpointError if the run does not record the checkpoint; UserError if `source` names no
-    checkpoint.
+    Raise CheckpointError if the run does not record the checkpoint. Raise UserError if `source`
+    names no checkpoint.
     """
     path, directory = weights_of(source), Path(source).expanduser()
     if path != source:

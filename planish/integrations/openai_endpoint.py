@@ -125,8 +125,8 @@ class ChatEndpoint(MessageCompleter):
         return self
 
     async def __call__(self, messages: Sequence[Message]) -> Message:
-        """Return the model's answer. EndpointError if the last attempt fails. UserError if the
-        endpoint rejects the request.
+        """Return the model's answer. Raise EndpointError if the last attempt fails. Raise UserError
+        if the endpoint rejects the request.
         """
         all_options = {"max_tokens": self.max_tokens, "temperature": self.temperature, **self.extra}
         request_options = {name: value for name, value in all_options.items() if value is not None}

@@ -103,8 +103,8 @@ def header(text: str, *, level: int | None = None) -> None:
 
 def table(obj: Any, *, caption: str | None = None) -> None:
     """Log a table: a list of dictionaries (one column for each key of any of them), a list of lists
-    (without a header row), or a pandas DataFrame. UserError for anything else. For a dictionary,
-    use `table_from_dict` or `table_from_dict_of_lists`.
+    (without a header row), or a pandas DataFrame. Raises UserError for anything else. For a
+    dictionary, use `table_from_dict` or `table_from_dict_of_lists`.
     """
 
     def make(_: int) -> Node:

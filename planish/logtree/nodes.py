@@ -67,7 +67,7 @@ def details_node(summary: str, *body: Node | str, css_class: str, **attrs: str) 
 
 def attributes(given: Mapping[str, Any]) -> dict[str, str]:
     """Convert keyword arguments to HTML attributes: class_ means class, data__x means data-x.
-    UserError for a name that is not valid in HTML.
+    Raises UserError for a name that is not valid in HTML.
     """
     named: dict[str, str] = {}
     for given_name, value in given.items():

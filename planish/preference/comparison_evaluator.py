@@ -98,7 +98,7 @@ class FixedReference(Reference):
     async def completions(
         self, prompts: Sequence[Messages], answer_sampler: AnswerSampler
     ) -> Sequence[Messages]:
-        """Return the answers; UserError if their number is not that of the prompts."""
+        """Return the answers. Raises UserError if their number is not that of the prompts."""
         if len(self.answers) != len(prompts):
             raise UserError(
                 f"there are {len(prompts)} prompts and {len(self.answers)} reference answers; "

@@ -76,7 +76,7 @@ def answer_conversation(prompt: Messages, answer: Messages) -> list[dict[str, An
 def comparison_to_data(
     labeled: LabeledComparison, renderer: Renderer, max_length: int | None = None
 ) -> Batch:
-    """Return the datums of the chosen and the rejected answer; UserError for a tie.
+    """Return the datums of the chosen and the rejected answer. Raise UserError for a tie.
 
     The batch is empty, with left_out = 1, if `max_length` leaves nothing of one of the answers.
     """

@@ -18,7 +18,7 @@ Form: TypeAlias = ChatForm | BradleyTerryForm
 
 
 def form_of(kind: str, renderer: Renderer, question: str = QUESTION) -> Form:
-    """Return the form of a kind, "chat" or "bradley_terry"; UserError for any other.
+    """Return the form of a kind, "chat" or "bradley_terry". Raises UserError for any other.
 
     Only bradley_terry uses `question`.
     """

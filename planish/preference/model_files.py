@@ -80,8 +80,8 @@ class PreferenceModelFile:
 
     @classmethod
     def read(cls, run: str | Path) -> Self:
-        """Read the file of a run; UserError if it is missing, DamagedFileError if it cannot be
-        read.
+        """Read the file of a run. Raises UserError if it is missing, and DamagedFileError if it
+        cannot be read.
         """
         path = Path(run).expanduser() / PREFERENCE_MODEL
         if not path.is_file():

@@ -41,7 +41,7 @@ class ExpressionError(UserError):
 
 
 def evaluate(expression: str) -> Fraction:
-    """Return the value of an expression of numbers, + - * / // % ** and parentheses;
+    """Return the value of an expression of numbers, + - * / // % ** and parentheses. Raises
     ExpressionError if it has none.
     """
     if len(expression) > MAX_CHARS:

@@ -97,7 +97,7 @@ class FunctionDatasetBuilder(AttemptsBuilder):
 
     def _held_out(self, shown: set[str]) -> list[CodeProblem]:
         """Return the test problems. They are the same for every seed, so that runs can be compared.
-        UserError if less than a quarter of all functions would be left to train on.
+        Raises UserError if less than a quarter of all functions would be left to train on.
         """
         rng = random.Random("test")
         count = NUM_TEST_FUNCTIONS if self.eval_problems is None else self.eval_problems

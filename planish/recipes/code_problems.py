@@ -173,7 +173,9 @@ def read_assertion(source: str) -> FunctionTest:
 
 
 def function_test(name: str, arguments: Sequence[Any], expected: Any) -> FunctionTest:
-    """Return a test of a function; UnusableTestError if its values cannot be sent to a program."""
+    """Return a test of a function. Raises UnusableTestError if its values cannot be sent to a
+    program.
+    """
     try:
         return FunctionTest(name, tuple(arguments), expected)
     except UserError as error:

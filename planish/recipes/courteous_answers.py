@@ -59,7 +59,7 @@ class CourteousAnswersBuilder(ComparisonBuilder):
     seed: int
 
     def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
-        """Return (training pairs, test pairs); UserError if no sum is left to train on."""
+        """Return (training pairs, test pairs). Raises UserError if no sum is left to train on."""
         numbers = range(self.largest + 1)
         sums = list(product(numbers, numbers))
         if self.test_size >= len(sums):

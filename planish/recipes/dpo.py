@@ -101,7 +101,7 @@ def dpo_config(options: Options) -> dpo.Config:
 
 
 def comparisons(options: Options) -> ComparisonBuilder:
-    """Return the builder of the pairs; UserError for an option that would be ignored."""
+    """Return the builder of the pairs. Raises UserError for an option that would be ignored."""
     if options.dataset is not None:
         training_run.reject_unused(
             options,

@@ -104,7 +104,7 @@ def _split(
     exchanges: Sequence[Exchange], test_size: int
 ) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
     """Return (training pairs, test pairs). The test has `test_size` pairs, rounded up to an even
-    number; UserError if there are fewer.
+    number. Raises UserError if there are fewer.
     """
     held_out = math.ceil(test_size / 2)
     if held_out > len(exchanges):

@@ -123,7 +123,7 @@ def model_config(options: Options) -> model_training.Config:
 
 
 def comparisons(options: Options) -> ComparisonBuilder:
-    """Return the builder of the pairs; UserError for an option that would be ignored."""
+    """Return the builder of the pairs. Raises UserError for an option that would be ignored."""
     if options.dataset is not None:
         generated_options = ("pairs", "largest", "questions")
         training_run.reject_unused(

@@ -65,8 +65,8 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 
 def long_prompt(options: Options) -> Conversation:
-    """Return the messages that only the teacher sees; UserError if `prompt` is missing or not
-    valid.
+    """Return the messages that only the teacher sees. Raises UserError if `prompt` is missing or
+    not valid.
     """
     if options.prompt is None:
         if options.dataset != SUMS:

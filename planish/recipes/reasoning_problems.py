@@ -167,7 +167,9 @@ def sample_entries(
 
 
 def sample_entry(task: Task, rng: random.Random, held_out: Set[str]) -> Entry:
-    """Return a random entry whose question is not in `held_out`; UserError if none is found."""
+    """Return a random entry whose question is not in `held_out`. Raises UserError if none is
+    found.
+    """
     for _ in range(1000):
         entry = task_process(task).entry(rng.randrange(task.num_entries))
         if entry.question not in held_out:

@@ -35,7 +35,7 @@ class Task:
 
     @classmethod
     def of(cls, name: str, options: Mapping[str, Any], seed: int) -> "Task":
-        """Return the task with these options; UserError for an unknown task or option."""
+        """Return the task with these options. Raise UserError for an unknown task or option."""
         check_name(name)
         known = {field.name for field in fields(task_types()[name][1])} - {"seed"}
         for option in options:
@@ -73,7 +73,9 @@ class TaskProcess:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="planish-reasoning")
 
     def entry(self, index: int) -> Entry:
-        """Return an entry; UserError if the task fails to make it, as for an impossible config."""
+        """Return an entry. Raise UserError if the task fails to make it, as for an impossible
+        config.
+        """
         try:
             reply = self._process.request({"index": index}, ENTRY_SECONDS)
         except (WorkerError, WorkerStartError) as error:
@@ -84,8 +86,8 @@ class TaskProcess:
         return Entry(self.task, index, reply["question"], reply["answer"])
 
     async def score(self, index: int, response: str) -> float:
-        """Return the score of a response, 0 to 1. UnjudgedAnswerError if the task fails on the
-        response or takes too long.
+        """Return the score of a response, 0 to 1. Raise UnjudgedAnswerError if the task fails on
+        the response or takes too long.
         """
         question = {"index": index, "response": response}
         try:
@@ -121,8 +123,8 @@ def check_name(name: str) -> None:
 
 
 def task_types() -> Mapping[str, tuple[type, type]]:
-    """Return {name: (dataset class, config class)} of all tasks. UnsupportedError if reasoning-gym
-    is not installed.
+    """Return {name: (dataset class, config class)} of all tasks. Raise UnsupportedError if
+    reasoning-gym is not installed.
     """
     try:
         # reasoning-gym is an optional package, and its import takes a second.

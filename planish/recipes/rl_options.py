@@ -139,7 +139,7 @@ def sampling_ahead(options: RLOptions) -> dict[str, Any]:
 
 def kl_reference(options: RLOptions) -> KLReferenceConfig | None:
     """Return the reference of the KL penalty: by default the policy that the run begins with; None
-    without a penalty. UserError if a reference is given without a penalty.
+    without a penalty. Raises UserError if a reference is given without a penalty.
     """
     if options.kl_penalty_coef == 0:
         reject_unused(

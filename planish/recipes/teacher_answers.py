@@ -137,8 +137,8 @@ async def write_answers(
     shows_examples: bool,
 ) -> None:
     """Sample the teacher's answer to each prompt that has no answer in the file yet. The teacher
-    sees the messages of `prefix` before each prompt. UserError if there are too few prompts or too
-    few complete answers for a training batch and the test set.
+    sees the messages of `prefix` before each prompt. Raise UserError if there are too few prompts
+    or too few complete answers for a training batch and the test set.
 
     The run's directory is locked meanwhile, as it is during training, since two processes must not
     append to the same file.
@@ -190,7 +190,7 @@ async def write_answers(
 def prompts_of(
     options: TeacherOptions, prefix: Sequence[Mapping[str, Any]], *, shows_examples: bool
 ) -> list[Conversation]:
-    """Return the prompts that the teacher answers; UserError if there are too few."""
+    """Return the prompts that the teacher answers. Raise UserError if there are too few."""
     if options.dataset == SUMS:
         count = options.num_prompts or 512
         return generated_sum_prompts(

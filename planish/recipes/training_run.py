@@ -108,7 +108,7 @@ def run_main(
 
 def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) -> C:
     """Return the config of `key=value` arguments. `preset=NAME` gives other defaults, which other
-    arguments override. --help prints the options and exits; UserError for a wrong argument.
+    arguments override. --help prints the options and exits. Raise UserError for a wrong argument.
     """
     names = [argument.partition("=")[2] for argument in argv if argument.startswith("preset=")]
     rest = [argument for argument in argv if not argument.startswith("preset=")]

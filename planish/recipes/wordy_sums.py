@@ -64,7 +64,7 @@ async def rule(comparison: Comparison) -> float:
 
 
 def quality(prompt: Messages, completion: Messages) -> Quality:
-    """Return the quality of an answer; UserError if the prompt is not one of these sums."""
+    """Return the quality of an answer. Raises UserError if the prompt is not one of these sums."""
     match = QUESTION.fullmatch(text_of(prompt[-1:]))
     if match is None:
         raise UserError(

@@ -43,7 +43,7 @@ Piece = str | Control
 @dataclass
 class Codec:
     """Encodes pieces with a tokenizer of `transformers`, or with any object that has its encode,
-    decode and conversion methods. ValueError if one of these methods is missing.
+    decode and conversion methods. Raises ValueError if one of these methods is missing.
     """
 
     tokenizer: ModelTokenizer
@@ -86,7 +86,9 @@ class Codec:
         return self._control_ids[text]
 
     def require(self, texts: Iterable[str], renderer: str) -> None:
-        """Guard the tokens `texts` from now on. ValueError if one of them is not a single token."""
+        """Guard the tokens `texts` from now on. Raises ValueError if one of them is not a single
+        token.
+        """
         for text in texts:
             id_ = self.control_id(text)
             if id_ is None:
@@ -117,7 +119,8 @@ class Codec:
 
     def encode_text(self, text: str, after: int | None = None) -> list[int]:
         """Return the ids of ordinary text, none of them guarded. `after` is the id before the text;
-        None at a sequence's start. ValueError if the text cannot be written without a guarded id.
+        None at a sequence's start. Raises ValueError if the text cannot be written without a
+        guarded id.
         """
         if not text:
             return []

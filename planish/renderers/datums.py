@@ -34,7 +34,7 @@ def datum_from_weights(
 
     At most the first `max_length` positions are kept. With reduction "mean" the weights are divided
     by their sum, so that each example counts equally in a summed loss; "none" keeps the weights.
-    ValueError if no kept target has a weight.
+    Raises ValueError if no kept target has a weight.
     """
     if reduction not in ("mean", "none"):
         raise ValueError(f"reduction={reduction!r}: give 'mean' or 'none'")

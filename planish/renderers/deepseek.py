@@ -73,7 +73,7 @@ class DeepSeekV3(StopTokenFormat):
         )
 
     def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
-        """Return one turn per message. ValueError for a system message that is not first."""
+        """Return one turn per message. Raises ValueError for a system message that is not first."""
         turns: list[Turn] = []
         for index, message in enumerate(messages):
             follows_tool = index > 0 and messages[index - 1].role == "tool"

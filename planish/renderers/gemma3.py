@@ -28,9 +28,8 @@ class Gemma3(StopTokenFormat):
         return Capabilities(roles=("system", "user", "assistant"), required=(BOS, START, END))
 
     def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
-        """Return one turn per message.
-
-        ValueError for a system message that is not first, or that no user message follows.
+        """Return one turn per message. Raises ValueError for a system message that is not first, or
+        that no user message follows.
         """
         turns: list[Turn] = []
         system: str | None = None

@@ -96,8 +96,8 @@ def calls_rules(
 
     If `alternative` is None, the message must consist of calls. If `alternative` is ANY_TEXT, the
     message is any text, which may end with calls. If `alternative` is another Lark expression, the
-    message is either calls or a match of that expression. UnsupportedError if the chat format has
-    no tools.
+    message is either calls or a match of that expression. Raises UnsupportedError if the chat
+    format has no tools.
     """
     form = renderer.format.capabilities.calls
     if form is None:

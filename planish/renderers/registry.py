@@ -106,8 +106,8 @@ def get_renderer(
     `default_system` (chatml only) replaces the default system message of the tokenizer's chat
     template; "" means none. `strip_thinking_from_history=False` (qwen3 only) keeps all reasoning in
     prompts, so that each prompt extends the one before it. `current_date` (gpt_oss_*_reasoning and
-    smollm3 only), such as "2025-06-28", is the date in the system message, by default today's. ValueError
-    for an unknown name or an option of another renderer.
+    smollm3 only), such as "2025-06-28", is the date in the system message, by default today's.
+    Raises ValueError for an unknown name or an option of another renderer.
     """
     if name not in FORMATS:
         raise ValueError(f"renderer {name!r} is unknown; choose one of {', '.join(FORMATS)}")
@@ -170,8 +170,8 @@ _ALWAYS_THINKING = (
 def with_thinking(name: str, thinks: bool) -> str:
     """Return the name of a renderer for the same models as `name`.
 
-    `thinks`: whether the returned renderer samples reasoning. UnsupportedError if the models always
-    think or never think, and `thinks` says otherwise.
+    `thinks`: whether the returned renderer samples reasoning. Raises UnsupportedError if the models
+    always think or never think, and `thinks` says otherwise.
     """
     if not thinks and name in _ALWAYS_THINKING:
         raise UnsupportedError(

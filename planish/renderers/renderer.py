@@ -55,7 +55,8 @@ class MessageEnding:
 @dataclass(frozen=True)
 class Renderer:
     """A tokenizer with a chat format. `get_renderer` makes one by name; for a custom format, call
-    `Renderer(name, tokenizer, format)`. ValueError if the tokenizer lacks a token of the format.
+    `Renderer(name, tokenizer, format)`. Raises ValueError if the tokenizer lacks a token of the
+    format.
     """
 
     name: str
@@ -163,7 +164,8 @@ class Renderer:
         `train_on_what` chooses messages. The text and the end mark of a chosen message are targets;
         headers are targets only with ALL_TOKENS. If the format strips reasoning from history, the
         earlier turns of this example lack their reasoning; `build_supervised_examples` trains each
-        turn with its own. ValueError if there is nothing to train on or a message is invalid.
+        turn with its own. Raises ValueError if there is nothing to train on or a message is
+        invalid.
         """
         train_on = read_train_on_what(train_on_what)
         checked = read_messages(messages, self.format.capabilities, self.name)
@@ -239,7 +241,7 @@ class Renderer:
     def _targets(
         self, checked: Sequence[CheckedMessage], trained: Sequence[bool], trains_all_tokens: bool
     ) -> Iterator[tuple[Turn, bool]]:
-        """Yield each turn and whether it is a target. ValueError for a target that cannot be
+        """Yield each turn and whether it is a target. Raises ValueError for a target that cannot be
         trained.
         """
         for turn in self.format.turns(checked):
@@ -267,8 +269,8 @@ class Renderer:
     ) -> list[dict[str, Any]]:
         """Return the messages that offer `tools` to the model, for the start of a conversation.
 
-        The rendered text equals that of the model's chat template. UnsupportedError if the format
-        cannot express tools.
+        The rendered text equals that of the model's chat template. Raises UnsupportedError if the
+        format cannot express tools.
         """
         if not self.format.capabilities.tools:
             raise UnsupportedError(

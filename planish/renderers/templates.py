@@ -36,7 +36,7 @@ def render_template(
     bos_token: str = "",
     **names: Any,
 ) -> str:
-    """Render a chat template. DamagedFileError if it is not a valid template or rejects the
+    """Render a chat template. Raises DamagedFileError if it is not a valid template or rejects the
     messages.
     """
     # Imported here, because the import of transformers takes a second.

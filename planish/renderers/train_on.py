@@ -22,7 +22,7 @@ class TrainOnWhat(StrEnum):
 
 
 def read_train_on_what(value: TrainOnWhat | str) -> TrainOnWhat:
-    """Return `value` as a TrainOnWhat. ValueError for an unknown name."""
+    """Return `value` as a TrainOnWhat. Raises ValueError for an unknown name."""
     try:
         return TrainOnWhat(value)
     except ValueError:
@@ -31,8 +31,8 @@ def read_train_on_what(value: TrainOnWhat | str) -> TrainOnWhat:
 
 
 def target_flags(messages: Sequence[CheckedMessage], train_on: TrainOnWhat) -> list[bool]:
-    """Return one flag per message. ValueError if no message would be trained, or if the messages'
-    `trainable` keys do not fit `train_on`.
+    """Return one flag per message. Raises ValueError if no message would be trained, or if the
+    messages' `trainable` keys do not fit `train_on`.
     """
     _check_trainable(messages, train_on)
     assistant_indices = [

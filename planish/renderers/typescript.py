@@ -104,7 +104,7 @@ def _harmony_type(schema: Schema, indent: str) -> str:
 
 
 def kimi_namespace(functions: Sequence[Schema]) -> str:
-    """Return the declarations of `functions` in the form on which Kimi K2.5 was trained.
+    """Return the declarations of `functions` in the form on which Kimi K2.5 was trained. Raises
     ValueError for a schema that this form cannot express.
     """
     texts = []

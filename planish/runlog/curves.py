@@ -123,7 +123,7 @@ class PlottedPanel:
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read the runs at `paths`. Each run's name is the shortest end of its path that is unique.
-    UserError if a path has no metrics.
+    Raises UserError if a path has no metrics.
     """
     files = [_metrics_file(path) for path in paths]
     runs = []
@@ -141,7 +141,7 @@ def read_series(run: str | Path, metric: str) -> dict[float, float]:
     """Return the values of a metric by step, from a run directory or its metrics.jsonl.
 
     Steps whose row lacks the metric are left out. For example, the row of the final evaluation has
-    no training metrics. So the series has no gaps. UserError if no row has the metric.
+    no training metrics. So the series has no gaps. Raises UserError if no row has the metric.
     """
     points = read_runs([Path(run).expanduser()])[0].points
     if metric not in points:

@@ -57,8 +57,8 @@ def evaluator_errors(evaluator: Evaluator, step: int) -> Iterator[None]:
 def add_metrics(
     metrics: dict[str, float], new_metrics: Mapping[str, float], evaluator: Evaluator
 ) -> None:
-    """Add `new_metrics`, which `evaluator` returned, to `metrics`. UserError for a name already in
-    use.
+    """Add `new_metrics`, which `evaluator` returned, to `metrics`. Raises UserError for a name
+    already in use.
     """
     if (
         duplicate := next((name for name in ["step", *metrics] if name in new_metrics), None)

@@ -223,8 +223,8 @@ def open_metric_logs(
 
     `loggers` are any of "wandb", "trackio" and "tensorboard". The console shows tables, or with
     `console_metrics` one line per step (see LineLog). `project` and `name` are used at W&B and
-    Trackio. They default to "planish" and the name of the run directory. UserError if a logger is
-    not installed or cannot be opened.
+    Trackio. They default to "planish" and the name of the run directory. Raise UserError if a
+    logger is not installed or cannot be opened.
     """
     require_loggers(loggers)
     console = console or Console(highlight=False)

@@ -38,7 +38,7 @@ def plot_runs(
     If `out` is None, the files go to the run's directory, or for several runs to the working
     directory. `metrics` are names or patterns such as "test/*", one for each panel. With None, the
     default panels are drawn (`curves.PANELS`). With `smooth` > 1, the mean over the last `smooth`
-    steps is drawn as well. UserError for a path without a run, or a metric that no run has.
+    steps is drawn as well. Raises UserError for a path without a run, or a metric that no run has.
     """
     if not paths:
         raise UserError("there is no run to plot; give the log_path of at least one")

@@ -98,10 +98,9 @@ class RunDirectory:
     def __init__(
         self, path: str | Path, config: Mapping[str, Any], *, may_change: Collection[str] = ()
     ) -> None:
-        """Create the directory, or open it to resume the run in it.
-
-        UserError if another process uses it, or if the run in it has options that differ from
-        `config` and are not in `may_change`.
+        """Create the directory, or open it to resume the run in it. Raises UserError if another
+        process uses it, or if the run in it has options that differ from `config` and are not in
+        `may_change`.
         """
         if not str(path):
             raise UserError("log_path is empty; give the run a directory")
@@ -147,7 +146,9 @@ class RunDirectory:
         return read_rows(self.path / METRICS)
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Append one row of metrics and flush it. ValueError unless all values are finite."""
+        """Append one row of metrics and flush it. Raises ValueError unless all values are
+        finite.
+        """
         for name, value in metrics.items():
             if not math.isfinite(value):
                 raise ValueError(
@@ -224,8 +225,7 @@ def resume_points(path: str | Path) -> list[CheckpointRecord]:
 
 def checkpoint_of(path: str) -> str:
     """Return the newest state if `path` is a run directory, or `path` itself if it is a checkpoint.
-
-    UserError if it is neither. CheckpointError if the run has no state.
+    Raises UserError if it is neither. Raises CheckpointError if the run has no state.
     """
     found = _newest(path, "state", lambda record: record.state_path)
     if found == path:
@@ -250,7 +250,7 @@ def model_argument(base_model: str, checkpoint: str | None) -> dict[str, Any]:
 
 def weights_of(path: str) -> str:
     """Return the newest weights or state if `path` is a run directory, otherwise `path` itself.
-    CheckpointError if the run has none.
+    Raises CheckpointError if the run has none.
     """
     return _newest(path, "weights", lambda record: record.sampler_path or record.state_path)
 

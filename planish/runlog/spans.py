@@ -188,8 +188,8 @@ class TraceFile:
 def write_trace(run: str | Path, out: str | Path | None = None) -> Path:
     """Convert a run's trace_events.jsonl to a file for Perfetto or chrome://tracing.
 
-    `out` is the file; None means trace.json in the run directory. Return its path. UserError if the
-    run was not traced.
+    `out` is the file; None means trace.json in the run directory. Return its path. Raises UserError
+    if the run was not traced.
     """
     directory = Path(run).expanduser()
     if not directory.is_dir():

@@ -16,7 +16,8 @@ from typing import Any
 
 def to_json_value(value: Any) -> Any:
     """Return `value` in a form that `json.dumps` can write. Tuples become lists. Sets and mappings
-    become sorted lists inside {"set": ...} and {"mapping": ...}. TypeError for other objects.
+    become sorted lists inside {"set": ...} and {"mapping": ...}. Raises TypeError for other
+    objects.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value

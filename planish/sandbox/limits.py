@@ -12,7 +12,7 @@ MAX_THREADS = 32
 
 @dataclass(frozen=True)
 class Limits:
-    """Resource limits of one run. UserError if a value is out of range."""
+    """Resource limits of one run. Raises UserError if a value is out of range."""
 
     cpu_seconds: int = 4
     """CPU time of each process, in whole seconds, because the kernel counts whole seconds."""

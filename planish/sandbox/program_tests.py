@@ -67,7 +67,9 @@ class StdinTest:
     stdout: str
 
     async def run(self, sandbox: Sandbox, source: str) -> TestResult:
-        """Run the program `source` and compare its output. SandboxError if it could not run."""
+        """Run the program `source` and compare its output. Raises SandboxError if it could not
+        run.
+        """
         execution = await sandbox.run(source, stdin=self.stdin)
         output = execution.stdout.decode(errors="replace")
         return TestResult(
@@ -99,8 +101,8 @@ class FunctionTest:
                 )
 
     async def run(self, sandbox: Sandbox, source: str) -> TestResult:
-        """Call the function in `source` and compare its return value. SandboxError if it could not
-        run.
+        """Call the function in `source` and compare its return value. Raises SandboxError if it
+        could not run.
         """
         call = json.dumps({"function": self.function, "arguments": repr(tuple(self.arguments))})
         execution = await sandbox.run(

@@ -51,8 +51,8 @@ def find_runtime(python: str | None, for_other_user: bool) -> PythonRuntime:
     """Return the runtime of `python`, by default of the interpreter that runs planish.
 
     With `for_other_user`, all users must be able to read the interpreter's files. If that is not
-    true of the default interpreter, the system's interpreter is used. UserError if `python` cannot
-    be run, SandboxUnavailableError if there is no interpreter that all users can read.
+    true of the default interpreter, the system's interpreter is used. Raises UserError if `python`
+    cannot be run, and SandboxUnavailableError if there is no interpreter that all users can read.
     """
     candidates = (
         [python] if python else [sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"]
@@ -84,7 +84,7 @@ def find_runtime(python: str | None, for_other_user: bool) -> PythonRuntime:
 
 
 def query_runtime(python: str) -> PythonRuntime:
-    """Ask the interpreter `python` where its files are. UserError if it cannot be run."""
+    """Ask the interpreter `python` where its files are. Raises UserError if it cannot be run."""
     try:
         output = subprocess.run(
             [python, "-I", "-c", RUNTIME_QUERY],

@@ -113,8 +113,8 @@ class Sandbox:
         """Run the program `source` and return its result, whether the program succeeds or fails.
 
         `files` maps the names of additional files to their texts. The program can import or read
-        these files from its own directory. SandboxError if the program could not be run, UserError
-        for a bad argument.
+        these files from its own directory. Raises SandboxError if the program could not be run, and
+        UserError for a bad argument.
         """
         content_by_path = {START_PATH: START_SOURCE}
         for name, text in {**(files or {}), "main.py": source}.items():
@@ -131,7 +131,9 @@ class Sandbox:
             )
 
     async def check(self) -> None:
-        """Run a program that tries to escape. SandboxUnavailableError if any attempt succeeds."""
+        """Run a program that tries to escape. Raises SandboxUnavailableError if any attempt
+        succeeds.
+        """
         try:
             execution = await self.run(
                 SELF_TEST_SOURCE,

@@ -81,8 +81,8 @@ class ArgumentComparison(ctypes.Structure):
 @cache
 def compiled_filter(allow_processes: bool) -> bytes:
     """Return the filter as the kernel reads it: an array of struct sock_filter. `allow_processes`:
-    whether the program may start processes. SandboxUnavailableError if libseccomp is missing or
-    fails.
+    whether the program may start processes. Raises SandboxUnavailableError if libseccomp is missing
+    or fails.
     """
     seccomp_filter = SeccompFilter()
     try:
@@ -164,7 +164,7 @@ class SeccompFilter:
 
 @cache
 def seccomp_library() -> ctypes.CDLL:
-    """Load libseccomp. SandboxUnavailableError if it is not installed."""
+    """Load libseccomp. Raises SandboxUnavailableError if it is not installed."""
     library_names: Sequence[str] = [
         name for name in ("libseccomp.so.2", ctypes.util.find_library("seccomp")) if name
     ]

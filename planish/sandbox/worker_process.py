@@ -81,11 +81,10 @@ class WorkerProcess:
         self._lock = threading.Lock()
 
     def request(self, message: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
-        """Return the program's answer to a request, both JSON objects.
-
-        WorkerError if the program fails, takes more than `timeout_seconds` or ends;
-        WorkerStartError if it cannot be started; SandboxUnavailableError if this machine lacks
-        something that the sandbox needs.
+        """Return the program's answer to a request, both JSON objects. Raises WorkerError if the
+        program fails, takes more than `timeout_seconds` or ends. Raises WorkerStartError if it
+        cannot be started. Raises SandboxUnavailableError if this machine lacks something that the
+        sandbox needs.
         """
         with self._lock:
             try:

@@ -100,7 +100,7 @@ class Sampler:
 
     async def load(self) -> None:
         """Create the sampler in the engine. Raise UserError if it is closed during the creation,
-        DamagedFileError or CheckpointError if its weights cannot be read.
+        and DamagedFileError or CheckpointError if its weights cannot be read.
         """
         async with self._services.crash_guard.running(self.id):
             try:

@@ -36,7 +36,9 @@ class RowDataset(SupervisedDataset):
     shuffle_seed: int | None = None
     """Seed of the order of the rows; None = every epoch has the rows' own order."""
     drop_last: bool = True
-    """Whether rows that do not fill a batch are dropped. UserError if no batch is left then."""
+    """Whether rows that do not fill a batch are dropped. Raise UserError if no batch is left
+    then.
+    """
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:

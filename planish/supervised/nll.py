@@ -85,7 +85,7 @@ class NLLSums:
 
 
 def held_out_data(dataset: SupervisedDataset) -> list[Datum]:
-    """Render a test set, and return all of its datums. UserError if there are none."""
+    """Render a test set, and return all of its datums. Raises UserError if there are none."""
     dataset.set_epoch(0)
     data = [datum for index in range(len(dataset)) for datum in dataset.get_batch(index)]
     if not data:
@@ -118,8 +118,8 @@ class NLLEvaluator(TrainingClientEvaluator):
 
     @classmethod
     def from_dataset(cls, dataset: SupervisedDataset, name: str = "test") -> Self:
-        """Return an evaluator of the dataset's first epoch, which is rendered now. UserError if it
-        has no datums.
+        """Return an evaluator of the dataset's first epoch, which is rendered now. Raises UserError
+        if it has no datums.
         """
         return cls(held_out_data(dataset), name)
 

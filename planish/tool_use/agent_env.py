@@ -184,8 +184,8 @@ def offer_tools(renderer: Renderer, tools: Sequence[Tool], messages: Messages) -
     """Return `messages` with a first system message that offers the tools in the renderer's form.
     The text of an existing system message is kept.
 
-    Messages that offer the same tools already are returned unchanged. UserError if they offer other
-    tools.
+    Messages that offer the same tools already are returned unchanged. Raises UserError if they
+    offer other tools.
     """
     message_list = cast(list[Message], list(messages))
     system = message_list[0] if message_list and message_list[0]["role"] == "system" else None
@@ -227,8 +227,8 @@ def build_agent_tool_env(
 
     An argument that is given takes precedence over the same setting in `rollout_config`.
     `max_turns` is 5 by default. `terminate_on_length` says whether a truncated answer ends the
-    episode. Its default is False if `rollout_config` has a token limit, else True. UserError for an
-    invalid argument.
+    episode. Its default is False if `rollout_config` has a token limit, else True. Raises UserError
+    for an invalid argument.
     """
     config = rollout_config or RolloutConfig()
     num_turns = max_turns if max_turns is not None else config.limits.max_turns or MAX_TURNS

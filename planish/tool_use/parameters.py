@@ -74,8 +74,8 @@ class _UntitledSchema(GenerateJsonSchema):
 
 
 def read_parameters(function: Callable[..., Any], documented: Mapping[str, str]) -> Parameters:
-    """Return the parameters of `function`, except a first `self`. UserError if a parameter has no
-    type, or a type that cannot be written as JSON.
+    """Return the parameters of `function`, except a first `self`. Raises UserError if a parameter
+    has no type, or a type that cannot be written as JSON.
     """
     name = getattr(function, "__name__", repr(function))
     try:
@@ -183,7 +183,7 @@ def _default_entry(value: Any) -> dict[str, Any]:
 
 
 def _inline_references(schema: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the schema with all references inlined, because models read it as plain text.
+    """Return the schema with all references inlined, because models read it as plain text. Raises
     UserError for a type that contains itself.
     """
     definitions = schema.pop("$defs", {})

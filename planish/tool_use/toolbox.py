@@ -35,7 +35,9 @@ class CallResult:
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The tools of an episode, and the options for running them. UserError for a bad option."""
+    """The tools of an episode, and the options for running them. Raises UserError for a bad
+    option.
+    """
 
     tools: Sequence[Tool]
     execution: ToolExecution = "parallel"
@@ -121,7 +123,7 @@ class Toolbox:
 
 
 def checked_result(result: Any, tool: Tool) -> ToolResult:
-    """Return a tool's `result`. UserError if it is not a ToolResult with text."""
+    """Return a tool's `result`. Raises UserError if it is not a ToolResult with text."""
     if not isinstance(result, ToolResult):
         raise UserError(
             f"the tool {tool.name} returned a {type(result).__name__}; its run must return a ToolResult"

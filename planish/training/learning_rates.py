@@ -85,8 +85,8 @@ VARIANT_SUFFIX = re.compile(r"(-instruct|-base)?(-2507)?(-fp8(-dynamic|-block)?)
 def get_lr(model_name: str, is_lora: bool = True) -> float:
     """Return the rate for a model name, such as "Qwen/Qwen3-8B", or for a local model directory.
 
-    Use a smaller rate for runs that start from trained weights. UserError for a family without a
-    formula.
+    Use a smaller rate for runs that start from trained weights. Raises UserError for a family
+    without a formula.
     """
     family, hidden_size = _family_and_hidden_size(model_name)
     factor = get_lora_lr_over_full_finetune_lr(model_name) if is_lora else 1.0

@@ -131,7 +131,9 @@ class Config(RolloutOptions, LossOptions, RunOptions):
 
     @property
     def groups_per_batch(self) -> int | None:
-        """Groups per step; None for the dataset's own batches. UserError if two options differ."""
+        """Groups per step; None for the dataset's own batches. Raise UserError if two options
+        differ.
+        """
         sizes = {
             options.groups_per_batch
             for options in (self.async_config, self.stream_minibatch_config)

@@ -44,7 +44,7 @@ async def train(
 ) -> Path:
     """Train a run, and return its directory. `shaping` changes the advantages. If `shaping` is
     None, the KL penalty of `config` changes the advantages. Without a KL penalty, the advantages
-    stay as they are. UnsupportedError for `shaping` together with `stream_minibatch_config`.
+    stay as they are. Raises UnsupportedError for `shaping` together with `stream_minibatch_config`.
     """
     if shaping is not None and config.stream_minibatch_config is not None:
         raise UnsupportedError(
@@ -99,8 +99,8 @@ async def train(
 
 
 def checked_datasets(result: Any) -> tuple[RLDataset, RLDataset | None]:
-    """Return the result of a dataset builder: a training set, and a test set or None. UserError if
-    it is anything else.
+    """Return the result of a dataset builder: a training set, and a test set or None. Raises
+    UserError if it is anything else.
     """
     if not isinstance(result, tuple) or len(result) != 2:
         raise UserError(
@@ -173,8 +173,8 @@ async def kl_penalty(config: Config, service_client: ServiceClient) -> KLPenalty
 async def policy_client(
     policy: KLReferenceConfig, service_client: ServiceClient, option: str
 ) -> Any:
-    """Return a sampling client of `policy`. UserError if the policy's checkpoint is not found or
-    belongs to another base model. `option` is the option that the error names.
+    """Return a sampling client of `policy`. Raises UserError if the policy's checkpoint is not
+    found or belongs to another base model. `option` is the option that the error names.
     """
     if policy.load_checkpoint_path is None:
         return await service_client.create_sampling_client_async(base_model=policy.base_model)

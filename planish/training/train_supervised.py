@@ -76,7 +76,7 @@ async def train(
 
 
 def num_planned_steps(train_set: SupervisedDataset, config: Config) -> int:
-    """Return the number of steps of the run. UserError if the dataset has no batches."""
+    """Return the number of steps of the run. Raises UserError if the dataset has no batches."""
     if len(train_set) == 0:
         raise UserError(
             "dataset_builder returned a dataset without batches; give a dataset with at least "

@@ -106,7 +106,7 @@ class Shim:
 
 
 def configure(root: Path, log: Path, control: Path) -> None:
-    """Switch the shim on in this process. RuntimeError if it is not loaded."""
+    """Switch the shim on in this process. Raises RuntimeError if it is not loaded."""
     try:
         switch = ctypes.CDLL(None).shim_configure
     except AttributeError:

@@ -106,8 +106,8 @@ class Machine:
         self._disk.lose_power(loss, self._chance)
 
     async def run(self, work: Coroutine[Any, Any, R], memory_error_at: int | None = None) -> R:
-        """Serve until `work` is done, and kill the server then. AssertionError if the server ends
-        in a way that it must not.
+        """Serve until `work` is done, and kill the server then. Raises AssertionError if the server
+        ends in a way that it must not.
         """
         self._is_ended = False
         serving = asyncio.create_task(self._serve(memory_error_at))

@@ -409,8 +409,8 @@ def differences(seen: Outcome, expected: Outcome) -> list[str]:
 async def checked(
     model_dir: Path, directory: Path, seed: int, length: int, faults: int
 ) -> Counter[str]:
-    """Run one history with and without faults, and return its counts. AssertionError if something
-    is wrong.
+    """Run one history with and without faults, and return its counts. Raises AssertionError if
+    something is wrong.
     """
     expected = await play(model_dir, directory / "calm", seed, length, 0)
     seen = await play(model_dir, directory / "faulty", seed, length, faults)

@@ -17,7 +17,7 @@ MathEnv = BoxedProblemEnv
 
 
 def extract_boxed(text: str) -> str:
-    """Return the content of the last \\boxed{...}. ValueError if there is none."""
+    """Return the content of the last \\boxed{...}. Raises ValueError if there is none."""
     found = boxed_in(text)
     if found is None:
         raise ValueError("no boxed answer in the text")
@@ -25,7 +25,7 @@ def extract_boxed(text: str) -> str:
 
 
 def extract_gsm8k_final_answer(text: str) -> str:
-    """Return the text after #### in a worked solution. ValueError if there is none."""
+    """Return the text after #### in a worked solution. Raises ValueError if there is none."""
     return read_problem({"question": "?", "answer": text}, "the solution").answer
 
 

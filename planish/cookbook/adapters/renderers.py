@@ -66,8 +66,8 @@ def get_renderer(
 
 
 def ensure_text(content: Any) -> str:
-    """Return the text of a message's content: a string, or one text part. UserError for anything
-    else.
+    """Return the text of a message's content: a string, or one text part. Raises UserError for
+    anything else.
     """
     if isinstance(content, str):
         return content

@@ -60,7 +60,7 @@ def concat_lists(list_of_lists: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def not_none(x: Any) -> Any:
-    """Return `x`. UserError if it is None."""
+    """Return `x`. Raises UserError if it is None."""
     if x is None:
         raise UserError("not_none: the value is None; give another value")
     return x

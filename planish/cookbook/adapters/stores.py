@@ -43,7 +43,9 @@ class LocalStorage:
 
 
 def storage_from_uri(uri: str, **options: Any) -> LocalStorage:
-    """Return the directory of a path or a file:// URI. UnsupportedError for another scheme."""
+    """Return the directory of a path or a file:// URI. Raises UnsupportedError for another
+    scheme.
+    """
     parsed = urlparse(uri)
     if parsed.scheme not in ("", "file"):
         raise UnsupportedError(f"{uri}: only directories of this machine are read and written")

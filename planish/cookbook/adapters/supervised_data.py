@@ -73,7 +73,9 @@ class ChatDatasetBuilderCommonConfig(types.ChatDatasetBuilderCommonConfig):
 def _data_of(
     map_fn: Callable[[Row], Datum] | None, flatmap_fn: Callable[[Row], list[Datum]] | None
 ) -> Callable[[Row], list[Datum]]:
-    """Return a function from a row to its datums. UserError unless exactly one argument is given."""
+    """Return a function from a row to its datums. Raises UserError unless exactly one argument is
+    given.
+    """
     if (map_fn is None) == (flatmap_fn is None):
         raise UserError("give either map_fn or flatmap_fn")
     return flatmap_fn or (lambda row: [map_fn(row)])  # type: ignore[misc]
@@ -128,7 +130,7 @@ class StreamingSupervisedDatasetFromHFDataset(SupervisedDataset):
         self.set_epoch(0)
 
     def get_batch(self, index: int) -> list[Datum]:
-        """Return the datums of batch `index`. UserError if this batch was already passed."""
+        """Return the datums of batch `index`. Raises UserError if this batch was already passed."""
         if index < self._next:
             raise UserError(f"batch {index} of the stream was already read; read batches in order")
         for _ in range((index - self._next) * self.batch_size):

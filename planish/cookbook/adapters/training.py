@@ -1,5 +1,4 @@
-"""Configs with the cookbook's fields, and functions that train with planish's loops.
-
+"""Configs with the cookbook's fields, and functions that train with planish's loops. Raises
 UnsupportedError for a field that planish does not support, unless it has its default.
 `session_name` is stored in the metadata of the checkpoints.
 """
@@ -81,7 +80,9 @@ def _client(config: Any) -> ServiceClient:
 
 
 def _planish_config(config: Any, **changes: Any) -> Any:
-    """Return the config as planish's loops need it. UnsupportedError for an unsupported field."""
+    """Return the config as planish's loops need it. Raises UnsupportedError for an unsupported
+    field.
+    """
     for name, remedy in _UNSUPPORTED_FIELDS.items():
         if getattr(config, name, 0):
             raise UnsupportedError(f"{name}={getattr(config, name)}: {remedy}")

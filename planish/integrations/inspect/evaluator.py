@@ -57,8 +57,8 @@ class InspectEvaluator(SamplingClientEvaluator):
 
 
 def metrics_of(log: EvalLog) -> dict[str, float]:
-    """Return the metrics of a task. Failed samples are counted in num_errors. PlanishError if the
-    task as a whole failed.
+    """Return the metrics of a task. Failed samples are counted in num_errors. Raises PlanishError
+    if the task as a whole failed.
     """
     if log.status != "success" or log.results is None:
         reason = log.error.message if log.error else "none of its samples could be scored"

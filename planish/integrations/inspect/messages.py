@@ -22,8 +22,8 @@ from planish.types import SampledSequence
 
 
 def renderer_messages(messages: Sequence[ChatMessage]) -> list[Message]:
-    """Return the messages in the renderer's form. UnsupportedError for content other than text:
-    images, audio, documents and tool calls.
+    """Return the messages in the renderer's form. Raises UnsupportedError for content other than
+    text: images, audio, documents and tool calls.
     """
     return [_renderer_message(message) for message in messages]
 

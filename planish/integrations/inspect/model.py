@@ -61,8 +61,8 @@ class PlanishAPI(ModelAPI):
         tool_choice: ToolChoice,
         config: GenerateConfig,
     ) -> ModelOutput:
-        """Sample the answers to a conversation. UnsupportedError for options, tools or content that
-        planish does not support.
+        """Sample the answers to a conversation. Raises UnsupportedError for options, tools or
+        content that planish does not support.
         """
         check_options(config)
         if tools and tool_choice != "none":

@@ -77,7 +77,7 @@ class VerifiersDatasetBuilder(RLDatasetBuilder):
 
 def read_env_args(text: str) -> str:
     """Return the JSON object with sorted keys, which is the cache key of a loaded environment.
-    UserError if `text` is not a JSON object.
+    Raises UserError if `text` is not a JSON object.
     """
     try:
         arguments = json.loads(text)

@@ -76,7 +76,7 @@ def require_verifiers() -> None:
 def load_environment(env_id: str, env_args: str) -> Any:
     """Return verifiers.load_environment(env_id, **env_args). `env_args` is a JSON object.
 
-    Each process loads an environment once. Call this in the main thread. UserError if the
+    Each process loads an environment once. Call this in the main thread. Raise UserError if the
     environment cannot be loaded.
     """
     require_verifiers()

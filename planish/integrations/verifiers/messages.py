@@ -16,7 +16,7 @@ from planish.renderers.messages import get_thinking_content
 
 
 def read_message(source: Any) -> Message:
-    """Convert a message of verifiers. UnsupportedError for content other than text."""
+    """Convert a message of verifiers. Raise UnsupportedError for content other than text."""
     role = "user" if source.role == "text" else source.role
     message: dict[str, Any] = {"role": role, "content": _text(source.content)}
     if role == "assistant":

@@ -114,7 +114,7 @@ class MessageEnv(ABC):
 
     def limit_tool_calls(self, max_tool_calls: int) -> None:
         """Limit the tool calls of the episode; at the limit, it ends with the stop reason
-        max_tool_calls. UserError if the environment does not support this.
+        max_tool_calls. Raises UserError if the environment does not support this.
         """
         raise UserError(
             f"{type(self).__name__} does not count tool calls; leave max_tool_calls out of its "

@@ -129,7 +129,9 @@ class RewardDatasetBuilder(ProblemDatasetBuilder):
 
 
 def _messages(row: Row, where: str) -> list[Message]:
-    """Return the question of a row as messages; UserError if it has none. `where` names the row."""
+    """Return the question of a row as messages. Raises UserError if it has none. `where` names the
+    row.
+    """
     prompt = row.get("messages", row.get("prompt", row.get("question")))
     if isinstance(prompt, str) and prompt:
         return [{"role": "user", "content": prompt}]

@@ -367,8 +367,8 @@ class CheckpointFiles:
         return [name + AGE_SUFFIX if self.recipients else name for name in self.paths]
 
     def open(self, name: str) -> BinaryIO:
-        """Open one of `names` for reading. Raise KeyError for another name, FileNotFoundError if
-        the checkpoint was deleted.
+        """Open one of `names` for reading. Raise KeyError for another name, and FileNotFoundError
+        if the checkpoint was deleted.
         """
         if not self.recipients:
             return open(self.paths[name], "rb")

@@ -402,7 +402,7 @@ class Model:
 
     async def load(self) -> None:
         """Bring the adapter back into memory: load the snapshot, then replay. Raise UserError if
-        the model was closed, DamagedFileError if a file was altered or removed.
+        the model was closed, and DamagedFileError if a file was altered or removed.
         """
         if self.row.closed is not None:
             raise UserError(

@@ -258,7 +258,7 @@ def is_supported(family: str) -> bool:
 
 
 def kernels_setting() -> str:
-    """Return the value of PLANISH_KERNELS, "auto" by default. UserError if it is unknown."""
+    """Return the value of PLANISH_KERNELS, "auto" by default. Raises UserError if it is unknown."""
     setting = os.environ.get("PLANISH_KERNELS", "auto")
     if setting not in ("auto", "native", "torch", "triton"):
         raise UserError(f"PLANISH_KERNELS={setting!r}: give 'auto', 'native' or 'torch'")
@@ -304,7 +304,8 @@ def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, grad_total: Tensor | None
 ) -> Tensor:
     """Do the same as `Backend.rms_norm_backward`. `x`: the input of the norm, with the residual
-    added."""
+    added.
+    """
     out = torch.empty_like(x)
     grad_total = None if grad_total is None else grad_total.contiguous()
     call(
