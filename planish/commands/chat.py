@@ -27,45 +27,26 @@ from planish.commands.chat_session import ChatSession, SamplingOptions
 from planish.commands.runs import add_quantize_argument, add_server_arguments
 from planish.errors import PlanishError, UserError
 from planish.model.sources import DEFAULT_MODEL
+from planish.processes.arguments import argument_adder
 
 _PROMPT = "> "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `planish chat`."""
-    parser.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        help="base model, checkpoint (tinker://...) or run directory (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--renderer",
-        metavar="NAME",
-        help="chat format (default: the checkpoint's, else the model's)",
-    )
-    parser.add_argument("--system", metavar="TEXT", help="system message (default: none)")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.7,
-        metavar="T",
-        help="sampling temperature; 0 = greedy (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-tokens",
+    add = argument_adder(parser)
+    add("--model", "base model, checkpoint (tinker://...) or run directory", default=DEFAULT_MODEL)
+    add("--renderer NAME", "chat format (default: the checkpoint's, else the model's)")
+    add("--system TEXT", "system message (default: none)")
+    add("--temperature T", "sampling temperature; 0 = greedy", default=0.7)
+    add("--max-tokens N", "maximum number of tokens in an answer", default=512)
+    add(
+        "--seed N",
+        "seed of sampling; with a seed, the same messages get the same answers",
         type=int,
-        default=512,
-        metavar="N",
-        help="maximum number of tokens in an answer (default: %(default)s)",
     )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        metavar="N",
-        help="seed of sampling; with a seed, the same messages get the same answers",
-    )
-    add_server_arguments(parser)
-    add_quantize_argument(parser)
+    add_server_arguments(add)
+    add_quantize_argument(add)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -33,6 +33,7 @@ from planish.commands.tables import (
 from planish.engine.checkpoints.store import CheckpointStore, data_directory
 from planish.errors import UnsupportedError, UserError
 from planish.model.weight_sizes import SCHEMES
+from planish.processes.arguments import AddArgument, argument_adder
 
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d{1,9})([smhd]?)")
@@ -42,78 +43,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `planish checkpoints`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    def action(name: str, text: str) -> argparse.ArgumentParser:
-        action_parser = actions.add_parser(name, help=text, description=f"{text}.")
-        add_source_arguments(action_parser)
-        return action_parser
+    def action(name: str, text: str) -> AddArgument:
+        add = argument_adder(actions.add_parser(name, help=text, description=f"{text}."))
+        add_source_arguments(add)
+        return add
 
-    def action_on_path(name: str, text: str) -> argparse.ArgumentParser:
-        action_parser = action(name, text)
-        action_parser.add_argument(
-            "path", metavar="PATH", help="path of the checkpoint: tinker://RUN/KIND/NAME"
-        )
-        return action_parser
+    def action_on_path(name: str, text: str) -> AddArgument:
+        add = action(name, text)
+        add("PATH", "path of the checkpoint: tinker://RUN/KIND/NAME")
+        return add
 
-    list_parser = action("list", "list checkpoints, newest first")
-    list_parser.add_argument(
-        "--run", metavar="RUN", help="list only checkpoints of this training run"
-    )
-    add_limit_argument(list_parser, "checkpoints")
+    add = action("list", "list checkpoints, newest first")
+    add("--run RUN", "list only checkpoints of this training run")
+    add_limit_argument(add, "checkpoints")
     action_on_path("show", "show the details of a checkpoint")
-    delete_parser = action("delete", "delete checkpoints permanently")
-    delete_parser.add_argument("paths", metavar="PATH", nargs="+", help="paths of the checkpoints")
-    delete_parser.add_argument(
-        "--yes", "-y", action="store_true", help="delete without asking for confirmation"
-    )
+    add = action("delete", "delete checkpoints permanently")
+    add("PATH", "paths of the checkpoints", dest="paths", nargs="+")
+    add("--yes -y", "delete without asking for confirmation", action="store_true")
     action_on_path("publish", "let every API key of the server read a checkpoint")
     action_on_path("unpublish", "make a published checkpoint private again")
-    ttl_parser = action_on_path(
-        "ttl", "set the time after which a checkpoint expires, or keep it forever"
-    )
-    ttl_parser.add_argument(
-        "time",
-        metavar="TIME",
-        help="time from now, in seconds or as 30m, 12h or 7d; `never` = keep the checkpoint",
-    )
-    import_parser = action(
+    add = action_on_path("ttl", "set the time after which a checkpoint expires, or keep it forever")
+    add("TIME", "time from now, in seconds or as 30m, 12h or 7d; `never` = keep the checkpoint")
+    add = action(
         "import",
         "create a checkpoint from an adapter saved by PEFT, TRL, Unsloth or a hosted service",
     )
-    import_parser.add_argument(
-        "directory", type=Path, metavar="DIR", help="directory of the adapter"
+    add("DIR", "directory of the adapter", dest="directory", type=Path)
+    add(
+        "--base-model NAME",
+        "base model that the adapter was trained on (default: the one named in its files)",
     )
-    import_parser.add_argument(
-        "--base-model",
-        metavar="NAME",
-        help="base model that the adapter was trained on (default: the one named in its files)",
-    )
-    import_parser.add_argument(
+    add(
         "--quantize",
-        choices=SCHEMES,
-        help="quantization scheme of that base model's weights (default: the scheme named in DIR "
+        "quantization scheme of that base model's weights (default: the scheme named in DIR "
         "if planish wrote its files, otherwise none)",
+        choices=SCHEMES,
     )
-    import_parser.add_argument(
-        "--run", metavar="RUN", help="RUN in the checkpoint's path (default: imported-DIR)"
-    )
-    import_parser.add_argument(
-        "--name",
-        default="imported",
-        help="NAME in the checkpoint's path (default: %(default)s)",
-    )
-    import_parser.add_argument(
-        "--overwrite", action="store_true", help="replace an existing checkpoint of the same path"
-    )
-    download_parser = action_on_path(
+    add("--run RUN", "RUN in the checkpoint's path (default: imported-DIR)")
+    add("--name", "NAME in the checkpoint's path", default="imported")
+    add("--overwrite", "replace an existing checkpoint of the same path", action="store_true")
+    add = action_on_path(
         "download",
         "download the files of a checkpoint: a PEFT adapter, and for weights/ the optimizer state",
     )
-    download_parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="new or empty directory for the files (default: ./NAME)",
-    )
+    add("--out DIR", "new or empty directory for the files (default: ./NAME)", type=Path)
 
 
 def run(arguments: argparse.Namespace) -> None:

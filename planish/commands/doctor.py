@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +14,7 @@ from planish.doctor.findings import Report, Section, collect_warnings
 from planish.engine.settings import EngineSettings
 from planish.model.sources import DEFAULT_MODEL
 from planish.model.weight_sizes import SCHEMES
+from planish.processes.arguments import argument_adder
 from planish.server.options import ServeOptions
 
 _WIDTH = 100
@@ -23,27 +23,16 @@ _WIDTH = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `planish doctor`."""
-    parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help=f"base model whose memory plan is shown (default: {DEFAULT_MODEL})",
-    )
-    parser.add_argument(
-        "--device", default="auto", help="device: cpu, cuda, cuda:N, or auto (default: %(default)s)"
-    )
-    parser.add_argument(
+    add = argument_adder(parser)
+    add("--model NAME", f"base model whose memory plan is shown (default: {DEFAULT_MODEL})")
+    add("--device", "device: cpu, cuda, cuda:N, or auto", default="auto")
+    add(
         "--quantize",
+        "quantization scheme of the base weights in the memory plan (default: none)",
         choices=SCHEMES,
-        help="quantization scheme of the base weights in the memory plan (default: none)",
     )
-    parser.add_argument(
-        "--data-dir",
-        type=Path,
-        default=ServeOptions.data_dir,
-        metavar="DIR",
-        help="data directory of `planish serve` (default: %(default)s)",
-    )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    add("--data-dir DIR", "data directory of `planish serve`", default=ServeOptions.data_dir)
+    add("--json", "print the report as JSON", action="store_true")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from planish.evaluation import TASKS, Results, Sampling, Task, evaluate, load_ta
 from planish.evaluation.evaluate import CONCURRENCY, resolve_sampling
 from planish.evaluation.files import RESULTS, SAMPLES
 from planish.files import read_rows
+from planish.processes.arguments import argument_adder
 from planish.processes.interruption import Terminated, sigterm_as_interrupt
 from planish.renderers import FORMATS
 from planish.runlog.console import StepDisplay
@@ -26,68 +27,41 @@ SAMPLING_OPTIONS = ("samples", "max_tokens", "temperature", "seed")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `planish eval`."""
+    add = argument_adder(parser)
     default = Sampling()
-    parser.add_argument(
-        "task", metavar="TASK", choices=TASKS, help=f"task to evaluate: {', '.join(TASKS)}"
-    )
-    parser.add_argument(
-        "--model",
+    add("TASK", f"task to evaluate: {', '.join(TASKS)}", choices=TASKS)
+    add(
+        "--model NAME",
+        "base model, checkpoint (tinker://...) or run directory to evaluate",
         required=True,
-        metavar="NAME",
-        help="base model, checkpoint (tinker://...) or run directory to evaluate",
     )
-    parser.add_argument(
-        "--data",
-        metavar="PLACE",
-        help="questions: a JSONL or parquet file, a directory with test.jsonl, or a hub name",
+    add(
+        "--data PLACE",
+        "questions: a JSONL or parquet file, a directory with test.jsonl, or a hub name",
     )
-    parser.add_argument(
-        "--limit", type=int, metavar="N", help="evaluate only the first N questions (default: all)"
-    )
-    parser.add_argument(
-        "--samples",
+    add("--limit N", "evaluate only the first N questions (default: all)", type=int)
+    add("--samples N", f"number of answers per question (default: {default.samples})", type=int)
+    add("--k K,...", "values of k for pass@k (default: 1)", type=_parse_k_values)
+    add(
+        "--max-tokens N",
+        f"maximum number of tokens in an answer (default: {default.max_tokens})",
         type=int,
-        metavar="N",
-        help=f"number of answers per question (default: {default.samples})",
     )
-    parser.add_argument(
-        "--k", type=_parse_k_values, metavar="K,...", help="values of k for pass@k (default: 1)"
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help=f"maximum number of tokens in an answer (default: {default.max_tokens})",
-    )
-    parser.add_argument(
-        "--temperature",
+    add(
+        "--temperature T",
+        f"sampling temperature; 0 = greedy (default: {default.temperature:g})",
         type=float,
-        metavar="T",
-        help=f"sampling temperature; 0 = greedy (default: {default.temperature:g})",
     )
-    parser.add_argument(
-        "--seed", type=int, metavar="S", help=f"seed of sampling (default: {default.seed})"
-    )
-    parser.add_argument(
-        "--renderer",
-        choices=FORMATS,
-        help="chat format (default: the checkpoint's, else the model's)",
-    )
-    add_server_arguments(parser)
-    add_quantize_argument(parser)
-    parser.add_argument(
-        "--concurrency",
-        type=int,
-        default=CONCURRENCY,
-        metavar="N",
-        help="number of questions in progress at the same time (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="directory of the answers; a repeated command resumes from them "
+    add("--seed S", f"seed of sampling (default: {default.seed})", type=int)
+    add("--renderer", "chat format (default: the checkpoint's, else the model's)", choices=FORMATS)
+    add_server_arguments(add)
+    add_quantize_argument(add)
+    add("--concurrency N", "number of questions in progress at the same time", default=CONCURRENCY)
+    add(
+        "--out DIR",
+        "directory of the answers; a repeated command resumes from them "
         "(default: evaluations/TASK-MODEL)",
+        type=Path,
     )
 
 

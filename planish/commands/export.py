@@ -13,54 +13,37 @@ from planish.commands.tables import format_size
 from planish.errors import UserError
 from planish.export.origin import open_checkpoint
 from planish.export.writing import DTYPES, FORMATS, ExportOptions, check_target, write_export
+from planish.processes.arguments import argument_adder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `planish export`."""
-    parser.add_argument(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        help="tinker://RUN/KIND/NAME, a run directory (its last checkpoint), or the directory "
+    add = argument_adder(parser)
+    add(
+        "CHECKPOINT",
+        "tinker://RUN/KIND/NAME, a run directory (its last checkpoint), or the directory "
         "of an adapter",
     )
-    parser.add_argument(
-        "directory",
-        type=Path,
-        metavar="DIRECTORY",
-        help="new or empty directory that the export is written to",
-    )
-    parser.add_argument(
-        "--format",
-        choices=FORMATS,
-        default="peft",
-        help="peft = an adapter, merged = the whole model (default: %(default)s)",
-    )
-    parser.add_argument(
+    add("DIRECTORY", "new or empty directory that the export is written to", type=Path)
+    add("--format", "peft = an adapter, merged = the whole model", choices=FORMATS, default="peft")
+    add(
         "--dtype",
-        choices=list(DTYPES),
-        help="dtype of the exported tensors (default: float32 for peft, the base model's dtype "
+        "dtype of the exported tensors (default: float32 for peft, the base model's dtype "
         "for merged)",
+        choices=list(DTYPES),
     )
-    parser.add_argument(
-        "--base-model",
-        metavar="NAME",
-        help="name or directory of the base model (default: the one the checkpoint was trained on)",
+    add(
+        "--base-model NAME",
+        "name or directory of the base model (default: the one the checkpoint was trained on)",
     )
-    parser.add_argument(
-        "--run",
+    add(
+        "--run DIR",
+        "run directory of the checkpoint, for the options and metrics in the model card",
         type=Path,
-        metavar="DIR",
-        help="run directory of the checkpoint, for the options and metrics in the model card",
     )
-    parser.add_argument(
-        "--shard-mib",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="maximum size of one file of a merged model, in MiB (default: %(default)s)",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing export")
-    add_source_arguments(parser)
+    add("--shard-mib N", "maximum size of one file of a merged model, in MiB", default=4096)
+    add("--overwrite", "replace an existing export", action="store_true")
+    add_source_arguments(add)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -4,17 +4,18 @@ import argparse
 
 from planish.model.listing import print_models
 from planish.model.sources import DEFAULT_MODEL, resolve_model
+from planish.processes.arguments import argument_adder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `planish models`."""
-    parser.add_argument(
-        "--fetch",
-        metavar="NAME",
+    add = argument_adder(parser)
+    add(
+        "--fetch NAME",
+        "download and convert the base model NAME and compile the kernels, instead of listing "
+        "models (without NAME: %(const)s)",
         nargs="?",
         const=DEFAULT_MODEL,
-        help="download and convert the base model NAME and compile the kernels, instead of listing "
-        "models (without NAME: %(const)s)",
     )
 
 

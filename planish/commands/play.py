@@ -21,6 +21,7 @@ from rich.text import Text
 from planish.completers import StopCondition, TokensWithLogprobs
 from planish.errors import UserError
 from planish.logtree.html import visible
+from planish.processes.arguments import argument_adder
 from planish.recipes import rl_options, training_run
 from planish.reports.rollout_records import new_tokens
 from planish.rl.rollout.play import Answer, FirstEnvOnly, TextPolicy
@@ -39,27 +40,19 @@ _BLOCK_QUOTES = '"""'
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `planish play`."""
-    parser.add_argument(
-        "recipe",
-        metavar="RECIPE",
-        help="name of a recipe (math_rl), your own recipe as a module or .py file, or a script "
+    add = argument_adder(parser)
+    add(
+        "RECIPE",
+        "name of a recipe (math_rl), your own recipe as a module or .py file, or a script "
         "that starts an RL run",
     )
-    parser.add_argument(
-        "options", metavar="name=value", nargs="*", help="options of the recipe, as in training"
-    )
-    parser.add_argument(
-        "--number",
-        type=int,
-        default=0,
-        metavar="N",
-        help="index of the problem, counted from 0 (default: %(default)s)",
-    )
-    parser.add_argument("--test", action="store_true", help="take the problem from the test set")
-    parser.add_argument(
+    add("name=value", "options of the recipe, as in training", dest="options", nargs="*")
+    add("--number N", "index of the problem, counted from 0", default=0)
+    add("--test", "take the problem from the test set", action="store_true")
+    add(
         "--group",
+        "answer in every environment of the group, because some rewards compare the answers",
         action="store_true",
-        help="answer in every environment of the group, because some rewards compare the answers",
     )
 
 

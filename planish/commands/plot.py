@@ -2,34 +2,20 @@
 
 import argparse
 
+from planish.processes.arguments import argument_adder
 from planish.runlog.plotting import plot_runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `planish plot`."""
-    parser.add_argument(
-        "runs",
-        metavar="RUN",
-        nargs="+",
-        help="directory of a run (its log_path), or its metrics.jsonl",
+    add = argument_adder(parser)
+    add("RUN", "directory of a run (its log_path), or its metrics.jsonl", dest="runs", nargs="+")
+    add(
+        "--out DIR",
+        "output directory (default: the run directory, or with several runs the current one)",
     )
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        help="output directory (default: the run directory, or with several runs the current one)",
-    )
-    parser.add_argument(
-        "--metrics",
-        metavar="A,B",
-        help="metrics or patterns such as 'test/*'; each gets its own panel",
-    )
-    parser.add_argument(
-        "--smooth",
-        metavar="N",
-        type=int,
-        default=1,
-        help="also draw the running mean over N steps; 1 = no running mean (default: %(default)s)",
-    )
+    add("--metrics A,B", "metrics or patterns such as 'test/*'; each gets its own panel")
+    add("--smooth N", "also draw the running mean over N steps; 1 = no running mean", default=1)
 
 
 def run(arguments: argparse.Namespace) -> None:

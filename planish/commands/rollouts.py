@@ -16,6 +16,7 @@ from rich.text import Text
 
 from planish.errors import UserError
 from planish.files import read_rows
+from planish.processes.arguments import argument_adder
 from planish.reports.rollout_files import find_rollout_texts, split_label
 
 Row = Mapping[str, Any]
@@ -24,41 +25,23 @@ _DEFAULT_LIMIT = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `planish rollouts`."""
-    parser.add_argument("run", metavar="RUN", type=Path, help="directory of a run (its log_path)")
-    parser.add_argument(
-        "--step",
-        type=int,
-        metavar="N",
-        help="training step to show (default: the last recorded step)",
-    )
-    parser.add_argument(
-        "--eval", metavar="NAME", help="show the evaluation NAME instead of training"
-    )
-    order = parser.add_mutually_exclusive_group()
-    order.add_argument(
-        "--best", type=int, metavar="K", help="show only the K trajectories with the highest reward"
-    )
-    order.add_argument(
-        "--worst", type=int, metavar="K", help="show only the K trajectories with the lowest reward"
-    )
-    parser.add_argument(
-        "--reward",
-        metavar="MIN:MAX",
-        help="show only rewards in this range; MIN or MAX may be left out",
-    )
-    parser.add_argument("--tag", metavar="TAG", help="show only groups with this tag")
-    parser.add_argument(
-        "--text", metavar="WORD", help="show only trajectories whose text contains WORD"
-    )
-    parser.add_argument(
-        "--limit",
-        type=int,
-        default=_DEFAULT_LIMIT,
-        metavar="K",
-        help="maximum number of trajectories if neither --best nor --worst is given; 0 = all "
+    add = argument_adder(parser)
+    add("RUN", "directory of a run (its log_path)", type=Path)
+    add("--step N", "training step to show (default: the last recorded step)", type=int)
+    add("--eval NAME", "show the evaluation NAME instead of training")
+    add_order = argument_adder(parser.add_mutually_exclusive_group())
+    add_order("--best K", "show only the K trajectories with the highest reward", type=int)
+    add_order("--worst K", "show only the K trajectories with the lowest reward", type=int)
+    add("--reward MIN:MAX", "show only rewards in this range; MIN or MAX may be left out")
+    add("--tag TAG", "show only groups with this tag")
+    add("--text WORD", "show only trajectories whose text contains WORD")
+    add(
+        "--limit K",
+        "maximum number of trajectories if neither --best nor --worst is given; 0 = all "
         "(default: %(default)s)",
+        default=_DEFAULT_LIMIT,
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per trajectory")
+    add("--json", "print one JSON object per trajectory", action="store_true")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -23,6 +23,7 @@ from planish.errors import UserError
 from planish.import_shims import COOKBOOK_DIRECTORY, SDK_DIRECTORY
 from planish.model.sources import environment_models, resolve_model
 from planish.model.weight_sizes import SCHEMES
+from planish.processes.arguments import argument_adder, parse_pairs
 from planish.service import checked_substitutes
 from planish.tinker.service_client import OPTIONS_VARIABLE
 
@@ -34,52 +35,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ServiceClient, then SCRIPT or -m MODULE with arguments, as for
     `python`.
     """
+    add = argument_adder(parser)
     parser.usage = "planish run [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS]"
-    parser.add_argument(
-        "--model",
+    add(
+        "--model NAME=PATH",
+        "Hugging Face directory or .gguf file of the base model NAME; may be repeated",
         action="append",
         default=[],
-        metavar="NAME=PATH",
-        help="Hugging Face directory or .gguf file of the base model NAME; may be repeated",
     )
-    parser.add_argument("--data-dir", metavar="DIR", help="directory of the checkpoints")
-    parser.add_argument("--device", help="device: cpu, cuda, cuda:N, or auto")
-    parser.add_argument("--dtype", help="dtype of weights and matmuls: bfloat16, float32, or auto")
-    parser.add_argument("--quantize", choices=SCHEMES, help="quantize the base weights")
-    parser.add_argument(
+    add("--data-dir DIR", "directory of the checkpoints")
+    add("--device", "device: cpu, cuda, cuda:N, or auto")
+    add("--dtype", "dtype of weights and matmuls: bfloat16, float32, or auto")
+    add("--quantize", "quantize the base weights", choices=SCHEMES)
+    add(
         "--deterministic",
+        "make samples batch-invariant: bitwise the same, whatever else runs",
         action=argparse.BooleanOptionalAction,
-        help="make samples batch-invariant: bitwise the same, whatever else runs",
     )
     for name in _SIZE_OPTIONS:
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=int,
-            metavar="N",
-            help=f"the argument {name} of ServiceClient",
-        )
-    parser.add_argument(
-        "--substitute-loss",
+        add(f"--{name.replace('_', '-')} N", f"the argument {name} of ServiceClient", type=int)
+    add(
+        "--substitute-loss stable_reinforce=LOSS",
+        "compute LOSS if the script requests stable_reinforce, whose formula is not public",
         action="append",
         default=[],
-        metavar="stable_reinforce=LOSS",
-        help="compute LOSS if the script requests stable_reinforce, whose formula is not public",
     )
-    parser.add_argument(
-        "--base-url",
-        metavar="URL",
-        help="use this planish server instead of an engine in the process",
-    )
-    parser.add_argument("--api-key", metavar="KEY", help="API key for that server")
-    parser.add_argument(
+    add("--base-url URL", "use this planish server instead of an engine in the process")
+    add("--api-key KEY", "API key for that server")
+    add(
         "--hub-tokenizers",
-        action="store_true",
-        help="copy the tokenizers of --model into the hub's cache, so that transformers finds them "
+        "copy the tokenizers of --model into the hub's cache, so that transformers finds them "
         "without a network",
+        action="store_true",
     )
-    parser.add_argument(
-        "-m", dest="is_module", action="store_true", help="run a module, as `python -m` does"
-    )
+    add("-m", "run a module, as `python -m` does", dest="is_module", action="store_true")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -90,7 +79,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     program, *program_arguments = arguments.program
     options, models = (
         client_options(arguments),
-        _parse_pairs("--model", "NAME=PATH", arguments.model),
+        parse_pairs("--model", "NAME=PATH", arguments.model),
     )
     for name, path in models.items():
         directory = resolve_model(name, models)
@@ -120,7 +109,7 @@ def client_options(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     options: dict[str, Any] = {
         "substitute_losses": checked_substitutes(
-            _parse_pairs("--substitute-loss", "LOSS=LOSS", arguments.substitute_loss)
+            parse_pairs("--substitute-loss", "LOSS=LOSS", arguments.substitute_loss)
         ),
     }
     names = ("data_dir", "device", "dtype", "quantize", "deterministic", *_SIZE_OPTIONS)
@@ -164,13 +153,3 @@ def _cache_tokenizer(name: str, directory: Path) -> None:
 def _program_directory(program: str, is_module: bool) -> Path:
     """Return the directory that Python puts first on its path for this program."""
     return Path.cwd() if is_module else Path(program).absolute().parent
-
-
-def _parse_pairs(option: str, form: str, entries: list[str]) -> dict[str, str]:
-    pairs: dict[str, str] = {}
-    for entry in entries:
-        name, equals, value = (part.strip() for part in entry.partition("="))
-        if not (name and equals and value):
-            raise UserError(f"{option} {entry!r}: write {form}")
-        pairs[name] = value
-    return pairs

@@ -9,66 +9,48 @@ from planish.client.checkpoint_records import Records, Row, as_json, open_record
 from planish.commands.tables import format_time, print_fields, print_table
 from planish.errors import UserError
 from planish.model.weight_sizes import SCHEMES
+from planish.processes.arguments import AddArgument, argument_adder
 from planish.runlog.run_directory import CHECKPOINTS, weights_of
 from planish.types import CheckpointPath
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `planish runs`."""
-    add_source_arguments(parser)
-    parser.add_argument(
-        "run",
-        metavar="RUN",
-        nargs="?",
-        help="id of a training run whose details are shown (default: list all runs)",
-    )
-    add_limit_argument(parser, "runs")
+    add = argument_adder(parser)
+    add_source_arguments(add)
+    add("RUN", "id of a training run whose details are shown (default: list all runs)", nargs="?")
+    add_limit_argument(add, "runs")
 
 
-def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+def add_source_arguments(add: AddArgument) -> None:
     """Add the arguments that say where records are read from, and --json."""
-    add_server_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_server_arguments(add)
+    add("--json", "print JSON", action="store_true")
 
 
-def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+def add_server_arguments(add: AddArgument) -> None:
     """Add the arguments of `resolve_server_url`: a server and its key, or a local directory."""
-    parser.add_argument(
-        "--base-url",
-        metavar="URL",
-        help="URL of a server (default: PLANISH_BASE_URL, else no server)",
-    )
-    parser.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="API key for the server (default: PLANISH_API_KEY, else TINKER_API_KEY)",
-    )
-    parser.add_argument(
-        "--data-dir",
+    add("--base-url URL", "URL of a server (default: PLANISH_BASE_URL, else no server)")
+    add("--api-key KEY", "API key for the server (default: PLANISH_API_KEY, else TINKER_API_KEY)")
+    add(
+        "--data-dir DIR",
+        "directory of this machine's checkpoints (default: PLANISH_DATA)",
         type=Path,
-        metavar="DIR",
-        help="directory of this machine's checkpoints (default: PLANISH_DATA)",
     )
 
 
-def add_quantize_argument(parser: argparse.ArgumentParser) -> None:
+def add_quantize_argument(add: AddArgument) -> None:
     """Add the argument that quantizes the base weights of an engine in this process."""
-    parser.add_argument(
+    add(
         "--quantize",
+        "quantize the base weights; a checkpoint needs the scheme that it was trained on",
         choices=SCHEMES,
-        help="quantize the base weights; a checkpoint needs the scheme that it was trained on",
     )
 
 
-def add_limit_argument(parser: argparse.ArgumentParser, what: str) -> None:
+def add_limit_argument(add: AddArgument, what: str) -> None:
     """Add the argument of `row_limit`."""
-    parser.add_argument(
-        "--limit",
-        type=int,
-        default=20,
-        metavar="N",
-        help=f"maximum number of {what} to list; 0 = all (default: %(default)s)",
-    )
+    add("--limit N", f"maximum number of {what} to list; 0 = all", default=20)
 
 
 def row_limit(arguments: argparse.Namespace) -> int | None:

@@ -2,15 +2,15 @@
 
 import argparse
 
+from planish.processes.arguments import argument_adder
 from planish.runlog.spans import write_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `planish trace`."""
-    parser.add_argument("traced", metavar="RUN", help="directory of a run (its log_path)")
-    parser.add_argument(
-        "--out", metavar="FILE", help="output file (default: trace.json in the run's directory)"
-    )
+    add = argument_adder(parser)
+    add("RUN", "directory of a run (its log_path)", dest="traced")
+    add("--out FILE", "output file (default: trace.json in the run's directory)")
 
 
 def run(arguments: argparse.Namespace) -> None:

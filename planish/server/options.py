@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
 from planish.model.weight_sizes import SCHEMES
+from planish.processes.arguments import argument_adder, parse_pairs
 from planish.server.http.access import LOG_LEVELS, LogFormat
 from planish.server.http.context import is_loopback
 from planish.server.settings import RENAMED_SETTINGS, HttpSettings, ServerSettings
@@ -62,128 +63,104 @@ class ServeOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `planish serve` to a parser."""
+    add = argument_adder(parser)
     default = ServeOptions
-    parser.add_argument(
-        "--host", default=default.host, help="address to listen on (%(default)s: this machine only)"
-    )
-    parser.add_argument(
-        "--port",
-        type=int,
-        default=default.port,
-        help="0: any free port, which is logged at the start",
-    )
-    parser.add_argument(
-        "--data-dir",
-        type=Path,
+    add("--host", "address to listen on (%(default)s: this machine only)", default=default.host)
+    add("--port", "0: any free port, which is logged at the start", default=default.port)
+    add(
+        "--data-dir DIR",
+        "checkpoints, journal and database; created if it does not exist (%(default)s)",
         default=default.data_dir,
-        metavar="DIR",
-        help="checkpoints, journal and database; created if it does not exist (%(default)s)",
     )
-    parser.add_argument(
-        "--model",
+    add(
+        "--model NAME=PATH",
+        "a base model to serve: a Hugging Face directory or a .gguf file; may be repeated",
         action="append",
         default=[],
-        metavar="NAME=PATH",
-        help="a base model to serve: a Hugging Face directory or a .gguf file; may be repeated",
     )
-    parser.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="the API keys that may use the server"
-    )
+    add("--api-key-file FILE", "the API keys that may use the server", type=Path)
     _add_engine_arguments(parser)
-    parser.add_argument(
-        "--set",
+    add(
+        "--set NAME=VALUE",
+        "a setting, such as max_tokens_per_minute=100000 or max_storage_bytes=20GiB; "
+        "may be repeated. One of " + ", ".join(field.name for field in fields(ServerSettings)),
         action="append",
         default=[],
-        metavar="NAME=VALUE",
         dest="settings",
-        help="a setting, such as max_tokens_per_minute=100000 or max_storage_bytes=20GiB; "
-        "may be repeated. One of " + ", ".join(field.name for field in fields(ServerSettings)),
     )
-    parser.add_argument(
-        "--log-format",
-        choices=("text", "json"),
-        help="by default text on a terminal, json elsewhere",
-    )
-    parser.add_argument(
+    add("--log-format", "by default text on a terminal, json elsewhere", choices=("text", "json"))
+    add(
         "--log-level",
+        "the lowest level that is logged (%(default)s)",
         choices=LOG_LEVELS,
         default=default.log_level,
-        help="the lowest level that is logged (%(default)s)",
     )
-    parser.add_argument(
-        "--poll-seconds",
-        type=float,
-        default=default.poll_seconds,
-        metavar="S",
-        help="how long a request for a result is held (%(default)s); lower it if a proxy "
+    add(
+        "--poll-seconds S",
+        "how long a request for a result is held (%(default)s); lower it if a proxy "
         "closes connections earlier",
+        default=default.poll_seconds,
     )
-    parser.add_argument(
+    add(
         "--hub-tokenizers",
-        action="store_true",
-        help="put tokenizers into the hub's cache, where scripts on this machine find "
+        "put tokenizers into the hub's cache, where scripts on this machine find "
         "them without a network",
+        action="store_true",
     )
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto")
-    parser.add_argument("--dtype", default="auto", help="bfloat16, float32, or auto")
-    parser.add_argument(
+    add = argument_adder(parser)
+    add("--device", "cpu, cuda, cuda:N, or auto", default="auto")
+    add("--dtype", "bfloat16, float32, or auto", default="auto")
+    add(
         "--quantize",
-        choices=SCHEMES,
-        help="quantize the base weights with this scheme, for sampling and training alike, to save "
+        "quantize the base weights with this scheme, for sampling and training alike, to save "
         "memory (docs/models.md)",
+        choices=SCHEMES,
     )
-    parser.add_argument(
-        "--kv-cache-gib",
-        type=float,
-        metavar="GIB",
-        help="maximum size of the KV cache of running samples, for each base model. Samples that "
+    add(
+        "--kv-cache-gib GIB",
+        "maximum size of the KV cache of running samples, for each base model. Samples that "
         "do not fit wait. By default 4 on a CPU (less if the memory is small); on a GPU, the "
         "memory that weights, adapters, training and the prefix cache leave",
-    )
-    parser.add_argument(
-        "--prefix-cache-gib",
         type=float,
-        metavar="GIB",
-        help="maximum size of the prefix cache, for each base model, in addition to "
+    )
+    add(
+        "--prefix-cache-gib GIB",
+        "maximum size of the prefix cache, for each base model, in addition to "
         "--kv-cache-gib; the least recently used prefixes are evicted. 0 turns the cache off. By "
         "default 1 on a CPU (less if the memory is small); on a GPU, an eighth of the memory that "
         "the weights and adapters leave",
+        type=float,
     )
-    parser.add_argument(
+    add(
         "--share-prefix-cache",
-        action="store_true",
-        help="let tenants use each other's cached prefixes. This saves time if they share a system "
+        "let tenants use each other's cached prefixes. This saves time if they share a system "
         "prompt. It also reveals whether another tenant has sent a prompt with the same beginning, "
         "so a tenant can guess another tenant's prompts word by word",
+        action="store_true",
     )
-    parser.add_argument(
-        "--max-batch",
-        type=int,
-        help="maximum number of samples in a batch (256; on a GPU up to 512)",
-    )
-    parser.add_argument(
+    add("--max-batch", "maximum number of samples in a batch (256; on a GPU up to 512)", type=int)
+    add(
         "--micro-batch-tokens",
+        "maximum number of training tokens in a micro-batch (4096; on a GPU up to 16384)",
         type=int,
-        help="maximum number of training tokens in a micro-batch (4096; on a GPU up to 16384)",
     )
-    parser.add_argument(
+    add(
         "--deterministic",
+        "samples are batch-invariant (bitwise reproducible), even where that costs "
+        "speed (on a GPU, and on CPUs without our kernels)",
         action="store_true",
         default=None,
-        help="samples are batch-invariant (bitwise reproducible), even where that costs "
-        "speed (on a GPU, and on CPUs without our kernels)",
     )
-    parser.add_argument(
-        "--substitute-loss",
+    add(
+        "--substitute-loss stable_reinforce=LOSS",
+        "compute LOSS if a script requests stable_reinforce, whose formula is not public; "
+        "responses and /metrics report the substitution",
         action="append",
         default=[],
-        metavar="stable_reinforce=LOSS",
         dest="substitute_losses",
-        help="compute LOSS if a script requests stable_reinforce, whose formula is not public; "
-        "responses and /metrics report the substitution",
     )
 
 
@@ -193,7 +170,7 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
         host=arguments.host,
         port=arguments.port,
         data_dir=arguments.data_dir,
-        models=_parse_pairs("--model", "NAME=PATH", arguments.model),
+        models=parse_pairs("--model", "NAME=PATH", arguments.model),
         api_key_file=arguments.api_key_file,
         engine=EngineSettings(
             device=arguments.device,
@@ -207,28 +184,16 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
             max_batch=arguments.max_batch,
             micro_batch_tokens=arguments.micro_batch_tokens,
             deterministic=arguments.deterministic,
-            substitute_losses=_parse_pairs(
+            substitute_losses=parse_pairs(
                 "--substitute-loss", "LOSS=LOSS", arguments.substitute_losses
             ),
         ),
-        settings=_parse_settings(_parse_pairs("--set", "NAME=VALUE", arguments.settings)),
+        settings=_parse_settings(parse_pairs("--set", "NAME=VALUE", arguments.settings)),
         hub_tokenizers=arguments.hub_tokenizers,
         poll_seconds=arguments.poll_seconds,
         log_format=arguments.log_format,
         log_level=arguments.log_level,
     )
-
-
-def _parse_pairs(option: str, form: str, entries: Sequence[str]) -> dict[str, str]:
-    pairs: dict[str, str] = {}
-    for entry in entries:
-        name, equals, value = (part.strip() for part in entry.partition("="))
-        if not (name and equals and value):
-            raise UserError(f"{option} {entry!r}: write {form}")
-        if name in pairs:
-            raise UserError(f"{option} names {name!r} twice; keep one")
-        pairs[name] = value
-    return pairs
 
 
 def _parse_settings(values_by_name: Mapping[str, str]) -> ServerSettings:
