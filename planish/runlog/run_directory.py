@@ -225,7 +225,7 @@ def resume_points(path: str | Path) -> list[CheckpointRecord]:
 
 def checkpoint_of(path: str) -> str:
     """Return the newest state if `path` is a run directory, or `path` itself if it is a checkpoint.
-    Raises UserError if it is neither. Raises CheckpointError if the run has no state.
+    Raises UserError if `path` is neither. Raises CheckpointError if the run has no state.
     """
     found = _newest(path, "state", lambda record: record.state_path)
     if found == path:

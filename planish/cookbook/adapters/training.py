@@ -1,4 +1,4 @@
-"""Configs with the cookbook's fields, and functions that train with planish's loops. Raises
+"""Configs with the cookbook's fields, and functions that train with planish's loops. They raise
 UnsupportedError for a field that planish does not support, unless it has its default.
 `session_name` is stored in the metadata of the checkpoints.
 """
