@@ -182,7 +182,8 @@ def header(options: Any) -> dict[str, Any]:
     """Return the fields that every results file begins with."""
     if ROOT not in Path(planish.__file__).parents:
         raise SystemExit(
-            f"planish is imported from {planish.__file__}, not from this checkout: set PYTHONPATH={ROOT}"
+            f"planish is imported from {planish.__file__}, not from this checkout: set "
+            f"PYTHONPATH={ROOT}"
         )
     return {
         "options": {
@@ -256,7 +257,8 @@ def check_same_work(
             allowed = LOSS_TOLERANCE * sum(weights) * work_round["new_tokens"]
             if max(losses.values()) - min(losses.values()) > allowed:
                 raise SystemExit(
-                    f"{work}, round {number + 1}: losses differ by more than {allowed:.3g}: {losses}"
+                    f"{work}, round {number + 1}: losses differ by more than {allowed:.3g}: "
+                    f"{losses}"
                 )
 
 

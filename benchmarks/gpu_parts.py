@@ -287,7 +287,9 @@ def grpo(bench: Bench, service: planish.ServiceClient, prompts: int, samples: in
 
 
 def peers(bench: Bench, work: str) -> list[Row]:
-    """Compare the peers. All of them run in this environment, which has the packages for the GPU."""
+    """Compare the peers. All of them run in this environment, which has the packages for the
+    GPU.
+    """
     options, known = bench.options, PEERS | OPTIONAL_PEERS
     names = [name for name in parse_names(options.peers, PEERS, known) if work in known[name].works]
     given = {"OURS_OPTIONS": json.dumps(options.service)}

@@ -88,7 +88,8 @@ def decode_profile(base: BaseModel, work: Mapping[str, Any]) -> Profile:
     )
     if any(future.done() for future in futures):
         raise SystemExit(
-            "samples ended before the profile did, so not all ran at once: raise kv_cache_gib or max_batch"
+            "samples ended before the profile did, so not all ran at once: raise kv_cache_gib or "
+            "max_batch"
         )
     while sampler.busy:
         sampler.step()

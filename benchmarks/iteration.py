@@ -93,7 +93,9 @@ def count_tokens(groups: Groups) -> int:
 
 
 def train_step(client: planish.TrainingClient, work: Mapping[str, Any]) -> float:
-    """Take one optimizer step on a round with answers. Returns the sum of the loss over all tokens."""
+    """Take one optimizer step on a round with answers. Returns the sum of the loss over all
+    tokens.
+    """
     data = [
         datum(prompt, *sequence)
         for prompt, *group in zip(

@@ -138,7 +138,9 @@ class Limit:
         return self.rollouts(work) + self.training(work)
 
     def _prompts(self, work: Mapping[str, Any]) -> float:
-        """Return the seconds of the prompts, with the head for each prompt's first answer tokens."""
+        """Return the seconds of the prompts, with the head for each prompt's first answer
+        tokens.
+        """
         return seconds_for_rows(
             RowCounts.of(work).prompt_rows, self.layers_seconds
         ) + self._head_seconds(len(work["prompts"]))

@@ -52,7 +52,9 @@ def commit() -> str:
 
 @dataclass(frozen=True)
 class CpuTime:
-    """Processor seconds that all processes have used so far on all cores, and the time of reading."""
+    """Processor seconds that all processes have used so far on all cores, and the time of
+    reading.
+    """
 
     used: float
     at: float

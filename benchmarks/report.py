@@ -84,7 +84,9 @@ def peers_table(report: Mapping[str, Any]) -> str:
 
 
 def busy_table(report: Mapping[str, Any]) -> str:
-    """Speed beside a busy process as a share of that on an idle machine: 0.5 takes twice as long."""
+    """Speed beside a busy process as a share of that on an idle machine: 0.5 takes twice as
+    long.
+    """
     rows = []
     for work, spins in report["works"].items():
         for spin, loads in spins.items():
@@ -184,7 +186,8 @@ def adapters_table(report: Mapping[str, Any]) -> str:
         ]
         rows.append(
             [
-                f"{point['samples']} = {point['adapters']} x {point['samples'] // point['adapters']}",
+                f"{point['samples']} = {point['adapters']} x "
+                f"{point['samples'] // point['adapters']}",
                 spread(point),
                 f"{point['tokens'] / point['median_seconds']:,.0f}",
                 f"{statistics.median(ratios):.2f}" if point["adapters"] > 1 else "",
@@ -201,7 +204,10 @@ def adapters_table(report: Mapping[str, Any]) -> str:
         "milliseconds to read all adapters' weights",
     )
     new, used = (1e3 * statistics.median(report["first_tokens"][name]) for name in ("new", "used"))
-    first = f"\nFirst token of a new version, which includes packing its weights: {new:.1f} ms; first token for another prompt after that: {used:.1f} ms.\n"
+    first = (
+        f"\nFirst token of a new version, which includes packing its weights: {new:.1f} ms; first "
+        f"token for another prompt after that: {used:.1f} ms.\n"
+    )
     return provenance(report) + table(heads, rows) + first
 
 
@@ -210,7 +216,8 @@ def gpu_table(report: Mapping[str, Any]) -> str:
     rows = [
         [
             row["what"],
-            f"{_three_digits(row['value'])} ({_three_digits(min(row['values']))} to {_three_digits(max(row['values']))})",
+            f"{_three_digits(row['value'])} ({_three_digits(min(row['values']))} to "
+            f"{_three_digits(max(row['values']))})",
             row["unit"],
             f"{row['share']:.0%} of {row['of']}" if row["share"] is not None else "",
         ]
@@ -219,8 +226,8 @@ def gpu_table(report: Mapping[str, Any]) -> str:
     ]
     gpu, commits = report["gpu"], sorted({part["commit"] for part in report["parts"].values()})
     heading = (
-        f"{gpu['name']}, {gpu['memory_gib']:.0f} GiB; torch {gpu['torch']}, CUDA {gpu['cuda']}, Triton {gpu['triton']}; {report['date']}, "
-        f"commit {', '.join(commits)}\n\n"
+        f"{gpu['name']}, {gpu['memory_gib']:.0f} GiB; torch {gpu['torch']}, CUDA {gpu['cuda']}, "
+        f"Triton {gpu['triton']}; {report['date']}, commit {', '.join(commits)}\n\n"
     )
     return heading + table(("what", "median (min to max)", "unit", "share"), rows)
 
@@ -232,7 +239,10 @@ def _three_digits(value: float) -> str:
 def spread(peer: Mapping[str, Any]) -> str:
     seconds = peer["seconds"]
     digits = 2 if peer["median_seconds"] >= 1 else 3
-    return f"{peer['median_seconds']:.{digits}f} ({min(seconds):.{digits}f} to {max(seconds):.{digits}f})"
+    return (
+        f"{peer['median_seconds']:.{digits}f} ({min(seconds):.{digits}f} to "
+        f"{max(seconds):.{digits}f})"
+    )
 
 
 def provenance(report: Mapping[str, Any]) -> str:
@@ -240,8 +250,9 @@ def provenance(report: Mapping[str, Any]) -> str:
     machine = report["machine"]
     flags = ", ".join(machine["flags"]) or "no AVX2"
     return (
-        f"{machine['cpu']}, {machine['cores']} cores ({flags}), {machine['memory_gib']:.0f} GiB; {report['date']}, "
-        f"commit {report['commit']}, load average before {report['load_average_before']:.1f}\n\n"
+        f"{machine['cpu']}, {machine['cores']} cores ({flags}), {machine['memory_gib']:.0f} GiB; "
+        f"{report['date']}, commit {report['commit']}, load average before "
+        f"{report['load_average_before']:.1f}\n\n"
     )
 
 

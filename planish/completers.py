@@ -40,7 +40,8 @@ class TokensWithLogprobs:
         """The logprob of each token. Raises ValueError if the policy did not return logprobs."""
         if self.maybe_logprobs is None:
             raise ValueError(
-                "these tokens have no logprobs, because their policy does not return any; use a policy that does"
+                "these tokens have no logprobs, because their policy does not return any; use a "
+                "policy that does"
             )
         return self.maybe_logprobs
 
@@ -104,7 +105,8 @@ class TinkerTokenCompleter(TokenCompleter):
         if self.constraint is not None and not self.allow_off_policy:
             raise UserError(
                 "constraint changes the distribution that tokens are sampled from, so training on "
-                "them as samples of the policy is biased; leave it out, or give allow_off_policy=True"
+                "them as samples of the policy is biased; leave it out, or give "
+                "allow_off_policy=True"
             )
         self._num_calls = 0
 
@@ -141,7 +143,8 @@ class TinkerTokenCompleter(TokenCompleter):
         remaining = self.context_window - model_input.length
         if remaining < 1:
             raise UserError(
-                f"the prompt has {model_input.length} tokens, and context_window={self.context_window} leaves no room for an "
+                f"the prompt has {model_input.length} tokens, and "
+                f"context_window={self.context_window} leaves no room for an "
                 "answer; shorten it, or limit the episode with max_trajectory_tokens"
             )
         return min(limit, remaining)
@@ -154,7 +157,9 @@ class TinkerTokenCompleter(TokenCompleter):
 
 
 class TinkerMessageCompleter(MessageCompleter):
-    """A MessageCompleter that samples from a SamplingClient and renders messages with `renderer`."""
+    """A MessageCompleter that samples from a SamplingClient and renders messages with
+    `renderer`.
+    """
 
     def __init__(
         self,

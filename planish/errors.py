@@ -103,7 +103,8 @@ def rejected_step(error: BaseException) -> UserError:
     kind = NonFiniteError if isinstance(error, NonFiniteError) else UserError
     reason = str(error) or type(error).__name__
     return kind(
-        f"optim_step rejected, nothing was applied: the forward_backward before it failed ({reason})"
+        "optim_step rejected, nothing was applied: the forward_backward before it failed "
+        f"({reason})"
     )
 
 

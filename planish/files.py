@@ -1,7 +1,7 @@
 """Atomic and durable file writes.
 
-`write_atomically` replaces a file atomically. `RowFile` appends rows to a JSONL file; if a crash leaves
-an incomplete last row, the next process that opens the file removes it.
+`write_atomically` replaces a file atomically. `RowFile` appends rows to a JSONL file; if a crash
+leaves an incomplete last row, the next process that opens the file removes it.
 """
 
 import errno
@@ -48,7 +48,8 @@ def lock_directory(path: Path, option: str, what: str) -> FileLock:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise UserError(
-            f"{option}={path}: another process is writing {what}; wait for it or give another {option}"
+            f"{option}={path}: another process is writing {what}; wait for it or give another "
+            f"{option}"
         ) from error
     except OSError as error:
         raise StorageError(f"{option}={path}: {error}; give a writable directory") from error
@@ -179,7 +180,8 @@ class RowFile:
                     kept_rows.append(row)
             except (KeyError, TypeError) as error:
                 raise DamagedFileError(
-                    f"{self.path}: the row {json.dumps(row)[:200]} has unexpected fields ({error}); repair or remove that line"
+                    f"{self.path}: the row {json.dumps(row)[:200]} has unexpected fields "
+                    f"({error}); repair or remove that line"
                 ) from error
         if len(kept_rows) < len(rows):
             write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept_rows))
@@ -200,7 +202,9 @@ class RowFile:
 
 
 def _repair(path: Path) -> None:
-    """Make the file end with a complete line: add a missing newline, or remove an incomplete row."""
+    """Make the file end with a complete line: add a missing newline, or remove an incomplete
+    row.
+    """
     if not path.exists():
         return
     content = path.read_bytes()

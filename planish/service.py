@@ -71,7 +71,9 @@ class Operation(Generic[R_co]):
 
 @dataclass(frozen=True)
 class CreateModel(Operation[GetInfoResponse]):
-    """Create an adapter on a base model, with new weights or those of a checkpoint (`from_path`)."""
+    """Create an adapter on a base model, with new weights or those of a checkpoint
+    (`from_path`).
+    """
 
     model_id: str
     base_model: str | None = None
@@ -280,7 +282,8 @@ class Sample(Operation[SampleResponse]):
         _convert_whole(
             self,
             "num_samples",
-            remedy=f"a whole number from 1 to {MAX_SAMPLES}; split more samples into several requests",
+            remedy=f"a whole number from 1 to {MAX_SAMPLES}; split more samples into several "
+            "requests",
             low=1,
             high=MAX_SAMPLES,
         )
@@ -335,8 +338,8 @@ def _check_and_copy_metadata(operation: Any) -> None:
     size = sum(map(len, (*metadata, *metadata.values())))
     if size > MAX_METADATA:
         raise UserError(
-            f"user_metadata has {size:,} characters; give at most {MAX_METADATA:,}, and keep larger "
-            "data in a file of your own"
+            f"user_metadata has {size:,} characters; give at most {MAX_METADATA:,}, and keep "
+            "larger data in a file of your own"
         )
     object.__setattr__(operation, "user_metadata", metadata)
 
@@ -520,11 +523,13 @@ def checked_substitutes(substitutes: Mapping[str, str]) -> dict[str, str]:
         if name not in SUBSTITUTABLE_LOSSES:
             names = ", ".join(SUBSTITUTABLE_LOSSES)
             raise UserError(
-                f"substitute_losses: {name!r} cannot be substituted; the losses that can be are: {names}"
+                f"substitute_losses: {name!r} cannot be substituted; the losses that can be are: "
+                f"{names}"
             )
         if by not in valid_substitutes:
             raise UserError(
-                f"substitute_losses: {by!r} cannot be substituted for {name!r}; give one of {', '.join(valid_substitutes)}"
+                f"substitute_losses: {by!r} cannot be substituted for {name!r}; give one of "
+                f"{', '.join(valid_substitutes)}"
             )
     return dict(substitutes)
 
@@ -546,14 +551,15 @@ def complete_config(name: str, options: Mapping[str, float] | None) -> dict[str,
         )
     if config["skip_unweighted"] not in (0, 1):
         raise UserError(
-            f"loss_fn_config['skip_unweighted']={config['skip_unweighted']:g}: give 0 to score every "
-            "position, or 1 to skip those without weight"
+            f"loss_fn_config['skip_unweighted']={config['skip_unweighted']:g}: give 0 to score "
+            "every position, or 1 to skip those without weight"
         )
     low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", 1.0)
     if not 0 <= low <= 1 <= high:
         raise UserError(
-            f"loss_fn_config: clip_low_threshold={low:g} and clip_high_threshold={high:g} bound the ratio itself, which is "
-            "1 on-policy, and not its distance from 1; give 0 <= low <= 1 <= high, such as 0.8 and 1.2"
+            f"loss_fn_config: clip_low_threshold={low:g} and clip_high_threshold={high:g} bound "
+            "the ratio itself, which is 1 on-policy, and not its distance from 1; give 0 <= low "
+            "<= 1 <= high, such as 0.8 and 1.2"
         )
     if config.get("beta", 0.0) < 0:
         raise UserError(f"loss_fn_config['beta']={config['beta']:g}: give 0 or more")

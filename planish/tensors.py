@@ -82,7 +82,8 @@ class TensorData(ArrayEquality):
         values = _as_array(data if data is not None else [], dtype)
         if (sparse_crow_indices is None) != (sparse_col_indices is None):
             raise UserError(
-                "TensorData: sparse_crow_indices and sparse_col_indices go together; give both or neither"
+                "TensorData: sparse_crow_indices and sparse_col_indices go together; give both or "
+                "neither"
             )
         crow = None if sparse_crow_indices is None else [int(i) for i in sparse_crow_indices]
         col = None if sparse_col_indices is None else [int(i) for i in sparse_col_indices]
@@ -118,7 +119,8 @@ class TensorData(ArrayEquality):
         kind = {"f": "float32", "i": "int64"}.get(array.dtype.kind)
         if kind is None:
             raise UserError(
-                f"TensorData.from_numpy: dtype {array.dtype} is neither integer nor floating point; convert it first"
+                f"TensorData.from_numpy: dtype {array.dtype} is neither integer nor floating "
+                "point; convert it first"
             )
         return cls(data=array, dtype=kind, shape=array.shape)  # type: ignore[arg-type]
 
@@ -189,11 +191,13 @@ def as_tensor_data(key: str, value: Any) -> TensorData:
         if key not in LOSS_INPUT_DTYPES:
             known = ", ".join(sorted(LOSS_INPUT_DTYPES))
             raise UserError(
-                f"loss_fn_inputs[{key!r}]: a plain list is allowed only for {known}; give a TensorData or an array"
+                f"loss_fn_inputs[{key!r}]: a plain list is allowed only for {known}; give a "
+                "TensorData or an array"
             )
         return _with_key_in_error(key, lambda: TensorData(list(value), LOSS_INPUT_DTYPES[key]))
     raise UserError(
-        f"loss_fn_inputs[{key!r}] is a {type(value).__name__}; give TensorData, a tensor, an array or a list"
+        f"loss_fn_inputs[{key!r}] is a {type(value).__name__}; give TensorData, a tensor, an array "
+        "or a list"
     )
 
 
@@ -234,9 +238,11 @@ def _check_csr(
         or np.any(np.diff(crow) < 0)
     ):
         raise UserError(
-            "TensorData: sparse_crow_indices must not decrease, must begin with 0 and end with the number of values, and needs rows + 1 entries"
+            "TensorData: sparse_crow_indices must not decrease, must begin with 0 and end with the "
+            "number of values, and needs rows + 1 entries"
         )
     if len(col) != values.size or any(not 0 <= c < shape[1] for c in col):
         raise UserError(
-            "TensorData: sparse_col_indices needs one column index, within the shape, for each value"
+            "TensorData: sparse_col_indices needs one column index, within the shape, for each "
+            "value"
         )

@@ -190,11 +190,13 @@ def tiny_model(
     """
     if family not in CONFIGS or dtype not in DTYPES:
         raise ValueError(
-            f"family={family!r}, dtype={dtype!r}: give a family of {sorted(CONFIGS)} and a dtype of {sorted(DTYPES)}"
+            f"family={family!r}, dtype={dtype!r}: give a family of {sorted(CONFIGS)} and a dtype "
+            f"of {sorted(DTYPES)}"
         )
     if vocab_size < NUM_TOKENS:
         raise ValueError(
-            f"vocab_size={vocab_size}: give at least {NUM_TOKENS}, the number of tokens of the byte tokenizer"
+            f"vocab_size={vocab_size}: give at least {NUM_TOKENS}, the number of tokens of the "
+            "byte tokenizer"
         )
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
@@ -362,7 +364,9 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 def save_weights(
     directory: str | Path, tensors: Mapping[str, torch.Tensor], shards: int = 1
 ) -> None:
-    """Write tensors as model.safetensors, or as `shards` files with model.safetensors.index.json."""
+    """Write tensors as model.safetensors, or as `shards` files with
+    model.safetensors.index.json.
+    """
     directory = Path(directory)
     if not 1 <= shards <= len(tensors):
         raise ValueError(

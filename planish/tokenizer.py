@@ -66,21 +66,24 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
     directory = Path(directory)
     if not directory.is_dir():
         raise UnknownModelError(
-            f"no tokenizer at {directory}: it is not a directory; name a local Hugging Face model directory"
+            f"no tokenizer at {directory}: it is not a directory; name a local Hugging Face model "
+            "directory"
         )
     if not any(
         (directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
     ):
         raise UnknownModelError(
-            f"no tokenizer in {directory}: tokenizer.json and tokenizer_config.json are missing; copy them there"
+            f"no tokenizer in {directory}: tokenizer.json and tokenizer_config.json are missing; "
+            "copy them there"
         )
     try:
         return _load(directory)
     except Exception as error:
         # transformers and tokenizers raise bare Exception for files that they cannot parse.
         raise DamagedFileError(
-            f"the tokenizer in {directory} cannot be loaded ({error}); copy tokenizer.json and tokenizer_config.json "
-            "from the model again (a tokenizer that runs code of its own must be converted to tokenizer.json)"
+            f"the tokenizer in {directory} cannot be loaded ({error}); copy tokenizer.json and "
+            "tokenizer_config.json from the model again (a tokenizer that runs code of its own "
+            "must be converted to tokenizer.json)"
         ) from error
 
 
@@ -89,8 +92,8 @@ def _load(directory: Path) -> "PreTrainedTokenizerBase":
     with _IMPORT_LOCK:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    # tokenizer.json holds the model's exact pipeline. The class that AutoTokenizer picks for a model
-    # family rebuilds parts of that pipeline and may change them.
+    # tokenizer.json holds the model's exact pipeline. The class that AutoTokenizer picks for a
+    # model family rebuilds parts of that pipeline and may change them.
     loader = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
     tokenizer = loader.from_pretrained(
         str(directory), local_files_only=True, trust_remote_code=False

@@ -89,7 +89,8 @@ class ModelInput:
         for chunk in chunks:
             if not isinstance(chunk, EncodedTextChunk):
                 raise UserError(
-                    f"ModelInput.chunks contains a {type(chunk).__name__}; planish supports text only: give EncodedTextChunk(tokens=[...])"
+                    f"ModelInput.chunks contains a {type(chunk).__name__}; planish supports text "
+                    "only: give EncodedTextChunk(tokens=[...])"
                 )
         object.__setattr__(self, "chunks", chunks)
 
@@ -133,7 +134,8 @@ class _ProvenanceSpan:
     def __post_init__(self) -> None:
         if not isinstance(self.sequence_id, str) or not self.sequence_id:
             raise UserError(
-                f"{type(self).__name__}.sequence_id={self.sequence_id!r}: give the sequence_id of a SampledSequence"
+                f"{type(self).__name__}.sequence_id={self.sequence_id!r}: give the sequence_id of "
+                "a SampledSequence"
             )
         for name in ("offset", "length"):
             _convert_whole(self, name, "a whole number of at least 0", low=0)
@@ -178,13 +180,15 @@ class Datum:
     ) -> None:
         if not isinstance(model_input, ModelInput):
             raise UserError(
-                f"Datum.model_input is a {type(model_input).__name__}; give ModelInput.from_ints(tokens)"
+                f"Datum.model_input is a {type(model_input).__name__}; give "
+                "ModelInput.from_ints(tokens)"
             )
         object.__setattr__(self, "model_input", model_input)
         if loss_fn_inputs is not None and not isinstance(loss_fn_inputs, Mapping):
             kind = type(loss_fn_inputs).__name__
             raise UserError(
-                f'Datum.loss_fn_inputs is a {kind}; give a dictionary such as {{"target_tokens": [...]}}'
+                f'Datum.loss_fn_inputs is a {kind}; give a dictionary such as {{"target_tokens": '
+                f"[...]}}"
             )
         converted = {
             key: as_tensor_data(key, value) for key, value in (loss_fn_inputs or {}).items()
@@ -239,7 +243,8 @@ def check_data(data: Any) -> None:
         for name, value in datum.loss_fn_inputs.items():
             if not isinstance(value, TensorData):  # replaced after the Datum was made
                 raise UserError(
-                    f"data[{index}].loss_fn_inputs[{name!r}] is a {type(value).__name__}; give TensorData"
+                    f"data[{index}].loss_fn_inputs[{name!r}] is a {type(value).__name__}; give "
+                    "TensorData"
                 )
 
 
@@ -272,7 +277,8 @@ class Constraint:
             raise UserError(f"Constraint.kind={self.kind!r}: give one of {', '.join(kinds)}")
         if not isinstance(self.text, str):
             raise UserError(
-                f"Constraint.text is a {type(self.text).__name__}; give a string (a JSON schema as JSON text: json.dumps(schema))"
+                f"Constraint.text is a {type(self.text).__name__}; give a string (a JSON schema as "
+                "JSON text: json.dumps(schema))"
             )
         needs_text = self.kind not in ("json_object", "choice")
         if bool(self.text) is not needs_text:
@@ -289,11 +295,13 @@ class Constraint:
         ):
             remedy = "a list of non-empty strings" if is_choice else "no choices"
             raise UserError(
-                f"Constraint.choices={reprlib.repr(self.choices)} of kind {self.kind}: give {remedy}"
+                f"Constraint.choices={reprlib.repr(self.choices)} of kind {self.kind}: give "
+                f"{remedy}"
             )
         if len(choices) > MAX_CONSTRAINT_CHOICES:
             raise UserError(
-                f"Constraint.choices has {len(choices)} strings: give at most {MAX_CONSTRAINT_CHOICES}"
+                f"Constraint.choices has {len(choices)} strings: give at most "
+                f"{MAX_CONSTRAINT_CHOICES}"
             )
         object.__setattr__(self, "choices", tuple(choices))
         try:
@@ -304,7 +312,8 @@ class Constraint:
             ) from None
         if size > MAX_CONSTRAINT_BYTES:
             raise UserError(
-                f"Constraint.text and choices have {size} bytes: give at most {MAX_CONSTRAINT_BYTES}"
+                f"Constraint.text and choices have {size} bytes: give at most "
+                f"{MAX_CONSTRAINT_BYTES}"
             )
         if self.kind == "json_schema":
             _check_schema(self.text)
@@ -319,7 +328,8 @@ def _check_schema(text: str) -> None:
         ) from None
     if not isinstance(schema, (dict, bool)):
         raise UserError(
-            f"Constraint.text is a JSON {type(schema).__name__}; give a JSON schema, which is an object"
+            f"Constraint.text is a JSON {type(schema).__name__}; give a JSON schema, which is an "
+            "object"
         )
 
 
@@ -372,8 +382,8 @@ class SamplingParams:
         _convert_number(self, "temperature", low=0.0, high=_MAX_TEMPERATURE)
         if 0 < self.temperature < _MIN_TEMPERATURE:
             raise UserError(
-                f"SamplingParams.temperature={self.temperature!r}: dividing the logits by it overflows; give 0 for greedy decoding, "
-                f"or at least {_MIN_TEMPERATURE:g}"
+                f"SamplingParams.temperature={self.temperature!r}: dividing the logits by it "
+                f"overflows; give 0 for greedy decoding, or at least {_MIN_TEMPERATURE:g}"
             )
         if self.top_k != -1:
             _convert_whole(self, "top_k", "a whole number of at least 1, or -1 for off", low=1)
@@ -384,20 +394,24 @@ class SamplingParams:
         _convert_whole(self, "min_tokens", "a whole number of at least 0", low=0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise UserError(
-                f"SamplingParams.min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: give at most that"
+                f"SamplingParams.min_tokens={self.min_tokens} is more than "
+                f"max_tokens={self.max_tokens}: give at most that"
             )
         _convert_number(self, "repetition_penalty", low=0.01, high=100.0)
         _convert_number(self, "frequency_penalty", low=-100.0, high=100.0)
         _convert_number(self, "presence_penalty", low=-100.0, high=100.0)
         if self.constraint is not None and not isinstance(self.constraint, Constraint):
             raise UserError(
-                f"SamplingParams.constraint is a {type(self.constraint).__name__}; give a Constraint or None"
+                f"SamplingParams.constraint is a {type(self.constraint).__name__}; give a "
+                "Constraint or None"
             )
 
 
 @dataclass(frozen=True)
 class AdamParams:
-    """One AdamW step (Loshchilov & Hutter 2019, decoupled weight decay), as in torch.optim.AdamW."""
+    """One AdamW step (Loshchilov & Hutter 2019, decoupled weight decay), as in
+    torch.optim.AdamW.
+    """
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -432,7 +446,8 @@ class LoraConfig:
             convert_flag(self, name, "LoraConfig.")
         if not (self.train_unembed or self.train_mlp or self.train_attn):
             raise UserError(
-                "train_attn, train_mlp and train_unembed are all False: nothing would be trained; set one to True"
+                "train_attn, train_mlp and train_unembed are all False: nothing would be trained; "
+                "set one to True"
             )
 
 
@@ -725,8 +740,9 @@ class CheckpointPath:
                 if len(parts) == 3 and all(parts) and parts[1] in _TYPE_OF_SEGMENT:
                     return cls(parts[0], _TYPE_OF_SEGMENT[parts[1]], parts[2])
         raise UserError(
-            f"checkpoint path {path!r}: expected tinker://<run>/weights/<name> or tinker://<run>/sampler_weights/<name>, "
-            "the `path` in the result of save_state or save_weights_for_sampler"
+            f"checkpoint path {path!r}: expected tinker://<run>/weights/<name> or "
+            "tinker://<run>/sampler_weights/<name>, the `path` in the result of save_state or "
+            "save_weights_for_sampler"
         )
 
 
@@ -851,19 +867,22 @@ def _checked_tokens(tokens: Any, name: str) -> list[int]:
         )
     if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
         raise UserError(
-            f"{name} is a {type(tokens).__name__}; give a list of token ids, such as tokenizer.encode(text)"
+            f"{name} is a {type(tokens).__name__}; give a list of token ids, such as "
+            "tokenizer.encode(text)"
         )
     values = list(values)
     if not set(map(type, values)) <= {int}:
         for token in values:
             if not _is_int(token):
                 raise UserError(
-                    f"{name} contains {token!r}; give one list of token ids, which are whole numbers"
+                    f"{name} contains {token!r}; give one list of token ids, which are whole "
+                    "numbers"
                 )
         values = [int(token) for token in values]
     if values and (max(values) >= 2**63 or min(values) < -(2**63)):
         raise UserError(
-            f"{name} contains a number of more than 64 bits, which is in no vocabulary; use the model's own tokenizer"
+            f"{name} contains a number of more than 64 bits, which is in no vocabulary; use the "
+            "model's own tokenizer"
         )
     return values
 
@@ -872,7 +891,8 @@ def _check_stop_string(string: str) -> None:
     size = len(string.encode("utf-8", "surrogatepass"))
     if size > MAX_STOP_BYTES:
         raise UserError(
-            f"SamplingParams.stop contains a string of {size} bytes: give at most {MAX_STOP_BYTES} bytes"
+            f"SamplingParams.stop contains a string of {size} bytes: give at most {MAX_STOP_BYTES} "
+            "bytes"
         )
 
 
@@ -880,7 +900,8 @@ def _checked_stop(stop: Any) -> Any:
     if stop is None or isinstance(stop, str):
         if stop == "":
             raise UserError(
-                "SamplingParams.stop is an empty string, which would stop at once; give [] to never stop early"
+                "SamplingParams.stop is an empty string, which would stop at once; give [] to "
+                "never stop early"
             )
         if stop is not None:
             _check_stop_string(stop)
@@ -893,7 +914,8 @@ def _checked_stop(stop: Any) -> Any:
     )
     if len(items) > MAX_STOP_TOKENS:
         raise UserError(
-            f"SamplingParams.stop: give at most {MAX_STOP_TOKENS} token ids or {MAX_STOP_STRINGS} strings"
+            f"SamplingParams.stop: give at most {MAX_STOP_TOKENS} token ids or {MAX_STOP_STRINGS} "
+            "strings"
         )
     if all(isinstance(item, str) for item in items) and all(items):
         if len(items) > MAX_STOP_STRINGS:
@@ -909,7 +931,8 @@ def _checked_stop(stop: Any) -> Any:
             for item in items
         )
     raise UserError(
-        f"SamplingParams.stop={reprlib.repr(stop)}: give a string, a list of non-empty strings, a list of token ids, or None"
+        f"SamplingParams.stop={reprlib.repr(stop)}: give a string, a list of non-empty strings, a "
+        "list of token ids, or None"
     )
 
 

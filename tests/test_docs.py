@@ -35,8 +35,10 @@ WITH_README = [DOCS.parent / "README.md", *(DOCS / page for page in PAGES)]
 NOT_RUN = {
     "renderers.md": "a fragment: the client and the sample come from elsewhere",
     "models.md": "a conversion of the reader's own model",
-    "recipes/verifiers_rl.md": "it needs planish[verifiers]: tests/rl/test_verifiers_env.py runs such environments",
-    "sandbox.md": "it needs a sandbox: tests/sandbox/test_program_tests.py runs it where there is one",
+    "recipes/verifiers_rl.md": "it needs planish[verifiers]: tests/rl/test_verifiers_env.py runs "
+    "such environments",
+    "sandbox.md": "it needs a sandbox: tests/sandbox/test_program_tests.py runs it where there is "
+    "one",
 }
 SLOW = {"metrics.md"}
 
@@ -199,7 +201,10 @@ python -m planish.recipes.demo steps=3 \\
 def test_blocks_and_commands_are_found(tmp_path):
     assert [(block.line, block.output) for block in blocks_of(PAGE)] == [(2, "1\n"), (10, None)]
     assert commands_of(PAGE) == [("planish.recipes.demo", ["steps=3", "largest=5"])]
-    listed = "```\nplanish runs RUN  of this one\nplanish eval gsm8k --k 1,2 \\\n    --limit 3 < q.jsonl  # all\n```\nplanish chat"
+    listed = (
+        "```\nplanish runs RUN  of this one\nplanish eval gsm8k --k 1,2 \\\n    --limit 3 < "
+        "q.jsonl  # all\n```\nplanish chat"
+    )
     assert planish_commands_of(listed) == [
         ["runs", "RUN"],
         ["eval", "gsm8k", "--k", "1,2", "--limit", "3"],

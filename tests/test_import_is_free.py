@@ -33,7 +33,8 @@ def test_import_planish_loads_no_torch():
 
 def test_types_work_without_torch():
     program = (
-        "import planish, sys; planish.Datum(planish.ModelInput.from_ints([1, 2]), {'target_tokens': [2, 3]}); "
-        "planish.SamplingParams(stop=['a']); assert 'torch' not in sys.modules"
+        "import planish, sys; planish.Datum(planish.ModelInput.from_ints([1, 2]), "
+        "{'target_tokens': [2, 3]}); planish.SamplingParams(stop=['a']); assert 'torch' not in "
+        "sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -174,7 +174,9 @@ def test_only_the_local_client_and_records_of_this_machine_reach_the_engine(arro
 
 
 def test_no_two_test_files_have_one_name():
-    """pytest imports test files by their name alone, so two files of one name end the collection."""
+    """pytest imports test files by their name alone, so two files of one name end the
+    collection.
+    """
     files = Path(__file__).parent.rglob("test_*.py")
     counts = Counter(path.name for path in files)
     assert not [name for name, count in counts.items() if count > 1]

@@ -18,7 +18,9 @@ NAMED = re.compile(r"\b(?:planish|tests|benchmarks|examples|deploy)/[\w/-]+\.\w+
 
 
 def links_of(page: Path) -> list[tuple[Path, str]]:
-    """Return (file, anchor) of each link within the repository. The anchor is "" for a whole file."""
+    """Return (file, anchor) of each link within the repository. The anchor is "" for a whole
+    file.
+    """
     targets = [link for link in LINK.findall(FENCE.sub("", page.read_text())) if "://" not in link]
     parts = [target.partition("#") for target in targets]
     return [((page.parent / path).resolve() if path else page, anchor) for path, _, anchor in parts]
@@ -53,7 +55,8 @@ def test_every_page_can_be_reached_from_the_readme():
 def test_a_heading_is_found_as_it_is_linked_to(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
-        "# Files and metrics\n```\n# no heading\n[x](nowhere.md)\n```\n## `min_p`, twice\n[a](#x) [b](https://c.d)\n"
+        "# Files and metrics\n```\n# no heading\n[x](nowhere.md)\n```\n## `min_p`, twice\n[a](#x) "
+        "[b](https://c.d)\n"
     )
     assert anchors_of(page) == {"files-and-metrics", "min_p-twice"}
     assert links_of(page) == [(page, "x")]

@@ -1,4 +1,6 @@
-"""Former module names return the same modules with a warning, and planish itself uses none of them."""
+"""Former module names return the same modules with a warning, and planish itself uses none of
+them.
+"""
 
 import ast
 import importlib

@@ -1,4 +1,6 @@
-"""Operations check the types of their fields, and copy values that their callers may change later."""
+"""Operations check the types of their fields, and copy values that their callers may change
+later.
+"""
 
 from typing import Any
 

@@ -112,5 +112,8 @@ def test_code_of_a_checkpoint_never_runs(tmp_path):
 
 
 def test_importing_the_module_loads_neither_torch_nor_transformers():
-    program = "import sys, planish.tokenizer; sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
+    program = (
+        "import sys, planish.tokenizer; sys.exit(bool({'torch', 'transformers'} & "
+        "sys.modules.keys()))"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

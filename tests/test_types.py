@@ -410,7 +410,9 @@ def test_stop_conditions_at_the_limits_are_accepted(stop):
 
 @pytest.mark.parametrize("name", ["max_tokens", "seed", "top_k", "stop"])
 def test_numbers_above_64_bits_are_rejected_at_once(name):
-    """Local engines used to accept these numbers, and requests to servers failed with another error."""
+    """Local engines used to accept these numbers, and requests to servers failed with another
+    error.
+    """
     for number in (2**64, -(2**63) - 1, 10**5000):
         with pytest.raises(ValueError, match=f"^SamplingParams.{name} has more than 64 bits: give"):
             SamplingParams(**cast("Any", {name: [number] if name == "stop" else number}))

@@ -1,1 +1,3 @@
-"""The clients that users call. Their methods submit operations to a `Service` and return futures."""
+"""The clients that users call. Their methods submit operations to a `Service` and return
+futures.
+"""

@@ -230,7 +230,9 @@ Records = ServerRecords | LocalRecords
 
 
 def open_records(base_url: str | None, api_key: str | None, data_dir: Path | None) -> Records:
-    """Return the records of a server if `base_url` or the environment names one, else local ones."""
+    """Return the records of a server if `base_url` or the environment names one, else local
+    ones.
+    """
     url = resolve_server_url(base_url, api_key, {"data_dir": data_dir})
     return LocalRecords(data_dir) if url is None else ServerRecords(url, resolve_api_key(api_key))
 
@@ -284,7 +286,8 @@ def _endpoint(path: str) -> str:
     prefix, run_id, checkpoint_id = "tinker://", *path.removeprefix("tinker://").partition("/")[::2]
     if not path.startswith(prefix) or not run_id or checkpoint_id.count("/") != 1:
         raise CheckpointError(
-            f"{path!r} is not the path of a checkpoint; give tinker://RUN/weights/NAME as in `planish checkpoints list`"
+            f"{path!r} is not the path of a checkpoint; give tinker://RUN/weights/NAME as in "
+            "`planish checkpoints list`"
         )
     return f"/training_runs/{quote(run_id, safe=':')}/checkpoints/{quote(checkpoint_id, safe='/:')}"
 

@@ -42,7 +42,8 @@ def first_pass_data(data: Sequence[Datum]) -> list[Datum]:
     for index, datum in enumerate(data):
         if "target_tokens" not in datum.loss_fn_inputs:
             raise UserError(
-                f"data[{index}].loss_fn_inputs has no 'target_tokens', which forward_backward_custom needs; add it"
+                f"data[{index}].loss_fn_inputs has no 'target_tokens', which "
+                "forward_backward_custom needs; add it"
             )
     return [
         Datum(d.model_input, {"target_tokens": d.loss_fn_inputs["target_tokens"]}) for d in data
@@ -71,17 +72,20 @@ def custom_gradient(
         or not isinstance(outcome[0], torch.Tensor)
     ):
         raise UserError(
-            "the custom loss must return (loss, metrics): a scalar tensor and a dictionary of numbers"
+            "the custom loss must return (loss, metrics): a scalar tensor and a dictionary of "
+            "numbers"
         )
     loss, metrics = outcome
     if not isinstance(metrics, Mapping):
         raise UserError(
-            f"the custom loss returned metrics of type {type(metrics).__name__}; return a dictionary of numbers"
+            f"the custom loss returned metrics of type {type(metrics).__name__}; return a "
+            "dictionary of numbers"
         )
     metric_values = {name: _metric_value(name, value) for name, value in metrics.items()}
     if loss.numel() != 1 or not loss.requires_grad:
         raise UserError(
-            "the custom loss must be one number computed from the logprobs by torch functions, so that it has a gradient"
+            "the custom loss must be one number computed from the logprobs by torch functions, so "
+            "that it has a gradient"
         )
     value = float(loss.detach())
     grads = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True)

@@ -39,7 +39,8 @@ class Pending(Generic[T]):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a Pending cannot be copied or pickled; wait for its result, and copy or send the result"
+            "a Pending cannot be copied or pickled; wait for its result, and copy or send the "
+            "result"
         )
 
     def result(self, timeout: float | None = None) -> T:

@@ -66,8 +66,9 @@ def resolve_server_url(
     ]
     if url and engine_option_names:
         raise UserError(
-            f"{source}={url!r} names a server, but {', '.join(engine_option_names)} configures an engine in this "
-            "process; leave out either (`planish serve` has the options of the server's engine)"
+            f"{source}={url!r} names a server, but {', '.join(engine_option_names)} configures an "
+            "engine in this process; leave out either (`planish serve` has the options of the "
+            "server's engine)"
         )
     if api_key is not None and not url:
         raise UserError("api_key is given without base_url; give both or neither")

@@ -64,7 +64,9 @@ class HttpClient:
 
     @asynccontextmanager
     async def stream(self, method: str, path: str, **options: Any) -> AsyncIterator[Response]:
-        """Yield a response whose body is read in the block, where NoAnswerError may be raised too."""
+        """Yield a response whose body is read in the block, where NoAnswerError may be raised
+        too.
+        """
         with _raises_no_answer():
             async with self._client.stream(method, path, **options) as response:
                 yield response

@@ -1,4 +1,6 @@
-"""The retry policy for requests: which failures are retried, after which delay, and for how long."""
+"""The retry policy for requests: which failures are retried, after which delay, and for how
+long.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ class RetryState:
         """
         if self._is_time_over():
             raise ServerUnreachableError(
-                f"no server answers at {self.url} ({error}); start one with `planish serve` or check the URL, "
-                "or leave base_url out to run in this process"
+                f"no server answers at {self.url} ({error}); start one with `planish serve` or "
+                "check the URL, or leave base_url out to run in this process"
             ) from error
         await self.pause()
 

@@ -47,8 +47,9 @@ class RemoteSession:
         server_version = settings.get(WIRE_FIELD, WIRE_VERSION)
         if server_version != WIRE_VERSION:
             raise UserError(
-                f"the server at {connection.url} speaks version {server_version} of planish's protocol, but this client speaks version "
-                f"{WIRE_VERSION}; install the same planish on both sides"
+                f"the server at {connection.url} speaks version {server_version} of planish's "
+                f"protocol, but this client speaks version {WIRE_VERSION}; install the same "
+                "planish on both sides"
             )
         fields: dict[str, Any] = {
             "type": "create_session",
@@ -114,6 +115,6 @@ async def _first_contact(connection: ServerConnection, posted: PostRequest) -> M
 
 def _not_planish_error(connection: ServerConnection, reason: str) -> UserError:
     return UserError(
-        f"base_url={connection.url}: a server answers, but it is not a planish server ({reason}); give the URL that "
-        "`planish serve` prints"
+        f"base_url={connection.url}: a server answers, but it is not a planish server ({reason}); "
+        "give the URL that `planish serve` prints"
     )

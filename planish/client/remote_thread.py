@@ -138,7 +138,9 @@ class LoopThread:
                 self._pending_calls.discard(future)
 
     def stop(self) -> None:
-        """Cancel all tasks and end the thread. Waits for the end, except when called in the thread."""
+        """Cancel all tasks and end the thread. Waits for the end, except when called in the
+        thread.
+        """
         self._request_stop()
         if not self._thread.is_current:
             self._thread.join()

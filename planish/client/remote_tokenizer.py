@@ -35,7 +35,8 @@ def cache_tokenizer(files: Mapping[str, str], cache: Path) -> Path:
     for name, text in files.items():
         if not _FILE_NAME.fullmatch(name) or not isinstance(text, str):
             raise UserError(
-                f"the server's tokenizer has an invalid file {name[:100]!r}; connect to a planish server"
+                f"the server's tokenizer has an invalid file {name[:100]!r}; connect to a planish "
+                "server"
             )
     if not files:
         raise UserError(
@@ -56,7 +57,8 @@ def cache_tokenizer(files: Mapping[str, str], cache: Path) -> Path:
             shutil.rmtree(temporary_directory, ignore_errors=True)
     except OSError as error:
         raise StorageError(
-            f"cannot keep the tokenizer in {cache} ({error}); set PLANISH_HOME to a directory with free space"
+            f"cannot keep the tokenizer in {cache} ({error}); set PLANISH_HOME to a directory with "
+            "free space"
         ) from error
     return directory
 

@@ -1,4 +1,6 @@
-"""RestClient: lists of base models, checkpoints and training runs, and the removal of checkpoints."""
+"""RestClient: lists of base models, checkpoints and training runs, and the removal of
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ class RestClient(RefusesMethods):
         """Return the checkpoints of one training run, newest first."""
         if not isinstance(training_run_id, str) or not training_run_id or "/" in training_run_id:
             raise UserError(
-                f"training_run_id={training_run_id!r}: give the id of a training model, such as client.model_id"
+                f"training_run_id={training_run_id!r}: give the id of a training model, such as "
+                "client.model_id"
             )
         return completed(CheckpointsListResponse(self._service.checkpoints(training_run_id)))
 
@@ -151,7 +154,9 @@ class RestClient(RefusesMethods):
     delete_checkpoint_async = in_thread_returning_result(delete_checkpoint)
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Pending[None]:
-        """Delete the checkpoint at tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME."""
+        """Delete the checkpoint at tinker://RUN/weights/NAME or
+        tinker://RUN/sampler_weights/NAME.
+        """
         self._service.delete_checkpoint(str(CheckpointPath.parse(tinker_path)))
         return completed(None)
 
@@ -163,7 +168,8 @@ class RestClient(RefusesMethods):
 def _check_page(limit: int, offset: int) -> None:
     if limit < 1 or offset < 0:
         raise UserError(
-            f"limit={limit}, offset={offset}: give a limit of at least 1 and an offset of at least 0"
+            f"limit={limit}, offset={offset}: give a limit of at least 1 and an offset of at least "
+            "0"
         )
 
 

@@ -91,7 +91,8 @@ class ServiceClient(RefusesMethods):
         }
         if isinstance(user_metadata, str):
             raise UserError(
-                f"user_metadata={user_metadata!r}: give a dictionary, or base_url=... for the URL of a server"
+                f"user_metadata={user_metadata!r}: give a dictionary, or base_url=... for the URL "
+                "of a server"
             )
         metadata = _check_metadata(user_metadata)
         if service is not None:
@@ -215,7 +216,8 @@ class ServiceClient(RefusesMethods):
             raise UserError("create_sampling_client: give model_path (a checkpoint) or base_model")
         if isinstance(model_path, str) and "://" not in model_path:
             raise UserError(
-                f"model_path={model_path!r} is not the path of a checkpoint (tinker://...); for a base model give base_model={model_path!r}"
+                f"model_path={model_path!r} is not the path of a checkpoint (tinker://...); for a "
+                f"base model give base_model={model_path!r}"
             )
         return create_sampling_client(self._session, base_model, model_path, record_stability_info)
 

@@ -179,7 +179,8 @@ class TrainingClient(RefusesMethods):
         """
         if (optim_params is None) == (adam_params is None):
             raise UserError(
-                "optim_step: give either optim_params or adam_params, as AdamParams(learning_rate=...)"
+                "optim_step: give either optim_params or adam_params, as "
+                "AdamParams(learning_rate=...)"
             )
         adam_params = optim_params if adam_params is None else adam_params
         assert adam_params is not None

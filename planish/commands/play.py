@@ -66,7 +66,8 @@ def run(arguments: argparse.Namespace) -> None:
     def play(config: Config) -> Path:
         if module is None and arguments.options:
             raise UserError(
-                f"{arguments.options[0]}: {arguments.recipe} has no class `Options`; change its config"
+                f"{arguments.options[0]}: {arguments.recipe} has no class `Options`; change its "
+                "config"
             )
         training_run.run_coroutine(_run_episode(config, arguments, console))
         raise _EpisodeEnd
@@ -100,7 +101,8 @@ def _import_recipe(recipe: str) -> ModuleType:
         if error.name not in (recipe, f"planish.recipes.{recipe}"):
             raise  # a module that the recipe imports is missing
         raise UserError(
-            f"RECIPE {recipe}: there is no such recipe; give a name such as guess_number, a module, or a .py file"
+            f"RECIPE {recipe}: there is no such recipe; give a name such as guess_number, a "
+            "module, or a .py file"
         ) from error
     options = getattr(module, "Options", None)
     if not isinstance(options, type) or not issubclass(options, rl_options.RLOptions):
@@ -108,8 +110,8 @@ def _import_recipe(recipe: str) -> ModuleType:
             runpy.run_path(recipe, run_name="__main__")
         raise UserError(
             f"RECIPE {recipe} has no environments to play: it needs a class `Options` on top of "
-            "planish.recipes.rl_options.RLOptions and a function `main(options)` that ends in `rl_options.run`, "
-            "or it is a script that calls planish.training.train_rl.main"
+            "planish.recipes.rl_options.RLOptions and a function `main(options)` that ends in "
+            "`rl_options.run`, or it is a script that calls planish.training.train_rl.main"
         )
     return module
 

@@ -88,8 +88,8 @@ def _rollout_file(run: Path, evaluation: str | None, step: int | None) -> Path:
             available = ", ".join("training" if s == "train" else f"--eval {s[5:]}" for s in splits)
             raise UserError(f"RUN {run} has no rollouts of this kind; it has {available}")
         raise UserError(
-            f"RUN {run} has no *_rollouts.jsonl: no step is finished yet, rollout_json_export was off, or an older "
-            "planish made the run; its pages (*.html) show rollouts"
+            f"RUN {run} has no *_rollouts.jsonl: no step is finished yet, rollout_json_export was "
+            "off, or an older planish made the run; its pages (*.html) show rollouts"
         )
     if step is not None and step not in steps:
         raise UserError(f"step={step}: give one of {_abbreviate(steps)}")

@@ -95,7 +95,8 @@ def check_run_id(run: str) -> None:
     if (Path(run) / CHECKPOINTS).is_file():
         run_id = CheckpointPath.parse(weights_of(run)).run_id
         raise UserError(
-            f"RUN {run} is a run directory; give an id instead: its newest checkpoint has the id {run_id}"
+            f"RUN {run} is a run directory; give an id instead: its newest checkpoint has the id "
+            f"{run_id}"
         )
 
 

@@ -135,7 +135,8 @@ MODULES: dict[str, CookbookModule] = {
     "rl.rollout_limits": CookbookModule("planish.rl.limits"),
     "rl.rollout_logging": CookbookModule(
         names={"RolloutSummaryExportConfig": f"{_A}.names:RolloutSummaryExportConfig"},
-        difference="planish's loop writes rollouts itself and does not use RolloutSummaryExportConfig",
+        difference="planish's loop writes rollouts itself and does not use "
+        "RolloutSummaryExportConfig",
     ),
     "rl.rollout_strategy": CookbookModule("planish.rl.rollout.strategy"),
     "rl.rollouts": CookbookModule("planish.rl.rollout.rollouts"),
@@ -202,7 +203,8 @@ REFUSED = {
     "audio_processing_utils": "planish reads text only",
     "capture": "planish makes no HTTP requests that could be captured",
     "chat_app": "use `planish chat`",
-    "distillation.sdft": "self-distillation is not supported; docs/distillation.md describes what is",
+    "distillation.sdft": "self-distillation is not supported; docs/distillation.md describes what "
+    "is",
     "inference": "`planish export` writes models for other inference engines",
     "third_party": "`planish serve` has OpenAI-compatible endpoints",
     "xmux": "start runs from a shell",

@@ -79,7 +79,8 @@ def read_problem(row: Mapping[str, Any], where: str) -> Problem:
     question, answer = row.get("question"), row.get("answer")
     if not isinstance(question, str) or not isinstance(answer, str):
         raise UserError(
-            f'{where}: needs a "question" and an "answer" that are strings; its keys are {sorted(row)}'
+            f'{where}: needs a "question" and an "answer" that are strings; its keys are '
+            f"{sorted(row)}"
         )
     solution, marker, final_answer = answer.rpartition("####")
     final_answer = final_answer.strip()

@@ -91,7 +91,10 @@ def load_splits(
         test, more_notes = read_problems(collection, test_rows, f"dataset={location}, test")
         return ProblemSplits(train, test, [*notes, *more_notes])
     if eval_problems is None:
-        note = f"dataset={location} has no test split: nothing is tested; eval_problems=N holds N problems out of training"
+        note = (
+            f"dataset={location} has no test split: nothing is tested; eval_problems=N holds N "
+            "problems out of training"
+        )
         return ProblemSplits(train, [], [*notes, note])
     source = f"dataset={location} has no test split"
     train_positions, test_positions = hold_out(len(train), eval_problems, seed, source)
@@ -139,7 +142,8 @@ def read_problems(
     num_left_out = len(results) - len(problems)
     if not problems:
         raise UserError(
-            f"{where}: none of its {len(rows)} rows has an answer; give {collection.name} data with answers"
+            f"{where}: none of its {len(rows)} rows has an answer; give {collection.name} data "
+            "with answers"
         )
     return problems, [
         f"{where}: {num_left_out} of {len(results)} rows have no usable answer and are left out"

@@ -247,9 +247,9 @@ def hold_out(
 ) -> tuple[list[int], list[int]]:
     """Return the positions of the problems for training and of those for evaluation, in order.
 
-    `eval_problems` random ones of `num_problems` problems are held out of
-    training. Raise UserError if no training problem would be left. `source` is the part of the message that says
-    why problems are held out.
+    `eval_problems` random ones of `num_problems` problems are held out of training. Raise UserError
+    if no training problem would be left. `source` is the part of the message that says why problems
+    are held out.
     """
     if eval_problems >= num_problems:
         raise UserError(

@@ -106,7 +106,8 @@ class SampledFile:
         recorded_rows = [row for row in rows if row["index"] < self.num_done]
         if len(recorded_rows) != self.num_done - self.num_left_out:
             raise DamagedFileError(
-                f"{self.path} does not contain the rows that {self._record.name} counts; remove both"
+                f"{self.path} does not contain the rows that {self._record.name} counts; remove "
+                "both"
             )
         write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in recorded_rows))
 
@@ -149,8 +150,8 @@ async def sample_conversations(
             display.step_done()
         if sampled_file.num_left_out:
             display.say(
-                f"{sampled_file.num_left_out} of {sampled_file.num_done} answers are left out: they "
-                "were cut off, or their prompts fill the context window"
+                f"{sampled_file.num_left_out} of {sampled_file.num_done} answers are left out: "
+                "they were cut off, or their prompts fill the context window"
             )
     if sampled_file.num_done == sampled_file.num_left_out:
         raise UserError(

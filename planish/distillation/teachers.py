@@ -58,7 +58,8 @@ async def require_one_vocabulary(
     difference = vocabulary_difference(*(tokenizer.get_vocab() for tokenizer in tokenizers))
     if difference is not None:
         raise UserError(
-            f"{option}: the vocabulary of {student_model} is not that of {other_model} ({difference}); give a model with the tokenizer of "
+            f"{option}: the vocabulary of {student_model} is not that of {other_model} "
+            f"({difference}); give a model with the tokenizer of "
             "model_name"
         )
 

@@ -53,7 +53,9 @@ class Section:
 
     @classmethod
     def gather(cls, name: str, probe: Callable[[], Iterable[Finding]]) -> Section:
-        """Return the section with the findings of `probe`; an error of `probe` becomes a finding."""
+        """Return the section with the findings of `probe`; an error of `probe` becomes a
+        finding.
+        """
         findings: list[Finding] = []
         try:
             findings.extend(probe())

@@ -95,11 +95,11 @@ def _plan_finding(
         return Finding("plan", f"{name}: {error}", value, remedy)
     weights = f"{scheme} weights" if scheme else "weights"
     text = (
-        f"{name}: up to {gib(plan.total_bytes)}: {weights} {gib(plan.weight_bytes)}, an adapter in training "
-        f"{gib(plan.adapter_bytes)}, keys and values {gib(plan.cache_bytes)}, a sampling step "
-        f"{gib(plan.sampling_bytes)}, a training step {gib(plan.training_bytes)} "
-        f"({plan.trainer.micro_batch_tokens:,} tokens); at most {plan.sampler.max_batch} samples at "
-        "once"
+        f"{name}: up to {gib(plan.total_bytes)}: {weights} {gib(plan.weight_bytes)}, an adapter in "
+        f"training {gib(plan.adapter_bytes)}, keys and values {gib(plan.cache_bytes)}, a sampling "
+        f"step {gib(plan.sampling_bytes)}, a training step {gib(plan.training_bytes)} "
+        f"({plan.trainer.micro_batch_tokens:,} tokens); at most {plan.sampler.max_batch} samples "
+        "at once"
     )
     value = {
         "model": name,

@@ -284,7 +284,8 @@ class BaseModels:
         if self._only_these and name not in self._mapping:
             raise UnknownModelError(
                 f"base_model={name[:200]!r} is not served by this process, which was started with "
-                f"{', '.join(self._mapping)}; its operator can start it with --model {name[:200]}=PATH"
+                f"{', '.join(self._mapping)}; its operator can start it with --model "
+                f"{name[:200]}=PATH"
             )
         return self._directories.setdefault(name, resolve_model(name, self._mapping))
 

@@ -513,7 +513,8 @@ class Engine:
             )
             if checkpoint_shape != model_shape:
                 raise CheckpointError(
-                    f"{path} has an adapter of {checkpoint_shape}, but the model's adapter has {model_shape}; "
+                    f"{path} has an adapter of {checkpoint_shape}, but the model's adapter has "
+                    f"{model_shape}; "
                     "create the model with the rank and the train_* options of the checkpoint"
                 )
 

@@ -182,7 +182,8 @@ def compare(what: str, actual: Tensor, reference: Tensor, tolerance: float | Non
             rms <= tolerance / _MEAN_TOLERANCE_DIVISOR):  # fmt: skip
         raise WrongResultError(
             f"{what}: the largest difference is {largest:.2g} and the mean one {rms:.2g} "
-            f"of the root mean square; {tolerance:.2g} and {tolerance / _MEAN_TOLERANCE_DIVISOR:.2g} are allowed"
+            f"of the root mean square; {tolerance:.2g} and "
+            f"{tolerance / _MEAN_TOLERANCE_DIVISOR:.2g} are allowed"
         )
 
 

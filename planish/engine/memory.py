@@ -205,8 +205,9 @@ class DeviceMemory:
         """Raise UserError if one copy of the weights exceeds the usable main memory."""
         if needs.weight_bytes > usable:
             raise UserError(
-                f"{directory} does not fit into main memory: its weights take {gib(needs.weight_bytes)} "
-                f"as {self._settings.quantize or needs.backend.dtype}, and {gib(usable)} are "
+                f"{directory} does not fit into main memory: its weights take "
+                f"{gib(needs.weight_bytes)} as {self._settings.quantize or needs.backend.dtype}, "
+                f"and {gib(usable)} are "
                 "usable; use a smaller base model, or give quantize='int8' or 'nf4'"
             )
 
@@ -230,10 +231,10 @@ class DeviceMemory:
         raise UserError(
             f"{directory} does not fit on {self.device}: {gib(usable)} of the device are usable, "
             f"{weights}, and other base models leave {gib(max(0, available))} for sampling and "
-            f"training, which need at least {gib(needs.minimum_bytes)}{limits}. {self._remedy}Use a "
-            f"smaller base model or fewer base models, lower {', '.join(memory_limits)}, or end other "
-            "programs on the device. If all four of these limits are given, planish uses them "
-            "without this check"
+            f"training, which need at least {gib(needs.minimum_bytes)}{limits}. {self._remedy}Use "
+            f"a smaller base model or fewer base models, lower {', '.join(memory_limits)}, or end "
+            "other programs on the device. If all four of these limits are given, planish uses "
+            "them without this check"
         )
 
     @property

@@ -95,7 +95,8 @@ class EngineSettings:
                 isinstance(value, bool) or not isinstance(value, int) or value < minimum
             ):
                 raise UserError(
-                    f"{name}={value!r}: give a whole number of at least {minimum}, or None for the default"
+                    f"{name}={value!r}: give a whole number of at least {minimum}, or None for the "
+                    "default"
                 )
         checked_substitutes(self.substitute_losses or {})
         wants_graphs()
@@ -125,8 +126,8 @@ def choose_device(name: str) -> torch.device:
         raise UserError(f"device={name!r}: planish runs on 'cpu' and 'cuda'")
     if Device(device).is_gpu and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(
-            f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices; give 'auto' or 'cpu'"
-            + (f". {problem}" if (problem := unused_gpu()) else "")
+            f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices; give "
+            "'auto' or 'cpu'" + (f". {problem}" if (problem := unused_gpu()) else "")
         )
     # torch.cuda.set_device needs an index. Without an index, "cuda" could be a different GPU in
     # each thread.

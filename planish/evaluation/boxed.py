@@ -31,7 +31,8 @@ def math_question(row: Mapping[str, Any], where: str, number: int) -> Question:
     answer = math_answer(row, where)
     if not answer:
         raise UserError(
-            rf'{where}: no answer; give it as "answer", or as the last \boxed{{}} of "solution", or remove the row'
+            rf'{where}: no answer; give it as "answer", or as the last \boxed{{}} of "solution", '
+            rf"or remove the row"
         )
     return _question(number, text_field(row, "problem", where), answer, BOX_SUFFIX)
 

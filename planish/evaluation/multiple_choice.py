@@ -66,7 +66,8 @@ async def grade_letter(question: Question, text: str) -> Verdict:
 
 
 def letter_of(text: str, num_choices: int) -> str | None:
-    """Return the letter of the choice that a text names; None if the text does not clearly name one.
+    """Return the letter of the choice that a text names; None if the text does not clearly name
+    one.
 
     The letter may be boxed, stated as the answer (the last statement counts), at the start, or
     alone.

@@ -82,7 +82,8 @@ class Sampling:
             )
         if self.samples > 1 and self.temperature == 0:
             raise UserError(
-                f"samples={self.samples} at temperature=0 would be {self.samples} times the same answer; give a temperature, such as 1"
+                f"samples={self.samples} at temperature=0 would be {self.samples} times the same "
+                "answer; give a temperature, such as 1"
             )
 
 

@@ -168,8 +168,8 @@ def _read_adapter_config(directory: Path) -> dict[str, Any]:
     config_path = directory / ADAPTER_CONFIG_FILE
     if not config_path.is_file():
         raise CheckpointError(
-            f"{directory} has no {ADAPTER_CONFIG_FILE}, so it is not an adapter; give a directory that "
-            "PEFT saved"
+            f"{directory} has no {ADAPTER_CONFIG_FILE}, so it is not an adapter; give a directory "
+            "that PEFT saved"
         )
     if not (directory / ADAPTER_FILE).is_file():
         pickled = next((name for name in _PICKLE_FILES if (directory / name).exists()), None)
@@ -201,7 +201,8 @@ def _read_finite_matrices(
     for linear, matrices in matrices_by_linear.items():
         if not (torch.isfinite(matrices.a).all() and torch.isfinite(matrices.b).all()):
             raise DamagedFileError(
-                f"{directory / ADAPTER_FILE}: {linear} contains NaN or infinity; give another adapter"
+                f"{directory / ADAPTER_FILE}: {linear} contains NaN or infinity; give another "
+                "adapter"
             )
     return matrices_by_linear
 
@@ -286,8 +287,8 @@ def _master_weights(
         b_entry = b_entries.get(name)
         if b_entry is None:
             raise UnsupportedError(
-                f"{directory / ADAPTER_FILE} changes {name}, which has no adapter in planish; its targets are the "
-                f"linears of attention and MLP and lm_head of {base_model}"
+                f"{directory / ADAPTER_FILE} changes {name}, which has no adapter in planish; its "
+                f"targets are the linears of attention and MLP and lm_head of {base_model}"
             )
         a_entry = next(e for e in layout.entries if e.target == name and not e.is_b)
         shape, expected_shape = (
@@ -322,7 +323,8 @@ def _notes(
     targets = {entry.target for entry in layout.entries}
     if targets - linears.keys():
         notes.append(
-            f"{len(targets - linears.keys())} linears have no matrices in the adapter; training leaves them unchanged"
+            f"{len(targets - linears.keys())} linears have no matrices in the adapter; training "
+            "leaves them unchanged"
         )
     ranks = sorted({linear.a.shape[-2] for linear in linears.values()})
     if len(ranks) > 1:

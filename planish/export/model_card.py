@@ -157,13 +157,14 @@ def _provenance(base: ExportBase, update: LoraUpdate, origin: Origin) -> str:
     notes = []
     if base.was_converted:
         notes.append(
-            "The base weights were converted from a GGUF file, so they differ from those that the hub has under this name."
+            "The base weights were converted from a GGUF file, so they differ from those that the "
+            "hub has under this name."
         )
     directory = base.directory if base.is_training_base else None
     if directory is not None and ModelConfig.from_directory(directory).fp8 is not None:
         notes.append(
-            "The checkpoint of the base model stores the linears in fp8. The adapter was trained on "
-            "their dequantized weights."
+            "The checkpoint of the base model stores the linears in fp8. The adapter was trained "
+            "on their dequantized weights."
         )
     if not base.is_training_base:
         notes.append("This is another base model than the adapter was trained on.")
@@ -181,8 +182,9 @@ def _rounding_note(dtype: str, rounding: RoundingError) -> str:
     return (
         f"The sums were computed in float32 and rounded once to {dtype}. The norm of the rounding "
         f"errors is {rounding.relative_error:.2%} of the norm of the "
-        "trained update. Rounding removes parts of the update that are small compared with a weight. To keep the whole update, export "
-        "in float32, or use the adapter with the base model."
+        "trained update. Rounding removes parts of the update that are small compared with a "
+        "weight. To keep the whole update, export in float32, or use the adapter with the base "
+        "model."
     )
 
 
@@ -190,30 +192,34 @@ def _use_peft(base: ExportBase, update: LoraUpdate) -> Sequence[str]:
     sections = [
         "With transformers and PEFT:",
         _code_block(
-            "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, "
+            "AutoTokenizer\n\n"
             f'base = "{_public_name(base)}"\ntokenizer = AutoTokenizer.from_pretrained(base)\n'
-            'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), "DIRECTORY")',
+            "model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, "
+            'dtype="auto"), "DIRECTORY")',
             "python",
         ),
     ]
     if not base.is_on_hub:
         sections.append(
-            f"`{_public_name(base)}` is a local name of the base model and no name of the hub, so `AutoPeftModelForCausalLM` cannot "
-            "find it. Replace it by the base model's directory or by its name on the hub, also in adapter_config.json "
-            "(`base_model_name_or_path`)."
+            f"`{_public_name(base)}` is a local name of the base model and no name of the hub, so "
+            "`AutoPeftModelForCausalLM` cannot find it. Replace it by the base model's directory "
+            "or by its name on the hub, also in adapter_config.json (`base_model_name_or_path`)."
         )
     if update.trains_head:
         sections.append(
-            "The adapter changes the output head (`train_unembed`). PEFT loads it. TRL 1.16 rejects it, and vLLM serves it only in versions "
-            "that apply adapters to the head of this architecture: use the merged model there. An adapter that was trained with "
-            "`train_unembed=False` works in all three. If head and embedding of the "
-            "base model are one matrix, do not call `merge_and_unload`, which would change the embedding too; "
+            "The adapter changes the output head (`train_unembed`). PEFT loads it. TRL 1.16 "
+            "rejects it, and vLLM serves it only in versions that apply adapters to the head of "
+            "this architecture: use the merged model there. An adapter that was trained with "
+            "`train_unembed=False` works in all three. If head and embedding of the base model are "
+            "one matrix, do not call `merge_and_unload`, which would change the embedding too; "
             "`planish export --format merged` gives the head a matrix of its own."
         )
     else:
         rank = max(8, 1 << (update.rank - 1).bit_length())
         sections += [
-            "The adapter leaves the output head alone, so PEFT and TRL load it as it is. With vLLM:",
+            "The adapter leaves the output head alone, so PEFT and TRL load it as it is. With "
+            "vLLM:",
             _code_block(
                 f"vllm serve {_public_name(base)} --enable-lora --max-lora-rank {rank} \\\n"
                 "    --lora-modules tuned=DIRECTORY",
@@ -238,7 +244,8 @@ def _use_merged() -> Sequence[str]:
         ),
         "With vLLM, and with planish:",
         _code_block(
-            "vllm serve DIRECTORY\nplanish chat --model DIRECTORY\nplanish serve --model tuned=DIRECTORY",
+            "vllm serve DIRECTORY\nplanish chat --model DIRECTORY\nplanish serve --model "
+            "tuned=DIRECTORY",
             "sh",
         ),
     ]

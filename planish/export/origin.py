@@ -76,7 +76,8 @@ def open_checkpoint(source: str, records: Records, run: Path | None = None) -> I
     if not path.startswith("tinker://"):
         if not (directory / ADAPTER_CONFIG_FILE).is_file():
             raise UserError(
-                f"{source!r} is neither the path of a checkpoint (tinker://...), nor a run directory, nor a directory with an adapter"
+                f"{source!r} is neither the path of a checkpoint (tinker://...), nor a run "
+                "directory, nor a directory with an adapter"
             )
         yield Origin(directory, run=summary)
         return

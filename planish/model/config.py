@@ -448,8 +448,9 @@ def _architecture(fields: Mapping[str, Any], directory: Path) -> str:
         if name in model_types and model_type in (None, model_types[name]):
             return str(name)
     raise UnsupportedError(
-        f"{directory}/config.json: the architecture is {', '.join(map(str, architectures)) or 'not named'} "
-        f"(model_type {model_type!r}); planish supports {', '.join(FAMILIES)}, and the text models of "
+        f"{directory}/config.json: the architecture is "
+        f"{', '.join(map(str, architectures)) or 'not named'} (model_type {model_type!r}); planish "
+        f"supports {', '.join(FAMILIES)}, and the text models of "
         f"{', '.join(MULTIMODAL_ARCHITECTURES)}"
     )
 
@@ -515,8 +516,8 @@ def _reject_unsupported(fields: Mapping[str, Any], family: Family) -> None:
         and not _has_mxfp4_experts(fields, family)
     ):
         raise UnsupportedError(
-            f"quantization_config has quant_method {_quant_method(fields)!r}; planish loads gpt-oss "
-            "in mxfp4 or bf16. Use such a checkpoint"
+            f"quantization_config has quant_method {_quant_method(fields)!r}; planish loads "
+            "gpt-oss in mxfp4 or bf16. Use such a checkpoint"
         )
     if family == "gemma3":
         _reject_gemma_options(fields)

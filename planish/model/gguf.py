@@ -120,7 +120,10 @@ NON_LAYER_TENSOR_NAMES = {
 
 _SPACE = "\u2581"
 """The character that SentencePiece writes for a space."""
-QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _LOWERCASE_WORD = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 _UPPERCASE_WORD = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 _NON_WORDS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -228,7 +231,8 @@ def convert_gguf(path: str | Path, directory: str | Path) -> Path:
         _publish(staging, directory)
     except OSError as error:
         raise StorageError(
-            f"{path} could not be converted into {directory} ({error}); check the free space and the permissions"
+            f"{path} could not be converted into {directory} ({error}); check the free space and "
+            "the permissions"
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -268,7 +272,8 @@ def _config_json(source: GGUFFile) -> dict[str, Any]:
     """Return the contents of the model's config.json."""
     if source.architecture not in ARCHITECTURES:
         raise UnsupportedError(
-            f"{source.path} holds the architecture {source.architecture!r}; planish converts {', '.join(ARCHITECTURES)}"
+            f"{source.path} holds the architecture {source.architecture!r}; planish converts "
+            f"{', '.join(ARCHITECTURES)}"
         )
     _reject_unsupported(source)
     architecture = ARCHITECTURES[source.architecture]
@@ -477,7 +482,8 @@ def _llama3_scaling(source: GGUFFile) -> dict[str, Any] | None:
         expected_divisors, divisors, rtol=1e-4
     ):
         raise UnsupportedError(
-            f"{source.path} has a table of RoPE frequencies that is not Llama 3's; use the model's Hugging Face directory"
+            f"{source.path} has a table of RoPE frequencies that is not Llama 3's; use the model's "
+            "Hugging Face directory"
         )
     return {
         "rope_type": "llama3",
@@ -505,8 +511,8 @@ def _converted_tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
             values = torch.from_numpy(_dequantized(source, name))
         except NotImplementedError:
             raise UnsupportedError(
-                f"{source.path} has {name} quantized as {tensor.tensor_type.name}, which planish cannot read; get a file in another "
-                "quantization, such as Q8_0"
+                f"{source.path} has {name} quantized as {tensor.tensor_type.name}, which planish "
+                "cannot read; get a file in another quantization, such as Q8_0"
             ) from None
         if source.architecture in INTERLEAVED_ARCHITECTURES and name.split(".")[-2:-1] in (
             ["attn_q"],
@@ -555,7 +561,8 @@ def _build_tokenizer(source: GGUFFile) -> Tokenizer:
     is_sentencepiece = tokenizer_model == "llama" and source.architecture == "gemma3"
     if tokenizer_model != "gpt2" and not is_sentencepiece:
         raise UnsupportedError(
-            f"{source.path} has a {tokenizer_model!r} tokenizer; planish converts 'gpt2', and 'llama' of Gemma 3"
+            f"{source.path} has a {tokenizer_model!r} tokenizer; planish converts 'gpt2', and "
+            "'llama' of Gemma 3"
         )
     tokens = metadata.get("tokenizer.ggml.tokens")
     token_types = metadata.get("tokenizer.ggml.token_type")
@@ -639,7 +646,8 @@ def _sentencepiece_tokenizer(
     metadata = source.metadata
     if metadata.get("tokenizer.ggml.add_space_prefix", True):
         raise UnsupportedError(
-            f"{source.path} has a tokenizer that adds a space before the text; planish converts none"
+            f"{source.path} has a tokenizer that adds a space before the text; planish converts "
+            "none"
         )
     scores = metadata["tokenizer.ggml.scores"]
     normal_pieces = {

@@ -272,7 +272,8 @@ def check_quantizable(config: ModelConfig, scheme: str | None) -> None:
     for name, (_, fan_in) in quantized_shapes(config).items():
         if fan_in % NF4_BLOCK_SIZE:
             raise UserError(
-                f"quantize='nf4': {name} has {fan_in} inputs, which is not a multiple of {NF4_BLOCK_SIZE}; "
+                f"quantize='nf4': {name} has {fan_in} inputs, which is not a multiple of "
+                f"{NF4_BLOCK_SIZE}; "
                 "give quantize='int8'"
             )
 

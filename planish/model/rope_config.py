@@ -124,7 +124,8 @@ def read_rope(fields: Mapping[str, Any], source: LayerRopeSource | None = None) 
     theta = positive_float(settings, "rope_theta", default_theta)
     if any(isinstance(value, Mapping) for value in settings.values()):
         raise UnsupportedError(
-            "rope_parameters differ between layers; the decoder has one RoPE for all layers of this family"
+            "rope_parameters differ between layers; the decoder has one RoPE for all layers of "
+            "this family"
         )
     rope_type = settings.get("rope_type", settings.get("type", "default"))
     if rope_type in ("default", "dynamic"):
@@ -150,7 +151,8 @@ def read_rope(fields: Mapping[str, Any], source: LayerRopeSource | None = None) 
         # Phi-3 was first published with the names su and yarn for longrope.
         return RopeConfig(theta, _longrope_scaling(fields, settings))
     raise UnsupportedError(
-        f"RoPE scaling {rope_type!r}; planish supports default, linear, dynamic, llama3, yarn and longrope"
+        f"RoPE scaling {rope_type!r}; planish supports default, linear, dynamic, llama3, yarn and "
+        "longrope"
     )
 
 
@@ -165,7 +167,8 @@ def rotary_dims(fields: Mapping[str, Any], head_dim: int) -> int | None:
     dims = int(head_dim * positive_float({"share": 1.0 if fraction is None else fraction}, "share"))
     if dims % 2 or not 0 < dims <= head_dim:
         raise UnsupportedError(
-            f"partial_rotary_factor is {fraction}, which rotates {dims} of {head_dim} dimensions; RoPE needs an even number of them"
+            f"partial_rotary_factor is {fraction}, which rotates {dims} of {head_dim} dimensions; "
+            "RoPE needs an even number of them"
         )
     return None if dims == head_dim else dims
 

@@ -52,7 +52,10 @@ HUB_FILES = (
 HUB_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*/[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 HUB_TIMEOUT_SECONDS = 5.0
 
-MAPPING_REMEDY = 'name a local Hugging Face directory or .gguf file: PLANISH_MODELS="NAME=PATH" or models={NAME: PATH}'
+MAPPING_REMEDY = (
+    'name a local Hugging Face directory or .gguf file: PLANISH_MODELS="NAME=PATH" or '
+    "models={NAME: PATH}"
+)
 
 
 def checked_mapping(models: Mapping[str, str] | None) -> dict[str, str]:
@@ -61,7 +64,8 @@ def checked_mapping(models: Mapping[str, str] | None) -> dict[str, str]:
     """
     if not isinstance(models, Mapping | None):
         raise UserError(
-            f"models is {type(models).__name__}; give a mapping of names to directories or .gguf files"
+            f"models is {type(models).__name__}; give a mapping of names to directories or .gguf "
+            "files"
         )
     return dict(models or {})
 
@@ -78,7 +82,8 @@ def resolve_model(
     if not isinstance(name, str) or not name.strip():
         given = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
         raise UserError(
-            f"the base model's name is {given}; give a string: a name such as {DEFAULT_MODEL!r}, or a path"
+            f"the base model's name is {given}; give a string: a name such as {DEFAULT_MODEL!r}, "
+            "or a path"
         )
     for label, mapping in (
         ("models", checked_mapping(models)),
@@ -97,7 +102,9 @@ def resolve_model(
             [
                 f"no source has the base model {name!r}; tried:",
                 *attempts,
-                f"Check the name, {'' if fetch else f'download it with `planish models --fetch {name}`, '}or {MAPPING_REMEDY}",
+                "Check the name, "
+                f"{'' if fetch else f'download it with `planish models --fetch {name}`, '}or "
+                f"{MAPPING_REMEDY}",
             ]
         )
     )

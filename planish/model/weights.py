@@ -315,8 +315,8 @@ _BIASED_EXPERT_PARTS = {
         ("_scales", ".scales"),
     )
 }
-"""Maps the names of gpt-oss's tensors, each for all experts of a layer, to the names of one expert's
-parts in `expected_shapes`.
+"""Maps the names of gpt-oss's tensors, each for all experts of a layer, to the names of one
+expert's parts in `expected_shapes`.
 """
 
 
@@ -384,7 +384,8 @@ def scale_name(weight_name: str) -> str:
 def _pop_scales(
     directory: Path, config: ModelConfig, tensors: dict[str, _StoredTensor]
 ) -> dict[str, _StoredTensor]:
-    """Remove the scales of an fp8 checkpoint from `tensors`, and return them by their weight's name.
+    """Remove the scales of an fp8 checkpoint from `tensors`, and return them by their weight's
+    name.
 
     Scales that planish does not use are only removed.
     """

@@ -96,7 +96,8 @@ def require_chunks(matchup_group_size: int) -> None:
     """Raise UserError for a chunk size below 2."""
     if matchup_group_size < 2:
         raise UserError(
-            f"matchup_group_size={matchup_group_size}: give at least 2: answers are compared with each other"
+            f"matchup_group_size={matchup_group_size}: give at least 2: answers are compared with "
+            "each other"
         )
 
 

@@ -176,9 +176,13 @@ def summary_line(model_file: PreferenceModelFile) -> str:
     if not test:
         return calibration_text
     if "num_pairs" not in test:
-        return f"{calibration_text}; each of {test['num_left_out']:.0f} held-out pairs is longer than max_length"
+        return (
+            f"{calibration_text}; each of {test['num_left_out']:.0f} held-out pairs is longer than "
+            "max_length"
+        )
     error = f" +- {test['accuracy_stderr']:.3f}" if "accuracy_stderr" in test else ""
     return (
-        f"{calibration_text}; on {test['num_pairs']:.0f} held-out pairs: accuracy {test['accuracy']:.3f}{error}, "
-        f"log loss {test['log_loss']:.3f}, Brier {test['brier']:.3f}, ECE {test['ece']:.3f}"
+        f"{calibration_text}; on {test['num_pairs']:.0f} held-out pairs: accuracy "
+        f"{test['accuracy']:.3f}{error}, log loss {test['log_loss']:.3f}, Brier "
+        f"{test['brier']:.3f}, ECE {test['ece']:.3f}"
     )

@@ -251,7 +251,7 @@ class PairwisePreferenceRLDatasetBuilder(TournamentOptions, RLDatasetBuilder):
             )
         if not fitting:
             raise UserError(
-                f"none of the {len(prompts)} prompts is left to train on; give shorter prompts or a "
-                "larger max_prompt_tokens"
+                f"none of the {len(prompts)} prompts is left to train on; give shorter prompts or "
+                "a larger max_prompt_tokens"
             )
         return fitting

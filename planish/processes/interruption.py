@@ -244,7 +244,8 @@ class _Sigterm:
     """Handles SIGTERM in a block of the main thread, unless the program has its own handler.
 
     The first signal calls `on_first`. If `on_first` returns False, that signal ends the process. A
-    later signal ends the process too, unless it comes within _DUPLICATE_SIGTERM_SECONDS of the first.
+    later signal ends the process too, unless it comes within _DUPLICATE_SIGTERM_SECONDS of the
+    first.
     """
 
     def __init__(self, on_first: Callable[[], bool]) -> None:

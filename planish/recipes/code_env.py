@@ -154,7 +154,10 @@ def episode_metrics(env: Env) -> Metrics:
 def instruction(problem: CodeProblem) -> str:
     """Return the question with instructions on the format of the answer."""
     if problem.function is None:
-        format_instruction = "Write a Python program that reads standard input and prints the answer, between ```python and ```."
+        format_instruction = (
+            "Write a Python program that reads standard input and prints the answer, between "
+            "```python and ```."
+        )
     else:
         format_instruction = "Write it in Python, between ```python and ```."
     start = (
@@ -194,7 +197,10 @@ def report(test: ProgramTest, result: TestResult) -> str:
             actual = "It printed without end."
         case Outcome.FAILED:
             errors = result.execution.stderr.decode(errors="replace").strip().splitlines()
-            actual = f"It failed: {truncate(errors[-1] if errors else f'exit code {result.execution.exit_code}')}."
+            actual = (
+                "It failed: "
+                f"{truncate(errors[-1] if errors else f'exit code {result.execution.exit_code}')}."
+            )
     return f"{requirement} {actual}"
 
 

@@ -59,7 +59,10 @@ def sample_function(rng: random.Random, steps: int) -> FunctionProblem:
     inputs = distinct_inputs(kind, rng)
     tests = tuple(FunctionTest("f", (value,), apply_all(operations, value)) for value in inputs)
     description = ", then ".join(operation.words for operation in operations)
-    question = f"Write a function f({kind.argument}) that takes a {kind.name} {kind.argument}, {description}, and returns the result."
+    question = (
+        f"Write a function f({kind.argument}) that takes a {kind.name} {kind.argument}, "
+        f"{description}, and returns the result."
+    )
     return FunctionProblem(
         CodeProblem(question, tests, tests[:NUM_PUBLIC_TESTS]), source_of(kind.argument, operations)
     )

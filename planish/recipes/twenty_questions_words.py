@@ -7,12 +7,14 @@ KINDS: dict[str, tuple[str, ...]] = {
     "animal": tuple(
         "cat dog horse cow pig sheep goat rabbit mouse lion tiger bear wolf fox elephant monkey "
         "giraffe camel "
-        "eagle owl duck penguin parrot shark whale dolphin salmon frog snake turtle bee ant spider butterfly crab octopus".split()
+        "eagle owl duck penguin parrot shark whale dolphin salmon frog snake turtle bee ant spider "
+        "butterfly crab octopus".split()
     ),
     "food": tuple(
         "apple banana orange lemon grape strawberry peach cherry carrot potato onion tomato "
         "cabbage pumpkin "
-        "bread cheese butter egg rice pasta soup pizza cake cookie chocolate honey salt pepper milk coffee".split()
+        "bread cheese butter egg rice pasta soup pizza cake cookie chocolate honey salt pepper "
+        "milk coffee".split()
     ),
     "tool": tuple(
         "hammer saw drill screwdriver pliers shovel rake axe knife spoon fork scissors needle "
@@ -35,7 +37,8 @@ KINDS: dict[str, tuple[str, ...]] = {
         "lightning sun moon star volcano cave sand".split()
     ),
     "building": tuple(
-        "house castle church school hospital bridge tower lighthouse barn windmill museum prison".split()
+        "house castle church school hospital bridge tower lighthouse barn windmill museum "
+        "prison".split()
     ),
 }
 

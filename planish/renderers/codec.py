@@ -61,8 +61,8 @@ class Codec:
         ]
         if missing:
             raise ValueError(
-                f"tokenizer is a {type(self.tokenizer).__name__} without {', '.join(missing)}; give a tokenizer of "
-                "transformers, such as training_client.get_tokenizer()"
+                f"tokenizer is a {type(self.tokenizer).__name__} without {', '.join(missing)}; "
+                "give a tokenizer of transformers, such as training_client.get_tokenizer()"
             )
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         # Characters that the vocabulary lacks become the unknown token, so ordinary text must be
@@ -94,8 +94,9 @@ class Codec:
             if id_ is None:
                 name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
                 raise ValueError(
-                    f"renderer {renderer} needs {text!r} as one token, and tokenizer {name} has none; choose the renderer "
-                    "of this model's family (recommended_renderer_name), or role_colon, which needs no special tokens"
+                    f"renderer {renderer} needs {text!r} as one token, and tokenizer {name} has "
+                    "none; choose the renderer of this model's family "
+                    "(recommended_renderer_name), or role_colon, which needs no special tokens"
                 )
             self.guarded_tokens[id_] = text
 
@@ -142,7 +143,8 @@ class Codec:
         if not self._is_plain(ids):
             name = next(self.guarded_tokens[id_] for id_ in ids if id_ in self.guarded_tokens)
             raise ValueError(
-                f"the text of a message cannot be written without the special token {name!r}; remove it from the text"
+                f"the text of a message cannot be written without the special token {name!r}; "
+                "remove it from the text"
             )
         return ids
 

@@ -45,7 +45,8 @@ def datum_from_weights(
     tokens = model_input.to_ints()
     if weights.ndim != 1 or len(weights) != len(tokens):
         raise ValueError(
-            f"weights has shape {tuple(weights.shape)} for {len(tokens)} tokens; give one weight per token"
+            f"weights has shape {tuple(weights.shape)} for {len(tokens)} tokens; give one weight "
+            "per token"
         )
     if max_length is not None:
         tokens, weights = tokens[: max_length + 1], weights[: max_length + 1]
@@ -53,8 +54,8 @@ def datum_from_weights(
     total = float(target_weights.sum())
     if not torch.any(target_weights != 0):
         raise ValueError(
-            f"no token with a weight is left in the first max_length={max_length} positions; raise max_length or leave the "
-            "conversation out"
+            f"no token with a weight is left in the first max_length={max_length} positions; raise "
+            "max_length or leave the conversation out"
         )
     if reduction == "mean":
         if total <= 0:

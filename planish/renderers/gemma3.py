@@ -38,8 +38,9 @@ class Gemma3(StopTokenFormat):
                 following = messages[index + 1].role if index + 1 < len(messages) else None
                 if index or following != "user":
                     raise ValueError(
-                        f"messages[{index}] is a system message; Gemma 3 supports one only at the start of a "
-                        "conversation, before a user message: move its text into a user message"
+                        f"messages[{index}] is a system message; Gemma 3 supports one only at the "
+                        "start of a conversation, before a user message: move its text into a "
+                        "user message"
                     )
                 system = f"{message.text}\n\n"
                 reason = "the format writes it into the first user message; train on that message"

@@ -184,11 +184,13 @@ def read_messages(
     """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise ValueError(
-            f"messages is a {type(messages).__name__}; give a list of dictionaries with role and content"
+            f"messages is a {type(messages).__name__}; give a list of dictionaries with role and "
+            "content"
         )
     if not messages:
         raise ValueError(
-            "messages is empty; give at least one message, such as {'role': 'user', 'content': '...'}"
+            "messages is empty; give at least one message, such as {'role': 'user', 'content': "
+            "'...'}"
         )
     return [
         _read(message, f"messages[{index}]", index, capabilities, renderer)
@@ -217,11 +219,13 @@ def _read(
     text, thinking = _read_content(message, where, capabilities)
     if thinking is not None and role != "assistant":
         raise ValueError(
-            f"{where} is of role {role!r} and has a thinking part; only assistant messages think: remove it"
+            f"{where} is of role {role!r} and has a thinking part; only assistant messages think: "
+            "remove it"
         )
     if thinking is not None and not capabilities.thinking:
         raise ValueError(
-            f"{where} has a thinking part, which renderer {renderer} cannot write; remove it or use qwen3"
+            f"{where} has a thinking part, which renderer {renderer} cannot write; remove it or "
+            "use qwen3"
         )
     calls, unparsed = _read_calls(message, where, role, capabilities, renderer)
     tools = _read_tools(message, where, index, capabilities, renderer)
@@ -247,8 +251,9 @@ def check_characters(text: str, where: str) -> None:
     half = half_character(text)
     if half is not None:
         raise ValueError(
-            f"{where} holds {half!r}, half of a character (a lone surrogate), which no tokenizer can read; remove it, or "
-            "put a question mark in its place with text.encode(errors='replace').decode()"
+            f"{where} holds {half!r}, half of a character (a lone surrogate), which no tokenizer "
+            "can read; remove it, or put a question mark in its place with "
+            "text.encode(errors='replace').decode()"
         )
 
 
@@ -291,11 +296,13 @@ def _read_content(
         if kind not in ("text", "thinking") or not isinstance(part.get(kind), str):
             raise ValueError(
                 f"{where}['content'][{number}] is of type {kind!r} or lacks its text; give "
-                "{'type': 'text', 'text': ...} or {'type': 'thinking', 'thinking': ...} (planish reads text only)"
+                "{'type': 'text', 'text': ...} or {'type': 'thinking', 'thinking': ...} (planish "
+                "reads text only)"
             )
         if kind == "thinking" and texts:
             raise ValueError(
-                f"{where}['content'][{number}]: thinking comes before the text; put the thinking parts first"
+                f"{where}['content'][{number}]: thinking comes before the text; put the thinking "
+                "parts first"
             )
         (texts if kind == "text" else thoughts).append(part[kind])
     return "".join(texts), ("".join(thoughts) if thoughts else None)
@@ -323,11 +330,13 @@ def _read_calls(
         return (), ()
     if not capabilities.tools:
         raise ValueError(
-            f"{where} has tool calls, which renderer {renderer} cannot write; use {RENDERERS_WITH_TOOLS}"
+            f"{where} has tool calls, which renderer {renderer} cannot write; use "
+            f"{RENDERERS_WITH_TOOLS}"
         )
     if role != "assistant":
         raise ValueError(
-            f"{where} is of role {role!r} and has tool calls; only assistant messages call tools: remove them"
+            f"{where} is of role {role!r} and has tool calls; only assistant messages call tools: "
+            "remove them"
         )
     read = tuple(
         _read_call(call, f"{where}['tool_calls'][{number}]") for number, call in enumerate(calls)
@@ -335,7 +344,8 @@ def _read_calls(
     for number, call in enumerate(unparsed):
         if not isinstance(call, Mapping) or not isinstance(call.get("raw_text"), str):
             raise ValueError(
-                f"{where}['unparsed_tool_calls'][{number}] lacks raw_text; give {{'raw_text': ..., 'error': ...}}"
+                f"{where}['unparsed_tool_calls'][{number}] lacks raw_text; give {{'raw_text': ..., "
+                f"'error': ...}}"
             )
     return read, tuple(call["raw_text"] for call in unparsed)
 
@@ -345,12 +355,14 @@ def _read_call(call: Any, where: str) -> Call:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str):
         raise ValueError(
-            f"{where}: give {{'type': 'function', 'function': {{'name': ..., 'arguments': '{{...}}'}}}}"
+            f"{where}: give {{'type': 'function', 'function': {{'name': ..., 'arguments': "
+            f"'{{...}}'}}}}"
         )
     # The chat templates write the name between quotes as it is, so it must need no escaping.
     if not name or json.dumps(name, ensure_ascii=False) != f'"{name}"':
         raise ValueError(
-            f"{where}: the function name {name!r} is empty or needs escaping in JSON; rename the function"
+            f"{where}: the function name {name!r} is empty or needs escaping in JSON; rename the "
+            "function"
         )
     arguments = function.get("arguments")
     id_ = _read_optional_text(call, "id", where)
@@ -362,7 +374,8 @@ def _read_call(call: Any, where: str) -> Call:
         is_object = False
     if not is_object:
         raise ValueError(
-            f"{where}: arguments={arguments!r} is not a JSON object; give one as text, such as '{{\"x\": 1}}'"
+            f"{where}: arguments={arguments!r} is not a JSON object; give one as text, such as "
+            f"'{{\"x\": 1}}'"
         )
     return Call(name, str(arguments), id_)
 
@@ -375,7 +388,8 @@ def _read_tools(
         return ()
     if not capabilities.tools:
         raise ValueError(
-            f"{where} offers tools, which renderer {renderer} cannot write; use {RENDERERS_WITH_TOOLS}"
+            f"{where} offers tools, which renderer {renderer} cannot write; use "
+            f"{RENDERERS_WITH_TOOLS}"
         )
     if message["role"] != "system" or index != 0:
         raise ValueError(
@@ -399,5 +413,6 @@ def tool_json(tool: Any, where: str) -> str:
         return json.dumps({"type": "function", "function": dict(spec)}, ensure_ascii=False)
     except TypeError as error:
         raise ValueError(
-            f"{where}: the specification is not plain JSON ({error}); use dictionaries, lists and strings"
+            f"{where}: the specification is not plain JSON ({error}); use dictionaries, lists and "
+            "strings"
         ) from None

@@ -113,7 +113,8 @@ def get_renderer(
         raise ValueError(f"renderer {name!r} is unknown; choose one of {', '.join(FORMATS)}")
     if default_system is not None and name != "chatml":
         raise ValueError(
-            f"default_system is an option of renderer chatml, not of {name}; give a system message instead"
+            f"default_system is an option of renderer chatml, not of {name}; give a system message "
+            "instead"
         )
     if strip_thinking_from_history is not None and name != "qwen3":
         raise ValueError(

@@ -278,7 +278,8 @@ class Renderer:
             )
         if not tools:
             raise ValueError(
-                "tools is empty; give at least one {'name': ..., 'description': ..., 'parameters': ...}"
+                "tools is empty; give at least one {'name': ..., 'description': ..., 'parameters': "
+                "...}"
             )
         for number, tool in enumerate(tools):
             tool_json(tool, f"tools[{number}]")

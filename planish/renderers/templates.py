@@ -53,7 +53,8 @@ def render_template(
         return text
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise DamagedFileError(
-            f"the chat template cannot be rendered ({error}); name the renderer yourself, and for chatml its default_system"
+            f"the chat template cannot be rendered ({error}); name the renderer yourself, and for "
+            "chatml its default_system"
         ) from error
 
 

@@ -31,7 +31,8 @@ TOOLS_INTRODUCTION = (
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
 )
 TOOLS_CONCLUSION: tuple[Piece, ...] = (
-    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within ",
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments "
+    "within ",
     CALL,
     CALL_END,
     " XML tags:\n",

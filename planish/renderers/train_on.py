@@ -69,10 +69,11 @@ def _check_trainable(messages: Sequence[CheckedMessage], train_on: TrainOnWhat) 
     for index, message in enumerate(messages):
         if train_on is TrainOnWhat.CUSTOMIZED and message.trainable is None:
             raise ValueError(
-                f"messages[{index}] lacks 'trainable', which train_on_what=customized needs; set True or False"
+                f"messages[{index}] lacks 'trainable', which train_on_what=customized needs; set "
+                "True or False"
             )
         if train_on is not TrainOnWhat.CUSTOMIZED and message.trainable is not None:
             raise ValueError(
-                f"messages[{index}] has 'trainable', which only train_on_what=customized reads; remove the key, or choose "
-                "TrainOnWhat.CUSTOMIZED"
+                f"messages[{index}] has 'trainable', which only train_on_what=customized reads; "
+                "remove the key, or choose TrainOnWhat.CUSTOMIZED"
             )

@@ -101,7 +101,9 @@ class Criterion:
             return None
 
     def is_met(self, answer: str) -> bool | None:
-        """Return whether `truth_regex` is found in the answer; None if there is no `truth_regex`."""
+        """Return whether `truth_regex` is found in the answer; None if there is no
+        `truth_regex`.
+        """
         return None if self.truth_regex is None else re.search(self.truth_regex, answer) is not None
 
 
@@ -114,7 +116,9 @@ class RubricRow:
 
 
 def read_rubric_row(row: Mapping[str, Any], where: str) -> RubricRow:
-    """Return the row as a RubricRow. Raises UserError, which begins with `where`, if it is invalid."""
+    """Return the row as a RubricRow. Raises UserError, which begins with `where`, if it is
+    invalid.
+    """
     given = [name for name in ("messages", "convo") if name in row]
     if len(given) != 1 or "rubric_items" not in row:
         raise UserError(f'{where}: the row has {sorted(row)}; give "messages" and "rubric_items"')

@@ -65,8 +65,8 @@ def add_metrics(
     ) is not None:
         owner = "the row's own" if duplicate == "step" else "that of another evaluator"
         raise UserError(
-            f"the evaluator {evaluator_name(evaluator)} returned the metric {duplicate!r}, which is "
-            f"{owner}; give it another name, such as {evaluator_name(evaluator)}/{duplicate}"
+            f"the evaluator {evaluator_name(evaluator)} returned the metric {duplicate!r}, which "
+            f"is {owner}; give it another name, such as {evaluator_name(evaluator)}/{duplicate}"
         )
     metrics |= new_metrics
 

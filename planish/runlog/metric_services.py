@@ -93,7 +93,10 @@ class Wandb(Service):
     files lack those steps.
     """
 
-    remedy = "Log in with `wandb login` or set WANDB_API_KEY; WANDB_MODE=offline keeps the metrics in log_path/wandb."
+    remedy = (
+        "Log in with `wandb login` or set WANDB_API_KEY; WANDB_MODE=offline keeps the metrics in "
+        "log_path/wandb."
+    )
 
     def __init__(self, run: ServiceRunInfo) -> None:
         wandb: Any = importlib.import_module("wandb")

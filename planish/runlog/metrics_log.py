@@ -118,8 +118,8 @@ class MetricLogs(MetricLog):
             except Exception as error:  # services raise errors of any kind; none may end the run
                 del self.copies[name]
                 self.warn(
-                    f"{name} failed at step {step}: {_error_text(error)}. Training continues without "
-                    f"it. When the run is resumed, {name} receives the missing steps."
+                    f"{name} failed at step {step}: {_error_text(error)}. Training continues "
+                    f"without it. When the run is resumed, {name} receives the missing steps."
                 )
 
     def close(self, *, failed: bool = False) -> None:
@@ -130,7 +130,8 @@ class MetricLogs(MetricLog):
                 copy.close(failed=failed)
             except Exception as error:
                 self.warn(
-                    f"{name} could not be closed: {_error_text(error)}. Its last steps may be missing"
+                    f"{name} could not be closed: {_error_text(error)}. Its last steps may be "
+                    "missing"
                 )
         self.copies.clear()
 
@@ -203,7 +204,8 @@ def require_loggers(loggers: Sequence[str]) -> None:
             importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError as error:
             raise UserError(
-                f"loggers: {name} is not installed; run: pip install 'planish[{name}]', or leave it out"
+                f"loggers: {name} is not installed; run: pip install 'planish[{name}]', or leave "
+                "it out"
             ) from error
     if len(set(loggers)) < len(loggers):
         raise UserError(f"loggers: {', '.join(loggers)} has a name twice; give each name once")
@@ -276,7 +278,8 @@ def _open_copy(
                 copy.log(row["step"], {key: value for key, value in row.items() if key != "step"})
     except Exception as error:  # the service's library may raise anything: network, login, disk
         raise UserError(
-            f"loggers: {logger} could not be started: {_error_text(error)}. {SERVICES[logger].remedy}"
+            f"loggers: {logger} could not be started: {_error_text(error)}. "
+            f"{SERVICES[logger].remedy}"
         ) from error
     return copy
 

@@ -246,7 +246,8 @@ def _traces(curve: Curve, color: str, in_legend: bool) -> list[Mapping[str, Any]
         "mode": "lines+markers" if len(curve.x) <= 100 else "lines",
         "marker": {"size": 4},
         "line": {"color": color, "dash": _HTML_DASHES[curve.key_index % 4]},
-        "hovertemplate": f"{name}<br>{html.escape(curve.key)}<br>step %{{x}}: %{{y:.4g}}<extra></extra>",
+        "hovertemplate": f"{name}<br>{html.escape(curve.key)}<br>step %{{x}}: "
+        f"%{{y:.4g}}<extra></extra>",
     }
     values = {**shared, "y": curve.y, "showlegend": in_legend and curve.smoothed_y is None}
     if curve.smoothed_y is None:

@@ -13,11 +13,11 @@
                         how to load the trained preference model (planish/preference/model_files.py)
     *.png               curves
 
-Invariants: `write_atomically` replaces a file atomically. If a crash leaves a partial row at the end of
-a JSONL file, the next start removes it. The rows of all steps before a checkpoint are on disk
-before the checkpoint's row. On resume, `resume_at` drops the rows of later steps, and those steps
-are trained again. So metrics.jsonl contains each step exactly once. Only one process can use a run
-at a time. A run can be resumed only with the options that it began with.
+Invariants: `write_atomically` replaces a file atomically. If a crash leaves a partial row at the
+end of a JSONL file, the next start removes it. The rows of all steps before a checkpoint are on
+disk before the checkpoint's row. On resume, `resume_at` drops the rows of later steps, and those
+steps are trained again. So metrics.jsonl contains each step exactly once. Only one process can use
+a run at a time. A run can be resumed only with the options that it began with.
 """
 
 import json
@@ -182,8 +182,8 @@ class RunDirectory:
             )
             if changed := differences(found, new_options):
                 raise UserError(
-                    f"log_path={self.path} has a run with other options: {changed}; give that run's "
-                    "options to continue it, or another log_path"
+                    f"log_path={self.path} has a run with other options: {changed}; give that "
+                    "run's options to continue it, or another log_path"
                 )
         write_atomically(path, json.dumps(config, indent=2) + "\n")
 

@@ -5,9 +5,9 @@ The process exits on its own, or `kill` kills it: when its time is up, when it p
 when the caller is cancelled. `kill` kills the init process of the program's PID namespace. The
 kernel then kills every other process of that namespace, and bubblewrap, which runs outside, exits.
 `kill` never kills bubblewrap itself, because a namespace that bubblewrap has just made could then
-survive. Before bubblewrap has reported the pid of the init process, `kill` only records the request,
-and the kill follows the report. Output is read until the pipes close. Then `finish` waits for the
-init process, which exits after all other processes of the program.
+survive. Before bubblewrap has reported the pid of the init process, `kill` only records the
+request, and the kill follows the report. Output is read until the pipes close. Then `finish` waits
+for the init process, which exits after all other processes of the program.
 """
 
 import asyncio

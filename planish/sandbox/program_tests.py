@@ -96,8 +96,9 @@ class FunctionTest:
         for name in ("arguments", "returned"):
             if not is_literal(getattr(self, name)):
                 raise UserError(
-                    f"FunctionTest.{name} of {self.function} holds a value that has no literal form; give None, booleans, "
-                    "finite numbers, strings, lists, tuples, sets and mappings"
+                    f"FunctionTest.{name} of {self.function} holds a value that has no literal "
+                    "form; give None, booleans, finite numbers, strings, lists, tuples, sets and "
+                    "mappings"
                 )
 
     async def run(self, sandbox: Sandbox, source: str) -> TestResult:

@@ -78,8 +78,10 @@ def find_runtime(python: str | None, for_other_user: bool) -> PythonRuntime:
             f"python={python}: there is no such interpreter; give the path of Python 3.10 or later"
         )
     raise SandboxUnavailableError(
-        f"planish runs as root and its sandbox as an ordinary user, who cannot read {unreadable_paths[0]}; run planish as an "
-        "ordinary user, or install a Python that all users can read (Debian, Ubuntu: apt-get install python3)"
+        "planish runs as root and its sandbox as an ordinary user, who cannot read "
+        f"{unreadable_paths[0]}; run planish as an "
+        "ordinary user, or install a Python that all users can read (Debian, Ubuntu: apt-get "
+        "install python3)"
     )
 
 

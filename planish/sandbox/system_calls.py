@@ -188,6 +188,6 @@ def seccomp_library() -> ctypes.CDLL:
         library.seccomp_export_bpf.argtypes = [ctypes.c_void_p, ctypes.c_int]
         return library
     raise SandboxUnavailableError(
-        "model-written programs run only in a sandbox, which needs libseccomp; install it (Debian, Ubuntu: apt-get install "
-        "libseccomp2; Fedora: dnf install libseccomp)"
+        "model-written programs run only in a sandbox, which needs libseccomp; install it (Debian, "
+        "Ubuntu: apt-get install libseccomp2; Fedora: dnf install libseccomp)"
     )

@@ -23,8 +23,8 @@ class Batch(list[Datum]):
     def __init__(
         self, data: Iterable[Datum] = (), *, num_truncated: int = 0, num_left_out: int = 0
     ) -> None:
-        """`num_truncated`: the number of datums whose end was cut off. `num_left_out`: the number of
-        datums left out because truncation would remove every learned token.
+        """`num_truncated`: the number of datums whose end was cut off. `num_left_out`: the number
+        of datums left out because truncation would remove every learned token.
         """
         super().__init__(data)
         self.num_truncated = num_truncated

@@ -126,11 +126,13 @@ def checked_result(result: Any, tool: Tool) -> ToolResult:
     """Return a tool's `result`. Raises UserError if it is not a ToolResult with text."""
     if not isinstance(result, ToolResult):
         raise UserError(
-            f"the tool {tool.name} returned a {type(result).__name__}; its run must return a ToolResult"
+            f"the tool {tool.name} returned a {type(result).__name__}; its run must return a "
+            "ToolResult"
         )
     if not isinstance(result.content, str):
         raise UserError(
-            f"the tool {tool.name} returned ToolResult({result.content!r}); its content must be text"
+            f"the tool {tool.name} returned ToolResult({result.content!r}); its content must be "
+            "text"
         )
     return result
 
@@ -155,4 +157,7 @@ def shorten(text: str, max_chars: int) -> str:
     if len(text) <= max_chars:
         return text
     head, tail = max_chars - max_chars // 2, max_chars // 2
-    return f"{text[:head]}\n[... {len(text) - max_chars} of {len(text)} characters left out ...]\n{text[len(text) - tail :]}"
+    return (
+        f"{text[:head]}\n[... {len(text) - max_chars} of {len(text)} characters left out "
+        f"...]\n{text[len(text) - tail :]}"
+    )

@@ -127,6 +127,7 @@ def _family_and_hidden_size(model_name: str) -> tuple[str, int]:
 
 def _unknown_model_error(model_name: str, reason: str) -> UserError:
     return UserError(
-        f"no learning rate is known for model_name={model_name} ({reason}); give learning_rate=..., for LoRA somewhere from 1e-4 to "
-        f"1e-3 (families with a formula: {', '.join(HIDDEN_SIZE_EXPONENTS)})"
+        f"no learning rate is known for model_name={model_name} ({reason}); give "
+        "learning_rate=..., for LoRA somewhere from 1e-4 to 1e-3 (families with a formula: "
+        f"{', '.join(HIDDEN_SIZE_EXPONENTS)})"
     )

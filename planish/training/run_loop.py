@@ -48,7 +48,9 @@ class Learner(Protocol):
     """Runs the training steps, and reports each finished step to its loop."""
 
     async def run_steps(self) -> None:
-        """Run the steps from `loop.steps_done` to `loop.num_steps`, and evaluate the final weights."""
+        """Run the steps from `loop.steps_done` to `loop.num_steps`, and evaluate the final
+        weights.
+        """
         ...
 
     async def settle_after_error(self) -> bool:

@@ -27,25 +27,31 @@ _PACKAGE = "planish.wire"
 # "name": "type field = number; ...". `T? f` is an optional field, `T* f` a repeated one, `{T} f` a
 # map from strings to T, and `T|group f` a member of a oneof.
 _MESSAGES = {
-    "SampleResponse": "SampledSequence* sequences = 1; bytes? prompt_logprobs = 2; TopkLogprobs? topk_prompt_logprobs = 3; "
-    "int32 prompt_cache_hit_tokens = 4; Tensor? target_prompt_logprobs = 5; PromptAltTokens? "
-    "prompt_alt_tokens = 6",
+    "SampleResponse": "SampledSequence* sequences = 1; bytes? prompt_logprobs = 2; TopkLogprobs? "
+    "topk_prompt_logprobs = 3; int32 prompt_cache_hit_tokens = 4; Tensor? target_prompt_logprobs = "
+    "5; PromptAltTokens? prompt_alt_tokens = 6",
     "PromptAltTokens": "Tensor tokens = 1; Tensor logprobs = 2",
-    "SampledSequence": "StopReason stop_reason = 1; bytes tokens = 2; bytes? logprobs = 3; TopkLogprobs? topk_sampled_logprobs = 4",
+    "SampledSequence": "StopReason stop_reason = 1; bytes tokens = 2; bytes? logprobs = 3; "
+    "TopkLogprobs? topk_sampled_logprobs = 4",
     "TopkLogprobs": "bytes token_ids = 1; bytes logprobs = 2; uint32 k = 3; uint32 length = 4",
     "SparseCsr": "bytes values = 1; bytes crow_indices = 2; bytes col_indices = 3",
-    "Tensor": "bytes|encoding dense = 1; SparseCsr|encoding sparse_csr = 2; DType dtype = 3; int64* shape = 4",
-    "BatchedTensor": "bytes data = 1; bytes offsets = 2; DType dtype = 3; int64* trailing_shape = 4",
+    "Tensor": "bytes|encoding dense = 1; SparseCsr|encoding sparse_csr = 2; DType dtype = 3; "
+    "int64* shape = 4",
+    "BatchedTensor": "bytes data = 1; bytes offsets = 2; DType dtype = 3; int64* trailing_shape = "
+    "4",
     "ArrayRecord": "string type_tag = 1; {BatchedTensor} fields = 2; int64 num_datums = 3",
-    "ForwardBackwardOutput": "string loss_fn_output_type = 1; ArrayRecord* loss_fn_outputs = 2; {double} metrics = 3",
-    "ForwardBackwardRequest": "string model_id = 1; int32 seq_id = 2; Datum* data = 3; string loss_fn = 4; "
-    "{double} loss_fn_config = 5; bool forward_only = 6; {LossConfigValue} loss_fn_config_v2 = 7",
+    "ForwardBackwardOutput": "string loss_fn_output_type = 1; ArrayRecord* loss_fn_outputs = 2; "
+    "{double} metrics = 3",
+    "ForwardBackwardRequest": "string model_id = 1; int32 seq_id = 2; Datum* data = 3; string "
+    "loss_fn = 4; {double} loss_fn_config = 5; bool forward_only = 6; {LossConfigValue} "
+    "loss_fn_config_v2 = 7",
     "LossConfigValue": "double|value number = 1; string|value text = 2",
-    "Datum": "Chunk* model_input = 1; {Tensor} loss_fn_inputs = 2; ProvenanceSpan* model_input_spans = 3; "
-    "ProvenanceSpan* loss_fn_input_spans = 4",
+    "Datum": "Chunk* model_input = 1; {Tensor} loss_fn_inputs = 2; ProvenanceSpan* "
+    "model_input_spans = 3; ProvenanceSpan* loss_fn_input_spans = 4",
     "ProvenanceSpan": "TokenSpan|span prompt_tokens = 1; TokenSpan|span sampled_tokens = 2",
     "TokenSpan": "string sequence_id = 1; int64 offset = 2; int64 length = 3",
-    "Chunk": "EncodedTextChunk|chunk encoded_text = 1; ImageChunk|chunk image = 2; DmelChunk|chunk dmel = 3",
+    "Chunk": "EncodedTextChunk|chunk encoded_text = 1; ImageChunk|chunk image = 2; DmelChunk|chunk "
+    "dmel = 3",
     "EncodedTextChunk": "bytes tokens = 1",
     "ImageChunk": "bytes data = 1; string format = 2; int32? expected_tokens = 3",
     "DmelChunk": "bytes dmel = 1",

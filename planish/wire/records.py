@@ -1,4 +1,6 @@
-"""Checkpoints, base models and samplers as JSON, and back. Times are in ISO 8601 with a time zone."""
+"""Checkpoints, base models and samplers as JSON, and back. Times are in ISO 8601 with a time
+zone.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ def test_a_peer_is_compared_with_planish_on_the_same_work(tmp_path):
     (tmp_path / "bench.json").write_text(json.dumps(report))
     page = with_tables("before\n<!-- table: bench -->\nold\n<!-- end -->\nafter\n", tmp_path)
     assert page.startswith(
-        "before\n<!-- table: bench -->\nA CPU, 2 cores (amx_bf16), 8 GiB; 2026-01-02, commit 0123456789ab"
+        "before\n<!-- table: bench -->\nA CPU, 2 cores (amx_bf16), 8 GiB; 2026-01-02, commit "
+        "0123456789ab"
     )
     assert page.endswith("<!-- end -->\nafter\n")
     assert "old" not in page
@@ -90,6 +91,6 @@ def test_adapters_are_compared_round_by_round(tmp_path):
     assert "| 64 = 1 x 64 | 4.00 (4.00 to 5.00) | 512 |  | 125.0 | 0.5 |" in page
     assert "| 64 = 8 x 8 | 4.00 (4.00 to 5.00) | 512 | 0.60 | 125.0 | 5.0 |" in page
     assert (
-        "First token of a new version, which includes packing its weights: 30.0 ms; first token for "
-        "another prompt after that: 11.0 ms." in page
+        "First token of a new version, which includes packing its weights: 30.0 ms; first token "
+        "for another prompt after that: 11.0 ms." in page
     )

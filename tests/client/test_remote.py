@@ -247,7 +247,9 @@ def test_arguments_changed_after_a_call_are_not_sent(server):
 
 @pytest.mark.slow
 def test_calls_during_close_do_not_affect_others(server):
-    """A call from another thread during `close` is done or rejected. Earlier calls are completed."""
+    """A call from another thread during `close` is done or rejected. Earlier calls are
+    completed.
+    """
     client = ServiceClient(base_url=server.url)
     sampling_client = client.create_sampling_client(base_model="tiny")
     before = [
@@ -417,8 +419,8 @@ def test_a_missing_key_is_reported_once(model_dir, tmp_path, monkeypatch):
     ):
         ServiceClient(base_url=server.url)
     assert str(refused.value) == (
-        "this server needs a key; give api_key, or set PLANISH_API_KEY (or TINKER_API_KEY) to a key "
-        "of this server"
+        "this server needs a key; give api_key, or set PLANISH_API_KEY (or TINKER_API_KEY) to a "
+        "key of this server"
     )
 
 

@@ -22,7 +22,8 @@ def test_each_command_has_its_own_help(command, capsys):
 def test_help_lists_all_commands_without_importing_them():
     program = (
         "import sys\nfrom planish.commands.cli import main\n"
-        "try: main(['--help'])\nfinally: print(sorted({'torch', 'starlette', 'transformers', 'rich'} & set(sys.modules)))"
+        "try: main(['--help'])\nfinally: print(sorted({'torch', 'starlette', 'transformers', "
+        "'rich'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,10 @@ from variants import slow_after
 
 @pytest.mark.parametrize("command", slow_after(1, ["models", "runs", "checkpoints list"]))
 def test_the_command_imports_no_torch(tmp_path, command):
-    code = "import sys; from planish.commands.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from planish.commands.cli import main; main(sys.argv[1:]); sys.exit('torch' "
+        "in sys.modules)"
+    )
     environment = os.environ | {
         "PLANISH_DATA": str(tmp_path),
         "PLANISH_HOME": str(tmp_path),

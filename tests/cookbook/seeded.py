@@ -16,7 +16,9 @@ seen: Counter[str] = Counter()
 
 
 def seeded(params: Any, prompt: Any) -> tuple[Any, str]:
-    """Return the parameters with a seed that depends on the prompt and on how often it came before."""
+    """Return the parameters with a seed that depends on the prompt and on how often it came
+    before.
+    """
     name = hashlib.sha256(json.dumps(prompt.to_ints()).encode()).hexdigest()[:12]
     seen[name] += 1
     name = f"{name}-{seen[name]}"

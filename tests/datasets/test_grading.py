@@ -216,7 +216,8 @@ def test_no_sign_between_two_numbers_hedges(grader, known):
     "text",
     [
         "72", r"\frac{144}{2}", r"\frac12", r"\frac 1 2", r"\sqrt[3]{8}", r"2\pi r^2", "x^2 + 2x + 1", r"\log_2 8", r"72\text{ cm}^2",
-        r"\left(1 + \frac{2}{3}\right) \cdot 4", "2(3)", "1,234 + 1", r"\binom{5}{2}", r"2^{3} \times 5", r"10\sin 30^\circ", "3 + 4i",
+        r"\left(1 + \frac{2}{3}\right) \cdot "
+        r"4", "2(3)", "1,234 + 1", r"\binom{5}{2}", r"2^{3} \times 5", r"10\sin 30^\circ", "3 + 4i",
     ],
 )  # fmt: skip
 def test_arithmetic_is_one_value(text):

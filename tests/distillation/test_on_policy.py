@@ -130,7 +130,9 @@ def test_in_expectation_the_gradient_is_that_of_the_reverse_kl(client, models):
 
 
 def builder_of(models, prompts, *teachers, **changes):
-    """Return a dataset of prompts for each teacher, given by its model or by (model, checkpoint)."""
+    """Return a dataset of prompts for each teacher, given by its model or by (model,
+    checkpoint).
+    """
     parts = [
         DistillationDatasetConfig(
             dataset_builder=PromptOnlyDatasetBuilder(

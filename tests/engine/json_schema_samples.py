@@ -7,8 +7,8 @@ The source distribution of `jsonschema` contains the test suite:
     OMP_NUM_THREADS=2 python tests/engine/json_schema_samples.py jsonschema-4.26.0/json/tests 2000
 
 The program compiles each schema once. It takes a number of samples at temperature 1 from the
-embedded model, each under one of the schemas that compile. It prints one JSON object: the numbers of
-schemas that compile and that are rejected, and of samples that are valid, that reach the maximum
+embedded model, each under one of the schemas that compile. It prints one JSON object: the numbers
+of schemas that compile and that are rejected, and of samples that are valid, that reach the maximum
 number of tokens, that `jsonschema` cannot check, and that are wrong. It lists the wrong samples,
 and exits with 1 if there are any.
 """
@@ -51,8 +51,8 @@ BATCH = 128
 
 
 def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Any]:
-    """Check `pattern`. In JSON Schema the classes of letters and digits are ASCII, and that of white
-    space is not. Python has one flag for all of them, so either reading may match.
+    """Check `pattern`. In JSON Schema the classes of letters and digits are ASCII, and that of
+    white space is not. Python has one flag for all of them, so either reading may match.
     """
     if isinstance(value, str) and not any(
         re.search(pattern, value, flag) for flag in (re.ASCII, re.UNICODE)

@@ -160,7 +160,8 @@ class _Operations(TorchDispatchMode):
             )
             if name != "copy_" and not into:
                 raise RefusedError(
-                    f"{func} of {[tuple(x.shape) for x in elsewhere]} on the CPU and others on a GPU"
+                    f"{func} of {[tuple(x.shape) for x in elsewhere]} on the CPU and others on a "
+                    "GPU"
                 )
             (
                 marks.refuse_while_recording

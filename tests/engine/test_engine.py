@@ -472,7 +472,8 @@ def test_a_stored_error_references_no_tensors(engine, monkeypatch):
         torch.OutOfMemoryError("CUDA out of memory"),
         MemoryError("main memory is full"),
         RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+            "memory"
         ),
     ],
 )

@@ -438,7 +438,9 @@ def test_the_memory_plan_of_a_cpu_has_all_copies_of_the_weights(tmp_path, machin
 
 
 def test_the_memory_plan_of_an_fp8_checkpoint(tmp_path, machine, gpu):
-    """A CPU has the mapped codes and two packed bf16 copies of the linears, a GPU only the codes."""
+    """A CPU has the mapped codes and two packed bf16 copies of the linears, a GPU only the
+    codes.
+    """
     shape, head_dim, family = DOCUMENTED["Qwen3-4B"]
     documented_config(tmp_path, shape, head_dim, family)
     path = tmp_path / "config.json"

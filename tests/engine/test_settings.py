@@ -53,9 +53,10 @@ def test_a_driver_that_is_too_old_is_reported_once(monkeypatch, driver, caplog):
     assert choose_device("auto") == choose_device("auto") == torch.device("cpu")
     (line,) = caplog.messages
     assert line == (
-        "device='auto' takes the CPU. This machine has an NVIDIA GPU that torch for CUDA 13.0 cannot "
-        "use (The NVIDIA driver on your system is too old (found version 11040)): update the NVIDIA "
-        "driver, or install a torch for the CUDA of the driver; device='cpu' silences this"
+        "device='auto' takes the CPU. This machine has an NVIDIA GPU that torch for CUDA 13.0 "
+        "cannot use (The NVIDIA driver on your system is too old (found version 11040)): update "
+        "the NVIDIA driver, or install a torch for the CUDA of the driver; device='cpu' silences "
+        "this"
     )
     with pytest.raises(UserError, match=r"device='cuda:0'.*update the NVIDIA driver"):
         choose_device("cuda:0")

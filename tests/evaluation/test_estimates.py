@@ -1,4 +1,6 @@
-"""pass@k agrees with counting all subsets, and standard errors agree with their textbook formula."""
+"""pass@k agrees with counting all subsets, and standard errors agree with their textbook
+formula.
+"""
 
 import itertools
 import statistics

@@ -1,4 +1,6 @@
-"""The questions of each task. An error about a bad row names its line, before any question is sent."""
+"""The questions of each task. An error about a bad row names its line, before any question is
+sent.
+"""
 
 import asyncio
 import json

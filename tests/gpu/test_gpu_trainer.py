@@ -30,7 +30,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module", autouse=True)
 def _there(device):
-    """What those tests put on the CPU is on the device; what they compare is compared on the CPU."""
+    """What those tests put on the CPU is on the device; what they compare is compared on the
+    CPU.
+    """
     relative = test_trainer.relative
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(test_trainer, "CPU", device)

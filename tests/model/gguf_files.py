@@ -166,7 +166,9 @@ def write_gguf(
 
 
 def write_sentencepiece(path):
-    """Write a GGUF file of Gemma 3 with a SentencePiece vocabulary and no tensors but embeddings."""
+    """Write a GGUF file of Gemma 3 with a SentencePiece vocabulary and no tensors but
+    embeddings.
+    """
     control = ["<pad>", "<eos>", "<bos>", "<unk>", "<end_of_turn>"]
     runs = ["\n", "\n\n", "  "]
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]

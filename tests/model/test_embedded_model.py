@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 PROSE = (
-    "The quick brown fox jumps over the lazy dog while the engineers discuss how reinforcement learning improves a "
-    "language model that already understands ordinary English sentences."
+    "The quick brown fox jumps over the lazy dog while the engineers discuss how reinforcement "
+    "learning improves a language model that already understands ordinary English sentences."
 )
 CODE = "def gcd(a: int, b: int) -> int:\n    while b:\n        a, b = b, a % b\n    return a\n"
 

@@ -1,4 +1,6 @@
-"""Checkpoints in fp8: the layouts of three tools, their dequantized weights, and what is rejected."""
+"""Checkpoints in fp8: the layouts of three tools, their dequantized weights, and what is
+rejected.
+"""
 
 import json
 import logging

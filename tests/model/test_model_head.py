@@ -164,7 +164,8 @@ def test_the_last_row_does_not_depend_on_the_size_of_its_chunk():
     states, weight = (x.mul(2**7).to(torch.bfloat16) for x in cancelling(400, 300, 2048))
     if not torch.equal(states[:32] @ weight.T, (states @ weight.T)[:32]):
         pytest.skip(
-            "this machine's bf16 products depend on the number of rows; see model/kernels/reference/row_tiling.py"
+            "this machine's bf16 products depend on the number of rows; see "
+            "model/kernels/reference/row_tiling.py"
         )
     row, target = torch.tensor([256]), torch.tensor([5])
     expected = scored_logprobs(*on(states, weight), None, row, target)

@@ -311,7 +311,8 @@ def write_wheel(path, members, name="tiny-model", version="1.0"):
     info = f"{name.replace('-', '_')}-{version}.dist-info"
     metadata = {
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: "
+        "py3-none-any\n",
         f"{info}/RECORD": "",
     }
     path.parent.mkdir(exist_ok=True)

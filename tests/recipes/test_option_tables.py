@@ -72,7 +72,10 @@ def test_defaults_are_those_of_the_code(page: Path):
 
 
 def test_a_wrong_number_would_be_seen():
-    table = "| option | default | `preset=hard` | |\n|---|---|---|---|\n| `steps`, `rate` | 3, 1e-4 | all | how many |\n"
+    table = (
+        "| option | default | `preset=hard` | |\n|---|---|---|---|\n| `steps`, `rate` | 3, 1e-4 | "
+        "all | how many |\n"
+    )
     assert list(rows_of(table)) == [
         (["steps", "rate"], "default", "3, 1e-4"),
         (["steps", "rate"], "`preset=hard`", "all"),

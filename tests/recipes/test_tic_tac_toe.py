@@ -186,7 +186,9 @@ def test_a_game_can_be_cancelled(small_model):
 
 @pytest.mark.parametrize(("number", "turns"), [(0, (3, 5)), (1, (3, 4))])
 def test_games_against_an_optimal_player_are_not_won(small_model, number, turns):
-    """The policy takes the first free cell, as X in games of an even number and as O in the others."""
+    """The policy takes the first free cell, as X in games of an even number and as O in the
+    others.
+    """
     group = TicTacToeGroup(small_model, None, (), "optimal", number)
     policy = ScriptedPolicy(small_model, lambda told: re.findall(r"one of (\d)", told)[0])
     played = play(group, policy)

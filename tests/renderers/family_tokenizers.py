@@ -24,7 +24,10 @@ from planish.testing import byte_symbols
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 
-QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 LLAMA_SPLIT = QWEN_SPLIT.replace(r"|\p{N}| ?", r"|\p{N}{1,3}| ?")
 
 CORPUS = [
@@ -173,7 +176,9 @@ def family_tokenizer(family: str, chat_template: str | None = None) -> PreTraine
 
 
 def _sentencepiece() -> Tokenizer:
-    """Return a BPE over characters with byte fallback, and runs of line breaks as tokens, as Gemma's."""
+    """Return a BPE over characters with byte fallback, and runs of line breaks as tokens, as
+    Gemma's.
+    """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
     tokenizer.decoder = decoders.Sequence(

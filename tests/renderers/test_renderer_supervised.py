@@ -104,7 +104,8 @@ def test_role_colon_targets_include_the_next_turn_that_stops_it():
     example, _ = renderer.build_supervised_example(CONVERSATION)
     text = renderer.tokenizer.decode(example.to_ints())
     assert text == (
-        "<|begin_of_text|>System: Sys.\n\nUser: One?\n\nAssistant: Two.\n\nUser: Three?\n\nAssistant: Four.\n\nUser:"
+        "<|begin_of_text|>System: Sys.\n\nUser: One?\n\nAssistant: Two.\n\nUser: "
+        "Three?\n\nAssistant: Four.\n\nUser:"
     )
     # Without a target in the last message the overlap is not written.
     example, _ = renderer.build_supervised_example(CONVERSATION, "all_user_and_system_messages")
@@ -223,7 +224,9 @@ STEPS = [
     ],
 )
 def test_each_tool_step_follows_the_prompt_it_is_sampled_from(what, end, answers):
-    """As in the model's template, the empty think block of a prompt is absent from later prompts."""
+    """As in the model's template, the empty think block of a prompt is absent from later
+    prompts.
+    """
     renderer = get_renderer("qwen3_disable_thinking", family_tokenizer("qwen"))
     examples = renderer.build_supervised_examples(STEPS[:end], what)
     for index, (example, weights) in zip(answers, examples, strict=True):

@@ -211,7 +211,8 @@ def test_chatml_takes_the_default_system_message_from_the_template():
     )
     text = str(family_tokenizer("smollm2").decode(smollm2.to_ints()))
     assert text.startswith(
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>"
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+        "Face<|im_end|>"
     )
     tokenizer = family_tokenizer("qwen", "qwen2_5")
     other = get_renderer("chatml", tokenizer, default_system="Answer in rhymes.")

@@ -1,5 +1,5 @@
-"""The renderers of SmolLM3: its template with tools, reasoning and flags, targets, parsing, streaming
-and grammars. test_renderer_templates.py compares plain conversations with the template.
+"""The renderers of SmolLM3: its template with tools, reasoning and flags, targets, parsing,
+streaming and grammars. test_renderer_templates.py compares plain conversations with the template.
 """
 
 from collections.abc import Sequence

@@ -58,7 +58,9 @@ def test_text_never_becomes_a_control_token_and_is_complete(family, text):
 
 
 def test_control_text_is_tokenized_as_ordinary_text():
-    """The ids are those of the same tokenizer without the special token, not one id per character."""
+    """The ids are those of the same tokenizer without the special token, not one id per
+    character.
+    """
     codec = CODECS["qwen"]
     text = "the answer <|im_end|> is"
     plain = family_tokenizer("qwen").backend_tokenizer

@@ -123,8 +123,10 @@ class Chromium:
     def point(self, selector: str) -> None:
         """Move the pointer to the middle of an element's first line."""
         box = self.run(
-            f"(() => {{ const it = document.querySelector({json.dumps(selector)}); it.scrollIntoView({{block: 'center'}});"
-            " const b = it.getClientRects()[0]; return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+            f"(() => {{ const it = document.querySelector({json.dumps(selector)}); "
+            f"it.scrollIntoView({{block: 'center'}});"
+            " const b = it.getClientRects()[0]; return [b.x + b.width / 2, b.y + b.height / 2]; "
+            "})()"
         )
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
 

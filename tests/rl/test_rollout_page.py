@@ -187,7 +187,8 @@ def test_many_distinct_rewards_are_binned(written):
     counts = [
         int(
             text.removesuffix(
-                f"{format_short(float(attrs['data-low']))} to {format_short(float(attrs['data-high']))}"
+                f"{format_short(float(attrs['data-low']))} to "
+                f"{format_short(float(attrs['data-high']))}"
             )
         )
         for attrs, text in bars
@@ -576,7 +577,8 @@ def test_browser_runs_no_script_from_rollout_text(shown):
             "<img src='data:,' onerror='window.hit = 1'><script>window.hit = 2</script>"
         )
         logtree.log_html(
-            "<script src='https://example.org/x.js'></script><link rel=stylesheet href='//example.org/a'>"
+            "<script src='https://example.org/x.js'></script><link rel=stylesheet "
+            "href='//example.org/a'>"
         )
     played = turn(NASTY, spoken(NASTY), logs={"x": NASTY})
     browser = shown([group(0, [Trajectory([played], ModelInput.empty(), "completed")], tree=tree)])

@@ -116,8 +116,9 @@ def test_verifiers_turns_become_one_sequence_of_sampled_tokens(model):
     text = policy.renderer.tokenizer.decode(sequence.tokens_N.tolist())
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nsay ")
     assert text.endswith(
-        "first<|im_end|>\n<|im_start|>user\n2 left<|im_end|>\n<|im_start|>assistant\nsecond<|im_end|>\n"
-        "<|im_start|>user\n1 left<|im_end|>\n<|im_start|>assistant\nthird<|im_end|>"
+        "first<|im_end|>\n<|im_start|>user\n2 "
+        "left<|im_end|>\n<|im_start|>assistant\nsecond<|im_end|>\n<|im_start|>user\n1 "
+        "left<|im_end|>\n<|im_start|>assistant\nthird<|im_end|>"
     )
     assert trajectory.stop_reason == "max_turns"
     assert played.metrics_G[0]["num_turns"] == 3

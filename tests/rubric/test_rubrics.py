@@ -15,7 +15,8 @@ def test_a_row_of_the_cookbooks_is_read_as_it_is():
     item = {
         "rubric_str": "Does the chatbot correctly get the answer 134?",
         "extraction_regex": "<score>(.*)</score>",
-        "grader_output_format_instruction": "Please output your score between 0 and 1 wrapped in <score> ... </score>",
+        "grader_output_format_instruction": "Please output your score between 0 and 1 wrapped in "
+        "<score> ... </score>",
     }
     row = read_rubric_row({"convo": QUESTION, "rubric_items": [item]}, "row 1")
     [criterion] = row.criteria

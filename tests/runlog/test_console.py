@@ -56,7 +56,8 @@ def test_stages_that_overlap_are_all_in_the_status():
         training.advance()
         clock.now = 4.0
         assert display.status() == (
-            "3 of 24 steps done | sampling, step 4 83/128, 200 tokens/s, 4 s | training, step 3 1/4, 2 s"
+            "3 of 24 steps done | sampling, step 4 83/128, 200 tokens/s, 4 s | training, step 3 "
+            "1/4, 2 s"
         )
     assert display.status() == "3 of 24 steps done | sampling, step 4 83/128, 200 tokens/s, 4 s"
     sampling.close()

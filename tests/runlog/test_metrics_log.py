@@ -238,7 +238,10 @@ def test_invalid_names_are_rejected(loggers, message, recorder):
 
 
 def test_importing_the_logs_loads_no_service():
-    code = "import planish.runlog.metrics_log, sys; assert not {'torch', 'wandb', 'trackio', 'tensorboard'} & set(sys.modules)"
+    code = (
+        "import planish.runlog.metrics_log, sys; assert not {'torch', 'wandb', 'trackio', "
+        "'tensorboard'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

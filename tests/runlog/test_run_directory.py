@@ -103,7 +103,9 @@ def test_resume_drops_exactly_the_steps_that_are_done_again(tmp_path):
 
 
 def test_checkpoints_behind_the_resumed_one_are_dropped(tmp_path):
-    """The run resumes from the earlier one because their states are gone. They will be saved again."""
+    """The run resumes from the earlier one because their states are gone. They will be saved
+    again.
+    """
     with RunDirectory(tmp_path, CONFIG) as run:
         for batch in (2, 4, 5):
             run.log_checkpoint(CheckpointRecord(f"{batch:06d}", batch, state_path=f"s{batch}"))
@@ -194,7 +196,10 @@ def test_files_of_an_unknown_run_are_not_taken_over(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_cannot_write_one_run(tmp_path):
-    code = f"from planish.runlog.run_directory import RunDirectory; RunDirectory({str(tmp_path)!r}, {CONFIG!r})"
+    code = (
+        f"from planish.runlog.run_directory import RunDirectory; RunDirectory({str(tmp_path)!r}, "
+        f"{CONFIG!r})"
+    )
     with RunDirectory(tmp_path, CONFIG):
         second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "another process is writing this run" in second.stderr

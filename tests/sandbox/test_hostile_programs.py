@@ -197,7 +197,8 @@ def test_limits_cannot_be_raised(sandbox):
     results = attempts(
         sandbox(),
         [
-            f"__import__('resource').setrlimit(__import__('resource').RLIMIT_{kind}, (-1, -1)) or 'raised'"
+            f"__import__('resource').setrlimit(__import__('resource').RLIMIT_{kind}, (-1, -1)) or "
+            "'raised'"
             for kind in kinds
         ],
     )
@@ -332,7 +333,10 @@ print(json.dumps([os.getpid(), os.getppid(), sent]))
 
 
 def test_a_program_that_ignores_signals_ends(sandbox):
-    source = "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
+    source = (
+        "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n  "
+        "  except (OSError, ValueError): pass\n"
+    )
     assert run(sandbox(wall_seconds=1.5), source + "time.sleep(1000)").ending is Ending.WALL_TIME
     done = run(sandbox(cpu_seconds=1, wall_seconds=60.0), source + "while True: pass")
     assert (done.ending, done.exit_code) == (Ending.CPU_TIME, 128 + 9)
@@ -479,7 +483,8 @@ except MemoryError:
     "take",
     [
         "import mmap\nheld = []\nwhile True: held.append(mmap.mmap(-1, 1 << 24))",
-        "import mmap\nheld = []\nwhile True: held.append(mmap.mmap(-1, 1 << 24, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS))",
+        "import mmap\nheld = []\nwhile True: held.append(mmap.mmap(-1, 1 << 24, "
+        "flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS))",
         "import os\nos.memfd_create('x')",
         "import ctypes\nif ctypes.CDLL(None).shmget(0, 1 << 30, 0o1600) < 0: raise MemoryError",
         "x = 'a' * (1 << 40)",
@@ -528,7 +533,10 @@ except OSError as error:
     written, why = said(box, source)
     assert 7 * MIB <= written <= 8 * MIB
     assert why == "No space left on device"
-    big = "f = open('big', 'wb')\ntry: f.truncate(1 << 40)\nexcept OSError as e: print('\"%s\"' % e.strerror)"
+    big = (
+        "f = open('big', 'wb')\ntry: f.truncate(1 << 40)\nexcept OSError as e: print('\"%s\"' % "
+        "e.strerror)"
+    )
     assert said(box, big) == "File too large"
     assert said(box, "import json, os\nprint(json.dumps([os.getcwd(), os.listdir('.')]))") == [
         "/tmp",
@@ -577,7 +585,10 @@ def test_a_verdict_cannot_be_printed(sandbox, source):
 def test_a_value_that_equals_everything_is_no_answer(sandbox):
     everything = "class Any:\n    def __eq__(self, other): return True\ndef f(x): return Any()"
     assert outcome(sandbox(), FunctionTest("f", [3], 6), everything) is Outcome.FAILED
-    number = "class Any(int):\n    def __eq__(self, other): return True\n    def __hash__(self): return 0\ndef f(x): return Any(7)"
+    number = (
+        "class Any(int):\n    def __eq__(self, other): return True\n    def __hash__(self): return "
+        "0\ndef f(x): return Any(7)"
+    )
     assert outcome(sandbox(), FunctionTest("f", [3], 6), number) is Outcome.WRONG
 
 

@@ -1,5 +1,5 @@
-"""Requests that are valid except that one or two of their strings, lists, maps or numbers are far too
-large: for JSON bodies and for protobuf messages.
+"""Requests that are valid except that one or two of their strings, lists, maps or numbers are far
+too large: for JSON bodies and for protobuf messages.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def places(body: Any) -> list[Place]:
 def shot_of(
     request: FullRequest, source: random.Random, chosen: tuple[int, ...], size: int
 ) -> tuple[bytes, bool]:
-    """Return the body of `request` with the chosen places blown up, and whether it is compressed."""
+    """Return the body of `request` with the chosen places blown up, and whether it is
+    compressed.
+    """
     body = copy.deepcopy(request.body)
     for index in chosen:
         found = places(body)

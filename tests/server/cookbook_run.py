@@ -39,7 +39,10 @@ CHAT = (
 )
 TINY_CHAT = CHAT.replace("lora_rank=16 ", "")
 """Of recipes that take no rank."""
-SUMS = "env=arithmetic groups_per_batch=4 group_size=4 max_tokens=8 learning_rate=1e-3 eval_every=0 save_every=2"
+SUMS = (
+    "env=arithmetic groups_per_batch=4 group_size=4 max_tokens=8 learning_rate=1e-3 eval_every=0 "
+    "save_every=2"
+)
 SECONDS = 300
 Rows = Sequence[Mapping[str, Any]]
 
@@ -112,9 +115,15 @@ def ended(rows: Rows) -> str:
 
 
 _PROGRAMS = str(Path(__file__).with_name("cookbook_programs.py"))
-_SL = f"-m tinker_cookbook.recipes.chat_sl.train {CHAT} dataset=conversations.jsonl log_path={{log}} learning_rate=1e-2 batch_size=16 num_epochs=3"
+_SL = (
+    f"-m tinker_cookbook.recipes.chat_sl.train {CHAT} dataset=conversations.jsonl log_path={{log}} "
+    "learning_rate=1e-2 batch_size=16 num_epochs=3"
+)
 _MATH = f"-m tinker_cookbook.recipes.math_rl.train {CHAT} {SUMS} log_path={{log}}"
-_RL_LOOP = f"-m tinker_cookbook.recipes.rl_loop model_name={KNOWN} log_path={{log}} batch_size=8 group_size=4 max_tokens=8 max_steps=3"
+_RL_LOOP = (
+    f"-m tinker_cookbook.recipes.rl_loop model_name={KNOWN} log_path={{log}} batch_size=8 "
+    "group_size=4 max_tokens=8 max_steps=3"
+)
 TRIALS = {
     "chat_sl": Trial(f"{_SL} save_every=4 rolling_save_every=1", falls("train_mean_nll", 12)),
     "chat_sl, killed and resumed": Trial(
@@ -124,7 +133,8 @@ TRIALS = {
         f"{_SL} save_every=4", falls("train_mean_nll", 12), 5, kill_server=True
     ),
     "sl_loop": Trial(
-        f"-m tinker_cookbook.recipes.sl_loop model_name={KNOWN} log_path={{log}} batch_size=8 learning_rate=1e-2 save_every=3",
+        f"-m tinker_cookbook.recipes.sl_loop model_name={KNOWN} log_path={{log}} batch_size=8 "
+        "learning_rate=1e-2 save_every=3",
         falls("train_mean_nll", 8),
     ),
     **{
@@ -142,30 +152,36 @@ TRIALS = {
         f"{_MATH} loss_fn=ppo max_steps_off_policy=2 max_steps=4", played(4, False)
     ),
     "math_rl, streamed": Trial(
-        f"{_MATH} loss_fn=cispo stream_minibatch_config.num_minibatches=2 stream_minibatch_config.groups_per_batch=4 max_steps=3",
+        f"{_MATH} loss_fn=cispo stream_minibatch_config.num_minibatches=2 "
+        "stream_minibatch_config.groups_per_batch=4 max_steps=3",
         played(3),
     ),
     "math_rl, GSM8K with a test set": Trial(
-        f"{_MATH.replace('env=arithmetic', 'env=gsm8k').replace('eval_every=0', 'eval_every=2')} loss_fn=dro max_steps=3",
+        f"{_MATH.replace('env=arithmetic', 'env=gsm8k').replace('eval_every=0', 'eval_every=2')} "
+        "loss_fn=dro max_steps=3",
         played(3),
     ),
     "shorter": Trial(
-        f"-m tinker_cookbook.recipes.preference.shorter.train {TINY_CHAT} log_path={{log}} batch_size=2 group_size=4 max_tokens=8 max_steps=3",
+        f"-m tinker_cookbook.recipes.preference.shorter.train {TINY_CHAT} log_path={{log}} "
+        "batch_size=2 group_size=4 max_tokens=8 max_steps=3",
         played(3),
     ),
     "guess_number": Trial(
-        f"-m tinker_cookbook.recipes.multiplayer_rl.guess_number.train {TINY_CHAT} log_path={{log}} batch_size=2 group_size=2 max_tokens=8 "
+        f"-m tinker_cookbook.recipes.multiplayer_rl.guess_number.train {TINY_CHAT} "
+        f"log_path={{log}} batch_size=2 group_size=2 max_tokens=8 "
         "max_steps=2 eval_every=0",
         played(2),
     ),
     "rubric": Trial(
-        f"-m tinker_cookbook.recipes.rubric.train {CHAT} log_path={{log}} grader_llm_name={TINY} grader_renderer_name=qwen3_instruct "
-        "train_jsonl_path=rubric.jsonl test_jsonl_path=rubric.jsonl groups_per_batch=2 train_group_size=2 loss_fn=importance_sampling "
-        "max_steps=1 eval_every=0",
+        f"-m tinker_cookbook.recipes.rubric.train {CHAT} log_path={{log}} grader_llm_name={TINY} "
+        "grader_renderer_name=qwen3_instruct train_jsonl_path=rubric.jsonl "
+        "test_jsonl_path=rubric.jsonl groups_per_batch=2 train_group_size=2 "
+        "loss_fn=importance_sampling max_steps=1 eval_every=0",
         played(1),
     ),
     "on_policy_distillation": Trial(
-        f"-m tinker_cookbook.recipes.distillation.on_policy_distillation {CHAT} log_path={{log}} teacher_model={KNOWN} groups_per_batch=4 "
+        f"-m tinker_cookbook.recipes.distillation.on_policy_distillation {CHAT} log_path={{log}} "
+        f"teacher_model={KNOWN} groups_per_batch=4 "
         "max_tokens=8 max_steps=3 eval_every=0",
         played(3),
     ),

@@ -60,7 +60,9 @@ async def ended(*tasks: asyncio.Task[Any]) -> None:
 
 @dataclass
 class History:
-    """One client's answers by request, without session ids, so that two histories can be compared."""
+    """One client's answers by request, without session ids, so that two histories can be
+    compared.
+    """
 
     facts: dict[str, Any] = field(default_factory=dict)
     answers: dict[str, Done | Failed] = field(default_factory=dict)
@@ -182,7 +184,9 @@ class CrashModel:
             self.note(f"step {seed} part {index}", await self.client.answer(accepted))
 
     async def bad_step(self, seed: int) -> None:
-        """Send a part that cannot be computed. Neither it nor the step after it may have an effect."""
+        """Send a part that cannot be computed. Neither it nor the step after it may have an
+        effect.
+        """
         data = [Datum(ModelInput.from_ints([99999]), {"target_tokens": [1], "weights": [1.0]})]
         bad = ForwardBackward(self.model_id, data, "cross_entropy")
         for index, accepted in enumerate(

@@ -264,7 +264,8 @@ async def campaign(
         total += seen.kills
         rounds += 1
         print(
-            f"round {rounds}: {seen.kills.total()} kills, {total.total()} in all, {len(found)} differences",
+            f"round {rounds}: {seen.kills.total()} kills, {total.total()} in all, {len(found)} "
+            "differences",
             flush=True,
         )
         if found:

@@ -25,8 +25,8 @@ equal those of a run without faults, bit for bit. A server may end by itself wit
 
 With --every-call, one server makes many steps, each of them with one fault: forward_backward,
 optim_step and a save, during which the nth file call fails. n grows by one with every step, until a
-step ends before its nth call. After every 20 steps the power fails. Each step's metrics and the bits
-of each save must equal those of a run without faults. One more error is possible here:
+step ends before its nth call. After every 20 steps the power fails. Each step's metrics and the
+bits of each save must equal those of a run without faults. One more error is possible here:
 
     allocation   the nth allocation of --allocation-kib or more by malloc and its relatives, in the
                  server's process, returns no memory

@@ -49,8 +49,8 @@ SETTINGS = {
 }
 _OPEN_FILES = 1024
 _POLLS, _CONNECTIONS = 32, 300
-"""Answers that the greedy tenant waits for, and connections that it holds open besides. The bound of
-a tenant is 288 connections.
+"""Answers that the greedy tenant waits for, and connections that it holds open besides. The bound
+of a tenant is 288 connections.
 """
 _SAMPLES, _SEQUENCES, _TOKENS = 24, 16, 64
 """Sample requests of the modest tenant in flight, the sequences of each, and their tokens. They are

@@ -1,7 +1,7 @@
 """A machine whose power, disk, processor and clock fail on demand, with a server on it.
 
-`Machine` runs a crash server under the shim, and restarts it when it ends. `FaultClient` is a client
-that repeats what was rejected with the same number, and what failed with a new one.
+`Machine` runs a crash server under the shim, and restarts it when it ends. `FaultClient` is a
+client that repeats what was rejected with the same number, and what failed with a new one.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Every POST and PUT of both wires and of /v1, with every field set: what the size fuzzer blows up, and
-what the test of docs/limits.md walks.
+"""Every POST and PUT of both wires and of /v1, with every field set: what the size fuzzer blows up,
+and what the test of docs/limits.md walks.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class FullRequest:
 
 
 def full_requests(ids: Ids) -> list[FullRequest]:
-    """Return one request for each form of each endpoint, with ids and numbers that are valid now."""
+    """Return one request for each form of each endpoint, with ids and numbers that are valid
+    now.
+    """
     builders: list[Callable[[Ids], list[FullRequest]]] = [
         _session_requests,
         _model_requests,

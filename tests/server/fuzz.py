@@ -178,7 +178,8 @@ def fuzz(directory: Path, count: int, seed: int, connections: int = 24, rounds: 
                     )
                     return report
                 print(
-                    f"{report.requests} requests, slowest {report.slowest:.1f} s, {report.faults[:3]}",
+                    f"{report.requests} requests, slowest {report.slowest:.1f} s, "
+                    f"{report.faults[:3]}",
                     flush=True,
                 )
                 after = state(witness)
@@ -250,7 +251,8 @@ def main() -> int:
         report = fuzz(Path(directory), options.requests, options.seed, options.connections)
     seconds = time.monotonic() - began
     print(
-        f"{report.requests} requests in {seconds:.0f} s on {os.cpu_count()} cores; slowest {report.slowest:.1f} s"
+        f"{report.requests} requests in {seconds:.0f} s on {os.cpu_count()} cores; slowest "
+        f"{report.slowest:.1f} s"
     )
     print("statuses:", dict(sorted(report.statuses.items())))
     often = [

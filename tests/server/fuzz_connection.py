@@ -68,7 +68,9 @@ class Connection:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def context(self, shot: Shot) -> Answer | None:
-        """The answer; None where the server closed the connection upon a broken request, as it may."""
+        """The answer; None where the server closed the connection upon a broken request, as it
+        may.
+        """
         began = time.monotonic()
         try:
             async with asyncio.timeout(ANSWER_SECONDS):

@@ -252,7 +252,9 @@ class Catalogue:
         return self.random.choice(ODD_IDS)
 
     def _id(self, known: Sequence[str], others: Sequence[str]) -> str:
-        """Return a known id most of the time, sometimes another tenant's, sometimes an invalid one."""
+        """Return a known id most of the time, sometimes another tenant's, sometimes an invalid
+        one.
+        """
         pick = self.random.random()
         if pick < 0.7 and known:
             return self.random.choice(known)

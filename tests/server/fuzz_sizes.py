@@ -1,5 +1,5 @@
-"""Fuzz the sizes and counts of a server in a process of its own, with limited memory:
-python tests/server/fuzz_sizes.py [--requests 100000] [--seed 1] [--connections 8] [--memory-mib 3072]
+"""Fuzz the sizes and counts of a server in a process of its own, with limited memory: python
+tests/server/fuzz_sizes.py [--requests 100000] [--seed 1] [--connections 8] [--memory-mib 3072]
 [--minutes M]
 
 One tenant sends every request of both wires and of /v1 with one value blown up, value by value, and
@@ -44,8 +44,8 @@ from planish.testing import tiny_model
 _OPTIONS = (
     *("--poll-seconds", "0.2", "--kv-cache-gib", "0.2", "--prefix-cache-gib", "0.1"),
     *("--set", "adapter_memory_bytes=256MiB", "--set", "max_queued_requests=2000"),
-    # Requests with a blown-up sequence number wait for a missing request, by default for ten minutes.
-    # They count as queued requests for that long, and a full queue stops the fuzzer.
+    # Requests with a blown-up sequence number wait for a missing request, by default for ten
+    # minutes. They count as queued requests for that long, and a full queue stops the fuzzer.
     *("--set", "missing_request_timeout=20"),
 )
 _SIZES = (100, 1_000, 10_000, 100_000, 1_000_000, MAX_BODY)
@@ -210,8 +210,8 @@ def _ids(fuzzing: Tenant) -> Ids:
 
 
 def _plan(source: random.Random) -> Iterator[tuple[int, tuple[int, ...], int]]:
-    """Yield the index of a request, the indices of its blown-up values, and a size: first every value
-    with every size, then pairs.
+    """Yield the index of a request, the indices of its blown-up values, and a size: first every
+    value with every size, then pairs.
     """
     for size in _SIZES[:5]:
         for index, request in enumerate(

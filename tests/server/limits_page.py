@@ -76,13 +76,16 @@ def page() -> str:
         _table(("what", "limit", "beyond it"), BODIES),
         "",
         "## One tenant\n",
-        "All keys with the same name in the key file belong to one tenant. `planish serve --set NAME=VALUE`",
+        "All keys with the same name in the key file belong to one tenant. `planish serve --set "
+        "NAME=VALUE`",
         "changes a setting.\n",
         _table(("what", "setting", "default", "beyond it"), _settings(_TENANT)),
         "",
         "A tenant may use half of the memory for bodies and half of the server's connections. The",
-        "number of connections follows from the process's limit of open files. A request of a tenant",
-        "that exceeds its half gets status 503. Tenants take turns in the engine and in the decoding of",
+        "number of connections follows from the process's limit of open files. A request of a "
+        "tenant",
+        "that exceeds its half gets status 503. Tenants take turns in the engine and in the "
+        "decoding of",
         "large bodies.\n",
         "These limits apply to all tenants together:\n",
         _table(("what", "setting", "default", "beyond it"), _settings(_SHARED)),
@@ -98,13 +101,18 @@ def page() -> str:
         *_fields("", PROTOBUF_LIMITS),
         "",
         "## Requests of OpenAI clients\n",
-        f"The JSON of one parameter has at most {MAX_OPTION_BYTES >> 10} KiB. The text of `messages`, `tools` and a",
-        "prompt must fit the model's context. Its limit in characters is the context's number of tokens",
+        f"The JSON of one parameter has at most {MAX_OPTION_BYTES >> 10} KiB. The text of "
+        "`messages`, `tools` and a",
+        "prompt must fit the model's context. Its limit in characters is the context's number of "
+        "tokens",
         "times the length of the longest token of the vocabulary. A token longer than "
         f"{MAX_CHARACTERS_PER_TOKEN}",
-        f"characters counts as {MAX_CHARACTERS_PER_TOKEN}. All prompts of a request together have the same limit, or",
-        "8,388,608 characters if that is more. The server tokenizes several bodies at once, with at most",
-        f"{MAX_TOKENIZED_BYTES >> 20} MiB of text together. The other bodies wait for their tenant's turn.\n",
+        f"characters counts as {MAX_CHARACTERS_PER_TOKEN}. All prompts of a request together have "
+        "the same limit, or",
+        "8,388,608 characters if that is more. The server tokenizes several bodies at once, with "
+        "at most",
+        f"{MAX_TOKENIZED_BYTES >> 20} MiB of text together. The other bodies wait for their "
+        "tenant's turn.\n",
     ]
     for path, fields in openai_fields().items():
         rows = [(f"`{name}`", limit) for name, limit in fields.items()]

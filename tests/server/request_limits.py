@@ -322,7 +322,8 @@ JSON_LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "cursor.last_created_at": Limit("a time in ISO 8601"),
         "cursor.last_session_id": text(),
         "user_metadata": Limit(
-            f"{MAX_LIST_ITEMS:,} strings", f"has {MAX_LIST_ITEMS + 1:,} entries; give at most {MAX_LIST_ITEMS:,}",
+            f"{MAX_LIST_ITEMS:,} "
+            "strings", f"has {MAX_LIST_ITEMS + 1:,} entries; give at most {MAX_LIST_ITEMS:,}",
             [{f"{i}": "" for i in range(MAX_LIST_ITEMS)}], [{f"{i}": "" for i in range(MAX_LIST_ITEMS + 1)}],
             covers_all_within=True,
         ),

@@ -92,7 +92,10 @@ def look(pid: int, data_dir: Path, begun: float) -> Sight:
             with suppress(FileNotFoundError):
                 sizes[path] = path.stat().st_size
     database = sqlite3.connect(f"file:{data_dir / 'server.db'}?mode=ro", uri=True)
-    query = "SELECT COUNT(*), SUM(COALESCE(LENGTH(body), 0) + COALESCE(LENGTH(result), 0)) FROM requests"
+    query = (
+        "SELECT COUNT(*), SUM(COALESCE(LENGTH(body), 0) + COALESCE(LENGTH(result), 0)) FROM "
+        "requests"
+    )
     rows, inline = database.execute(query).fetchone()
     database.close()
     return Sight(

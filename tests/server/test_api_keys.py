@@ -10,7 +10,8 @@ from planish.server.results import Unauthorized
 def test_a_file_of_keys_names_tenants(tmp_path):
     file = tmp_path / "keys"
     file.write_text(
-        "# ours\nanna tml-key-of-anna\nanna tml-newer-key==  # the old one goes in May\n\ntml-without-a-name\n"
+        "# ours\nanna tml-key-of-anna\nanna tml-newer-key==  # the old one goes in "
+        "May\n\ntml-without-a-name\n"
     )
     keys = read_keys(file)
     assert keys["tml-key-of-anna"] == keys["tml-newer-key=="] == "anna"

@@ -254,8 +254,9 @@ async def test_an_abandoned_request_fails_and_an_abandoned_creation_closes_its_m
             row = journal.RequestRow(request_id, "one", kind, "m", seq, "accepted", b"", 1.0, 4)
             insert_request(transaction, row, b"body")
         transaction.execute(
-            "INSERT INTO models (id, tenant, session, base_model, lora, user_metadata, created, used, training_bytes, sampling_bytes)"
-            " VALUES ('m', 'one', 's', 'base', '{}', '{}', 1.0, 1.0, 1, 1)"
+            "INSERT INTO models (id, tenant, session, base_model, lora, user_metadata, created, "
+            "used, training_bytes, sampling_bytes) VALUES ('m', 'one', 's', 'base', '{}', '{}', "
+            "1.0, 1.0, 1, 1)"
         )
 
     await store.write(accept)

@@ -47,7 +47,8 @@ async def test_new_requests_are_rejected_with_little_disk_space(
         assert [
             record.getMessage() for record in caplog.records if record.levelname == "ERROR"
         ] == [
-            f"no new work is accepted until there is space: 999 bytes are free in {data_dir}, and the server keeps 1,000 bytes free (min_free_disk_bytes)"
+            f"no new work is accepted until there is space: 999 bytes are free in {data_dir}, and "
+            "the server keeps 1,000 bytes free (min_free_disk_bytes)"
         ]
         assert isinstance(await client.answer(before), Done)
         monkeypatch.undo()

@@ -1,4 +1,6 @@
-"""What is journaled is decoded unchanged, and a repeated request is recognised however it arrived."""
+"""What is journaled is decoded unchanged, and a repeated request is recognised however it
+arrived.
+"""
 
 from dataclasses import replace
 

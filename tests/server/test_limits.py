@@ -1,5 +1,5 @@
-"""docs/limits.md is what the code does: every field that a request may have is in the table, and each
-limit holds at its edge and one beyond.
+"""docs/limits.md is what the code does: every field that a request may have is in the table, and
+each limit holds at its edge and one beyond.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ def test_two_thousand_concurrent_samples_are_answered(tmp_path: Path, model_dir:
         began = time.monotonic()
         accepted = asyncio.run(_everyone(server, _sampler(server)))
         print(
-            f"\n{COUNT} accepted within {max(accepted):.1f} s, all answered after {time.monotonic() - began:.1f} s"
+            f"\n{COUNT} accepted within {max(accepted):.1f} s, all answered after "
+            f"{time.monotonic() - began:.1f} s"
         )
         assert len(accepted) == COUNT
         assert server.stop() == 0

@@ -1,5 +1,6 @@
 """If memory runs out after the engine has applied a request, the request is still answered as
-applied: a failure would contradict the model, and a client that sends it again would apply it twice.
+applied: a failure would contradict the model, and a client that sends it again would apply it
+twice.
 """
 
 from types import SimpleNamespace

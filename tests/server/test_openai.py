@@ -1111,7 +1111,10 @@ def test_closing_a_stream_cancels_its_samples(served, client, caplog):
 
 def test_closing_the_connection_cancels_the_samples(served, client, caplog):
     body = json.dumps({"model": BASE, "prompt": "x", "max_tokens": 1900, "n": 4}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer tml-first\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer "
+        f"tml-first\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     host, port = served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + body)

@@ -1,4 +1,6 @@
-"""A request that crashes the server is found and abandoned, and other tenants notice only a pause."""
+"""A request that crashes the server is found and abandoned, and other tenants notice only a
+pause.
+"""
 
 import asyncio
 import signal

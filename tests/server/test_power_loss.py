@@ -130,7 +130,10 @@ def test_with_ignored_syncs_nothing_is_on_the_disk(tmp_path):
     root.mkdir()
     shim, disk = Shim(tmp_path / "shim", root), Disk(root)
     shim.fields.ignores_syncs = 1
-    code = "import os; a = open('a', 'w'); a.write('a'); a.flush(); os.fsync(a); os.fsync(os.open('.', 0))"
+    code = (
+        "import os; a = open('a', 'w'); a.write('a'); a.flush(); os.fsync(a); "
+        "os.fsync(os.open('.', 0))"
+    )
     subprocess.run([sys.executable, "-S", "-c", code], cwd=root, env=shim.environment(), check=True)
     disk.replay(shim.log)
     assert left(disk, STRICTEST) == {}

@@ -300,7 +300,8 @@ async def test_files_left_by_a_crash_are_removed_at_the_next_start(model_dir, da
     )
     change_database(
         data_dir,
-        "INSERT INTO checkpoints (path, tenant, run, bytes, made, user_metadata) VALUES (?, 'everybody', ?, 1, 1, '{}')",
+        "INSERT INTO checkpoints (path, tenant, run, bytes, made, user_metadata) VALUES (?, "
+        "'everybody', ?, 1, 1, '{}')",
         (lost.tinker_path, model.model_id),
     )
     assert [item.tinker_path for item in await listed(model_dir, data_dir)] == [kept]
@@ -403,7 +404,10 @@ async def test_a_model_with_altered_files_is_not_loaded(
                 for each in (model, other):
                     await each.run(gradient(each.model_id, 2))  # keeps a snapshot from being taken
         with closing(sqlite3.connect(data_dir / "server.db")) as connection:
-            of_gradient = "SELECT body, body_file FROM requests WHERE owner = ? AND kind = 'forward_backward' ORDER BY seq"
+            of_gradient = (
+                "SELECT body, body_file FROM requests WHERE owner = ? AND kind = "
+                "'forward_backward' ORDER BY seq"
+            )
             row, name = connection.execute(of_gradient, (model.model_id,)).fetchone()
             if where == "row":
                 change = "UPDATE requests SET body = ? WHERE body = ?"

@@ -1,5 +1,5 @@
-"""A little of the fuzzer of sizes and counts; tests/server/fuzz_sizes.py does it hundreds of times as
-long.
+"""A little of the fuzzer of sizes and counts; tests/server/fuzz_sizes.py does it hundreds of times
+as long.
 """
 
 from pathlib import Path

@@ -348,7 +348,8 @@ def test_two_servers_cannot_use_one_directory(tmp_path):
         [
             sys.executable,
             "-c",
-            f"from pathlib import Path; from planish.server.durable.store import Store; Store(Path({str(tmp_path)!r}))",
+            "from pathlib import Path; from planish.server.durable.store import Store; "
+            f"Store(Path({str(tmp_path)!r}))",
         ],
         capture_output=True,
         text=True,

@@ -1,4 +1,6 @@
-"""Tenants: nothing of one tenant can be seen, used or changed by another, and limits are separate."""
+"""Tenants: nothing of one tenant can be seen, used or changed by another, and limits are
+separate.
+"""
 
 import asyncio
 from collections import Counter

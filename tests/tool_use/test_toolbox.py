@@ -100,7 +100,8 @@ def test_parallel_calls_overlap_and_sequential_ones_do_not():
     [
         (
             call("triple"),
-            "Error: there is no tool 'triple'. The tools are: double, explode, sleep, block, leave, long",
+            "Error: there is no tool 'triple'. The tools are: double, explode, sleep, block, "
+            "leave, long",
         ),
         (
             call("double", {"y": 1}),
@@ -108,7 +109,8 @@ def test_parallel_calls_overlap_and_sequential_ones_do_not():
         ),
         (
             call("double", "{"),
-            "Error: double: the arguments are not JSON (Expecting property name enclosed in double quotes",
+            "Error: double: the arguments are not JSON (Expecting property name enclosed in double "
+            "quotes",
         ),
         (call("double", "[1]"), "Error: double: the arguments are not a JSON object, such as {}"),
         (call("explode"), "Error: explode: ZeroDivisionError: integer division or modulo by zero"),

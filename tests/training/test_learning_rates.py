@@ -1,4 +1,6 @@
-"""The formula returns the published values, and raises an error for models that it does not cover."""
+"""The formula returns the published values, and raises an error for models that it does not
+cover.
+"""
 
 import json
 

@@ -61,7 +61,9 @@ def forward_backwards(
 
 
 def plain(value: Any) -> Any:
-    """Return `value` with tensors replaced by their content, so that == compares it, NaN included."""
+    """Return `value` with tensors replaced by their content, so that == compares it, NaN
+    included.
+    """
     if isinstance(value, TensorData):
         layout = (value.sparse_crow_indices, value.sparse_col_indices)
         return value.dtype, value.shape, np.asarray(value.data, dtype=value.dtype).tobytes(), layout

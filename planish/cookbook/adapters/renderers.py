@@ -15,7 +15,9 @@ TmlV0Renderer = refused_type("TmlV0Renderer", "planish does not support the mode
 
 
 class ImagePart(TypedDict):
-    """An image in the content of a message. Renderers reject it, because planish reads text only."""
+    """An image in the content of a message. Renderers reject it, because planish reads text
+    only.
+    """
 
     type: Literal["image"]
     image: Any

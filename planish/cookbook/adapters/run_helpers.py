@@ -44,7 +44,8 @@ def check_log_dir(log_dir: str, behavior_if_exists: LogdirBehavior) -> None:
             pass
         case _:
             raise UserError(
-                f"behavior_if_exists={behavior_if_exists!r}: give 'delete', 'resume', 'ask' or 'raise'"
+                f"behavior_if_exists={behavior_if_exists!r}: give 'delete', 'resume', 'ask' or "
+                "'raise'"
             )
 
 

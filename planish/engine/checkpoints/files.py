@@ -260,5 +260,6 @@ def check_file(path: Path, expected: StoredFile | None) -> None:
         )
     if path.stat().st_size != expected.size or _stored_file(path) != expected:
         raise DamagedFileError(
-            f"{path} is not the file that was saved (its size or SHA-256 differs from {MANIFEST_FILE}); use another checkpoint"
+            f"{path} is not the file that was saved (its size or SHA-256 differs from "
+            f"{MANIFEST_FILE}); use another checkpoint"
         )

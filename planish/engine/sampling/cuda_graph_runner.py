@@ -176,8 +176,8 @@ class CudaGraphRunner:
                     self.recorder = None
                     reason = str(error).strip().split("\n")[0]
                     logging.getLogger(__name__).warning(
-                        "decoding steps run without CUDA graphs, slower: recording the graph for %d rows "
-                        "failed (%s). PLANISH_GRAPHS=0 silences this",
+                        "decoding steps run without CUDA graphs, slower: recording the graph for "
+                        "%d rows failed (%s). PLANISH_GRAPHS=0 silences this",
                         size,
                         reason,
                     )

@@ -65,8 +65,8 @@ def _check_vocabulary(name: str, tokens: Sequence[int], vocab_size: int) -> None
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         invalid_token = next(token for token in tokens if not 0 <= token < vocab_size)
         raise UserError(
-            f"{name} contains token id {invalid_token}, which is outside the vocabulary; give token ids from "
-            f"0 to {vocab_size - 1}"
+            f"{name} contains token id {invalid_token}, which is outside the vocabulary; give "
+            f"token ids from 0 to {vocab_size - 1}"
         )
 
 
@@ -101,7 +101,8 @@ def _check_prompt_scores(op: Sample, prompt_length: int, vocab_size: int) -> Non
     if op.prompt_logprobs_last_n is not None:
         if op.prompt_logprobs_last_n < 1:
             raise UserError(
-                f"prompt_logprobs_last_n={op.prompt_logprobs_last_n}: give at least 1, or None for all"
+                f"prompt_logprobs_last_n={op.prompt_logprobs_last_n}: give at least 1, or None for "
+                "all"
             )
         if not (op.prompt_logprobs or op.topk_prompt_logprobs):
             raise UserError(
@@ -123,8 +124,9 @@ def _check_prompt_scores(op: Sample, prompt_length: int, vocab_size: int) -> Non
             or targets.shape[1] > vocab_size
         ):
             raise UserError(
-                f"target_prompt_logprobs has dtype {targets.dtype} and shape {targets.shape}; give int64 "
-                f"[prompt length - 1, K] = [{prompt_length - 1}, K] with K at most {vocab_size}, "
+                f"target_prompt_logprobs has dtype {targets.dtype} and shape {targets.shape}; give "
+                f"int64 [prompt length - 1, K] = [{prompt_length - 1}, K] with K at most "
+                f"{vocab_size}, "
                 "and -1 for no target"
             )
         target_ids = targets.to_numpy()
@@ -146,6 +148,7 @@ def _check_response_size(op: Sample, prompt_length: int, max_tokens: int) -> Non
     size += 4 * math.prod(targets.shape or ()) if targets is not None else 0
     if size > MAX_RESPONSE_BYTES:
         raise UserError(
-            f"the response could have {size >> 20:,} MiB, and the limit is {MAX_RESPONSE_BYTES >> 20}; lower num_samples, max_tokens, "
+            f"the response could have {size >> 20:,} MiB, and the limit is "
+            f"{MAX_RESPONSE_BYTES >> 20}; lower num_samples, max_tokens, "
             "topk_sample_logprobs, topk_prompt_logprobs or prompt_alt_tokens_k"
         )

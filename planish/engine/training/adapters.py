@@ -91,14 +91,14 @@ class Adapter:
             raise rejection
         if grad is None:
             raise UserError(
-                "optim_step has no gradient to apply; call forward_backward first, because each step "
-                "clears the gradient"
+                "optim_step has no gradient to apply; call forward_backward first, because each "
+                "step clears the gradient"
             )
         norm = _grad_norm(grad)
         if not math.isfinite(norm):
             raise NonFiniteError(
-                "optim_step rejected: the gradient is not finite; lower learning_rate, or check the "
-                "advantages"
+                "optim_step rejected: the gradient is not finite; lower learning_rate, or check "
+                "the advantages"
             )
         if params.grad_clip_norm > 0:
             # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
@@ -188,7 +188,8 @@ class Adapter:
         """Return a checked float32 copy of one tensor of a checkpoint, on the model's device."""
         if name not in state:
             raise CheckpointError(
-                f"the checkpoint has no {name!r}; load it without the optimizer, or save it again with save_state"
+                f"the checkpoint has no {name!r}; load it without the optimizer, or save it again "
+                "with save_state"
             )
         tensor = state[name]
         if tensor.shape != self.master.shape:

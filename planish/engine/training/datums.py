@@ -58,7 +58,8 @@ def _read_example(
         raise UserError(f"{datum_path}.model_input is empty; give at least one token")
     if tokens.size > max_context:
         raise UserError(
-            f"{datum_path}.model_input has {tokens.size} tokens, and the model's context is {max_context}; shorten the sequence"
+            f"{datum_path}.model_input has {tokens.size} tokens, and the model's context is "
+            f"{max_context}; shorten the sequence"
         )
     _check_tokens(f"{datum_path}.model_input", tokens, vocab_size)
     _check_names(datum_path, datum.loss_fn_inputs, loss, loss_name)
@@ -79,8 +80,8 @@ def _read_example(
         weight_name = "weights" if "weights" in loss.optional_inputs else "advantages"
         if np.any((mask == 0) & (inputs.get(weight_name, np.float32(1)) != 0)):
             raise UserError(
-                f"{datum_path}.loss_fn_inputs['mask'] is 0 where {weight_name} is not, and loss_fn={loss_name!r} takes no mask; "
-                f"give 0 in {weight_name} there"
+                f"{datum_path}.loss_fn_inputs['mask'] is 0 where {weight_name} is not, and "
+                f"loss_fn={loss_name!r} takes no mask; give 0 in {weight_name} there"
             )
     return Example(tokens, targets, inputs)
 
@@ -94,7 +95,8 @@ def _check_names(
     ]
     if missing_names:
         raise UserError(
-            f"{datum_path}.loss_fn_inputs has no {missing_names[0]!r}, which loss_fn={loss_name!r} needs; add it"
+            f"{datum_path}.loss_fn_inputs has no {missing_names[0]!r}, which loss_fn={loss_name!r} "
+            "needs; add it"
         )
     known_names = ("target_tokens", *loss.required_inputs, *loss.optional_inputs, *_IGNORED_INPUTS)
     for name in inputs:
@@ -102,10 +104,12 @@ def _check_names(
             continue
         if name in _PER_TOKEN_CLIPPING_INPUTS:
             raise UnsupportedError(
-                f"{datum_path}.loss_fn_inputs[{name!r}]: clipping per token is not supported; give one number in loss_fn_config[{name!r}]"
+                f"{datum_path}.loss_fn_inputs[{name!r}]: clipping per token is not supported; give "
+                f"one number in loss_fn_config[{name!r}]"
             )
         raise UserError(
-            f"{datum_path}.loss_fn_inputs[{name!r}] is unknown to loss_fn={loss_name!r}, which takes {', '.join(known_names[: -len(_IGNORED_INPUTS)])}; remove it"
+            f"{datum_path}.loss_fn_inputs[{name!r}] is unknown to loss_fn={loss_name!r}, which "
+            f"takes {', '.join(known_names[: -len(_IGNORED_INPUTS)])}; remove it"
         )
 
 
@@ -124,12 +128,13 @@ def _read_targets(
         )
     if len(shape) not in (1, 2) or shape[0] != length or 0 in shape:
         raise UserError(
-            f"{name} has shape {shape}, but model_input has {length} tokens; give one target per token "
-            "(the input shifted by one), or K of them"
+            f"{name} has shape {shape}, but model_input has {length} tokens; give one target per "
+            "token (the input shifted by one), or K of them"
         )
     if len(shape) == 2 and shape[1] > vocab_size:
         raise UserError(
-            f"{name} has shape {shape}: {shape[1]} targets per token, and the vocabulary has {vocab_size}; give fewer"
+            f"{name} has shape {shape}: {shape[1]} targets per token, and the vocabulary has "
+            f"{vocab_size}; give fewer"
         )
     return data.to_numpy()
 
@@ -140,7 +145,10 @@ def _check_tokens(name: str, tokens: np.ndarray, vocab_size: int) -> None:
         invalid_token = tokens[(tokens < 0) | (tokens >= vocab_size)].flat[0]
         remedy = "use the model's own tokenizer"
         if invalid_token < 0 and name.endswith("['target_tokens']"):
-            remedy = "give positions that should not be learned a weight or an advantage of 0, and any valid token"
+            remedy = (
+                "give positions that should not be learned a weight or an advantage of 0, and any "
+                "valid token"
+            )
         raise UserError(
             f"{name} holds token {invalid_token}, but the vocabulary has {vocab_size}; {remedy}"
         )
@@ -150,7 +158,8 @@ def _read_floats(name: str, data: TensorData, shape: tuple[int, ...]) -> np.ndar
     """Return an input as finite float32 values of this shape."""
     if data.shape != list(shape):
         raise UserError(
-            f"{name} has shape {data.shape}, but target_tokens has {list(shape)}; give one value per target"
+            f"{name} has shape {data.shape}, but target_tokens has {list(shape)}; give one value "
+            "per target"
         )
     values = data.to_numpy().astype(np.float32, copy=False)
     if not np.isfinite(values).all():

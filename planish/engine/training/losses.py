@@ -204,5 +204,6 @@ def find_loss(name: str) -> Loss:
     if name in _UNSUPPORTED_LOSSES:
         raise UnsupportedError(f"loss_fn={name!r} is not supported: {_UNSUPPORTED_LOSSES[name]}")
     raise UserError(
-        f"loss_fn={name!r} is unknown; planish has {', '.join(LOSSES)}, and forward_backward_custom for any other"
+        f"loss_fn={name!r} is unknown; planish has {', '.join(LOSSES)}, and "
+        "forward_backward_custom for any other"
     )

@@ -31,7 +31,8 @@ def renderer_messages(messages: Sequence[ChatMessage]) -> list[Message]:
 def _renderer_message(message: ChatMessage) -> Message:
     if message.role == "tool" or getattr(message, "tool_calls", None):
         raise UnsupportedError(
-            "a message is a tool call or a tool result; planish's Inspect provider supports no tools"
+            "a message is a tool call or a tool result; planish's Inspect provider supports no "
+            "tools"
         )
     if isinstance(message.content, str):
         return {"role": message.role, "content": message.content}

@@ -188,8 +188,8 @@ class GroupSequence:
             raise UserError(
                 f"batch {index} of {type(self.dataset).__name__} has {len(batch)} groups and "
                 f"batch 0 has {self._batch_size}: groups can be rearranged only if every batch but "
-                "the last has the same size; leave groups_per_batch at the dataset's own, or give a "
-                "dataset of equal batches"
+                "the last has the same size; leave groups_per_batch at the dataset's own, or give "
+                "a dataset of equal batches"
             )
         return batch
 

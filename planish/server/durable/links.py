@@ -63,14 +63,15 @@ def _load_or_create_key(file: Path) -> bytes:
     except OSError as error:
         # A full disk must not keep the server from starting.
         _log.warning(
-            "signed links will be invalid after the next restart, because their key could not be saved: %s",
+            "signed links will be invalid after the next restart, because their key could not be "
+            "saved: %s",
             error,
         )
         return secrets.token_bytes(_KEY_BYTES)
     if len(key) != _KEY_BYTES:
         raise DamagedFileError(
-            f"{file} has {len(key)} bytes, not {_KEY_BYTES}; restore it from a backup, or delete it, "
-            "which makes all download links invalid"
+            f"{file} has {len(key)} bytes, not {_KEY_BYTES}; restore it from a backup, or delete "
+            "it, which makes all download links invalid"
         )
     return key
 

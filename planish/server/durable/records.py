@@ -1,4 +1,6 @@
-"""The rows of sessions, models, samplers, checkpoints and requests. Times are seconds since 1970."""
+"""The rows of sessions, models, samplers, checkpoints and requests. Times are seconds since
+1970.
+"""
 
 from __future__ import annotations
 

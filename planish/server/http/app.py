@@ -130,7 +130,10 @@ async def _no_endpoint(request: Request, error: Exception) -> Response:
     if request.url.path.startswith("/api/"):
         return json_response({"detail": detail}, error.status_code, headers)
     if not request.url.path.startswith("/v1/"):
-        detail += "; the endpoints for OpenAI's clients start with /v1, so their base_url must end with /v1"
+        detail += (
+            "; the endpoints for OpenAI's clients start with /v1, so their base_url must end with "
+            "/v1"
+        )
     return json_response(
         make_openai_error_body(detail, error.status_code), error.status_code, headers
     )
@@ -162,8 +165,10 @@ async def _internal_error(request: Request, error: Exception) -> Response:
 
 _UNSUPPORTED_ENDPOINTS = {
     "POST /auth/token": "use the key itself instead of a token (pjwt_auth_enabled is false)",
-    "GET /auth/apikey/me": "this server has no accounts; set TINKER_API_KEY to a key of this server",
-    "DELETE /auth/apikey/me": "clients cannot delete keys; remove the key from the server's key file",
+    "GET /auth/apikey/me": "this server has no accounts; set TINKER_API_KEY to a key of this "
+    "server",
+    "DELETE /auth/apikey/me": "clients cannot delete keys; remove the key from the server's key "
+    "file",
     "POST /create_custom_loss": "the server cannot run custom losses; forward_backward_custom runs "
     "them in the client",
     "POST /join_sampling_session": "copies of a sampling client number their requests themselves "
@@ -174,8 +179,8 @@ _UNSUPPORTED_ENDPOINTS = {
     "GET /sessions/{session_id}/trace_export": "this server keeps no traces of sessions",
     "GET /audit": "this server keeps no audit log",
     "GET /billing/usage/events": "this server bills nothing",
-    "GET /billing/usage/checkpoints/current": "this server bills nothing; `GET /api/v1/checkpoints` "
-    "has the sizes of checkpoints",
+    "GET /billing/usage/checkpoints/current": "this server bills nothing; `GET "
+    "/api/v1/checkpoints` has the sizes of checkpoints",
 }
 """The endpoints of the protocol that this server does not offer, each with the reason or remedy."""
 

@@ -165,8 +165,8 @@ class ConnectionTable:
     """
 
     def add(self, address: str, close: Callable[[], None]) -> Connection | None:
-        """Add a new connection, which may replace an idle one, and return it. Return None if a limit
-        is reached and no idle connection can be replaced.
+        """Add a new connection, which may replace an idle one, and return it. Return None if a
+        limit is reached and no idle connection can be replaced.
         """
         limits, source = self.limits, _source(address)
         if self._by_address[source] >= limits.per_address and not self._evict_at(source):

@@ -279,8 +279,8 @@ class RequestContext:
                 size += len(piece)
                 if time.monotonic() - begun > _STALL_SECONDS + size / _MIN_BODY_RATE:
                     raise Unavailable(
-                        f"the body arrived at less than {_MIN_BODY_RATE:g} bytes per second; send the "
-                        "request again over a faster connection",
+                        f"the body arrived at less than {_MIN_BODY_RATE:g} bytes per second; send "
+                        "the request again over a faster connection",
                         1.0,
                     )
                 if size > _MAX_UNCOUNTED_BODY:
@@ -404,8 +404,8 @@ def authenticate(
         connection.accept(tenant, has_keys)
     if has_keys and (tenant.name == METRICS_KEY_NAME) != is_metrics_page:
         raise Unauthorized(
-            f"/metrics is for the server's operator: it needs a key with the name {METRICS_KEY_NAME} "
-            "in the key file"
+            "/metrics is for the server's operator: it needs a key with the name "
+            f"{METRICS_KEY_NAME} in the key file"
             if is_metrics_page
             else f"this key has the name {METRICS_KEY_NAME} in the key file, and reads the page "
             "/metrics only; use a key with another name"

@@ -47,8 +47,8 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 NonEmptyString = Annotated[str, Field(min_length=1)]
 NoOpParams = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Maps an unsupported parameter to (no-op values, remedy). A no-op value does not change the answer,
-so it is accepted. The remedy is a part of the error for any other value.
+"""Maps an unsupported parameter to (no-op values, remedy). A no-op value does not change the
+answer, so it is accepted. The remedy is a part of the error for any other value.
 """
 
 _IGNORED_PARAMETERS = (

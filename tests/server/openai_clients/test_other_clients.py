@@ -1,5 +1,5 @@
-"""pydantic-ai, instructor, LangChain, LiteLLM, Inspect, verifiers and lm-eval, each unmodified, on the
-embedded model. They are installed by make test-extras.
+"""pydantic-ai, instructor, LangChain, LiteLLM, Inspect, verifiers and lm-eval, each unmodified, on
+the embedded model. They are installed by make test-extras.
 """
 # pyright: reportMissingImports=false
 
@@ -45,7 +45,9 @@ def test_pydantic_ai_gets_its_output(base_url, kind):
 
 
 def test_pydantic_ai_gets_a_prompted_output(base_url):
-    """Such an output is constrained to JSON, but not to its schema, so its length is not bounded."""
+    """Such an output is constrained to JSON, but not to its schema, so its length is not
+    bounded.
+    """
     pytest.importorskip("pydantic_ai")
     from pydantic_ai import Agent, PromptedOutput
     from pydantic_ai.exceptions import OutputTokenLimitExceeded
@@ -220,7 +222,8 @@ def test_verifiers_plays_a_tool_environment(base_url):
         outputs = environment.evaluate_sync(
             client=client,
             model=MODEL,
-            # A call that is cut off is no JSON, and is rejected when it comes back in the next turn.
+            # A call that is cut off is no JSON, and is rejected when it comes back in the next
+            # turn.
             sampling_args={"max_tokens": 5 * TOKENS, **options},
             num_examples=1,
             rollouts_per_example=2,

@@ -246,8 +246,8 @@ class _Part:
     visible: Tensor
     """The number of positions that the rows of each slot attend to: [n, 1, 1]."""
     ends: Tensor
-    """The end of each row's window: [n, lane]. The end is the position after the row's own position.
-    Position 0 is the first position of the slot.
+    """The end of each row's window: [n, lane]. The end is the position after the row's own
+    position. Position 0 is the first position of the slot.
     """
     width: int
     """The number of positions to read from every slot, at least the maximum of `visible`."""

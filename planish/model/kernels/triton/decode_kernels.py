@@ -141,8 +141,8 @@ def _attend(
 ):  # fmt: skip
     """Add the keys first .. stop - 1 to the online softmax of M rows and return its new state.
 
-    The state is the max `row_max` [M], the sum of weights `weights` [M] and the weighted sum of values
-    `sums` [M, BLOCK_E].
+    The state is the max `row_max` [M], the sum of weights `weights` [M] and the weighted sum of
+    values `sums` [M, BLOCK_E].
 
     MASKED: each row attends only to the keys before its `visible` [M]. Every row must attend to at
     least one key of the first block. Without MASKED, all rows attend to all keys, and stop - first

@@ -234,7 +234,10 @@ def warning_of(verdicts: Sequence[Verdict]) -> str:
     told = "; ".join(f"{', '.join(families)}: {reason}" for reason, families in reasons.items())
     which = "all GPU kernels" if len(failed) == len(verdicts) else "some GPU kernels"
     remedies = dict.fromkeys(remedy_of(reason) for reason in reasons)
-    return f"{which} of planish are off, and torch does their work more slowly: {told}. {' '.join(remedies)}"
+    return (
+        f"{which} of planish are off, and torch does their work more slowly: {told}. "
+        f"{' '.join(remedies)}"
+    )
 
 
 def remedy_of(reason: str) -> str:
