@@ -23,5 +23,5 @@ def test_every_file_that_is_no_module_is_package_data():
     others = {
         path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")
     }
-    assert {"kernels.cpp", "tiles.h"} <= {path.name for path in others}
+    assert {"kernels.cpp", "amx.h"} <= {path.name for path in others}
     assert others <= packed

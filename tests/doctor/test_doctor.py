@@ -347,7 +347,7 @@ def test_the_reason_for_torch_is_shown_after_an_earlier_call_has_logged_it(monke
         monkeypatch.setattr(acceleration.ops, "_library", refuse)
         reason = "no compiler"
     else:
-        library = SimpleNamespace(has_tiles=lambda: 0, use_tiles=lambda _: None)
+        library = SimpleNamespace(has_amx=lambda: 0, use_amx=lambda _: None)
         verdicts = [Verdict("matmul", False, "wrong"), Verdict("rope", fails == "one family")]
         monkeypatch.setattr(acceleration.ops, "_library", lambda: (None, library))
         monkeypatch.setattr(acceleration.ops, "verdicts_of", lambda *_: verdicts)

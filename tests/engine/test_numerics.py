@@ -33,7 +33,7 @@ def config(tmp_path_factory) -> ModelConfig:
 @pytest.fixture
 def library() -> ops.Library:
     found = ops.load_library()
-    if found is None or not found.multiplies_bf16():
+    if found is None or not found.has_fast_bf16_matmul():
         pytest.skip("this machine does not multiply bf16 by our kernels")
     return found
 

@@ -69,7 +69,7 @@ def _served(by: str, tiles: Path | None = None) -> Iterator[None]:
             library = ops.Library(
                 str(tiles or build.compiled_library(cache_home() / "kernels", "AVX2"))
             )
-            library.use_tiles(int(tiles is not None))
+            library.use_amx(int(tiles is not None))
             patch.setattr(ops, "load_library", lambda: library)
         ops._function.cache_clear()
         yield

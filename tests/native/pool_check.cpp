@@ -21,12 +21,13 @@ void need(bool holds, const char* what) {
 }
 
 // Each of 0 .. n - 1 is in one chunk; chunks have the sizes asked for.
-void cover(int64_t n, int64_t grain, int64_t most, int threads) {
+void cover(int64_t n, int64_t grain, int64_t max_chunk, int threads) {
     std::vector<std::atomic<int>> seen(n);
     std::atomic<int64_t> chunks{0};
-    Pool::shared().run(n, grain, most, threads, [&](int64_t first, int64_t last) {
+    ThreadPool::shared().run(n, grain, max_chunk, threads, [&](int64_t first, int64_t last) {
         need(first < last, "an empty chunk");
-        need(last - first <= std::max(grain, most) || last - first == n, "a chunk above the most");
+        need(last - first <= std::max(grain, max_chunk) || last - first == n,
+             "a chunk above the maximum");
         chunks++;
         for (int64_t i = first; i < last; i++) seen[i]++;
     });
@@ -93,7 +94,7 @@ void fork_meanwhile() {
     busy.join();
 }
 
-// What lacks memory in one chunk is told to the caller, once all chunks are done or left out.
+// If one chunk lacks memory, the caller gets the error after all chunks were computed or skipped.
 void shortage() {
     for (int round = 0; round < 200; round++) {
         std::atomic<int> inside{0};
@@ -103,15 +104,15 @@ void shortage() {
                 inside++;
                 if (i == round % 100) {
                     inside--;
-                    if (round % 2) throw TooLittle(77);
+                    if (round % 2) throw OutOfMemory(77);
                     throw std::bad_alloc();
                 }
                 inside--;
             });
-        } catch (const TooLittle& error) {
+        } catch (const OutOfMemory& error) {
             missing = error.bytes;
         }
-        need(missing == (round % 2 ? 77 : 1), "the shortage was not told");
+        need(missing == (round % 2 ? 77 : 1), "the shortage was not reported");
         need(inside == 0, "a chunk ran on after the call");
     }
     cover_many(1);

@@ -60,8 +60,8 @@ def small_source(tmp_path, monkeypatch):
     """Use a small source that compiles quickly, and a compiler with an argument."""
     source = tmp_path / "kernels.cpp"
     source.write_text(
-        'extern "C" __attribute__((visibility("default"))) int has_tiles() { return 0; }'
-        'extern "C" __attribute__((visibility("default"))) void use_tiles(int) {}'
+        'extern "C" __attribute__((visibility("default"))) int has_amx() { return 0; }'
+        'extern "C" __attribute__((visibility("default"))) void use_amx(int) {}'
     )
     monkeypatch.setattr(build, "SOURCE", source)
     monkeypatch.setenv("PLANISH_HOME", str(tmp_path))

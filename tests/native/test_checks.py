@@ -11,25 +11,25 @@ FLOAT, HALF = torch.float32, torch.bfloat16
 OUTPUTS = {
     "rms_norm": ("norms", (4, 5, 6)),
     "rms_norm_backward": ("norms", (5,)),
-    "rotate": ("rope", (5,)),
+    "rope": ("rope", (5,)),
     "swiglu": ("swiglu", (1,)),
     "swiglu_backward": ("swiglu", (2,)),
     "geglu": ("swiglu", (1,)),
     "geglu_backward": ("swiglu", (2,)),
     "clamped_swiglu": ("swiglu", (1,)),
     "clamped_swiglu_backward": ("swiglu", (2,)),
-    "normalizers": ("log_sum_exp", (5, 6)),
-    "normalizers_backward": ("log_sum_exp", (10,)),
+    "log_sum_exp": ("log_sum_exp", (5, 6)),
+    "log_sum_exp_backward": ("log_sum_exp", (10,)),
     "attend": ("attention", (3, 4)),
     "attend_backward": ("attention", (8, 9, 10)),
-    "invert": ("sampling", (2,)),
-    "draw": ("sampling", (6, 7)),
-    "likeliest": ("sampling", (3, 4, 5)),
+    "sample_from_weights": ("sampling", (2,)),
+    "sample": ("sampling", (6, 7)),
+    "top_k_logits": ("sampling", (3, 4, 5)),
     "single_logits": ("sampling", (3,)),
-    "head_low": ("lora", (4,)),
-    "add_head": ("lora", (4,)),
-    "product": ("matmul", (3,)),
-    "product_of_codes": ("matmul", (4,)),
+    "head_lora_hidden": ("lora", (4,)),
+    "add_head_lora": ("lora", (4,)),
+    "matmul": ("matmul", (3,)),
+    "quantized_matmul": ("matmul", (4,)),
     "add_lora": ("lora", (4, 7)),
     "lora_backward": ("lora", (5, 6)),
     "lora_gradients": ("lora", (8, 9)),
@@ -37,10 +37,10 @@ OUTPUTS = {
     "delta_scan": ("delta_net", (1,)),
     "delta_scan_backward": ("delta_net", (2, 3, 4, 5, 6)),
 }
-IN_MEMORY = {"keep": "attention", "pack_panels": "matmul"}
+IN_MEMORY = {"store_kv": "attention", "pack_panels": "matmul"}
 """Kernels that write to addresses instead of tensors."""
-FLOAT_ONLY = ("invert", "draw", "delta_scan", "delta_scan_backward")
-HALF_ONLY = ("likeliest", "single_logits")
+FLOAT_ONLY = ("sample_from_weights", "sample", "delta_scan", "delta_scan_backward")
+HALF_ONLY = ("top_k_logits", "single_logits")
 FAULTS = [
     (name, output, dtype)
     for name, (_, outputs) in OUTPUTS.items()
@@ -104,7 +104,7 @@ def test_the_self_test_detects_a_row_that_depends_on_others(monkeypatch):
 
     def leaky(called, dtype, *arguments):
         plain(called, dtype, *arguments)
-        if called == "product" and len(arguments[3]) > 1:
+        if called == "matmul" and len(arguments[3]) > 1:
             arguments[3].view(torch.int16)[len(arguments[3]) // 2, 0] ^= 1  # changes the last bit
 
     monkeypatch.setattr(ops, "call", leaky)

@@ -178,8 +178,8 @@ def test_torch_replaces_a_failed_cpu_family(family, refused, monkeypatch, caplog
 def test_a_library_that_crashes_on_loading_is_not_used(tmp_path, monkeypatch, caplog):
     source, path = tmp_path / "library.cpp", tmp_path / "library.so"
     source.write_text(
-        'extern "C" { int has_tiles() { return 1; } void use_tiles(int) {}\n'
-        "int tiles_agree() { __builtin_trap(); } }"
+        'extern "C" { int has_amx() { return 1; } void use_amx(int) {}\n'
+        "int amx_self_test() { __builtin_trap(); } }"
     )
     subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
     monkeypatch.setattr(ops, "_library", lambda: (path, ops.Library(str(path))))

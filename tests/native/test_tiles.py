@@ -94,7 +94,7 @@ def test_a_non_finite_row_does_not_change_other_amx_rows(products):
 def test_the_self_test_of_amx_passes(emulated_tiles):
     library = ops.load_library()
     assert library is not None
-    assert library.tiles_agree()
+    assert library.amx_self_test()
 
 
 @pytest.mark.usefixtures("emulated_tiles")

@@ -50,7 +50,7 @@ def main(library: str, tiles: str, *families: str) -> None:
     `library`: the path of the compiled kernels. `tiles`: "1" to use AMX, else "0".
     """
     under_test = ops.Library(library)
-    under_test.use_tiles(int(tiles))
+    under_test.use_amx(int(tiles))
     torch.set_num_threads(2)
     with _serving(under_test):
         for family in families:
@@ -120,9 +120,9 @@ def _for_matmul_dtypes(test: Callable[[torch.dtype, float], None]) -> Callable[[
 def _amx() -> None:
     library = ops.load_library()
     assert library is not None
-    if not library.tiles_agree():
+    if not library.amx_self_test():
         raise Mismatch("matmuls with tiles differ from those without")
-    library.use_tiles(1)  # The checks of the other families then use AMX.
+    library.use_amx(1)  # The checks of the other families then use AMX.
 
 
 def _matmul(dtype: torch.dtype, tolerance: float) -> None:

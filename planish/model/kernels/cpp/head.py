@@ -85,7 +85,7 @@ class HeadTable:
         num_rows, d = hidden.shape
         lora_hidden = hidden.new_empty(num_rows, self.width)
         ops.call(
-            "head_low",
+            "head_lora_hidden",
             hidden.dtype,
             self.address,
             len(self.records),
@@ -100,7 +100,7 @@ class HeadTable:
     def add_(self, lora_hidden: Tensor, logits: Tensor) -> None:
         """Add the LoRA outputs of `lora_hidden` [R, L] to `logits` [R, V], in place."""
         ops.call(
-            "add_head",
+            "add_head_lora",
             lora_hidden.dtype,
             self.address,
             len(self.records),
@@ -135,7 +135,7 @@ class SingleLogits:
         rows, vocab = logits.shape
         tokens, values = torch.empty(rows, k, dtype=torch.int64), torch.empty(rows, k)
         arguments = (ctypes.byref(self._arguments()), logits, k, tokens, values, float32_logits)
-        ops.call("likeliest", logits.dtype, *arguments, rows, vocab)
+        ops.call("top_k_logits", logits.dtype, *arguments, rows, vocab)
         return tokens, values
 
     def at(self, rows: Tensor, tokens: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def sample(
     if allowed is not None:
         allowed = allowed.contiguous()
     ops.call(
-        "draw",
+        "sample",
         logits.dtype,
         logits,
         rows,
@@ -207,5 +207,12 @@ def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     tokens = torch.empty(uniforms.shape, dtype=torch.int64)
     sizes = (*weights.shape, uniforms.shape[1])
-    ops.call("invert", weights.dtype, weights.contiguous(), uniforms.contiguous(), tokens, *sizes)
+    ops.call(
+        "sample_from_weights",
+        weights.dtype,
+        weights.contiguous(),
+        uniforms.contiguous(),
+        tokens,
+        *sizes,
+    )
     return tokens

@@ -1,4 +1,4 @@
-"""Matmuls with the C++ kernels (src/products.h, src/adapters.h): frozen weights and LoRA.
+"""Matmuls with the C++ kernels (src/matmul.h, src/adapters.h): frozen weights and LoRA.
 
 Weights are bf16 or float32. They are packed once, into panels of 64 output columns. The matmuls are
 batch-invariant: a row's result depends only on the row and its weights.
@@ -64,7 +64,7 @@ def supports_bf16_matmul() -> bool:
     oneDNN is faster on a CPU with AMX if the kernels' AMX code failed its self-test.
     """
     found = ops.load_library()
-    return ops.is_supported("matmul") and found is not None and bool(found.multiplies_bf16())
+    return ops.is_supported("matmul") and found is not None and bool(found.has_fast_bf16_matmul())
 
 
 class WeightArena:
@@ -85,7 +85,7 @@ class WeightArena:
             self._free = torch.empty(max(size, self._min_elements), dtype=dtype)
             found = ops.load_library()
             assert found is not None
-            found.on_huge_pages(
+            found.advise_huge_pages(
                 ctypes.c_void_p(self._free.data_ptr()), ctypes.c_int64(self._free.nbytes)
             )
         allocated, self._free = self._free[:size], self._free[size:]
@@ -122,7 +122,7 @@ class CppPackedWeight:
         if bias is not None and missing:
             bias = F.pad(bias, (0, missing))
         out = x.new_empty(x.shape[0], self._fan_out + missing)
-        ops.call("product", x.dtype, self._panels, x, bias, out, *out.shape, self._fan_in)
+        ops.call("matmul", x.dtype, self._panels, x, bias, out, *out.shape, self._fan_in)
         return out[:, : self._fan_out].contiguous() if missing else out
 
     @property

@@ -38,27 +38,27 @@ _KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float, "i": c
 _SIGNATURES = {
     "rms_norm": "pppfpppnni",
     "rms_norm_backward": "ppppppnni",
-    "rotate": "pnppfpnnni",
+    "rope": "pnppfpnnni",
     "swiglu": "ppnni",
     "swiglu_backward": "pppnni",
     "geglu": "ppnni",
     "geglu_backward": "pppnni",
     "clamped_swiglu": "ppffnni",
     "clamped_swiglu_backward": "pppffnni",
-    "normalizers": "pppnpppnni",
-    "normalizers_backward": "ppppnfpppppnni",
-    "keep": "ppnpnpnnni",
+    "log_sum_exp": "pppnpppnni",
+    "log_sum_exp_backward": "ppppnfpppppnni",
+    "store_kv": "ppnpnpnnni",
     "attend": "pnpppi",
     "attend_backward": "ppnpppppppppni",
-    "invert": "pppnnni",
-    "draw": "pppppfppnni",
-    "likeliest": "ppnpppnni",
+    "sample_from_weights": "pppnnni",
+    "sample": "pppppfppnni",
+    "top_k_logits": "ppnpppnni",
     "single_logits": "ppppni",
-    "head_low": "pnpnpnni",
-    "add_head": "pnpnpni",
+    "head_lora_hidden": "pnpnpnni",
+    "add_head_lora": "pnpnpni",
     "pack_panels": "pnni",
-    "product": "ppppnnni",
-    "product_of_codes": "pnpppni",
+    "matmul": "ppppnnni",
+    "quantized_matmul": "pnpppni",
     "add_lora": "pnpnppnpi",
     "lora_backward": "pnppnppni",
     "lora_gradients": "pnpppnpnppni",
@@ -90,7 +90,7 @@ are those of the ranges first_range .. first_range + ranges - 1, in this order.
 
 
 class Attention(ctypes.Structure):
-    """`struct Attention` of src/attention_products.h."""
+    """`struct Attention` of src/attention_matmuls.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("heads", "group", "e", "window")),
@@ -222,8 +222,8 @@ def load_library() -> Library | None:
             f"longer: {error}"
         )
         return None
-    has_tiles = bool(library.has_tiles())
-    library.verdicts = verdicts_of(path, has_tiles)
+    has_amx = bool(library.has_amx())
+    library.verdicts = verdicts_of(path, has_amx)
     failed = {verdict.family: verdict.reason for verdict in library.verdicts if not verdict.passed}
     if failed:
         reasons = ", ".join(f"{family} ({reason})" for family, reason in failed.items())
@@ -236,8 +236,8 @@ def load_library() -> Library | None:
     if failed.keys() - {"amx", "log_sum_exp", "sampling", "delta_net"}:
         # The decoding pass calls the kernels of the failed families too.
         library.replaced_families |= {"decode"}
-    library.uses_amx = has_tiles and "amx" not in failed
-    library.use_tiles(int(library.uses_amx))
+    library.uses_amx = has_amx and "amx" not in failed
+    library.use_amx(int(library.uses_amx))
     return library
 
 
@@ -328,7 +328,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tenso
     rows, heads, e = x.shape
     assert x.stride()[1:] == (e, 1)
     out = x.new_empty(x.shape)
-    call("rotate", x.dtype, x, x.stride(0), cos, sin, -1.0 if inverse else 1.0, out, rows, heads, e)
+    call("rope", x.dtype, x, x.stride(0), cos, sin, -1.0 if inverse else 1.0, out, rows, heads, e)
     return out
 
 
@@ -384,7 +384,7 @@ def log_sum_exp(
     """Do the same as `Backend.log_sum_exp`."""
     out = torch.empty(logits.shape[0])
     call(
-        "normalizers",
+        "log_sum_exp",
         logits.dtype,
         logits,
         *_corrections(exact),
@@ -407,7 +407,7 @@ def log_sum_exp_backward_(
 ) -> None:
     """Do the same as `Backend.log_sum_exp_backward_`."""
     arguments = (*_corrections(exact), temperature, log_total, first, targets, grads)
-    call("normalizers_backward", logits.dtype, logits, None, *arguments, logits, *logits.shape)
+    call("log_sum_exp_backward", logits.dtype, logits, None, *arguments, logits, *logits.shape)
 
 
 def log_sum_exp_backward(
@@ -423,7 +423,7 @@ def log_sum_exp_backward(
     """Do the same as `Backend.log_sum_exp_backward`."""
     out = logits.new_empty(len(rows), logits.shape[1])
     arguments = (*_corrections(exact), temperature, log_total, first, targets, grads)
-    call("normalizers_backward", logits.dtype, logits, rows, *arguments, out, *out.shape)
+    call("log_sum_exp_backward", logits.dtype, logits, rows, *arguments, out, *out.shape)
     return out
 
 
@@ -440,7 +440,7 @@ def store_kv(plan: AttentionPlan, layer: int, k: Tensor, v: Tensor) -> None:
     assert k.stride()[1:] == v.stride()[1:] == (e, 1)
     own = plan.own_ranges(layer)
     call(
-        "keep",
+        "store_kv",
         k.dtype,
         own,
         plan.rows_address,

@@ -104,7 +104,7 @@ class CppQuantizedWeight:
         x = x.contiguous()
         out = x.new_empty(x.shape[0], columns)
         arguments = (self.address, int(transposed), x, bias, out, len(out))
-        ops.call("product_of_codes", x.dtype, *arguments)
+        ops.call("quantized_matmul", x.dtype, *arguments)
         return out
 
 

@@ -47,7 +47,7 @@ PROGRAM = "planish.model.kernels.cpp.checks"
 _KERNEL_FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT)
 
 
-def verdicts_of(library: Path, has_tiles: bool) -> list[Verdict]:
+def verdicts_of(library: Path, has_amx: bool) -> list[Verdict]:
     """Return a verdict for each family of kernels, from the file beside the library if it is valid.
 
     If the file is missing or damaged, run the self-test and write the file. The verdicts are not
@@ -55,7 +55,7 @@ def verdicts_of(library: Path, has_tiles: bool) -> list[Verdict]:
     Then only this process uses them.
     """
     path = verdict_file(library.parent, "cpu", library.name, *_machine())
-    families = [family for family in FAMILIES if has_tiles or family != "amx"]
+    families = [family for family in FAMILIES if has_amx or family != "amx"]
     known = read_verdicts(path)
     if known is not None and [verdict.family for verdict in known] == families:
         return known

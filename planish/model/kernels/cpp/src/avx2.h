@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "room.h"
+#include "buffer.h"
 
 namespace {
 
@@ -35,7 +35,7 @@ inline Tail tail(int64_t left) { return {left >= LANES ? LANES : left > 0 ? (int
 
 #define EACH(call_low, call_high) {(call_low), (call_high)}
 inline V zero() { return EACH(_mm256_setzero_ps(), _mm256_setzero_ps()); }
-inline V all(float x) { return EACH(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
+inline V broadcast(float x) { return EACH(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
 inline V add(V a, V b) { return EACH(_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)); }
 inline V sub(V a, V b) { return EACH(_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)); }
 inline V mul(V a, V b) { return EACH(_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)); }
@@ -46,19 +46,15 @@ inline V fma(V a, V b, V c) {
 inline V fnma(V a, V b, V c) {
     return EACH(_mm256_fnmadd_ps(a.low, b.low, c.low), _mm256_fnmadd_ps(a.high, b.high, c.high));
 }
-inline V larger(V a, V b) {
-    return EACH(_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high));
-}
-inline V smaller(V a, V b) {
-    return EACH(_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high));
-}
-inline V nearest(V x) {
+inline V max_(V a, V b) { return EACH(_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)); }
+inline V min_(V a, V b) { return EACH(_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)); }
+inline V round_(V x) {
     constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return EACH(_mm256_round_ps(x.low, NEAREST), _mm256_round_ps(x.high, NEAREST));
 }
 // In two steps, of which only the second can round, as the exponent of one number goes no further
 // than 2^-126.
-inline __m256 times_power(__m256 x, __m256 n) {
+inline __m256 ldexp_(__m256 x, __m256 n) {
     const __m256i whole = _mm256_cvtps_epi32(n), first = _mm256_srai_epi32(whole, 1),
                   bias = _mm256_set1_epi32(127);
     auto power = [=](__m256i by) {
@@ -66,14 +62,12 @@ inline __m256 times_power(__m256 x, __m256 n) {
     };
     return _mm256_mul_ps(_mm256_mul_ps(x, power(first)), power(_mm256_sub_epi32(whole, first)));
 }
-inline V times_power(V x, V n) {
-    return EACH(times_power(x.low, n.low), times_power(x.high, n.high));
-}
-inline V unless_below(V x, V bar, V y) {
+inline V ldexp_(V x, V n) { return EACH(ldexp_(x.low, n.low), ldexp_(x.high, n.high)); }
+inline V zero_below(V x, V bar, V y) {
     return EACH(_mm256_andnot_ps(_mm256_cmp_ps(x.low, bar.low, _CMP_LT_OQ), y.low),
                 _mm256_andnot_ps(_mm256_cmp_ps(x.high, bar.high, _CMP_LT_OQ), y.high));
 }
-inline V only(Tail m, V x, V otherwise) {
+inline V select(Tail m, V x, V otherwise) {
     if (m.whole()) return x;
     const __m256i count = _mm256_set1_epi32(m.count),
                   lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -83,25 +77,25 @@ inline V only(Tail m, V x, V otherwise) {
     return EACH(_mm256_blendv_ps(otherwise.low, x.low, _mm256_castsi256_ps(low)),
                 _mm256_blendv_ps(otherwise.high, x.high, _mm256_castsi256_ps(high)));
 }
-inline V only(Tail m, V x) { return only(m, x, zero()); }
+inline V select(Tail m, V x) { return select(m, x, zero()); }
 // The lanes whose bits are set, lane 0 first; 0 in the others.
-inline V only_bits(uint16_t bits, V x) {
-    const __m256i given = _mm256_set1_epi32(bits);
+inline V select_bits(uint16_t bits, V x) {
+    const __m256i set_bits = _mm256_set1_epi32(bits);
     const __m256i low = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128),
                   high = _mm256_slli_epi32(low, HALF_LANES);
-    auto kept = [=](__m256i lanes) {
-        return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(given, lanes), lanes));
+    auto lane_mask = [=](__m256i lanes) {
+        return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(set_bits, lanes), lanes));
     };
-    return EACH(_mm256_and_ps(kept(low), x.low), _mm256_and_ps(kept(high), x.high));
+    return EACH(_mm256_and_ps(lane_mask(low), x.low), _mm256_and_ps(lane_mask(high), x.high));
 }
 inline __m256 low_half(V x) { return x.low; }
 inline __m256 high_half(V x) { return x.high; }
 
-inline __m256 widened(__m128i x) {
+inline __m256 to_float32(__m128i x) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
 }
-inline V widened(H x) {
-    return EACH(widened(_mm256_castsi256_si128(x)), widened(_mm256_extracti128_si256(x, 1)));
+inline V to_float32(H x) {
+    return EACH(to_float32(_mm256_castsi256_si128(x)), to_float32(_mm256_extracti128_si256(x, 1)));
 }
 // Words of which the upper half is the number.
 inline __m256i rounded(__m256 x) {
@@ -111,16 +105,16 @@ inline __m256i rounded(__m256 x) {
     const __m256i nan = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
     return _mm256_blendv_epi8(up, nan, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
 }
-inline H narrowed(V x) {
+inline H to_bf16(V x) {
     const __m256i packed = _mm256_packus_epi32(_mm256_srli_epi32(rounded(x.low), 16),
                                                _mm256_srli_epi32(rounded(x.high), 16));
     return _mm256_permute4x64_epi64(packed, 0xd8);
 }
-inline H narrowed_fast(V x) { return narrowed(x); }
+inline H to_bf16_fast(V x) { return to_bf16(x); }
 
 // The first numbers from `p` on, then zeros.
 template <class X>
-inline void copied(const X* p, int count, X* to) {
+inline void copy_padded(const X* p, int count, X* to) {
     std::memset(to, 0, LANES * sizeof(X));
     std::memcpy(to, p, count * sizeof(X));
 }
@@ -128,41 +122,41 @@ inline void copied(const X* p, int count, X* to) {
 inline V load(const float* p) { return EACH(_mm256_loadu_ps(p), _mm256_loadu_ps(p + HALF_LANES)); }
 inline V load(const float* p, Tail m) {
     if (m.whole()) return load(p);
-    float there[LANES];
-    copied(p, m.count, there);
-    return load(there);
+    float padded[LANES];
+    copy_padded(p, m.count, padded);
+    return load(padded);
 }
-inline H load_narrow(const uint16_t* p, Tail m) {
+inline H load_bf16(const uint16_t* p, Tail m) {
     if (m.whole()) return _mm256_loadu_si256((const __m256i*)p);
-    uint16_t there[LANES];
-    copied(p, m.count, there);
-    return _mm256_loadu_si256((const __m256i*)there);
+    uint16_t padded[LANES];
+    copy_padded(p, m.count, padded);
+    return _mm256_loadu_si256((const __m256i*)padded);
 }
-inline V load(const uint16_t* p) { return widened(_mm256_loadu_si256((const __m256i*)p)); }
-inline V load(const uint16_t* p, Tail m) { return widened(load_narrow(p, m)); }
+inline V load(const uint16_t* p) { return to_float32(_mm256_loadu_si256((const __m256i*)p)); }
+inline V load(const uint16_t* p, Tail m) { return to_float32(load_bf16(p, m)); }
 inline void store(float* p, V x) {
     _mm256_storeu_ps(p, x.low);
     _mm256_storeu_ps(p + HALF_LANES, x.high);
 }
 inline void store(uint16_t* p, H x) { _mm256_storeu_si256((__m256i*)p, x); }
-inline void store(uint16_t* p, V x) { store(p, narrowed(x)); }
+inline void store(uint16_t* p, V x) { store(p, to_bf16(x)); }
 template <class X>
 inline void store(X* p, V x, Tail m) {
     if (m.whole()) return store(p, x);
-    X there[LANES];
-    store(there, x);
-    std::memcpy(p, there, m.count * sizeof(X));
+    X padded[LANES];
+    store(padded, x);
+    std::memcpy(p, padded, m.count * sizeof(X));
 }
 
-inline I no_words() { return EACH(_mm256_setzero_si256(), _mm256_setzero_si256()); }
+inline I zero_words() { return EACH(_mm256_setzero_si256(), _mm256_setzero_si256()); }
 inline I load_words(const void* p) {
     return EACH(_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1));
 }
 inline I load_words(const uint16_t* p, int64_t left) {
     if (left >= 2 * LANES) return load_words(p);
-    uint16_t there[2 * LANES] = {};
-    if (left > 0) std::memcpy(there, p, left * sizeof(uint16_t));
-    return load_words(there);
+    uint16_t padded[2 * LANES] = {};
+    if (left > 0) std::memcpy(padded, p, left * sizeof(uint16_t));
+    return load_words(padded);
 }
 inline void store_words(void* p, I x) {
     _mm256_storeu_si256((__m256i*)p, x.low);
@@ -170,25 +164,25 @@ inline void store_words(void* p, I x) {
 }
 inline void store_words(void* p, I x, Tail m) {
     if (m.whole()) return store_words(p, x);
-    uint32_t there[LANES];
-    store_words(there, x);
-    std::memcpy(p, there, m.count * sizeof(uint32_t));
+    uint32_t padded[LANES];
+    store_words(padded, x);
+    std::memcpy(p, padded, m.count * sizeof(uint32_t));
 }
 inline void stream_words(void* p, I x) {
     _mm256_stream_si256((__m256i*)p, x.low);
     _mm256_stream_si256((__m256i*)p + 1, x.high);
 }
-inline I joined(H even, H odd) {
+inline I interleave(H even, H odd) {
     const __m256i first = _mm256_unpacklo_epi16(even, odd),
                   second = _mm256_unpackhi_epi16(even, odd);
     return EACH(_mm256_permute2x128_si256(first, second, 0x20),
                 _mm256_permute2x128_si256(first, second, 0x31));
 }
-inline I load_joined(const uint16_t* even, Tail m, const uint16_t* odd, Tail n) {
-    return joined(load_narrow(even, m), load_narrow(odd, n));
+inline I load_interleaved(const uint16_t* even, Tail m, const uint16_t* odd, Tail n) {
+    return interleave(load_bf16(even, m), load_bf16(odd, n));
 }
 
-inline I joined_fast(V even, V odd) { return joined(narrowed(even), narrowed(odd)); }
+inline I interleave_as_bf16(V even, V odd) { return interleave(to_bf16(even), to_bf16(odd)); }
 inline void load_pairs(const int8_t* p, V& even, V& odd) {
     auto half = [](const int8_t* from, __m256& even, __m256& odd) {
         const __m256i words = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)from));
@@ -205,14 +199,14 @@ class PairScales {
     ALWAYS_INLINE I words(const int8_t* p) const {
         V even, odd;
         load_pairs(p, even, odd);
-        return joined_fast(mul(even, scale), mul(odd, scale));
+        return interleave_as_bf16(mul(even, scale), mul(odd, scale));
     }
 };
 class Table {
     V numbers;
 
     // The permutation looks only at the lowest three bits of a word; the fourth chooses the half.
-    __m256 found(__m256i words) const {
+    __m256 lookup(__m256i words) const {
         return _mm256_blendv_ps(_mm256_permutevar8x32_ps(numbers.low, words),
                                 _mm256_permutevar8x32_ps(numbers.high, words),
                                 _mm256_castsi256_ps(_mm256_slli_epi32(words, 28)));
@@ -224,16 +218,16 @@ class Table {
         const __m256i low = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
                       high =
                           _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + HALF_LANES)));
-        even = EACH(found(low), found(high));
-        odd = EACH(found(_mm256_srli_epi32(low, 4)), found(_mm256_srli_epi32(high, 4)));
+        even = EACH(lookup(low), lookup(high));
+        odd = EACH(lookup(_mm256_srli_epi32(low, 4)), lookup(_mm256_srli_epi32(high, 4)));
     }
 };
 
 template <int C>
-inline void two_rows(const uint16_t* first, const uint16_t* second, int64_t c, I* to) {
+inline void interleave_rows(const uint16_t* first, const uint16_t* second, int64_t c, I* to) {
     for (int i = 0; i < C; i++, c += LANES)
-        to[i] = joined(_mm256_loadu_si256((const __m256i*)(first + c)),
-                       _mm256_loadu_si256((const __m256i*)(second + c)));
+        to[i] = interleave(_mm256_loadu_si256((const __m256i*)(first + c)),
+                           _mm256_loadu_si256((const __m256i*)(second + c)));
 }
 
 // Vectors of 8 as members rather than in an array, which the compiler would keep in memory.
@@ -363,15 +357,15 @@ template <class X>
 class Operand;
 template <>
 class Operand<uint16_t> {
-    static constexpr int64_t AHEAD = 16;
+    static constexpr int64_t PREFETCH_PAIRS = 16;
     int64_t stride;
     const float* x;
 
   public:
     Operand(const uint16_t* from, int64_t row_stride, int64_t rows, int64_t columns)
         : stride((columns + LANES - 1) / LANES * LANES + LANES) {
-        static thread_local Room room;
-        float* to = room.of<float>(rows * stride);
+        static thread_local Buffer buffer;
+        float* to = buffer.reserve<float>(rows * stride);
         for (int64_t r = 0; r < rows; r++)
             for (int64_t i = 0; i < columns; i += LANES)
                 store(to + r * stride + i, load(from + r * row_stride + i, tail(columns - i)));
@@ -385,14 +379,15 @@ class Operand<uint16_t> {
         const uint16_t* words = weight + first / 2 * step;
         for (int64_t i = first; i < last; i += 2, words += step) {
             for (int c = 0; c < W; c++)
-                _mm_prefetch((const char*)(words + AHEAD * step + c * 2 * LANES), _MM_HINT_T0);
+                _mm_prefetch((const char*)(words + PREFETCH_PAIRS * step + c * 2 * LANES),
+                             _MM_HINT_T0);
             sums.add(from + i, stride, (const __m256i*)words);
         }
     }
 };
 
-// Eight vectors of words as a matrix, turned.
-ALWAYS_INLINE void turn8(__m256i* x) {
+// Eight vectors of words as a matrix, transposed.
+ALWAYS_INLINE void transpose8(__m256i* x) {
     __m256i y[HALF_LANES];
     for (int i = 0; i < HALF_LANES; i += 2) {
         y[i] = _mm256_unpacklo_epi32(x[i], x[i + 1]);
@@ -410,7 +405,7 @@ ALWAYS_INLINE void turn8(__m256i* x) {
     for (int i = 0; i < HALF_LANES; i++) x[i] = y[i];
 }
 
-ALWAYS_INLINE void turn16(I* x) {
+ALWAYS_INLINE void transpose16(I* x) {
     __m256i part[4][HALF_LANES];
     for (int i = 0; i < HALF_LANES; i++) {
         part[0][i] = x[i].low;
@@ -418,18 +413,18 @@ ALWAYS_INLINE void turn16(I* x) {
         part[2][i] = x[i + HALF_LANES].low;
         part[3][i] = x[i + HALF_LANES].high;
     }
-    for (auto& matrix : part) turn8(matrix);
+    for (auto& matrix : part) transpose8(matrix);
     for (int i = 0; i < HALF_LANES; i++) {
         x[i] = EACH(part[0][i], part[2][i]);
         x[i + HALF_LANES] = EACH(part[1][i], part[3][i]);
     }
 }
 
-ALWAYS_INLINE void turn_rows(const uint16_t* const* rows, int64_t c, I* to) {
+ALWAYS_INLINE void transpose_rows(const uint16_t* const* rows, int64_t c, I* to) {
     __m256i part[2][HALF_LANES];
     for (int i = 0; i < LANES; i++)
         part[i / HALF_LANES][i % HALF_LANES] = _mm256_loadu_si256((const __m256i*)(rows[i] + c));
-    for (auto& matrix : part) turn8(matrix);
+    for (auto& matrix : part) transpose8(matrix);
     for (int i = 0; i < HALF_LANES; i++) to[i] = EACH(part[0][i], part[1][i]);
 }
 
@@ -443,7 +438,7 @@ inline V sums16(V* x) {
     return x[0];
 }
 
-class Ordered {
+class OrderedBf16 {
     __m256i low = _mm256_set1_epi16(-32768), high = low;
 
     static __m256i ordered(__m256i bits) {
@@ -452,22 +447,22 @@ class Ordered {
 
   public:
     static constexpr int COUNT = 32;
-    Ordered() = default;
-    Ordered(const uint16_t* p, int64_t left) {
-        uint16_t there[COUNT];
+    OrderedBf16() = default;
+    OrderedBf16(const uint16_t* p, int64_t left) {
+        uint16_t padded[COUNT];
         if (left < COUNT) {
-            for (uint16_t& x : there) x = 0xffff;  // a NaN, the least
-            std::memcpy(there, p, left * sizeof(uint16_t));
-            p = there;
+            for (uint16_t& x : padded) x = 0xffff;  // a NaN, the least
+            std::memcpy(padded, p, left * sizeof(uint16_t));
+            p = padded;
         }
         low = ordered(_mm256_loadu_si256((const __m256i*)p));
         high = ordered(_mm256_loadu_si256((const __m256i*)p + 1));
     }
-    void rise(const Ordered& other) {
+    void update_max(const OrderedBf16& other) {
         low = _mm256_max_epi16(low, other.low);
         high = _mm256_max_epi16(high, other.high);
     }
-    void to(int16_t* p) const {
+    void store_keys(int16_t* p) const {
         _mm256_storeu_si256((__m256i*)p, low);
         _mm256_storeu_si256((__m256i*)p + 1, high);
     }

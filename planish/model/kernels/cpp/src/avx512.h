@@ -24,7 +24,7 @@ inline Tail tail(int64_t left) {
 }
 
 inline V zero() { return _mm512_setzero_ps(); }
-inline V all(float x) { return _mm512_set1_ps(x); }
+inline V broadcast(float x) { return _mm512_set1_ps(x); }
 inline V add(V a, V b) { return _mm512_add_ps(a, b); }
 inline V sub(V a, V b) { return _mm512_sub_ps(a, b); }
 inline V mul(V a, V b) { return _mm512_mul_ps(a, b); }
@@ -32,26 +32,26 @@ inline V div(V a, V b) { return _mm512_div_ps(a, b); }
 inline V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
 inline V fnma(V a, V b, V c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a b
 // Where one is NaN: the second.
-inline V larger(V a, V b) { return _mm512_max_ps(a, b); }
-inline V smaller(V a, V b) { return _mm512_min_ps(a, b); }
-inline V nearest(V x) {
+inline V max_(V a, V b) { return _mm512_max_ps(a, b); }
+inline V min_(V a, V b) { return _mm512_min_ps(a, b); }
+inline V round_(V x) {
     return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-inline V times_power(V x, V n) { return _mm512_scalef_ps(x, n); }  // x 2^n, n whole
-inline V unless_below(V x, V bar, V y) {
+inline V ldexp_(V x, V n) { return _mm512_scalef_ps(x, n); }  // x 2^n, n whole
+inline V zero_below(V x, V bar, V y) {
     return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, bar, _CMP_LT_OQ), zero());
 }
-inline V only(Tail m, V x) { return _mm512_maskz_mov_ps(m, x); }
-inline V only(Tail m, V x, V otherwise) { return _mm512_mask_mov_ps(otherwise, m, x); }
+inline V select(Tail m, V x) { return _mm512_maskz_mov_ps(m, x); }
+inline V select(Tail m, V x, V otherwise) { return _mm512_mask_mov_ps(otherwise, m, x); }
 // The lanes whose bits are set, lane 0 first; 0 in the others.
-inline V only_bits(uint16_t bits, V x) { return _mm512_maskz_mov_ps(bits, x); }
+inline V select_bits(uint16_t bits, V x) { return _mm512_maskz_mov_ps(bits, x); }
 inline __m256 low_half(V x) { return _mm512_castps512_ps256(x); }
 inline __m256 high_half(V x) { return _mm512_extractf32x8_ps(x, 1); }
 
-inline V widened(H x) {
+inline V to_float32(H x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
 }
-inline H narrowed(V x) {
+inline H to_bf16(V x) {
     __m512i bits = _mm512_castps_si512(x);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
@@ -60,20 +60,20 @@ inline H narrowed(V x) {
     up = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16));
 }
-// Rounds as `narrowed` does, in one step for ten, but makes 0 of what is below 2^-126.
-ALWAYS_INLINE H narrowed_fast(V x) { return (H)_mm512_cvtneps_pbh(x); }
+// Rounds as `to_bf16` does, in one step for ten, but makes 0 of what is below 2^-126.
+ALWAYS_INLINE H to_bf16_fast(V x) { return (H)_mm512_cvtneps_pbh(x); }
 
 inline V load(const float* p) { return _mm512_loadu_ps(p); }
 inline V load(const float* p, Tail m) { return _mm512_maskz_loadu_ps(m, p); }
-inline V load(const uint16_t* p) { return widened(_mm256_loadu_si256((const __m256i*)p)); }
-inline V load(const uint16_t* p, Tail m) { return widened(_mm256_maskz_loadu_epi16(m, p)); }
+inline V load(const uint16_t* p) { return to_float32(_mm256_loadu_si256((const __m256i*)p)); }
+inline V load(const uint16_t* p, Tail m) { return to_float32(_mm256_maskz_loadu_epi16(m, p)); }
 inline void store(float* p, V x) { _mm512_storeu_ps(p, x); }
 inline void store(float* p, V x, Tail m) { _mm512_mask_storeu_ps(p, m, x); }
 inline void store(uint16_t* p, H x) { _mm256_storeu_si256((__m256i*)p, x); }
-inline void store(uint16_t* p, V x) { store(p, narrowed(x)); }
-inline void store(uint16_t* p, V x, Tail m) { _mm256_mask_storeu_epi16(p, m, narrowed(x)); }
+inline void store(uint16_t* p, V x) { store(p, to_bf16(x)); }
+inline void store(uint16_t* p, V x, Tail m) { _mm256_mask_storeu_epi16(p, m, to_bf16(x)); }
 
-inline I no_words() { return _mm512_setzero_si512(); }
+inline I zero_words() { return _mm512_setzero_si512(); }
 inline I load_words(const void* p) { return _mm512_loadu_si512(p); }
 // Of 32 bf16 the first `left`, then zeros.
 inline I load_words(const uint16_t* p, int64_t left) {
@@ -82,17 +82,17 @@ inline I load_words(const uint16_t* p, int64_t left) {
 inline void store_words(void* p, I x) { _mm512_storeu_si512(p, x); }
 inline void store_words(void* p, I x, Tail m) { _mm512_mask_storeu_epi32(p, m, x); }
 inline void stream_words(void* p, I x) { _mm512_stream_si512((__m512i*)p, x); }
-inline I joined(H even, H odd) {
+inline I interleave(H even, H odd) {
     return _mm512_or_si512(_mm512_cvtepu16_epi32(even),
                            _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
 }
 // Numbers that lie apart, those of the second beside those of the first.
-inline I load_joined(const uint16_t* even, Tail m, const uint16_t* odd, Tail n) {
-    return joined(_mm256_maskz_loadu_epi16(m, even), _mm256_maskz_loadu_epi16(n, odd));
+inline I load_interleaved(const uint16_t* even, Tail m, const uint16_t* odd, Tail n) {
+    return interleave(_mm256_maskz_loadu_epi16(m, even), _mm256_maskz_loadu_epi16(n, odd));
 }
 
-// Rounds as `narrowed_fast` does; the odd numbers come beside the even ones.
-ALWAYS_INLINE I joined_fast(V even, V odd) {
+// Rounds as `to_bf16_fast` does; the odd numbers come beside the even ones.
+ALWAYS_INLINE I interleave_as_bf16(V even, V odd) {
     const __m512i order =
         _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                          21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -140,7 +140,7 @@ class Table {
 
 // Two rows, joined, for C * 16 columns from `c` on.
 template <int C>
-inline void two_rows(const uint16_t* first, const uint16_t* second, int64_t c, I* to) {
+inline void interleave_rows(const uint16_t* first, const uint16_t* second, int64_t c, I* to) {
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
                                          8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     if constexpr (C == 1) {
@@ -159,7 +159,7 @@ inline void two_rows(const uint16_t* first, const uint16_t* second, int64_t c, I
 }
 
 // The same pair, of two bf16, for all lanes.
-ALWAYS_INLINE I both(const void* pair) {
+ALWAYS_INLINE I broadcast_pair(const void* pair) {
     int32_t word;
     __builtin_memcpy(&word, pair, 4);
     return _mm512_set1_epi32(word);
@@ -187,7 +187,7 @@ class Sums {
         I w[W];
         words(w);
         for (int r = 0; r < R; r++) {
-            const I pair = both(pair_of(r));
+            const I pair = broadcast_pair(pair_of(r));
             for (int c = 0; c < W; c++)
                 sums[r][c] = _mm512_dpbf16_ps(sums[r][c], (__m512bh)pair, (__m512bh)w[c]);
         }
@@ -198,7 +198,7 @@ class Sums {
         V w[W];
         for (int c = 0; c < W; c++) w[c] = load(vectors + c * LANES);
         for (int r = 0; r < R; r++) {
-            const V x = all(number[r * stride]);
+            const V x = broadcast(number[r * stride]);
             for (int c = 0; c < W; c++) sums[r][c] = fma(x, w[c], sums[r][c]);
         }
     }
@@ -242,9 +242,10 @@ class Operand<uint16_t> {
     }
 };
 
-// Each four of N vectors, whose quarters are matrices of four by four words: all of them turned.
+// Each four of N vectors, whose quarters are matrices of four by four words: all of them
+// transposed.
 template <int N>
-ALWAYS_INLINE void turn_quarters(I* x) {
+ALWAYS_INLINE void transpose_quarters(I* x) {
     I y[N];
     for (int i = 0; i < N; i += 2) {
         y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
@@ -257,10 +258,10 @@ ALWAYS_INLINE void turn_quarters(I* x) {
         }
 }
 
-// Sixteen vectors of words as a matrix, turned.
-ALWAYS_INLINE void turn16(I* x) {
+// Sixteen vectors of words as a matrix, transposed.
+ALWAYS_INLINE void transpose16(I* x) {
     I y[LANES];
-    turn_quarters<LANES>(x);
+    transpose_quarters<LANES>(x);
     for (int i = 0; i < 4; i++)
         for (int h = 0; h < 2; h++) {
             y[i + 8 * h] = _mm512_shuffle_i32x4(x[i + 8 * h], x[i + 4 + 8 * h], 0x88);
@@ -272,8 +273,8 @@ ALWAYS_INLINE void turn16(I* x) {
     }
 }
 
-// Sixteen elements of each of sixteen rows, turned: to[i] holds pair i of all.
-ALWAYS_INLINE void turn_rows(const uint16_t* const* rows, int64_t c, I* to) {
+// Sixteen elements of each of sixteen rows, transposed: to[i] holds pair i of all.
+ALWAYS_INLINE void transpose_rows(const uint16_t* const* rows, int64_t c, I* to) {
     constexpr int HALF_LANES = LANES / 2;
     I x[HALF_LANES];
     for (int i = 0; i < HALF_LANES; i++) {
@@ -282,7 +283,7 @@ ALWAYS_INLINE void turn_rows(const uint16_t* const* rows, int64_t c, I* to) {
         x[i] = _mm512_inserti64x4(_mm512_castsi256_si512(low),
                                   _mm256_loadu_si256((const __m256i*)(rows[row + 4] + c)), 1);
     }
-    turn_quarters<HALF_LANES>(x);
+    transpose_quarters<HALF_LANES>(x);
     for (int i = 0; i < 4; i++) {
         to[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
         to[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
@@ -304,21 +305,21 @@ inline V sums16(V* x) {
 
 // bf16 as whole numbers of the same order: -0 is below 0, and NaNs are beyond the infinities. 32 of
 // them.
-class Ordered {
+class OrderedBf16 {
     __m512i x = _mm512_set1_epi16(-32768);
 
   public:
     static constexpr int COUNT = 32;
-    Ordered() = default;  // the least
+    OrderedBf16() = default;  // the least
     // The first `left` from `p` on, then the least.
-    Ordered(const uint16_t* p, int64_t left) {
-        const __mmask32 there = left >= COUNT ? (__mmask32)~0u : (__mmask32)((1u << left) - 1);
-        const __m512i bits = _mm512_maskz_loadu_epi16(there, p);
+    OrderedBf16(const uint16_t* p, int64_t left) {
+        const __mmask32 mask = left >= COUNT ? (__mmask32)~0u : (__mmask32)((1u << left) - 1);
+        const __m512i bits = _mm512_maskz_loadu_epi16(mask, p);
         x = _mm512_mask_mov_epi16(
-            x, there, _mm512_xor_si512(bits, _mm512_srli_epi16(_mm512_srai_epi16(bits, 15), 1)));
+            x, mask, _mm512_xor_si512(bits, _mm512_srli_epi16(_mm512_srai_epi16(bits, 15), 1)));
     }
-    void rise(const Ordered& other) { x = _mm512_max_epi16(x, other.x); }
-    void to(int16_t* p) const { _mm512_storeu_si512(p, x); }
+    void update_max(const OrderedBf16& other) { x = _mm512_max_epi16(x, other.x); }
+    void store_keys(int16_t* p) const { _mm512_storeu_si512(p, x); }
     uint32_t at_least(int16_t bar) const {
         return _mm512_cmpge_epi16_mask(x, _mm512_set1_epi16(bar));
     }

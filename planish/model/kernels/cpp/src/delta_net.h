@@ -55,11 +55,11 @@ class DeltaColumns {
                             float* out) const {
         const float *q = d.q + row(t) * d.keys, *k = d.k + row(t) * d.keys;
         const float* v = d.v + row(t) * d.values + column;
-        const V decay = all(d.decay[row(t)]), beta = all(d.beta[row(t)]);
+        const V decay = broadcast(d.decay[row(t)]), beta = broadcast(d.beta[row(t)]);
         V seen[W], delta[W], sums[W];
         for (int c = 0; c < W; c++) seen[c] = sums[c] = zero();
         for (int64_t i = 0; i < d.keys; i++) {
-            const V key = all(k[i]);
+            const V key = broadcast(k[i]);
             for (int c = 0; c < W; c++) {
                 const V s = mul(load(from + i * WIDTH + c * LANES), decay);
                 seen[c] = fma(s, key, seen[c]);
@@ -72,7 +72,7 @@ class DeltaColumns {
             delta[c] = mul(missing, beta);
         }
         for (int64_t i = 0; i < d.keys; i++) {
-            const V key = all(k[i]), query = all(q[i]);
+            const V key = broadcast(k[i]), query = broadcast(q[i]);
             for (int c = 0; c < W; c++) {
                 const V s = fma(key, delta[c], load(to + i * WIDTH + c * LANES));
                 store(to + i * WIDTH + c * LANES, s);
@@ -85,8 +85,8 @@ class DeltaColumns {
     }
 
     void forward(int64_t tree, float* out) const {
-        Room room;
-        float* state = room.of<float>(d.keys * WIDTH);
+        Buffer buffer;
+        float* state = buffer.reserve<float>(d.keys * WIDTH);
         for (int64_t r = d.trees[tree]; r < d.trees[tree + 1]; r++) {
             const DeltaSegment& segment = d.segments[r];
             for (int64_t i = 0; i < d.keys; i++)
@@ -117,11 +117,12 @@ class DeltaColumns {
             const int64_t rows = d.segments[first + r].stop - d.segments[first + r].start;
             blocks[r + 1] = blocks[r] + (rows + DELTA_BLOCK - 1) / DELTA_BLOCK;
         }
-        Room starts_room, ends_room, states_room, errors_room;
-        float* starts = starts_room.of<float>(blocks[n] * size);  // of each block of each segment
-        float* ends = ends_room.of<float>(n * size);              // of each segment
-        float* states = states_room.of<float>(DELTA_BLOCK * size);
-        float* errors = errors_room.of<float>(DELTA_BLOCK * WIDTH);
+        Buffer starts_buffer, ends_buffer, states_buffer, errors_buffer;
+        float* starts =
+            starts_buffer.reserve<float>(blocks[n] * size);  // of each block of each segment
+        float* ends = ends_buffer.reserve<float>(n * size);  // of each segment
+        float* states = states_buffer.reserve<float>(DELTA_BLOCK * size);
+        float* errors = errors_buffer.reserve<float>(DELTA_BLOCK * WIDTH);
         for (int64_t r = 0; r < n; r++) {
             const DeltaSegment& segment = d.segments[first + r];
             float* state = ends + r * size;
@@ -166,13 +167,13 @@ class DeltaColumns {
   private:
     void last_error(int64_t t, const float* from, float* error) const {
         const float* k = d.k + row(t) * d.keys;
-        const V decay = all(d.decay[row(t)]);
+        const V decay = broadcast(d.decay[row(t)]);
         V seen[W];
         for (int c = 0; c < W; c++) seen[c] = zero();
         for (int64_t i = 0; i < d.keys; i++)
             for (int c = 0; c < W; c++)
                 seen[c] =
-                    fma(mul(load(from + i * WIDTH + c * LANES), decay), all(k[i]), seen[c]);
+                    fma(mul(load(from + i * WIDTH + c * LANES), decay), broadcast(k[i]), seen[c]);
         for (int c = 0; c < W; c++)
             store(error + c * LANES,
                   sub(load(d.v + row(t) * d.values + column + c * LANES), seen[c]));
@@ -184,7 +185,7 @@ class DeltaColumns {
                        const float* grad, float* grad_q, float* grad_k, float* grad_v,
                        float* grad_decay, float* grad_beta) const {
         const float *q = d.q + row(t) * d.keys, *k = d.k + row(t) * d.keys;
-        const V decay = all(d.decay[row(t)]), beta = all(d.beta[row(t)]);
+        const V decay = broadcast(d.decay[row(t)]), beta = broadcast(d.beta[row(t)]);
         V of_out[W], delta[W], of_delta[W], of_v[W], of_beta = zero(), of_decay = zero();
         for (int c = 0; c < W; c++) {
             of_out[c] = load(grad + row(t) * d.values + column + c * LANES);
@@ -192,7 +193,7 @@ class DeltaColumns {
             of_delta[c] = zero();
         }
         for (int64_t i = 0; i < d.keys; i++) {
-            const V key = all(k[i]), query = all(q[i]);
+            const V key = broadcast(k[i]), query = broadcast(q[i]);
             V of_query = zero();
             for (int c = 0; c < W; c++) {
                 const int64_t at = i * WIDTH + c * LANES;
@@ -211,7 +212,7 @@ class DeltaColumns {
         }
         grad_beta[row(t)] += sum(of_beta);
         for (int64_t i = 0; i < d.keys; i++) {
-            const V key = all(k[i]);
+            const V key = broadcast(k[i]);
             V of_key = zero();
             for (int c = 0; c < W; c++) {
                 const int64_t at = i * WIDTH + c * LANES;

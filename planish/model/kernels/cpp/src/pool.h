@@ -55,10 +55,10 @@ bool spin_until(int64_t nanoseconds, F done) {
 // milliseconds in the middle of a chunk, and the caller waits for that chunk. So a worker rests
 // after such an interruption, for longer if interruptions follow each other, and the caller
 // computes alone meanwhile.
-class Contention {
-    static constexpr int64_t MS = 1'000'000, TOLERATED_NS = MS / 2, LEAST_REST_NS = 2 * MS,
-                             MOST_REST_NS = 64 * MS;
-    int64_t rest_ns = LEAST_REST_NS, rested_at = 0, moved_at = 0;
+class ContentionBackoff {
+    static constexpr int64_t MS = 1'000'000, MAX_STALL_NS = MS / 2, MIN_REST_NS = 2 * MS,
+                             MAX_REST_NS = 64 * MS;
+    int64_t rest_ns = MIN_REST_NS, rested_at = 0, moved_at = 0;
 
   public:
     // Calls f, and rests if the worker did not run for more than TOLERATED_NS of that time.
@@ -67,12 +67,12 @@ class Contention {
         const int64_t begun = now_ns(), used = now_ns(CLOCK_THREAD_CPUTIME_ID);
         f();
         const int64_t computed = now_ns(CLOCK_THREAD_CPUTIME_ID) - used;
-        if (now_ns() - begun - computed > TOLERATED_NS) rest();
+        if (now_ns() - begun - computed > MAX_STALL_NS) rest();
     }
 
     void rest() {
         const int64_t since = now_ns() - rested_at;
-        rest_ns = since < 2 * rest_ns ? std::min(2 * rest_ns, MOST_REST_NS) : LEAST_REST_NS;
+        rest_ns = since < 2 * rest_ns ? std::min(2 * rest_ns, MAX_REST_NS) : MIN_REST_NS;
         const timespec pause{0, rest_ns};
         nanosleep(&pause, nullptr);
         rested_at = now_ns();
@@ -93,14 +93,14 @@ class Contention {
     }
 };
 
-class Pool {
+class ThreadPool {
   public:
     // Returns the pool of this process. It is never destroyed, because workers may still run while
     // static objects are destroyed. A forked child has no workers, so it gets a new pool.
-    static Pool& shared() {
+    static ThreadPool& shared() {
         static const bool registered = [] {
-            current() = new Pool;
-            pthread_atfork(nullptr, nullptr, [] { current() = new Pool; });
+            current() = new ThreadPool;
+            pthread_atfork(nullptr, nullptr, [] { current() = new ThreadPool; });
             return true;
         }();
         (void)registered;
@@ -108,23 +108,23 @@ class Pool {
     }
 
     // Calls f(first, last) for chunks that together cover 0 .. n - 1, each item once, on at most
-    // `threads` threads, of which the caller is one. A chunk has at most `most` items and at least
-    // `grain`, except for the last of a thread's share. f must not throw. While the workers serve
-    // another caller, this caller does all the work itself.
+    // `threads` threads, of which the caller is one. A chunk has at most `max_chunk` items and at
+    // least `grain`, except for the last of a thread's share. f must not throw. While the workers
+    // serve another caller, this caller does all the work itself.
     template <class F>
-    void run(int64_t n, int64_t grain, int64_t most, int threads, F f) {
+    void run(int64_t n, int64_t grain, int64_t max_chunk, int threads, F f) {
         if (threads < 2 || n <= grain || is_taken.exchange(true, std::memory_order_acquire))
             return f(0, n);
-        grow(std::min<int64_t>(threads, MOST_THREADS) - 1);
+        grow(std::min<int64_t>(threads, MAX_THREADS) - 1);
         const int used = (int)std::min<int64_t>({workers + 1, threads, (n + grain - 1) / grain});
         job.call = [](void* f, int64_t first, int64_t last) { (*(F*)f)(first, last); };
-        job.f = &f, job.grain = grain, job.most = most, job.shares = used;
+        job.f = &f, job.grain = grain, job.max_chunk = max_chunk, job.shares = used;
         for (int i = 0; i < used; i++) {
             shares[i].next.store(n * i / used, std::memory_order_relaxed);
             shares[i].end = n * (i + 1) / used;
         }
         caller_cpu.store(sched_getcpu(), std::memory_order_relaxed);
-        gate.store(OPEN | (used - 1) * SEAT, std::memory_order_release);
+        gate.store(OPEN | (used - 1) * SLOT, std::memory_order_release);
         ticket.fetch_add(1);
         if (sleepers.load()) futex_wake(ticket, used - 1);
         work(0);
@@ -136,7 +136,7 @@ class Pool {
     // How long a thread spins before it sleeps. The regions of a decoding step follow each other
     // within microseconds, and waking a sleeping thread takes longer (docs/log.md).
     static constexpr int64_t WORKER_SPIN_NS = 200'000, CALLER_SPIN_NS = 200'000;
-    static constexpr int MOST_THREADS = 256;
+    static constexpr int MAX_THREADS = 256;
 
     // One thread's part of the work. Shares are equal, so threads of equal speed end together, and
     // a thread finds the rows of the region before in its cache. A thread that has finished its
@@ -148,25 +148,25 @@ class Pool {
     struct Job {
         void (*call)(void*, int64_t, int64_t);
         void* f;
-        int64_t grain, most;
+        int64_t grain, max_chunk;
         int shares;
     };
     // Only the caller and the workers that `gate` counts may read these two.
     Job job;
-    Share shares[MOST_THREADS];
+    Share shares[MAX_THREADS];
 
     // The bits of `gate`: whether workers may enter, whether the caller sleeps until the last
     // worker leaves, how many workers may still enter, and how many are inside.
-    static constexpr uint32_t OPEN = 1u << 31, ASLEEP = 1u << 30, SEAT = 1u << 12,
-                              INSIDE = SEAT - 1;
+    static constexpr uint32_t OPEN = 1u << 31, ASLEEP = 1u << 30, SLOT = 1u << 12,
+                              INSIDE = SLOT - 1;
     alignas(64) Futex gate{0};
     alignas(64) Futex ticket{0};  // the number of jobs so far
     std::atomic<int> sleepers{0}, caller_cpu{0};
     alignas(64) std::atomic<bool> is_taken{false};
     int workers = 0;  // belongs to the caller that has set `is_taken`
 
-    static Pool*& current() {
-        static Pool* found = nullptr;
+    static ThreadPool*& current() {
+        static ThreadPool* found = nullptr;
         return found;
     }
 
@@ -176,7 +176,7 @@ class Pool {
             Share& share = shares[(thread + i) % job.shares];
             for (int64_t first = share.next.load(std::memory_order_relaxed); first < share.end;) {
                 const int64_t left = share.end - first,
-                              size = std::max(job.grain, std::min(job.most, left / 2)),
+                              size = std::max(job.grain, std::min(job.max_chunk, left / 2)),
                               last = first + std::min(left, size);
                 if (!share.next.compare_exchange_weak(first, last, std::memory_order_relaxed))
                     continue;
@@ -204,8 +204,8 @@ class Pool {
     bool enter() {
         uint32_t found = gate.load(std::memory_order_relaxed);
         do {
-            if (!(found & OPEN) || (found & ~(OPEN | ASLEEP)) < SEAT) return false;
-        } while (!gate.compare_exchange_weak(found, found - SEAT + 1, std::memory_order_acquire,
+            if (!(found & OPEN) || (found & ~(OPEN | ASLEEP)) < SLOT) return false;
+        } while (!gate.compare_exchange_weak(found, found - SLOT + 1, std::memory_order_acquire,
                                              std::memory_order_relaxed));
         return true;
     }
@@ -216,7 +216,7 @@ class Pool {
 
     void serve(int thread, uint32_t seen) {
         auto is_new = [&] { return ticket.load(std::memory_order_acquire) != seen; };
-        Contention contention;
+        ContentionBackoff contention;
         for (;;) {
             if (!spin_until(WORKER_SPIN_NS, is_new)) {
                 sleepers.fetch_add(1);
@@ -240,7 +240,7 @@ class Pool {
     // Starts workers until there are `wanted`, or fewer if the system refuses memory or threads.
     void grow(int wanted) {
         struct Start {
-            Pool* pool;
+            ThreadPool* pool;
             int thread;
             uint32_t seen;
         };

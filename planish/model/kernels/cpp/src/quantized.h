@@ -100,7 +100,7 @@ class Nf4Pairs {
     ALWAYS_INLINE I words(const uint8_t* from, int c) const {
         V even, odd;
         read(from, c, even, odd);
-        return joined_fast(even, odd);
+        return interleave_as_bf16(even, odd);
     }
 };
 
@@ -128,7 +128,7 @@ class Mxfp4Pairs {
     ALWAYS_INLINE I words(const uint8_t* from, int c) const {
         V even, odd;
         read(from, c, even, odd);
-        return joined_fast(even, odd);
+        return interleave_as_bf16(even, odd);
     }
 };
 
@@ -161,8 +161,7 @@ const uint8_t* codes_at(const QuantizedWeight& weight, int64_t output, int64_t c
 // the outputs from `output` on, and at the column's block.
 template <class Pairs, class F>
 ALWAYS_INLINE void each_pair(const QuantizedWeight& weight, Pairs& pairs, int64_t output,
-                             int64_t column,
-                             int64_t first, int64_t last, F f) {
+                             int64_t column, int64_t first, int64_t last, F f) {
     for (int64_t block = first; block < last; block += Pairs::BLOCK) {
         pairs.move_to(output, column + block);
         int64_t stride;
@@ -196,11 +195,11 @@ ALWAYS_INLINE void transpose_pairs(const Pairs& pairs, const uint8_t* from, int6
         _mm_prefetch((const char*)from + j * stride + ahead, _MM_HINT_T0);
         words[j] = pairs.words(from + j * stride, 0);
     }
-    turn16(words);
+    transpose16(words);
     for (int r = 0; r < LANES; r++) store_words(rows[r], words[r]);
     for (int r = 0; r < LANES; r += 2) {
         I two[2];
-        two_rows<2>(rows[r], rows[r + 1], 0, two);
+        interleave_rows<2>(rows[r], rows[r + 1], 0, two);
         for (int v = 0; v < 2; v++) store_words(panel + r * outputs + v * 2 * LANES, two[v]);
     }
 }
@@ -223,8 +222,7 @@ void transpose_pairs(const Pairs& pairs, const uint8_t* from, int64_t stride, in
 // and its columns are outputs, a multiple of 16.
 template <template <int> class Pairs, class X>
 void dequantize_transposed(const QuantizedWeight& weight, int64_t output, int64_t outputs,
-                           int64_t column,
-                           int64_t columns, X* panel) {
+                           int64_t column, int64_t columns, X* panel) {
     constexpr int64_t BYTES = Pairs<1>::BYTES, WORD = sizeof(X) == 2 ? 2 : 1;
     // Each panel of codes lies on pages of its own, which the CPU does not foresee.
     const int64_t ahead = CODES_PANEL * (weight.k / 2) * BYTES;
@@ -239,17 +237,17 @@ void dequantize_transposed(const QuantizedWeight& weight, int64_t output, int64_
 }
 
 template <class X>
-void panel_of_codes(const QuantizedWeight& weight, bool transposed, int64_t output, int64_t outputs,
-                    int64_t column, int64_t columns, X* panel) {
-    const auto make = [&](auto straight, auto turned) {
-        (transposed ? turned : straight)(weight, output, outputs, column, columns, panel);
+void dequantize_panel(const QuantizedWeight& weight, bool transposed, int64_t output,
+                      int64_t outputs, int64_t column, int64_t columns, X* panel) {
+    const auto run = [&](auto direct, auto from_transposed) {
+        (transposed ? from_transposed : direct)(weight, output, outputs, column, columns, panel);
     };
     if (weight.scheme == INT8)
-        make(dequantize<Int8Pairs, X>, dequantize_transposed<Int8Pairs, X>);
+        run(dequantize<Int8Pairs, X>, dequantize_transposed<Int8Pairs, X>);
     else if (weight.scheme == NF4)
-        make(dequantize<Nf4Pairs, X>, dequantize_transposed<Nf4Pairs, X>);
+        run(dequantize<Nf4Pairs, X>, dequantize_transposed<Nf4Pairs, X>);
     else
-        make(dequantize<Mxfp4Pairs, X>, dequantize_transposed<Mxfp4Pairs, X>);
+        run(dequantize<Mxfp4Pairs, X>, dequantize_transposed<Mxfp4Pairs, X>);
 }
 
 }  // namespace

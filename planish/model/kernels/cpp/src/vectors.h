@@ -14,8 +14,8 @@
 #include <limits>
 #include <utility>
 
+#include "buffer.h"
 #include "pool.h"
-#include "room.h"
 
 #define ALWAYS_INLINE __attribute__((always_inline)) inline
 
@@ -43,7 +43,7 @@ inline float sum(V x) {
 }
 
 // Sums in double, lane by lane.
-class Doubles {
+class DoubleAccumulator {
     __m256d quarter[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(),
                           _mm256_setzero_pd()};
 
@@ -69,51 +69,51 @@ class Doubles {
 // polynomial of degree 5).
 inline V exp_(V x) {
     const V given = x;
-    x = smaller(all(88.3762626647949f), x);  // a NaN passes through
-    V n = nearest(mul(x, all(1.44269504088896341f)));
-    V r = fnma(n, all(0.693359375f), x);
-    r = fnma(n, all(-2.12194440e-4f), r);
-    V p = all(1.9875691500e-4f);
-    p = fma(p, r, all(1.3981999507e-3f));
-    p = fma(p, r, all(8.3334519073e-3f));
-    p = fma(p, r, all(4.1665795894e-2f));
-    p = fma(p, r, all(1.6666665459e-1f));
-    p = fma(p, r, all(5.0000001201e-1f));
-    return unless_below(given, all(-87.336544f),
-                        times_power(add(fma(p, mul(r, r), r), all(1.0f)), n));
+    x = min_(broadcast(88.3762626647949f), x);  // a NaN passes through
+    V n = round_(mul(x, broadcast(1.44269504088896341f)));
+    V r = fnma(n, broadcast(0.693359375f), x);
+    r = fnma(n, broadcast(-2.12194440e-4f), r);
+    V p = broadcast(1.9875691500e-4f);
+    p = fma(p, r, broadcast(1.3981999507e-3f));
+    p = fma(p, r, broadcast(8.3334519073e-3f));
+    p = fma(p, r, broadcast(4.1665795894e-2f));
+    p = fma(p, r, broadcast(1.6666665459e-1f));
+    p = fma(p, r, broadcast(5.0000001201e-1f));
+    return zero_below(given, broadcast(-87.336544f),
+                      ldexp_(add(fma(p, mul(r, r), r), broadcast(1.0f)), n));
 }
 
 // 2^x within 1 ulp or so, for x <= 127; 0 from -150 on (Cephes: polynomial of degree 6).
 inline V exp2_(V x) {
-    x = larger(all(-200.0f), x);  // a NaN passes through
-    V n = nearest(x);
+    x = max_(broadcast(-200.0f), x);  // a NaN passes through
+    V n = round_(x);
     V r = sub(x, n);
-    V p = all(1.535336188319500e-4f);
-    p = fma(p, r, all(1.339887440266574e-3f));
-    p = fma(p, r, all(9.618437357674640e-3f));
-    p = fma(p, r, all(5.550332471162809e-2f));
-    p = fma(p, r, all(2.402264791363012e-1f));
-    p = fma(p, r, all(6.931472028550421e-1f));
-    return times_power(fma(p, r, all(1.0f)), n);
+    V p = broadcast(1.535336188319500e-4f);
+    p = fma(p, r, broadcast(1.339887440266574e-3f));
+    p = fma(p, r, broadcast(9.618437357674640e-3f));
+    p = fma(p, r, broadcast(5.550332471162809e-2f));
+    p = fma(p, r, broadcast(2.402264791363012e-1f));
+    p = fma(p, r, broadcast(6.931472028550421e-1f));
+    return ldexp_(fma(p, r, broadcast(1.0f)), n);
 }
 
-inline V sigmoid(V x) { return div(all(1.0f), add(all(1.0f), exp_(sub(zero(), x)))); }
+inline V sigmoid(V x) { return div(broadcast(1.0f), add(broadcast(1.0f), exp_(sub(zero(), x)))); }
 
 // What sums become: rounded in one step.
-inline void store_sums(uint16_t* p, V x) { store(p, narrowed_fast(x)); }
+inline void store_sums(uint16_t* p, V x) { store(p, to_bf16_fast(x)); }
 inline void store_sums(float* p, V x) { store(p, x); }
 
 // to[j * stride + i] = from[i * row + j] for rows i and n columns j, a multiple of 16.
-inline void turn(const float* from, int64_t row, int64_t rows, int64_t n, float* to,
-                 int64_t stride) {
+inline void transpose(const float* from, int64_t row, int64_t rows, int64_t n, float* to,
+                      int64_t stride) {
     for (int64_t i = 0; i < rows; i += LANES)
         for (int64_t j = 0; j < n; j += LANES) {
-            const Tail there = tail(rows - i);
+            const Tail mask = tail(rows - i);
             I x[LANES];
             for (int r = 0; r < LANES; r++)
-                x[r] = i + r < rows ? load_words(from + (i + r) * row + j) : no_words();
-            turn16(x);
-            for (int c = 0; c < LANES; c++) store_words(to + (j + c) * stride + i, x[c], there);
+                x[r] = i + r < rows ? load_words(from + (i + r) * row + j) : zero_words();
+            transpose16(x);
+            for (int c = 0; c < LANES; c++) store_words(to + (j + c) * stride + i, x[c], mask);
         }
 }
 
@@ -121,7 +121,7 @@ inline void turn(const float* from, int64_t row, int64_t rows, int64_t n, float*
 // one of its pair.
 template <>
 class Operand<float> {
-    static constexpr int64_t AHEAD = 16;
+    static constexpr int64_t PREFETCH_COLUMNS = 16;
     const float* x;
     int64_t stride;
 
@@ -136,23 +136,24 @@ class Operand<float> {
         weight += first * column;
         for (int64_t i = first; i < last; i++, weight += column) {
             for (int c = 0; c < W; c++)
-                _mm_prefetch((const char*)(weight + AHEAD * column + c * LANES), _MM_HINT_T0);
+                _mm_prefetch((const char*)(weight + PREFETCH_COLUMNS * column + c * LANES),
+                             _MM_HINT_T0);
             sums.add(from + i, stride, weight);
         }
     }
 };
 
-// Calls f(first, last) for chunks of at most `most` of 0 .. n - 1, on several threads if the work
-// is worth waking them. `work` is roughly the number of multiply-adds of all n.
+// Calls f(first, last) for chunks of at most `max_chunk` of 0 .. n - 1, on several threads if the
+// work is worth waking them. `work` is roughly the number of multiply-adds of all n.
 template <class F>
-void parallel(int64_t n, int64_t work, int64_t most, int threads, F f) {
-    constexpr int64_t LEAST = 1 << 14, LEAST_CHUNK = 1 << 13;
-    if (threads < 2 || work < LEAST || n < 2) return f(0, n);
-    Shortage shortage;
-    Pool::shared().run(
-        n, std::max<int64_t>(1, n * LEAST_CHUNK / work), most, threads,
-        [&](int64_t first, int64_t last) { shortage.guard([&] { f(first, last); }); });
-    shortage.raise();
+void parallel(int64_t n, int64_t work, int64_t max_chunk, int threads, F f) {
+    constexpr int64_t MIN_WORK = 1 << 14, MIN_CHUNK_WORK = 1 << 13;
+    if (threads < 2 || work < MIN_WORK || n < 2) return f(0, n);
+    AllocationGuard guard;
+    ThreadPool::shared().run(
+        n, std::max<int64_t>(1, n * MIN_CHUNK_WORK / work), max_chunk, threads,
+        [&](int64_t first, int64_t last) { guard.run([&] { f(first, last); }); });
+    guard.rethrow();
 }
 template <class F>
 void parallel(int64_t n, int64_t work, int threads, F f) {
@@ -167,23 +168,23 @@ void parallel_items(int64_t n, int threads, F f) {
     });
 }
 
-// f(size) with a size from 1 to MOST as a constant of its type.
+// f(size) with a size from 1 to MAX as a constant of its type.
 template <class F, int... BELOW>
 inline void with_size(int64_t size, F f, std::integer_sequence<int, BELOW...>) {
     ((size == BELOW + 1 ? f(std::integral_constant<int, BELOW + 1>()) : void()), ...);
 }
-template <int MOST, class F>
+template <int MAX, class F>
 inline void with_size(int64_t size, F f) {
-    with_size(size, f, std::make_integer_sequence<int, MOST>());
+    with_size(size, f, std::make_integer_sequence<int, MAX>());
 }
 
-// f(first, size) for tiles of at most MOST of so many rows, as equal as can be.
-template <int MOST = TILE_ROWS, class F>
-inline void by_tiles(int64_t rows, F f) {
-    const int64_t tiles = (rows + MOST - 1) / MOST;
+// f(first, size) for tiles of at most MAX of so many rows, as equal as can be.
+template <int MAX = TILE_ROWS, class F>
+inline void for_row_tiles(int64_t rows, F f) {
+    const int64_t tiles = (rows + MAX - 1) / MAX;
     for (int64_t t = 0; t < tiles; t++) {
         const int64_t first = rows * t / tiles, last = rows * (t + 1) / tiles;
-        with_size<MOST>(last - first, [&](auto size) { f(first, size); });
+        with_size<MAX>(last - first, [&](auto size) { f(first, size); });
     }
 }
 

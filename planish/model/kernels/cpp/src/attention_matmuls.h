@@ -1,11 +1,11 @@
-// The products of attention, of float32 and of pairs of bf16: scores of queries and keys, sums of
+// The matmuls of attention, of float32 and of pairs of bf16: scores of queries and keys, sums of
 // values weighted by them. What is given are addresses of rows, which lie in ranges.
 
 #pragma once
 
 #include <vector>
 
-#include "tiles.h"
+#include "amx.h"
 #include "vectors.h"
 
 namespace {
@@ -38,15 +38,15 @@ struct Attention {
 
 // The keys of one block that no window hides. Skipped keys are whole tiles, so that the remaining
 // ones are added in the same order as if they had been multiplied by weights of 0.
-struct Reach {
-    int64_t shared = 0, own = 0;            // positions of the ranges; the most of own ones
+struct KeyExtent {
+    int64_t num_shared = 0, max_own = 0;    // positions of the ranges; the most of own ones
     int64_t skip_shared = 0, skip_own = 0;  // leading positions that no row attends to
 
-    inline Reach(const Attention& a, const Block& b);
+    inline KeyExtent(const Attention& a, const Block& b);
 };
 
 // The first position that an entry attends to.
-inline int64_t first_seen(const Attention& a, int64_t entry) {
+inline int64_t first_visible(const Attention& a, int64_t entry) {
     if (!a.window) return 0;
     return a.visible[entry] + (a.own ? a.own[entry].count : 0) - a.window;
 }
@@ -54,11 +54,11 @@ inline int64_t first_seen(const Attention& a, int64_t entry) {
 // Asks for the rows of one block and head some way before they are read: keys, then values, each
 // the shared ones, then every row's own. They mostly come from memory, in pieces too short for the
 // CPU to foresee.
-class Course {
-    static constexpr int64_t AHEAD = 64;
+class Prefetcher {
+    static constexpr int64_t DISTANCE = 64;
     const Attention& a;
     const Block& b;
-    const Reach& reach;
+    const KeyExtent& extent;
     int64_t head, size, row_bytes, segment = 0, left = 0, step = 0, hidden = 0;
     const char* at = nullptr;
 
@@ -68,8 +68,8 @@ class Course {
             const int64_t i = segment % segments;
             const Range& range =
                 i < b.ranges ? a.ranges[b.first_range + i] : a.own[b.first + i - b.ranges];
-            if (!i) hidden = reach.skip_shared;
-            const int64_t skip = std::min(i < b.ranges ? hidden : reach.skip_own, range.count);
+            if (!i) hidden = extent.skip_shared;
+            const int64_t skip = std::min(i < b.ranges ? hidden : extent.skip_own, range.count);
             if (i < b.ranges) hidden -= skip;
             left = range.count - skip;
             step = range.row * size;
@@ -79,11 +79,12 @@ class Course {
     }
 
   public:
-    Course(const Attention& a, const Block& b, const Reach& reach, int64_t head, int64_t size)
-        : a(a), b(b), reach(reach), head(head), size(size), row_bytes(a.e * size) {
-        fetch(AHEAD);
+    Prefetcher(const Attention& a, const Block& b, const KeyExtent& extent, int64_t head,
+               int64_t size)
+        : a(a), b(b), extent(extent), head(head), size(size), row_bytes(a.e * size) {
+        prefetch(DISTANCE);
     }
-    void fetch(int64_t rows) {
+    void prefetch(int64_t rows) {
         while (rows) {
             if (!left) next_segment();
             if (!left) return;
@@ -136,8 +137,8 @@ inline void dots(const float* q, int64_t rows, int64_t e, const float* const* ke
 
 // out[i] += sum over j of w[i * stride + j] * values_j, in the order of j; N rows, C * 16 columns.
 template <int N, int C>
-inline void weighted(const float* w, int64_t stride, const float* const* values, int64_t n,
-                     float* out, int64_t e) {
+inline void weighted_sum(const float* w, int64_t stride, const float* const* values, int64_t n,
+                         float* out, int64_t e) {
     V acc[N][C];
     for (int i = 0; i < N; i++)
         for (int c = 0; c < C; c++) acc[i][c] = load(out + i * e + c * LANES);
@@ -145,7 +146,7 @@ inline void weighted(const float* w, int64_t stride, const float* const* values,
         V v[C];
         for (int c = 0; c < C; c++) v[c] = load(values[j] + c * LANES);
         for (int i = 0; i < N; i++) {
-            V x = all(w[i * stride + j]);
+            V x = broadcast(w[i * stride + j]);
             for (int c = 0; c < C; c++) acc[i][c] = fma(x, v[c], acc[i][c]);
         }
     }
@@ -154,59 +155,60 @@ inline void weighted(const float* w, int64_t stride, const float* const* values,
 }
 
 template <int C>
-inline void weighted_rows(const float* w, int64_t stride, int64_t rows, const float* const* values,
+inline void weighted_sums(const float* w, int64_t stride, int64_t rows, const float* const* values,
                           int64_t n, float* out, int64_t e) {
     int64_t i = 0;
-    for (; i + 4 <= rows; i += 4) weighted<4, C>(w + i * stride, stride, values, n, out + i * e, e);
+    for (; i + 4 <= rows; i += 4)
+        weighted_sum<4, C>(w + i * stride, stride, values, n, out + i * e, e);
     switch (rows - i) {
         case 3:
-            return weighted<3, C>(w + i * stride, stride, values, n, out + i * e, e);
+            return weighted_sum<3, C>(w + i * stride, stride, values, n, out + i * e, e);
         case 2:
-            return weighted<2, C>(w + i * stride, stride, values, n, out + i * e, e);
+            return weighted_sum<2, C>(w + i * stride, stride, values, n, out + i * e, e);
         case 1:
-            return weighted<1, C>(w + i * stride, stride, values, n, out + i * e, e);
+            return weighted_sum<1, C>(w + i * stride, stride, values, n, out + i * e, e);
     }
 }
 
 constexpr int KEYS = 64;  // keys of a tile
 
-inline Reach::Reach(const Attention& a, const Block& b) {
-    for (int64_t i = 0; i < b.ranges; i++) shared += a.ranges[b.first_range + i].count;
+inline KeyExtent::KeyExtent(const Attention& a, const Block& b) {
+    for (int64_t i = 0; i < b.ranges; i++) num_shared += a.ranges[b.first_range + i].count;
     int64_t of_shared = std::numeric_limits<int64_t>::max(), of_own = of_shared;
     for (int64_t r = b.first; r < b.first + b.count; r++) {
-        const int64_t first = first_seen(a, r);
+        const int64_t first = first_visible(a, r);
         of_shared = std::min(of_shared, first);
         if (!a.own) continue;
-        own = std::max(own, a.own[r].count);
+        max_own = std::max(max_own, a.own[r].count);
         of_own = std::min(of_own, first - a.visible[r]);
     }
-    skip_shared = std::clamp<int64_t>(of_shared, 0, shared) / KEYS * KEYS;
+    skip_shared = std::clamp<int64_t>(of_shared, 0, num_shared) / KEYS * KEYS;
     if (a.own) skip_own = std::max<int64_t>(of_own, 0) / KEYS * KEYS;
 }
 
-// weighted_rows over all columns, 64 at a time.
-inline void add_weighted(const float* w, int64_t stride, int64_t rows, const float* const* values,
-                         int64_t n, float* out, int64_t e) {
+// weighted_sums over all columns, 64 at a time.
+inline void add_weighted_sums(const float* w, int64_t stride, int64_t rows,
+                              const float* const* values, int64_t n, float* out, int64_t e) {
     const float* shifted[KEYS];
     int64_t c = 0;
     for (; c + 64 <= e; c += 64) {
         for (int64_t j = 0; j < n; j++) shifted[j] = values[j] + c;
-        weighted_rows<4>(w, stride, rows, shifted, n, out + c, e);
+        weighted_sums<4>(w, stride, rows, shifted, n, out + c, e);
     }
     for (; c < e; c += 16) {
         for (int64_t j = 0; j < n; j++) shifted[j] = values[j] + c;
-        weighted_rows<1>(w, stride, rows, shifted, n, out + c, e);
+        weighted_sums<1>(w, stride, rows, shifted, n, out + c, e);
     }
 }
 
-// Walks the positions of ranges, a tile at a time.
+// Iterates over the positions of ranges, one tile of keys at a time.
 template <class X>
-struct Walk {
+struct KeyTileIterator {
     const Range* range;
     int64_t left, at = 0;
 
     // Begins behind the first `skip` positions.
-    Walk(const Range* ranges, int64_t n, int64_t skip) : range(ranges), left(n) {
+    KeyTileIterator(const Range* ranges, int64_t n, int64_t skip) : range(ranges), left(n) {
         for (; left && skip >= range->count; range++, left--) skip -= range->count;
         at = skip;
     }
@@ -235,12 +237,12 @@ struct Walk {
 
 // A tile of at most KEYS rows [E], in sixteens, so that a pair of columns lies side by side for
 // all: [E/2][KEYS] pairs.
-inline void turned(const uint16_t* const* rows, int64_t n, int64_t e, uint32_t* to) {
+inline void pack_transposed(const uint16_t* const* rows, int64_t n, int64_t e, uint32_t* to) {
     for (int64_t j = 0; j < n; j += LANES)
         for (int64_t c = 0; c < e; c += 2 * LANES) {
             I x[LANES];
             for (int i = 0; i < LANES; i++) x[i] = load_words(rows[j + i] + c, e - c);
-            turn16(x);
+            transpose16(x);
             for (int i = 0; i < std::min<int64_t>(LANES, (e - c) / 2); i++)
                 store_words(to + (c / 2 + i) * KEYS + j, x[i]);
         }
@@ -251,15 +253,16 @@ void pair_dots_tile(const Operand<uint16_t>& queries, int64_t row, int64_t e, co
                     float scale, float* out, int64_t stride) {
     Sums<R, C> sums;
     queries.multiply(row, (const uint16_t*)keys, 2 * KEYS, 0, e, sums);
-    sums.each(
-        [=](int r, int c, V sum) { store(out + r * stride + c * LANES, mul(sum, all(scale))); });
+    sums.each([=](int r, int c, V sum) {
+        store(out + r * stride + c * LANES, mul(sum, broadcast(scale)));
+    });
 }
 
 template <int C>
 void pair_dots(const uint16_t* q, int64_t rows, int64_t e, const uint32_t* keys, float scale,
                float* out, int64_t stride) {
     const Operand<uint16_t> queries(q, e, rows, e);
-    by_tiles(rows, [&](int64_t r, auto size) {
+    for_row_tiles(rows, [&](int64_t r, auto size) {
         constexpr int R = size, W = std::min(C, tile_vectors(R));
         float* to = out + r * stride;
         int c = 0;
@@ -272,14 +275,14 @@ void pair_dots(const uint16_t* q, int64_t rows, int64_t e, const uint32_t* keys,
 }
 
 // The same for R queries and G * 16 keys, too few queries to be worth laying keys out for: these
-// are turned in registers.
+// are transposed in registers.
 template <int R, int G>
 inline void few_dots_tile(const uint16_t* q, int64_t e, const uint16_t* const* keys, float scale,
                           float* out, int64_t stride) {
     Sums<R, G> sums;
     for (int64_t c = 0; c < e; c += LANES) {
         I k[G][LANES / 2];
-        for (int g = 0; g < G; g++) turn_rows(keys + g * LANES, c, k[g]);
+        for (int g = 0; g < G; g++) transpose_rows(keys + g * LANES, c, k[g]);
         for (int i = 0; i < LANES / 2; i++) {
             auto words = [&](I* to) {
                 for (int g = 0; g < G; g++) to[g] = k[g][i];
@@ -287,52 +290,53 @@ inline void few_dots_tile(const uint16_t* q, int64_t e, const uint16_t* const* k
             sums.add([=](int r) { return q + r * e + c + 2 * i; }, words);
         }
     }
-    sums.each(
-        [=](int r, int g, V sum) { store(out + r * stride + g * LANES, mul(sum, all(scale))); });
+    sums.each([=](int r, int g, V sum) {
+        store(out + r * stride + g * LANES, mul(sum, broadcast(scale)));
+    });
 }
 
 template <int R>
 void few_dots(const uint16_t* q, int64_t e, const uint16_t* const* keys, int64_t n, float scale,
-              float* out, int64_t stride, Course& course) {
+              float* out, int64_t stride, Prefetcher& prefetcher) {
     constexpr int G = std::min(2, tile_vectors(R));
     int64_t j = 0;
     for (; j + (G - 1) * LANES < n; j += G * LANES) {
-        course.fetch(std::min<int64_t>(n - j, G * LANES));
+        prefetcher.prefetch(std::min<int64_t>(n - j, G * LANES));
         few_dots_tile<R, G>(q, e, keys + j, scale, out + j, stride);
     }
     if (j < n) {
-        course.fetch(n - j);
+        prefetcher.prefetch(n - j);
         few_dots_tile<R, 1>(q, e, keys + j, scale, out + j, stride);
     }
 }
 
-// Rows of weights, `stride` pairs apart, and what they multiply: rows of a tile as they lie,
-class Apart {
+// Rows of weights, `stride` pairs apart, and the rows that they multiply, each at its own address.
+class RowPointers {
     const uint32_t* w;
     int64_t stride;
     const uint16_t* const* rows;
 
   public:
-    Apart(const uint32_t* w, int64_t stride, const uint16_t* const* rows)
+    RowPointers(const uint32_t* w, int64_t stride, const uint16_t* const* rows)
         : w(w), stride(stride), rows(rows) {}
 
     template <int R, int C>
     ALWAYS_INLINE void multiply(int64_t row, int64_t pairs, int64_t c, Sums<R, C>& sums) const {
         for (int64_t j = 0; j < pairs; j++)
             sums.add([=](int r) { return w + (row + r) * stride + j; },
-                     [=](I* to) { two_rows<C>(rows[2 * j], rows[2 * j + 1], c, to); });
+                     [=](I* to) { interleave_rows<C>(rows[2 * j], rows[2 * j + 1], c, to); });
     }
 };
 
-// or laid out as pairs, [n/2][E], to be read by many.
-class Laid {
+// The same with the rows packed as pairs, [n/2][E], which many rows of weights read.
+class PackedRows {
     Operand<uint16_t> w;
     const uint32_t* at;
     int64_t e;
 
   public:
-    Laid(const uint32_t* w, int64_t stride, int64_t rows, int64_t pairs, const uint32_t* at,
-         int64_t e)
+    PackedRows(const uint32_t* w, int64_t stride, int64_t rows, int64_t pairs, const uint32_t* at,
+               int64_t e)
         : w((const uint16_t*)w, 2 * stride, rows, 2 * pairs), at(at), e(e) {}
 
     template <int R, int C>
@@ -341,17 +345,18 @@ class Laid {
     }
 };
 
-inline const uint32_t* laid(const uint16_t* const* rows, int64_t n, int64_t e, uint32_t* to) {
+inline const uint32_t* pack_row_pairs(const uint16_t* const* rows, int64_t n, int64_t e,
+                                      uint32_t* to) {
     for (int64_t j = 0; j < n; j += 2) {
         int64_t c = 0;
         for (; c + 2 * LANES <= e; c += 2 * LANES) {
             I x[2];
-            two_rows<2>(rows[j], rows[j + 1], c, x);
+            interleave_rows<2>(rows[j], rows[j + 1], c, x);
             for (int i = 0; i < 2; i++) store_words(to + j / 2 * e + c + i * LANES, x[i]);
         }
         if (c < e) {
             I x;
-            two_rows<1>(rows[j], rows[j + 1], c, &x);
+            interleave_rows<1>(rows[j], rows[j + 1], c, &x);
             store_words(to + j / 2 * e + c, x);
         }
     }
@@ -360,37 +365,37 @@ inline const uint32_t* laid(const uint16_t* const* rows, int64_t n, int64_t e, u
 
 // out[r * out_stride + ...] += sum over j of w_rj * value_j for pairs of j one after another: R
 // rows of weights by C * 16 columns from `c` on.
-template <int R, int C, class Weighted>
-void weigh_tile(const Weighted& values, int64_t row, int64_t pairs, int64_t c, float* out,
-                int64_t out_stride) {
+template <int R, int C, class Values>
+void add_weighted_pairs_tile(const Values& values, int64_t row, int64_t pairs, int64_t c,
+                             float* out, int64_t out_stride) {
     Sums<R, C> sums(out + c, out_stride);
     values.multiply(row, pairs, c, sums);
     sums.each([=](int r, int i, V sum) { store(out + r * out_stride + c + i * LANES, sum); });
 }
 
-template <class Weighted>
-void weigh(const Weighted& values, int64_t rows, int64_t pairs, int64_t e, float* out,
-           int64_t out_stride) {
-    by_tiles(rows, [&](int64_t r, auto size) {
+template <class Values>
+void add_weighted_pairs(const Values& values, int64_t rows, int64_t pairs, int64_t e, float* out,
+                        int64_t out_stride) {
+    for_row_tiles(rows, [&](int64_t r, auto size) {
         constexpr int R = size, W = tile_vectors(R);
         float* to = out + r * out_stride;
         int64_t c = 0;
         for (; c + W * LANES <= e; c += W * LANES)
-            weigh_tile<R, W>(values, r, pairs, c, to, out_stride);
+            add_weighted_pairs_tile<R, W>(values, r, pairs, c, to, out_stride);
         if constexpr (W > 2)
             for (; c + 2 * LANES <= e; c += 2 * LANES)
-                weigh_tile<R, 2>(values, r, pairs, c, to, out_stride);
+                add_weighted_pairs_tile<R, 2>(values, r, pairs, c, to, out_stride);
         if constexpr (W > 1)
-            if (c < e) weigh_tile<R, 1>(values, r, pairs, c, to, out_stride);
+            if (c < e) add_weighted_pairs_tile<R, 1>(values, r, pairs, c, to, out_stride);
     });
 }
 
 // A thread's buffers for one block and head. They are kept from call to call, because fresh pages
 // cost as much as what is written to them.
 struct Scratch {
-    Room q, s, o, g, d, stats, k, v, pairs, twice;
+    Buffer q, s, o, g, d, stats, k, v, pairs, twice;
 
-    static Scratch& own() {
+    static Scratch& of_thread() {
         static thread_local Scratch scratch;
         return scratch;
     }
@@ -398,20 +403,20 @@ struct Scratch {
 
 // Queries of a block's rows for one key head, row by row, each with its group: scaled [count *
 // group, E].
-inline void gather(const Attention& a, const Block& b, int64_t head, const float* x, float scale,
-                   float* to) {
+inline void gather_queries(const Attention& a, const Block& b, int64_t head, const float* x,
+                           float scale, float* to) {
     for (int64_t r = 0; r < b.count; r++)
         for (int64_t g = 0; g < a.group; g++) {
             const float* from =
                 x + (a.rows[b.first + r] * a.heads * a.group + head * a.group + g) * a.e;
             for (int64_t i = 0; i < a.e; i += LANES)
-                store(to + (r * a.group + g) * a.e + i, mul(load(from + i), all(scale)));
+                store(to + (r * a.group + g) * a.e + i, mul(load(from + i), broadcast(scale)));
         }
 }
 
-inline float largest(const float* w, int64_t n) {
-    V top = all(-std::numeric_limits<float>::infinity());
-    for (int64_t j = 0; j < n; j += LANES) top = larger(load(w + j), top);
+inline float max_of(const float* w, int64_t n) {
+    V top = broadcast(-std::numeric_limits<float>::infinity());
+    for (int64_t j = 0; j < n; j += LANES) top = max_(load(w + j), top);
     return largest_lane(top);
 }
 
@@ -424,77 +429,77 @@ inline void mask_from(float* s, int64_t first, int64_t n) {
         s[j] = -std::numeric_limits<float>::infinity();
 }
 
-// Sums of a row of weights: as they are multiplied with values, and before they were rounded for
-// it.
-struct Totals {
-    float used, exact;
+// Sums of a row of weights: rounded, as they are multiplied with values, and exact.
+struct WeightSums {
+    float rounded, exact;
 };
 
-// Attention's products in float32. Scores: by dots16; sums of values: in the order of positions.
-struct Floats {
+// Attention's matmuls in float32. Scores: by dots16; sums of values: in the order of positions.
+struct Float32Attention {
     using Query = float;
-    static constexpr float PER_LN = 1.0f;
-    static constexpr int64_t RUN = LANES;  // a row of scores has whole runs of keys
-    static constexpr int64_t SPARE = 0;    // rows of scores that are read, but not used
+    static constexpr float LOG_SCALE = 1.0f;
+    static constexpr int64_t KEY_MULTIPLE = LANES;  // a row of scores is padded to a multiple of it
+    static constexpr int64_t PADDING_ROWS = 0;      // rows of scores that are read, but not used
     static int64_t query_stride(int64_t e) { return e; }
 
     // Scaled.
     static const float* queries(const Attention& a, const Block& b, int64_t head, const float* q,
                                 Scratch& scratch) {
-        float* to = scratch.q.of<float>(b.count * a.group * a.e);
-        gather(a, b, head, q, a.scale, to);
+        float* to = scratch.q.reserve<float>(b.count * a.group * a.e);
+        gather_queries(a, b, head, q, a.scale, to);
         return to;
     }
 
     // out[i * stride + j] = score of query i and key j, for a tile of n keys.
     static void scores(const Attention& a, const float* q, int64_t rows, const float* const* keys,
-                       int64_t n, Scratch&, Course& course, float* out, int64_t stride) {
-        course.fetch(n);
+                       int64_t n, Scratch&, Prefetcher& prefetcher, float* out, int64_t stride) {
+        prefetcher.prefetch(n);
         for (int64_t j = 0; j < n; j += LANES) dots(q, rows, a.e, keys + j, out + j, stride);
     }
 
-    // s[0 .. n) become weights exp(s - peak), summed lane by lane, then over lanes. n is a multiple
-    // of 16.
-    static Totals soften(float* s, int64_t n, float peak) {
+    // s[0 .. n) become weights exp(s - max_score), summed lane by lane, then over lanes. n is a
+    // multiple of 16.
+    static WeightSums softmax_numerators(float* s, int64_t n, float max_score) {
         V total = zero();
         for (int64_t j = 0; j < n; j += LANES) {
-            V x = exp_(sub(load(s + j), all(peak)));
+            V x = exp_(sub(load(s + j), broadcast(max_score)));
             store(s + j, x);
             total = add(total, x);
         }
         return {sum(total), sum(total)};
     }
     static float weight(float score) { return std::exp(score); }
-    static float log_sum(float peak, float total) { return peak + std::log(total); }
+    static float log_sum(float max_score, float total) { return max_score + std::log(total); }
 
     // Adds to out [rows, E] the n values weighted by entries first .. of each row of weights.
-    static void weigh_values(const Attention& a, const float* s, int64_t first, int64_t stride,
-                             int64_t rows, const float* const* values, int64_t n, Scratch&,
-                             Course& course, float* out) {
-        course.fetch(n);
-        add_weighted(s + first, stride, rows, values, n, out, a.e);
+    static void add_weighted_values(const Attention& a, const float* s, int64_t first,
+                                    int64_t stride, int64_t rows, const float* const* values,
+                                    int64_t n, Scratch&, Prefetcher& prefetcher, float* out) {
+        prefetcher.prefetch(n);
+        add_weighted_sums(s + first, stride, rows, values, n, out, a.e);
     }
 };
 
 // The same of bf16, by pairs: of elements for scores, of positions for sums of values, whose
 // weights are rounded to bf16 for it (in the place of the scores: a row of weights begins where its
 // scores began). Few queries and many have the same bits.
-struct Pairs {
+struct Bf16Attention {
     using Query = uint16_t;
-    static constexpr float PER_LN = 1.44269504088896341f;  // scores are in powers of 2
-    static constexpr int64_t RUN = LANES, SPARE = 0;
-    static constexpr int64_t FOLD = 2;  // sums over queries have whole folds of them
+    static constexpr float LOG_SCALE = 1.44269504088896341f;  // scores are in powers of 2
+    static constexpr int64_t KEY_MULTIPLE = LANES, PADDING_ROWS = 0;
+    static constexpr int64_t QUERY_MULTIPLE =
+        2;  // sums over queries are padded to a multiple of it
     static constexpr int FEW =
         6;  // queries for which it does not pay to lay out a tile of keys or values
     static int64_t query_stride(int64_t e) { return e; }
 
     static uint16_t* queries(const Attention& a, const Block& b, int64_t head, const uint16_t* q,
                              Scratch& scratch) {
-        return of_rows(a, b, head, q, scratch.q.of<uint16_t>(b.count * a.group * a.e));
+        return gather_rows(a, b, head, q, scratch.q.reserve<uint16_t>(b.count * a.group * a.e));
     }
 
-    static uint16_t* of_rows(const Attention& a, const Block& b, int64_t head, const uint16_t* x,
-                             uint16_t* to) {
+    static uint16_t* gather_rows(const Attention& a, const Block& b, int64_t head,
+                                 const uint16_t* x, uint16_t* to) {
         for (int64_t r = 0; r < b.count; r++)
             std::memcpy(to + r * a.group * a.e,
                         x + (a.rows[b.first + r] * a.heads + head) * a.group * a.e,
@@ -503,102 +508,111 @@ struct Pairs {
     }
 
     static void scores(const Attention& a, const uint16_t* q, int64_t rows,
-                       const uint16_t* const* keys, int64_t n, Scratch& scratch, Course& course,
-                       float* out, int64_t stride) {
+                       const uint16_t* const* keys, int64_t n, Scratch& scratch,
+                       Prefetcher& prefetcher, float* out, int64_t stride) {
         using Few = void (*)(const uint16_t*, int64_t, const uint16_t* const*, int64_t, float,
-                             float*, int64_t, Course&);
+                             float*, int64_t, Prefetcher&);
         constexpr Few few[] = {few_dots<1>, few_dots<2>, few_dots<3>,
                                few_dots<4>, few_dots<5>, few_dots<6>};
         if (rows <= FEW)
-            return few[rows - 1](q, a.e, keys, n, a.scale * PER_LN, out, stride, course);
-        course.fetch(n);
-        many_dots(q, rows, a.e, keys, n, a.scale * PER_LN, scratch, out, stride);
+            return few[rows - 1](q, a.e, keys, n, a.scale * LOG_SCALE, out, stride, prefetcher);
+        prefetcher.prefetch(n);
+        many_dots(q, rows, a.e, keys, n, a.scale * LOG_SCALE, scratch, out, stride);
     }
 
     static void many_dots(const uint16_t* q, int64_t rows, int64_t e, const uint16_t* const* keys,
                           int64_t n, float scale, Scratch& scratch, float* out, int64_t stride) {
-        uint32_t* room = scratch.k.of<uint32_t>(KEYS * e / 2);
-        turned(keys, n, e, room);
+        uint32_t* buffer = scratch.k.reserve<uint32_t>(KEYS * e / 2);
+        pack_transposed(keys, n, e, buffer);
         using Many =
             void (*)(const uint16_t*, int64_t, int64_t, const uint32_t*, float, float*, int64_t);
         constexpr Many many[] = {pair_dots<1>, pair_dots<2>, pair_dots<3>, pair_dots<4>};
-        many[(n - 1) / LANES](q, rows, e, room, scale, out, stride);
+        many[(n - 1) / LANES](q, rows, e, buffer, scale, out, stride);
     }
 
-    static Totals soften(float* s, int64_t n, float peak) {
-        V used = zero(), exact = zero();
+    static WeightSums softmax_numerators(float* s, int64_t n, float max_score) {
+        V rounded = zero(), exact = zero();
         for (int64_t j = 0; j < n; j += LANES) {
-            V x = exp2_(sub(load(s + j), all(peak)));
+            V x = exp2_(sub(load(s + j), broadcast(max_score)));
             exact = add(exact, x);
-            const H rounded = narrowed_fast(x);
-            store((uint16_t*)s + j, rounded);
-            used = add(used, widened(rounded));
+            const H weight = to_bf16_fast(x);
+            store((uint16_t*)s + j, weight);
+            rounded = add(rounded, to_float32(weight));
         }
-        return {sum(used), sum(exact)};
+        return {sum(rounded), sum(exact)};
     }
     static float weight(float score) { return std::exp2(score); }
-    static float log_sum(float peak, float total) { return (peak + std::log2(total)) / PER_LN; }
+    static float log_sum(float max_score, float total) {
+        return (max_score + std::log2(total)) / LOG_SCALE;
+    }
 
-    static void weigh_values(const Attention& a, const float* s, int64_t first, int64_t stride,
-                             int64_t rows, const uint16_t* const* values, int64_t n,
-                             Scratch& scratch, Course& course, float* out) {
+    static void add_weighted_values(const Attention& a, const float* s, int64_t first,
+                                    int64_t stride, int64_t rows, const uint16_t* const* values,
+                                    int64_t n, Scratch& scratch, Prefetcher& prefetcher,
+                                    float* out) {
         const uint32_t* w = (const uint32_t*)s + first / 2;
-        course.fetch(n);
+        prefetcher.prefetch(n);
         const int64_t pairs = (n + 1) / 2;
-        if (rows <= FEW) return weigh(Apart(w, stride, values), rows, pairs, a.e, out, a.e);
-        const uint32_t* there = laid(values, n, a.e, scratch.k.of<uint32_t>(KEYS / 2 * a.e));
-        weigh_laid(w, stride, rows, there, pairs, a.e, out, a.e);
+        if (rows <= FEW)
+            return add_weighted_pairs(RowPointers(w, stride, values), rows, pairs, a.e, out, a.e);
+        const uint32_t* packed =
+            pack_row_pairs(values, n, a.e, scratch.k.reserve<uint32_t>(KEYS / 2 * a.e));
+        add_weighted_packed(w, stride, rows, packed, pairs, a.e, out, a.e);
     }
 
     // Rows to be multiplied by weights, laid out as pairs; returns how many pairs there are.
-    static int64_t lay(const uint16_t* const* rows, int64_t n, int64_t e, uint32_t* to) {
-        laid(rows, n, e, to);
+    static int64_t pack_values(const uint16_t* const* rows, int64_t n, int64_t e, uint32_t* to) {
+        pack_row_pairs(rows, n, e, to);
         return (n + 1) / 2;
     }
     // Where sums over queries begin whose first `first` weights are 0.
-    static int64_t first_of_fold(int64_t first) { return first; }
-    static void weigh_laid(const uint32_t* w, int64_t stride, int64_t rows, const uint32_t* values,
-                           int64_t pairs, int64_t e, float* out, int64_t out_stride) {
-        weigh(Laid(w, stride, rows, pairs, values, e), rows, pairs, e, out, out_stride);
+    static int64_t align_first_query(int64_t first) { return first; }
+    static void add_weighted_packed(const uint32_t* w, int64_t stride, int64_t rows,
+                                    const uint32_t* values, int64_t pairs, int64_t e, float* out,
+                                    int64_t out_stride) {
+        add_weighted_pairs(PackedRows(w, stride, rows, pairs, values, e), rows, pairs, e, out,
+                           out_stride);
     }
 };
 
 // The same by AMX's tiles, with sums in their order: runs of 32 elements or keys. So that each sum
 // has whole runs, all operands end with zeros. The tiles of a few queries have the keys as rows and
-// the queries as outputs: then only the queries must be turned. The products and their order are
-// the same.
-struct Tiled : Pairs {
-    static constexpr int64_t RUN = 2 * tiles::PAIRS, SPARE = tiles::ROWS, FOLD = RUN;
-    static int64_t query_stride(int64_t e) { return whole(e, RUN); }
+// the queries as outputs: then only the queries must be transposed. The products and their order
+// are the same.
+struct AmxAttention : Bf16Attention {
+    static constexpr int64_t KEY_MULTIPLE = 2 * amx::PAIRS, PADDING_ROWS = amx::ROWS,
+                             QUERY_MULTIPLE = KEY_MULTIPLE;
+    static int64_t query_stride(int64_t e) { return round_up(e, KEY_MULTIPLE); }
 
-    static int64_t whole(int64_t n, int64_t size) { return (n + size - 1) / size * size; }
+    static int64_t round_up(int64_t n, int64_t size) { return (n + size - 1) / size * size; }
 
     // Whether the queries of one row are multiplied as a few.
-    static bool are_few(const Attention& a) { return a.group <= FEW && a.e % RUN == 0; }
+    static bool are_few(const Attention& a) { return a.group <= FEW && a.e % KEY_MULTIPLE == 0; }
 
-    // [count * group and SPARE more, query_stride], with zeros behind each row's E.
+    // [count * group and PADDING_ROWS more, query_stride], with zeros behind each row's E.
     static uint16_t* queries(const Attention& a, const Block& b, int64_t head, const uint16_t* q,
                              Scratch& scratch) {
-        const int64_t rows = b.count * a.group + SPARE, pairs = a.e / 2;
-        uint16_t* found = of_rows(a, b, head, q, scratch.q.of<uint16_t>(rows * query_stride(a.e)));
+        const int64_t rows = b.count * a.group + PADDING_ROWS, pairs = a.e / 2;
+        uint16_t* found =
+            gather_rows(a, b, head, q, scratch.q.reserve<uint16_t>(rows * query_stride(a.e)));
         if (!are_few(a) || (!a.own && b.count > 1)) return found;
-        uint32_t* to = scratch.pairs.of<uint32_t>(b.count * pairs * LANES);
+        uint32_t* to = scratch.pairs.reserve<uint32_t>(b.count * pairs * LANES);
         for (int64_t r = 0; r < b.count; r++)
             for (int64_t c = 0; c < pairs; c += LANES) {
                 I x[LANES];
                 for (int64_t g = 0; g < LANES; g++)
                     x[g] = g < a.group ? load_words(found + (r * a.group + g) * a.e + 2 * c)
-                                       : no_words();
-                turn16(x);
+                                       : zero_words();
+                transpose16(x);
                 for (int i = 0; i < LANES; i++) store_words(to + (r * pairs + c + i) * LANES, x[i]);
             }
         return found;
     }
 
-    static uint16_t* of_rows(const Attention& a, const Block& b, int64_t head, const uint16_t* x,
-                             uint16_t* to) {
+    static uint16_t* gather_rows(const Attention& a, const Block& b, int64_t head,
+                                 const uint16_t* x, uint16_t* to) {
         const int64_t stride = query_stride(a.e);
-        if (stride == a.e) return Pairs::of_rows(a, b, head, x, to);
+        if (stride == a.e) return Bf16Attention::gather_rows(a, b, head, x, to);
         for (int64_t i = 0; i < b.count * a.group; i++) {
             const int64_t row = a.rows[b.first + i / a.group] * a.heads + head;
             std::memcpy(to + i * stride, x + (row * a.group + i % a.group) * a.e, 2 * a.e);
@@ -608,21 +622,22 @@ struct Tiled : Pairs {
     }
 
     static void scores(const Attention& a, const uint16_t* q, int64_t rows,
-                       const uint16_t* const* keys, int64_t n, Scratch& scratch, Course& course,
-                       float* out, int64_t stride) {
-        const float scale = a.scale * PER_LN;
+                       const uint16_t* const* keys, int64_t n, Scratch& scratch,
+                       Prefetcher& prefetcher, float* out, int64_t stride) {
+        const float scale = a.scale * LOG_SCALE;
         if (rows != a.group || !are_few(a)) {
-            course.fetch(n);
+            prefetcher.prefetch(n);
             return many_dots(q, rows, a.e, keys, n, scale, scratch, out, stride);
         }
-        // `queries` has turned them.
-        const int64_t row = (q - scratch.q.of<uint16_t>(0)) / (rows * a.e);
-        const uint32_t* turned = scratch.pairs.of<uint32_t>(0) + row * a.e / 2 * LANES;
+        // `queries` has transposed them.
+        const int64_t row = (q - scratch.q.reserve<uint16_t>(0)) / (rows * a.e);
+        const uint32_t* transposed = scratch.pairs.reserve<uint32_t>(0) + row * a.e / 2 * LANES;
         with_size<FEW>(rows, [&](auto size) {
-            for (int64_t j = 0; j < n; j += tiles::BLOCK) {
-                const int64_t count = std::min<int64_t>(tiles::BLOCK, n - j);
-                course.fetch(count);
-                few_tile_dots<size>(turned, a.e, keys + j, count, scale, scratch, out + j, stride);
+            for (int64_t j = 0; j < n; j += amx::BLOCK) {
+                const int64_t count = std::min<int64_t>(amx::BLOCK, n - j);
+                prefetcher.prefetch(count);
+                few_tile_dots<size>(transposed, a.e, keys + j, count, scale, scratch, out + j,
+                                    stride);
             }
         });
     }
@@ -631,65 +646,70 @@ struct Tiled : Pairs {
     template <int R>
     static void few_tile_dots(const uint32_t* q, int64_t e, const uint16_t* const* keys, int64_t n,
                               float scale, Scratch& scratch, float* out, int64_t stride) {
-        alignas(64) float found[tiles::BLOCK * LANES];
+        alignas(64) float found[amx::BLOCK * LANES];
         const int64_t step = n > 1 ? keys[1] - keys[0] : e;
         int64_t count = 1;
         while (count < n && keys[count] - keys[0] == count * step) count++;
         const uint16_t* rows = keys[0];
         int64_t row_stride = step;
         // Whole tiles are read where they lie, if the keys lie evenly.
-        if (count < n || n % tiles::ROWS) {
-            uint16_t* copies = scratch.k.of<uint16_t>(KEYS * e);
-            for (int64_t j = 0; j < whole(n, LANES); j++)
+        if (count < n || n % amx::ROWS) {
+            uint16_t* copies = scratch.k.reserve<uint16_t>(KEYS * e);
+            for (int64_t j = 0; j < round_up(n, LANES); j++)
                 std::memcpy(copies + j * e, keys[j], 2 * e);
             rows = copies, row_stride = e;
         }
-        tiles::multiply<false>(rows, row_stride, whole(n, LANES), q, LANES, e / 2, LANES, found,
-                               LANES);
+        amx::multiply<false>(rows, row_stride, round_up(n, LANES), q, LANES, e / 2, LANES, found,
+                             LANES);
         for (int64_t j = 0; j < n; j += LANES) {
             I x[LANES];
             for (int i = 0; i < LANES; i++) x[i] = load_words(found + (j + i) * LANES);
-            turn16(x);
+            transpose16(x);
             for (int r = 0; r < R; r++) {
                 float* to = out + r * stride + j;
                 store_words(to, x[r]);
-                store(to, mul(load(to), all(scale)));
+                store(to, mul(load(to), broadcast(scale)));
             }
         }
     }
 
     static void many_dots(const uint16_t* q, int64_t rows, int64_t e, const uint16_t* const* keys,
                           int64_t n, float scale, Scratch& scratch, float* out, int64_t stride) {
-        const int64_t outputs = whole(n, LANES), pairs = query_stride(e) / 2;
-        uint32_t* room = scratch.k.of<uint32_t>(KEYS * pairs);
-        turned(keys, n, e, room);
-        std::fill(room + KEYS * e / 2, room + KEYS * pairs, 0);
-        tiles::multiply<false>(q, 2 * pairs, rows, room, KEYS, pairs, outputs, out, stride);
+        const int64_t outputs = round_up(n, LANES), pairs = query_stride(e) / 2;
+        uint32_t* buffer = scratch.k.reserve<uint32_t>(KEYS * pairs);
+        pack_transposed(keys, n, e, buffer);
+        std::fill(buffer + KEYS * e / 2, buffer + KEYS * pairs, 0);
+        amx::multiply<false>(q, 2 * pairs, rows, buffer, KEYS, pairs, outputs, out, stride);
         for (int64_t i = 0; i < rows; i++)
             for (int64_t j = 0; j < outputs; j += LANES)
-                store(out + i * stride + j, mul(load(out + i * stride + j), all(scale)));
+                store(out + i * stride + j, mul(load(out + i * stride + j), broadcast(scale)));
     }
 
-    static void weigh_values(const Attention& a, const float* s, int64_t first, int64_t stride,
-                             int64_t rows, const uint16_t* const* values, int64_t n,
-                             Scratch& scratch, Course& course, float* out) {
-        course.fetch(n);
-        uint32_t* there = scratch.k.of<uint32_t>(KEYS / 2 * a.e);
-        const int64_t pairs = lay(values, n, a.e, there);
-        weigh_laid((const uint32_t*)s + first / 2, stride, rows, there, pairs, a.e, out, a.e);
+    static void add_weighted_values(const Attention& a, const float* s, int64_t first,
+                                    int64_t stride, int64_t rows, const uint16_t* const* values,
+                                    int64_t n, Scratch& scratch, Prefetcher& prefetcher,
+                                    float* out) {
+        prefetcher.prefetch(n);
+        uint32_t* packed = scratch.k.reserve<uint32_t>(KEYS / 2 * a.e);
+        const int64_t pairs = pack_values(values, n, a.e, packed);
+        add_weighted_packed((const uint32_t*)s + first / 2, stride, rows, packed, pairs, a.e, out,
+                            a.e);
     }
 
-    static int64_t lay(const uint16_t* const* rows, int64_t n, int64_t e, uint32_t* to) {
-        laid(rows, n, e, to);
-        const int64_t pairs = whole(n, RUN) / 2;
+    static int64_t pack_values(const uint16_t* const* rows, int64_t n, int64_t e, uint32_t* to) {
+        pack_row_pairs(rows, n, e, to);
+        const int64_t pairs = round_up(n, KEY_MULTIPLE) / 2;
         std::fill(to + (n + 1) / 2 * e, to + pairs * e, 0);
         return pairs;
     }
-    static int64_t first_of_fold(int64_t first) { return first / FOLD * FOLD; }
-    static void weigh_laid(const uint32_t* w, int64_t stride, int64_t rows, const uint32_t* values,
-                           int64_t pairs, int64_t e, float* out, int64_t out_stride) {
-        tiles::multiply<true>((const uint16_t*)w, 2 * stride, rows, values, e, pairs, e, out,
-                              out_stride);
+    static int64_t align_first_query(int64_t first) {
+        return first / QUERY_MULTIPLE * QUERY_MULTIPLE;
+    }
+    static void add_weighted_packed(const uint32_t* w, int64_t stride, int64_t rows,
+                                    const uint32_t* values, int64_t pairs, int64_t e, float* out,
+                                    int64_t out_stride) {
+        amx::multiply<true>((const uint16_t*)w, 2 * stride, rows, values, e, pairs, e, out,
+                            out_stride);
     }
 };
 
