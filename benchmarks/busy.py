@@ -1,8 +1,9 @@
 """planish on an idle machine, and on the same machine beside one busy process.
 
-    python benchmarks/busy.py                       W1, W2 and a served iteration, idle and busy
-    python benchmarks/busy.py spins=default,0,300000 works=W1      other spin counts, alternating
-    python benchmarks/busy.py name=try small=True directory=/tmp   a quick check with small
+    python benchmarks/busy.py                                        W1, W2 and a served iteration,
+        idle and busy
+    python benchmarks/busy.py spins=default,0,300000 works=W1        other spin counts, alternating
+    python benchmarks/busy.py name=try small=True directory=/tmp     a quick check with small
         workloads, whose times mean nothing
 
 W1 and W2 are the workloads of works.py, run with planish's public API in one process. A served

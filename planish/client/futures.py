@@ -73,7 +73,7 @@ class Pending(Generic[T]):
         return self.result_async().__await__()
 
     async def coroutine(self) -> T:
-        """Return the result, as `await` does. For functions that accept only coroutines."""
+        """Return the result, as `await` does. Use it with functions that accept only coroutines."""
         return await self.result_async()
 
     def future(self) -> Future[T]:

@@ -4,7 +4,7 @@ runs unchanged on an engine in its own process or on a server.
     remote_model_queue  sends the operations of one model in order
     remote_samplers     samplers and sampling requests
     remote_session      begin, heartbeat and end of the session
-    remote_connection         HTTP requests (remote_http) with retries (remote_retries)
+    remote_connection   HTTP requests (remote_http) with retries (remote_retries)
     remote_thread       the event loop thread in which all of these run
     remote_tokenizer    a cache of downloaded tokenizers
 
@@ -327,8 +327,8 @@ class RemoteService:
 
 
 def _remove_value(values_by_id: dict[str, R], removed: R) -> None:
-    """Remove `removed` from a dictionary in which it has two keys, the caller's id and the
-    server's.
+    """Remove the value `removed` from a dictionary that has it under two keys: the caller's id and
+    the server's id.
     """
     for name, value in list(values_by_id.items()):
         if value is removed:

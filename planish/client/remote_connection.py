@@ -2,9 +2,9 @@
 
 A request is retried after a broken connection, while the server restarts (5xx, connection refused),
 and when it hits a rate limit (429). Request bodies contain sequence numbers
-(planish/wire/operations.py), so the server executes a retried request only once. A server
-that is unreachable for longer than a restart takes is an error. A rate limit is waited for without
-a time limit.
+(planish/wire/operations.py), so the server executes a retried request only once. A server that is
+unreachable for longer than a restart takes is an error. After a rate limit, the client retries
+without a time limit.
 """
 
 from __future__ import annotations

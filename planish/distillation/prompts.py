@@ -32,8 +32,8 @@ from planish.supervised.conversations import Conversation, conversation_of
 
 
 def read_prompt(row: Mapping[str, Any], where: str) -> Conversation:
-    """Return the messages of a row up to the answer. UserError, which names `where`, for a row of
-    another form.
+    """Return the messages of a row up to the answer. Raise UserError, which names `where`, for a
+    row of another form.
     """
     if "question" in row and "messages" not in row:
         row = {"prompt": row["question"]}

@@ -34,8 +34,8 @@ def pin_checkpoint(teacher: TeacherConfig) -> TeacherConfig:
 async def teacher_client(
     teacher: TeacherConfig, service_client: ServiceClient, student_model: str, option: str
 ) -> Any:
-    """Return a sampling client of the teacher. UserError, which names `option`, if the vocabulary
-    is not the student's.
+    """Return a sampling client of the teacher. Raise UserError, which names `option`, if the
+    vocabulary is not the student's.
     """
     client = await policy_client(teacher, service_client, option)
     await require_one_vocabulary(student_model, teacher.base_model, service_client, option)

@@ -3,10 +3,10 @@ group.
 
     reward = (wins - losses) / matchups + (format - 1)
 
-`format` is 1 for an answer that ended properly and 0 otherwise. So truncation costs 1, as much as
-losing every matchup instead of drawing it. planish/preference/matchups.py decides which answers
-are compared. A preference model decides which one wins. It sees the text of an answer as a reader
-would, without reasoning and tool calls.
+`format` is 1 for an answer that ended properly and 0 otherwise. So truncation costs 1. That is the
+difference between a tie and a loss in every matchup. planish/preference/matchups.py decides which
+answers are compared. A preference model decides which one wins. It sees the text of an answer as a
+reader would, without reasoning and tool calls.
 
 The wins and losses of a group sum to 0, whatever the policy learns. So the mean reward shows only
 the format. To measure progress, compare with another policy

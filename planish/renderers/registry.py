@@ -207,7 +207,7 @@ def with_effort(name: str, effort: str) -> str:
 
     "none" stands for no thinking. For models with thinking but without efforts, "low", "medium" and
     "high" all return the renderer that thinks, because clients send one of them to turn thinking
-    on. UnsupportedError, with the list of efforts, if the models do not have this one.
+    on. Raises UnsupportedError, with the list of efforts, if the models do not have this one.
     """
     efforts = _efforts(name)
     if effort not in efforts:

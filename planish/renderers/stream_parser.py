@@ -5,9 +5,10 @@ a stream add up to the answer of a request without streaming.
 
 A piece that was sent cannot be taken back. Therefore the end of an unfinished text is held back
 while later tokens may change its meaning. Such an end is white space, half a character, or the
-beginning of a stop string or of a mark. An unfinished tool call is held back too, because it may
-turn out to be text. If a grammar constrains the calls, an unfinished call cannot become text, so
-its arguments are sent as they grow.
+beginning of a stop string or of a *mark*: a string that may change how the text before it is parsed
+(`marks_of`). An unfinished tool call is held back too, because it may turn out to be text. If a
+grammar constrains the calls, an unfinished call cannot become text, so its arguments are sent as
+they grow.
 
 Parsing always begins at the start of the text, so it takes time in proportion to the text.
 Therefore a long text is parsed less often.
@@ -55,7 +56,9 @@ class Reading:
         return replace(self, content=content, unparsed=())
 
     def map_open_arguments(self, change: Callable[[str], str]) -> dict[str, Any] | None:
-        """Return `open_call`, if there is one, with its arguments replaced by `change` of them."""
+        """Return `open_call` with its arguments replaced by `change(arguments)`; None if there is
+        no open call.
+        """
         if self.open_call is None:
             return None
         function = self.open_call["function"]

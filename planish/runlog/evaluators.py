@@ -74,7 +74,7 @@ def add_metrics(
 def validate_metrics(metrics: Any, source: str) -> dict[str, int | float]:
     """Return the metrics as a dict of Python numbers. NaN and infinity count as numbers.
 
-    UserError, which names `source`, unless `metrics` maps names to numbers.
+    Raise UserError, which names `source`, unless `metrics` maps names to numbers.
     """
     if not isinstance(metrics, Mapping):
         raise UserError(

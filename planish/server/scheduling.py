@@ -52,7 +52,7 @@ class SlotLease:
         self._release: Callable[[], None] | None = release
 
     def release(self) -> None:
-        """Give the slots back. Idempotent."""
+        """Give the slots back. Further calls have no effect."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -355,7 +355,7 @@ class AdapterCache:
                 self._notify(entry)
 
         entry.transition = task = asyncio.create_task(run())
-        # asyncio logs the exception of a task if nobody has retrieved it. Retrieve it here, because
+        # asyncio logs the exception of a task if it is never retrieved. Retrieve it here, because
         # all callers that wait for the task may have been cancelled.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return task

@@ -25,7 +25,9 @@ ROW_FORMS = '"messages", "conversations", or "prompt" and "completion"'
 
 
 def conversation_of(row: Row, where: str) -> Conversation:
-    """Return the messages of a row. UserError, which names `where`, for a row of another form."""
+    """Return the messages of a row. Raise UserError, which names `where`, for a row of another
+    form.
+    """
     if "messages" in row:
         return _messages(row["messages"], f'{where}, "messages"')
     if "conversations" in row:
@@ -67,8 +69,8 @@ def _messages(value: Any, where: str, expected: str = MESSAGE_LIST) -> Conversat
 
 
 def messages_of(value: Any, role: str, where: str) -> Conversation:
-    """Return a text as one message of `role`, and a list of messages as it is. UserError, which
-    names `where`, for anything else.
+    """Return a text as one message of `role`, and a list of messages as it is. Raise UserError,
+    which names `where`, for anything else.
     """
     if isinstance(value, str):
         return [{"role": role, "content": value}]

@@ -234,7 +234,9 @@ class Fields:
 
 
 def _max_value_count(body: bytes) -> int:
-    """Return an upper bound of the number of values, less one. Other threads run in between."""
+    """Return an upper bound of (number of values - 1). Other threads can run while it is
+    computed.
+    """
     return sum(
         body.count(b",", begin, begin + _COUNT_STEP_BYTES)
         for begin in range(0, len(body), _COUNT_STEP_BYTES)

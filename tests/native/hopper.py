@@ -48,8 +48,8 @@ class Resources:
 def resources(
     module: str, cases: list[Case], target: tuple[str, int | str, int] = ("cuda", 90, 32)
 ) -> list[Resources]:
-    """Compile each case with the kernels of `module`. RuntimeError with the compiler's message if
-    one fails.
+    """Compile each case with the kernels of `module`. Raise RuntimeError with the compiler's
+    message if one fails.
 
     `target`: backend, architecture and threads per warp. Registers and spills are 0 for AMD.
     """

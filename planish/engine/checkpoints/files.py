@@ -78,7 +78,8 @@ class Manifest:
         """Return the manifest as the text of planish.json."""
         fields: dict[str, Any] = {"format": MANIFEST_FORMAT, **asdict(self)}
         if self.quantize is None:
-            # Earlier versions of planish reject a manifest with a field that they do not know.
+            # Earlier versions of planish reject a manifest with this field, so leave it out where
+            # possible.
             del fields["quantize"]
         fields["time"] = self.time.isoformat()
         fields["expires_at"] = self.expires_at.isoformat() if self.expires_at else None

@@ -1,7 +1,7 @@
 """The page for Prometheus at /metrics.
 
-    planish_..._total       counters since the start of the process
-    planish_...             gauges
+    planish_..._total              counters since the start of the process
+    planish_...                    gauges
     planish_http_request_seconds   a histogram by route and status (access.py)
 
 A server without keys answers only programs on its own machine, on this page as on all endpoints. A

@@ -5,7 +5,8 @@ that a replay finds it even if the checkpoint was deleted. A save first records 
 free. If the save is repeated after a crash, files under this name come from its own first run, and
 it overwrites them.
 
-These functions do not change the model's state. `Model` does so with the values that they return.
+These functions do not change the model's state. They return values, with which `Model` changes its
+state.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ def _client_path_in_errors(path: str | None, copy_path: str | None) -> Iterator[
 async def submit_save(
     services: Services, request: QueuedRequest, operation: SaveWeights | SaveWeightsForSampler
 ) -> tuple[SubmittedRequest, asyncio.Lock]:
-    """Submit a save to the engine. Return it and the acquired lock of the checkpoint's path.
-    The caller releases the lock once the answer is being written.
+    """Submit a save to the engine. Return the submitted save and the acquired lock of the
+    checkpoint's path. The caller releases the lock once the answer is being written.
     """
     tenant = Tenant(request.row.tenant)
     await services.checkpoints.check_quota(tenant)

@@ -238,8 +238,8 @@ class CppBackend(TorchBackend):
     def decode_pass(self, decoder: Decoder) -> ForwardPass | None:
         """Return a forward pass that runs all layers in one native call.
 
-        Return None if the kernels do not support all weights, all adapters and the attention, or
-        if the model has steps that only `Decoder.forward` has.
+        Return None if the kernels do not support all weights, all adapters and the attention, or if
+        the model needs steps that only `Decoder.forward` implements.
         """
         config = self.config
         if (

@@ -77,7 +77,7 @@ def verdict_of(family: str) -> Verdict:
             CHECKS[family]()
     except Mismatch as error:
         return Verdict(family, False, str(error))
-    except Exception as error:  # For example a missing function, or out of memory.
+    except Exception as error:  # The cause may be a missing function or lack of memory.
         return Verdict(family, False, f"{type(error).__name__}: {error}")
     return Verdict(family, True)
 
