@@ -220,8 +220,7 @@ def is_clear(message: str, error: str) -> bool:
             says_remedy = re.search("free space|the operator|accepts no new work", message)
             return bool(says_cause and says_remedy)
         case "allocation":
-            # SQLite reports a lack of memory as a fault of the disk.
-            return bool(re.search("memory|disk is full or broken", message))
+            return "memory" in message
     return bool(message)
 
 

@@ -3,6 +3,9 @@ applied: a failure would contradict the model, and a client that sends it again 
 twice.
 """
 
+import asyncio
+import errno
+import sqlite3
 from types import SimpleNamespace
 
 import orjson
@@ -11,11 +14,13 @@ from google.protobuf.message import DecodeError
 from server_client import Client, adam, gradient, make_core, running, state
 from starlette.testclient import TestClient
 
-from planish.errors import UserError
+from planish.errors import StorageError, UserError
 from planish.server.durable.request_log import failed_from_error
 from planish.server.durable.retries import retry_until_memory_suffices
+from planish.server.durable.store import Store, Transaction
 from planish.server.http.app import create_app
 from planish.server.models import steps
+from planish.server.results import Unavailable
 from planish.server.settings import ServerSettings
 from planish.wire.messages import parse_message
 
@@ -77,6 +82,44 @@ def test_a_call_that_runs_out_of_memory_before_its_endpoint_can_be_sent_again(
     assert answer.status_code == 503
     assert float(answer.headers["retry-after"]) > 0
     assert "out of memory" in answer.json()["detail"]
+
+
+async def test_writes_that_lack_memory_are_not_reported_as_a_full_disk(model_dir, data_dir):
+    lacks_memory = True
+
+    def insert(transaction: Transaction) -> None:
+        if lacks_memory:
+            raise sqlite_error(sqlite3.SQLITE_IOERR_NOMEM)
+        transaction.execute("INSERT INTO meta VALUES ('key', x'')")
+
+    async with running(model_dir, data_dir) as server:
+        write = server.store.write_with_retries(insert)
+        while not server.store.is_failing:
+            await asyncio.sleep(0.01)
+        with pytest.raises(Unavailable, match="out of memory; send the request again"):
+            server.request_log.check_disk(0)
+        lacks_memory = False
+        await write
+        server.request_log.check_disk(0)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOMEM, "Cannot allocate memory"), sqlite3.SQLITE_IOERR_NOMEM]
+)
+async def test_reads_that_lack_memory_are_not_reported_as_a_full_disk(tmp_path, error):
+    def fail(connection: sqlite3.Connection) -> None:
+        raise error if isinstance(error, OSError) else sqlite_error(error)
+
+    store = Store(tmp_path)
+    with pytest.raises(StorageError, match="out of memory; send the request again"):
+        await store.read(fail)
+    store.close()
+
+
+def sqlite_error(code: int) -> sqlite3.OperationalError:
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = code
+    return error
 
 
 def test_a_message_without_memory_is_not_reported_as_wrong():

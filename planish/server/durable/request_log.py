@@ -401,7 +401,9 @@ class RequestLog:
         self.check_disk(size)
 
     def check_disk(self, size: int) -> None:
-        """Raise Unavailable if the disk has no space for `size` bytes, or refuses writes."""
+        """Raise Unavailable if the disk has no space for `size` bytes, or if the last write failed
+        because of the disk or memory.
+        """
         is_full = self.disk_is_full(size)
         is_reported = self._store.is_failing or self.disk_faults.are_widespread
         if is_full and not self._disk_was_full and not is_reported:
@@ -415,6 +417,8 @@ class RequestLog:
                 f"{self._settings.min_free_disk_bytes:,}",
             )
         self._disk_was_full = is_full
+        if self._store.lacks_memory:
+            raise Unavailable(OUT_OF_MEMORY, _RETRY_SECONDS)
         if is_full:
             raise Unavailable(
                 "the server's disk is full or broken. Until that ends, the server "

@@ -36,6 +36,7 @@ and results are the last columns, so that a query for other columns need not rea
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import secrets
@@ -185,9 +186,11 @@ class Store:
             raise
         self._queue: SimpleQueue[_Change[Any] | None] = SimpleQueue()
         self.is_failing = False
-        """Whether the last transaction failed because of the disk. While this is True, every
+        """Whether the last transaction failed because of the disk or memory. While True, every
         transaction writes at least the database version, to test whether writes work again.
         """
+        self.lacks_memory = False
+        """Whether the last transaction failed because memory ran out."""
         self._doubtful: list[str] = []
         """Files of bodies whose transaction failed in COMMIT. SQLite's log may contain the whole
         transaction, and after a crash SQLite would complete it. The next transaction replaces it
@@ -346,7 +349,7 @@ class Store:
                 f"({error}); stop the server, check the disk, and start the server again; if this "
                 "error stays, restore the directory from a backup"
             )
-        if isinstance(error, MemoryError):
+        if _is_lack_of_memory(error):
             return StorageError(OUT_OF_MEMORY)
         remedy = "free space there, or grant the permissions it needs"
         if isinstance(error, OSError):
@@ -483,6 +486,7 @@ class Store:
             closing = self._receive(waiting) or closing
             error = self._commit(waiting)
             self._log_failure_or_recovery(error)
+            self.lacks_memory = str(error) == OUT_OF_MEMORY
             self.is_failing = error is not None
             if error is None:
                 done, waiting = waiting, []
@@ -583,6 +587,15 @@ def _is_disk_or_memory_error(error: Exception) -> bool:
         isinstance(error, sqlite3.OperationalError)
         and getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_ERROR
     )
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """Return whether an error of Python, a file call or SQLite means that memory ran out."""
+    if isinstance(error, sqlite3.Error):
+        # sqlite3 raises MemoryError for SQLITE_NOMEM, but not for memory that a file call lacked.
+        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_IOERR_NOMEM
+    is_refused_call = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return is_refused_call or isinstance(error, MemoryError)
 
 
 def _error_for_client(refusal: Exception) -> StorageError:
