@@ -466,7 +466,9 @@ class HostedService(Service, Protocol):
         ...
 
     def keep_expired_checkpoints(self) -> None:
-        """Let reads of checkpoints remove no expired checkpoints; the server removes them."""
+        """Let no read remove an expired checkpoint, and no save replace one without `overwrite`.
+        `set_checkpoint_ttl` may extend an expired one. The server removes them.
+        """
         ...
 
     def checkpoint_paths(self) -> list[str]:

@@ -179,6 +179,7 @@ class Server(Services):
 
     async def _verify_checkpoints(self) -> None:
         try:
+            await self.checkpoints.correct_expiry()
             await self.checkpoints.verify()
         except EngineClosedError:
             return
@@ -422,7 +423,7 @@ class Server(Services):
                 return path
             await self.checkpoints.check_quota(tenant)
             self.request_log.check_capacity(tenant.name, 0)
-            await self.engine.copy_checkpoint(source, path, self.expiry_clock.extended(ttl_seconds))
+            await self.engine.copy_checkpoint(source, path, ttl_seconds)
             # Describe the copy and not `source`, which its owner may overwrite at any time.
             info = await self.engine.checkpoint_info(path)
             checkpoint_row = await self.checkpoints.row_from_files(tenant, path)

@@ -56,7 +56,11 @@ class Services:
             FailedRequests(self.store, settings),
         )
         self.adapter_cache = AdapterCache(settings.adapter_memory_bytes, self.counters)
-        self.expiry_clock = ExpiryClock(settings.expiry_delay)
+        # A result or session of the time with a wrong clock is certainly old enough only when the
+        # corrected clock has run for as long as it is kept.
+        self.expiry_clock = ExpiryClock(
+            max(settings.expiry_delay, settings.result_retention, settings.session_timeout)
+        )
         self.checkpoints = CheckpointCatalog(self.engine, self.store, settings, self.expiry_clock)
         self.training_queue = FairQueue(
             settings.training_slots,

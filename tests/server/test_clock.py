@@ -2,17 +2,18 @@
 
 import asyncio
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 from server_client import TENANT, Client, change_database, gradient, run, running
 
-from planish.engine.checkpoints.files import Manifest
 from planish.engine.checkpoints.store import CheckpointStore
 from planish.errors import CheckpointError
 from planish.server.durable.expiry_clock import ExpiryClock
-from planish.server.results import Gone
+from planish.server.results import Failed, Gone
 from planish.server.settings import ServerSettings
+from planish.service import SaveWeights
 from planish.types import CheckpointPath
 
 HOUR, DAY = 3600.0, 86400.0
@@ -48,8 +49,7 @@ def test_a_steady_clock_is_believed(clocks):
     clocks.run(watch, 8 * DAY)
     assert watch.earliest() == clocks.wall
     assert watch.before(DAY) == clocks.wall - DAY
-    assert watch.extended(100) == 100
-    assert watch.extended(None) is None
+    assert watch.uptime_at(clocks.wall + 100) is None
 
 
 @pytest.mark.parametrize("jump", [3 * DAY, 400 * DAY])
@@ -91,49 +91,72 @@ def test_time_without_a_server_does_not_count_until_the_clock_was_steady(clocks,
     assert watch.earliest() == clocks.wall
 
 
-def test_a_time_to_live_is_longer_while_the_clock_is_behind(clocks, caplog):
-    right = clocks.wall
-    clocks.wall -= 3 * DAY
+def test_a_time_to_live_counts_in_uptime_until_the_clock_is_trusted(clocks):
+    """The clock is behind, and is corrected."""
     watch = clocks.watch()
-    watch.resume(right, right)
-    assert "259200 seconds behind" in caplog.text
-    assert watch.extended(100) == 100 + 3 * DAY
-    saved_until = clocks.wall + watch.extended(9 * DAY)
+    expires = clocks.wall + 9 * DAY
+    uptime = watch.uptime_at(expires)
+    assert watch.uptime_at(None) is None
     clocks.run(watch, HOUR)
-    clocks.wall += 3 * DAY  # corrected
-    assert watch.extended(100) == 100
-    assert watch.earliest() == clocks.wall - 3 * DAY
-    clocks.run(watch, 9 * DAY - 2 * HOUR)
-    assert watch.earliest() < saved_until
-    clocks.run(watch, 2 * HOUR)
-    assert watch.earliest() >= saved_until
+    clocks.wall += 3 * DAY
+    assert watch.time_at(uptime) == expires + 3 * DAY
+    clocks.run(watch, 9 * DAY - HOUR)
+    assert watch.uptime() == uptime
+    assert watch.time_at(uptime) == clocks.wall
+    assert watch.uptime_at(expires) is None
 
 
-def test_a_clock_that_is_behind_by_years_changes_no_bound(clocks):
-    """As on a machine whose clock has no battery."""
-    right = clocks.wall
-    clocks.wall -= 9000 * DAY
+def test_the_uptime_continues_in_the_next_process(clocks):
     watch = clocks.watch()
-    watch.resume(right, right)
+    clocks.run(watch, HOUR)
+    earliest, uptime = watch.earliest(), watch.uptime()
+    clocks.wall += 3 * DAY
+    watch = clocks.watch()
+    watch.resume(earliest, uptime)
+    clocks.run(watch, HOUR)
+    assert watch.uptime() == 2 * HOUR
+
+
+@pytest.mark.parametrize("behind", [3 * DAY, 9000 * DAY])
+def test_the_time_of_a_clock_that_is_behind_is_a_lower_bound(clocks, behind, caplog):
+    """9000 days, as on a machine whose clock has no battery."""
+    right = clocks.wall
+    clocks.wall -= behind
+    watch = clocks.watch()
+    watch.resume(right, 0.0)
+    assert f"{behind:.0f} seconds behind" in caplog.text
     clocks.run(watch, 60)
     assert watch.earliest() == clocks.wall
-    assert watch.extended(100) == 100
-    clocks.wall += 9000 * DAY
+    clocks.wall += behind
+    assert watch.earliest() == clocks.wall - behind
+    clocks.run(watch, 7 * DAY)
     assert watch.earliest() == clocks.wall
 
 
-def has_expired(manifest: Manifest) -> bool:
-    """Do the same as the function of the store, with the clock that the tests replace."""
-    return manifest.expires_at is not None and manifest.expires_at.timestamp() <= time.time()
+class ShiftedDatetime(datetime):
+    """The class `datetime` with the clock that the tests replace."""
+
+    @classmethod
+    def now(cls, tz=None):
+        return datetime.fromtimestamp(time.time(), tz)
 
 
 class ShiftedClock:
     """The system's clock, shifted by `seconds`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seconds, real = 0.0, time.time
-        monkeypatch.setattr("time.time", lambda: real() + self.seconds)
-        monkeypatch.setattr(f"{STORE}._has_expired", has_expired)
+        self.seconds, self._run_seconds = 0.0, 0.0
+        time_of_day, monotonic = time.time, time.monotonic
+        monkeypatch.setattr("time.time", lambda: time_of_day() + self.seconds + self._run_seconds)
+        monkeypatch.setattr(f"{STORE}.datetime", ShiftedDatetime)
+        monkeypatch.setattr(
+            "planish.server.services.ExpiryClock",
+            lambda delay: ExpiryClock(delay, monotonic=lambda: monotonic() + self._run_seconds),
+        )
+
+    def run(self, seconds: float) -> None:
+        """Let the server run for `seconds`."""
+        self._run_seconds += seconds
 
 
 @pytest.fixture
@@ -148,9 +171,12 @@ def directory_of(data_dir: Path, path: str) -> Path:
 async def test_a_clock_that_jumps_ahead_deletes_nothing_until_it_was_steady(
     model_dir, data_dir, shifted, caplog
 ):
-    async with running(model_dir, data_dir, ServerSettings(expiry_delay=0.5)) as server:
+    async with running(model_dir, data_dir) as server:
         client = await Client.start(server)
         model = await client.model()
+        uncertain = await model.save("uncertain", ttl_seconds=int(9 * DAY))
+        shifted.run(8 * DAY)
+        await server.cleanup.clean()
         path = await model.save("a", ttl_seconds=int(DAY))
         request = await model.submit(gradient(model.model_id))
         answer = await client.done(request)
@@ -168,9 +194,104 @@ async def test_a_clock_that_jumps_ahead_deletes_nothing_until_it_was_steady(
         assert await client.done(request) == answer
         shifted.seconds = 10 * DAY
         await server.cleanup.clean()
-        await asyncio.sleep(0.6)
+        shifted.run(7 * DAY)
         await server.cleanup.clean()
         assert not directory.exists()
+        assert not directory_of(data_dir, uncertain).exists()
+
+
+@pytest.mark.parametrize("is_corrected_while_running", [True, False])
+async def test_a_clock_that_is_behind_but_later_than_the_last_use_deletes_nothing_early(
+    model_dir, data_dir, shifted, is_corrected_while_running
+):
+    """The server was off for ten days, and starts with a clock that is three days behind."""
+    async with running(model_dir, data_dir) as server:
+        await server.cleanup.clean()
+    shifted.seconds = 7 * DAY
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        paths = [await model.save("a", ttl_seconds=int(9 * DAY)), await model.save("b")]
+        await server.checkpoints.set_ttl(TENANT, paths[1], int(9 * DAY))
+        paths.append(
+            await server.copy_checkpoint(TENANT, paths[0], client.session_id, 9, int(9 * DAY))
+        )
+        if is_corrected_while_running:
+            shifted.seconds = 10 * DAY
+            await check_lifetimes(server, data_dir, paths, shifted)
+    if not is_corrected_while_running:
+        shifted.seconds = 10 * DAY
+        async with running(model_dir, data_dir) as server:
+            await check_lifetimes(server, data_dir, paths, shifted)
+
+
+async def check_lifetimes(server, data_dir, paths: list[str], shifted) -> None:
+    """Check that the checkpoints live for nine days from now."""
+    for seconds in (0, 8.9 * DAY):
+        shifted.run(seconds)
+        if seconds:
+            await server.cleanup.clean()
+        for path in paths:
+            info = await server.checkpoints.info(TENANT, path)
+            assert info.checkpoint.expires_at.timestamp() - time.time() > 9 * DAY - seconds - HOUR
+        await server.cleanup.clean()
+    shifted.run(0.2 * DAY)
+    await server.cleanup.clean()
+    for path in paths:
+        with pytest.raises(CheckpointError):
+            await server.checkpoints.info(TENANT, path)
+        assert not directory_of(data_dir, path).exists()
+
+
+async def test_a_listing_has_corrected_times(model_dir, data_dir, shifted):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        await (await client.model()).save("a", ttl_seconds=int(DAY))
+        shifted.seconds = 3 * DAY
+        await server.cleanup.clean()
+        [listed] = (await server.checkpoints.page(TENANT, None, None, 0)).items
+        assert listed.expires_at is not None
+        assert abs(listed.expires_at.timestamp() - time.time() - DAY) < 60
+
+
+async def test_a_result_of_a_clock_that_was_behind_is_kept_for_its_whole_time(
+    model_dir, data_dir, shifted
+):
+    """Also if it is kept for longer than `expiry_delay`."""
+    settings = ServerSettings(result_retention=10 * DAY, result_memory_bytes=1)
+    shifted.seconds = 7 * DAY
+    async with running(model_dir, data_dir, settings) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        request = await model.submit(gradient(model.model_id))
+        answer = await client.done(request)
+        await model.step(3)
+        shifted.seconds = 10 * DAY
+        await server.cleanup.clean()
+        shifted.run(9 * DAY)
+        await server.cleanup.clean()
+        assert await client.done(request) == answer
+        shifted.run(2 * DAY)
+        await server.cleanup.clean()
+        with pytest.raises(Gone):
+            await client.answer(request)
+
+
+async def test_a_checkpoint_that_seems_expired_is_not_replaced(model_dir, data_dir, shifted):
+    async with running(model_dir, data_dir) as server:
+        client = await Client.start(server)
+        model = await client.model()
+        shifted.run(8 * DAY)
+        path = await model.save("a", ttl_seconds=int(DAY))
+        shifted.seconds = 10 * DAY
+        answer = await client.answer(await model.submit(SaveWeights(model.model_id, "a")))
+        assert isinstance(answer, Failed)
+        assert "exists; give another name" in answer.message
+        shifted.seconds = 0.0
+        assert (await server.checkpoints.info(TENANT, path)).base_model
+        shifted.seconds = 10 * DAY
+        await server.checkpoints.delete(TENANT, path)
+        assert await model.save("a") == path
 
 
 @pytest.mark.parametrize("wrong", [3 * DAY, 10 * DAY])

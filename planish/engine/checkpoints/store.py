@@ -119,7 +119,9 @@ class CheckpointStore:
         """Create a store for `directory`, which need not exist yet."""
         self.directory = directory
         self.removes_expired = True
-        """Whether reads remove expired checkpoints. A server removes them itself."""
+        """Whether reads remove expired checkpoints, and saves replace them. A server decides itself
+        when it removes one, and may extend its time to live before that.
+        """
 
     def save(self, request: SaveRequest, adapter: AdapterSnapshot) -> None:
         """Write one checkpoint.
@@ -156,7 +158,7 @@ class CheckpointStore:
         request = SaveRequest(path, ttl_seconds)
         # Raise an error here if the checkpoint does not exist. Acquiring the lock could otherwise
         # create a lock file for nothing.
-        self.manifest(path)
+        _ = self.manifest(path) if self.removes_expired else self._manifest_on_disk(path)
         with self._locked(self._directory_of(path).parent.parent):
             manifest = replace(
                 self._read_manifest(path), expires_at=request.expires_at(datetime.now(UTC))
@@ -184,13 +186,7 @@ class CheckpointStore:
         Raises CheckpointError if the checkpoint does not exist or has expired. Raises
         DamagedFileError if the manifest is unusable.
         """
-        try:
-            manifest = self._read_manifest(path)
-        except (CheckpointError, DamagedFileError):
-            # Between the two renames of a replacement, the checkpoint has only a temporary name.
-            # That replacement may still be in progress, or its process may have crashed.
-            self._restore_previous(self._directory_of(path))
-            manifest = self._read_manifest(path)
+        manifest = self._manifest_on_disk(path)
         if _has_expired(manifest):
             if self.removes_expired:
                 self._remove_expired(self._directory_of(path))
@@ -199,6 +195,16 @@ class CheckpointStore:
                 "save with a longer ttl_seconds, or None"
             )
         return manifest
+
+    def _manifest_on_disk(self, path: CheckpointPath) -> Manifest:
+        """Do the same as `manifest`, but accept an expired checkpoint."""
+        try:
+            return self._read_manifest(path)
+        except (CheckpointError, DamagedFileError):
+            # Between the two renames of a replacement, the checkpoint has only a temporary name.
+            # That replacement may still be in progress, or its process may have crashed.
+            self._restore_previous(self._directory_of(path))
+            return self._read_manifest(path)
 
     def read(
         self,
@@ -407,7 +413,7 @@ class CheckpointStore:
             is_equal = (
                 request.path.checkpoint_type == "sampler" and existing.files == manifest.files
             )
-            if is_equal or _has_expired(existing):
+            if is_equal or (self.removes_expired and _has_expired(existing)):
                 return
         raise name_taken_error(request.path)
 

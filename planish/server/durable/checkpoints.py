@@ -2,7 +2,10 @@
 are downloaded.
 
 A tenant sees its own checkpoints, and can read public ones of other tenants. The time to live is
-stored in a checkpoint's files. An expired checkpoint cannot be read, even before it is deleted.
+stored in a checkpoint's files. An expired checkpoint cannot be read, even before it is deleted. If
+the system's clock may have been wrong at the save, the checkpoint expires by the uptime
+(expiry_clock.py). After each jump of the clock, and each time without a server, the time in the
+files is then corrected.
 
 External weights are adapters saved for other programs, in PEFT's layout. A sampler checkpoint of
 planish has that layout already. So external weights NAME are stored as the sampler checkpoint
@@ -28,6 +31,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import math
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -61,11 +65,15 @@ from planish.server.engine_client import EngineClient
 from planish.server.results import Conflict, NoSuchCheckpoint, Page, Tenant
 from planish.server.settings import TenantSettings
 from planish.service import CheckpointInfo
-from planish.types import Checkpoint, CheckpointPath
+from planish.types import LONGEST_TTL_SECONDS, Checkpoint, CheckpointPath
 
 _log = logging.getLogger(__name__)
 
 _IS_UNEXPIRED = "(expires IS NULL OR expires > ?)"
+_TOLERATED_SECONDS = 60.0
+"""The files of a checkpoint are corrected if their time differs by more than this."""
+_MAX_CORRECTED_CHECKPOINTS = 1000
+"""How many checkpoints one cleanup corrects."""
 
 
 class CheckpointCatalog:
@@ -179,8 +187,10 @@ class CheckpointCatalog:
         return self._locks.setdefault(path, asyncio.Lock())
 
     async def delete(self, tenant: Tenant, path: str) -> None:
-        """Delete one of the tenant's checkpoints."""
-        row = await self.owned_row(tenant, path)
+        """Delete one of the tenant's checkpoints, even an expired one."""
+        [row] = await self._rows(path) or [None]
+        if row is None or row.tenant != tenant.name:
+            raise _not_found(path)
         async with self.lock(row.path):
             deletion = await self._delete_files_and_row(row)
         await deletion
@@ -196,16 +206,29 @@ class CheckpointCatalog:
         """Let a checkpoint expire `ttl_seconds` from now. With None it never expires."""
         row = await self.owned_row(tenant, path)
         async with self.lock(row.path):
-            ttl_seconds = self._expiry_clock.extended(ttl_seconds)
             await self._engine.set_checkpoint_ttl(row.path, ttl_seconds)
-            expires = (await self.row_from_files(tenant, row.path)).expires
-            await self._store.write(update_row, CheckpointRow, row.path, expires=expires)
+            row = await self.row_from_files(tenant, row.path)
+            times = {"expires": row.expires, "expires_at_uptime": row.expires_at_uptime}
+            await self._store.write(update_row, CheckpointRow, row.path, **times)
 
     async def row_from_files(self, tenant: Tenant, path: str) -> CheckpointRow:
-        """Make the row of a checkpoint from its files. The row is not written to the database."""
-        return CheckpointRow.from_checkpoint(
+        """Make the row of a checkpoint from its files, which were just written. The row is not
+        written to the database.
+        """
+        row = CheckpointRow.from_checkpoint(
             (await self._engine.checkpoint_info(path)).checkpoint, tenant.name
         )
+        return replace(row, expires_at_uptime=self._expiry_clock.uptime_at(row.expires))
+
+    async def is_name_free(self, path: str) -> bool:
+        """Return whether a save may replace what is at `path` without being asked to. An expired
+        checkpoint is replaced only when it may be deleted.
+        """
+        for row in await self._rows(path):
+            seems_expired = row.expires is not None and row.expires <= time.time()
+            if seems_expired and not self._has_certainly_expired(row):
+                return False
+        return not await self._engine.checkpoint_exists(path)
 
     async def check_quota(self, tenant: Tenant) -> None:
         """Raise BadRequest if the tenant has used up its storage quota, `max_storage_bytes`."""
@@ -218,8 +241,12 @@ class CheckpointCatalog:
 
     async def remove_expired(self) -> None:
         """Delete the checkpoints that have certainly expired."""
-        now = self._expiry_clock.earliest()
-        expired = await self._store.read(select, CheckpointRow, f"NOT {_IS_UNEXPIRED}", [now])
+        expired = await self._store.read(
+            select,
+            CheckpointRow,
+            f"(expires_at_uptime IS NULL AND NOT {_IS_UNEXPIRED}) OR expires_at_uptime <= ?",
+            [self._expiry_clock.earliest(), self._expiry_clock.uptime()],
+        )
         deletions = []
         for row in expired:
             async with self.lock(row.path):
@@ -228,6 +255,65 @@ class CheckpointCatalog:
                     deletions.append(await self._delete_files_and_row(row))
         # Wait only after all deletions, because on a full disk the writes need the freed space.
         await asyncio.gather(*deletions)
+
+    def _has_certainly_expired(self, row: CheckpointRow) -> bool:
+        if row.expires_at_uptime is not None:
+            return row.expires_at_uptime <= self._expiry_clock.uptime()
+        return row.expires is not None and row.expires <= self._expiry_clock.earliest()
+
+    async def correct_expiry(self) -> None:
+        """Correct the times of checkpoints that expire by the uptime, if the system's clock has
+        jumped, or no server ran for a while. If the system's clock is certainly right, let the
+        correct ones expire by it.
+        """
+        clock = self._expiry_clock
+        is_uncertain, values = "expires_at_uptime > ?", [clock.uptime(), clock.time_at(0.0)]
+        is_wrong = f"ABS(expires - expires_at_uptime - ?) > {_TOLERATED_SECONDS}"
+        wrong = await self._store.read(
+            select,
+            CheckpointRow,
+            f"{is_uncertain} AND {is_wrong} LIMIT {_MAX_CORRECTED_CHECKPOINTS}",
+            values,
+            omit="user_metadata",
+        )
+        for row in wrong:
+            with suppress(CheckpointError, DamagedFileError):  # `verify` reports damaged ones
+                await self._corrected(row)
+        is_correct = f"{is_uncertain} AND NOT {is_wrong}"
+        if clock.is_trusted and await self._store.read(count, CheckpointRow, is_correct, values):
+            await self._store.write(
+                lambda transaction: transaction.execute(
+                    f"UPDATE checkpoints SET expires_at_uptime = NULL WHERE {is_correct}", values
+                )
+            )
+
+    async def _corrected(self, row: CheckpointRow) -> CheckpointRow:
+        """Return the row of a checkpoint with a correct `expires`, after the files and the row in
+        the database were corrected.
+        """
+        if not self._needs_correction(row):
+            return row
+        async with self.lock(row.path):
+            # The tenant may have replaced or deleted the checkpoint meanwhile.
+            for current in await self._rows(row.path):
+                row = current
+                if row.expires_at_uptime is not None and self._needs_correction(row):
+                    seconds = math.ceil(row.expires_at_uptime - self._expiry_clock.uptime())
+                    await self._engine.set_checkpoint_ttl(
+                        row.path, min(seconds, LONGEST_TTL_SECONDS)
+                    )
+                    files_row = await self.row_from_files(Tenant(row.tenant), row.path)
+                    row = replace(row, expires=files_row.expires)
+                    await self._store.write(
+                        update_row, CheckpointRow, row.path, expires=row.expires
+                    )
+        return row
+
+    def _needs_correction(self, row: CheckpointRow) -> bool:
+        if row.expires is None or row.expires_at_uptime is None:
+            return False
+        error = row.expires - self._expiry_clock.time_at(row.expires_at_uptime)
+        return not self._has_certainly_expired(row) and abs(error) > _TOLERATED_SECONDS
 
     async def reconcile(self) -> None:
         """Remove the rows of checkpoints that are not on disk. The server calls this at its start,
@@ -304,13 +390,16 @@ class CheckpointCatalog:
         return Tenant(name), await self.files(Tenant(name), path)
 
     async def _row(self, path: str) -> CheckpointRow:
+        for row in await self._rows(path):
+            row = await self._corrected(row)
+            if row.expires is None or row.expires > time.time():
+                return row
+        raise _not_found(path)
+
+    async def _rows(self, path: str) -> list[CheckpointRow]:
+        """Return the row of a checkpoint, expired or not; an empty list without one."""
         parsed = str(CheckpointPath.parse(path))
-        rows = await self._store.read(
-            select, CheckpointRow, f"path = ? AND {_IS_UNEXPIRED}", [parsed, time.time()]
-        )
-        if not rows:
-            raise _not_found(path)
-        return rows[0]
+        return await self._store.read(select, CheckpointRow, "path = ?", [parsed])
 
     async def _exists(self, path: str) -> bool:
         """Return whether the checkpoint is on disk, damaged or not."""

@@ -1,9 +1,13 @@
 """The clock by which expired data are deleted.
 
 The system's clock may be wrong when the server starts, or jump while the server runs. The server
-cannot know which time is right. So it keeps a lower and an upper bound of the true time. The lower
-bound counts only the time during which a server ran, and never exceeds the system's time. Time
+cannot know which time is right. So it also measures two times without the system's clock: a lower
+bound of the true time, and the uptime, in which servers have used the data directory. Time
 synchronization or an operator usually corrects a wrong clock within days.
+
+A checkpoint that is saved before the system's clock has run for `expiry_delay` without a jump
+expires by the uptime, since the clock may be corrected later. All others expire by the system's
+clock.
 """
 
 from __future__ import annotations
@@ -14,25 +18,25 @@ from collections.abc import Callable
 
 from planish.server.durable.records import SessionRow, select
 from planish.server.durable.store import Store, Transaction
-from planish.types import LONGEST_TTL_SECONDS
 
 _JUMP_SECONDS = 60.0
 """The system's clock has jumped if it advanced, since the last check, by at least this much more or
 less than the monotonic clock.
 """
 _REPORTED_GAP_SECONDS = 3600.0
-_MAX_BEHIND_SECONDS = 7 * 86400.0
-"""A clock that is further behind than this is certainly wrong, so it changes no bound."""
 _KEY = "clock"
-"""A key in the table `meta`: the bounds of the time when they were last written."""
+"""A key in the table `meta`: the lower bound and the uptime when they were last written."""
 
 _log = logging.getLogger(__name__)
 
 
 class ExpiryClock:
-    """The bounds of the true time, in seconds since 1970. `earliest` advances while a server runs,
-    and never exceeds the system's time. `latest` is never below the system's time. Both become the
-    system's time when the system's clock has run for `expiry_delay` without a jump.
+    """A lower bound of the true time, and the uptime of servers.
+
+    `earliest` is the lower bound in seconds since 1970. It advances while a server runs, and never
+    exceeds the system's time. It becomes the system's time when the system's clock has run for
+    `expiry_delay` seconds without a jump. The uptime, in seconds, never jumps. Its origin is
+    arbitrary.
     """
 
     def __init__(
@@ -46,10 +50,10 @@ class ExpiryClock:
         self._clock, self._monotonic = clock, monotonic
         self._checked = self._steady_since = monotonic()
         self._wall = clock()
-        self._earliest = self._latest = self._wall
+        self._earliest, self._uptime = self._wall, 0.0
 
-    def resume(self, earliest: float, latest: float) -> None:
-        """Continue with the bounds that an earlier process recorded."""
+    def resume(self, earliest: float, uptime: float) -> None:
+        """Continue with what an earlier process recorded."""
         gap = self._wall - earliest
         if gap > _REPORTED_GAP_SECONDS:
             _log.warning(
@@ -64,14 +68,7 @@ class ExpiryClock:
                 "Correct it if it is wrong",
                 -gap,
             )
-        self._earliest, self._latest = earliest, latest
-        self._widen()
-
-    def _widen(self) -> None:
-        """Let the bounds include the system's time."""
-        if self._earliest - self._wall <= _MAX_BEHIND_SECONDS:
-            self._earliest = min(self._earliest, self._wall)
-        self._latest = max(self._latest, self._wall)
+        self._earliest, self._uptime = min(earliest, self._wall), uptime
 
     def earliest(self) -> float:
         """Return a time that has certainly passed. Call this often, because each call compares the
@@ -88,13 +85,19 @@ class ExpiryClock:
                 "expiry_delay without another jump",
                 jump,
             )
-        if now - self._steady_since >= self._expiry_delay:
-            self._earliest = self._latest = wall
-        else:
-            self._earliest += elapsed
-            self._latest += elapsed
-            self._widen()
-        return min(self._earliest, wall)
+        self._uptime += elapsed
+        self._earliest = wall if self.is_trusted else min(self._earliest + elapsed, wall)
+        return self._earliest
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether the system's clock has run for `expiry_delay` without a jump."""
+        return self._checked - self._steady_since >= self._expiry_delay
+
+    def uptime(self) -> float:
+        """Return the uptime."""
+        self.earliest()
+        return self._uptime
 
     def before(self, seconds: float) -> float:
         """Return a time T. Everything that the system's clock dated before T is at least `seconds`
@@ -104,36 +107,39 @@ class ExpiryClock:
         is_steady = self._checked - self._steady_since >= seconds
         return (self._wall if is_steady else earliest) - seconds
 
-    def extended(self, ttl_seconds: int | None) -> int | None:
-        """Return the time to live to give to the engine, which adds it to the system's time. If the
-        system's clock is behind that of an earlier process, the result is longer than `ttl_seconds`
-        by the difference, because the clock may be corrected.
+    def uptime_at(self, expires: float | None) -> float | None:
+        """Return the uptime at the system's time `expires`, if no jump happens until then. Return
+        None if the system's clock is trusted, or if `expires` is None.
         """
-        if ttl_seconds is None:
-            return None
         self.earliest()
-        behind = int(self._latest - self._wall)
-        if behind > _MAX_BEHIND_SECONDS:
-            return ttl_seconds
-        return min(ttl_seconds + behind, LONGEST_TTL_SECONDS)
+        if expires is None or self.is_trusted:
+            return None
+        return self._uptime + expires - self._wall
+
+    def time_at(self, uptime: float) -> float:
+        """Return the system's time at an uptime, if no jump happens until then."""
+        self.earliest()
+        return self._wall + uptime - self._uptime
 
     async def begin(self, store: Store) -> None:
-        """Resume the bounds in the database. Call this before the first cleanup."""
+        """Continue with what is in the database. Call this before the first cleanup."""
         query = f"SELECT value FROM meta WHERE key = '{_KEY}'"
         row = await store.read(lambda connection: connection.execute(query).fetchone())
         if row is not None:
-            earliest, latest = (float(bound) for bound in row["value"].split())
-            self.resume(earliest, latest)
+            # Older versions recorded another time as the second value. It is a valid uptime, since
+            # the origin of the uptime is arbitrary.
+            earliest, uptime = (float(value) for value in row["value"].split())
+            self.resume(earliest, uptime)
             return
         # An older version has recorded only the times of requests.
         last = "1 ORDER BY seen DESC LIMIT 1"
         for session in await store.read(select, SessionRow, last, omit="spec"):
-            self.resume(session.seen, session.seen)
+            self.resume(session.seen, 0.0)
 
     def record(self, transaction: Transaction) -> None:
-        """Write the bounds to the database."""
-        bounds = f"{self._earliest} {self._latest}".encode()
+        """Write the lower bound and the uptime to the database."""
+        value = f"{self._earliest} {self._uptime}".encode()
         transaction.execute(
             "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
-            [_KEY, bounds],
+            [_KEY, value],
         )

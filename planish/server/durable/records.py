@@ -162,10 +162,14 @@ class CheckpointRow(Record):
     """When the checkpoint expires; None if it never expires."""
     user_metadata: str
     public: int = 0
+    expires_at_uptime: float | None = None
+    """The uptime at which the checkpoint expires (expiry_clock.py). None if it never expires, or
+    if `expires` is from a clock that was certainly right.
+    """
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, tenant: str) -> Self:
-        """Return the row of a tenant's checkpoint."""
+        """Return the row of a tenant's checkpoint, without `expires_at_uptime`."""
         run = CheckpointPath.parse(checkpoint.tinker_path).run_id
         expires = checkpoint.expires_at.timestamp() if checkpoint.expires_at else None
         metadata = json.dumps(checkpoint.user_metadata or {})

@@ -623,7 +623,7 @@ def _resolve_futures(changes: list[_Change[Any]]) -> None:
             change.future.set_result(change.result)
 
 
-VERSION = 5
+VERSION = 6
 
 _CRASH_GUARD_TABLE = """
 CREATE TABLE under_way (
@@ -694,7 +694,12 @@ _FAILED_INDEX = """
 CREATE INDEX failed_requests ON requests (tenant, LENGTH(CAST(message AS BLOB)))
     WHERE state IN ('failed', 'refused');
 """
-SCHEMA += _CRASH_GUARD_TABLE + _QUOTA_INDEXES + _FAILED_INDEX
+_EXPIRY_COLUMN = """
+ALTER TABLE checkpoints ADD COLUMN expires_at_uptime REAL;
+CREATE INDEX checkpoints_by_uptime ON checkpoints (expires_at_uptime, expires)
+    WHERE expires_at_uptime IS NOT NULL;
+"""
+SCHEMA += _CRASH_GUARD_TABLE + _QUOTA_INDEXES + _FAILED_INDEX + _EXPIRY_COLUMN
 
 UPGRADES = {
     1: "ALTER TABLE requests ADD COLUMN error_class TEXT",
@@ -707,6 +712,7 @@ UPGRADES = {
     """
     + _QUOTA_INDEXES,
     4: _FAILED_INDEX,
+    5: _EXPIRY_COLUMN,
 }
 """Maps a database version to the SQL that upgrades a database of this version to the next one."""
 

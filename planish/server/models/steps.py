@@ -137,12 +137,11 @@ async def _submit_save(
     request: QueuedRequest,
     operation: SaveWeights | SaveWeightsForSampler,
 ) -> SubmittedRequest:
-    ttl_seconds = services.expiry_clock.extended(operation.ttl_seconds)
-    saving = replace(operation, ttl_seconds=ttl_seconds)
+    saving = operation
     if (
         request.row.state == "started"
         or operation.overwrite
-        or not await services.engine.checkpoint_exists(path)
+        or await services.checkpoints.is_name_free(path)
     ):
         await services.request_log.set_state(request, "started")
         crash_point("save marked")
