@@ -1,11 +1,10 @@
 """The Triton backend: kernels for GPUs, which are compiled at first use.
 
 torch computes the matmuls with frozen weights, except those of decoding steps with quantized
-weights. It also computes what the kernels do not support:
-unusual head sizes, attention windows and sinks, gated delta nets, GeGLU, experts, and families that
-failed their self-test. In
-deterministic mode torch computes attention and LoRA too, because the order of additions of these
-kernels depends on the batch.
+weights. It also computes what the kernels do not support: unusual head sizes, attention windows and
+sinks, gated delta nets, GeGLU, experts, and families that failed their self-test. In deterministic
+mode torch computes attention and LoRA too, because the order of additions of these kernels depends
+on the batch.
 """
 
 from __future__ import annotations
