@@ -110,8 +110,8 @@ def rejected_step(error: BaseException) -> UserError:
 
 @contextmanager
 def as_user_errors(option: str) -> Iterator[None]:
-    """Turn a plain ValueError of the block into a UserError that names `option`. For command-line
-    options.
+    """Turn a plain ValueError of the block into a UserError that names `option`, a command-line
+    option.
     """
     try:
         yield

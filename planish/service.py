@@ -466,8 +466,9 @@ class HostedService(Service, Protocol):
         ...
 
     def keep_expired_checkpoints(self) -> None:
-        """Let no read remove an expired checkpoint, and no save replace one without `overwrite`.
-        `set_checkpoint_ttl` may extend an expired one. The server removes them.
+        """From now on, keep expired checkpoints. Reads do not remove them, and a save replaces one
+        only with `overwrite`. `set_checkpoint_ttl` may extend an expired one. The server removes
+        expired checkpoints itself.
         """
         ...
 

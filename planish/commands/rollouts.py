@@ -76,7 +76,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _rollout_file(run: Path, evaluation: str | None, step: int | None) -> Path:
-    """Return the file with the trajectories of one step; UserError lists the steps that exist."""
+    """Return the file with the trajectories of one step. If there is none, raise a UserError that
+    lists the steps that exist.
+    """
     if not run.is_dir():
         raise UserError(f"RUN {run}: there is no such directory; give the log_path of a run")
     label = "train" if evaluation is None else split_label(f"eval/{evaluation}")

@@ -102,7 +102,9 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 
 
 def client_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of ServiceClient that were given; UserError names the invalid option."""
+    """Return the arguments of ServiceClient that were given. Raise a UserError that names an
+    invalid option.
+    """
     if arguments.base_url and arguments.model:
         raise UserError(
             "--model is for an engine in this process, and --base-url names a server; leave one out"

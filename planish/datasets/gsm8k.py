@@ -75,7 +75,9 @@ def worked_example(suffix: str) -> Conversation:
 
 
 def read_problem(row: Mapping[str, Any], where: str) -> Problem:
-    """Read a row as a problem; UserError, which names the row by `where`, for other formats."""
+    """Read a row as a problem. Raise UserError, which names the row by `where`, for other
+    formats.
+    """
     question, answer = row.get("question"), row.get("answer")
     if not isinstance(question, str) or not isinstance(answer, str):
         raise UserError(

@@ -17,16 +17,16 @@ from planish.evaluation.types import Question, Verdict
 
 
 def gsm8k_question(row: Mapping[str, Any], where: str, number: int) -> Question:
-    """Return the question of a GSM8K row; UserError, which names the row by `where`, for other
-    formats.
+    """Return the question of a GSM8K row. Raise UserError, which names the row by `where`, for
+    other formats.
     """
     problem = read_problem(row, where)
     return _question(number, problem.question, problem.answer, QUESTION_SUFFIX)
 
 
 def math_question(row: Mapping[str, Any], where: str, number: int) -> Question:
-    """Return the question of a MATH row; UserError, which names the row by `where`, if it has no
-    answer.
+    """Return the question of a MATH row. Raise UserError, which names the row by `where`, if it has
+    no answer.
     """
     answer = math_answer(row, where)
     if not answer:

@@ -179,8 +179,8 @@ def last_user_index(messages: Sequence[CheckedMessage]) -> int:
 def read_messages(
     messages: Sequence[Mapping[str, Any]], capabilities: Capabilities, renderer: str
 ) -> list[CheckedMessage]:
-    """Return the conversation in checked form. ValueError names the message, its fault and the
-    remedy.
+    """Return the conversation in checked form. Raise a ValueError that names the message, its fault
+    and the remedy.
     """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise ValueError(

@@ -75,8 +75,9 @@ def recommended_renderer_name(model_name_or_path: str | Path) -> str:
     """Return the renderer's name for a model name, such as "Qwen/Qwen3-8B", or for a local model
     directory.
 
-    Base models, and directories without a chat template, get role_colon. UnknownModelError (a
-    ValueError) says what was examined and lists the renderers.
+    Base models, and directories without a chat template, get role_colon. Otherwise, an unknown
+    model raises UnknownModelError (a ValueError), which says what was examined and lists the
+    renderers.
     """
     path = Path(model_name_or_path)
     if path.is_dir():

@@ -90,7 +90,8 @@ class Renderer:
         `prefill`, with which the message begins.
 
         `prefill` may contain the format's tags, such as `<think>`; everything else in it is
-        ordinary text. ValueError names the message or argument that the format cannot express.
+        ordinary text. Raises a ValueError that names the message or argument if the format cannot
+        express it.
         """
         checked = read_messages(messages, self.format.capabilities, self.name)
         roles = [name for name in self.format.capabilities.roles if name != "tool"]

@@ -3,7 +3,8 @@ r"""SmolLM3: ChatML with a system message of its own.
 The rules follow the model's chat template:
 
 * Every conversation begins with a system message. It states a date and the reasoning mode, then the
-  given system message or a default one, then the tools. If there are no tools, it has no end mark.
+  given system message or a default one, then the tools. Without tools, the system message has no
+  end mark.
 * `/think` or `/no_think` in the system message sets the reasoning mode of the conversation, and the
   template removes the flag. With `/system_override`, the system message is only the given text.
 * Without thinking, every assistant message begins with an empty think block, also in history. With

@@ -58,7 +58,7 @@ class Stage:
         self._update(num_tokens=num_tokens)
 
     def close(self) -> None:
-        """Remove the stage from the display. Idempotent."""
+        """Remove the stage from the display. Further calls have no effect."""
         with self._lock:
             if self.is_open:
                 self.is_open = False

@@ -56,8 +56,8 @@ class Services:
             FailedRequests(self.store, settings),
         )
         self.adapter_cache = AdapterCache(settings.adapter_memory_bytes, self.counters)
-        # A result or session of the time with a wrong clock is certainly old enough only when the
-        # corrected clock has run for as long as it is kept.
+        # While the clock was wrong, results and sessions may have got wrong times. So the delay is
+        # at least as long as results and sessions are kept.
         self.expiry_clock = ExpiryClock(
             max(settings.expiry_delay, settings.result_retention, settings.session_timeout)
         )

@@ -52,8 +52,8 @@ class Parameters:
     adapter: TypeAdapter[dict[str, Any]]
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments, converted to the function's types. UserError, written for the
-        model, if they are wrong.
+        """Return the arguments, converted to the function's types. If they are wrong, raise a
+        UserError that is written for the model.
         """
         try:
             return dict(self.adapter.validate_python(dict(arguments)))

@@ -69,7 +69,7 @@ class Toolbox:
         """Run the calls and return their results in order. With sequential execution, calls after
         one that stopped the episode have no result.
 
-        UserError names a tool that does not return a ToolResult with text.
+        Raises a UserError that names a tool which does not return a ToolResult with text.
         """
         if self.execution == "parallel":
             return await gather_or_cancel(self._run_call(call) for call in calls)
@@ -138,8 +138,8 @@ def checked_result(result: Any, tool: Tool) -> ToolResult:
 
 
 def read_arguments(arguments: Any) -> dict[str, Any]:
-    """Parse the arguments of a call, the text of a JSON object. UserError, written for the model,
-    if they are anything else.
+    """Parse the arguments of a call, the text of a JSON object. For any other text, raise a
+    UserError that is written for the model.
     """
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments

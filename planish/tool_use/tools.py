@@ -170,6 +170,6 @@ def tool(function: Callable[..., Any]) -> FunctionTool:
             '''Add two numbers.'''
             return a + b
 
-    UserError at once if a parameter has no type that can be written as JSON.
+    The decorator raises UserError if a parameter has no type that can be written as JSON.
     """
     return FunctionTool(function)

@@ -90,8 +90,8 @@ class ProxyModel:
         self._latest: LatestAnswer | None = None
 
     async def complete(self, request: CompletionRequest) -> Completion:
-        """Return the policy's answer to a request of the rollout. PromptTooLong if the prompt has
-        more than `max_prompt_tokens` tokens.
+        """Return the policy's answer to a request of the rollout. Raise PromptTooLong if the prompt
+        has more than `max_prompt_tokens` tokens.
         """
         async with self._request_lock:
             messages = [read_message(message) for message in request.messages]
