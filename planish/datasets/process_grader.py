@@ -21,8 +21,7 @@ class SharedGrader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="planish-grading")
 
     async def grade(self, response: str, expected: str) -> Grade:
-        """Run `Grader.grade` in the thread. Raises GradingError if the answer could not be graded.
-        """
+        """Run `Grader.grade` in the thread. Raises GradingError if the answer cannot be graded."""
         return await asyncio.get_running_loop().run_in_executor(
             self._thread, self._grader.grade, response, expected
         )
