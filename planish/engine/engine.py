@@ -273,7 +273,9 @@ class Engine:
         self._store.set_ttl(CheckpointPath.parse(path), ttl_seconds)
 
     def keep_expired_checkpoints(self) -> None:
-        """Let no read remove an expired checkpoint, and no save replace one without `overwrite`.
+        """From now on, keep expired checkpoints.
+
+        Reads do not remove them, and a save replaces one only with `overwrite`.
         `set_checkpoint_ttl` may extend an expired one.
         """
         self._store.removes_expired = False

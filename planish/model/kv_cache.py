@@ -1,8 +1,9 @@
 """The KV cache of running sequences: dense pools of slots that attention reads in place.
 
-A `KVPool` has slots of one capacity. Its slots in use are always 0 .. n - 1, because the last slot
-moves into any gap. So a whole pool is one matmul operand, and no gathering is needed. The GPU
-kernels look up the address of each slot, so a GPU's pools leave gaps open (`GappedKVPool`).
+A `KVPool` has slots of one capacity. Its slots in use are always 0 .. n - 1: when a slot becomes
+free, the last slot moves into the gap. So a whole pool is one matmul operand, and no gathering is
+needed. The GPU kernels look up the address of each slot, so a GPU's pools leave gaps open
+(`GappedKVPool`).
 
 Attention sums the values of SPAN positions in one matmul, so capacities are multiples of SPAN
 (model/positions.py). On a CPU, a sample with a full slot moves to a pool of about twice the
