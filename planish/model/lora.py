@@ -199,7 +199,7 @@ class LoraLayout:
         """Return a fresh master vector, float32 [size] on the CPU.
 
         A is uniform as in `kaiming_uniform_(a=sqrt(5))`, with bound 1 / sqrt(in). B is zero, so a
-        fresh adapter does not change the model. `seed` None: use a random seed.
+        fresh adapter does not change the model. If `seed` is None, a random seed is used.
         """
         generator = torch.Generator(device="cpu")
         if seed is None:

@@ -64,10 +64,11 @@ class PromptsFromRows(PromptBuilder):
 
 
 def read_prompt(row: Mapping[str, Any], where: str) -> Messages:
-    """Return the prompt of a row; UserError, which names the row by `where`, if it has none.
+    """Return the prompt of a row.
 
     A row may be a comparison (planish/preference/types.py), a {"prompt"} alone, or a chat
-    (planish/supervised/conversations.py), whose last answer is dropped.
+    (planish/supervised/conversations.py), whose last answer is dropped. Raises UserError, which
+    names the row by `where`, if the row has no prompt.
     """
     if "comparison" in row or ("chosen" in row and "rejected" in row):
         return read_comparison(row, where).comparison.prompt_conversation

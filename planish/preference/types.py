@@ -41,7 +41,7 @@ class LabeledComparison:
 
     @property
     def ranked(self) -> tuple[Messages, Messages] | None:
-        """(preferred answer, other answer); None for a tie."""
+        """Return (preferred answer, other answer), or None for a tie."""
         first, second = self.comparison.completion_A, self.comparison.completion_B
         ranks: dict[Label, tuple[Messages, Messages] | None] = {
             "A": (first, second),
@@ -59,11 +59,12 @@ def preferred_answer(question: str, chosen: str, rejected: str) -> LabeledCompar
 
 
 def read_comparison(row: Mapping[str, Any], where: str) -> LabeledComparison:
-    """Read a row of comparison data; UserError, which names the row by `where`, for other formats.
+    """Read a row of comparison data.
 
     A row is either {"comparison": {"prompt_conversation", "completion_A", "completion_B"}, "label"}
     or {"prompt", "chosen", "rejected"}, each a text or a list of messages. Without "prompt", chosen
-    and rejected are whole conversations that differ only in the last message.
+    and rejected are whole conversations that differ only in the last message. Raises UserError,
+    which names the row by `where`, for other formats.
     """
     if "comparison" in row:
         return _read_labeled(row, where)

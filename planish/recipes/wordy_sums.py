@@ -137,7 +137,7 @@ def random_answer(problem: Sum, result: int, rng: random.Random) -> Messages:
 
 
 def result_of(problem: Sum, rng: random.Random) -> int:
-    """Return the right result or, with probability 1 - RIGHT, a close one."""
+    """Return the right result or, with probability 1 - RIGHT_PROBABILITY, a close one."""
     if rng.random() < RIGHT_PROBABILITY:
         return problem.answer
     slips = [slip for slip in range(-MAX_SLIP, MAX_SLIP + 1) if slip and problem.answer + slip >= 0]

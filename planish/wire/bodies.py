@@ -13,8 +13,8 @@ from planish.errors import UserError
 # The largest window of a zstd frame, in bytes. The zstd command has the same default.
 _MAX_WINDOW_BYTES = 1 << 27
 # The number of compressed bytes that are decompressed before each check of the size. A zstd block
-# with content has at least 4 compressed bytes, and at most 128 KiB after decompression. So _SLICE
-# compressed bytes contain at most 512 such blocks, which decompress to at most 64 MiB.
+# with content has at least 4 compressed bytes, and at most 128 KiB after decompression. So
+# _SLICE_BYTES compressed bytes contain at most 512 such blocks, which decompress to at most 64 MiB.
 _SLICE_BYTES = 1 << 11
 
 

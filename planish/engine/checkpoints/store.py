@@ -419,8 +419,9 @@ class CheckpointStore:
 
     @contextmanager
     def _locked(self, run: Path, create: bool = False) -> Iterator[None]:
-        """Acquire the lock of the run. `create`: create the run's directory if it does not
-        exist.
+        """Acquire the lock of the run.
+
+        If `create`, create the run's directory if it does not exist.
         """
         lock, is_held = FileLock(run / _LOCK), False
         while not is_held:

@@ -309,7 +309,7 @@ def wait_for_masks(
 ) -> None:
     """Wait until one state (or with `for_all` every state) is ready, but at most `seconds`.
 
-    `seconds` None: wait without a limit.
+    If `seconds` is None, wait without a limit.
     """
     wait(
         [state.mask_future for state in states],

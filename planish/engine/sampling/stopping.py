@@ -205,8 +205,9 @@ class StopMatcher:
         self._condition = condition
         self._matched_suffix = b""
         self._decode_until_length = 0
-        """A number of tokens. Up to this length, the end of the text is decoded after every token.
-        A token with unknown bytes sets this number, because a stop string may include that token.
+        """While the text has at most this number of tokens, its end is decoded after every token. A
+        token whose bytes are unknown raises the number, because a stop string may include that
+        token.
         """
 
     def is_met(self, tokens: Sequence[int]) -> bool:

@@ -163,8 +163,8 @@ class CheckpointRow(Record):
     user_metadata: str
     public: int = 0
     expires_at_uptime: float | None = None
-    """The uptime at which the checkpoint expires (expiry_clock.py). None if it never expires, or
-    if `expires` is from a clock that was certainly right.
+    """The uptime at which the checkpoint expires (expiry_clock.py). None if it never expires, or if
+    the clock was certainly right when `expires` was computed.
     """
 
     @classmethod

@@ -65,8 +65,8 @@ RESTART_OFFSET = 1 << 61
 QueueItem = QueuedRequest | RequestRow
 """A request to run, or the row of an answered request whose effect must be repeated."""
 _MAX_SEQ = 2**62
-"""The highest number that a client may use. Above it, the sum of the number and RESTART may not fit
-into the 64-bit integers of the database.
+"""The highest number that a client may use. Above it, the sum of the number and RESTART_OFFSET may
+not fit into the 64-bit integers of the database.
 """
 
 

@@ -173,8 +173,9 @@ class CppPackedAdapter:
         """`matrices`: the matrices of each entry; None if the adapter does not train the entry.
 
         An entry is a target module, or one expert's part of a target module of experts.
-        `first_entries`: for each target module, the index of its first entry in `matrices`. None:
-        each target module has one entry. `use_kernel`: whether the kernel may be used at all.
+        `first_entries`: for each target module, the index of its first entry in `matrices`. If it
+        is None, each target module has one entry. `use_kernel`: whether the kernel may be used at
+        all.
         """
         self.first_entries = range(len(matrices)) if first_entries is None else first_entries
         self._matrices = [
@@ -357,7 +358,7 @@ class CppAdapterBatch:
         `modules`: the names of a layer's target modules, in the order of the adapters' matrices.
         """
         self.table = np.stack([adapter.forward for _, _, adapter in members], 1)
-        """[entries, members] of _AdapterRecord.
+        """A table of _AdapterRecord, with a row per entry and a column per member.
 
         The entries are those of `CppPackedAdapter.forward`, for all target modules of all layers.
         """
