@@ -43,7 +43,9 @@ class FunctionCall(TypedDict):
 
     name: str
     arguments: str
-    """A JSON object as text (a mapping is accepted too, and written as JSON)."""
+    """A JSON object as text. A mapping is accepted too, and written as JSON. Renderers that write
+    calls as JSON accept any text, for a call that was cut off.
+    """
 
 
 class ToolCall(TypedDict):
@@ -134,7 +136,7 @@ class Call(NamedTuple):
 
     name: str
     arguments: str
-    """A JSON object as text."""
+    """A JSON object as text; any text if the format writes calls as JSON."""
     id: str = ""
 
 
@@ -338,8 +340,10 @@ def _read_calls(
             f"{where} is of role {role!r} and has tool calls; only assistant messages call tools: "
             "remove them"
         )
+    xml_renderer = renderer if capabilities.calls is not None and capabilities.calls.xml else None
     read = tuple(
-        _read_call(call, f"{where}['tool_calls'][{number}]") for number, call in enumerate(calls)
+        _read_call(call, f"{where}['tool_calls'][{number}]", xml_renderer)
+        for number, call in enumerate(calls)
     )
     for number, call in enumerate(unparsed):
         if not isinstance(call, Mapping) or not isinstance(call.get("raw_text"), str):
@@ -350,7 +354,11 @@ def _read_calls(
     return read, tuple(call["raw_text"] for call in unparsed)
 
 
-def _read_call(call: Any, where: str) -> Call:
+def _read_call(call: Any, where: str, xml_renderer: str | None) -> Call:
+    """Return a tool call. `xml_renderer` is the renderer's name if it writes each argument as an
+    XML element. All other renderers write the text of the arguments unchanged, so a call that
+    `max_tokens` cut off can be sent back.
+    """
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str):
@@ -368,16 +376,28 @@ def _read_call(call: Any, where: str) -> Call:
     id_ = _read_optional_text(call, "id", where)
     if isinstance(arguments, Mapping):
         return Call(name, json.dumps(dict(arguments), ensure_ascii=False), id_)
-    try:
-        is_object = isinstance(arguments, str) and isinstance(json.loads(arguments), dict)
-    except ValueError:
-        is_object = False
-    if not is_object:
+    if not isinstance(arguments, str):
         raise ValueError(
             f"{where}: arguments={arguments!r} is not a JSON object; give one as text, such as "
             f"'{{\"x\": 1}}'"
         )
-    return Call(name, str(arguments), id_)
+    if not arguments.strip():
+        return Call(name, "{}", id_)
+    if xml_renderer is not None and not _is_object(arguments):
+        raise ValueError(
+            f"{where}: arguments={arguments!r} is not a JSON object, and renderer {xml_renderer} "
+            f"writes each argument as an XML element; give an object as text, such as "
+            f"'{{\"x\": 1}}', or remove a call that max_tokens cut off"
+        )
+    return Call(name, arguments, id_)
+
+
+def _is_object(text: str) -> bool:
+    """Return whether a text is a JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _read_tools(

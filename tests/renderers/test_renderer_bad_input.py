@@ -10,6 +10,7 @@ from planish.renderers import get_renderer
 
 QWEN = family_tokenizer("qwen", "qwen2_5")
 QWEN3 = get_renderer("qwen3", QWEN)
+XML_CALLS = get_renderer("qwen3_5", family_tokenizer("qwen", "qwen3"))
 INSTRUCT = get_renderer("qwen3_instruct", QWEN)
 LLAMA3 = get_renderer("llama3", family_tokenizer("llama3"))
 ROLE_COLON = get_renderer("role_colon", QWEN)
@@ -107,9 +108,14 @@ def said(**changes) -> dict:
             r"function name .* rename",
         ),
         (
-            INSTRUCT,
+            XML_CALLS,
             [USER, said(tool_calls=[{"function": {"name": "f", "arguments": "{"}}])],
-            r"arguments='\{' is not a JSON object",
+            r"arguments='\{' is not a JSON object, .* XML element; give .* or remove a call that max",
+        ),
+        (
+            XML_CALLS,
+            [USER, said(tool_calls=[{"function": {"name": "f", "arguments": "[" * 100_000}}])],
+            r"is not a JSON object, .* XML element",
         ),
         (
             INSTRUCT,

@@ -107,6 +107,42 @@ def test_exactly_what_follows_the_prompt_is_trained(name, call):
         assert len(weights) > len(prompt)
 
 
+JSON_CALLS = {
+    name: get_renderer(name, family_tokenizer("qwen", "qwen2_5"))
+    for name in ("chatml", "qwen3", "qwen3_instruct")
+}
+
+
+@pytest.mark.parametrize("name", sorted([*WITH_TOOLS, *JSON_CALLS]))
+@pytest.mark.parametrize("text", ['{"a": "b', "[1", "not JSON <|im_end|>", "  "])
+def test_a_call_that_was_cut_off_is_written_unchanged(name, text):
+    """If the calls are XML, it cannot be written, and the error says what to do. No arguments at
+    all are an empty object.
+    """
+    renderer = {**MADE, **JSON_CALLS}[name]
+
+    def messages(arguments: str) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return [user(QUESTION), answer, {"role": "tool", "content": "wrong"}]
+
+    if text.strip() and renderer.format.capabilities.calls.xml:
+        with pytest.raises(ValueError, match="XML element; give .* that max_tokens cut off"):
+            renderer.build_generation_prompt(messages(text))
+        return
+    prompt = renderer.build_generation_prompt(messages(text)).to_ints()
+    written = renderer.tokenizer.decode(prompt)
+    if text.strip():
+        assert text in written
+    else:
+        assert prompt == renderer.build_generation_prompt(messages("{}")).to_ints()
+    controls = set(renderer.tokenizer.all_special_ids)
+    plain = renderer.build_generation_prompt(messages("{}")).to_ints()
+    assert [token for token in prompt if token in controls] == [
+        token for token in plain if token in controls
+    ]
+
+
 STABLE = {
     "qwen3_8_disable_thinking",
     "nemotron3_disable_thinking",

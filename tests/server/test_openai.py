@@ -477,6 +477,25 @@ def test_a_conversation_continues_after_a_tool_call(served, client):
     assert without.usage.prompt_tokens == renderer.build_generation_prompt(HELLO).length
 
 
+def test_a_conversation_continues_after_a_call_that_was_cut_off(client):
+    text = {"type": "string", "minLength": 40, "maxLength": 60, "pattern": "^[a-z ]*$"}
+    parameters = {"type": "object", "properties": {"text": text}, "required": ["text"]}
+    options: Any = {
+        "model": CHAT,
+        "tools": [{"type": "function", "function": {"name": "say", "parameters": parameters}}],
+        "tool_choice": "required",
+        "max_tokens": 60,
+        "seed": 2,
+    }
+    message = client.chat.completions.create(messages=HELLO, **options).choices[0].message
+    [call] = message.tool_calls
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call.function.arguments)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "The arguments are no JSON."}
+    sent = [*HELLO, message.model_dump(), result]
+    assert client.chat.completions.create(messages=sent, **options).choices
+
+
 def test_reasoning_is_returned_in_its_own_field(served, client):
     with served.engine.saying("<think>\nHm.\n</think>\n\nYes.", served.tokenizer):
         message: Any = (

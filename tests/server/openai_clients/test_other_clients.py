@@ -222,9 +222,7 @@ def test_verifiers_plays_a_tool_environment(base_url):
         outputs = environment.evaluate_sync(
             client=client,
             model=MODEL,
-            # A call that is cut off is no JSON, and is rejected when it comes back in the next
-            # turn.
-            sampling_args={"max_tokens": 5 * TOKENS, **options},
+            sampling_args={"max_tokens": TOKENS, **options},
             num_examples=1,
             rollouts_per_example=2,
         )["outputs"]
