@@ -126,7 +126,9 @@ def test_a_call_that_was_cut_off_is_written_unchanged(name, text):
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
         return [user(QUESTION), answer, {"role": "tool", "content": "wrong"}]
 
-    if text.strip() and renderer.format.capabilities.calls.xml:
+    form = renderer.format.capabilities.calls
+    assert form is not None
+    if text.strip() and form.xml:
         with pytest.raises(ValueError, match="XML element; give .* that max_tokens cut off"):
             renderer.build_generation_prompt(messages(text))
         return
