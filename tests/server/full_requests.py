@@ -1,4 +1,4 @@
-"""Every POST and PUT of both wires and of /v1, with every field set: what the size fuzzer blows up,
+"""Every POST and PUT of both wires and of /v1, with every field set: what the size fuzzer enlarges,
 and what the test of docs/limits.md walks.
 """
 
@@ -34,7 +34,7 @@ class Ids:
     request: str
     numbers: dict[str, int] = field(default_factory=dict)
 
-    def next(self, counter: str) -> int:
+    def next_number(self, counter: str) -> int:
         """Return the next number of a counter: 1, 2, ..."""
         self.numbers[counter] = self.numbers.get(counter, 0) + 1
         return self.numbers[counter]
@@ -54,10 +54,10 @@ class FullRequest:
     """The path of the route, if it has parameters."""
 
     @property
-    def media(self) -> str:
+    def content_type(self) -> str:
         return JSON if isinstance(self.body, dict) else PROTOBUF
 
-    def encoded(self) -> bytes:
+    def encoded_body(self) -> bytes:
         if isinstance(self.body, dict):
             return orjson.dumps(self.body)
         return self.body.SerializeToString()
@@ -82,7 +82,7 @@ def _post(name: str, body: Any, path: str = "", route: str = "") -> FullRequest:
 
 
 def _session_requests(ids: Ids) -> list[FullRequest]:
-    spans = {"user_metadata": {"key": "value"}, "display_name": "name"}
+    description = {"user_metadata": {"key": "value"}, "display_name": "name"}
     return [
         _post("client/config", {"sdk_version": "0.38.0"}),
         _post("client/dynamic_config", {"sdk_version": "0.38.0"}),
@@ -93,7 +93,7 @@ def _session_requests(ids: Ids) -> list[FullRequest]:
                 "sdk_version": "1",
                 "project_id": "p",
                 "type": "create_session",
-                **spans,
+                **description,
             },
         ),
         _post("session_heartbeat", {"session_id": ids.session, "type": "session_heartbeat"}),
@@ -112,7 +112,7 @@ def _session_requests(ids: Ids) -> list[FullRequest]:
                 "statuses": [{"type": "active", "reasons": []}],
                 "limit": 5,
                 "cursor": {"last_created_at": "2030-01-01T00:00:00+00:00", "last_session_id": "x"},
-                **spans,
+                **description,
             },
         ),
         _post("telemetry", {"events": [{"event": "SESSION_START"}], "platform": "x"}),
@@ -120,11 +120,11 @@ def _session_requests(ids: Ids) -> list[FullRequest]:
 
 
 def _model_requests(ids: Ids) -> list[FullRequest]:
-    place = {"session_id": ids.session}
+    session_id = {"session_id": ids.session}
     optimizer = {"optimizer_config": {"type": "adamw", "version": 1}}
-    metadata = {"user_metadata": {"key": "value"}}
+    user_metadata = {"user_metadata": {"key": "value"}}
     lora = {"rank": 2, "seed": 1, "train_mlp": True, "train_attn": True, "train_unembed": False}
-    created = {**place, "base_model": ids.base_model, **optimizer, **metadata}
+    model_options = {**session_id, "base_model": ids.base_model, **optimizer, **user_metadata}
     tensor = {"data": [2, 3], "dtype": "int64", "shape": [2]}
     csr = {
         "data": [1.0, 1.0], "dtype": "float32", "shape": [2, 1],
@@ -136,7 +136,11 @@ def _model_requests(ids: Ids) -> list[FullRequest]:
         "model_input_spans": [],
         "loss_fn_input_spans": [],
     }
-    given = {"data": [datum], "loss_fn": "cross_entropy", "loss_fn_config": {"option": 1.0}}
+    forward_backward_input = {
+        "data": [datum],
+        "loss_fn": "cross_entropy",
+        "loss_fn_config": {"option": 1.0},
+    }
     adam = {
         "learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12,
         "weight_decay": 0.1, "grad_clip_norm": 1.0,
@@ -144,34 +148,34 @@ def _model_requests(ids: Ids) -> list[FullRequest]:
     return [
         _post(
             "create_model",
-            {**created, "type": "x", "model_seq_id": 10 + ids.next("models"), "lora_config": lora},
+            {**model_options, "type": "x", "model_seq_id": 10 + ids.next_number("models"), "lora_config": lora},
         ),
         _post(
             "load_weights",
-            {**created, "type": "x", "model_seq_id": 10 + ids.next("models"), "path": ids.path,
+            {**model_options, "type": "x", "model_seq_id": 10 + ids.next_number("models"), "path": ids.path,
              "optimizer": True},
         ),
         _post(
             "load_weights of a model",
-            {**_place(ids), "type": "x", "path": ids.path, "optimizer": True, **optimizer},
+            {**_model_and_seq_id(ids), "type": "x", "path": ids.path, "optimizer": True, **optimizer},
             f"{API}/load_weights",
         ),
         _post("get_info", {"model_id": ids.model, "type": "get_info"}),
-        _post("forward_backward", {**_place(ids), "forward_backward_input": given}),
-        _post("forward", {**_place(ids), "forward_input": given}),
-        _post("forward_backward as protobuf", _message(ids), f"{API}/forward_backward"),
-        _post("optim_step", {**_place(ids), "type": "optim_step", "adam_params": adam}),
+        _post("forward_backward", {**_model_and_seq_id(ids), "forward_backward_input": forward_backward_input}),
+        _post("forward", {**_model_and_seq_id(ids), "forward_input": forward_backward_input}),
+        _post("forward_backward as protobuf", _forward_backward_message(ids), f"{API}/forward_backward"),
+        _post("optim_step", {**_model_and_seq_id(ids), "type": "optim_step", "adam_params": adam}),
         _post("unload_model", {"model_id": f"{ids.session}:train:9999", "type": "unload_model"}),
     ]  # fmt: skip
 
 
-def _place(ids: Ids) -> dict[str, Any]:
-    return {"model_id": ids.model, "seq_id": ids.next(ids.model)}
+def _model_and_seq_id(ids: Ids) -> dict[str, Any]:
+    return {"model_id": ids.model, "seq_id": ids.next_number(ids.model)}
 
 
-def _message(ids: Ids) -> Any:
+def _forward_backward_message(ids: Ids) -> Any:
     message = ForwardBackwardRequestMessage(
-        **_place(ids), loss_fn="cross_entropy", forward_only=False
+        **_model_and_seq_id(ids), loss_fn="cross_entropy", forward_only=False
     )
     message.loss_fn_config["option"] = 1.0
     message.loss_fn_config_v2["option"].number = 1.0
@@ -194,28 +198,28 @@ def _message(ids: Ids) -> Any:
 
 
 def _save_requests(ids: Ids) -> list[FullRequest]:
-    def named(*, options: bool = True) -> dict[str, Any]:
-        body = {**_place(ids), "type": "x", "path": f"n{ids.next('saves') % 8}"}
-        metadata = {"overwrite": True, "user_metadata": {"key": "value"}} if options else {}
-        return {**body, "ttl_seconds": 3600, **metadata}
+    def save_body(*, options: bool = True) -> dict[str, Any]:
+        body = {**_model_and_seq_id(ids), "type": "x", "path": f"n{ids.next_number('saves') % 8}"}
+        user_metadata = {"overwrite": True, "user_metadata": {"key": "value"}} if options else {}
+        return {**body, "ttl_seconds": 3600, **user_metadata}
 
-    number = {"sampling_session_seq_id": 10 + ids.next("samplers")}
+    sampler_number = {"sampling_session_seq_id": 10 + ids.next_number("samplers")}
     recipients = {"age_encryption_recipients": []}
-    run, _, checkpoint = ids.path.removeprefix("tinker://").partition("/")
+    run_id, _, checkpoint = ids.path.removeprefix("tinker://").partition("/")
     return [
-        _post("save_weights", named()),
-        _post("save_weights_for_sampler", {**named(), "kind": "snapshot"}),
+        _post("save_weights", save_body()),
+        _post("save_weights_for_sampler", {**save_body(), "kind": "snapshot"}),
         _post(
             "save_weights_for_sampler without a name",
-            {**_place(ids), "type": "x", "kind": "snapshot", **number},
+            {**_model_and_seq_id(ids), "type": "x", "kind": "snapshot", **sampler_number},
             f"{API}/save_weights_for_sampler",
         ),
-        _post("save_weights_external", {**named(options=False), **recipients}),
+        _post("save_weights_external", {**save_body(options=False), **recipients}),
         _post("weights_info", {"tinker_path": ids.path}),
         _post(
             "copy_weights",
             {"source_path": ids.path, "session_id": ids.session, "ttl_seconds": 60,
-             "model_seq_id": 10 + ids.next("models")},
+             "model_seq_id": 10 + ids.next_number("models")},
         ),
         _post(
             "copy_weights into a project",
@@ -223,14 +227,14 @@ def _save_requests(ids: Ids) -> list[FullRequest]:
             f"{API}/copy_weights",
         ),
         FullRequest(
-            "ttl", "PUT", f"{API}/training_runs/{run}/checkpoints/{checkpoint}/ttl",
+            "ttl", "PUT", f"{API}/training_runs/{run_id}/checkpoints/{checkpoint}/ttl",
             {"ttl_seconds": 3600}, API + "/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/ttl",
         ),
     ]  # fmt: skip
 
 
 def _sampling_requests(ids: Ids) -> list[FullRequest]:
-    def sample() -> dict[str, Any]:
+    def sample_body() -> dict[str, Any]:
         params = {
             "max_tokens": 2, "seed": 1, "stop": ["a"], "temperature": 1.0, "top_k": 5, "top_p": 0.9,
             "min_p": 0.1,
@@ -238,7 +242,7 @@ def _sampling_requests(ids: Ids) -> list[FullRequest]:
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
         targets = {"data": [1, 2], "dtype": "int64", "shape": [2, 1]}
         return {
-            "sampling_session_id": ids.sampler, "seq_id": ids.next("samples"), "num_samples": 2,
+            "sampling_session_id": ids.sampler, "seq_id": ids.next_number("samples"), "num_samples": 2,
             "type": "sample", "prompt": prompt, "sampling_params": params, "prompt_logprobs": True,
             "topk_prompt_logprobs": 2, "topk_sample_logprobs": 2, "prompt_alt_tokens_k": 1,
             "target_prompt_logprobs": targets, "prompt_logprobs_last_n": 3,
@@ -248,17 +252,17 @@ def _sampling_requests(ids: Ids) -> list[FullRequest]:
     return [
         _post(
             "create_sampling_session",
-            {"session_id": ids.session, "sampling_session_seq_id": 10 + ids.next("samplers"),
+            {"session_id": ids.session, "sampling_session_seq_id": 10 + ids.next_number("samplers"),
              "base_model": ids.base_model, "type": "x"},
         ),
         _post(
             "create_sampling_session of a checkpoint",
-            {"session_id": ids.session, "sampling_session_seq_id": 10 + ids.next("samplers"),
+            {"session_id": ids.session, "sampling_session_seq_id": 10 + ids.next_number("samplers"),
              "model_path": ids.path.replace("/weights/", "/sampler_weights/"), "type": "x"},
             f"{API}/create_sampling_session",
         ),
-        _post("asample", sample()),
-        _post("planish/draw", {"requests": [sample()]}),
+        _post("asample", sample_body()),
+        _post("planish/draw", {"requests": [sample_body()]}),
         _post("planish/release", {"sampler_id": f"{ids.session}:sample:9999"}),
         _post("retrieve_future", {"request_id": ids.request, "allow_metadata_only": True}),
         _post("cancel_future", {"request_id": "x"}),

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fuzz_requests import SECRET_FILE, Catalogue, Known
-from fuzzing import SECRET, Report, fire
+from fuzz_requests import SECRET_FILE, KnownIds, RequestGenerator
+from fuzzing import SECRET, Report, send_random_requests
 from json_bodies import forward_backward_to_json
 from server_process import BASE_MODEL, ServerProcess, running_server
 
@@ -34,7 +34,7 @@ from planish.testing import tiny_model
 from planish.types import Datum, ModelInput
 
 FUZZING, WITNESS = "tml-fuzzing-key", "tml-witness-key"
-_SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
+_SAVE_ENDPOINTS = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 _SEED_PARAMS = {"max_tokens": 4, "seed": 5}
 _OPTIONS = ("--poll-seconds", "0.2", "--kv-cache-gib", "0.2", "--prefix-cache-gib", "0.1")
 
@@ -44,7 +44,7 @@ class Tenant:
     """A session with a trained model, a sampler, a checkpoint of each kind, and requests."""
 
     http: httpx.Client
-    known: Known
+    known: KnownIds
     seq_id: int = 0
 
     @property
@@ -70,23 +70,25 @@ class Tenant:
         assert "error" not in answer.json(), answer.text
         return answer.json()
 
-    def done(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def post_and_wait(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Return the result of a request."""
         request = self.post(path, body)["request_id"]
         self.known.requests.append(request)
         return self.result(request)
 
-    def next(self, **more: Any) -> dict[str, Any]:
+    def next_request_fields(self, **fields: Any) -> dict[str, Any]:
         """Return the fields of the model's next request."""
         self.seq_id += 1
-        return {"model_id": self.model, "seq_id": self.seq_id, **more}
+        return {"model_id": self.model, "seq_id": self.seq_id, **fields}
 
     def logprobs(self, forward_only: bool = True) -> list[float]:
         """Return the model's logprobs on a fixed datum."""
         data = [Datum(ModelInput.from_ints([1, 2, 3, 4]), {"target_tokens": [2, 3, 4, 5]})]
         operation = ForwardBackward(self.model, data, "cross_entropy", {}, forward_only)
         path = "/forward" if forward_only else "/forward_backward"
-        output = self.done(path, forward_backward_to_json(operation, self.next()["seq_id"]))
+        output = self.post_and_wait(
+            path, forward_backward_to_json(operation, self.next_request_fields()["seq_id"])
+        )
         return output["loss_fn_outputs"][0]["logprobs"]["data"]
 
     def sample(self) -> dict[str, Any]:
@@ -94,19 +96,23 @@ class Tenant:
         number = len(self.known.requests)  # another one each time
         body = {"sampling_session_id": self.known.samplers[0], "seq_id": number, "num_samples": 2}
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
-        return self.done("/asample", {**body, "prompt": prompt, "sampling_params": _SEED_PARAMS})
+        return self.post_and_wait(
+            "/asample", {**body, "prompt": prompt, "sampling_params": _SEED_PARAMS}
+        )
 
 
 @contextmanager
 def tenant(server: ServerProcess, key: str) -> Iterator[Tenant]:
     with httpx.Client(base_url=server.url, headers={"x-api-key": key}, timeout=120) as http:
-        made = Tenant(http, Known(BASE_MODEL))
-        known = made.known
-        session = made.post("/create_session", {"tags": [], "sdk_version": "fuzz"})["session_id"]
+        new_tenant = Tenant(http, KnownIds(BASE_MODEL))
+        known = new_tenant.known
+        session = new_tenant.post("/create_session", {"tags": [], "sdk_version": "fuzz"})[
+            "session_id"
+        ]
         known.sessions.append(session)
         known.models.append(f"{session}:train:0")
         lora = {"rank": 4, "seed": 1}
-        made.done(
+        new_tenant.post_and_wait(
             "/create_model",
             {
                 "session_id": session,
@@ -115,25 +121,34 @@ def tenant(server: ServerProcess, key: str) -> Iterator[Tenant]:
                 "lora_config": lora,
             },
         )
-        made.logprobs(forward_only=False)
-        made.done("/optim_step", made.next(adam_params={"learning_rate": 1e-2}))
-        known.paths += [made.done(f"/{kind}", made.next(path="a"))["path"] for kind in _SAVES]
+        new_tenant.logprobs(forward_only=False)
+        new_tenant.post_and_wait(
+            "/optim_step", new_tenant.next_request_fields(adam_params={"learning_rate": 1e-2})
+        )
+        known.paths += [
+            new_tenant.post_and_wait(f"/{kind}", new_tenant.next_request_fields(path="a"))["path"]
+            for kind in _SAVE_ENDPOINTS
+        ]
         body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": known.paths[1]}
-        known.samplers.append(made.post("/create_sampling_session", body)["sampling_session_id"])
-        yield made
+        known.samplers.append(
+            new_tenant.post("/create_sampling_session", body)["sampling_session_id"]
+        )
+        yield new_tenant
 
 
-def state(witness: Tenant) -> dict[str, Any]:
+def tenant_state(witness: Tenant) -> dict[str, Any]:
     """Return everything of a tenant that another tenant could change: what it computes, and what
     the server stores for it.
     """
     run, files = witness.model, {}
     for path in witness.known.paths:
-        at = path.removeprefix("tinker://").partition("/")[2]
+        checkpoint = path.removeprefix("tinker://").partition("/")[2]
         for name, url in witness.get(
-            f"/training_runs/{run}/checkpoints/{at}/external_weights_urls"
+            f"/training_runs/{run}/checkpoints/{checkpoint}/external_weights_urls"
         )["urls"].items():
-            files[f"{at}/{name}"] = hashlib.sha256(witness.http.get(url).content).hexdigest()
+            files[f"{checkpoint}/{name}"] = hashlib.sha256(
+                witness.http.get(url).content
+            ).hexdigest()
     run_record = {
         k: v for k, v in witness.get(f"/training_runs/{run}").items() if k != "last_request_time"
     }
@@ -161,20 +176,20 @@ def fuzz(directory: Path, count: int, seed: int, connections: int = 24, rounds: 
     options = ("--api-key-file", str(keys), *_OPTIONS)
     with running_server(directory / "data", tiny_model(directory / "model"), *options) as server:
         with tenant(server, WITNESS) as witness:
-            before = state(witness)
-            for turn in range(rounds):
-                _round(
+            before = tenant_state(witness)
+            for round_index in range(rounds):
+                _fuzz_round(
                     server,
                     witness.known,
-                    random.Random(f"{seed} {turn}"),
+                    random.Random(f"{seed} {round_index}"),
                     count // rounds,
                     connections,
                     report,
                 )
                 if server.process.poll() is not None:
-                    said = "\n".join(server.output[-20:])
+                    output = "\n".join(server.output[-20:])
                     report.faults.insert(
-                        0, f"the server ended with status {server.process.returncode}: {said}"
+                        0, f"the server ended with status {server.process.returncode}: {output}"
                     )
                     return report
                 print(
@@ -182,36 +197,38 @@ def fuzz(directory: Path, count: int, seed: int, connections: int = 24, rounds: 
                     f"{report.faults[:3]}",
                     flush=True,
                 )
-                after = state(witness)
+                after = tenant_state(witness)
                 changed = [
                     f"{name}: {before[name]} -> {after[name]}"
                     for name in before
                     if after[name] != before[name]
                 ]
                 report.faults += [
-                    f"another tenant's state changed in round {turn}: {change[:2000]}"
+                    f"another tenant's state changed in round {round_index}: {change[:2000]}"
                     for change in changed
                 ]
         status = server.stop()
         if status != 0:
             report.faults.append(f"exit status {status}: " + "\n".join(server.output[-20:]))
         report.faults += [line[-2000:] for line in server.output if _is_fault(line)]
-    report.faults += _outside(directory)
+    report.faults += _changes_outside(directory)
     return report
 
 
-def _round(
+def _fuzz_round(
     server: ServerProcess,
-    others: Known,
-    source: random.Random,
+    others: KnownIds,
+    rng: random.Random,
     count: int,
     connections: int,
     report: Report,
 ) -> None:
     """Fuzz with new ids, because earlier sessions, checkpoints and models may be gone."""
     with tenant(server, FUZZING) as fuzzing:
-        catalogue = Catalogue(source, fuzzing.known, others)
-        asyncio.run(fire(server.url, FUZZING, catalogue, count, report, connections))
+        generator = RequestGenerator(rng, fuzzing.known, others)
+        asyncio.run(
+            send_random_requests(server.url, FUZZING, generator, count, report, connections)
+        )
 
 
 def _is_fault(line: str) -> bool:
@@ -224,16 +241,17 @@ def _is_fault(line: str) -> bool:
     )
 
 
-def _outside(directory: Path) -> list[str]:
+def _changes_outside(directory: Path) -> list[str]:
     """Return files that were created or changed outside of the data directory."""
-    strangers = [
+    other_files = [
         path
         for path in directory.iterdir()
         if path.name not in ("data", "keys", "model", SECRET_FILE)
     ]
     links = [path for path in (directory / "data").rglob("*") if path.is_symlink()]
     faults = [
-        f"a file outside of the data directory, or a link: {path}" for path in [*strangers, *links]
+        f"a file outside of the data directory, or a link: {path}"
+        for path in [*other_files, *links]
     ]
     if (directory / SECRET_FILE).read_text() != SECRET:
         faults.append("a file outside of the data directory was written to")
@@ -255,11 +273,11 @@ def main() -> int:
         f"{report.slowest:.1f} s"
     )
     print("statuses:", dict(sorted(report.statuses.items())))
-    often = [
-        f"{name} {report.answered[name]}/{count}"
+    endpoint_lines = [
+        f"{name} {report.accepted[name]}/{count}"
         for name, count in report.endpoints.most_common(60)
     ]
-    print("answered, of all that were sent:", *often, sep="\n  ")
+    print("answered, of all that were sent:", *endpoint_lines, sep="\n  ")
     print(f"{len(report.faults)} faults", *report.faults[:50], sep="\n")
     return 1 if report.faults else 0
 

@@ -9,17 +9,17 @@ import time
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-ANSWER_SECONDS = 120.0
+RESPONSE_TIMEOUT = 120.0
 """A request without an answer after this time hangs. A busy machine needs some time."""
-_WITHOUT_BODY = (204, 304)
+_STATUSES_WITHOUT_BODY = (204, 304)
 
 
-class Hanging(Exception):
+class NoResponse(Exception):
     """No answer came."""
 
 
 @dataclass(frozen=True)
-class Shot:
+class RawRequest:
     """One request."""
 
     method: str
@@ -67,23 +67,23 @@ class Connection:
         self._key_headers = f"x-api-key: {key}\r\nauthorization: Bearer {key}\r\n".encode()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def context(self, shot: Shot) -> Answer | None:
-        """The answer; None where the server closed the connection upon a broken request, as it
+    async def send(self, request: RawRequest) -> Answer | None:
+        """Return the answer. None where the server closed the connection upon a broken request, as it
         may.
         """
         began = time.monotonic()
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                status, body = await self._exchange(shot)
+            async with asyncio.timeout(RESPONSE_TIMEOUT):
+                status, body = await self._exchange(request)
         except TimeoutError:
             await self.close()
-            raise Hanging(f"no answer in {ANSWER_SECONDS:g} s") from None
+            raise NoResponse(f"no answer in {RESPONSE_TIMEOUT:g} s") from None
         except (ConnectionError, asyncio.IncompleteReadError):
             await self.close()
-            if shot.is_broken:
+            if request.is_broken:
                 return None
             raise
-        if shot.is_broken:
+        if request.is_broken:
             await self.close()
         return Answer(status, body, time.monotonic() - began)
 
@@ -92,12 +92,12 @@ class Connection:
             self._streams[1].close()
             self._streams = None
 
-    async def _exchange(self, shot: Shot) -> tuple[int, bytes]:
+    async def _exchange(self, request: RawRequest) -> tuple[int, bytes]:
         if self._streams is None:
             self._streams = await asyncio.open_connection(*self._address, limit=1 << 20)
         reader, writer = self._streams
-        writer.write(shot.encoded(self._host, self._key_headers))
-        if shot.is_broken and writer.can_write_eof():
+        writer.write(request.encoded(self._host, self._key_headers))
+        if request.is_broken and writer.can_write_eof():
             writer.write_eof()
         lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
         status = int(lines[0].split()[1])
@@ -105,7 +105,7 @@ class Connection:
             name.strip().lower(): value.strip()
             for name, _, value in (line.partition(b":") for line in lines[1:])
         }
-        body = await _body(reader, shot.method, status, headers)
+        body = await _body(reader, request.method, status, headers)
         if headers.get(b"connection", b"").lower() == b"close":
             await self.close()
         return status, body
@@ -114,7 +114,7 @@ class Connection:
 async def _body(
     reader: asyncio.StreamReader, method: str, status: int, headers: dict[bytes, bytes]
 ) -> bytes:
-    if method == "HEAD" or status in _WITHOUT_BODY:
+    if method == "HEAD" or status in _STATUSES_WITHOUT_BODY:
         return b""
     if b"content-length" in headers:
         return await reader.readexactly(int(headers[b"content-length"]))

@@ -17,7 +17,7 @@ from planish.types import Datum, ModelInput
 from planish.wire.training import forward_backward_to_message
 
 API = "/api/v1"
-_KEPT = 64
+_MAX_IDS_OF_A_KIND = 64
 # Each names a file beside the data directory in another way; the fuzzer looks for its text in every
 # answer.
 SECRET_FILE = "secret.txt"
@@ -30,7 +30,7 @@ ODD_IDS = (
 
 
 @dataclass
-class Known:
+class KnownIds:
     """Ids with a meaning."""
 
     base_model: str
@@ -47,20 +47,20 @@ class Known:
             "session_id": self.sessions, "model_id": self.models, "sampling_session_id": self.samplers,
             "request_id": self.requests, "path": self.paths, "tinker_path": self.paths,
         }  # fmt: skip
-        for name, kept in fields.items():
-            if isinstance(answer.get(name), str) and answer[name] not in kept:
-                kept.append(answer[name])
-                del kept[:-_KEPT]
+        for name, ids in fields.items():
+            if isinstance(answer.get(name), str) and answer[name] not in ids:
+                ids.append(answer[name])
+                del ids[:-_MAX_IDS_OF_A_KIND]
         urls = answer.get("urls")
         if isinstance(urls, dict):
             self.downloads = [str(url).partition(API)[2] for url in urls.values()]
 
 
-class Catalogue:
+class RequestGenerator:
     """Chooses valid requests. `others` are the ids of a tenant that must not be affected."""
 
-    def __init__(self, source: random.Random, known: Known, others: Known) -> None:
-        self.random = source
+    def __init__(self, rng: random.Random, known: KnownIds, others: KnownIds) -> None:
+        self.random = rng
         self._known = known
         self._others = others
         self._numbers: dict[str, int] = {}
@@ -107,20 +107,20 @@ class Catalogue:
         checkpoint = (
             checkpoint if self.random.random() < 0.6 else f"weights/{self.random.choice(ODD_IDS)}"
         )
-        at = f"{API}/training_runs/{quote(run, safe=':')}"
-        item = f"{at}/checkpoints/{quote(checkpoint)}"
+        checkpoint_url = f"{API}/training_runs/{quote(run, safe=':')}"
+        item = f"{checkpoint_url}/checkpoints/{quote(checkpoint)}"
         session = quote(self._session(), safe="")
         sampler = quote(self._id(self._known.samplers, self._others.samplers), safe="")
         download = self.random.choice(
-            [*self._known.downloads, f"/downloads/{quote(self._odd(), safe='')}/x"]
+            [*self._known.downloads, f"/downloads/{quote(self._odd_id(), safe='')}/x"]
         )
-        name = self.random.choice((self._known.base_model, self._path(), self._odd()))
+        name = self.random.choice((self._known.base_model, self._path(), self._odd_id()))
         method, path = self.random.choice(
             [
-                ("GET", f"{API}/training_runs"), ("GET", at), ("GET", f"{at}/checkpoints"), ("GET", f"{API}/checkpoints"),
+                ("GET", f"{API}/training_runs"), ("GET", checkpoint_url), ("GET", f"{checkpoint_url}/checkpoints"), ("GET", f"{API}/checkpoints"),
                 ("DELETE", item), ("POST", f"{item}/publish"), ("DELETE", f"{item}/publish"), ("PUT", f"{item}/ttl"),
                 ("GET", f"{item}/archive"), ("GET", f"{item}/external_weights_urls"), ("GET", f"{API}{download}"),
-                ("GET", f"{API}{download.rpartition('/')[0]}/{quote(self._odd(), safe='')}"),
+                ("GET", f"{API}{download.rpartition('/')[0]}/{quote(self._odd_id(), safe='')}"),
                 ("GET", f"{API}/sessions"), ("GET", f"{API}/sessions/{session}"), ("PUT", f"{API}/sessions/{session}/project"),
                 ("GET", f"{API}/sessions/{session}/trace_export"), ("GET", f"{API}/samplers/{sampler}"),
                 ("GET", f"{API}/get_server_capabilities"), ("GET", f"{API}/tokenizer?base_model={quote(name)}"), ("GET", f"{API}/healthz"),
@@ -140,7 +140,7 @@ class Catalogue:
 
     def _session_bodies(self) -> dict[str, Any]:
         session = self._session()
-        ended = self._odd() if self.random.random() < 0.9 else session
+        ended = self._odd_id() if self.random.random() < 0.9 else session
         return {
             "/client/config": {"sdk_version": "0.38.0"},
             "/client/dynamic_config": {"sdk_version": "0.38.0"},
@@ -155,7 +155,7 @@ class Catalogue:
     def _training_bodies(self) -> dict[str, Any]:
         session, model, path = self._session(), self._model(), self._path()
         number = self._number(model)
-        placed = {"model_id": model, "seq_id": number}
+        model_and_seq_id = {"model_id": model, "seq_id": number}
         datum = {
             "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
             "loss_fn_inputs": {
@@ -163,19 +163,19 @@ class Catalogue:
             },
         }
         given = {"data": [datum], "loss_fn": "cross_entropy", "loss_fn_config": {}}
-        name = self.random.choice(("a", "b", f"n{number}", self._odd()))
+        name = self.random.choice(("a", "b", f"n{number}", self._odd_id()))
         return {
             "/create_model": {
                 "session_id": session, "model_seq_id": number, "base_model": self._known.base_model,
                 "lora_config": {"rank": 4, "seed": 1, "train_mlp": True}, "optimizer_config": {"type": "adamw"},
             },
             "/get_info": {"model_id": model},
-            "/forward_backward": {**placed, "forward_backward_input": given},
-            "/forward": {**placed, "forward_input": given},
-            "/optim_step": {**placed, "adam_params": {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}},
-            "/save_weights": {**placed, "path": name, "ttl_seconds": 3600, "overwrite": True},
-            "/save_weights_for_sampler": {**placed, "path": name, "kind": "snapshot"},
-            "/save_weights_external": {**placed, "path": name},
+            "/forward_backward": {**model_and_seq_id, "forward_backward_input": given},
+            "/forward": {**model_and_seq_id, "forward_input": given},
+            "/optim_step": {**model_and_seq_id, "adam_params": {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}},
+            "/save_weights": {**model_and_seq_id, "path": name, "ttl_seconds": 3600, "overwrite": True},
+            "/save_weights_for_sampler": {**model_and_seq_id, "path": name, "kind": "snapshot"},
+            "/save_weights_external": {**model_and_seq_id, "path": name},
             "/load_weights": {"session_id": session, "model_seq_id": number, "path": path, "optimizer": True},
             "/unload_model": {"model_id": model},
             "/weights_info": {"tinker_path": path},
@@ -201,12 +201,12 @@ class Catalogue:
             "/retrieve_future": {"request_id": request, "allow_metadata_only": True},
             "/cancel_future": {"request_id": request},
             "/planish/draw": {"requests": [sample, {**sample, "seq_id": self.random.randrange(10**6)}]},
-            "/planish/release": {"sampler_id": sampler if self.random.random() < 0.05 else self._odd()},
+            "/planish/release": {"sampler_id": sampler if self.random.random() < 0.05 else self._odd_id()},
         }  # fmt: skip
 
     def _openai_bodies(self) -> dict[str, Any]:
         model = self.random.choice(
-            (self._known.base_model, self._known.base_model, self._path(), self._odd())
+            (self._known.base_model, self._known.base_model, self._path(), self._odd_id())
         )
         options = {
             "model": model, "max_tokens": 3, "temperature": 1.0, "top_p": 1.0, "n": 1, "seed": 1, "stop": ["a"],
@@ -242,13 +242,13 @@ class Catalogue:
 
     def _path(self) -> str:
         odd = [
-            f"tinker://{self._odd()}/weights/{self._odd()}",
+            f"tinker://{self._odd_id()}/weights/{self._odd_id()}",
             "tinker://../weights/../..",
             "/etc/passwd",
         ]
         return self._id(self._known.paths, [*self._others.paths, *odd])
 
-    def _odd(self) -> str:
+    def _odd_id(self) -> str:
         return self.random.choice(ODD_IDS)
 
     def _id(self, known: Sequence[str], others: Sequence[str]) -> str:
@@ -258,4 +258,4 @@ class Catalogue:
         pick = self.random.random()
         if pick < 0.7 and known:
             return self.random.choice(known)
-        return self.random.choice(others) if pick < 0.85 and others else self._odd()
+        return self.random.choice(others) if pick < 0.85 and others else self._odd_id()

@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from blow_ups import MAX_BODY, places, shot_of
 from full_requests import API, FullRequest, Ids, full_requests
 from fuzz import FUZZING, WITNESS, Tenant, tenant
-from fuzz_connection import Answer, Connection, Hanging, Shot
+from fuzz_connection import Answer, Connection, NoResponse, RawRequest
+from oversized_bodies import MAX_BODY_BYTES, body_fields, oversized_body
 from server_process import BASE_MODEL, ServerProcess, running_server
 
 from planish.testing import tiny_model
@@ -48,7 +48,7 @@ _OPTIONS = (
     # minutes. They count as queued requests for that long, and a full queue stops the fuzzer.
     *("--set", "missing_request_timeout=20"),
 )
-_SIZES = (100, 1_000, 10_000, 100_000, 1_000_000, MAX_BODY)
+_SIZES = (100, 1_000, 10_000, 100_000, 1_000_000, MAX_BODY_BYTES)
 _WEIGHTS = (20, 30, 30, 14, 5, 1)
 IDLE_SECONDS = 20.0
 MAX_ERROR = 1 << 16
@@ -217,7 +217,7 @@ def _plan(source: random.Random) -> Iterator[tuple[int, tuple[int, ...], int]]:
         for index, request in enumerate(
             full_requests(Ids("b", "s", "m", "p", "tinker://a/weights/b", "r"))
         ):
-            for place in range(len(places(request.body))):
+            for place in range(len(body_fields(request.body))):
                 yield index, (place,), size
     while True:
         size = source.choices(_SIZES, _WEIGHTS)[0]
@@ -242,10 +242,10 @@ async def _fire(
             index, chosen, size = next(plan)
             known = full_requests(ids)
             request = known[index % len(known)]
-            found = places(request.body)
+            found = body_fields(request.body)
             names = [found[one % len(found)].path for one in chosen]
             report.fields |= {(request.name, name) for name in names}
-            body, is_packed = shot_of(request, source, chosen, size)
+            body, is_packed = oversized_body(request, source, chosen, size)
             await _send(
                 connection,
                 _shot(request, body, is_packed),
@@ -259,25 +259,25 @@ async def _fire(
             tasks.create_task(shoot())
 
 
-def _shot(request: FullRequest, body: bytes, is_packed: bool) -> Shot:
-    headers = [(b"content-type", request.media.encode())]
+def _shot(request: FullRequest, body: bytes, is_packed: bool) -> RawRequest:
+    headers = [(b"content-type", request.content_type.encode())]
     if is_packed:
         headers.append((b"content-encoding", b"zstd"))
-    return Shot(request.method, request.path.encode(), tuple(headers), body)
+    return RawRequest(request.method, request.path.encode(), tuple(headers), body)
 
 
-async def _send(connection: Connection, shot: Shot, what: str, report: Report) -> None:
+async def _send(connection: Connection, shot: RawRequest, what: str, report: Report) -> None:
     try:
         try:
-            answer = await connection.context(shot)
+            answer = await connection.send(shot)
         except asyncio.IncompleteReadError as error:
             if error.partial:
                 raise
             # The server closed the connection while this program was busy for longer than the
             # keep-alive timeout. Clients open another one then.
             report.statuses["reconnected"] += 1
-            answer = await connection.context(shot)
-    except (Hanging, OSError, EOFError, ValueError) as error:
+            answer = await connection.send(shot)
+    except (NoResponse, OSError, EOFError, ValueError) as error:
         report.statuses[type(error).__name__] += 1
         report.faults.append(f"{type(error).__name__} {error}: {what}")
         return
@@ -347,10 +347,10 @@ async def watch(url: str, session: str, sampler: str) -> None:
 
     async def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
         headers = ((b"content-type", b"application/json"),)
-        shot = Shot("POST", f"{API}{path}".encode(), headers, json.dumps(body).encode())
-        answer = await connection.context(shot)
+        shot = RawRequest("POST", f"{API}{path}".encode(), headers, json.dumps(body).encode())
+        answer = await connection.send(shot)
         while answer is not None and answer.status in (408, 503):
-            answer = await connection.context(shot)
+            answer = await connection.send(shot)
         assert answer is not None
         assert answer.status == 200, answer
         return json.loads(answer.body)

@@ -16,8 +16,8 @@ from urllib.parse import quote
 
 import orjson
 import zstandard
-from fuzz_connection import Answer, Connection, Hanging, Shot
-from fuzz_requests import API, ODD_IDS, SECRET_FILE, Catalogue
+from fuzz_connection import Answer, Connection, NoResponse, RawRequest
+from fuzz_requests import API, ODD_IDS, SECRET_FILE, RequestGenerator
 
 SECRET = "what no answer may tell"
 ODD_VALUES: tuple[Any, ...] = (
@@ -30,15 +30,15 @@ JSON, PROTOBUF = "application/json", "application/x-protobuf"
 _RAW_TARGETS = tuple(
     target.encode("latin-1")
     for target in (
-        *(f"{API}/{way}{SECRET_FILE}" for way in ("../", "../../", "..%2f", "%2e%2e/", "..\\", "%2e%2e%2f%2e%2e%2f", "./..//")),
-        *(f"{API}/downloads/x/{way}{SECRET_FILE}" for way in ("../", "..%2f..%2f", "/", "%00", "..%5c")),
-        *(f"{API}/training_runs/{way}/checkpoints/weights/{way}" for way in ("..", "%2e%2e", "%2f", "%00", "%ff")),
+        *(f"{API}/{prefix}{SECRET_FILE}" for prefix in ("../", "../../", "..%2f", "%2e%2e/", "..\\", "%2e%2e%2f%2e%2e%2f", "./..//")),
+        *(f"{API}/downloads/x/{prefix}{SECRET_FILE}" for prefix in ("../", "..%2f..%2f", "/", "%00", "..%5c")),
+        *(f"{API}/training_runs/{prefix}/checkpoints/weights/{prefix}" for prefix in ("..", "%2e%2e", "%2f", "%00", "%ff")),
         *("/", "//", "*", "http://127.0.0.1/healthz", "/%", "/%zz", "/api//v1/healthz", f"{API}/healthz/", "/v1/models/../..", "/?" + "a=b&" * 500),
         *(f"{API}/{'a' * 30_000}", f"{API}/training_runs?limit=1&limit=2&offset=&x", f"{API}/sessions/%F0%9F%98%80"),
     )
 )  # fmt: skip
 # Sent as they are.
-_BROKEN = (
+_BROKEN_REQUESTS = (
     b"\r\n\r\n",
     b"GET\r\n\r\n",
     b"GET /api/v1/training_runs/\xff\xfe/checkpoints/weights/\xff\xfe HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n",
@@ -60,7 +60,7 @@ _BROKEN = (
 class Report:
     statuses: Counter[str] = field(default_factory=Counter)
     endpoints: Counter[str] = field(default_factory=Counter)
-    answered: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
     """Requests that were not rejected."""
     faults: list[str] = field(default_factory=list)
     slowest: float = 0.0
@@ -73,52 +73,52 @@ class Report:
 class Fuzzer:
     """A stream of requests."""
 
-    def __init__(self, catalogue: Catalogue) -> None:
-        self._catalogue = catalogue
-        self._random = catalogue.random
+    def __init__(self, generator: RequestGenerator) -> None:
+        self._generator = generator
+        self._random = generator.random
 
-    def shot(self) -> Shot:
+    def next_request(self) -> RawRequest:
         pick = self._random.random()
         if pick < 0.60:
-            return self._json_shot()
+            return self._json_request()
         if pick < 0.72:
-            return self._protobuf_shot()
+            return self._protobuf_request()
         if pick < 0.90:
-            method, path, body = self._catalogue.rest_request()
-            return self._packed(method, path + self._query(), body, JSON)
-        return self._noise() if pick < 0.96 else self._raw()
+            method, path, body = self._generator.rest_request()
+            return self._with_headers(method, path + self._query(), body, JSON)
+        return self._random_request() if pick < 0.96 else self._raw_request()
 
-    def _json_shot(self) -> Shot:
-        path, body = self._catalogue.json_request()
+    def _json_request(self) -> RawRequest:
+        path, body = self._generator.json_request()
         body = orjson.loads(orjson.dumps(body))  # a copy, to be spoiled
         for _ in range(self._random.choice((0, 0, 0, 1, 1, 1, 2, 5))):
-            self._spoil(body)
+            self._corrupt_value(body)
         data = orjson.dumps(body)
-        return self._packed(
-            "POST", path, self._damaged(data) if self._random.random() < 0.1 else data, JSON
+        return self._with_headers(
+            "POST", path, self._corrupt_bytes(data) if self._random.random() < 0.1 else data, JSON
         )
 
-    def _protobuf_shot(self) -> Shot:
-        data = self._catalogue.protobuf_request()
-        data = self._damaged(data) if self._random.random() < 0.6 else data
-        return self._packed("POST", f"{API}/forward_backward", data, PROTOBUF)
+    def _protobuf_request(self) -> RawRequest:
+        data = self._generator.protobuf_request()
+        data = self._corrupt_bytes(data) if self._random.random() < 0.6 else data
+        return self._with_headers("POST", f"{API}/forward_backward", data, PROTOBUF)
 
-    def _noise(self) -> Shot:
+    def _random_request(self) -> RawRequest:
         path = self._random.choice(
-            (self._catalogue.json_request()[0], f"{API}/" + quote(self._random.choice(ODD_IDS)))
+            (self._generator.json_request()[0], f"{API}/" + quote(self._random.choice(ODD_IDS)))
         )
         method = self._random.choice(
             ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "\x41")
         )
         data = self._random.randbytes(self._random.choice((0, 1, 10, 1000)))
-        return self._packed(
+        return self._with_headers(
             method, path, data, self._random.choice((JSON, PROTOBUF, "text/plain", ""))
         )
 
-    def _raw(self) -> Shot:
+    def _raw_request(self) -> RawRequest:
         if self._random.random() < 0.5:
-            return Shot("GET", self._random.choice(_BROKEN), is_broken=True)
-        return Shot(
+            return RawRequest("GET", self._random.choice(_BROKEN_REQUESTS), is_broken=True)
+        return RawRequest(
             self._random.choice(("GET", "POST", "DELETE")), self._random.choice(_RAW_TARGETS)
         )
 
@@ -132,7 +132,7 @@ class Fuzzer:
             f"{name}={quote(str(self._random.choice(ODD_VALUES))[:60])}" for name in names
         )
 
-    def _packed(self, method: str, path: str, body: bytes, content_type: str) -> Shot:
+    def _with_headers(self, method: str, path: str, body: bytes, content_type: str) -> RawRequest:
         headers = [(b"content-type", content_type.encode())] if content_type else []
         pick = self._random.random()
         if pick < 0.05:
@@ -147,32 +147,32 @@ class Fuzzer:
             )
         if self._random.random() < 0.1:
             headers.append((b"accept", self._random.choice((PROTOBUF, JSON, "*/*", "")).encode()))
-        return Shot(method, path.encode(), tuple(headers), body)
+        return RawRequest(method, path.encode(), tuple(headers), body)
 
-    def _spoil(self, body: Any) -> None:
+    def _corrupt_value(self, body: Any) -> None:
         """Change one value of `body`, at any depth."""
-        places = list(_places(body))
-        if not places:
+        body_fields = list(_containers_and_keys(body))
+        if not body_fields:
             return
-        holder, key = self._random.choice(places)
+        container, key = self._random.choice(body_fields)
         match self._random.randrange(4):
-            case 0 if isinstance(holder, dict):
-                del holder[key]
-            case 1 if isinstance(holder, dict):
+            case 0 if isinstance(container, dict):
+                del container[key]
+            case 1 if isinstance(container, dict):
                 name = self._random.choice(("extra", "seq_id", "path", "type", "\u0000"))
-                holder[name] = copy.deepcopy(self._random.choice(ODD_VALUES))
+                container[name] = copy.deepcopy(self._random.choice(ODD_VALUES))
             case 2:
-                holder[key] = self._random.choice(ODD_IDS)
+                container[key] = self._random.choice(ODD_IDS)
             case _:
-                holder[key] = copy.deepcopy(self._random.choice(ODD_VALUES))
+                container[key] = copy.deepcopy(self._random.choice(ODD_VALUES))
 
-    def _damaged(self, data: bytes) -> bytes:
+    def _corrupt_bytes(self, data: bytes) -> bytes:
         position = self._random.randrange(len(data) + 1)
-        inserted = self._random.randbytes(self._random.randrange(4))
-        return data[:position] + inserted + data[position + self._random.randrange(4) :]
+        new_bytes = self._random.randbytes(self._random.randrange(4))
+        return data[:position] + new_bytes + data[position + self._random.randrange(4) :]
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+def _containers_and_keys(value: Any) -> Iterator[tuple[Any, Any]]:
     """Return every (container, key) in `value`."""
     keys = (
         list(value)
@@ -183,52 +183,61 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     )
     for key in keys:
         yield value, key
-        yield from _places(value[key])
+        yield from _containers_and_keys(value[key])
 
 
-async def fire(
-    url: str, key: str, catalogue: Catalogue, count: int, report: Report, connections: int = 24
+async def send_random_requests(
+    url: str,
+    key: str,
+    generator: RequestGenerator,
+    count: int,
+    report: Report,
+    connections: int = 24,
 ) -> None:
     """Send `count` requests over several connections."""
-    fuzzer = Fuzzer(catalogue)
-    left = iter(range(count))
+    fuzzer = Fuzzer(generator)
+    remaining = iter(range(count))
 
-    async def shoot() -> None:
+    async def send_requests() -> None:
         connection = Connection(url, key)
-        for _ in left:
-            await _send(connection, fuzzer.shot(), catalogue, report)
+        for _ in remaining:
+            await _send(connection, fuzzer.next_request(), generator, report)
         await connection.close()
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(connections):
-            tasks.create_task(shoot())
+            tasks.create_task(send_requests())
 
 
-async def _send(connection: Connection, shot: Shot, catalogue: Catalogue, report: Report) -> None:
+async def _send(
+    connection: Connection, request: RawRequest, generator: RequestGenerator, report: Report
+) -> None:
     try:
-        answer = await connection.context(shot)
-    except (Hanging, OSError, EOFError, ValueError) as error:
+        answer = await connection.send(request)
+    except (NoResponse, OSError, EOFError, ValueError) as error:
         report.statuses[type(error).__name__] += 1
-        report.faults.append(f"{type(error).__name__} {error}: {shot}")
+        report.faults.append(f"{type(error).__name__} {error}: {request}")
         return
     if answer is None:
         report.statuses["closed"] += 1
         return
     report.statuses[str(answer.status)] += 1
-    report.endpoints[_endpoint(shot)] += 1
-    report.answered[_endpoint(shot)] += answer.status < 400
+    report.endpoints[_endpoint(request)] += 1
+    report.accepted[_endpoint(request)] += answer.status < 400
     report.slowest = max(report.slowest, answer.seconds)
-    fault = _fault(shot, answer)
+    fault = _fault(request, answer)
     if fault is not None:
-        report.faults.append(f"{fault}: {shot}")
+        report.faults.append(f"{fault}: {request}")
     elif answer.status == 200:
-        catalogue.learn(answer.body)
+        generator.learn(answer.body)
 
 
-def _endpoint(shot: Shot) -> str:
+def _endpoint(request: RawRequest) -> str:
     """Return the endpoint of a request, without ids."""
-    parts = [part for part in shot.target.partition(b"?")[0].decode("latin-1").split("/") if part]
-    if shot.is_broken or not parts:
+    parts = [
+        part for part in request.target.partition(b"?")[0].decode("latin-1").split("/") if part
+    ]
+    if request.is_broken or not parts:
         return "broken or odd"
     name = "/".join(parts[2:3] if parts[:2] == ["api", "v1"] else parts[:3])
     last = (
@@ -236,16 +245,16 @@ def _endpoint(shot: Shot) -> str:
         if len(parts) > 3 and parts[-1].replace("_", "").isalpha() and len(parts[-1]) > 2
         else ""
     )
-    return f"{shot.method} {name[:40]}{'/../' + last[:30] if last else ''}"
+    return f"{request.method} {name[:40]}{'/../' + last[:30] if last else ''}"
 
 
-def _fault(shot: Shot, answer: Answer) -> str | None:
+def _fault(request: RawRequest, answer: Answer) -> str | None:
     """Return what must not be in an answer."""
     if answer.status >= 500:
         return f"{answer.status} {answer.body[:300]!r}"
     if SECRET.encode() in answer.body or b"root:" in answer.body:
         return f"{answer.status} tells the text of a file outside: {answer.body[:300]!r}"
-    if answer.status < 400 or answer.status == 408 or shot.method == "HEAD" or shot.is_broken:
+    if answer.status < 400 or answer.status == 408 or request.method == "HEAD" or request.is_broken:
         return None
     return (
         None

@@ -10,13 +10,13 @@ from planish.wire.tensors import model_input_to_json, tensor_to_json
 
 
 def forward_backward_to_json(operation: ForwardBackward, seq_id: int) -> dict[str, Any]:
-    given = {
+    forward_backward_input = {
         "data": [_datum_to_json(datum) for datum in operation.data],
         "loss_fn": operation.loss_fn,
         "loss_fn_config": dict(operation.loss_fn_config),
     }
     name = "forward_input" if operation.forward_only else "forward_backward_input"
-    return {"model_id": operation.model_id, "seq_id": seq_id, name: given}
+    return {"model_id": operation.model_id, "seq_id": seq_id, name: forward_backward_input}
 
 
 def _datum_to_json(datum: Datum) -> dict[str, Any]:

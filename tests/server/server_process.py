@@ -20,7 +20,7 @@ COMMAND = (
 )
 BASE_MODEL = "planish/tiny-model"
 # Enough for compiling the kernels on a busy machine: tests that hide the cache need it.
-START_SECONDS = 300.0
+START_TIMEOUT = 300.0
 
 
 @dataclass
@@ -48,14 +48,14 @@ def start_server(
     """Start a server for `model` on any free port, without access to a network. `prelude` is Python
     that the process runs first.
     """
-    served = f"{BASE_MODEL}={model}"
+    model_option = f"{BASE_MODEL}={model}"
     arguments: Sequence[str] = (
         "--port",
         "0",
         "--data-dir",
         str(data_dir),
         "--model",
-        served,
+        model_option,
         *options,
     )
     process = subprocess.Popen(
@@ -66,10 +66,10 @@ def start_server(
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(environment or {})},
     )
     server = ServerProcess(process, "")
-    Thread(target=_read, args=(server,), daemon=True).start()
-    give_up = time.monotonic() + START_SECONDS
+    Thread(target=_read_output, args=(server,), daemon=True).start()
+    deadline = time.monotonic() + START_TIMEOUT
     while not server.url:
-        if process.poll() is not None or time.monotonic() > give_up:
+        if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
             process.wait()
             raise RuntimeError("the server did not start:\n" + "\n".join(server.output))
@@ -77,14 +77,14 @@ def start_server(
     return server
 
 
-def _read(server: ServerProcess) -> None:
+def _read_output(server: ServerProcess) -> None:
     assert server.process.stdout is not None
-    with server.process.stdout as lines:
-        for line in lines:
+    with server.process.stdout as output:
+        for line in output:
             server.output.append(line.rstrip("\n"))
-            found = re.search(r'ready at (http://[^\s"]+)', line)
-            if found:
-                server.url = found.group(1)
+            match = re.search(r'ready at (http://[^\s"]+)', line)
+            if match:
+                server.url = match.group(1)
 
 
 @contextmanager

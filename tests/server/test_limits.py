@@ -14,9 +14,9 @@ from typing import Any
 
 import orjson
 import pytest
-from blow_ups import places
 from full_requests import API, FullRequest, Ids, full_requests
 from limits_page import openai_fields, page
+from oversized_bodies import body_fields
 from request_limits import JSON_LIMITS, PROTOBUF_LIMITS, Limit
 from starlette.testclient import TestClient
 from test_app import BASE, Caller, client_of
@@ -48,7 +48,7 @@ class Served:
         return next(one for one in full_requests(self.ids) if one.name == name)
 
     def post(self, request: FullRequest, body: Any) -> tuple[int, str]:
-        headers = {"x-api-key": KEY, "content-type": request.media}
+        headers = {"x-api-key": KEY, "content-type": request.content_type}
         answer = self.client.request(
             request.method, request.path, content=json.dumps(body), headers=headers
         )
@@ -93,7 +93,7 @@ def test_every_field_of_a_full_request_has_a_limit(name: str):
     request = next(one for one in full_requests(_EXAMPLES) if one.name == name)
     without = [
         place.path
-        for place in places(request.body)
+        for place in body_fields(request.body)
         if not place.path.endswith("{}")
         and not place.path.endswith("[]")
         and limit_of(place.path, limits_of(request)) is None

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import orjson
 import pytest
-from fuzz_connection import Answer, Connection, Shot
+from fuzz_connection import Answer, Connection, RawRequest
 from server_process import BASE_MODEL, ServerProcess, running_server
 
 from planish.wire.sampling import sample_response_from_message
@@ -78,8 +78,8 @@ async def _one(url: str, sampler: str, number: int, began: float) -> float:
 
 
 async def _posted(connection: Connection, path: bytes, body: dict[str, object]) -> Answer:
-    answer = await connection.context(
-        Shot("POST", path, (JSON, (b"accept", b"application/x-protobuf")), orjson.dumps(body))
+    answer = await connection.send(
+        RawRequest("POST", path, (JSON, (b"accept", b"application/x-protobuf")), orjson.dumps(body))
     )
     assert answer is not None
     return answer

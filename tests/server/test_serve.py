@@ -25,7 +25,7 @@ import pytest
 import uvicorn
 from crash_server import free_port
 from prometheus_client.parser import text_string_to_metric_families
-from server_process import BASE_MODEL, COMMAND, START_SECONDS, ServerProcess, running_server
+from server_process import BASE_MODEL, COMMAND, START_TIMEOUT, ServerProcess, running_server
 from starlette.applications import Starlette
 
 from planish.server import serve
@@ -110,8 +110,8 @@ def records(server: ServerProcess) -> list[dict[str, Any]]:
 
 def logged(server: ServerProcess, path: str) -> dict[str, Any]:
     """The newest record of a request, which may come a moment after its answer."""
-    give_up = time.monotonic() + 10
-    while time.monotonic() < give_up:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
         found = [
             r for r in records(server) if r["logger"] == "planish.access" and path in r["message"]
         ]
@@ -275,8 +275,8 @@ def test_an_idle_server_collects_no_garbage(monkeypatch):
 
 def wait_for(url: str) -> None:
     """Wait until a server answers."""
-    give_up = time.monotonic() + START_SECONDS
-    while time.monotonic() < give_up:
+    deadline = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < deadline:
         with suppress(httpx.TransportError):
             if httpx.get(f"{url}/readyz").status_code == 200:
                 return

@@ -5,14 +5,14 @@ as long.
 from pathlib import Path
 
 import pytest
-from blow_ups import places
 from fuzz_sizes import fuzz
+from oversized_bodies import body_fields
 
 
 def test_few_values_of_a_blown_up_list_are_blown_up_again():
     """A `Place` for each of the items of a list of 8 MiB took more memory than this program has."""
     assert (
-        len(places({"a": {"tokens": [0] * (1 << 22)}, "b": {str(i): 1 for i in range(10**5)}}))
+        len(body_fields({"a": {"tokens": [0] * (1 << 22)}, "b": {str(i): 1 for i in range(10**5)}}))
         < 300
     )
 
