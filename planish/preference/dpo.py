@@ -107,8 +107,8 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
 
 
 async def _run(config: Config, service_client: ServiceClient) -> Path:
-    loss = make_pair_loss(config)
-    if loss.needs_reference:
+    loss_fn = make_pair_loss(config)
+    if loss_fn.needs_reference:
         option = (
             "reference_model_name"
             if config.reference_checkpoint_path is None
@@ -123,10 +123,10 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
         config = await limit_to_context(config, service_client)
 
     def make_objective(start: RunStart) -> "PairObjective":
-        reference = (
-            reference_client(config, service_client, start) if loss.needs_reference else None
+        reference_sampler = (
+            reference_client(config, service_client, start) if loss_fn.needs_reference else None
         )
-        return PairObjective(config.loss, loss, reference)
+        return PairObjective(config.loss, loss_fn, reference_sampler)
 
     return await train(
         config,
@@ -223,8 +223,8 @@ class PairObjective:
 
     name: str
     """The name of the loss: its metric is NAME_loss."""
-    loss: PairLoss
-    reference: Any | None
+    loss_fn: PairLoss
+    reference_sampler: Any | None
     """A sampling client of the reference; None for a loss that needs none."""
 
     async def submit(
@@ -243,7 +243,11 @@ class PairObjective:
 
     async def reference_logprobs(self, data: Sequence[Datum]) -> list[float] | None:
         """Return the reference's logprob of each answer in nats; None without a reference."""
-        return None if self.reference is None else await reference_logprobs(self.reference, data)
+        return (
+            None
+            if self.reference_sampler is None
+            else await reference_logprobs(self.reference_sampler, data)
+        )
 
     def loss_and_metrics(
         self,
@@ -252,7 +256,7 @@ class PairObjective:
         reference_logprobs_D: Sequence[float] | None,
     ) -> tuple[torch.Tensor, Metrics]:
         """Return the loss, and all metrics of the batch by name."""
-        loss, metrics = pair_loss(self.loss, data, logprobs_D, reference_logprobs_D)
+        loss, metrics = pair_loss(self.loss_fn, data, logprobs_D, reference_logprobs_D)
         return loss, {f"{self.name}_loss": float(loss.detach()), **metrics}
 
     def evaluator(self, test_set: SupervisedDataset) -> "PairEvaluator":
@@ -284,17 +288,17 @@ class PairEvaluator(TrainingClientEvaluator):
         _, metrics = self.objective.loss_and_metrics(
             self.data, logprobs_D, self._reference_logprobs_D
         )
-        chosen = [
+        chosen_logprobs = [
             answer_logprob(datum, logprobs)
             for datum, logprobs in zip(self.data, logprobs_D, strict=True)
         ][::2]
         num_tokens = sum(num_answer_tokens(pair.chosen) for pair in pairs_of(self.data))
-        metrics["nll"] = -sum(float(logprob) for logprob in chosen) / num_tokens
+        metrics["nll"] = -sum(float(logprob) for logprob in chosen_logprobs) / num_tokens
         return {f"{self.name}/{name}": value for name, value in metrics.items()}
 
 
 def pair_loss(
-    loss: PairLoss,
+    loss_fn: PairLoss,
     data: Sequence[Datum],
     logprobs_D: Sequence[torch.Tensor],
     reference_logprobs_D: Sequence[float] | None,
@@ -307,7 +311,7 @@ def pair_loss(
     answer_logprobs_D = torch.stack(
         [answer_logprob(datum, logprobs) for datum, logprobs in zip(data, logprobs_D, strict=True)]
     )
-    reference = (
+    reference_answer_logprobs_D = (
         None
         if reference_logprobs_D is None
         else torch.tensor(reference_logprobs_D, dtype=answer_logprobs_D.dtype)
@@ -315,11 +319,18 @@ def pair_loss(
     num_tokens = torch.tensor(
         [num_answer_tokens(datum) for datum in data], dtype=answer_logprobs_D.dtype
     )
-    rewards_D = loss.rewards(AnswerLogprobs(answer_logprobs_D, reference, num_tokens))
-    chosen, rejected = rewards_D[::2], rewards_D[1::2]
-    margins = chosen - rejected
-    metrics = ((margins > 0).float().mean(), margins.mean(), chosen.mean(), rejected.mean())
-    return loss.losses(margins).mean(), {
+    rewards_D = loss_fn.rewards(
+        AnswerLogprobs(answer_logprobs_D, reference_answer_logprobs_D, num_tokens)
+    )
+    chosen_rewards, rejected_rewards = rewards_D[::2], rewards_D[1::2]
+    margins = chosen_rewards - rejected_rewards
+    metrics = (
+        (margins > 0).float().mean(),
+        margins.mean(),
+        chosen_rewards.mean(),
+        rejected_rewards.mean(),
+    )
+    return loss_fn.losses(margins).mean(), {
         name: float(value.detach()) for name, value in zip(PAIR_METRICS, metrics, strict=True)
     }
 

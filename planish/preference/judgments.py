@@ -144,13 +144,13 @@ def expected_calibration_error(probabilities: Sequence[float]) -> float:
 
 
 @dataclass(eq=False)
-class HeldOutPreferences(SamplingClientEvaluator):
+class PreferenceModelEvaluator(SamplingClientEvaluator):
     """An evaluator of a preference model during training: NAME/accuracy and the other metrics
     above.
     """
 
     comparisons: Sequence[LabeledComparison]
-    model_of: Callable[[Any], PreferenceModel]
+    make_model: Callable[[Any], PreferenceModel]
     """Makes the preference model from a sampling client of the current weights."""
     _: KW_ONLY
     both_orders: bool
@@ -160,7 +160,7 @@ class HeldOutPreferences(SamplingClientEvaluator):
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
         judgments = await judge(
-            self.model_of(sampling_client), self.comparisons, both_orders=self.both_orders
+            self.make_model(sampling_client), self.comparisons, both_orders=self.both_orders
         )
         found = {**judgment_metrics(judgments), "num_left_out": self.num_left_out}
         return {f"{self.name}/{name}": value for name, value in found.items()}

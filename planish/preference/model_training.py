@@ -18,7 +18,7 @@ from planish import SamplingClient, ServiceClient, TrainingClient
 from planish.errors import UserError
 from planish.preference.calibration import fit_temperature
 from planish.preference.forms import Form
-from planish.preference.judgments import HeldOutPreferences, log_odds_of_chosen
+from planish.preference.judgments import PreferenceModelEvaluator, log_odds_of_chosen
 from planish.preference.model_datasets import ComparisonDataset, PreferenceDatasetBuilder
 from planish.preference.model_files import PreferenceModelFile
 from planish.preference.preference_models import LogOddsModel
@@ -68,7 +68,7 @@ class PreferenceObjective:
         """Submit a gradient on one batch."""
         return await self.form.submit(training_client, data)
 
-    def evaluator(self, test_set: SupervisedDataset) -> HeldOutPreferences:
+    def evaluator(self, test_set: SupervisedDataset) -> PreferenceModelEvaluator:
         """Return the evaluator of held-out comparisons."""
         assert isinstance(test_set, ComparisonDataset)
         return held_out_evaluator(self.form, test_set.rows, self.max_length)
@@ -145,14 +145,14 @@ def held_out_evaluator(
     comparisons: Sequence[LabeledComparison],
     max_length: int | None,
     temperature: float = 1.0,
-) -> HeldOutPreferences:
+) -> PreferenceModelEvaluator:
     """Return an evaluator on the comparisons that fit into `max_length` tokens."""
     fitting = comparisons_that_fit(form, comparisons, max_length)
 
     def make_model(sampling_client: SamplingClient) -> LogOddsModel:
         return form.model(sampling_client, temperature)
 
-    return HeldOutPreferences(
+    return PreferenceModelEvaluator(
         fitting,
         make_model,
         both_orders=form.depends_on_order,

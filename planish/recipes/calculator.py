@@ -90,7 +90,7 @@ def question(expression: str) -> Message:
 
 
 @cache
-def first_messages(kind: Kind) -> tuple[Message, ...]:
+def few_shot_messages(kind: Kind) -> tuple[Message, ...]:
     """Return the worked examples: question, call of the tool, its result, answer."""
     messages: list[Message] = []
     for expression in example_problems(kind):
@@ -159,7 +159,7 @@ class CalculatorDatasetBuilder(ProblemDatasetBuilder):
         return build_agent_tool_env(
             self.renderer,
             [calculator],
-            [*first_messages(self.kind), question(problem)],
+            [*few_shot_messages(self.kind), question(problem)],
             Grader(problem),
             max_turns=MAX_TURNS,
         )

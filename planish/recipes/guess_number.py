@@ -39,7 +39,7 @@ from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.types import Env, Metrics, RLDataset
 
 NUM_TEST_GAMES = 64
-SHOWN_GAMES = 3
+EXAMPLE_GAMES = 3
 PRESETS: dict[str, dict[str, Any]] = {
     "long": {"largest": 100, "max_guesses": 8, "max_steps": 200},
 }
@@ -103,7 +103,7 @@ class GuessNumberEnv(MessageEnv):
 
     async def initial_observation(self) -> list[Message]:
         """Return the example games and the question."""
-        self.messages = list(first_messages(self.rules))
+        self.messages = list(few_shot_messages(self.rules))
         return self.messages
 
     async def step(self, message: Message) -> MessageStepResult:
@@ -156,11 +156,13 @@ def example_secrets(rules: Rules) -> list[int]:
     length = {number: len(binary_search(rules, number)) for number in range(rules.largest + 1)}
     max_length = min(rules.max_guesses, max(length.values()))
     late = [number for number, guesses in length.items() if guesses == max_length]
-    return [late[(2 * shown + 1) * len(late) // (2 * SHOWN_GAMES)] for shown in range(SHOWN_GAMES)]
+    return [
+        late[(2 * shown + 1) * len(late) // (2 * EXAMPLE_GAMES)] for shown in range(EXAMPLE_GAMES)
+    ]
 
 
 @cache
-def first_messages(rules: Rules) -> tuple[Message, ...]:
+def few_shot_messages(rules: Rules) -> tuple[Message, ...]:
     """Return the question after a few example games. Without them an untrained small model does not
     know what to write.
     """

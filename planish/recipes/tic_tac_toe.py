@@ -40,7 +40,7 @@ from planish.runlog.model_renderer import model_renderer
 
 MAX_OPENING_MOVES = 4
 """Limit of `opening_moves`. No player can win in four moves, so no game is over at its start."""
-SHOWN_GAME = (5, 2, 1, 9, 4, 6, 7)
+EXAMPLE_GAME = (5, 2, 1, 9, 4, 6, 7)
 PRESETS: dict[str, dict[str, Any]] = {
     "long": {"batch_size": 128, "opening_moves": 4, "max_steps": 200},
 }
@@ -113,13 +113,13 @@ class TicTacToePlayer(Player):
 
     async def initial_observation(self) -> list[Message]:
         """Return the example game and the position."""
-        self.messages = [*first_messages(), position_message(self.game.board)]
+        self.messages = [*few_shot_messages(), position_message(self.game.board)]
         return self.messages
 
     async def step(self, message: Message) -> MessageStepResult:
         """Make the player's move and wait for the opponent's. An illegal move forfeits the game."""
         cell = read_cell(get_text_content(message))
-        if cell in self.game.board.free:
+        if cell in self.game.board.free_cells:
             self.game.move(cell)
             await self.until_turn()
         else:
@@ -142,19 +142,22 @@ def read_cell(text: str) -> int | None:
 
 def position_message(board: Board) -> Message:
     """Return the message with the cells of both players, as in "X15 O9", and the free cells."""
-    taken = " ".join(
-        name + "".join(map(str, board.cells_of(player))) for player, name in enumerate("XO")
+    marks = " ".join(
+        name + "".join(map(str, board.cells_of_player(player))) for player, name in enumerate("XO")
     )
-    return {"role": "user", "content": f"{taken}\nChoose one of {' '.join(map(str, board.free))}."}
+    return {
+        "role": "user",
+        "content": f"{marks}\nChoose one of {' '.join(map(str, board.free_cells))}.",
+    }
 
 
-def first_messages() -> list[Message]:
+def few_shot_messages() -> list[Message]:
     """Return an example game that X wins, as X sees it. Without it an untrained small model does
     not know what to write.
     """
     messages: list[Message] = []
     board = Board()
-    for cell in SHOWN_GAME:
+    for cell in EXAMPLE_GAME:
         if board.to_move == 0:
             messages += [position_message(board), {"role": "assistant", "content": str(cell)}]
         board = board.after(cell)
@@ -179,16 +182,16 @@ class TicTacToeGroup(EnvGroupBuilder):
         """Return the environments of both players, or of one player against `opponent`."""
         game = Game(Board(self.opening))
         if self.opponent is None:
-            sides = [TicTacToePlayer(game, player) for player in (0, 1)]
+            players = [TicTacToePlayer(game, player) for player in (0, 1)]
         else:
             rng = random.Random(f"{self.opponent}:{self.number}")
-            sides = [
+            players = [
                 TicTacToePlayer(
                     game, self.number % 2, partial(MOVE_FUNCTIONS[self.opponent], rng=rng)
                 )
             ]
         renderer = model_renderer(self.model_name, self.renderer_name)
-        return [PlayerEnv(renderer, side) for side in sides]
+        return [PlayerEnv(renderer, player) for player in players]
 
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
@@ -243,20 +246,20 @@ class TicTacToeDatasetBuilder(GameOptions, RLDatasetBuilder):
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Return (training dataset, test dataset). Without test games, the latter is None."""
-        train = GeneratedDataset(self._game, self.batch_size, self.seed)
-        tests = [
+        train = GeneratedDataset(self._training_group, self.batch_size, self.seed)
+        test_games = [
             (opponent, number) for opponent in MOVE_FUNCTIONS for number in range(self.test_games)
         ]
-        return train, evaluation_dataset(tests, self._test)
+        return train, evaluation_dataset(test_games, self._test_group)
 
-    def _game(self, rng: random.Random) -> TicTacToeGroup:
+    def _training_group(self, rng: random.Random) -> TicTacToeGroup:
         board = Board()
         for _ in range(rng.randint(0, self.opening_moves)):
             board = board.after(random_move(board, rng))
         return TicTacToeGroup(self.model_name, self.renderer_name, board.moves)
 
-    def _test(self, test: tuple[str, int]) -> TicTacToeGroup:
-        return TicTacToeGroup(self.model_name, self.renderer_name, (), *test)
+    def _test_group(self, test_game: tuple[str, int]) -> TicTacToeGroup:
+        return TicTacToeGroup(self.model_name, self.renderer_name, (), *test_game)
 
 
 @chz.chz

@@ -25,26 +25,26 @@ class Board:
         return len(self.moves) % 2
 
     @property
-    def free(self) -> list[int]:
+    def free_cells(self) -> list[int]:
         """The free cells."""
         return [cell for cell in CELLS if cell not in self.moves]
 
-    def cells_of(self, player: int) -> list[int]:
+    def cells_of_player(self, player: int) -> list[int]:
         """Return the cells of a player."""
         return sorted(self.moves[player::2])
 
     def after(self, cell: int) -> Self:
         """Return the board after a move to a free cell."""
-        assert cell in self.free
+        assert cell in self.free_cells
         return replace(self, moves=(*self.moves, cell))
 
     @property
     def winner(self) -> int | None:
         """The player with three cells in a line; None if there is none."""
         # Only the player who moved last can have completed a line.
-        last = 1 - self.to_move
-        cells = self.cells_of(last)
-        return last if any(all(cell in cells for cell in line) for line in LINES) else None
+        last_player = 1 - self.to_move
+        cells = self.cells_of_player(last_player)
+        return last_player if any(all(cell in cells for cell in line) for line in LINES) else None
 
     @property
     def is_over(self) -> bool:
@@ -54,30 +54,34 @@ class Board:
 
 def random_move(board: Board, rng: random.Random) -> int:
     """Return a random free cell."""
-    return rng.choice(board.free)
+    return rng.choice(board.free_cells)
 
 
 def optimal_move(board: Board, rng: random.Random) -> int:
     """Return a random one of the best moves."""
-    values = {cell: -value(*position(board.after(cell))) for cell in board.free}
-    best = max(values.values())
-    return rng.choice([cell for cell in board.free if values[cell] == best])
+    optimal_values = {
+        cell: -optimal_value(*cells_by_player(board.after(cell))) for cell in board.free_cells
+    }
+    best = max(optimal_values.values())
+    return rng.choice([cell for cell in board.free_cells if optimal_values[cell] == best])
 
 
 MOVE_FUNCTIONS = {"random": random_move, "optimal": optimal_move}
 
 
-def position(board: Board) -> tuple[frozenset[int], frozenset[int]]:
+def cells_by_player(board: Board) -> tuple[frozenset[int], frozenset[int]]:
     """Return the cells of the player whose turn it is, and those of the other player."""
-    return frozenset(board.cells_of(board.to_move)), frozenset(board.cells_of(1 - board.to_move))
+    return frozenset(board.cells_of_player(board.to_move)), frozenset(
+        board.cells_of_player(1 - board.to_move)
+    )
 
 
 @cache
-def value(own: frozenset[int], others: frozenset[int]) -> int:
+def optimal_value(own: frozenset[int], others: frozenset[int]) -> int:
     """Return the value of a position for the player whose turn it is, if both play optimally: 1 for
     a win, 0 for a draw, -1 for a loss.
     """
     if any(others.issuperset(line) for line in LINES):
         return -1
-    free = [cell for cell in CELLS if cell not in own and cell not in others]
-    return max((-value(others, own | {cell}) for cell in free), default=0)
+    free_cells = [cell for cell in CELLS if cell not in own and cell not in others]
+    return max((-optimal_value(others, own | {cell}) for cell in free_cells), default=0)

@@ -75,7 +75,7 @@ class Riddle:
 
 
 INSTRUCTION = "Find the secret word. Ask a question, or guess a word."
-SHOWN_GAMES = (
+EXAMPLE_GAMES = (
     (
         Riddle("wolf", ("rose", "duck", "coat", "wolf", "drum", "bus")),
         (("Is it alive?", "Yes."), ("Guess: rose", "No."), ("Guess: wolf", "")),
@@ -101,7 +101,7 @@ class TwentyQuestionsEnv(MessageEnv):
 
     async def initial_observation(self) -> list[Message]:
         """Return the example games and the opening message."""
-        self.messages = first_messages(self.riddle)
+        self.messages = few_shot_messages(self.riddle)
         return self.messages
 
     async def step(self, message: Message) -> MessageStepResult:
@@ -144,13 +144,13 @@ def read_guess(text: str) -> str | None:
     return text[guess.end() :].rstrip(GUESS_END).lower() if guess else None
 
 
-def first_messages(riddle: Riddle) -> list[Message]:
+def few_shot_messages(riddle: Riddle) -> list[Message]:
     """Return the opening message after two example games. Without them an untrained small model
     does not know what to write.
     """
     messages: list[Message] = [{"role": "system", "content": INSTRUCTION}]
     opening = "I am thinking of a word."
-    for shown, turns in SHOWN_GAMES:
+    for shown, turns in EXAMPLE_GAMES:
         guessed: set[str] = set()
         said = opening
         for text, reply in turns:

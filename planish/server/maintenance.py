@@ -30,7 +30,7 @@ from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow, SamplerRow, SessionRow, select
 from planish.server.durable.request_log import done_from_result
 from planish.server.durable.store import Transaction
-from planish.server.models.model import Model
+from planish.server.models.model import ModelActor
 from planish.server.models.request_queue import QueueItem, RequestQueue
 from planish.server.results import Failed
 from planish.server.samplers import Sampler
@@ -110,7 +110,7 @@ class Recovery:
         # Answered requests before the first unanswered one are replayed when the model is loaded.
         while isinstance(queue.peek(), RequestRow):
             queue.take()
-        Model(self._services, row, queue, unload_seq)
+        ModelActor(self._services, row, queue, unload_seq)
 
     async def _add_sampler(self, row: SamplerRow) -> None:
         model = self._services.sessions.models.get(row.model) if row.model is not None else None

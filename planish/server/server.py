@@ -55,7 +55,7 @@ from planish.server.durable.request_log import (
 from planish.server.durable.store import Transaction
 from planish.server.maintenance import Cleanup, Recovery
 from planish.server.metrics import Metrics, resident_bytes
-from planish.server.models.model import Model
+from planish.server.models.model import ModelActor
 from planish.server.models.request_queue import RequestQueue
 from planish.server.results import (
     Accepted,
@@ -336,7 +336,7 @@ class Server(Services):
         request = await self.request_log.accept(creation, entry, record)
         if request is not None:
             model = replace(row, user_metadata="")
-            Model(self, model, RequestQueue(0)).enqueue(request)
+            ModelActor(self, model, RequestQueue(0)).enqueue(request)
             self.sessions.close_members_if_ended(row.session)
 
     # Training runs. Every model that a tenant made is a run, whether it is open or closed.

@@ -40,7 +40,7 @@ from planish.server.results import Gone, NotFound, Page, SessionRecord, SessionS
 from planish.server.settings import TenantSettings
 
 if TYPE_CHECKING:
-    from planish.server.models.model import Model
+    from planish.server.models.model import ModelActor
 
 SESSION_ENDED = "its session ended"
 
@@ -83,7 +83,7 @@ class Sessions:
         self._settings = settings
         self._check_disk = check_disk
         self._close_functions = close_functions
-        self.models: dict[str, Model] = {}
+        self.models: dict[str, ModelActor] = {}
         """The open models of all sessions, by id. A model adds itself, and removes itself when it
         is closed.
         """
@@ -251,7 +251,7 @@ class Sessions:
         pairs = [(last_seen, session_id) for session_id, last_seen in seen.items()]
         return lambda transaction: update_rows(transaction, SessionRow, "seen", pairs)
 
-    async def open_model(self, tenant: Tenant, model_id: str) -> Model:
+    async def open_model(self, tenant: Tenant, model_id: str) -> ModelActor:
         """Return the tenant's model. Raise NotFound if the tenant has no such model, and Gone if
         the model is closed.
         """

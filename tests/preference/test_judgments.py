@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planish.preference.judgments import (
-    HeldOutPreferences,
     Judgment,
+    PreferenceModelEvaluator,
     expected_calibration_error,
     judge,
     judgment_metrics,
@@ -142,7 +142,7 @@ def test_no_request_is_sent_after_a_judge_has_failed(ask, pairs):
 
 
 def test_the_evaluator_names_its_metrics_and_dropped_comparisons():
-    evaluator = HeldOutPreferences(
+    evaluator = PreferenceModelEvaluator(
         PAIRS, lambda client: client, both_orders=False, num_left_out=2, name="dev"
     )
     found = asyncio.run(evaluator(shorter))  # pyright: ignore[reportArgumentType]

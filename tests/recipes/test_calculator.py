@@ -18,7 +18,7 @@ from planish.recipes.calculator import (
     Options,
     calculator,
     example_problems,
-    first_messages,
+    few_shot_messages,
 )
 
 
@@ -96,7 +96,7 @@ def test_problems_have_their_size_and_a_value(operands, digits, seed):
 
 @pytest.mark.parametrize("kind", [Kind(), Kind(operands=4, digits=2), Kind(operands=10, digits=12)])
 def test_the_shown_problems_are_worked_rightly(kind):
-    messages = first_messages(kind)
+    messages = few_shot_messages(kind)
     for question, asked, computed, answer in zip(*[iter(messages)] * 4, strict=True):
         expression = json.loads(asked["tool_calls"][0]["function"]["arguments"])["expression"]
         assert question["content"] == f"What is {expression}?"

@@ -12,7 +12,7 @@ from planish.recipes.guess_number import (
     GuessNumberDatasetBuilder,
     Options,
     Rules,
-    first_messages,
+    few_shot_messages,
     read_guess,
 )
 from planish.renderers import get_text_content
@@ -98,7 +98,7 @@ def test_reading_a_guess(text, number):
 @given(largest=st.integers(1, 300), max_guesses=st.integers(1, 12), hints=st.booleans())
 def test_the_shown_games_are_won_by_halving(largest, max_guesses, hints):
     rules = Rules(largest=largest, max_guesses=max_guesses, hints=hints)
-    system, *said = [get_text_content(message) for message in first_messages(rules)]
+    system, *said = [get_text_content(message) for message in few_shot_messages(rules)]
     assert system == "Guess the number."
     assert said[-1] == f"Right. Guess my number, 0 to {largest}."
     games = " | ".join(said).split(f"Guess my number, 0 to {largest}. | ")[1:]

@@ -14,7 +14,7 @@ from planish.recipes.tic_tac_toe import (
     Options,
     TicTacToeDatasetBuilder,
     TicTacToeGroup,
-    first_messages,
+    few_shot_messages,
     read_cell,
 )
 from planish.recipes.tic_tac_toe_board import Board
@@ -245,11 +245,11 @@ def test_reading_a_move(text, cell):
 def test_the_shown_game_is_won():
     said = [
         int(get_text_content(message))
-        for message in first_messages()
+        for message in few_shot_messages()
         if message["role"] == "assistant"
     ]
     assert len(said) == 4
-    assert get_text_content(first_messages()[-2]).startswith("X145 O269")
+    assert get_text_content(few_shot_messages()[-2]).startswith("X145 O269")
 
 
 def test_nobody_waits_when_a_game_is_over():

@@ -7,10 +7,10 @@ import pytest
 from planish.recipes.tic_tac_toe_board import (
     LINES,
     Board,
+    cells_by_player,
     optimal_move,
-    position,
+    optimal_value,
     random_move,
-    value,
 )
 
 
@@ -29,7 +29,7 @@ def games(board, first, second):
         yield board
         return
     chooser = (first, second)[board.to_move]
-    for cell in board.free if chooser is None else [chooser(board)]:
+    for cell in board.free_cells if chooser is None else [chooser(board)]:
         yield from games(board.after(cell), first, second)
 
 
@@ -49,7 +49,7 @@ def test_a_full_board_without_a_line_is_a_draw():
     board = play(1, 2, 3, 5, 4, 6, 8, 7, 9)
     assert board.is_over
     assert board.winner is None
-    assert board.free == []
+    assert board.free_cells == []
     assert not play(1, 2, 3, 5, 4, 6, 8, 7).is_over
 
 
@@ -59,7 +59,7 @@ def test_a_taken_cell_is_no_move():
 
 
 def test_the_game_is_a_draw_if_both_play_well():
-    assert value(*position(Board())) == 0
+    assert optimal_value(*cells_by_player(Board())) == 0
     for seed in range(20):
         optimal = partial(optimal_move, rng=random.Random(seed))
         assert [board.winner for board in games(Board(), optimal, optimal)] == [None]
@@ -75,4 +75,4 @@ def test_the_optimal_player_never_loses(side):
 
 def test_the_random_player_takes_any_free_cell():
     board = play(1, 2, 3)
-    assert {random_move(board, random.Random(seed)) for seed in range(100)} == set(board.free)
+    assert {random_move(board, random.Random(seed)) for seed in range(100)} == set(board.free_cells)

@@ -13,7 +13,7 @@ from planish.recipes.twenty_questions import (
     Riddle,
     Rules,
     TwentyQuestionsDatasetBuilder,
-    first_messages,
+    few_shot_messages,
     read_guess,
 )
 from planish.recipes.twenty_questions_answerer import Answerer
@@ -100,11 +100,11 @@ def test_without_choices_any_word_may_be_guessed(small_model):
     group, policy = played(small_model, ["Guess: cat", "Guess: rose"], choices=())
     assert group.get_total_rewards() == [1.0]
     assert "Words" not in "".join(policy.asked)
-    assert "Words" not in str(first_messages(Riddle("cat")))
+    assert "Words" not in str(few_shot_messages(Riddle("cat")))
 
 
 def test_the_shown_games_keep_to_the_rules():
-    messages = first_messages(Riddle("cat", WORDS))
+    messages = few_shot_messages(Riddle("cat", WORDS))
     for told, said in zip(messages[1:-1:2], messages[2::2], strict=True):
         listed = re.findall(r"\w+", get_text_content(told).partition("Words:")[2])
         guess = read_guess(get_text_content(said))

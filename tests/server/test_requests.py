@@ -23,7 +23,7 @@ from planish.server.durable import journal
 from planish.server.durable.checkpoints import CheckpointCatalog
 from planish.server.durable.request_log import QueuedRequest, failed_from_error
 from planish.server.models import replay, steps
-from planish.server.models.model import Model
+from planish.server.models.model import ModelActor
 from planish.server.results import (
     OUT_OF_MEMORY,
     BadRequest,
@@ -304,7 +304,7 @@ async def test_an_internal_error_still_answers_the_request(model_dir, data_dir, 
         client = await Client.start(server)
         model = await client.model()
         with monkeypatch.context() as patch:
-            patch.setattr(Model, "_submit", broken)
+            patch.setattr(ModelActor, "_submit", broken)
             patch.setattr(replay, "repeat_failure", broken)
             requests = [
                 await model.submit(gradient(model.model_id)),

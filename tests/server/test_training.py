@@ -26,7 +26,7 @@ from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.errors import UnknownModelError
 from planish.server.durable.records import ModelRow, select
-from planish.server.models.model import Model as TrainingModel
+from planish.server.models.model import ModelActor
 from planish.server.results import BadRequest, Done, Failed, Gone, NotFound, TryAgain
 from planish.server.settings import ServerSettings
 from planish.service import (
@@ -371,13 +371,13 @@ async def test_a_creation_repeated_while_being_written_is_the_same(
 
 async def test_requests_after_a_failed_creation_load_no_adapter(model_dir, data_dir, monkeypatch):
     loaded = []
-    load = TrainingModel.load
+    load = ModelActor.load
 
-    async def loading(model: TrainingModel) -> None:
+    async def loading(model: ModelActor) -> None:
         loaded.append(model.id)
         await load(model)
 
-    monkeypatch.setattr(TrainingModel, "load", loading)
+    monkeypatch.setattr(ModelActor, "load", loading)
 
     async with running(model_dir, data_dir) as server:
         client = await Client.start(server)

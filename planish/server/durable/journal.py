@@ -76,9 +76,9 @@ def write_answer(
     answered_row: RequestRow,
     answer: Done | Failed,
     now: float,
-    extra_write: Callable[[Transaction], None] | None = None,
+    transaction_hook: Callable[[Transaction], None] | None = None,
 ) -> None:
-    """Write an answer and the state of `answered_row`, and call `extra_write` in the same
+    """Write an answer and the state of `answered_row`, and call `transaction_hook` in the same
     transaction. The request's body is removed, unless a replay may need it.
     """
     columns: dict[str, Any]
@@ -97,8 +97,8 @@ def write_answer(
     )
     if not answered_row.is_replayed:
         drop_bodies(transaction, "id = ?", (answered_row.id,))
-    if extra_write is not None:
-        extra_write(transaction)
+    if transaction_hook is not None:
+        transaction_hook(transaction)
 
 
 def request_row(source: Source, request_id: str) -> RequestRow | None:

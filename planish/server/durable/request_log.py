@@ -73,7 +73,7 @@ _ANSWER_OVERHEAD_BYTES = 500
 
 _log = logging.getLogger(__name__)
 
-ExtraWrite = Callable[[Transaction], None]
+TransactionHook = Callable[[Transaction], None]
 """A function that adds further changes to the transaction that writes a request or an answer."""
 SettledState = Literal["done", "failed", "refused"]
 
@@ -195,9 +195,9 @@ class RequestLog:
         return row is not None
 
     async def accept(
-        self, row: RequestRow, entry: JournalEntry, extra_write: ExtraWrite | None = None
+        self, row: RequestRow, entry: JournalEntry, transaction_hook: TransactionHook | None = None
     ) -> QueuedRequest | None:
-        """Journal a request. Return None if the same request was journaled before. `extra_write` is
+        """Journal a request. Return None if the same request was journaled before. `transaction_hook` is
         called in the same transaction.
 
         Raise BadRequest if a different request has this id. Raise TooManyRequests or Unavailable,
@@ -217,7 +217,9 @@ class RequestLog:
         self._active[row.id] = request
         self._limits.add_request(row.tenant, row.body_bytes)
         try:
-            existing_row = await self._store.write(insert_request, row, entry.body, extra_write)
+            existing_row = await self._store.write(
+                insert_request, row, entry.body, transaction_hook
+            )
         except BaseException as error:
             self._drop(request)
             request.journaled.set_exception(
@@ -300,10 +302,10 @@ class RequestLog:
         self,
         request: QueuedRequest,
         answer: Done | Failed,
-        extra_write: ExtraWrite | None = None,
+        transaction_hook: TransactionHook | None = None,
         state: SettledState | None = None,
     ) -> asyncio.Future[None]:
-        """Write the answer of a request to disk, and send it once it is there. `extra_write` is
+        """Write the answer of a request to disk, and send it once it is there. `transaction_hook` is
         called in the same transaction. The returned future is done when the answer is on disk. Only
         the first answer of a request counts. By default, `state` is "done" for a result and
         "failed" for a failure.
@@ -321,7 +323,7 @@ class RequestLog:
         row = request.row
         self._counters.answered_requests[row.kind, row.state] += 1
         written = self._store.write_with_retries(
-            journal.write_answer, row, answer, time.time(), extra_write
+            journal.write_answer, row, answer, time.time(), transaction_hook
         )
         request.answer_written = asyncio.ensure_future(
             self._send_when_written(request, answer, written)
@@ -549,9 +551,9 @@ def insert_request(
     transaction: Transaction,
     row: RequestRow,
     body: bytes,
-    extra_write: Callable[[Transaction], None] | None = None,
+    transaction_hook: Callable[[Transaction], None] | None = None,
 ) -> RequestRow | None:
-    """Journal a new or rejected request with its body, and call `extra_write` in the same
+    """Journal a new or rejected request with its body, and call `transaction_hook` in the same
     transaction. If the id is taken, write nothing and return the row that has this id. Otherwise
     return None.
     """
@@ -568,8 +570,8 @@ def insert_request(
     if not inserted.rowcount:
         transaction.drop_file(stored.file)
         return journal.request_row(transaction, row.id)
-    if extra_write is not None:
-        extra_write(transaction)
+    if transaction_hook is not None:
+        transaction_hook(transaction)
     return None
 
 

@@ -22,9 +22,9 @@ from planish.server.durable.checkpoints import is_superseded, private_copy_path
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow
 from planish.server.durable.request_log import (
-    ExtraWrite,
     QueuedRequest,
     SettledState,
+    TransactionHook,
     done_from_result,
     failed_from_error,
     input_token_count,
@@ -58,7 +58,7 @@ _MAX_PINNED_SECONDS = 10.0
 """After this time a model leaves memory if another adapter waits for memory."""
 
 
-class Model:
+class ModelActor:
     """One training model, in memory or not. Only this class writes the model's state.
 
     A model implements `CachedAdapter` (scheduling.py): the adapter cache calls its `load` and
@@ -336,16 +336,16 @@ class Model:
         return self._spawn(self._answer(submitted))
 
     async def _answer(self, submitted: steps.SubmittedRequest) -> None:
-        request, extra_write, counters = submitted.request, None, self._services.counters
+        request, transaction_hook, counters = submitted.request, None, self._services.counters
         try:
             result = await submitted.future
             counters.trained_tokens[request.row.tenant] += input_token_count(submitted.operation)
             answer: Done | Failed = await retry_until_memory_suffices(
                 lambda: steps.encode_result(submitted.operation, result), request.id
             )
-            if submitted.make_extra_write is not None:
-                extra_write = await retry_until_memory_suffices(
-                    submitted.make_extra_write, request.id
+            if submitted.make_transaction_hook is not None:
+                transaction_hook = await retry_until_memory_suffices(
+                    submitted.make_transaction_hook, request.id
                 )
         except EngineClosedError:
             self.adapter.has_lost_work = True  # a snapshot must not include this unanswered request
@@ -357,20 +357,20 @@ class Model:
         seconds = self._services.clock.charge(submitted.submitted_at)
         self.adapter.add_cost(submitted.operation, seconds, request.row.body_bytes)
         await self.in_flight.wait_for_earlier(request.seq)
-        self._settle(request, answer, extra_write)
+        self._settle(request, answer, transaction_hook)
 
     def _settle(
         self,
         request: QueuedRequest,
         answer: Done | Failed,
-        extra_write: ExtraWrite | None = None,
+        transaction_hook: TransactionHook | None = None,
         state: SettledState | None = None,
     ) -> None:
         """Answer a request, and remember the answer until it is on disk."""
         if isinstance(answer, Failed):
             self._services.samplers.note_failed_request(self.id, request.seq, answer.message)
         self._services.crash_guard.leave(request.id)
-        answer_written = self._services.request_log.settle(request, answer, extra_write, state)
+        answer_written = self._services.request_log.settle(request, answer, transaction_hook, state)
         unwritten_answers = self.in_flight.unwritten_answers
         unwritten_answers[request.seq] = answer_written
         answer_written.add_done_callback(lambda _: unwritten_answers.pop(request.seq, None))

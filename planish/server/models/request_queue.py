@@ -31,9 +31,9 @@ from planish.server.durable.checkpoints import check_is_not_private, check_name_
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow, SamplerRow, select, update_row, upsert
 from planish.server.durable.request_log import (
-    ExtraWrite,
     JournalEntry,
     QueuedRequest,
+    TransactionHook,
     encode_request,
     new_request_row,
     run_uncancelled,
@@ -54,7 +54,7 @@ from planish.wire.client_errors import error_class_name
 from planish.wire.operations import operation_kind
 
 if TYPE_CHECKING:
-    from planish.server.models.model import Model
+    from planish.server.models.model import ModelActor
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -191,7 +191,7 @@ class InFlight:
 class RequestIntake:
     """Decides which requests one model takes, and under which numbers."""
 
-    _model: Model
+    _model: ModelActor
     _services: Services
     _unload_seq: int | None
     """Requests from this number on are rejected, because the model is being unloaded."""
@@ -408,10 +408,10 @@ class RequestIntake:
         self, row: RequestRow, entry: JournalEntry, sampler: SamplerRow | None = None
     ) -> None:
         """Write a request to disk, together with the sampler that it publishes, and queue it."""
-        extra_write: ExtraWrite | None = (
+        transaction_hook: TransactionHook | None = (
             None if sampler is None else lambda transaction: upsert(transaction, sampler)
         )
-        request = await self._services.request_log.accept(row, entry, extra_write)
+        request = await self._services.request_log.accept(row, entry, transaction_hook)
         if request is not None:
             if sampler is not None:
                 self._services.samplers.add(sampler, self._model)

@@ -21,7 +21,7 @@ from typing import Any
 from planish.errors import EngineClosedError, UserError
 from planish.server.durable.checkpoints import private_copy_path, sampler_name
 from planish.server.durable.records import ModelRow, update_row, upsert_checkpoint
-from planish.server.durable.request_log import ExtraWrite, QueuedRequest, done_from_result
+from planish.server.durable.request_log import QueuedRequest, TransactionHook, done_from_result
 from planish.server.durable.store import crash_point
 from planish.server.engine_client import EngineClient
 from planish.server.results import Done, Tenant
@@ -52,7 +52,7 @@ class SubmittedRequest:
     """The engine's result."""
     submitted_at: float
     """The time of the submission, as `DeviceClock.now` returns it."""
-    make_extra_write: Callable[[], Awaitable[ExtraWrite | None]] | None = None
+    make_transaction_hook: Callable[[], Awaitable[TransactionHook | None]] | None = None
     """A function to call once the future has its result. Its result may be another function, which
     adds rows to the transaction that writes the answer.
     """
@@ -80,7 +80,7 @@ async def submit_load(
     creation: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     creation.set_result(info)
 
-    async def record() -> ExtraWrite:
+    async def record() -> TransactionHook:
         arch = info.model_data.arch
         return lambda transaction: update_row(transaction, ModelRow, operation.model_id, arch=arch)
 
@@ -149,7 +149,7 @@ async def _submit_save(
     submitted_at = services.clock.now()
     future = await services.engine.submit(saving)
 
-    async def record() -> ExtraWrite:
+    async def record() -> TransactionHook:
         row = await services.checkpoints.row_from_files(tenant, path)
         crash_point("saved before recording")
         return lambda transaction: upsert_checkpoint(transaction, row)

@@ -24,11 +24,11 @@ from planish.renderers.grammars import (
 from planish.server.http.context import UnsupportedParameterError, WrongParameterError
 from planish.server.openai.requests import (
     ChatRequest,
+    GenerationRequest,
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
     NamedTool,
-    SampleRequest,
     Tool,
 )
 from planish.types import Constraint
@@ -50,7 +50,7 @@ class AnswerConstraint:
     """
 
 
-def text_constraint(request: SampleRequest) -> Constraint | None:
+def text_constraint(request: GenerationRequest) -> Constraint | None:
     """Return the constraint of a text completion, or None if the request has no constraint. Raise
     WrongParameterError if the constraint is invalid.
     """
@@ -107,7 +107,7 @@ def _must_call(request: ChatRequest) -> bool:
     return request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
 
 
-def error_for_client(error: UserError, request: SampleRequest) -> UserError:
+def error_for_client(error: UserError, request: GenerationRequest) -> UserError:
     """Return the error to send for an engine's `error`. If the engine rejected the constraint, the
     returned WrongParameterError names the request parameter that contains the constraint.
     """
@@ -153,7 +153,7 @@ def _make_constraint(parameter: str, make: Callable[[], Constraint]) -> Constrai
         ) from None
 
 
-def _answer_constraint(request: SampleRequest) -> AnswerConstraint | None:
+def _answer_constraint(request: GenerationRequest) -> AnswerConstraint | None:
     """Return the request's constraint on the answer's text, or None if it has none. Raise
     WrongParameterError if two parameters constrain the text.
     """
@@ -171,7 +171,7 @@ def _answer_constraint(request: SampleRequest) -> AnswerConstraint | None:
     return constraints[0] if constraints else None
 
 
-def _from_response_format(request: SampleRequest) -> list[AnswerConstraint]:
+def _from_response_format(request: GenerationRequest) -> list[AnswerConstraint]:
     match request.response_format:
         case JsonObjectFormat():
             return [_json_constraint("response_format", _ANY_OBJECT)]
@@ -180,7 +180,7 @@ def _from_response_format(request: SampleRequest) -> list[AnswerConstraint]:
     return []
 
 
-def _from_structured_outputs(request: SampleRequest) -> list[AnswerConstraint]:
+def _from_structured_outputs(request: GenerationRequest) -> list[AnswerConstraint]:
     outputs = request.structured_outputs
     if outputs is None:
         return []
@@ -195,7 +195,7 @@ def _from_structured_outputs(request: SampleRequest) -> list[AnswerConstraint]:
     return constraints
 
 
-def _from_guided_parameters(request: SampleRequest) -> list[AnswerConstraint]:
+def _from_guided_parameters(request: GenerationRequest) -> list[AnswerConstraint]:
     return [
         *_from_values("guided_json", request.guided_json, None, None, None),
         *_from_values("guided_regex", None, request.guided_regex, None, None),

@@ -21,13 +21,13 @@ from planish.errors import UserError
 from planish.server.http.context import WrongParameterError, json_response, openai_error_body
 from planish.server.openai.constraints import error_for_client
 from planish.server.openai.models import OpenAIModels, ServedModel
-from planish.server.openai.requests import SampleRequest
+from planish.server.openai.requests import GenerationRequest
 from planish.server.results import Tenant
 from planish.service import Sample, SampledToken
 from planish.types import SampleResponse
 
 T = TypeVar("T")
-R = TypeVar("R", bound=SampleRequest)
+R = TypeVar("R", bound=GenerationRequest)
 P = TypeVar("P", bound="ParsedRequest")
 
 

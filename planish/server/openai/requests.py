@@ -181,7 +181,7 @@ class StructuredOutputs(StrictModel):
     grammar: Annotated[str | None, Field(description="A Lark grammar of llguidance.")] = None
 
 
-class SampleRequest(Request):
+class GenerationRequest(Request):
     """The options that chat and text completions share."""
 
     no_op_params: ClassVar[NoOpParams] = _SAMPLING_NO_OP_PARAMS
@@ -305,7 +305,7 @@ class ChatTemplateOptions(StrictModel):
     enable_thinking: bool | None = None
 
 
-class ChatRequest(SampleRequest):
+class ChatRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
     no_op_params: ClassVar[NoOpParams] = {**_SAMPLING_NO_OP_PARAMS, **_CHAT_NO_OP_PARAMS}
@@ -337,7 +337,7 @@ class ChatRequest(SampleRequest):
             raise WrongParameterError("top_logprobs", "top_logprobs needs logprobs=true")
 
 
-class CompletionRequest(SampleRequest):
+class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
 
     no_op_params: ClassVar[NoOpParams] = {
