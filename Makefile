@@ -72,7 +72,7 @@ bench: $(VENV)/.model
 	$(BIN)/python benchmarks/compare.py
 
 bench-peers: $(VENV)/.model
-	$(BIN)/python benchmarks/compare.py name=peers peers=all works=all
+	$(BIN)/python benchmarks/compare.py name=peers peers=all workloads=all
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -23,10 +23,10 @@ from typing import Any
 import chz
 from compare import header
 from iteration import count_tokens, rollouts, rollouts_in_turn, train_step, with_completions
-from limits import read_bandwidth
-from overheads import first_token
+from limits import measure_read_bandwidth
+from overheads import time_first_token
 from report import RESULTS, adapters_table
-from works import Shape, make_prompts
+from workloads import Shape, make_prompts
 
 import planish
 from planish.files import write_atomically
@@ -56,17 +56,23 @@ class Options:
 
 def main(options: Options) -> None:
     report = header(options)
-    counts, sizes = ((1, 2), (4,)) if options.small else (ADAPTERS, SAMPLES)
+    adapter_counts, sample_counts = ((1, 2), (4,)) if options.small else (ADAPTERS, SAMPLES)
     layout = LoraLayout(
         ModelConfig.from_directory(resolve_model(options.model)), LoraConfig(rank=options.rank)
     )
     with planish.ServiceClient() as service_client:
-        clients = [trained(service_client, options, number) for number in range(max(counts))]
+        clients = [
+            train_adapter(service_client, options, number) for number in range(max(adapter_counts))
+        ]
         samplers = [client.save_weights_and_get_sampling_client() for client in clients]
-        firsts = [first_tokens(sampler, options, number) for number, sampler in enumerate(samplers)]
+        first_token_seconds = [
+            time_first_tokens(sampler, options, number) for number, sampler in enumerate(samplers)
+        ]
         report["first_tokens"] = {
             name: [round(seconds, 6) for seconds in values]
-            for name, values in zip(("new", "used"), zip(*firsts, strict=True), strict=True)
+            for name, values in zip(
+                ("new", "used"), zip(*first_token_seconds, strict=True), strict=True
+            )
         }
         report["points"] = [
             {
@@ -74,14 +80,14 @@ def main(options: Options) -> None:
                 "samples": samples,
                 "tokens": samples * options.new_tokens,
                 "new_tokens": options.new_tokens,
-                **measured(samplers[:count], options, samples),
+                **measure_rounds(samplers[:count], options, samples),
             }
-            for samples in sizes
-            for count in counts
+            for samples in sample_counts
+            for count in adapter_counts
         ]
     # This must come last: after a large torch operation in this thread, OpenMP's threads sleep
     # between kernels, and everything takes a third longer (docs/log.md).
-    bandwidth = report["read_bandwidth"] = read_bandwidth()
+    bandwidth = report["read_bandwidth"] = measure_read_bandwidth()
     for point in report["points"]:
         point["read_seconds_a_step"] = point["adapters"] * layout.size * BFLOAT16_BYTES / bandwidth
     write_atomically(
@@ -90,59 +96,71 @@ def main(options: Options) -> None:
     print(adapters_table(report))
 
 
-def trained(
+def train_adapter(
     service_client: planish.ServiceClient, options: Options, number: int
 ) -> planish.TrainingClient:
     """Train one step, so that all adapters differ and none is zero."""
     client = service_client.create_lora_training_client(
         base_model=options.model, rank=options.rank, seed=number
     )
-    work = {**work_of(client.get_tokenizer(), options, 1, 2, f"training {number}"), "new_tokens": 2}
+    round_spec = {
+        **make_round_spec(client.get_tokenizer(), options, 1, 2, f"training {number}"),
+        "new_tokens": 2,
+    }
     train_step(
         client,
-        with_completions(work, rollouts(client.save_weights_and_get_sampling_client(), work)),
+        with_completions(
+            round_spec, rollouts(client.save_weights_and_get_sampling_client(), round_spec)
+        ),
     )
     return client
 
 
-def first_tokens(
+def time_first_tokens(
     sampler: planish.SamplingClient, options: Options, number: int
 ) -> tuple[float, float]:
     """Return the seconds of a new sampler's first token, and then for another prompt."""
-    prompts = work_of(sampler.get_tokenizer(), options, 2, 1, f"first {number}")["prompts"]
-    new, used = (first_token(sampler, prompt) for prompt in prompts)
-    return new, used
+    prompts = make_round_spec(sampler.get_tokenizer(), options, 2, 1, f"first {number}")["prompts"]
+    new_sampler_seconds, used_sampler_seconds = (
+        time_first_token(sampler, prompt) for prompt in prompts
+    )
+    return new_sampler_seconds, used_sampler_seconds
 
 
-def measured(
+def measure_rounds(
     samplers: Sequence[planish.SamplingClient], options: Options, samples: int
 ) -> dict[str, Any]:
     """Return the seconds of each round with all adapters and with one. The order alternates."""
     seconds: dict[str, list[float]] = {"seconds": [], "alone_seconds": []}
     for number in range(options.rounds + 1):
-        contenders = [("seconds", samplers), ("alone_seconds", samplers[:1])]
-        for name, clients in contenders if number % 2 else reversed(contenders):
+        variants = [("seconds", samplers), ("alone_seconds", samplers[:1])]
+        for name, clients in variants if number % 2 else reversed(variants):
             # Every round has its own prompts, so no cache contains them.
             round_name = f"{name} {samples} {number}"
             count = len(samplers)
-            work = work_of(
+            round_spec = make_round_spec(
                 samplers[0].get_tokenizer(), options, count, samples // count, round_name
             )
-            begun = time.perf_counter()
-            made = count_tokens(rollouts_in_turn(clients, work))
-            took = time.perf_counter() - begun
-            assert made == samples * options.new_tokens
+            start_time = time.perf_counter()
+            num_tokens = count_tokens(rollouts_in_turn(clients, round_spec))
+            elapsed = time.perf_counter() - start_time
+            assert num_tokens == samples * options.new_tokens
             if number:  # round 0 warms up
-                seconds[name].append(round(took, 4))
+                seconds[name].append(round(elapsed, 4))
     return {**seconds, "median_seconds": statistics.median(seconds["seconds"])}
 
 
-def work_of(
+def make_round_spec(
     tokenizer: Any, options: Options, prompts: int, samples: int, name: str
 ) -> dict[str, Any]:
     shape = Shape(prompts, samples, options.new_tokens, options.prompt_tokens, 0)
-    made = make_prompts(tokenizer, random.Random(name), shape)
-    return {"prompts": made, "samples": samples, "new_tokens": options.new_tokens, "seed": 0}
+    prompt_tokens = make_prompts(tokenizer, random.Random(name), shape)
+    return {
+        "prompts": prompt_tokens,
+        "samples": samples,
+        "new_tokens": options.new_tokens,
+        "seed": 0,
+    }
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
     python benchmarks/busy.py                                        W1, W2 and a served iteration,
         idle and busy
-    python benchmarks/busy.py spins=default,0,300000 works=W1        other spin counts, alternating
+    python benchmarks/busy.py spins=default,0,300000 workloads=W1    other spin counts, alternating
     python benchmarks/busy.py name=try small=True directory=/tmp     a quick check with small
         workloads, whose times mean nothing
 
-W1 and W2 are the workloads of works.py, run with planish's public API in one process. A served
+W1 and W2 are the workloads of workloads.py, run with planish's public API in one process. A served
 iteration is what a user of the official SDK does on the machine that runs `planish serve`: publish
 the weights, take 4 samples of 16 tokens, and train one step on them, waiting for each result. The
 busy process is `while True: pass` in Python.
@@ -34,10 +34,10 @@ from typing import Any
 
 import chz
 from compare import header, say
-from contender import PeerError, PeerProcess
+from peer_process import PeerError, PeerProcess
 from report import RESULTS, busy_table
-from served import served
-from works import SMALL_WORKS, WORKS, write_works
+from served import running_server
+from workloads import SMALL_WORKLOADS, WORKLOADS, write_rounds
 
 from planish.files import write_atomically
 from planish.model.sources import DEFAULT_MODEL, resolve_model
@@ -55,7 +55,7 @@ Row = dict[str, dict[str, Any]]
 class Options:
     name: str = "busy"
     """Name of the results file."""
-    works: str = "W1,W2,served"
+    workloads: str = "W1,W2,served"
     spins: str = "default"
     """Values of GOMP_SPINCOUNT, separated by commas."""
     rounds: int = 3
@@ -70,38 +70,43 @@ class Options:
 
 def main(options: Options) -> None:
     report = header(options)
-    names, spins = options.works.split(","), options.spins.split(",")
-    source = SMALL_WORKS if options.small else WORKS
+    names, spins = options.workloads.split(","), options.spins.split(",")
+    source = SMALL_WORKLOADS if options.small else WORKLOADS
     with tempfile.TemporaryDirectory(prefix="planish-benchmark-") as scratch:
-        path, works = Path(scratch) / "works.json", {n: source[n] for n in names if n != SERVED}
-        write_works(options.model, path, works, options.rounds)
-        for work in names:
-            measure = measure_served if work == SERVED else measure_work
-            report["works"][work] = measure(options, work, spins, path)
+        path, workloads = (
+            Path(scratch) / "rounds.json",
+            {n: source[n] for n in names if n != SERVED},
+        )
+        write_rounds(options.model, path, workloads, options.rounds)
+        for workload in names:
+            measure = measure_served if workload == SERVED else measure_workload
+            report["works"][workload] = measure(options, workload, spins, path)
             text = json.dumps(report, indent=1) + "\n"
             write_atomically(options.directory / f"{options.name}.json", text)
     print(busy_table(report))
 
 
-def measure_work(options: Options, work: str, spins: Sequence[str], path: Path) -> dict[str, Row]:
+def measure_workload(
+    options: Options, workload: str, spins: Sequence[str], path: Path
+) -> dict[str, Row]:
     """Measure rounds of W1 or W2 by spin and load. Each process loads the model once."""
     model = resolve_model(options.model)
     seconds: dict[str, dict[str, list[float | None]]] = {
         spin: {load: [] for load in LOADS} for spin in spins
     }
     with ExitStack() as stack:
-        contenders = {}
+        peer_processes = {}
         for spin in spins:
             command = [sys.executable, HERE / "peers/ours.py"]
-            contenders[spin] = PeerProcess(spin, command, path, variables(spin))
-            stack.callback(contenders[spin].end)
-            contenders[spin].start(model, path.parent / f"{work}-{spin}.log")
-            contenders[spin].run_round(work, 0)
+            peer_processes[spin] = PeerProcess(spin, command, path, variables(spin))
+            stack.callback(peer_processes[spin].end)
+            peer_processes[spin].start(model, path.parent / f"{workload}-{spin}.log")
+            peer_processes[spin].run_round(workload, 0)
         for load in LOADS:
             for number in range(1, options.rounds + 1):
-                for spin, contender in contenders.items():
-                    elapsed = round_seconds(contender, work, number, load, options.limit)
-                    say(f"{work}, GOMP_SPINCOUNT {spin}, {load}: {elapsed} s")
+                for spin, peer_process in peer_processes.items():
+                    elapsed = round_seconds(peer_process, workload, number, load, options.limit)
+                    say(f"{workload}, GOMP_SPINCOUNT {spin}, {load}: {elapsed} s")
                     seconds[spin][load].append(elapsed)
     return {
         spin: {load: summarize(elapsed[load]) for load in LOADS}
@@ -110,16 +115,16 @@ def measure_work(options: Options, work: str, spins: Sequence[str], path: Path) 
 
 
 def round_seconds(
-    contender: PeerProcess, work: str, number: int, load: str, limit: float
+    peer_process: PeerProcess, workload: str, number: int, load: str, limit: float
 ) -> float | None:
     """Return the seconds of a round. None if this or an earlier round took longer than `limit`; the
     process is then ended.
     """
-    timer = Timer(limit, contender.end)
+    timer = Timer(limit, peer_process.end)
     try:
         with busy_process(load):
             timer.start()
-            result = contender.run_round(work, number)
+            result = peer_process.run_round(workload, number)
         say(f"others used {result['others']:.0%} of the cores")
         return round(result["seconds"], 3)
     except (PeerError, ValueError, OSError):
@@ -128,13 +133,15 @@ def round_seconds(
         timer.cancel()
 
 
-def measure_served(options: Options, work: str, spins: Sequence[str], path: Path) -> dict[str, Row]:
+def measure_served(
+    options: Options, workload: str, spins: Sequence[str], path: Path
+) -> dict[str, Row]:
     """Measure served iterations by spin and load. Each spin has its own server."""
     rows: dict[str, Row] = {}
     for spin in spins:
         with (
             tempfile.TemporaryDirectory(prefix="planish-") as directory,
-            served(Path(directory), variables=variables(spin)) as url,
+            running_server(Path(directory), variables=variables(spin)) as url,
         ):
             command = [sys.executable, __file__, "--client", url, options.model]
             rows[spin] = {}
@@ -146,7 +153,7 @@ def measure_served(options: Options, work: str, spins: Sequence[str], path: Path
                     ).stdout
                 rows[spin][load] = summarize(json.loads(lines.splitlines()[-1]))
                 say(
-                    f"{work}, GOMP_SPINCOUNT {spin}, {load}: {rows[spin][load]['median_seconds']} s"
+                    f"{workload}, GOMP_SPINCOUNT {spin}, {load}: {rows[spin][load]['median_seconds']} s"
                 )
     return rows
 

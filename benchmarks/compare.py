@@ -1,7 +1,7 @@
-"""Compare planish with other systems ("peers") on the same workloads (works.py) in one run.
+"""Compare planish with other systems ("peers") on the same workloads (workloads.py) in one run.
 
     python benchmarks/compare.py                                      what `make bench` does
-    python benchmarks/compare.py name=peers peers=all works=all       what `make bench-peers` does
+    python benchmarks/compare.py name=peers peers=all workloads=all       what `make bench-peers` does
     python benchmarks/compare.py name=try small=True directory=/tmp   a quick check with small
         workloads, whose times mean nothing
 
@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import chz
-from contender import PeerProcess
 from environments import python_of
 from machine import ROOT, commit, machine
+from peer_process import PeerProcess
 from report import RESULTS, peers_table
-from works import SMALL_WORKS, WORKS, write_works
+from workloads import SMALL_WORKLOADS, WORKLOADS, write_rounds
 
 import planish
 from planish.files import write_atomically
@@ -58,7 +58,7 @@ differ by about 0.01 between implementations.
 class PeerSpec:
     environment: str
     script: str
-    works: tuple[str, ...]
+    workloads: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the process, which select a variant of the script."""
 
@@ -104,7 +104,7 @@ class Options:
     """Name of the results file."""
     peers: str = "ours,limit,generate,peft"
     """Names separated by commas, or "all"."""
-    works: str = "W1,W1b,W2"
+    workloads: str = "W1,W1b,W2"
     rounds: int = 3
     model: str = DEFAULT_MODEL
     directory: Path = RESULTS
@@ -113,9 +113,9 @@ class Options:
 
 @dataclass(frozen=True)
 class PeerMeasurement:
-    """One peer on one work: the facts of each round after the warm-up."""
+    """One peer on one workload: the facts of each round after the warm-up."""
 
-    contender: PeerProcess
+    process: PeerProcess
     rounds: list[dict[str, Any]]
 
     def row(self) -> dict[str, Any]:
@@ -123,41 +123,41 @@ class PeerMeasurement:
         return {
             "median_seconds": round(statistics.median(seconds), 4),
             "seconds": [round(value, 4) for value in seconds],
-            "load_seconds": round(self.contender.load_seconds, 2),
+            "load_seconds": round(self.process.load_seconds, 2),
             "peak_gib": round(max(result["peak_gib"] for result in self.rounds), 3),
             "others": round(max(result["others"] for result in self.rounds), 3),
-            "versions": dict(self.contender.versions),
-            "variables": dict(self.contender.environment),
+            "versions": dict(self.process.versions),
+            "variables": dict(self.process.environment),
         }
 
 
 def main(options: Options) -> None:
     all_peers = PEERS | OPTIONAL_PEERS
     specs = {name: all_peers[name] for name in parse_names(options.peers, PEERS, all_peers)}
-    source = SMALL_WORKS if options.small else WORKS
-    works = {name: source[name] for name in parse_names(options.works, source, source)}
+    source = SMALL_WORKLOADS if options.small else WORKLOADS
+    workloads = {name: source[name] for name in parse_names(options.workloads, source, source)}
     pythons = {spec.environment: interpreter(spec.environment) for spec in specs.values()}
     model = resolve_model(options.model)
     report = header(options)
     options.directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="planish-benchmark-") as scratch:
-        path = Path(scratch) / "works.json"
-        write_works(options.model, path, works, options.rounds)
+        path = Path(scratch) / "rounds.json"
+        write_rounds(options.model, path, workloads, options.rounds)
         rounds = json.loads(path.read_text())
-        for work in works:
-            contenders = [
+        for workload in workloads:
+            peer_processes = [
                 PeerProcess(
                     name, [pythons[spec.environment], HERE / spec.script], path, spec.variables
                 )
                 for name, spec in specs.items()
-                if work in spec.works
+                if workload in spec.workloads
             ]
             measurements = measure_interleaved(
-                contenders, work, options.rounds, model, Path(scratch)
+                peer_processes, workload, options.rounds, model, Path(scratch)
             )
-            check_same_work(work, rounds[work], measurements)
-            report["works"][work] = {
-                measurement.contender.name: measurement.row() for measurement in measurements
+            check_same_work(workload, rounds[workload], measurements)
+            report["works"][workload] = {
+                measurement.process.name: measurement.row() for measurement in measurements
             }
             # Write after each workload, because a later peer may run out of memory.
             write_atomically(
@@ -200,23 +200,23 @@ def header(options: Any) -> dict[str, Any]:
 
 
 def measure_interleaved(
-    contenders: Sequence[PeerProcess], work: str, rounds: int, model: Path, scratch: Path
+    peer_processes: Sequence[PeerProcess], workload: str, rounds: int, model: Path, scratch: Path
 ) -> list[PeerMeasurement]:
-    """Run all contenders on one workload, alternating, in the given order."""
-    measurements = [PeerMeasurement(contender, []) for contender in contenders]
+    """Run all peers on one workload, alternating, in the given order."""
+    measurements = [PeerMeasurement(peer_process, []) for peer_process in peer_processes]
     with ExitStack() as stack:
         # If this process is terminated, it must end the peers: all but one are suspended, and would
         # stay suspended.
         stack.callback(
             signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         )
-        for number, contender in enumerate(contenders):
-            say(f"{work}: {contender.name} loads")
-            stack.callback(contender.end)
-            contender.start(model, scratch / f"{work}-{number}.log")
+        for number, peer_process in enumerate(peer_processes):
+            say(f"{workload}: {peer_process.name} loads")
+            stack.callback(peer_process.end)
+            peer_process.start(model, scratch / f"{workload}-{number}.log")
         for number in range(rounds + 1):
             for measurement in measurements:
-                result = measurement.contender.run_round(work, number)
+                result = measurement.process.run_round(workload, number)
                 kind = f"round {number}" if number else "warm-up"
                 busy_note = (
                     f"; others used {result['others']:.0%} of the cores"
@@ -224,7 +224,7 @@ def measure_interleaved(
                     else ""
                 )
                 say(
-                    f"{work}: {measurement.contender.name}, {kind}: {result['seconds']:.2f} "
+                    f"{workload}: {measurement.process.name}, {kind}: {result['seconds']:.2f} "
                     f"s{busy_note}"
                 )
                 if number:
@@ -237,27 +237,27 @@ def say(line: str) -> None:
 
 
 def check_same_work(
-    work: str, rounds: Sequence[Mapping[str, Any]], measurements: Sequence[PeerMeasurement]
+    workload: str, rounds: Sequence[Mapping[str, Any]], measurements: Sequence[PeerMeasurement]
 ) -> None:
     """Raise if a peer made another number of tokens than requested, or if the losses differ."""
-    for number, work_round in enumerate(rounds[1:]):
+    for number, round_spec in enumerate(rounds[1:]):
         expected_tokens = (
-            len(work_round["prompts"]) * work_round["samples"] * work_round["new_tokens"]
+            len(round_spec["prompts"]) * round_spec["samples"] * round_spec["new_tokens"]
         )
-        facts = {one.contender.name: one.rounds[number] for one in measurements}
+        facts = {one.process.name: one.rounds[number] for one in measurements}
         for name, one in facts.items():
             if one.get("tokens", expected_tokens) != expected_tokens:
                 raise SystemExit(
-                    f"{work}, round {number + 1}: {name} made {one['tokens']} tokens, not "
+                    f"{workload}, round {number + 1}: {name} made {one['tokens']} tokens, not "
                     f"{expected_tokens}"
                 )
         losses = {name: one["loss"] for name, one in facts.items() if "loss" in one}
         if losses:
-            weights = [abs(advantage) for group in work_round["advantages"] for advantage in group]
-            allowed = LOSS_TOLERANCE * sum(weights) * work_round["new_tokens"]
+            weights = [abs(advantage) for group in round_spec["advantages"] for advantage in group]
+            allowed = LOSS_TOLERANCE * sum(weights) * round_spec["new_tokens"]
             if max(losses.values()) - min(losses.values()) > allowed:
                 raise SystemExit(
-                    f"{work}, round {number + 1}: losses differ by more than {allowed:.3g}: "
+                    f"{workload}, round {number + 1}: losses differ by more than {allowed:.3g}: "
                     f"{losses}"
                 )
 

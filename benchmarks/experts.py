@@ -6,7 +6,7 @@
 The model has two layers with the widths of Qwen3-30B-A3B, half of its experts, a small vocabulary
 and random weights in bf16. It is made at the first use (1.3 GB below `home`). Both programs compute
 the same work in turns: `samples` continuations of one prompt, and the cross-entropy gradient of
-LoRA on attention and experts. The script prints one JSON object: for both works the median seconds
+LoRA on attention and experts. The script prints one JSON object: for both workloads the median seconds
 of both programs, and the ratio of transformers' seconds to planish's.
 """
 
@@ -30,7 +30,7 @@ from planish.types import Datum, ModelInput, SamplingParams
 
 
 @chz.chz
-class Work:
+class Options:
     model: str = "Qwen3-30B-A3B-slice"
     home: str = str(cache_home() / "benchmarks")
     samples: int = 4
@@ -42,28 +42,30 @@ class Work:
     rounds: int = 3
 
 
-def main(work: Work) -> None:
-    path = random_model(work.model, Path(work.home), torch.device("cpu"))
+def main(options: Options) -> None:
+    path = random_model(options.model, Path(options.home), torch.device("cpu"))
     rng = np.random.default_rng(0)
-    prompt = rng.integers(0, 256, work.prompt_tokens).tolist()
-    rows = rng.integers(0, 256, (work.datums, work.datum_tokens + 1)).tolist()
+    prompt = rng.integers(0, 256, options.prompt_tokens).tolist()
+    rows = rng.integers(0, 256, (options.datums, options.datum_tokens + 1)).tolist()
     service = ServiceClient(dtype="bfloat16")
     found = {
         "decode": rounds(
-            work, decode(work, service, path, prompt), their_decode(work, path, prompt)
+            options, decode(options, service, path, prompt), their_decode(options, path, prompt)
         ),
         "gradient": rounds(
-            work, gradient(work, service, path, rows), their_gradient(work, path, rows)
+            options, gradient(options, service, path, rows), their_gradient(options, path, rows)
         ),
     }
     service.close()
     print(json.dumps(found))
 
 
-def rounds(work: Work, ours: Callable[[], None], theirs: Callable[[], None]) -> dict[str, float]:
+def rounds(
+    options: Options, ours: Callable[[], None], theirs: Callable[[], None]
+) -> dict[str, float]:
     """Run both in turns; the first round warms up."""
     seconds: tuple[list[float], list[float]] = ([], [])
-    for number in range(work.rounds + 1):
+    for number in range(options.rounds + 1):
         for run, measured in zip((ours, theirs), seconds, strict=True):
             began = time.perf_counter()
             run()
@@ -73,19 +75,21 @@ def rounds(work: Work, ours: Callable[[], None], theirs: Callable[[], None]) -> 
     return {"planish": own, "transformers": other, "ratio": other / own}
 
 
-def decode(work: Work, service: ServiceClient, path: Path, prompt: list[int]) -> Callable[[], None]:
+def decode(
+    options: Options, service: ServiceClient, path: Path, prompt: list[int]
+) -> Callable[[], None]:
     sampler = service.create_sampling_client(base_model=str(path))
 
     def run() -> None:
-        params = SamplingParams(max_tokens=work.new_tokens, stop=[])
-        sampler.sample(ModelInput.from_ints(prompt), work.samples, params).result()
+        params = SamplingParams(max_tokens=options.new_tokens, stop=[])
+        sampler.sample(ModelInput.from_ints(prompt), options.samples, params).result()
 
     return run
 
 
-def their_decode(work: Work, path: Path, prompt: list[int]) -> Callable[[], None]:
+def their_decode(options: Options, path: Path, prompt: list[int]) -> Callable[[], None]:
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    tokens = torch.tensor([prompt] * work.samples)
+    tokens = torch.tensor([prompt] * options.samples)
 
     @torch.inference_mode()
     def run() -> None:
@@ -93,25 +97,25 @@ def their_decode(work: Work, path: Path, prompt: list[int]) -> Callable[[], None
             tokens,
             attention_mask=torch.ones_like(tokens),
             do_sample=True,
-            min_new_tokens=work.new_tokens,
-            max_new_tokens=work.new_tokens,
+            min_new_tokens=options.new_tokens,
+            max_new_tokens=options.new_tokens,
         )
 
     return run
 
 
 def gradient(
-    work: Work, service: ServiceClient, path: Path, rows: list[list[int]]
+    options: Options, service: ServiceClient, path: Path, rows: list[list[int]]
 ) -> Callable[[], None]:
-    client = service.create_lora_training_client(str(path), rank=work.rank, train_unembed=False)
+    client = service.create_lora_training_client(str(path), rank=options.rank, train_unembed=False)
     data = [Datum(ModelInput.from_ints(row[:-1]), {"target_tokens": row[1:]}) for row in rows]
     return lambda: client.forward_backward(data, "cross_entropy").result() and None
 
 
-def their_gradient(work: Work, path: Path, rows: list[list[int]]) -> Callable[[], None]:
+def their_gradient(options: Options, path: Path, rows: list[list[int]]) -> Callable[[], None]:
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     config = LoraConfig(
-        r=work.rank,
+        r=options.rank,
         target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     )

@@ -99,7 +99,7 @@ Phi-4-mini. Of the two layers of Qwen3.5, one is a gated delta net and one has a
 
 
 @chz.chz
-class Work:
+class Options:
     families: tuple[str, ...] = tuple(SLICES)
     directory: str = str(Path(tempfile.gettempdir()) / "planish-family-slices")
     prepare: bool = False
@@ -113,18 +113,25 @@ class Work:
     rounds: int = 3
 
 
-def main(work: Work) -> None:
-    paths = {family: _prepare_slice(Path(work.directory), family) for family in work.families}
-    if work.prepare:
+def main(options: Options) -> None:
+    paths = {family: _prepare_slice(Path(options.directory), family) for family in options.families}
+    if options.prepare:
         return
     report = {}
     for family, path in paths.items():
         # A service of its own frees the memory of each family before the next one.
         with ServiceClient(dtype="bfloat16") as service:
-            decoders, trainers = _decoders(work, service, path), _trainers(work, service, path)
+            decoders, trainers = (
+                _decoders(options, service, path),
+                _trainers(options, service, path),
+            )
             report[family] = {
-                "decode": _measure_both(*decoders, work.rounds, work.samples * work.new_tokens),
-                "training": _measure_both(*trainers, work.rounds, work.sequences * work.length),
+                "decode": _measure_both(
+                    *decoders, options.rounds, options.samples * options.new_tokens
+                ),
+                "training": _measure_both(
+                    *trainers, options.rounds, options.sequences * options.length
+                ),
             }
     print(json.dumps(report, indent=1))
 
@@ -154,7 +161,7 @@ def _measure_both(
             )
             run()
             seconds[name].append(time.perf_counter() - start_time)
-            others.append(cpu_before.others(time.process_time() - own_cpu_seconds))
+            others.append(cpu_before.share_of_others(time.process_time() - own_cpu_seconds))
     rates = {
         name: tokens / statistics.median(round_seconds[1:])
         for name, round_seconds in seconds.items()
@@ -168,17 +175,17 @@ def _measure_both(
 
 
 def _decoders(
-    work: Work, service: ServiceClient, path: Path
+    options: Options, service: ServiceClient, path: Path
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    prompt = list(range(work.prompt_tokens))
+    prompt = list(range(options.prompt_tokens))
     client = service.create_sampling_client(base_model=str(path))
-    params = SamplingParams(max_tokens=work.new_tokens, stop=[], seed=0)
+    params = SamplingParams(max_tokens=options.new_tokens, stop=[], seed=0)
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    batch = torch.tensor([prompt] * work.samples)
+    batch = torch.tensor([prompt] * options.samples)
 
     def ours() -> None:
-        response = client.sample(ModelInput.from_ints(prompt), work.samples, params).result()
-        assert all(len(s.tokens) == work.new_tokens for s in response.sequences)
+        response = client.sample(ModelInput.from_ints(prompt), options.samples, params).result()
+        assert all(len(s.tokens) == options.new_tokens for s in response.sequences)
 
     def theirs() -> None:
         with torch.inference_mode():
@@ -187,18 +194,18 @@ def _decoders(
                 attention_mask=torch.ones_like(batch),
                 do_sample=True,
                 top_k=0,
-                min_new_tokens=work.new_tokens,
-                max_new_tokens=work.new_tokens,
+                min_new_tokens=options.new_tokens,
+                max_new_tokens=options.new_tokens,
             )
 
     return ours, theirs
 
 
 def _trainers(
-    work: Work, service: ServiceClient, path: Path
+    options: Options, service: ServiceClient, path: Path
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     config = ModelConfig.from_directory(path)
-    lora = LoraConfig(rank=work.rank, train_unembed=False, train_mlp="moe" not in config.family)
+    lora = LoraConfig(rank=options.rank, train_unembed=False, train_mlp="moe" not in config.family)
     client = service.create_lora_training_client(
         base_model=str(path),
         rank=lora.rank,
@@ -206,14 +213,14 @@ def _trainers(
         train_unembed=lora.train_unembed,
     )
     generator = torch.Generator().manual_seed(0)
-    shape = (work.sequences, work.length + 1)
+    shape = (options.sequences, options.length + 1)
     tokens = torch.randint(0, VOCAB_SIZE, shape, generator=generator)
     data = [
         Datum(ModelInput.from_ints(row[:-1]), {"target_tokens": row[1:]}) for row in tokens.tolist()
     ]
     base: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     targets = sorted({entry.target for entry in LoraLayout(config, lora).entries})
-    model = get_peft_model(base, PeftConfig(r=work.rank, lora_alpha=32, target_modules=targets))
+    model = get_peft_model(base, PeftConfig(r=options.rank, lora_alpha=32, target_modules=targets))
 
     def ours() -> None:
         client.forward_backward(data, "cross_entropy").result()

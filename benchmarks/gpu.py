@@ -20,7 +20,7 @@ used, or any other model by its name. All parts except the profile use the publi
 * grpo-16x8, grpo-128x16: one iteration with that number of prompts and samples of 256 tokens: new
   weights, sampling, forward_backward, optim_step
 * tenants: a step of 128 rows with 1, 8 and 64 adapters
-* peers: the workloads of works.py with planish and other systems, each in its own process,
+* peers: the workloads of workloads.py with planish and other systems, each in its own process,
   alternating (compare.py)
 * profile: kernels of a decode step and of a micro-batch
 
@@ -45,7 +45,7 @@ from typing import Any, Self
 import chz
 import torch
 from compare import header, parse_names, say
-from gpu_limits import MachineLimits, measured_limits
+from gpu_limits import MachineLimits, measure_limits
 from gpu_parts import SERVED_PARTS, Bench, Options, Row, other_parts
 from limits import DEVICE
 from random_model import SHAPES, random_model
@@ -69,7 +69,7 @@ def main(options: Options) -> None:
         else resolve_model(options.model)
     )
     config = ModelConfig.from_directory(model)
-    bench = Bench(options, model, config, measured_limits(config, options.small), deadline)
+    bench = Bench(options, model, config, measure_limits(config, options.small), deadline)
     recording = Recording.begun(bench)
     recording.add("limits", limit_rows(bench.limits))
     served_parts = [name for name in parts if name in SERVED_PARTS]
@@ -171,7 +171,11 @@ def version(package: str) -> str:
 def limit_rows(limits: MachineLimits) -> list[Row]:
     return [
         Row("bf16 product of large squares", [limits.product_rate / 1e12], "TFLOP/s"),
-        Row("bf16 products of the model's layers", [limits.layer_rate / 1e12], "TFLOP/s"),
+        Row(
+            "bf16 products of the model's layers",
+            [limits.layer_rate / 1e12],
+            "TFLOP/s",
+        ),
         Row("memory, read", [limits.bandwidth / 1e9], "GB/s"),
     ]
 

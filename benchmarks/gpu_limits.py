@@ -40,18 +40,18 @@ from limits import (
     RANK,
     Limit,
     RowCounts,
+    measure_read_bandwidth,
     random_matrix,
-    read_bandwidth,
     seconds,
 )
 
 from planish.model.config import ModelConfig
 from planish.model.linears import distinct_fused_modules, linear_shape
 
-NUMBER_BYTES = 2
+BYTES_PER_ELEMENT = 2
 """Bytes of a weight, a key or a value in bf16."""
-SQUARE, SMALL_SQUARE = 8192, 256
-PRODUCTS = 10
+SQUARE_SIZE, SMALL_SQUARE_SIZE = 8192, 256
+MATMULS_PER_TIMING = 10
 """Repetitions in one timing, so that launch and synchronization count little."""
 MEASURED_LAYERS = 4
 LAYER_ROWS, SMALL_LAYER_ROWS = 4096, 64
@@ -71,59 +71,73 @@ class MachineLimits:
 
 
 @torch.inference_mode()
-def measured_limits(config: ModelConfig, small: bool) -> MachineLimits:
-    size, rows = (SMALL_SQUARE, SMALL_LAYER_ROWS) if small else (SQUARE, LAYER_ROWS)
+def measure_limits(config: ModelConfig, small: bool) -> MachineLimits:
+    size, rows = (SMALL_SQUARE_SIZE, SMALL_LAYER_ROWS) if small else (SQUARE_SIZE, LAYER_ROWS)
     a, b = random_matrix(size, size), random_matrix(size, size)
-    square = 2 * size**3 * PRODUCTS / seconds([partial(torch.mm, a, b)] * PRODUCTS)
-    few = dataclasses.replace(config, num_layers=min(config.num_layers, MEASURED_LAYERS))
-    layers = 2 * layer_numbers(few) * few.num_layers * rows / Limit(few).layers_seconds(rows)
-    bandwidth = read_bandwidth(SMALL_BANDWIDTH_BYTES if small else BANDWIDTH_BYTES)
+    square_flops = (
+        2 * size**3 * MATMULS_PER_TIMING / seconds([partial(torch.mm, a, b)] * MATMULS_PER_TIMING)
+    )
+    small_config = dataclasses.replace(config, num_layers=min(config.num_layers, MEASURED_LAYERS))
+    layer_flops = (
+        2
+        * layer_num_parameters(small_config)
+        * small_config.num_layers
+        * rows
+        / Limit(small_config).layers_seconds(rows)
+    )
+    bandwidth = measure_read_bandwidth(SMALL_BANDWIDTH_BYTES if small else BANDWIDTH_BYTES)
     if DEVICE.type == "cuda":
         gc.collect()  # a Limit has reference cycles, which keep its weights alive
         torch.cuda.empty_cache()
-    return MachineLimits(square, layers, bandwidth)
+    return MachineLimits(square_flops, layer_flops, bandwidth)
 
 
-def layer_numbers(config: ModelConfig) -> int:
+def layer_num_parameters(config: ModelConfig) -> int:
     """Return the number of parameters of one layer's linear modules."""
     return sum(out * fan_in for out, fan_in in _linears(config))
 
 
-def training_flops(config: ModelConfig, work: Mapping[str, Any], rank: int = RANK) -> float:
+def training_flops(config: ModelConfig, round_spec: Mapping[str, Any], rank: int = RANK) -> float:
     """Return the FLOPs of one forward_backward on the round (see the module's docstring)."""
-    counts = RowCounts.of(work)
+    counts = RowCounts.of(round_spec)
     rows = counts.prompt_rows + counts.answer_rows
-    layer = 4 * layer_numbers(config) * rows
+    layer = 4 * layer_num_parameters(config) * rows
     layer += 6 * rank * sum(out + fan_in for out, fan_in in _linears(config)) * rows
-    layer += 12 * config.num_heads * config.head_dim * seen_pairs(work)
+    layer += 12 * config.num_heads * config.head_dim * num_attention_pairs(round_spec)
     return (
         config.num_layers * layer + 4 * config.hidden_size * config.vocab_size * counts.scored_rows
     )
 
 
-def seen_pairs(work: Mapping[str, Any]) -> int:
+def num_attention_pairs(round_spec: Mapping[str, Any]) -> int:
     """Return the number of pairs of a distinct query token and a key token, including itself."""
-    prompts, shared = work["prompts"], work["shared_tokens"]
-    inputs = work["new_tokens"] - 1
-    pairs = _pairs(0, shared)
+    prompts, shared = round_spec["prompts"], round_spec["shared_tokens"]
+    num_answer_inputs = round_spec["new_tokens"] - 1
+    pairs = _num_pairs(0, shared)
     for prompt in prompts:
         end = len(prompt)
-        pairs += _pairs(shared, end) + work["samples"] * _pairs(end, end + inputs)
+        pairs += _num_pairs(shared, end) + round_spec["samples"] * _num_pairs(
+            end, end + num_answer_inputs
+        )
     return pairs
 
 
-def _pairs(first: int, stop: int) -> int:
+def _num_pairs(first: int, stop: int) -> int:
     """Return the number of pairs for the tokens at positions first .. stop - 1 of one sequence."""
     return (stop * (stop + 1) - first * (first + 1)) // 2
 
 
-def decode_bytes(config: ModelConfig, work: Mapping[str, Any], sampled: float) -> float:
+def decode_bytes(config: ModelConfig, round_spec: Mapping[str, Any], sampled: float) -> float:
     """Return the bytes of the step after `sampled` tokens of each sample."""
-    prompts, shared = work["prompts"], work["shared_tokens"]
-    positions = shared + sum(len(prompt) - shared + work["samples"] * sampled for prompt in prompts)
-    kept = 2 * config.num_layers * config.num_kv_heads * config.head_dim * positions
-    weights = config.num_layers * layer_numbers(config) + config.vocab_size * config.hidden_size
-    return NUMBER_BYTES * (weights + kept)
+    prompts, shared = round_spec["prompts"], round_spec["shared_tokens"]
+    positions = shared + sum(
+        len(prompt) - shared + round_spec["samples"] * sampled for prompt in prompts
+    )
+    kv_elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim * positions
+    weights = (
+        config.num_layers * layer_num_parameters(config) + config.vocab_size * config.hidden_size
+    )
+    return BYTES_PER_ELEMENT * (weights + kv_elements)
 
 
 def _linears(config: ModelConfig) -> list[tuple[int, int]]:

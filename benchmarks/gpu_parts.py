@@ -23,7 +23,6 @@ from compare import (
     measure_interleaved,
     parse_names,
 )
-from contender import PeerProcess
 from gpu_limits import MachineLimits, decode_bytes, training_flops
 from gpu_profile import profiles
 from iteration import (
@@ -36,8 +35,9 @@ from iteration import (
     with_completions,
 )
 from limits import RANK
+from peer_process import PeerProcess
 from report import RESULTS, TITLES
-from works import SMALL_WORKS, WORKS, Rounds, Shape, make_round, write_works
+from workloads import SMALL_WORKLOADS, WORKLOADS, Shape, Workload, make_round, write_rounds
 
 import planish
 from planish.engine.settings import EngineSettings
@@ -83,7 +83,7 @@ class Options:
     micro_batch_tokens: int | None = None
     """This option and the next two are options of ServiceClient. None uses its default."""
     peers: str = "ours,generate,peft-8"
-    works: str = "W1,W1b,W2"
+    workloads: str = "W1,W1b,W2"
     name: str | None = None
     """Name of the results file. Default: "gpu-" and the model's name."""
     directory: Path = RESULTS
@@ -96,12 +96,12 @@ class Options:
     def service(self) -> dict[str, Any]:
         """Return the options for ServiceClient."""
         kv_cache = None if self.kv_cache_gib is None else int(self.kv_cache_gib * (1 << 30))
-        given = {
+        service_options = {
             "kv_cache_bytes": kv_cache,
             "max_batch": self.max_batch,
             "micro_batch_tokens": self.micro_batch_tokens,
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in service_options.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -145,67 +145,70 @@ class Bench:
 
 def decode(bench: Bench, service: planish.ServiceClient) -> list[Row]:
     client = service.create_sampling_client(base_model=str(bench.model))
-    found = []
+    rows = []
     for prompts, samples in DECODE_ROWS:
-        work = bench.round(f"decode {prompts}", prompts, samples, MANY_TOKENS)
-        seconds = decode_seconds(bench, [client], work)
-        least = (
-            decode_bytes(bench.config, work, sum(few_to_many(work)) / 2) / bench.limits.bandwidth
+        round_spec = bench.round(f"decode {prompts}", prompts, samples, MANY_TOKENS)
+        seconds = decode_seconds(bench, [client], round_spec)
+        min_seconds = (
+            decode_bytes(bench.config, round_spec, sum(few_and_many_tokens(round_spec)) / 2)
+            / bench.limits.bandwidth
         )
-        share = least / statistics.median(seconds)
-        found.append(
+        share = min_seconds / statistics.median(seconds)
+        rows.append(
             Row(
-                f"decode, {rows_of(work)}",
+                f"decode, {rows_of(round_spec)}",
                 milliseconds(seconds),
                 "ms a step",
                 share,
                 "the memory's speed",
             )
         )
-    return found
+    return rows
 
 
 def tenants(bench: Bench, service: planish.ServiceClient) -> list[Row]:
-    counts = [count for count in TENANTS if count <= 8 or not bench.options.small]
-    clients = [published_adapter(bench, service, seed) for seed in range(max(counts))]
-    work = bench.round("tenants", max(counts), 2, MANY_TOKENS)
-    steps = {count: decode_seconds(bench, clients[:count], work) for count in counts}
-    one = statistics.median(steps[1])
+    adapter_counts = [count for count in TENANTS if count <= 8 or not bench.options.small]
+    clients = [published_adapter(bench, service, seed) for seed in range(max(adapter_counts))]
+    round_spec = bench.round("tenants", max(adapter_counts), 2, MANY_TOKENS)
+    seconds_by_count = {
+        count: decode_seconds(bench, clients[:count], round_spec) for count in adapter_counts
+    }
+    seconds_with_one = statistics.median(seconds_by_count[1])
     return [
         Row(
-            f"decode, {rows_of(work)}, {count} adapter{'s' if count > 1 else ''}",
+            f"decode, {rows_of(round_spec)}, {count} adapter{'s' if count > 1 else ''}",
             milliseconds(seconds),
             "ms a step",
-            one / statistics.median(seconds),
+            seconds_with_one / statistics.median(seconds),
             "the speed with one",
         )
-        for count, seconds in steps.items()
+        for count, seconds in seconds_by_count.items()
     ]
 
 
 def decode_seconds(
-    bench: Bench, clients: Sequence[planish.SamplingClient], work: Mapping[str, Any]
+    bench: Bench, clients: Sequence[planish.SamplingClient], round_spec: Mapping[str, Any]
 ) -> list[float]:
     """Return the seconds of a step, once per round."""
 
     def sample(new_tokens: int) -> None:
-        rollouts_in_turn(clients, {**work, "new_tokens": new_tokens})
+        rollouts_in_turn(clients, {**round_spec, "new_tokens": new_tokens})
 
-    return step_seconds(sample, *few_to_many(work), bench.options.rounds)
+    return step_seconds(sample, *few_and_many_tokens(round_spec), bench.options.rounds)
 
 
-def rows_of(work: Mapping[str, Any]) -> str:
-    rows = len(work["prompts"]) * work["samples"]
+def rows_of(round_spec: Mapping[str, Any]) -> str:
+    rows = len(round_spec["prompts"]) * round_spec["samples"]
     return "1 row" if rows == 1 else f"{rows} rows"
 
 
-def few_to_many(work: Mapping[str, Any]) -> tuple[int, int]:
-    many = work["new_tokens"]
+def few_and_many_tokens(round_spec: Mapping[str, Any]) -> tuple[int, int]:
+    many = round_spec["new_tokens"]
     return min(FEW_TOKENS, many // 2), many
 
 
 def milliseconds(seconds: Sequence[float]) -> list[float]:
-    return [1e3 * each for each in seconds]
+    return [1e3 * value for value in seconds]
 
 
 def published_adapter(
@@ -226,59 +229,66 @@ def training(bench: Bench, service: planish.ServiceClient) -> list[Row]:
     )
     sampler = client.save_weights_and_get_sampling_client()
 
-    def trained(name: str, new_tokens: int) -> tuple[float, dict[str, Any]]:
-        plain = bench.round(f"training {name}", 16, 8, new_tokens)
-        work = with_completions(plain, rollouts(sampler, plain))
-        begun = time.perf_counter()
-        train_step(client, work)
-        return time.perf_counter() - begun, work
+    def train_round(name: str, new_tokens: int) -> tuple[float, dict[str, Any]]:
+        prompts_only = bench.round(f"training {name}", 16, 8, new_tokens)
+        round_spec = with_completions(prompts_only, rollouts(sampler, prompts_only))
+        start_time = time.perf_counter()
+        train_step(client, round_spec)
+        return time.perf_counter() - start_time, round_spec
 
-    trained("warm-up", WARM_UP_TOKENS)
-    found = [trained(str(number), NEW_TOKENS) for number in bench.rounds()]
-    return training_rows(bench, "training", [seconds for seconds, _ in found], found[0][1])
+    train_round("warm-up", WARM_UP_TOKENS)
+    rounds = [train_round(str(number), NEW_TOKENS) for number in bench.rounds()]
+    return training_rows(bench, "training", [seconds for seconds, _ in rounds], rounds[0][1])
 
 
 def training_rows(
-    bench: Bench, what: str, seconds: Sequence[float], work: Mapping[str, Any]
+    bench: Bench, label: str, seconds: Sequence[float], round_spec: Mapping[str, Any]
 ) -> list[Row]:
-    """Return the rows of rounds that all have the shape of `work`."""
-    tokens = work["samples"] * sum(len(prompt) + work["new_tokens"] for prompt in work["prompts"])
-    rate = training_flops(bench.config, work) / statistics.median(seconds)
-    of_layers = rate / bench.limits.layer_rate
+    """Return the rows of rounds that all have the shape of `round_spec`."""
+    tokens = round_spec["samples"] * sum(
+        len(prompt) + round_spec["new_tokens"] for prompt in round_spec["prompts"]
+    )
+    rate = training_flops(bench.config, round_spec) / statistics.median(seconds)
+    share_of_layers = rate / bench.limits.layer_rate
     return [
         Row(
-            what,
-            [tokens / each for each in seconds],
+            label,
+            [tokens / value for value in seconds],
             "tokens/s",
             rate / bench.limits.product_rate,
             "the product rate",
         ),
         Row(
-            f"{what}, useful",
+            f"{label}, useful",
             [rate / 1e12],
             "TFLOP/s",
-            of_layers,
+            share_of_layers,
             "the product rate of the model's layers",
         ),
     ]
 
 
 def grpo(bench: Bench, service: planish.ServiceClient, prompts: int, samples: int) -> list[Row]:
-    what = f"iteration, {prompts} x {samples}"
+    label = f"iteration, {prompts} x {samples}"
     client = service.create_lora_training_client(
         str(bench.model), rank=RANK, seed=0, train_unembed=False
     )
-    run_iteration(client, bench.round(f"{what} warm-up", prompts, samples, WARM_UP_TOKENS))
-    works, done = [], []
+    run_iteration(client, bench.round(f"{label} warm-up", prompts, samples, WARM_UP_TOKENS))
+    round_specs, iterations = [], []
     for number in bench.rounds():
-        works.append(bench.round(f"{what} {number}", prompts, samples, NEW_TOKENS))
-        done.append(run_iteration(client, works[-1]))
-    sampled = [count_tokens(one.groups) / one.sampling_seconds for one in done]
+        round_specs.append(bench.round(f"{label} {number}", prompts, samples, NEW_TOKENS))
+        iterations.append(run_iteration(client, round_specs[-1]))
+    sampling_rates = [
+        count_tokens(iteration.groups) / iteration.sampling_seconds for iteration in iterations
+    ]
     return [
-        Row(what, [one.seconds for one in done], "s"),
-        Row(f"{what}: sampling", sampled, "new tokens/s"),
+        Row(label, [iteration.seconds for iteration in iterations], "s"),
+        Row(f"{label}: sampling", sampling_rates, "new tokens/s"),
         *training_rows(
-            bench, f"{what}: training", [one.training_seconds for one in done], works[0]
+            bench,
+            f"{label}: training",
+            [iteration.training_seconds for iteration in iterations],
+            round_specs[0],
         ),
     ]
 
@@ -286,58 +296,75 @@ def grpo(bench: Bench, service: planish.ServiceClient, prompts: int, samples: in
 # Parts that create their own engine or processes.
 
 
-def peers(bench: Bench, work: str) -> list[Row]:
+def peers(bench: Bench, workload: str) -> list[Row]:
     """Compare the peers. All of them run in this environment, which has the packages for the
     GPU.
     """
     options, known = bench.options, PEERS | OPTIONAL_PEERS
-    names = [name for name in parse_names(options.peers, PEERS, known) if work in known[name].works]
-    given = {"OURS_OPTIONS": json.dumps(options.service)}
+    names = [
+        name
+        for name in parse_names(options.peers, PEERS, known)
+        if workload in known[name].workloads
+    ]
+    ours_variables = {"OURS_OPTIONS": json.dumps(options.service)}
     with tempfile.TemporaryDirectory(prefix="planish-benchmark-") as directory:
         scratch = Path(directory)
-        path = scratch / f"{work}.json"
-        write_works(str(bench.model), path, {work: works_of(options)[work]}, options.rounds)
-        contenders = [
+        path = scratch / f"{workload}.json"
+        write_rounds(
+            str(bench.model), path, {workload: workloads_of(options)[workload]}, options.rounds
+        )
+        peer_processes = [
             PeerProcess(
                 name,
                 [interpreter(OWN_ENVIRONMENT), HERE / spec.script],
                 path,
-                {**spec.variables, **given},
+                {**spec.variables, **ours_variables},
             )
             for name, spec in ((name, known[name]) for name in names)
         ]
-        measured = measure_interleaved(contenders, work, options.rounds, bench.model, scratch)
-        check_same_work(work, json.loads(path.read_text())[work], measured)
-    medians = {one.contender.name: one.row()["median_seconds"] for one in measured}
+        measurements = measure_interleaved(
+            peer_processes, workload, options.rounds, bench.model, scratch
+        )
+        check_same_work(workload, json.loads(path.read_text())[workload], measurements)
+    medians = {
+        measurement.process.name: measurement.row()["median_seconds"]
+        for measurement in measurements
+    }
     ours = medians.get("ours")
     return [
         Row(
-            f"{work}, {TITLES.get(one.contender.name, one.contender.name)}",
-            [facts["seconds"] for facts in one.rounds],
+            f"{workload}, {TITLES.get(measurement.process.name, measurement.process.name)}",
+            [facts["seconds"] for facts in measurement.rounds],
             "s",
-            ours and medians[one.contender.name] / ours,
+            ours and medians[measurement.process.name] / ours,
             "planish's time",
         )
-        for one in measured
+        for measurement in measurements
     ]
 
 
 def profile(bench: Bench) -> list[Row]:
-    found = profiles(
+    gpu_profiles = profiles(
         bench.model,
         EngineSettings(**bench.options.service),
         bench.round("profile", 16, 8, NEW_TOKENS),
     )
-    for one in found:
-        print(one.text(), flush=True)
+    for gpu_profile in gpu_profiles:
+        print(gpu_profile.text(), flush=True)
     return [
-        Row(f"profile: {one.title}", [1e3 * one.seconds], "ms", one.idle, "it without a kernel")
-        for one in found
+        Row(
+            f"profile: {gpu_profile.title}",
+            [1e3 * gpu_profile.seconds],
+            "ms",
+            gpu_profile.idle,
+            "it without a kernel",
+        )
+        for gpu_profile in gpu_profiles
     ]
 
 
-def works_of(options: Options) -> Mapping[str, Rounds]:
-    return SMALL_WORKS if options.small else WORKS
+def workloads_of(options: Options) -> Mapping[str, Workload]:
+    return SMALL_WORKLOADS if options.small else WORKLOADS
 
 
 SERVED_PARTS: Mapping[str, Callable[[Bench, planish.ServiceClient], list[Row]]] = {
@@ -353,7 +380,11 @@ def other_parts(bench: Bench, names: Sequence[str]) -> dict[str, Callable[[], li
     """Return those of the named parts that use their own processes or engine. Each workload of
     the peers is a part.
     """
-    works = parse_names(bench.options.works, works_of(bench.options), works_of(bench.options))
-    by_work = {f"peers-{work}": partial(peers, bench, work) for work in works}
-    known = {"peers": by_work, "profile": {"profile": partial(profile, bench)}}
+    workloads = parse_names(
+        bench.options.workloads, workloads_of(bench.options), workloads_of(bench.options)
+    )
+    parts_by_workload = {
+        f"peers-{workload}": partial(peers, bench, workload) for workload in workloads
+    }
+    known = {"peers": parts_by_workload, "profile": {"profile": partial(profile, bench)}}
     return {part: run for name in names if name in known for part, run in known[name].items()}

@@ -30,9 +30,9 @@ from planish.model.lora import LoraLayout
 from planish.service import Sample
 from planish.types import Datum, LoraConfig, ModelInput, SampleResponse, SamplingParams
 
-SETTLING_STEPS, STEPS = 8, 4
+WARM_UP_STEPS, STEPS = 8, 4
 """Decode steps before the profile, and in each timing."""
-SHOWN = 25
+MAX_KERNELS_SHOWN = 25
 NAME_CHARACTERS = 100
 
 
@@ -52,39 +52,43 @@ class Profile:
         total = sum(seconds for *_, seconds in self.kernels) or 1.0
         lines += [
             f"  {1e3 * seconds:9.3f} ms {seconds / total:6.1%} {calls:6d}  {name[:NAME_CHARACTERS]}"
-            for name, calls, seconds in self.kernels[:SHOWN]
+            for name, calls, seconds in self.kernels[:MAX_KERNELS_SHOWN]
         ]
         return "\n".join(lines)
 
 
-def profiles(directory: Path, settings: EngineSettings, work: Mapping[str, Any]) -> list[Profile]:
+def profiles(
+    directory: Path, settings: EngineSettings, round_spec: Mapping[str, Any]
+) -> list[Profile]:
     """Profile one decode step of all samples of the round, and one training micro-batch."""
     base = BaseModel(directory, settings, DeviceMemory(settings).claim(directory))
-    return [decode_profile(base, work), training_profile(base, work)]
+    return [decode_profile(base, round_spec), training_profile(base, round_spec)]
 
 
-def decode_profile(base: BaseModel, work: Mapping[str, Any]) -> Profile:
+def decode_profile(base: BaseModel, round_spec: Mapping[str, Any]) -> Profile:
     sampler = base.sampler
     # Prompts with a common prefix are computed in two waves.
     prompt_steps = 2 * math.ceil(
-        sum(map(len, work["prompts"])) / sampler.settings.max_prefill_tokens_per_step
+        sum(map(len, round_spec["prompts"])) / sampler.settings.max_prefill_tokens_per_step
     )
-    params = SamplingParams(max_tokens=prompt_steps + SETTLING_STEPS + 4 * STEPS, stop=[], seed=0)
+    params = SamplingParams(max_tokens=prompt_steps + WARM_UP_STEPS + 4 * STEPS, stop=[], seed=0)
     futures: list[Future[SampleResponse]] = []
-    for prompt in work["prompts"]:
-        op = Sample("profile", ModelInput.from_ints(prompt), work["samples"], params)
-        sampler.validate(op)
+    for prompt in round_spec["prompts"]:
+        operation = Sample("profile", ModelInput.from_ints(prompt), round_spec["samples"], params)
+        sampler.validate(operation)
         futures.append(Future())
-        sampler.submit(op, None, "base", futures[-1])
-    for _ in range(prompt_steps + SETTLING_STEPS):
+        sampler.submit(operation, None, "base", futures[-1])
+    for _ in range(prompt_steps + WARM_UP_STEPS):
         sampler.step()
 
-    def steps() -> None:
+    def run_steps() -> None:
         for _ in range(STEPS):
             sampler.step()
 
-    found = profiled(
-        f"a decode step of {len(work['prompts']) * work['samples']} rows", steps, STEPS
+    profile_of_steps = profile_run(
+        f"a decode step of {len(round_spec['prompts']) * round_spec['samples']} rows",
+        run_steps,
+        STEPS,
     )
     if any(future.done() for future in futures):
         raise SystemExit(
@@ -93,14 +97,14 @@ def decode_profile(base: BaseModel, work: Mapping[str, Any]) -> Profile:
         )
     while sampler.busy:
         sampler.step()
-    return found
+    return profile_of_steps
 
 
-def training_profile(base: BaseModel, work: Mapping[str, Any]) -> Profile:
+def training_profile(base: BaseModel, round_spec: Mapping[str, Any]) -> Profile:
     layout = LoraLayout(base.config, LoraConfig(rank=RANK, seed=0, train_unembed=False))
     adapter = Adapter(layout, base.backend)
-    data = micro_batch(work, base.trainer.settings.micro_batch_tokens)
-    sizes: list[float] = []
+    data = micro_batch(round_spec, base.trainer.settings.micro_batch_tokens)
+    row_counts: list[float] = []
 
     def train() -> None:
         call = base.trainer.forward_backward(adapter, data, "importance_sampling")
@@ -108,78 +112,85 @@ def training_profile(base: BaseModel, work: Mapping[str, Any]) -> Profile:
             try:
                 next(call)
             except StopIteration as end:
-                sizes.append(end.value.metrics["computed_tokens:sum"])
+                row_counts.append(end.value.metrics["computed_tokens:sum"])
                 return
 
-    found = profiled("a micro-batch", train, 1)
-    return replace(found, title=f"a micro-batch of {sizes[0]:,.0f} rows")
+    profile_of_batch = profile_run("a micro-batch", train, 1)
+    return replace(profile_of_batch, title=f"a micro-batch of {row_counts[0]:,.0f} rows")
 
 
-def micro_batch(work: Mapping[str, Any], budget: int) -> list[Datum]:
+def micro_batch(round_spec: Mapping[str, Any], budget: int) -> list[Datum]:
     """Return datums for as many of the round's prompts as fit, with answers of random tokens. Their
     logprobs do not matter.
     """
-    draw = torch.Generator().manual_seed(0)
-    new, data, rows = work["new_tokens"], [], 0
-    for prompt in work["prompts"]:
-        rows += len(prompt) + work["samples"] * new
+    generator = torch.Generator().manual_seed(0)
+    new_tokens, data, rows = round_spec["new_tokens"], [], 0
+    for prompt in round_spec["prompts"]:
+        rows += len(prompt) + round_spec["samples"] * new_tokens
         if data and rows > budget:
             break
         answers = torch.randint(
-            min(prompt), max(prompt) + 1, (work["samples"], new), generator=draw
+            min(prompt), max(prompt) + 1, (round_spec["samples"], new_tokens), generator=generator
         ).tolist()
-        data += [datum(prompt, answer, [0.0] * new, 1.0) for answer in answers]
+        data += [datum(prompt, answer, [0.0] * new_tokens, 1.0) for answer in answers]
     return data
 
 
-def profiled(title: str, run: Callable[[], None], times: int) -> Profile:
+def profile_run(title: str, run: Callable[[], None], times: int) -> Profile:
     """Call `run` three times: to warm up, for the time, and for the profile. One call contains
     `times` steps or micro-batches.
     """
     run()
     synchronize()
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     run()
     synchronize()
-    seconds = time.perf_counter() - begun
-    on_gpu = DEVICE.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as record:
+    seconds = time.perf_counter() - start_time
+    is_on_gpu = DEVICE.type == "cuda"
+    with profile(
+        activities=[ProfilerActivity.CUDA if is_on_gpu else ProfilerActivity.CPU]
+    ) as profiler:
         run()
         synchronize()
-    spans = [
+    kernel_spans = [
         (event.name, event.time_range.start, event.time_range.end)
-        for event in record.events() or ()
+        for event in profiler.events() or ()
         if event.device_type.name == "CUDA"
     ]
-    if on_gpu:
-        kernels = by_name((name, 1, end - start) for name, start, end in spans)
-        idle = max(0.0, 1 - 1e-6 * covered((start, end) for _, start, end in spans) / seconds)
+    if is_on_gpu:
+        kernels = total_by_name((name, 1, end - start) for name, start, end in kernel_spans)
+        idle = max(
+            0.0, 1 - 1e-6 * union_length((start, end) for _, start, end in kernel_spans) / seconds
+        )
     else:
-        kernels = by_name(
-            (row.key, row.count, row.self_cpu_time_total) for row in record.key_averages()
+        kernels = total_by_name(
+            (row.key, row.count, row.self_cpu_time_total) for row in profiler.key_averages()
         )
         idle = None
-    each = [(name, round(calls / times), 1e-6 * micros / times) for name, calls, micros in kernels]
-    return Profile(title, seconds / times, idle, each)
+    kernels_per_step = [
+        (name, round(calls / times), 1e-6 * microseconds / times)
+        for name, calls, microseconds in kernels
+    ]
+    return Profile(title, seconds / times, idle, kernels_per_step)
 
 
-def by_name(events: Iterable[tuple[str, int, float]]) -> list[tuple[str, int, float]]:
+def total_by_name(events: Iterable[tuple[str, int, float]]) -> list[tuple[str, int, float]]:
     """Return the total calls and microseconds of each name, the longest first."""
     calls: Counter[str] = Counter()
-    micros: dict[str, float] = {}
+    microseconds: dict[str, float] = {}
     for name, count, duration in events:
         calls[name] += count
-        micros[name] = micros.get(name, 0.0) + duration
+        microseconds[name] = microseconds.get(name, 0.0) + duration
     return [
-        (name, calls[name], micros[name])
-        for name in sorted(micros, key=micros.__getitem__, reverse=True)
+        (name, calls[name], microseconds[name])
+        for name in sorted(microseconds, key=microseconds.__getitem__, reverse=True)
     ]
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
+def union_length(kernel_spans: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of the spans."""
     total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
+    for start, end in sorted(kernel_spans):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total

@@ -22,10 +22,10 @@ from typing import Any
 
 import chz
 from compare import HERE, OWN_ENVIRONMENT, header, interpreter, measure_interleaved
-from contender import PeerProcess
 from iteration import rollouts, step_seconds
+from peer_process import PeerProcess
 from report import RESULTS, contexts_table, growth_table
-from works import Rounds, Shape, make_prompts, write_works
+from workloads import Shape, Workload, make_prompts, write_rounds
 
 import planish
 from planish.files import write_atomically
@@ -67,18 +67,18 @@ def main(options: Options) -> None:
 def measure_groups(options: Options, scratch: Path) -> dict[str, Any]:
     """Measure all sizes, each in its own process, alternating."""
     new_tokens, sizes = (8, GROUPS[:2]) if options.small else (64, GROUPS)
-    works: dict[str, list[dict[str, Any]]] = {}
+    workloads: dict[str, list[dict[str, Any]]] = {}
     for name in ("W1", "W2"):
-        contenders = []
+        peer_processes = []
         for groups in sizes:
             path = scratch / f"{name}-{groups}-groups.json"
             warm_up, shape = (
                 Shape(count, 8, new_tokens) for count in (max(1, groups // 4), groups)
             )
-            write_works(
-                options.model, path, {name: Rounds(warm_up, shape, name == "W2")}, options.rounds
+            write_rounds(
+                options.model, path, {name: Workload(warm_up, shape, name == "W2")}, options.rounds
             )
-            contenders.append(
+            peer_processes.append(
                 PeerProcess(
                     f"{groups} groups",
                     [interpreter(OWN_ENVIRONMENT), HERE / "peers" / "ours.py"],
@@ -86,13 +86,13 @@ def measure_groups(options: Options, scratch: Path) -> dict[str, Any]:
                 )
             )
         measured = measure_interleaved(
-            contenders, name, options.rounds, resolve_model(options.model), scratch
+            peer_processes, name, options.rounds, resolve_model(options.model), scratch
         )
-        works[name] = [
+        workloads[name] = [
             {**one.row(), "groups": groups, "tokens": groups * 8 * new_tokens}
             for groups, one in zip(sizes, measured, strict=True)
         ]
-    return {"works": works}
+    return {"works": workloads}
 
 
 def measure_contexts(options: Options, scratch: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from statistics import fmean
 from planish.files import read_rows, write_atomically
 
 PAGE = Path(__file__).parents[1] / "docs" / "hyperparameters.md"
-BASE = {
+BASE_OPTIONS = {
     "env": "arithmetic",
     "max_operand": 20,
     "batch_size": 8,
@@ -52,7 +52,7 @@ COLUMNS = (
 def main(arguments: Sequence[str]) -> None:
     directory, *names = arguments
     if names == ["--tables"]:
-        write_atomically(PAGE, with_tables(PAGE.read_text(encoding="utf-8"), Path(directory)))
+        write_atomically(PAGE, fill_tables(PAGE.read_text(encoding="utf-8"), Path(directory)))
         return
     for name in names or SWEEPS:
         for changes in SWEEPS[name]:
@@ -60,11 +60,13 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def run_path(directory: Path, changes: Mapping[str, object]) -> Path:
-    changed = {
-        key: value for key, value in changes.items() if value != BASE.get(key, default_of(key))
+    non_default = {
+        key: value
+        for key, value in changes.items()
+        if value != BASE_OPTIONS.get(key, default_of(key))
     }
     return directory / (
-        "_".join(f"{key}={value}" for key, value in sorted(changed.items())) or "base"
+        "_".join(f"{key}={value}" for key, value in sorted(non_default.items())) or "base"
     )
 
 
@@ -73,7 +75,7 @@ def default_of(key: str) -> object:
 
 
 def make_run(path: Path, changes: Mapping[str, object]) -> None:
-    options = {**BASE, **changes, "log_path": path}
+    options = {**BASE_OPTIONS, **changes, "log_path": path}
     command = [
         sys.executable,
         "-m",
@@ -84,7 +86,7 @@ def make_run(path: Path, changes: Mapping[str, object]) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def with_tables(page: str, directory: Path) -> str:
+def fill_tables(page: str, directory: Path) -> str:
     """Return the page with the table of each sweep between its marks, if all its runs exist."""
     for name, variants in SWEEPS.items():
         begin, end = f"<!-- sweep: {name} -->\n", "<!-- end -->"
@@ -105,11 +107,11 @@ def table(variants: Sequence[Mapping[str, object]], directory: Path) -> str:
         values = ", ".join(
             f"{value:g}" if isinstance(value, float) else str(value) for value in changes.values()
         )
-        lines.append("| " + " | ".join([values, *measured(rows)]) + " |")
+        lines.append("| " + " | ".join([values, *metric_cells(rows)]) + " |")
     return "\n".join(lines) + "\n"
 
 
-def measured(rows: Sequence[Mapping[str, float]]) -> list[str]:
+def metric_cells(rows: Sequence[Mapping[str, float]]) -> list[str]:
     steps = [row for row in rows if "env/all/reward/total" in row]
     rewards = [row["env/all/reward/total"] for row in steps]
     tests = [row["test/env/all/correct"] for row in rows if "test/env/all/correct" in row]

@@ -1,4 +1,4 @@
-"""A GRPO iteration and its halves with planish's public API, on the rounds of works.py."""
+"""A GRPO iteration and its halves with planish's public API, on the rounds of workloads.py."""
 
 import json
 import random
@@ -26,36 +26,38 @@ class Iteration:
         return self.sampling_seconds + self.training_seconds
 
 
-def run_iteration(client: planish.TrainingClient, work: Mapping[str, Any]) -> Iteration:
+def run_iteration(client: planish.TrainingClient, round_spec: Mapping[str, Any]) -> Iteration:
     """Sample with the current weights, and train on the samples with random advantages."""
     start_time = time.perf_counter()
-    groups = rollouts(client.save_weights_and_get_sampling_client(), work)
+    groups = rollouts(client.save_weights_and_get_sampling_client(), round_spec)
     sampling_end = time.perf_counter()
-    loss = train_step(client, with_completions(work, groups))
+    loss = train_step(client, with_completions(round_spec, groups))
     return Iteration(groups, loss, sampling_end - start_time, time.perf_counter() - sampling_end)
 
 
-def rollouts(client: planish.SamplingClient, work: Mapping[str, Any]) -> Groups:
+def rollouts(client: planish.SamplingClient, round_spec: Mapping[str, Any]) -> Groups:
     """Send one request per prompt, all at once."""
-    return rollouts_in_turn([client], work)
+    return rollouts_in_turn([client], round_spec)
 
 
-def rollouts_in_turn(clients: Sequence[planish.SamplingClient], work: Mapping[str, Any]) -> Groups:
+def rollouts_in_turn(
+    clients: Sequence[planish.SamplingClient], round_spec: Mapping[str, Any]
+) -> Groups:
     """Like `rollouts`, but distribute the prompts over the clients in turn."""
-    schema = work.get("schema")
+    schema = round_spec.get("schema")
     params = planish.SamplingParams(
-        max_tokens=work["new_tokens"],
+        max_tokens=round_spec["new_tokens"],
         stop=[],
-        seed=work["seed"],
+        seed=round_spec["seed"],
         constraint=schema and planish.Constraint("json_schema", json.dumps(schema)),
     )
     futures = [
         client.sample(
             prompt=planish.ModelInput.from_ints(prompt),
-            num_samples=work["samples"],
+            num_samples=round_spec["samples"],
             sampling_params=params,
         )
-        for client, prompt in zip(cycle(clients), work["prompts"], strict=False)
+        for client, prompt in zip(cycle(clients), round_spec["prompts"], strict=False)
     ]
     return [future.result().sequences for future in futures]
 
@@ -74,13 +76,13 @@ def step_seconds(sample: Callable[[int], object], few: int, many: int, rounds: i
     return [(sampling_seconds(many) - sampling_seconds(few)) / (many - few) for _ in range(rounds)]
 
 
-def with_completions(work: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
+def with_completions(round_spec: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
     """Return the round with completions [prompt][sample][token], their logprobs, and a random
     advantage for each [prompt][sample].
     """
-    rng = random.Random(work["seed"])
+    rng = random.Random(round_spec["seed"])
     return {
-        **work,
+        **round_spec,
         "completions": [[sequence.tokens for sequence in group] for group in groups],
         "logprobs": [[sequence.logprobs for sequence in group] for group in groups],
         "advantages": [[rng.uniform(-1, 1) for _ in group] for group in groups],
@@ -92,14 +94,18 @@ def count_tokens(groups: Groups) -> int:
     return sum(len(sequence.logprobs or []) for group in groups for sequence in group)
 
 
-def train_step(client: planish.TrainingClient, work: Mapping[str, Any]) -> float:
+def train_step(client: planish.TrainingClient, round_spec: Mapping[str, Any]) -> float:
     """Take one optimizer step on a round with answers. Returns the sum of the loss over all
     tokens.
     """
     data = [
         datum(prompt, *sequence)
         for prompt, *group in zip(
-            work["prompts"], work["completions"], work["logprobs"], work["advantages"], strict=True
+            round_spec["prompts"],
+            round_spec["completions"],
+            round_spec["logprobs"],
+            round_spec["advantages"],
+            strict=True,
         )
         for sequence in zip(*group, strict=True)
     ]

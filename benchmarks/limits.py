@@ -1,7 +1,7 @@
 """The lower limit of a workload's time on this machine: its matmuls alone, one after the other, as
 fast as torch computes them.
 
-    python benchmarks/compare.py name=limits peers=limit works=all
+    python benchmarks/compare.py name=limits peers=limit workloads=all
 
 It is a peer like the others (peers/serving.py), so that it is measured in the same run. It times
 the matmuls of the base model's linear modules that the workload cannot avoid. They run in bf16 (in
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peers.serving import Peer, quickest_dtype, serve
+from peers.serving import Peer, fastest_dtype, serve
 from torch import Tensor
 
 from planish.model.config import ModelConfig
@@ -48,26 +48,29 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BANDWIDTH_BYTES = 1 << (30 if DEVICE.type == "cpu" else 32)
 """More than any cache holds; on a GPU enough that launch time counts little."""
 
-Product = Callable[[Tensor], Any]
+Matmul = Callable[[Tensor], Any]
 
 
 def load(path: str) -> Peer:
     limit = Limit(ModelConfig.from_directory(path))
-    works = {
+    workloads = {
         "W1": limit.rollouts,
-        "W1b": limit.alone,
+        "W1b": limit.single_sample,
         "W1c": limit.rollouts,
         "W2": limit.training,
         "W3": limit.iteration,
     }
     return Peer(
-        {name: partial(answer, run) for name, run in works.items()}, {"torch": torch.__version__}
+        {name: partial(run_round, run) for name, run in workloads.items()},
+        {"torch": torch.__version__},
     )
 
 
-def answer(run: Callable[[Mapping[str, Any]], float], work: Mapping[str, Any]) -> dict[str, Any]:
+def run_round(
+    run: Callable[[Mapping[str, Any]], float], round_spec: Mapping[str, Any]
+) -> dict[str, Any]:
     with torch.inference_mode():
-        return {"seconds": run(work)}
+        return {"seconds": run(round_spec)}
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,10 @@ class RowCounts:
     """
 
     @classmethod
-    def of(cls, work: Mapping[str, Any]) -> RowCounts:
-        prompts, shared = work["prompts"], work["shared_tokens"]
-        num_samples = len(prompts) * work["samples"]
-        answer_rows = num_samples * (work["new_tokens"] - 1)
+    def of(cls, round_spec: Mapping[str, Any]) -> RowCounts:
+        prompts, shared = round_spec["prompts"], round_spec["shared_tokens"]
+        num_samples = len(prompts) * round_spec["samples"]
+        answer_rows = num_samples * (round_spec["new_tokens"] - 1)
         num_own_tokens = sum(len(prompt) - shared for prompt in prompts)
         return cls(num_samples, shared + num_own_tokens, answer_rows, answer_rows + len(prompts))
 
@@ -100,7 +103,10 @@ class Limit:
             [linear_shape(config, name) for name in site] for site in distinct_fused_modules(config)
         ]
         """(out, in) of the linears of each site; those of one site are one product."""
-        shapes = [(sum(out for out, _ in parts), parts[0][1]) for parts in self._linear_shapes]
+        shapes = [
+            (sum(out for out, _ in linear_shapes), linear_shapes[0][1])
+            for linear_shapes in self._linear_shapes
+        ]
         self._weights = [
             [random_matrix(*shape) for _ in range(config.num_layers)] for shape in shapes
         ]
@@ -119,35 +125,37 @@ class Limit:
             lambda rows: fastest_matmuls([self._head.t().contiguous()], rows)
         )
 
-    def rollouts(self, work: Mapping[str, Any]) -> float:
-        counts = RowCounts.of(work)
+    def rollouts(self, round_spec: Mapping[str, Any]) -> float:
+        counts = RowCounts.of(round_spec)
         step = self.layers_seconds(counts.num_samples) + self._head_seconds(counts.num_samples)
-        return (work["new_tokens"] - 1) * step + self._prompts(work)
+        return (round_spec["new_tokens"] - 1) * step + self._prompts_seconds(round_spec)
 
-    def alone(self, work: Mapping[str, Any]) -> float:
+    def single_sample(self, round_spec: Mapping[str, Any]) -> float:
         weights = [w for site in self._weights for w in site] + [self._head]
-        read = sum(w.numel() * torch.bfloat16.itemsize for w in weights) / read_bandwidth()
-        return (work["new_tokens"] - 1) * read + self._prompts(work)
+        read_seconds = (
+            sum(w.numel() * torch.bfloat16.itemsize for w in weights) / measure_read_bandwidth()
+        )
+        return (round_spec["new_tokens"] - 1) * read_seconds + self._prompts_seconds(round_spec)
 
-    def training(self, work: Mapping[str, Any]) -> float:
-        counts = RowCounts.of(work)
+    def training(self, round_spec: Mapping[str, Any]) -> float:
+        counts = RowCounts.of(round_spec)
         layers = seconds_for_rows(counts.prompt_rows + counts.answer_rows, self._training_seconds)
         return layers + seconds_for_rows(counts.scored_rows, self._head_training_seconds)
 
-    def iteration(self, work: Mapping[str, Any]) -> float:
-        return self.rollouts(work) + self.training(work)
+    def iteration(self, round_spec: Mapping[str, Any]) -> float:
+        return self.rollouts(round_spec) + self.training(round_spec)
 
-    def _prompts(self, work: Mapping[str, Any]) -> float:
+    def _prompts_seconds(self, round_spec: Mapping[str, Any]) -> float:
         """Return the seconds of the prompts, with the head for each prompt's first answer
         tokens.
         """
         return seconds_for_rows(
-            RowCounts.of(work).prompt_rows, self.layers_seconds
-        ) + self._head_seconds(len(work["prompts"]))
+            RowCounts.of(round_spec).prompt_rows, self.layers_seconds
+        ) + self._head_seconds(len(round_spec["prompts"]))
 
     def layers_seconds(self, rows: int) -> float:
         """Return the seconds of the forward matmuls of all layers for this number of rows."""
-        return seconds(self._passes(rows, self._forward(rows)))
+        return seconds(self._matmul_calls(rows, self._forward(rows)))
 
     def _head_seconds(self, rows: int) -> float:
         return seconds(
@@ -155,31 +163,35 @@ class Limit:
         )
 
     def _training_seconds(self, rows: int) -> float:
-        passes = [
-            *self._passes(rows, self._forward(rows)),
-            *self._passes(rows, self._backward(rows), is_backward=True),
+        matmul_calls = [
+            *self._matmul_calls(rows, self._forward(rows)),
+            *self._matmul_calls(rows, self._backward(rows), is_backward=True),
         ]
-        lora = [partial(lora_products, rows, parts) for parts in self._linear_shapes]
-        return seconds(passes) + self._config.num_layers * sum(seconds([site()]) for site in lora)
+        lora_calls = [
+            partial(lora_matmuls, rows, linear_shapes) for linear_shapes in self._linear_shapes
+        ]
+        return seconds(matmul_calls) + self._config.num_layers * sum(
+            seconds([lora_call()]) for lora_call in lora_calls
+        )
 
     def _head_training_seconds(self, rows: int) -> float:
         grad = random_matrix(rows, self._config.vocab_size)
         return self._head_seconds(rows) + seconds(self._calls_on(self._head_backward(rows), grad))
 
-    def _passes(
-        self, rows: int, products: Sequence[Sequence[Product]], is_backward: bool = False
+    def _matmul_calls(
+        self, rows: int, matmuls: Sequence[Sequence[Matmul]], is_backward: bool = False
     ) -> list[Callable[[], Any]]:
         """Every site of every layer once, in their order."""
         widths = [weights[0].shape[0 if is_backward else 1] for weights in self._weights]
         inputs = [random_matrix(rows, width) for width in widths]
         return [
-            partial(product, x)
-            for layer in zip(*products, strict=True)
-            for product, x in zip(layer, inputs, strict=True)
+            partial(matmul, x)
+            for layer in zip(*matmuls, strict=True)
+            for matmul, x in zip(layer, inputs, strict=True)
         ]
 
-    def _calls_on(self, products: Sequence[Product], x: Tensor) -> list[Callable[[], Any]]:
-        return [partial(product, x) for product in products]
+    def _calls_on(self, matmuls: Sequence[Matmul], x: Tensor) -> list[Callable[[], Any]]:
+        return [partial(matmul, x) for matmul in matmuls]
 
 
 def seconds_for_rows(rows: int, tile_seconds: Callable[[int], float]) -> float:
@@ -190,22 +202,22 @@ def seconds_for_rows(rows: int, tile_seconds: Callable[[int], float]) -> float:
 
 def fastest_matmuls(
     weights: Sequence[Tensor], rows: int, columns: int | None = None
-) -> list[Product]:
+) -> list[Matmul]:
     """Return for each weight [out, in] a function of x [rows, in] that computes x @ weight.T, with
     the torch function that is fastest for all of them.
     """
     x = random_matrix(rows, weights[0].shape[1])
 
-    def time_of(way: Callable[[Tensor], Product]) -> float:
-        return seconds([partial(way(weight), x) for weight in weights[:MAX_COMPARED_LAYERS]])
+    def time_with(factory: Callable[[Tensor], Matmul]) -> float:
+        return seconds([partial(factory(weight), x) for weight in weights[:MAX_COMPARED_LAYERS]])
 
-    best_factory = min(matmul_factories(weights[0], rows, columns), key=time_of)
+    best_factory = min(matmul_factories(weights[0], rows, columns), key=time_with)
     return [best_factory(weight) for weight in weights]
 
 
 def matmul_factories(
     weight: Tensor, rows: int, columns: int | None
-) -> Iterator[Callable[[Tensor], Product]]:
+) -> Iterator[Callable[[Tensor], Matmul]]:
     """Yield functions that make a matmul function of a weight of this shape."""
     yield plain_matmul
     if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
@@ -214,42 +226,42 @@ def matmul_factories(
         yield partial(column_blocks_matmul, columns=columns)
 
 
-def plain_matmul(weight: Tensor) -> Product:
+def plain_matmul(weight: Tensor) -> Matmul:
     return lambda x: F.linear(x, weight)
 
 
-def prepacked_matmul(weight: Tensor, rows: int) -> Product:
+def prepacked_matmul(weight: Tensor, rows: int) -> Matmul:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
-def column_blocks_matmul(weight: Tensor, columns: int) -> Product:
+def column_blocks_matmul(weight: Tensor, columns: int) -> Matmul:
     """A matmul as large as the head's is faster in pieces, one after another."""
-    return partial(run_parts, parts=weight.split(columns))
+    return partial(run_blocks, blocks=weight.split(columns))
 
 
-def run_parts(x: Tensor, parts: Sequence[Tensor]) -> None:
-    for part in parts:
-        F.linear(x, part)
+def run_blocks(x: Tensor, blocks: Sequence[Tensor]) -> None:
+    for block in blocks:
+        F.linear(x, block)
 
 
-def lora_products(rows: int, parts: Sequence[tuple[int, int]]) -> Callable[[], None]:
+def lora_matmuls(rows: int, linear_shapes: Sequence[tuple[int, int]]) -> Callable[[], None]:
     """Return a function with the LoRA matmuls, forward and backward, of modules with one input."""
-    fan_in = parts[0][1]
-    x, a = random_matrix(rows, fan_in), random_matrix(len(parts) * RANK, fan_in)
-    bs = [random_matrix(out, RANK) for out, _ in parts]
-    outs = [random_matrix(rows, out) for out, _ in parts]
+    fan_in = linear_shapes[0][1]
+    x, lora_a = random_matrix(rows, fan_in), random_matrix(len(linear_shapes) * RANK, fan_in)
+    lora_bs = [random_matrix(out, RANK) for out, _ in linear_shapes]
+    outs = [random_matrix(rows, out) for out, _ in linear_shapes]
 
     def run() -> None:
-        lows = F.linear(x, a).chunk(len(parts), 1)
+        lora_hiddens = F.linear(x, lora_a).chunk(len(linear_shapes), 1)
         grads = []
-        for low, b, out in zip(lows, bs, outs, strict=True):
-            torch.mm(low, b.t())
+        for lora_hidden, b, out in zip(lora_hiddens, lora_bs, outs, strict=True):
+            torch.mm(lora_hidden, b.t())
             grads.append(out @ b)
-            torch.mm(out.t(), low)
+            torch.mm(out.t(), lora_hidden)
         grad = torch.cat(grads, 1)
         torch.mm(grad.t(), x)
-        torch.mm(grad, a)
+        torch.mm(grad, lora_a)
 
     return run
 
@@ -275,7 +287,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def read_bandwidth(size: int = BANDWIDTH_BYTES) -> float:
+def measure_read_bandwidth(size: int = BANDWIDTH_BYTES) -> float:
     """Return bytes per second, with the fastest torch function for reading uncached memory."""
     x = torch.ones(size // 4, device=DEVICE)
     readers = (
@@ -287,7 +299,7 @@ def read_bandwidth(size: int = BANDWIDTH_BYTES) -> float:
 
 
 def random_matrix(rows: int, columns: int) -> Tensor:
-    return torch.empty(rows, columns, dtype=quickest_dtype(), device=DEVICE).normal_(0, 0.02)
+    return torch.empty(rows, columns, dtype=fastest_dtype(), device=DEVICE).normal_(0, 0.02)
 
 
 if __name__ == "__main__":

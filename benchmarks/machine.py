@@ -56,8 +56,8 @@ class CpuTime:
     reading.
     """
 
-    used: float
-    at: float
+    used_seconds: float
+    read_at: float
 
     @classmethod
     def now(cls) -> Self:
@@ -68,11 +68,11 @@ class CpuTime:
         used = user + nice + system + interrupts + soft_interrupts + stolen
         return cls(used / os.sysconf("SC_CLK_TCK"), time.monotonic())
 
-    def others(self, own: float) -> float:
+    def share_of_others(self, own: float) -> float:
         """Return the share of all cores that other processes used since then. `own` are the
         processor seconds of this benchmark.
         """
         now = CpuTime.now()
-        available = (now.at - self.at) * (os.cpu_count() or 1)
+        available = (now.read_at - self.read_at) * (os.cpu_count() or 1)
         # used is counted in steps of 10 ms
-        return min(1.0, max(0.0, (now.used - self.used - own) / available))
+        return min(1.0, max(0.0, (now.used_seconds - self.used_seconds - own) / available))

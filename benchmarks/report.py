@@ -59,12 +59,12 @@ def peers_table(report: Mapping[str, Any]) -> str:
     times as slow as planish.
     """
     rows = []
-    for work, peers in report["works"].items():
+    for workload, peers in report["works"].items():
         ours = peers.get("ours", {}).get("median_seconds")
         for name, peer in peers.items():
             rows.append(
                 [
-                    work,
+                    workload,
                     TITLES.get(name, name),
                     spread(peer),
                     f"{peer['median_seconds'] / ours:.2f}" if ours else "",
@@ -88,12 +88,12 @@ def busy_table(report: Mapping[str, Any]) -> str:
     long.
     """
     rows = []
-    for work, spins in report["works"].items():
+    for workload, spins in report["works"].items():
         for spin, loads in spins.items():
             idle, busy = (loads[load]["median_seconds"] for load in ("idle", "busy"))
             rows.append(
                 [
-                    work,
+                    workload,
                     spin,
                     *("given up" if median is None else f"{median:.2f}" for median in (idle, busy)),
                     f"{idle / busy:.0%}" if idle and busy else "",
@@ -112,13 +112,13 @@ def busy_table(report: Mapping[str, Any]) -> str:
 def growth_table(report: Mapping[str, Any]) -> str:
     rows = [
         [
-            work,
+            workload,
             str(point["groups"]),
             spread(point),
             f"{1e3 * point['median_seconds'] / point['tokens']:.3f}",
             f"{point['peak_gib']:.2f}",
         ]
-        for work, points in report["works"].items()
+        for workload, points in report["works"].items()
         for point in points
     ]
     heads = (

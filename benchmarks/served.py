@@ -15,7 +15,7 @@ _READY = re.compile(r"ready at (http://\S+)")
 
 
 @contextmanager
-def served(
+def running_server(
     data_dir: Path, *options: str, variables: Mapping[str, str] | None = None
 ) -> Iterator[str]:
     """Yield the URL of a server with these options on a free port. It inherits the environment of
@@ -32,10 +32,10 @@ def served(
         str(data_dir),
         *options,
     ]
-    quiet = ["--log-format", "text", "--log-level", "info"]
+    log_options = ["--log-format", "text", "--log-level", "info"]
     with open(data_dir / "server.log", "w+") as log:
         process = subprocess.Popen(
-            [*command, *quiet], stderr=log, env={**os.environ, **(variables or {})}
+            [*command, *log_options], stderr=log, env={**os.environ, **(variables or {})}
         )
         try:
             yield _url(process, Path(log.name))

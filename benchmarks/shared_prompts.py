@@ -25,7 +25,7 @@ from planish.types import ModelInput, SamplingParams
 
 
 @chz.chz
-class Work:
+class Options:
     model: str = DEFAULT_MODEL
     tenants: int = 16
     questions: int = 4
@@ -34,41 +34,50 @@ class Work:
     new_tokens: int = 16
 
 
-def main(work: Work) -> None:
-    print(json.dumps({str(shared): measured(work, shared) for shared in (False, True)}, indent=1))
+def main(options: Options) -> None:
+    print(
+        json.dumps(
+            {str(is_shared): measure(options, is_shared) for is_shared in (False, True)}, indent=1
+        )
+    )
 
 
-def measured(work: Work, shared: bool) -> dict[str, float]:
+def measure(options: Options, is_shared: bool) -> dict[str, float]:
     rng = np.random.default_rng(0)
-    system = rng.integers(100, 40_000, work.system_tokens).tolist()
-    engine = Engine(settings=EngineSettings(share_prefix_cache=shared))
+    system = rng.integers(100, 40_000, options.system_tokens).tolist()
+    engine = Engine(settings=EngineSettings(share_prefix_cache=is_shared))
     try:
-        engine.submit(CreateSampler("sampler", work.model)).result()
-        first, later, cached, total = [], [], 0, 0
-        for question in range(-1, work.questions):
-            for tenant in range(work.tenants if question >= 0 else 1):
-                words = rng.integers(100, 40_000, work.question_tokens).tolist()
+        engine.submit(CreateSampler("sampler", options.model)).result()
+        first_seconds, later_seconds, cached_tokens, prompt_tokens = [], [], 0, 0
+        for question in range(-1, options.questions):
+            for tenant in range(options.tenants if question >= 0 else 1):
+                words = rng.integers(100, 40_000, options.question_tokens).tolist()
                 prompt = [*(system if question >= 0 else []), *words]
                 operation = Sample(
                     "sampler",
                     ModelInput.from_ints(prompt),
                     1,
-                    SamplingParams(max_tokens=work.new_tokens, stop=[], seed=0),
+                    SamplingParams(max_tokens=options.new_tokens, stop=[], seed=0),
                     cache_owner=f"tenant-{tenant}",
                 )
-                began = time.perf_counter()
+                start_time = time.perf_counter()
                 response = engine.submit(operation).result()
                 if question < 0:
                     continue  # the first request warms up
-                (later if question else first).append(time.perf_counter() - began)
-                cached, total = cached + response.prompt_cache_hit_tokens, total + len(prompt)
+                (later_seconds if question else first_seconds).append(
+                    time.perf_counter() - start_time
+                )
+                cached_tokens, prompt_tokens = (
+                    cached_tokens + response.prompt_cache_hit_tokens,
+                    prompt_tokens + len(prompt),
+                )
     finally:
         engine.close()
     return {
-        "seconds": round(sum(first) + sum(later), 2),
-        "first_request_seconds": round(statistics.mean(first), 3),
-        "later_request_seconds": round(statistics.mean(later), 3),
-        "cached_share": round(cached / total, 3),
+        "seconds": round(sum(first_seconds) + sum(later_seconds), 2),
+        "first_request_seconds": round(statistics.mean(first_seconds), 3),
+        "later_request_seconds": round(statistics.mean(later_seconds), 3),
+        "cached_share": round(cached_tokens / prompt_tokens, 3),
     }
 
 

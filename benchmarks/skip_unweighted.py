@@ -21,7 +21,7 @@ from planish.types import Datum, ModelInput
 
 
 @chz.chz
-class Work:
+class Options:
     model: str = DEFAULT_MODEL
     datums: int = 16
     prompt_tokens: int = 192
@@ -29,12 +29,12 @@ class Work:
     rounds: int = 3
 
 
-def main(work: Work) -> None:
+def main(options: Options) -> None:
     service = ServiceClient()
-    client = service.create_lora_training_client(work.model, rank=32)
-    data = datums(work)
+    client = service.create_lora_training_client(options.model, rank=32)
+    data = datums(options)
     seconds: dict[int, list[float]] = {0: [], 1: []}
-    for number in range(work.rounds + 1):
+    for number in range(options.rounds + 1):
         for skip, measured in seconds.items():
             began = time.perf_counter()
             client.forward_backward(data, "cross_entropy", {"skip_unweighted": skip}).result()
@@ -45,13 +45,13 @@ def main(work: Work) -> None:
     service.close()
 
 
-def datums(work: Work) -> list[Datum]:
+def datums(options: Options) -> list[Datum]:
     """Return datums of random tokens without a common prefix; only the answers have weight."""
     rng = np.random.default_rng(0)
-    length = work.prompt_tokens + work.answer_tokens
-    weights = (np.arange(1, length) >= work.prompt_tokens).astype(np.float32)
+    length = options.prompt_tokens + options.answer_tokens
+    weights = (np.arange(1, length) >= options.prompt_tokens).astype(np.float32)
     data = []
-    for _ in range(work.datums):
+    for _ in range(options.datums):
         tokens = rng.integers(100, 40_000, length).tolist()
         inputs = {"target_tokens": np.array(tokens[1:]), "weights": weights}
         data.append(Datum(ModelInput.from_ints(tokens[:-1]), inputs))

@@ -47,12 +47,12 @@ class Options:
 
 def main(options: Options) -> None:
     report = header(options)
-    first, *rounds = [measure_start(options.model) for _ in range(options.rounds + 1)]
-    parts = {name: [reached[name] for reached in rounds] for name in first}
+    first, *rounds = [measure_reached_times(options.model) for _ in range(options.rounds + 1)]
+    parts = {name: [reached_times[name] for reached_times in rounds] for name in first}
     report["parts"] = {
         name: {
             "median_seconds": round(statistics.median(times), 3),
-            "seconds": [round(at, 3) for at in times],
+            "seconds": [round(seconds, 3) for seconds in times],
         }
         for name, times in parts.items()
     }
@@ -60,12 +60,12 @@ def main(options: Options) -> None:
     print(start_table(report))
 
 
-def measure_start(model: str) -> dict[str, float]:
+def measure_reached_times(model: str) -> dict[str, float]:
     """Return when each point was reached, in seconds since the process was started."""
     start_time = time.time()
     command = [sys.executable, "-c", SCRIPT, model]
-    reached = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    return {name: reached_time - start_time for name, reached_time in reached.items()}
+    reached_times = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return {name: reached_time - start_time for name, reached_time in reached_times.items()}
 
 
 if __name__ == "__main__":

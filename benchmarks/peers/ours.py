@@ -23,17 +23,24 @@ def load(model: str) -> Peer:
         base_model=model, rank=32, seed=0, train_unembed=False
     )
 
-    def sample(work: dict[str, Any]) -> dict[str, Any]:
-        return {"tokens": count_tokens(rollouts(sampling_client, work))}
+    def sample(round_spec: dict[str, Any]) -> dict[str, Any]:
+        return {"tokens": count_tokens(rollouts(sampling_client, round_spec))}
 
-    def train(work: dict[str, Any]) -> dict[str, Any]:
-        return {"loss": train_step(training_client, work)}
+    def train(round_spec: dict[str, Any]) -> dict[str, Any]:
+        return {"loss": train_step(training_client, round_spec)}
 
-    def iterate(work: dict[str, Any]) -> dict[str, Any]:
-        return {"tokens": count_tokens(run_iteration(training_client, work).groups)}
+    def iterate(round_spec: dict[str, Any]) -> dict[str, Any]:
+        return {"tokens": count_tokens(run_iteration(training_client, round_spec).groups)}
 
-    works = {"W1": sample, "W1b": sample, "W1c": sample, "W1j": sample, "W2": train, "W3": iterate}
-    return Peer(works, {"planish": version("planish"), "torch": torch.__version__})
+    workloads = {
+        "W1": sample,
+        "W1b": sample,
+        "W1c": sample,
+        "W1j": sample,
+        "W2": train,
+        "W3": iterate,
+    }
+    return Peer(workloads, {"planish": version("planish"), "torch": torch.__version__})
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from typing import Any
 import peft
 import torch
 import transformers
-from serving import Peer, quickest_dtype, serve
+from serving import Peer, fastest_dtype, serve
 
 # In float32, 16 sequences need more than 20 GiB.
 MICRO_BATCH = int(
-    os.environ.get("PEFT_MICRO_BATCH", "16" if quickest_dtype() == torch.bfloat16 else "4")
+    os.environ.get("PEFT_MICRO_BATCH", "16" if fastest_dtype() == torch.bfloat16 else "4")
 )
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COMPILE = os.environ.get("PEFT_COMPILE") == "1"
@@ -25,7 +25,7 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def load(path: str) -> Peer:
-    base: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=quickest_dtype())
+    base: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=fastest_dtype())
     lora = peft.LoraConfig(r=32, lora_alpha=32, target_modules=LINEARS, lora_dropout=0.0)
     model = peft.get_peft_model(base.to(DEVICE), lora, autocast_adapter_dtype=False)
     optimizer = torch.optim.AdamW(
@@ -33,9 +33,9 @@ def load(path: str) -> Peer:
     )
     forward = torch.compile(model) if COMPILE else model
 
-    def train(work: dict[str, Any]) -> dict[str, Any]:
+    def train(round_spec: dict[str, Any]) -> dict[str, Any]:
         total = 0.0
-        for tokens, sampled, advantages in micro_batches(work):
+        for tokens, sampled, advantages in micro_batches(round_spec):
             new = sampled.shape[1]
             logits = forward(input_ids=tokens, use_cache=False, logits_to_keep=new + 1).logits[
                 :, :-1
@@ -61,12 +61,16 @@ def load(path: str) -> Peer:
 
 
 def micro_batches(
-    work: dict[str, Any],
+    round_spec: dict[str, Any],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     rows = [
         (prompt + tokens, logprobs, advantage)
         for prompt, *group in zip(
-            work["prompts"], work["completions"], work["logprobs"], work["advantages"], strict=True
+            round_spec["prompts"],
+            round_spec["completions"],
+            round_spec["logprobs"],
+            round_spec["advantages"],
+            strict=True,
         )
         for tokens, logprobs, advantage in zip(*group, strict=True)
     ]

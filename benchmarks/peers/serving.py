@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Run = Callable[[dict[str, Any]], dict[str, Any]]
-"""Runs one round (see `works.py`) and returns facts with which the peers' work can be compared.
+RunRound = Callable[[dict[str, Any]], dict[str, Any]]
+"""Runs one round (see `workloads.py`) and returns facts with which the peers' work can be compared.
 
 The time of this call is the measurement. If a peer needs preparation that a long run would need
 only once, it returns its own time as the fact "seconds".
@@ -24,45 +24,45 @@ only once, it returns its own time as the fact "seconds".
 
 @dataclass(frozen=True)
 class Peer:
-    works: Mapping[str, Run]
+    workloads: Mapping[str, RunRound]
     versions: Mapping[str, str]
 
 
-class Wire:
+class ReplyPipe:
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
-    def say(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         print(json.dumps(message), file=self._out, flush=True)
 
 
 def serve(load: Callable[[str], Peer]) -> None:
     """Run `python peer.py MODEL WORKS`. load(MODEL) returns the peer; WORKS is the file of
-    `works.py`.
+    `workloads.py`.
     """
-    model, works = sys.argv[1:]
-    wire = Wire()
+    model, rounds_file = sys.argv[1:]
+    reply_pipe = ReplyPipe()
     peer = load(model)
-    with open(works) as file:
+    with open(rounds_file) as file:
         rounds = json.load(file)
-    wire.say({"versions": dict(peer.versions), "peak_gib": peak_gib()})
+    reply_pipe.send({"versions": dict(peer.versions), "peak_gib": peak_gib()})
     for line in sys.stdin:
         name, number = line.split()
-        start, used = time.perf_counter(), time.process_time()
-        facts = peer.works[name](rounds[name][int(number)])
+        start, cpu_start = time.perf_counter(), time.process_time()
+        facts = peer.workloads[name](rounds[name][int(number)])
         seconds = time.perf_counter() - start
-        wire.say(
+        reply_pipe.send(
             {
                 "seconds": seconds,
-                "cpu_seconds": time.process_time() - used,
+                "cpu_seconds": time.process_time() - cpu_start,
                 "peak_gib": peak_gib(),
                 **facts,
             }
         )
 
 
-def quickest_dtype() -> Any:
+def fastest_dtype() -> Any:
     """Return bf16, or float32 on a CPU where torch's bf16 matmuls are several times slower."""
     import torch
 

@@ -4,26 +4,26 @@ from typing import Any
 
 import torch
 import transformers
-from serving import Peer, quickest_dtype, serve
+from serving import Peer, fastest_dtype, serve
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load(path: str) -> Peer:
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=quickest_dtype())
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=fastest_dtype())
     model.to(DEVICE)
 
     @torch.inference_mode()
-    def sample(work: dict[str, Any]) -> dict[str, Any]:
-        prompts = torch.tensor(work["prompts"], device=DEVICE)
+    def sample(round_spec: dict[str, Any]) -> dict[str, Any]:
+        prompts = torch.tensor(round_spec["prompts"], device=DEVICE)
         out = model.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
             do_sample=True,
             temperature=1.0,
             top_k=0,
-            num_return_sequences=work["samples"],
-            max_new_tokens=work["new_tokens"],
+            num_return_sequences=round_spec["samples"],
+            max_new_tokens=round_spec["new_tokens"],
             eos_token_id=None,
             pad_token_id=0,
             return_dict_in_generate=True,

@@ -6,28 +6,28 @@ from typing import Any
 
 import torch
 import transformers
-from serving import Peer, quickest_dtype, serve
+from serving import Peer, fastest_dtype, serve
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load(path: str) -> Peer:
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=quickest_dtype())
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=fastest_dtype())
     model.to(DEVICE)
 
     @torch.inference_mode()
-    def sample(work: dict[str, Any]) -> dict[str, Any]:
+    def sample(round_spec: dict[str, Any]) -> dict[str, Any]:
         cache = transformers.DynamicCache(config=model.config)
         out = model(
-            torch.tensor(work["prompts"], device=DEVICE),
+            torch.tensor(round_spec["prompts"], device=DEVICE),
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         )
-        cache.batch_repeat_interleave(work["samples"])
-        logits = out.logits[:, -1].repeat_interleave(work["samples"], 0)
+        cache.batch_repeat_interleave(round_spec["samples"])
+        logits = out.logits[:, -1].repeat_interleave(round_spec["samples"], 0)
         sampled = []
-        for step in range(work["new_tokens"]):
+        for step in range(round_spec["new_tokens"]):
             if step:
                 logits = model(sampled[-1][0], past_key_values=cache, use_cache=True).logits[:, -1]
             distribution = torch.log_softmax(logits.float(), -1)

@@ -17,7 +17,7 @@ import peft
 import torch
 import transformers
 import trl  # pyright: ignore[reportMissingImports]
-from serving import Peer, quickest_dtype, serve
+from serving import Peer, fastest_dtype, serve
 
 MICRO_BATCH = int(os.environ.get("TRL_MICRO_BATCH", "16"))
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -37,28 +37,28 @@ class RandomReward:
     __name__ = "random_reward"
 
     def __init__(self, seed: int) -> None:
-        self._draw = random.Random(seed)
+        self._rng = random.Random(seed)
         self.tokens = 0
 
     def __call__(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
         self.tokens += sum(map(len, completion_ids))
-        return [self._draw.random() for _ in completion_ids]
+        return [self._rng.random() for _ in completion_ids]
 
 
 def load(path: str) -> Peer:
-    base = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=quickest_dtype())
+    base = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=fastest_dtype())
     lora = peft.LoraConfig(r=32, lora_alpha=32, target_modules=LINEARS, lora_dropout=0.0)
     model = peft.get_peft_model(base, lora, autocast_adapter_dtype=False)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
 
-    def iterate(work: dict[str, Any]) -> dict[str, Any]:
-        clock, reward = StepClock(), RandomReward(work["seed"])
+    def iterate(round_spec: dict[str, Any]) -> dict[str, Any]:
+        clock, reward = StepClock(), RandomReward(round_spec["seed"])
         with tempfile.TemporaryDirectory() as directory:
             trainer = trl.GRPOTrainer(
                 model=model,
-                args=grpo_config(work, directory),
+                args=grpo_config(round_spec, directory),
                 reward_funcs=reward,
-                train_dataset=datasets.Dataset.from_dict({"prompt": work["texts"]}),
+                train_dataset=datasets.Dataset.from_dict({"prompt": round_spec["texts"]}),
                 processing_class=tokenizer,
                 callbacks=[clock],
             )
@@ -71,17 +71,17 @@ def load(path: str) -> Peer:
     return Peer({"W3": iterate}, versions)
 
 
-def grpo_config(work: dict[str, Any], directory: str) -> trl.GRPOConfig:
+def grpo_config(round_spec: dict[str, Any], directory: str) -> trl.GRPOConfig:
     """One optimizer step on all samples of all prompts, sampled once."""
-    sequences = len(work["texts"]) * work["samples"]
+    sequences = len(round_spec["texts"]) * round_spec["samples"]
     micro_batch = min(MICRO_BATCH, sequences)
     return trl.GRPOConfig(
         output_dir=directory,
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=sequences // micro_batch,
-        num_generations=work["samples"],
-        max_completion_length=work["new_tokens"],
-        generation_kwargs={"min_new_tokens": work["new_tokens"]},
+        num_generations=round_spec["samples"],
+        max_completion_length=round_spec["new_tokens"],
+        generation_kwargs={"min_new_tokens": round_spec["new_tokens"]},
         max_steps=1,
         num_iterations=1,
         temperature=1.0,

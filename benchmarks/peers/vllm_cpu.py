@@ -18,19 +18,19 @@ def load(path: str) -> Peer:
         path, dtype="bfloat16", enable_prefix_caching=True, max_model_len=1024, max_num_seqs=256
     )
 
-    def sample(work: dict[str, Any]) -> dict[str, Any]:
-        schema = work.get("schema")
+    def sample(round_spec: dict[str, Any]) -> dict[str, Any]:
+        schema = round_spec.get("schema")
         params = SamplingParams(
-            n=work["samples"],
+            n=round_spec["samples"],
             temperature=1.0,
-            max_tokens=work["new_tokens"],
+            max_tokens=round_spec["new_tokens"],
             ignore_eos=True,
             logprobs=0,
             seed=None,
             detokenize=False,
             structured_outputs=schema and StructuredOutputsParams(json=schema),
         )
-        prompts = [{"prompt_token_ids": prompt} for prompt in work["prompts"]]
+        prompts = [{"prompt_token_ids": prompt} for prompt in round_spec["prompts"]]
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return {"tokens": sum(len(o.logprobs) for out in outputs for o in out.outputs)}
 

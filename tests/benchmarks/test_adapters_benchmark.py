@@ -10,7 +10,7 @@ from planish.testing import tiny_model
 
 @pytest.mark.slow
 def test_it_is_recorded(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("adapters.read_bandwidth", lambda: 1e9)
+    monkeypatch.setattr("adapters.measure_read_bandwidth", lambda: 1e9)
     model = tiny_model(tmp_path / "model")
     options = Options(
         model=str(model),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from busy import busy_process, round_seconds, summarize, variables
-from contender import PeerProcess
+from peer_process import PeerProcess
 from report import busy_table
 
 PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
@@ -26,20 +26,20 @@ serve(load)
 """
 
 
-@pytest.fixture(name="contender")
-def _contender(tmp_path):
-    script, works = tmp_path / "slow.py", tmp_path / "works.json"
+@pytest.fixture(name="peer_process")
+def _peer_process(tmp_path):
+    script, rounds_file = tmp_path / "slow.py", tmp_path / "rounds.json"
     script.write_text(SLOW_PEER.format(peers=str(PEERS)))
-    works.write_text('{"W1": [0, 0.01, 60]}')
-    contender = PeerProcess("slow", [sys.executable, script], works)
-    yield contender.start(tmp_path, tmp_path / "log")
-    contender.end()
+    rounds_file.write_text('{"W1": [0, 0.01, 60]}')
+    peer_process = PeerProcess("slow", [sys.executable, script], rounds_file)
+    yield peer_process.start(tmp_path, tmp_path / "log")
+    peer_process.end()
 
 
-def test_a_round_that_takes_too_long_is_given_up_and_so_are_those_after_it(contender):
-    assert round_seconds(contender, "W1", 1, "idle", limit=60) == pytest.approx(0.01, abs=5)
-    assert round_seconds(contender, "W1", 2, "idle", limit=0.3) is None
-    assert round_seconds(contender, "W1", 1, "idle", limit=60) is None
+def test_a_round_that_takes_too_long_is_given_up_and_so_are_those_after_it(peer_process):
+    assert round_seconds(peer_process, "W1", 1, "idle", limit=60) == pytest.approx(0.01, abs=5)
+    assert round_seconds(peer_process, "W1", 2, "idle", limit=0.3) is None
+    assert round_seconds(peer_process, "W1", 1, "idle", limit=60) is None
 
 
 def test_the_busy_process_ends_with_what_it_is_beside():

@@ -14,10 +14,10 @@ from compare import (
     measure_interleaved,
     parse_names,
 )
-from contender import PeerError, PeerProcess
 from environments import PEERS as PEER_FILES
 from environments import names
-from works import SMALL_WORKS, WORKS
+from peer_process import PeerError, PeerProcess
+from workloads import SMALL_WORKLOADS, WORKLOADS
 
 FAKE_PEER = """
 import sys
@@ -47,14 +47,14 @@ ROUND = {
 def fake(tmp_path) -> PeerProcess:
     script = tmp_path / "fake.py"
     script.write_text(FAKE_PEER.format(peers=str(PEER_FILES)))
-    works = tmp_path / "works.json"
-    works.write_text('{"W1": [10, 20, "bad"]}')
-    return PeerProcess("fake", [sys.executable, script], works)
+    rounds_file = tmp_path / "rounds.json"
+    rounds_file.write_text('{"W1": [10, 20, "bad"]}')
+    return PeerProcess("fake", [sys.executable, script], rounds_file)
 
 
-def state(contender: PeerProcess) -> str:
+def state(peer_process: PeerProcess) -> str:
     """Return the state of a process in the system's letters; T is stopped."""
-    return Path(f"/proc/{contender._process.pid}/stat").read_text().rpartition(") ")[2][0]
+    return Path(f"/proc/{peer_process._process.pid}/stat").read_text().rpartition(") ")[2][0]
 
 
 def test_a_peer_answers_and_is_stopped_while_it_waits(fake, tmp_path):
@@ -120,11 +120,11 @@ def test_an_unknown_peer_is_rejected():
 def test_every_peer_can_be_started(spec):
     assert (HERE / spec.script).is_file()
     assert spec.environment in ("planish", *names())
-    assert set(spec.works) <= set(WORKS)
+    assert set(spec.workloads) <= set(WORKLOADS)
 
 
 def test_what_is_tried_is_what_is_measured():
-    assert list(SMALL_WORKS) == list(WORKS)
+    assert list(SMALL_WORKLOADS) == list(WORKLOADS)
 
 
 @pytest.mark.parametrize("name", names())

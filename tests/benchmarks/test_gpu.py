@@ -6,7 +6,7 @@ import gpu
 import gpu_profile
 import pytest
 import torch
-from gpu_limits import decode_bytes, seen_pairs, training_flops
+from gpu_limits import decode_bytes, num_attention_pairs, training_flops
 from gpu_parts import Options
 from random_model import SHAPES, random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,7 +22,7 @@ ENDS = (8 + 8) + 2 * (4 + 8) + (8 + 8) + 3 * (12 + 8)
 """Sum of outputs and inputs of the linears."""
 
 
-def work(
+def round_spec(
     prompts: int, samples: int, new_tokens: int, prompt_tokens: int, shared: int
 ) -> dict[str, object]:
     tokens = [[0] * prompt_tokens for _ in range(prompts)]
@@ -37,15 +37,17 @@ def work(
 def test_pairs_are_those_of_a_mask_in_which_what_is_shared_is_there_once():
     # Positions 0 .. 3 once, 4 and 5 of each prompt, 6 .. 8 of each answer (whose last token is no
     # input); each sees itself and all before.
-    assert seen_pairs(work(2, 3, 4, 6, 4)) == (1 + 2 + 3 + 4) + 2 * (5 + 6) + 2 * 3 * (7 + 8 + 9)
+    assert num_attention_pairs(round_spec(2, 3, 4, 6, 4)) == (1 + 2 + 3 + 4) + 2 * (
+        5 + 6
+    ) + 2 * 3 * (7 + 8 + 9)
 
 
 def test_the_flops_of_training():
     """First one token that attends to itself, then the saving by a shared prefix."""
-    alone = work(1, 1, 1, 1, 0)
+    alone = round_spec(1, 1, 1, 1, 0)
     layer = 4 * LINEARS + 6 * 5 * ENDS + 12 * 4 * 2
     assert training_flops(SIZES, alone, rank=5) == 3 * layer + 4 * 8 * 100
-    shared, separate = work(4, 1, 2, 50, 50), work(4, 1, 2, 50, 0)
+    shared, separate = round_spec(4, 1, 2, 50, 50), round_spec(4, 1, 2, 50, 0)
     rows = 50 + 4 * 1, 4 * 50 + 4 * 1
     pairs = 51 * 25 + 4 * 51, 4 * 51 * 25 + 4 * 51
     saved = 3 * (
@@ -57,7 +59,7 @@ def test_the_flops_of_training():
 def test_the_bytes_of_a_decode_step():
     weights = 2 * (3 * LINEARS + 8 * 100)
     position = 2 * 2 * 3 * 2 * 2  # keys and values, two bytes, layers, key heads, head_dim
-    assert decode_bytes(SIZES, work(2, 3, 9, 10, 4), 5) == weights + position * (
+    assert decode_bytes(SIZES, round_spec(2, 3, 9, 10, 4), 5) == weights + position * (
         4 + 2 * (10 - 4 + 3 * 5)
     )
 
@@ -170,8 +172,8 @@ def test_the_profile_names_what_takes_the_time(tmp_path, models, capsys):
 
 
 def test_time_without_a_kernel_is_what_no_span_covers():
-    assert gpu_profile.covered([(0, 2), (1, 3), (1, 2), (5, 6)]) == pytest.approx(4)
-    assert gpu_profile.by_name([("a", 1, 1.0), ("b", 1, 5.0), ("a", 2, 2.0)]) == [
+    assert gpu_profile.union_length([(0, 2), (1, 3), (1, 2), (5, 6)]) == pytest.approx(4)
+    assert gpu_profile.total_by_name([("a", 1, 1.0), ("b", 1, 5.0), ("a", 2, 2.0)]) == [
         ("b", 1, 5.0),
         ("a", 3, 3.0),
     ]

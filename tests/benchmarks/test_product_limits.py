@@ -8,7 +8,7 @@ from planish.model.config import ModelConfig
 from planish.testing import tiny_model
 
 
-def work(
+def round_spec(
     prompts: int, samples: int, new_tokens: int, prompt_tokens: int, shared: int
 ) -> dict[str, object]:
     tokens = [[0] * prompt_tokens for _ in range(prompts)]
@@ -21,7 +21,7 @@ def work(
 
 
 def test_what_is_shared_counts_once():
-    counts = RowCounts.of(work(16, 8, 64, 200, 120))
+    counts = RowCounts.of(round_spec(16, 8, 64, 200, 120))
     assert counts.num_samples == 128
     assert counts.prompt_rows == 120 + 16 * 80
     assert counts.answer_rows == 128 * 63
@@ -49,7 +49,7 @@ def test_all_ways_make_the_same_product():
 
 def test_every_work_has_a_limit(tmp_path):
     limit = Limit(ModelConfig.from_directory(tiny_model(tmp_path / "model")))
-    few, many = work(2, 2, 3, 20, 10), work(2, 2, 30, 20, 10)
+    few, many = round_spec(2, 2, 3, 20, 10), round_spec(2, 2, 30, 20, 10)
     with torch.inference_mode():
         assert 0 < limit.rollouts(few) < limit.rollouts(many)
         assert limit.training(few) > 0

@@ -33,7 +33,7 @@ class PeerProcess:
     name: str
     command: Sequence[str | Path]
     """The command that starts it, without the model and the file of workloads."""
-    works: Path
+    rounds_file: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     load_seconds: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class PeerProcess:
         start_time = time.perf_counter()
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                [*self.command, model, self.works],
+                [*self.command, model, self.rounds_file],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -58,7 +58,7 @@ class PeerProcess:
         self._suspend()
         return self
 
-    def run_round(self, work: str, number: int) -> dict[str, Any]:
+    def run_round(self, workload: str, number: int) -> dict[str, Any]:
         """Run round `number` of a workload. Returns its facts with "seconds", "peak_gib" and
         "others", the share of the cores that other programs used.
         """
@@ -66,9 +66,9 @@ class PeerProcess:
         assert pipe is not None
         self._signal(signal.SIGCONT)
         cpu_before = CpuTime.now()
-        print(work, number, file=pipe, flush=True)
+        print(workload, number, file=pipe, flush=True)
         result = self._read_reply()
-        result["others"] = cpu_before.others(result.pop("cpu_seconds"))
+        result["others"] = cpu_before.share_of_others(result.pop("cpu_seconds"))
         self._suspend()
         return result
 

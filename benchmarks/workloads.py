@@ -59,7 +59,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class Workload:
     warm_up: Shape
     shape: Shape
     has_completions: bool = False
@@ -68,57 +68,57 @@ class Rounds:
     """Whether samples follow LIST_SCHEMA."""
 
 
-WORKS = {
-    "W1": Rounds(Shape(4, 8, 16), Shape(16, 8, 64)),
-    "W1b": Rounds(Shape(1, 1, 32), Shape(1, 1, 128)),
-    "W1c": Rounds(Shape(2, 8, 32), Shape(8, 8, 256)),
-    "W1j": Rounds(Shape(4, 8, 16), Shape(16, 8, 64), is_constrained=True),
-    "W2": Rounds(Shape(4, 8, 64), Shape(16, 8, 64), has_completions=True),
-    "W3": Rounds(Shape(4, 8, 64), Shape(16, 8, 64)),
+WORKLOADS = {
+    "W1": Workload(Shape(4, 8, 16), Shape(16, 8, 64)),
+    "W1b": Workload(Shape(1, 1, 32), Shape(1, 1, 128)),
+    "W1c": Workload(Shape(2, 8, 32), Shape(8, 8, 256)),
+    "W1j": Workload(Shape(4, 8, 16), Shape(16, 8, 64), is_constrained=True),
+    "W2": Workload(Shape(4, 8, 64), Shape(16, 8, 64), has_completions=True),
+    "W3": Workload(Shape(4, 8, 64), Shape(16, 8, 64)),
 }
-SMALL_WORKS = {
-    "W1": Rounds(Shape(1, 2, 2), Shape(2, 4, 8)),
-    "W1b": Rounds(Shape(1, 1, 2), Shape(1, 1, 8)),
-    "W1c": Rounds(Shape(1, 2, 2), Shape(2, 2, 16)),
-    "W1j": Rounds(Shape(1, 2, 2), Shape(2, 4, 8), is_constrained=True),
-    "W2": Rounds(Shape(4, 4, 8), Shape(4, 4, 8), has_completions=True),
-    "W3": Rounds(Shape(2, 4, 8), Shape(4, 4, 8)),
+SMALL_WORKLOADS = {
+    "W1": Workload(Shape(1, 2, 2), Shape(2, 4, 8)),
+    "W1b": Workload(Shape(1, 1, 2), Shape(1, 1, 8)),
+    "W1c": Workload(Shape(1, 2, 2), Shape(2, 2, 16)),
+    "W1j": Workload(Shape(1, 2, 2), Shape(2, 4, 8), is_constrained=True),
+    "W2": Workload(Shape(4, 4, 8), Shape(4, 4, 8), has_completions=True),
+    "W3": Workload(Shape(2, 4, 8), Shape(4, 4, 8)),
 }
 """Small workloads for a quick check; their times mean nothing."""
 
 
-def write_works(model: str, path: Path, works: Mapping[str, Rounds], rounds: int) -> None:
+def write_rounds(model: str, path: Path, workloads: Mapping[str, Workload], rounds: int) -> None:
     """Write the file {workload: [round 0, round 1, ...]} in a subprocess, so that this process
     stays small.
     """
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        path.write_text(json.dumps(pool.submit(make_works, model, works, rounds).result()))
+        path.write_text(json.dumps(pool.submit(make_rounds, model, workloads, rounds).result()))
 
 
-def make_works(
-    model: str, works: Mapping[str, Rounds], rounds: int
+def make_rounds(
+    model: str, workloads: Mapping[str, Workload], rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the warm-up round of each workload, followed by `rounds` rounds."""
     with planish.ServiceClient() as service_client:
         client = service_client.create_sampling_client(base_model=model)
-        rounds_by_work = {}
-        for name, work in works.items():
-            shapes = [work.warm_up, *[work.shape] * rounds]
-            work_rounds = [
+        rounds_by_workload = {}
+        for name, workload in workloads.items():
+            shapes = [workload.warm_up, *[workload.shape] * rounds]
+            round_specs = [
                 make_round(client.get_tokenizer(), f"{name} {number}", shape, number)
                 for number, shape in enumerate(shapes)
             ]
-            if work.is_constrained:
-                work_rounds = [{**work_round, "schema": LIST_SCHEMA} for work_round in work_rounds]
-            rounds_by_work[name] = (
+            if workload.is_constrained:
+                round_specs = [{**round_spec, "schema": LIST_SCHEMA} for round_spec in round_specs]
+            rounds_by_workload[name] = (
                 [
-                    with_completions(work_round, rollouts(client, work_round))
-                    for work_round in work_rounds
+                    with_completions(round_spec, rollouts(client, round_spec))
+                    for round_spec in round_specs
                 ]
-                if work.has_completions
-                else work_rounds
+                if workload.has_completions
+                else round_specs
             )
-        return rounds_by_work
+        return rounds_by_workload
 
 
 def make_round(tokenizer: Any, name: str, shape: Shape, seed: int) -> dict[str, Any]:
