@@ -153,7 +153,8 @@ def measure_served(
                     ).stdout
                 rows[spin][load] = summarize(json.loads(lines.splitlines()[-1]))
                 say(
-                    f"{workload}, GOMP_SPINCOUNT {spin}, {load}: {rows[spin][load]['median_seconds']} s"
+                    f"{workload}, GOMP_SPINCOUNT {spin}, {load}: "
+                    f"{rows[spin][load]['median_seconds']} s"
                 )
     return rows
 

@@ -1,7 +1,7 @@
 """Compare planish with other systems ("peers") on the same workloads (workloads.py) in one run.
 
     python benchmarks/compare.py                                      what `make bench` does
-    python benchmarks/compare.py name=peers peers=all workloads=all       what `make bench-peers` does
+    python benchmarks/compare.py name=peers peers=all workloads=all     what `make bench-peers` does
     python benchmarks/compare.py name=try small=True directory=/tmp   a quick check with small
         workloads, whose times mean nothing
 

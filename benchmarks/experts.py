@@ -6,8 +6,8 @@
 The model has two layers with the widths of Qwen3-30B-A3B, half of its experts, a small vocabulary
 and random weights in bf16. It is made at the first use (1.3 GB below `home`). Both programs compute
 the same work in turns: `samples` continuations of one prompt, and the cross-entropy gradient of
-LoRA on attention and experts. The script prints one JSON object: for both workloads the median seconds
-of both programs, and the ratio of transformers' seconds to planish's.
+LoRA on attention and experts. The script prints one JSON object: for both workloads the median
+seconds of both programs, and the ratio of transformers' seconds to planish's.
 """
 
 import json

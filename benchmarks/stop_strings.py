@@ -141,7 +141,8 @@ def main() -> None:
             )
             largest_share = max(largest_share, added_seconds / seconds_per_step)
             print(
-                f"{case}; text of {name}: {added_seconds * 1e3:.2f} ms, {added_seconds / seconds_per_step:.0%} of a step"
+                f"{case}; text of {name}: {added_seconds * 1e3:.2f} ms, "
+                f"{added_seconds / seconds_per_step:.0%} of a step"
             )
     print(f"the worst: {largest_share:.0%} of a step")
 

@@ -34,7 +34,7 @@ class Ids:
     request: str
     numbers: dict[str, int] = field(default_factory=dict)
 
-    def next_number(self, counter: str) -> int:
+    def next(self, counter: str) -> int:
         """Return the next number of a counter: 1, 2, ..."""
         self.numbers[counter] = self.numbers.get(counter, 0) + 1
         return self.numbers[counter]
@@ -124,7 +124,7 @@ def _model_requests(ids: Ids) -> list[FullRequest]:
     optimizer = {"optimizer_config": {"type": "adamw", "version": 1}}
     user_metadata = {"user_metadata": {"key": "value"}}
     lora = {"rank": 2, "seed": 1, "train_mlp": True, "train_attn": True, "train_unembed": False}
-    model_options = {**session_id, "base_model": ids.base_model, **optimizer, **user_metadata}
+    creation = {**session_id, "base_model": ids.base_model, **optimizer, **user_metadata}
     tensor = {"data": [2, 3], "dtype": "int64", "shape": [2]}
     csr = {
         "data": [1.0, 1.0], "dtype": "float32", "shape": [2, 1],
@@ -136,7 +136,7 @@ def _model_requests(ids: Ids) -> list[FullRequest]:
         "model_input_spans": [],
         "loss_fn_input_spans": [],
     }
-    forward_backward_input = {
+    inputs = {
         "data": [datum],
         "loss_fn": "cross_entropy",
         "loss_fn_config": {"option": 1.0},
@@ -148,34 +148,34 @@ def _model_requests(ids: Ids) -> list[FullRequest]:
     return [
         _post(
             "create_model",
-            {**model_options, "type": "x", "model_seq_id": 10 + ids.next_number("models"), "lora_config": lora},
+            {**creation, "type": "x", "model_seq_id": 10 + ids.next("models"), "lora_config": lora},
         ),
         _post(
             "load_weights",
-            {**model_options, "type": "x", "model_seq_id": 10 + ids.next_number("models"), "path": ids.path,
+            {**creation, "type": "x", "model_seq_id": 10 + ids.next("models"), "path": ids.path,
              "optimizer": True},
         ),
         _post(
             "load_weights of a model",
-            {**_model_and_seq_id(ids), "type": "x", "path": ids.path, "optimizer": True, **optimizer},
+            {**_next_ids(ids), "type": "x", "path": ids.path, "optimizer": True, **optimizer},
             f"{API}/load_weights",
         ),
         _post("get_info", {"model_id": ids.model, "type": "get_info"}),
-        _post("forward_backward", {**_model_and_seq_id(ids), "forward_backward_input": forward_backward_input}),
-        _post("forward", {**_model_and_seq_id(ids), "forward_input": forward_backward_input}),
-        _post("forward_backward as protobuf", _forward_backward_message(ids), f"{API}/forward_backward"),
-        _post("optim_step", {**_model_and_seq_id(ids), "type": "optim_step", "adam_params": adam}),
+        _post("forward_backward", {**_next_ids(ids), "forward_backward_input": inputs}),
+        _post("forward", {**_next_ids(ids), "forward_input": inputs}),
+        _post("forward_backward as protobuf", _gradient_message(ids), f"{API}/forward_backward"),
+        _post("optim_step", {**_next_ids(ids), "type": "optim_step", "adam_params": adam}),
         _post("unload_model", {"model_id": f"{ids.session}:train:9999", "type": "unload_model"}),
     ]  # fmt: skip
 
 
-def _model_and_seq_id(ids: Ids) -> dict[str, Any]:
-    return {"model_id": ids.model, "seq_id": ids.next_number(ids.model)}
+def _next_ids(ids: Ids) -> dict[str, Any]:
+    return {"model_id": ids.model, "seq_id": ids.next(ids.model)}
 
 
-def _forward_backward_message(ids: Ids) -> Any:
+def _gradient_message(ids: Ids) -> Any:
     message = ForwardBackwardRequestMessage(
-        **_model_and_seq_id(ids), loss_fn="cross_entropy", forward_only=False
+        **_next_ids(ids), loss_fn="cross_entropy", forward_only=False
     )
     message.loss_fn_config["option"] = 1.0
     message.loss_fn_config_v2["option"].number = 1.0
@@ -199,11 +199,11 @@ def _forward_backward_message(ids: Ids) -> Any:
 
 def _save_requests(ids: Ids) -> list[FullRequest]:
     def save_body(*, options: bool = True) -> dict[str, Any]:
-        body = {**_model_and_seq_id(ids), "type": "x", "path": f"n{ids.next_number('saves') % 8}"}
+        body = {**_next_ids(ids), "type": "x", "path": f"n{ids.next('saves') % 8}"}
         user_metadata = {"overwrite": True, "user_metadata": {"key": "value"}} if options else {}
         return {**body, "ttl_seconds": 3600, **user_metadata}
 
-    sampler_number = {"sampling_session_seq_id": 10 + ids.next_number("samplers")}
+    sampler_number = {"sampling_session_seq_id": 10 + ids.next("samplers")}
     recipients = {"age_encryption_recipients": []}
     run_id, _, checkpoint = ids.path.removeprefix("tinker://").partition("/")
     return [
@@ -211,7 +211,7 @@ def _save_requests(ids: Ids) -> list[FullRequest]:
         _post("save_weights_for_sampler", {**save_body(), "kind": "snapshot"}),
         _post(
             "save_weights_for_sampler without a name",
-            {**_model_and_seq_id(ids), "type": "x", "kind": "snapshot", **sampler_number},
+            {**_next_ids(ids), "type": "x", "kind": "snapshot", **sampler_number},
             f"{API}/save_weights_for_sampler",
         ),
         _post("save_weights_external", {**save_body(options=False), **recipients}),
@@ -219,7 +219,7 @@ def _save_requests(ids: Ids) -> list[FullRequest]:
         _post(
             "copy_weights",
             {"source_path": ids.path, "session_id": ids.session, "ttl_seconds": 60,
-             "model_seq_id": 10 + ids.next_number("models")},
+             "model_seq_id": 10 + ids.next("models")},
         ),
         _post(
             "copy_weights into a project",
@@ -242,7 +242,7 @@ def _sampling_requests(ids: Ids) -> list[FullRequest]:
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
         targets = {"data": [1, 2], "dtype": "int64", "shape": [2, 1]}
         return {
-            "sampling_session_id": ids.sampler, "seq_id": ids.next_number("samples"), "num_samples": 2,
+            "sampling_session_id": ids.sampler, "seq_id": ids.next("samples"), "num_samples": 2,
             "type": "sample", "prompt": prompt, "sampling_params": params, "prompt_logprobs": True,
             "topk_prompt_logprobs": 2, "topk_sample_logprobs": 2, "prompt_alt_tokens_k": 1,
             "target_prompt_logprobs": targets, "prompt_logprobs_last_n": 3,
@@ -252,12 +252,12 @@ def _sampling_requests(ids: Ids) -> list[FullRequest]:
     return [
         _post(
             "create_sampling_session",
-            {"session_id": ids.session, "sampling_session_seq_id": 10 + ids.next_number("samplers"),
+            {"session_id": ids.session, "sampling_session_seq_id": 10 + ids.next("samplers"),
              "base_model": ids.base_model, "type": "x"},
         ),
         _post(
             "create_sampling_session of a checkpoint",
-            {"session_id": ids.session, "sampling_session_seq_id": 10 + ids.next_number("samplers"),
+            {"session_id": ids.session, "sampling_session_seq_id": 10 + ids.next("samplers"),
              "model_path": ids.path.replace("/weights/", "/sampler_weights/"), "type": "x"},
             f"{API}/create_sampling_session",
         ),
