@@ -349,7 +349,13 @@ class GarbageCollector:
 
 def _end_process_after(seconds: float) -> None:
     """End the process with ENGINE_FAULT_STATUS after `seconds`, even if its shutdown hangs."""
-    end = Timer(seconds, os._exit, (ENGINE_FAULT_STATUS,))
+
+    def end_process() -> None:
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        os._exit(ENGINE_FAULT_STATUS)
+
+    end = Timer(seconds, end_process)
     end.daemon = True
     end.start()
 

@@ -326,6 +326,61 @@ def test_dropped_lines_of_the_log_are_counted(monkeypatch):
     assert found.count(b"\ndropped\n") < 100
 
 
+LOG_UNTIL_THE_END = """
+import atexit, logging, sys, time
+
+atexit.register(lambda: log.error("logged after the threads of planish were stopped"))
+from planish.server import serve
+from planish.server.http.access import set_up_logging
+
+set_up_logging("text", "info")
+log = logging.getLogger("planish.example")
+for number in range(3000):
+    log.info("line %d %s", number, "x" * 200)
+if "fault" in sys.argv:
+    serve._end_process_after(0)
+    time.sleep(60)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("end", ["exit", "fault"])
+def test_no_line_of_the_log_is_lost_at_the_end_of_the_process(end):
+    """Its reader is slow: 4 KiB each 10 ms."""
+    command = [sys.executable, "-c", LOG_UNTIL_THE_END, end]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, bufsize=0) as process:
+        assert process.stderr is not None
+        found = b""
+        while piece := process.stderr.read(4096):
+            found += piece
+            time.sleep(0.01)
+        assert process.wait(60) == (7 if end == "exit" else serve.ENGINE_FAULT_STATUS)
+    lines = [line for line in found.decode().splitlines() if " line " in line]
+    assert len(lines) == 3000
+    assert "line 2999 " in lines[-1]
+    assert ("logged after the threads" in found.decode()) == (end == "exit")
+
+
+def test_the_log_survives_a_lack_of_memory(monkeypatch):
+    reader, writer = os.pipe()
+    handler = access.BackgroundHandler(writer)
+    write, failures = handler._write, [MemoryError(), MemoryError()]
+
+    def fail_twice(line: str) -> None:
+        if failures:
+            raise failures.pop()
+        write(line)
+
+    monkeypatch.setattr(handler, "_write", fail_twice)
+    for message in ("a", "b", "c"):
+        handler.emit(logging.makeLogRecord({"msg": message}))
+    handler.flush()
+    handler.flush()  # also what the thread logs
+    os.close(writer)
+    with open(reader) as lines:
+        assert lines.read().startswith("c\n2 lines of the log were dropped")
+
+
 LOG_IN_A_SIGNAL_HANDLER = """
 import logging, os, signal, time
 from planish.server.http.access import BackgroundHandler

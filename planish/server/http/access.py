@@ -27,7 +27,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from queue import SimpleQueue
-from threading import RLock
+from select import PIPE_BUF
+from threading import Event, RLock, Thread
 from typing import Any, Literal, TextIO
 
 import orjson
@@ -37,7 +38,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from planish.errors import UserError
-from planish.processes.background import BackgroundThread
 
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 300)
 _POLLED_ROUTES = (
@@ -193,11 +193,11 @@ class BackgroundHandler(logging.Handler):
 
     A write to a pipe or a terminal blocks if its reader has stopped. So no caller waits for the
     thread. If MAX_LINES lines wait to be written, further lines are dropped, and their number is
-    logged later.
+    logged later. At exit, `logging` calls `flush`.
     """
 
     MAX_LINES = 10_000
-    _EXIT_SECONDS = 1.0
+    _STALL_SECONDS = 1.0
 
     def __init__(self, descriptor: int = 2) -> None:
         """Start the thread. `descriptor` is the file descriptor, by default that of stderr."""
@@ -205,16 +205,13 @@ class BackgroundHandler(logging.Handler):
         self._descriptor = descriptor
         # A signal handler may log while its own thread logs. So the queue and the lock must be
         # reentrant: with `Queue` and `Lock`, the thread would wait for itself.
-        self._lines: SimpleQueue[str | None] = SimpleQueue()
+        self._lines: SimpleQueue[str | Event] = SimpleQueue()
         self._dropped = 0
         self._counting = RLock()
         """Held while `_dropped` is changed."""
-        BackgroundThread(
-            self._write_lines,
-            "planish-log",
-            stop=lambda: self._lines.put(None),
-            exit_seconds=self._EXIT_SECONDS,
-        )
+        self._written_bytes = 0
+        # The thread runs until the process ends, because other threads may log until then.
+        Thread(target=self._write_lines, name="planish-log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue the line of a record."""
@@ -227,19 +224,45 @@ class BackgroundHandler(logging.Handler):
         except Exception:
             self.handleError(record)
 
+    def flush(self) -> None:
+        """Wait until the queued lines are written, or until none of them could be written for
+        _STALL_SECONDS.
+        """
+        is_flushed, before = Event(), -1
+        self._lines.put(is_flushed)
+        while self._written_bytes > before:
+            before = self._written_bytes
+            if is_flushed.wait(self._STALL_SECONDS):
+                return
+
     def _write_lines(self) -> None:
-        while (line := self._lines.get()) is not None:
-            self._write(line)
+        while True:
+            line = self._lines.get()
+            if isinstance(line, Event):
+                line.set()
+                continue
+            try:
+                self._write(line)
+            except MemoryError:
+                with self._counting:
+                    self._dropped += 1
+                continue
             with self._counting:
                 dropped, self._dropped = self._dropped, 0
             if dropped:
-                _log.warning("%d lines of the log were dropped, because nobody read it", dropped)
+                # A call of the logger would wait for the lock that `logging` holds at exit.
+                message = "%d lines of the log were dropped: nobody read it, or memory ran out"
+                self.emit(
+                    _log.makeRecord(_log.name, logging.WARNING, "", 0, message, (dropped,), None)
+                )
 
     def _write(self, line: str) -> None:
         left = f"{line}\n".encode("utf-8", "backslashreplace")
         with suppress(OSError):  # nobody can read the log any more
             while left:
-                left = left[os.write(self._descriptor, left) :]
+                written = os.write(self._descriptor, left[:PIPE_BUF])
+                self._written_bytes += written
+                left = left[written:]
 
 
 def _limit_connection_errors() -> Callable[[logging.LogRecord], bool]:
