@@ -438,7 +438,9 @@ def first_error() -> Iterator[None]:
         if len(leaves) > 1:
             another = next(error for error in leaves if error is not first)
             first.add_note(
-                f"{len(leaves) - 1} more tasks failed, the first of them with: {another!r}"
+                f"another task failed with: {another!r}"
+                if len(leaves) == 2
+                else f"{len(leaves) - 1} more tasks failed, the first of them with: {another!r}"
             )
         raise first from first.__cause__
 

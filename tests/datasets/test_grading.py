@@ -7,6 +7,7 @@ import re
 import string
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from math_verify import parse, verify
@@ -125,6 +126,19 @@ def test_the_table_has_both_verdicts():
 )
 def test_signs_between_values_are_taken_where_the_known_answer_has_them(grader, answer, expected):
     assert grader.equal(answer, expected)
+
+
+@pytest.mark.parametrize(
+    "sign", ["\\\\", "&", "#", ";", "$", " or ", " and ", r"\text{or}", r"\text{ or }"]
+)
+@pytest.mark.parametrize(("first", "second"), [("72", "73"), ("x", "y")])
+def test_a_sign_between_values_is_rejected_without_the_library(sign, first, second):
+    """The process would accept every answer."""
+    with Grader() as grader:
+        grader._process = SimpleNamespace(request=lambda *_: {"equal": True}, close=lambda: None)
+        assert grader.equal(f"{first}^2", first)
+        assert not grader.equal(f"{first}{sign}{second}", first)
+        assert not grader.equal(f"{second}{sign}{first}", first)
 
 
 @pytest.mark.parametrize("answer", ["1e999", "9" * 5000, "1 1/0", "1e-999"])

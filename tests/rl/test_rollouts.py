@@ -106,10 +106,16 @@ def test_fail_fast_names_the_trajectory_and_cancels_the_rest():
 
 
 @pytest.mark.parametrize("group", [Group, Duel])
-def test_an_error_tells_of_rollouts_that_failed_at_the_same_time(group):
+@pytest.mark.parametrize(
+    ("others", "note"),
+    [
+        ([["odd"], [""]], "another task failed with: Odd('this: that')"),
+        ([["odd"], ["odd"]], "2 more tasks failed, the first of them with: Odd('this: that')"),
+    ],
+)
+def test_an_error_tells_of_rollouts_that_failed_at_the_same_time(group, others, note):
     with pytest.raises(Flaky) as caught:
-        play(group(plan=[["flaky"], ["odd"], [""]]), FailFast())
-    note = "1 more tasks failed, the first of them with: Odd('this: that')"
+        play(group(plan=[["flaky"], *others]), FailFast())
     assert note in caught.value.__notes__
 
 
