@@ -61,12 +61,10 @@ T = TypeVar("T")
 
 API = "/api/v1"
 MIB = 1 << 20
-MAX_SMALL_BODY, MAX_TELEMETRY_BODY, MAX_SAMPLE_BODY, MAX_TRAINING_BODY = (
-    4 * MIB,
-    16 * MIB,
-    64 * MIB,
-    256 * MIB,
-)
+MAX_SMALL_BODY = 4 * MIB
+MAX_TELEMETRY_BODY = 16 * MIB
+MAX_SAMPLE_BODY = 64 * MIB
+MAX_TRAINING_BODY = 256 * MIB
 MAX_TOTAL_BODIES = 1024 * MIB
 """Limit for the bodies of all requests together, in bytes. One tenant may use half of the limit.
 This half is twice MAX_TRAINING_BODY, because a compressed body and its decompressed copy are in
@@ -317,10 +315,8 @@ class RequestContext:
         """Return the result of `work`. If the server begins to stop, cancel `work` and return
         None.
         """
-        working, stopping = (
-            asyncio.ensure_future(work),
-            asyncio.ensure_future(self.state.stopping.wait()),
-        )
+        working = asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(self.state.stopping.wait())
         try:
             await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
             return working.result() if working.done() else None
@@ -355,7 +351,10 @@ async def _next_piece(stream: AsyncIterator[bytes]) -> bytes | None:
         ) from None
 
 
-Handler = Callable[[RequestContext], Awaitable[Response]]
+Json = dict[str, Any]
+Answer = Response | Json | None
+"""What a handler returns: a response, the object of a JSON response, or None for an empty one."""
+Handler = Callable[[RequestContext], Awaitable[Answer]]
 
 
 def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
@@ -363,7 +362,8 @@ def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
 
     async def answer(request: Request) -> Response:
         try:
-            return await handler(authenticate(request, request.headers.get("x-api-key")))
+            context = authenticate(request, request.headers.get("x-api-key"))
+            return to_response(await handler(context))
         except PlanishError as error:
             return error_response(error)
         except ValueError as error:  # for example from numpy, for an invalid value in the body
@@ -432,9 +432,11 @@ def json_response(
     return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
-def empty_response() -> Response:
-    """Return an empty response."""
-    return Response(status_code=204)
+def to_response(answer: Answer) -> Response:
+    """Return what a handler returned as a response."""
+    if isinstance(answer, Response):
+        return answer
+    return Response(status_code=204) if answer is None else json_response(answer)
 
 
 def page_to_json(name: str, page: Page[T], to_json: Callable[[T], Any]) -> dict[str, Any]:

@@ -29,11 +29,10 @@ from planish.errors import PlanishError, UserError
 from planish.server.durable.checkpoints import CheckpointFiles, is_external, shown_path, stored_path
 from planish.server.http.context import (
     API,
+    Json,
     RequestContext,
-    empty_response,
     endpoint,
     error_response,
-    json_response,
     page_to_json,
 )
 from planish.server.results import (
@@ -43,64 +42,55 @@ from planish.server.results import (
     TrainingRun,
 )
 from planish.types import LONGEST_TTL_SECONDS, Checkpoint
+from planish.wire.fields import Fields
 from planish.wire.models import reject_access_token
 from planish.wire.records import checkpoint_to_json, weights_info_to_json
 
 
-async def training_runs(context: RequestContext) -> Response:
+async def training_runs(context: RequestContext) -> Json:
     """List the tenant's training runs."""
     context.check_scope()
     limit, offset = context.limit_and_offset(20)
     page = await context.server.training_runs(context.tenant, limit, offset)
-    return json_response(
-        page_to_json("training_runs", page, lambda run: _run_to_json(context, run))
-    )
+    return page_to_json("training_runs", page, lambda run: _run_to_json(context, run))
 
 
-async def training_run(context: RequestContext) -> Response:
+async def training_run(context: RequestContext) -> Json:
     """Describe one training run."""
     context.check_scope()
-    return json_response(
-        _run_to_json(
-            context,
-            await context.server.training_run(context.tenant, context.path_parameter("run_id")),
-        )
+    return _run_to_json(
+        context,
+        await context.server.training_run(context.tenant, context.path_parameter("run_id")),
     )
 
 
-async def run_checkpoints(context: RequestContext) -> Response:
+async def run_checkpoints(context: RequestContext) -> Json:
     """List the checkpoints of a run. The SDK asks for all checkpoints, and gets as many as fit into
     a page.
     """
     run_id, offset = context.path_parameter("run_id"), context.query_integer("offset", 0, 0, 2**53)
     page = await context.server.list_checkpoints(context.tenant, run_id, None, offset)
-    return json_response(
-        page_to_json("checkpoints", page, lambda item: _checkpoint_to_json(context, item))
-    )
+    return page_to_json("checkpoints", page, lambda item: _checkpoint_to_json(context, item))
 
 
-async def checkpoints(context: RequestContext) -> Response:
+async def checkpoints(context: RequestContext) -> Json:
     """List the tenant's checkpoints."""
     limit, offset = context.limit_and_offset(100)
     page = await context.server.list_checkpoints(context.tenant, None, limit, offset)
-    return json_response(
-        page_to_json("checkpoints", page, lambda item: _checkpoint_to_json(context, item))
-    )
+    return page_to_json("checkpoints", page, lambda item: _checkpoint_to_json(context, item))
 
 
-async def delete_checkpoint(context: RequestContext) -> Response:
+async def delete_checkpoint(context: RequestContext) -> None:
     """Delete a checkpoint."""
     await context.server.checkpoints.delete(context.tenant, checkpoint_path(context))
-    return empty_response()
 
 
-async def publish(context: RequestContext) -> Response:
+async def publish(context: RequestContext) -> None:
     """Make a checkpoint public."""
     await context.server.checkpoints.set_public(context.tenant, checkpoint_path(context), True)
-    return empty_response()
 
 
-async def unpublish(context: RequestContext) -> Response:
+async def unpublish(context: RequestContext) -> None:
     """Make a checkpoint private again. This route also gets the requests that delete a checkpoint
     whose name is "publish".
     """
@@ -110,39 +100,31 @@ async def unpublish(context: RequestContext) -> Response:
     if "/" not in kind:
         path = stored_path(f"tinker://{context.path_parameter('run_id')}/{kind}/publish")
         await context.server.checkpoints.delete(context.tenant, path)
-        return empty_response()
+        return
     await context.server.checkpoints.set_public(context.tenant, checkpoint_path(context), False)
-    return empty_response()
 
 
-async def set_ttl(context: RequestContext) -> Response:
+async def set_ttl(context: RequestContext) -> None:
     """Set when a checkpoint expires."""
     async with context.fields() as fields:
-        ttl = fields.optional(
-            lambda name: fields.integer(name, 1, LONGEST_TTL_SECONDS), "ttl_seconds"
-        )
+        ttl = _ttl_seconds(fields)
     await context.server.checkpoints.set_ttl(context.tenant, checkpoint_path(context), ttl)
-    return empty_response()
 
 
-async def weights_info(context: RequestContext) -> Response:
+async def weights_info(context: RequestContext) -> Json:
     """Answer with the contents of a checkpoint: its base model, LoRA rank and trained layers."""
     async with context.fields() as fields:
         path = stored_path(fields.text("tinker_path"))
-    return json_response(
-        weights_info_to_json(await context.server.checkpoints.info(context.tenant, path))
-    )
+    return weights_info_to_json(await context.server.checkpoints.info(context.tenant, path))
 
 
-async def copy_weights(context: RequestContext) -> Response:
+async def copy_weights(context: RequestContext) -> Json:
     """Copy a checkpoint into the run `model_seq_id` of a session. The SDK names a destination
     project instead of a session. This server has no projects, so it makes a new session.
     """
     async with context.fields() as fields:
         source = stored_path(fields.text("source_path"))
-        ttl = fields.optional(
-            lambda name: fields.integer(name, 1, LONGEST_TTL_SECONDS), "ttl_seconds"
-        )
+        ttl = _ttl_seconds(fields)
         session_id = fields.optional(fields.identifier, "session_id")
         number = fields.optional(lambda name: fields.integer(name, low=0), "model_seq_id", 0)
         reject_access_token(fields, context.request.headers.get("x-tinker-weights-access-token"))
@@ -151,7 +133,11 @@ async def copy_weights(context: RequestContext) -> Response:
     if session_id is None:
         session_id = await _copy_session(context)
     path = await context.server.copy_checkpoint(context.tenant, source, session_id, number, ttl)
-    return json_response({"tinker_path": shown_path(path)})
+    return {"tinker_path": shown_path(path)}
+
+
+def _ttl_seconds(fields: Fields) -> int | None:
+    return fields.optional(lambda name: fields.integer(name, 1, LONGEST_TTL_SECONDS), "ttl_seconds")
 
 
 async def _copy_session(context: RequestContext) -> str:
@@ -167,10 +153,8 @@ async def _copy_session(context: RequestContext) -> str:
 
 def checkpoint_path(context: RequestContext) -> str:
     """Return the stored path of the checkpoint in the URL."""
-    run_id, checkpoint_id = (
-        context.path_parameter("run_id"),
-        context.path_parameter("checkpoint_id"),
-    )
+    run_id = context.path_parameter("run_id")
+    checkpoint_id = context.path_parameter("checkpoint_id")
     if checkpoint_id.count("/") != 1:
         raise UserError(
             f"checkpoint id {checkpoint_id[:100]!r}: give weights/NAME, sampler_weights/NAME or "
@@ -229,17 +213,15 @@ _COMPLETE_FILE = "checkpoint_complete"
 """The name of the empty file at the end of an archive. Older SDKs check that this file exists."""
 
 
-async def external_weights_urls(context: RequestContext) -> Response:
+async def external_weights_urls(context: RequestContext) -> Json:
     """Answer with a URL for each file of a checkpoint."""
     path = checkpoint_path(context)
     files = await context.server.checkpoints.files(context.tenant, path)
     base, expires = _download_base(context, path)
-    return json_response(
-        {
-            "urls": {name: f"{base}/{quote(name)}" for name in files.names},
-            "expires": expires.isoformat(),
-        }
-    )
+    return {
+        "urls": {name: f"{base}/{quote(name)}" for name in files.names},
+        "expires": expires.isoformat(),
+    }
 
 
 async def archive(context: RequestContext) -> Response:
@@ -355,7 +337,7 @@ def _tar_header(name: str, size: int) -> bytes:
     return member.tobuf(tarfile.USTAR_FORMAT)
 
 
-async def tokenizer(context: RequestContext) -> Response:
+async def tokenizer(context: RequestContext) -> Json:
     """Answer with the files of a base model's tokenizer, by name. This is for planish's own client;
     the official SDK loads tokenizers from the Hugging Face hub.
     """
@@ -366,9 +348,7 @@ async def tokenizer(context: RequestContext) -> Response:
             f"base_model={name[:100]!r}: give one of "
             f"{', '.join(context.state.settings.tokenizer_directories)}"
         )
-    return json_response(
-        {"base_model": name, "files": await asyncio.to_thread(tokenizer_files, directory)}
-    )
+    return {"base_model": name, "files": await asyncio.to_thread(tokenizer_files, directory)}
 
 
 def tokenizer_files(directory: Path) -> dict[str, str]:

@@ -32,12 +32,13 @@ from planish.errors import PlanishError, UserError
 from planish.server.durable.checkpoints import shown_path
 from planish.server.http.context import (
     MAX_SAMPLE_BODY,
+    Answer,
+    Json,
     RequestContext,
-    empty_response,
     endpoint,
     json_response,
 )
-from planish.server.http.routes_training import accepted_response
+from planish.server.http.routes_training import accepted_to_json
 from planish.server.results import (
     Accepted,
     Done,
@@ -69,7 +70,7 @@ from planish.wire.training import output_from_message, output_to_json
 _log = logging.getLogger("planish.server")
 
 
-async def create_sampling_session(context: RequestContext) -> Response:
+async def create_sampling_session(context: RequestContext) -> Json:
     """Create a sampler."""
     async with context.fields() as fields:
         operation = create_sampler_from_json(fields)
@@ -78,25 +79,23 @@ async def create_sampling_session(context: RequestContext) -> Response:
     )
     if sampler_id is None:  # the wait for memory was cancelled; a repeated request resumes it
         raise stopping()
-    return json_response({"type": "create_sampling_session", "sampling_session_id": sampler_id})
+    return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
 
-async def sampler(context: RequestContext) -> Response:
+async def sampler(context: RequestContext) -> Json:
     """Describe a sampler."""
-    return json_response(
-        sampler_info_to_json(
-            await context.server.samplers.info(context.tenant, context.path_parameter("sampler_id"))
-        )
+    return sampler_info_to_json(
+        await context.server.samplers.info(context.tenant, context.path_parameter("sampler_id"))
     )
 
 
-async def asample(context: RequestContext) -> Response:
+async def asample(context: RequestContext) -> Json:
     """Accept a sample request."""
     async with context.body(MAX_SAMPLE_BODY) as body:
         request = await context.compute(
             len(body), lambda: sample_request_from_json(Fields.of(body))
         )
-        return accepted_response(
+        return accepted_to_json(
             await context.open_server.samplers.submit(
                 context.tenant, request.seq_id, request.operation
             )
@@ -113,7 +112,7 @@ async def sample_batch(context: RequestContext) -> Response:
     return StreamingResponse(_response_frames(context, requests), media_type=MEDIA_TYPE)
 
 
-async def release(context: RequestContext) -> Response:
+async def release(context: RequestContext) -> None:
     """Close a sampler."""
     async with context.fields() as fields:
         sampler_id = fields.identifier("sampler_id")
@@ -122,7 +121,6 @@ async def release(context: RequestContext) -> Response:
     if sampler is None or sampler.row.tenant != context.tenant.name:
         raise NotFound(f"sampler_id={sampler_id!r}: there is no such sampler")
     await server.samplers.close(sampler, "it was released")
-    return empty_response()
 
 
 def _sample_requests(fields: Fields) -> list[SampleRequest | PlanishError]:
@@ -242,7 +240,7 @@ def _rejected_header(index: int, error: Exception) -> Mapping[str, Any]:
     }
 
 
-async def retrieve_future(context: RequestContext) -> Response:
+async def retrieve_future(context: RequestContext) -> Answer:
     """Answer with the result of a request."""
     async with context.fields() as fields:
         request_id = fields.identifier("request_id")
@@ -252,7 +250,7 @@ async def retrieve_future(context: RequestContext) -> Response:
                 len(done.content), lambda: _result_response(done, context.accepts_protobuf)
             )
         case Failed(message, category, error_class):
-            return json_response({"error": message, "category": category, ERROR_CLASS: error_class})
+            return {"error": message, "category": category, ERROR_CLASS: error_class}
         case TryAgain():
             return json_response(
                 {"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408
@@ -292,12 +290,11 @@ def _with_shown_path(done: Done) -> bytes:
     return orjson.dumps({**fields, "type": "save_weights_external", "path": shown_path(path)})
 
 
-async def cancel_future(context: RequestContext) -> Response:
+async def cancel_future(context: RequestContext) -> None:
     """Cancel a sample request."""
     async with context.fields() as fields:
         request_id = fields.identifier("request_id")
     context.server.samplers.cancel(context.tenant, request_id)
-    return empty_response()
 
 
 ROUTES = [

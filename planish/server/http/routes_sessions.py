@@ -10,17 +10,14 @@ from datetime import datetime
 from itertools import chain
 from typing import Any
 
-from starlette.responses import Response
-
 from planish.errors import UnsupportedError, UserError
 from planish.server.durable.records import PAGE_BYTES, item_bytes
 from planish.server.http.context import (
     MAX_TELEMETRY_BODY,
     MIB,
+    Json,
     RequestContext,
-    empty_response,
     endpoint,
-    json_response,
     page_to_json,
 )
 from planish.server.results import SessionRecord, SessionSpec
@@ -31,39 +28,35 @@ from planish.wire.records import capabilities_to_json, time_from_json
 _FINISH_REASONS = ("success", "errored", "interrupted")
 
 
-async def client_config(context: RequestContext) -> Response:
+async def client_config(context: RequestContext) -> Json:
     """Answer with settings for the SDK. With these settings, the SDK sends one forward_backward
     call as one request if possible, so that the engine computes each shared prefix only once. The
     SDK sends a larger call in several chunks, one after the other.
     """
     async with context.fields() as fields:
         fields.optional(fields.text, "sdk_version")
-    return json_response(
-        {
-            "planish_wire": 1,
-            "parallel_fwdbwd_chunks": False,
-            "fwdbwd_max_chunk_len": 1_000_000,
-            "fwdbwd_max_chunk_bytes_count": 128 * MIB,
-            "fwdbwd_dispatch_bytes_semaphore_size": 256 * MIB,
-            "proto_compress_fwdbwd": not context.is_local,
-            # On a slow machine a sample may wait for hours. The client must not give up.
-            "sample_enable_stuck_detection": False,
-        }
-    )
+    return {
+        "planish_wire": 1,
+        "parallel_fwdbwd_chunks": False,
+        "fwdbwd_max_chunk_len": 1_000_000,
+        "fwdbwd_max_chunk_bytes_count": 128 * MIB,
+        "fwdbwd_dispatch_bytes_semaphore_size": 256 * MIB,
+        "proto_compress_fwdbwd": not context.is_local,
+        # On a slow machine a sample may wait for hours. The client must not give up.
+        "sample_enable_stuck_detection": False,
+    }
 
 
-async def dynamic_config(context: RequestContext) -> Response:
+async def dynamic_config(context: RequestContext) -> Json:
     """Answer with the settings that the SDK requests again every 300 seconds."""
-    return json_response(
-        {
-            "refresh_interval_sec": 300,
-            "sample_cancel_enabled": True,
-            "sample_cancel_max_batch_size": 64,
-        }
-    )
+    return {
+        "refresh_interval_sec": 300,
+        "sample_cancel_enabled": True,
+        "sample_cancel_max_batch_size": 64,
+    }
 
 
-async def create_session(context: RequestContext) -> Response:
+async def create_session(context: RequestContext) -> Json:
     """Create a session."""
     async with context.fields() as fields:
         project, spec = fields.optional(fields.text, "project_id"), _session_spec(fields)
@@ -73,18 +66,18 @@ async def create_session(context: RequestContext) -> Response:
         answer["warning_message"] = (
             f"project_id={project[:100]!r} is ignored: this server has no projects"
         )
-    return json_response(answer)
+    return answer
 
 
-async def heartbeat(context: RequestContext) -> Response:
+async def heartbeat(context: RequestContext) -> Json:
     """Keep a session open."""
     async with context.fields() as fields:
         session_id = fields.identifier("session_id")
     await context.server.sessions.touch(context.tenant, session_id)
-    return json_response({"type": "session_heartbeat"})
+    return {"type": "session_heartbeat"}
 
 
-async def finish(context: RequestContext) -> Response:
+async def finish(context: RequestContext) -> None:
     """End a session."""
     async with context.fields() as fields:
         reason = fields.object("reason").text("type")
@@ -94,38 +87,33 @@ async def finish(context: RequestContext) -> Response:
     await context.server.sessions.finish(
         context.tenant, context.path_parameter("session_id"), reason, detail
     )
-    return empty_response()
 
 
-async def sessions(context: RequestContext) -> Response:
+async def sessions(context: RequestContext) -> Json:
     """List the tenant's sessions."""
     context.check_scope()
     limit, offset = context.limit_and_offset(20)
     page = await context.server.sessions.page(context.tenant, limit, offset)
-    return json_response(page_to_json("sessions", page, str))
+    return page_to_json("sessions", page, str)
 
 
-async def session(context: RequestContext) -> Response:
+async def session(context: RequestContext) -> Json:
     """Describe one session."""
     context.check_scope()
-    return json_response(
-        _session_to_json(
-            await context.server.sessions.record(
-                context.tenant, context.path_parameter("session_id")
-            )
-        )
+    return _session_to_json(
+        await context.server.sessions.record(context.tenant, context.path_parameter("session_id"))
     )
 
 
-async def telemetry(context: RequestContext) -> Response:
+async def telemetry(context: RequestContext) -> Json:
     """Accept and discard the telemetry of clients."""
     async with context.body(MAX_TELEMETRY_BODY):
-        return json_response({"status": "accepted"})
+        return {"status": "accepted"}
 
 
-async def capabilities(context: RequestContext) -> Response:
+async def capabilities(context: RequestContext) -> Json:
     """List the base models."""
-    return json_response(capabilities_to_json(context.server.capabilities()))
+    return capabilities_to_json(context.server.capabilities())
 
 
 def _session_spec(fields: Fields) -> SessionSpec:
@@ -194,7 +182,7 @@ class SessionQuery:
         return by_name or record.session_id == self.session_id
 
 
-async def search(context: RequestContext) -> Response:
+async def search(context: RequestContext) -> Json:
     """Search among sessions, newest first, page by page."""
     async with context.fields() as fields:
         query = _session_query(fields)
@@ -216,12 +204,10 @@ async def search(context: RequestContext) -> Response:
         if last is None
         else {"last_created_at": last.created.isoformat(), "last_session_id": last.session_id}
     )
-    return json_response(
-        {
-            "sessions": [await _session_summary(context, record) for record in found],
-            "next_cursor": cursor,
-        }
-    )
+    return {
+        "sessions": [await _session_summary(context, record) for record in found],
+        "next_cursor": cursor,
+    }
 
 
 async def _scan_sessions(

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.responses import Response
-
 from planish.server.durable.checkpoints import (
     EXTERNAL_PREFIX,
     check_name_is_not_external,
@@ -19,10 +17,11 @@ from planish.server.durable.checkpoints import (
 )
 from planish.server.http.context import (
     MAX_TRAINING_BODY,
+    Answer,
     Handler,
+    Json,
     RequestContext,
     endpoint,
-    json_response,
 )
 from planish.server.results import Accepted, stopping
 from planish.service import CreateModel, Operation, PublishSampler, SaveWeightsForSampler
@@ -46,14 +45,14 @@ from planish.wire.training import (
 )
 
 
-def accepted_response(acceptance: Accepted) -> Response:
+def accepted_to_json(acceptance: Accepted) -> Json:
     """Return the response that acknowledges a request."""
     answer: dict[str, Any] = {"request_id": acceptance.request_id}
     if acceptance.model_id is not None:
         answer["model_id"] = acceptance.model_id
     if acceptance.sample_sequence_ids:
         answer["sample_sequence_ids"] = list(acceptance.sample_sequence_ids)
-    return json_response(answer)
+    return answer
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,7 @@ class _ParsedRequest:
     decode: Callable[[], Operation[Any]]
 
 
-async def submit(
-    context: RequestContext, body: bytes, parse: Callable[[], _ParsedRequest]
-) -> Response:
+async def submit(context: RequestContext, body: bytes, parse: Callable[[], _ParsedRequest]) -> Json:
     """Decode an operation and submit it.
 
     `parse` returns the parsed body, and `_ParsedRequest.decode` makes the operation from it. The
@@ -88,7 +85,7 @@ async def submit(
         await context.open_server.reject(context.tenant, head.model_id, head.seq_id, found, kind)
         raise found
     model = await context.open_server.sessions.open_model(context.tenant, head.model_id)
-    return accepted_response(await model.intake.submit(head.seq_id, found))
+    return accepted_to_json(await model.intake.submit(head.seq_id, found))
 
 
 def submit_handler(kind: str, decode: Callable[[Fields], Operation[Any]]) -> Handler:
@@ -98,14 +95,14 @@ def submit_handler(kind: str, decode: Callable[[Fields], Operation[Any]]) -> Han
         fields = Fields.of(body)
         return _ParsedRequest(head_from_json(fields), kind, lambda: decode(fields))
 
-    async def handler(context: RequestContext) -> Response:
+    async def handler(context: RequestContext) -> Json:
         async with context.body(MAX_TRAINING_BODY) as body:
             return await submit(context, body, lambda: parse(body))
 
     return handler
 
 
-async def forward_backward(context: RequestContext) -> Response:
+async def forward_backward(context: RequestContext) -> Answer:
     """Accept a forward_backward or a forward, as protobuf or JSON."""
     if not context.is_protobuf:
         return await _json_forward_backward(context)
@@ -131,14 +128,14 @@ _forward = submit_handler(
 )
 
 
-async def create_model(context: RequestContext) -> Response:
+async def create_model(context: RequestContext) -> Json:
     """Create a fresh model."""
     async with context.fields() as fields:
         operation = create_model_from_json(fields)
-    return accepted_response(await context.server.create_model(context.tenant, operation))
+    return accepted_to_json(await context.server.create_model(context.tenant, operation))
 
 
-async def load_weights(context: RequestContext) -> Response:
+async def load_weights(context: RequestContext) -> Json:
     """Load a checkpoint into a model, or create a model from one."""
     async with context.fields() as fields:
         if fields.has("model_id"):
@@ -147,7 +144,7 @@ async def load_weights(context: RequestContext) -> Response:
             return await submit(context, b"", lambda: parsed)
         operation = load_weights_from_json(fields)
     assert isinstance(operation, CreateModel)
-    return accepted_response(await context.server.create_model(context.tenant, operation))
+    return accepted_to_json(await context.server.create_model(context.tenant, operation))
 
 
 def _save_for_sampler_from_json(fields: Fields) -> Operation[Any]:
@@ -169,14 +166,14 @@ def save_weights_external_from_json(fields: Fields) -> SaveWeightsForSampler:
         )
 
 
-async def unload_model(context: RequestContext) -> Response:
+async def unload_model(context: RequestContext) -> Json:
     """Unload a model."""
     async with context.fields() as fields:
         model_id = fields.identifier("model_id")
-    return accepted_response(await context.server.unload_model(context.tenant, model_id))
+    return accepted_to_json(await context.server.unload_model(context.tenant, model_id))
 
 
-async def get_info(context: RequestContext) -> Response:
+async def get_info(context: RequestContext) -> Json:
     """Describe a model. The answer to a client on this machine contains the directory of the
     tokenizer, so that the client does not need the Hugging Face hub.
     """
@@ -188,7 +185,7 @@ async def get_info(context: RequestContext) -> Response:
     tokenizer_id = info.model_data.tokenizer_id if context.is_local else None
     # The SDK cuts the id off at a colon.
     usable = tokenizer_id is not None and ":" not in tokenizer_id
-    return json_response(model_info_to_json(info, tokenizer_id if usable else None))
+    return model_info_to_json(info, tokenizer_id if usable else None)
 
 
 ROUTES = [

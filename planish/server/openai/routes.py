@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -24,11 +23,15 @@ from starlette.routing import Route
 from planish.server.http.access import key_from_headers
 from planish.server.http.context import (
     MAX_SAMPLE_BODY,
+    Answer,
+    Handler,
+    Json,
     RequestContext,
     authenticate,
     json_response,
     make_openai_error_body,
     openai_error_response,
+    to_response,
 )
 from planish.server.openai.chat import chat_completions
 from planish.server.openai.completions import completions
@@ -88,10 +91,10 @@ async def _openapi(request: Request) -> Response:
 def _post_route(
     path: str,
     request_type: type[R],
-    endpoint: Callable[[OpenAIModels, Tenant, Request, R], Awaitable[Response]],
+    endpoint: Callable[[OpenAIModels, Tenant, Request, R], Awaitable[Answer]],
     models: OpenAIModels,
 ) -> Route:
-    async def answer(context: RequestContext) -> Response:
+    async def answer(context: RequestContext) -> Answer:
         async with context.body(MAX_SAMPLE_BODY) as body:
             context.request.state.body = body
             options = await context.compute(
@@ -104,20 +107,19 @@ def _post_route(
 
 def _get_route(
     path: str,
-    handler: Callable[[OpenAIModels, RequestContext], Awaitable[Response]],
+    handler: Callable[[OpenAIModels, RequestContext], Awaitable[Answer]],
     models: OpenAIModels,
 ) -> Route:
     return Route(path, _authenticated(lambda context: handler(models, context)), methods=["GET"])
 
 
-def _authenticated(
-    handler: Callable[[RequestContext], Awaitable[Response]],
-) -> Callable[[Request], Awaitable[Response]]:
+def _authenticated(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     """Require a key, and return errors in the form that OpenAI clients read."""
 
     async def answer(request: Request) -> Response:
         try:
-            return await handler(authenticate(request, key_from_headers(request.headers)))
+            context = authenticate(request, key_from_headers(request.headers))
+            return to_response(await handler(context))
         except (ClientDisconnect, ClientGoneError):
             return Response(status_code=499)  # the client has disconnected and does not read this
         except Exception as error:
@@ -126,7 +128,7 @@ def _authenticated(
     return answer
 
 
-async def _list_models(models: OpenAIModels, context: RequestContext) -> Response:
+async def _list_models(models: OpenAIModels, context: RequestContext) -> Json:
     checkpoints = await context.server.list_checkpoints(context.tenant)
     entries = [
         *(
@@ -135,13 +137,13 @@ async def _list_models(models: OpenAIModels, context: RequestContext) -> Respons
         ),
         *(_model_entry(item.tinker_path, int(item.time.timestamp())) for item in checkpoints.items),
     ]
-    return json_response({"object": "list", "data": entries})
+    return {"object": "list", "data": entries}
 
 
-async def _get_model(models: OpenAIModels, context: RequestContext) -> Response:
+async def _get_model(models: OpenAIModels, context: RequestContext) -> Json:
     model = await models.find(context.tenant, context.path_parameter("model"))
-    return json_response(_model_entry(model.name, int(model.created)))
+    return _model_entry(model.name, int(model.created))
 
 
-def _model_entry(name: str, created: int) -> dict[str, Any]:
+def _model_entry(name: str, created: int) -> Json:
     return {"id": name, "object": "model", "created": created, "owned_by": "planish"}

@@ -7,9 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 
-from planish.server.http.context import WrongParameterError, json_response
+from planish.server.http.context import Json, WrongParameterError
 from planish.server.openai.chat import build_prompt, renderer_of
 from planish.server.openai.models import OpenAIModels, ServedModel
 from planish.server.openai.protocol import check_text
@@ -19,15 +18,13 @@ from planish.server.results import Tenant
 
 async def tokenize(
     models: OpenAIModels, tenant: Tenant, request: Request, options: TokenizeRequest
-) -> Response:
+) -> Json:
     """Answer with the tokens of a prompt or of a chat."""
     model = await models.find(tenant, options.model)
-    return json_response(
-        await models.run_tokenizer(tenant, request, lambda: _tokenize(model, options))
-    )
+    return await models.run_tokenizer(tenant, request, lambda: _tokenize(model, options))
 
 
-def _tokenize(model: ServedModel, options: TokenizeRequest) -> dict[str, Any]:
+def _tokenize(model: ServedModel, options: TokenizeRequest) -> Json:
     tokenization = model.tokenization
     if (options.prompt is None) == (options.messages is None):
         raise WrongParameterError("prompt", "give either prompt or messages")
@@ -58,11 +55,11 @@ def _tokenize(model: ServedModel, options: TokenizeRequest) -> dict[str, Any]:
 
 async def detokenize(
     models: OpenAIModels, tenant: Tenant, request: Request, options: DetokenizeRequest
-) -> Response:
+) -> Json:
     """Answer with the text of a list of tokens."""
     model = await models.find(tenant, options.model)
     text = await models.run_tokenizer(tenant, request, lambda: _detokenize(model, options.tokens))
-    return json_response({"prompt": text})
+    return {"prompt": text}
 
 
 def _detokenize(model: ServedModel, tokens: list[int]) -> str:
