@@ -9,20 +9,18 @@ the judge against it. The reward comes from the judge alone.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import chz
 
 from planish import logtree
 from planish.errors import UserError
 from planish.renderers import Message, get_text_content
-from planish.rl.environments.datasets import ProblemDataset, evaluation_dataset
 from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
+from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.rollout.metrics import mean
-from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder
+from planish.rl.types import Metrics, RLDataset
 from planish.rubric.grading import Grade, Grader
 from planish.rubric.rubrics import RubricRow
-from planish.runlog.model_renderer import model_renderer
 
 UNFINISHED_REWARD = -0.1
 
@@ -86,44 +84,17 @@ def grade_metrics(grade: Grade, answer: str) -> Metrics:
 
 
 @dataclass(frozen=True)
-class RubricGroupBuilder(EnvGroupBuilder):
-    """`size` answers to one question. The builder can be pickled if the grader's judge can."""
-
-    model_name: str
-    renderer_name: str | None
-    row: RubricRow
-    grader: Grader
-    size: int
-    unfinished_reward: float = UNFINISHED_REWARD
-
-    async def make_envs(self) -> Sequence[Env]:
-        renderer = model_renderer(self.model_name, self.renderer_name)
-        return [
-            EnvFromMessageEnv(
-                renderer,
-                RubricEnv(self.row, self.grader),
-                failed_parse_reward=self.unfinished_reward,
-                context_overflow_reward=self.unfinished_reward,
-            )
-            for _ in range(self.size)
-        ]
-
-    def logging_tags(self) -> list[str]:
-        return ["rubric"]
-
-
-@dataclass(frozen=True)
 class RubricRows:
     train: Sequence[RubricRow]
     test: Sequence[RubricRow] = ()
 
 
 @chz.chz
-class RubricDatasetBuilder(RLDatasetBuilder):
-    """A dataset of rubric rows: groups for training, single answers for tests."""
+class RubricDatasetBuilder(ProblemDatasetBuilder):
+    """A dataset of rubric rows: groups for training, single answers for tests. With rollouts in
+    worker processes, `rows` and the grader's judge must be picklable.
+    """
 
-    model_name: str
-    renderer_name: str | None = None
     rows: Callable[[], RubricRows] = chz.field(
         doc="function without arguments that always returns the same rows"
     )
@@ -134,23 +105,22 @@ class RubricDatasetBuilder(RLDatasetBuilder):
     unfinished_reward: float = chz.field(
         default=UNFINISHED_REWARD, doc="reward of an answer that is truncated"
     )
-    batch_size: int = chz.field(default=16, doc="questions per step")
-    group_size: int = chz.field(default=8, doc="answers per question")
-    seed: int = chz.field(default=0, doc="seed of the order of the data")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         rows = self.rows()
         if not rows.train:
             raise UserError("rows: there is no row to train on; give at least one")
-        train = ProblemDataset(
-            rows.train,
-            partial(self._group, self.group_size),
-            self.batch_size,
-            shuffle_seed=self.seed,
-        )
-        return train, evaluation_dataset(rows.test, partial(self._group, 1))
+        return self.shuffled(rows.train), self.evaluation(rows.test)
 
-    def _group(self, size: int, row: RubricRow) -> RubricGroupBuilder:
-        return RubricGroupBuilder(
-            self.model_name, self.renderer_name, row, self.grader, size, self.unfinished_reward
+    def make_env(self, problem: RubricRow) -> EnvFromMessageEnv:
+        """Return the environment of one answer."""
+        return EnvFromMessageEnv(
+            self.renderer,
+            RubricEnv(problem, self.grader),
+            failed_parse_reward=self.unfinished_reward,
+            context_overflow_reward=self.unfinished_reward,
         )
+
+    def tag(self) -> str:
+        """Return "rubric"."""
+        return "rubric"

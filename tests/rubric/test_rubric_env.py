@@ -13,7 +13,7 @@ from planish.completers import TokenCompleter, TokensWithLogprobs
 from planish.errors import UserError
 from planish.rl.rollout.rollouts import do_group_rollout
 from planish.rl.rollout.strategy import MinViableGroup, RetryOnFailure
-from planish.rubric.env import RubricDatasetBuilder, RubricGroupBuilder, RubricRows
+from planish.rubric.env import RubricDatasetBuilder, RubricRows
 from planish.rubric.grading import Grader, UnreadableVerdictError
 from planish.rubric.rubrics import Criterion, RubricRow
 from planish.runlog.model_renderer import model_renderer
@@ -45,8 +45,18 @@ def judge(prompt):
     return f"<score>{int('7' in prompt.split('answer:')[1].split('Rubric')[0])}</score>"
 
 
+def builder_of(model, says, rows=None, **options):
+    return RubricDatasetBuilder(
+        model_name=model,
+        rows=lambda: rows or RubricRows([ROW]),
+        grader=Grader(ScriptedJudge(says)),
+        judge_name="scripted",
+        **options,
+    )
+
+
 def play(model, *answers, says=judge, **options):
-    builder = RubricGroupBuilder(model, None, ROW, Grader(ScriptedJudge(says)), size=len(answers))
+    builder = builder_of(model, says).group(ROW, len(answers))
     group = asyncio.run(do_group_rollout(builder, Says(model, *answers), **options))
     assert group is not None
     return group
@@ -92,7 +102,7 @@ def test_a_judge_that_fails_is_a_failed_rollout(model):
     row = RubricRow(QUESTION, (Criterion("Is it?"),))
 
     def group(strategy, *answers):
-        builder = RubricGroupBuilder(model, None, row, Grader(ScriptedJudge(at_a_loss)), size=2)
+        builder = builder_of(model, at_a_loss).group(row, 2)
         return asyncio.run(do_group_rollout(builder, Says(model, *answers), strategy))
 
     again = group(RetryOnFailure(max_retries=1), "7", "?", "7")
@@ -107,23 +117,18 @@ def test_a_judge_that_fails_is_a_failed_rollout(model):
 
 def test_a_dataset_of_groups(model):
     rows = RubricRows([RubricRow(QUESTION, (Criterion(f"{n}?"),)) for n in range(5)], [ROW])
-    builder = RubricDatasetBuilder(
-        model_name=model,
-        rows=lambda: rows,
-        grader=Grader(ScriptedJudge(judge)),
-        judge_name="scripted",
-        batch_size=2,
-        group_size=3,
-    )
+    builder = builder_of(model, judge, rows, batch_size=2, group_size=3)
     train, test = asyncio.run(builder())
     assert test is not None
     assert (len(train), len(test)) == (3, 1)
     groups: Any = [group for index in range(3) for group in train.get_batch(index)]
-    assert sorted(group.row.criteria[0].rubric_str for group in groups) == [
+    envs = [asyncio.run(group.make_envs()) for group in groups]
+    assert sorted(env.message_env.row.criteria[0].rubric_str for env, *_ in envs) == [
         f"{n}?" for n in range(5)
     ]
-    assert {group.size for group in groups} == {3}
+    assert {len(group) for group in envs} == {3}
     single: Any = test.get_batch(0)[0]
-    assert (single.row, single.size, single.logging_tags()) == (ROW, 1, ["rubric"])
+    [env] = asyncio.run(single.make_envs())
+    assert (env.message_env.row, single.logging_tags()) == (ROW, ["rubric"])
     with pytest.raises(UserError, match="no row to train on"):
         asyncio.run(chz.replace(builder, rows=lambda: RubricRows([]))())
