@@ -2,8 +2,8 @@
 decision depends on them.
 
 Counters only grow from the start of the process; gauges are current values. A field that `metric`
-or `metric_metadata` declares is shown at /metrics under the declared name. The labels are tenants'
-names, and kinds and states of requests (results.Done).
+or `counter` declares is shown at /metrics under the declared name. The labels are tenants' names,
+and kinds and states of requests (results.Done).
 """
 
 from __future__ import annotations
@@ -14,62 +14,49 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-def metric_metadata(name: str, text: str, *labels: str) -> Mapping[str, Any]:
-    """Return the metadata of a field that is shown at /metrics. With `labels`, the field maps label
-    values to counts.
-    """
-    return {"name": name, "help": text, "labels": labels}
-
-
 def metric(name: str, text: str, *labels: str, **default: Any) -> Any:
-    """Return a field that is shown at /metrics."""
-    return field(metadata=metric_metadata(name, text, *labels), **default)
+    """Return a field that is shown at /metrics. With `labels`, the field maps label values to
+    counts.
+    """
+    return field(metadata={"name": name, "help": text, "labels": labels}, **default)
+
+
+def counter(name: str, text: str, *labels: str) -> Any:
+    """Return a field of `Counters` that is shown at /metrics and starts at 0, or with `labels` as
+    an empty Counter.
+    """
+    default = {"default_factory": Counter} if labels else {"default": 0}
+    return metric(name, text, *labels, **default)
 
 
 @dataclass
 class Counters:
     """Counts of events since the start. Only code in the event loop may change them."""
 
-    sampled_tokens: Counter[str] = field(
-        default_factory=Counter,
-        metadata=metric_metadata("planish_sampled_tokens", "Number of sampled tokens", "tenant"),
+    sampled_tokens: Counter[str] = counter(
+        "planish_sampled_tokens", "Number of sampled tokens", "tenant"
     )
-    prompt_tokens: Counter[str] = field(
-        default_factory=Counter,
-        metadata=metric_metadata(
-            "planish_prompt_tokens", "Number of prompt tokens in sample requests", "tenant"
-        ),
+    prompt_tokens: Counter[str] = counter(
+        "planish_prompt_tokens", "Number of prompt tokens in sample requests", "tenant"
     )
-    cached_prompt_tokens: Counter[str] = field(
-        default_factory=Counter,
-        metadata=metric_metadata(
-            "planish_cached_prompt_tokens",
-            "Number of prompt tokens found in the prefix cache",
-            "tenant",
-        ),
+    cached_prompt_tokens: Counter[str] = counter(
+        "planish_cached_prompt_tokens",
+        "Number of prompt tokens found in the prefix cache",
+        "tenant",
     )
-    trained_tokens: Counter[str] = field(
-        default_factory=Counter,
-        metadata=metric_metadata(
-            "planish_trained_tokens",
-            "Number of tokens in the data of forward and forward_backward",
-            "tenant",
-        ),
+    trained_tokens: Counter[str] = counter(
+        "planish_trained_tokens",
+        "Number of tokens in the data of forward and forward_backward",
+        "tenant",
     )
-    accepted_requests: Counter[str] = field(
-        default_factory=Counter,
-        metadata=metric_metadata(
-            "planish_requests_accepted", "Number of accepted requests by kind", "kind"
-        ),
+    accepted_requests: Counter[str] = counter(
+        "planish_requests_accepted", "Number of accepted requests by kind", "kind"
     )
-    answered_requests: Counter[tuple[str, str]] = field(
-        default_factory=Counter,
-        metadata=metric_metadata(
-            "planish_requests_answered",
-            "Number of answered requests by kind and state",
-            "kind",
-            "state",
-        ),
+    answered_requests: Counter[tuple[str, str]] = counter(
+        "planish_requests_answered",
+        "Number of answered requests by kind and state",
+        "kind",
+        "state",
     )
     num_sample_requests: int = 0
     """Sample requests given to the engine."""
@@ -77,17 +64,16 @@ class Counters:
     """The number of sequences in the engine at the start of each sample request, summed over all
     sample requests. Divided by `num_sample_requests`, it is the mean batch size.
     """
-    num_snapshots: int = metric("planish_snapshots", "Number of model snapshots written", default=0)
-    replayed_requests: int = metric(
-        "planish_replayed_requests", "Number of requests replayed to load a model", default=0
+    num_snapshots: int = counter("planish_snapshots", "Number of model snapshots written")
+    replayed_requests: int = counter(
+        "planish_replayed_requests", "Number of requests replayed to load a model"
     )
-    adapter_loads: int = metric(
-        "planish_adapter_loads", "Number of times an adapter was loaded into memory", default=0
+    adapter_loads: int = counter(
+        "planish_adapter_loads", "Number of times an adapter was loaded into memory"
     )
-    adapter_unloads: int = metric(
+    adapter_unloads: int = counter(
         "planish_adapter_unloads",
         "Number of times an adapter was unloaded because it was idle or another needed the memory",
-        default=0,
     )
 
 
