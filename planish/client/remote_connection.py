@@ -65,10 +65,8 @@ class ServerConnection:
         )
         # Polls for results keep many connections open, and the search for a free connection takes
         # time proportional to their number, so other requests have a pool of their own.
-        self._request_http, self._poll_http = (
-            HttpClient(self.url, headers),
-            HttpClient(self.url, headers),
-        )
+        self._request_http = HttpClient(self.url, headers)
+        self._poll_http = HttpClient(self.url, headers)
 
     async def __aenter__(self) -> ServerConnection:
         return self

@@ -77,10 +77,8 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     if not arguments.program:
         raise UserError("name a script, or a module after -m: planish run SCRIPT [ARGUMENTS]")
     program, *program_arguments = arguments.program
-    options, models = (
-        client_options(arguments),
-        parse_pairs("--model", "NAME=PATH", arguments.model),
-    )
+    options = client_options(arguments)
+    models = parse_pairs("--model", "NAME=PATH", arguments.model)
     for name, path in models.items():
         directory = resolve_model(name, models)
         if "," in path:

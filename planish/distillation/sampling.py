@@ -87,11 +87,9 @@ class SampledFile:
         process that is killed after writing rows and before the record leaves such rows.
         """
         try:
-            recorded_options, self.num_done, self.num_left_out = (
-                record["origin"],
-                record["done"],
-                record["left_out"],
-            )
+            recorded_options = record["origin"]
+            self.num_done = record["done"]
+            self.num_left_out = record["left_out"]
         except KeyError as error:
             raise DamagedFileError(
                 f"{self._record} lacks {error}; remove it and {self.path}"

@@ -30,20 +30,16 @@ def measure_load(seconds: float = 0.5, proc: Path = Path("/proc")) -> Load | Non
     no /proc/stat.
     """
     ticks_per_second = os.sysconf("SC_CLK_TCK")
-    start_time, ticks_before, own_seconds_before, programs_before = (
-        time.monotonic(),
-        _busy_ticks(proc),
-        _own_cpu_seconds(),
-        _ticks_by_program(proc),
-    )
+    start_time = time.monotonic()
+    ticks_before = _busy_ticks(proc)
+    own_seconds_before = _own_cpu_seconds()
+    programs_before = _ticks_by_program(proc)
     if ticks_before is None:
         return None
     time.sleep(seconds)
-    interval, ticks_after, own_seconds_after = (
-        time.monotonic() - start_time,
-        _busy_ticks(proc),
-        _own_cpu_seconds(),
-    )
+    interval = time.monotonic() - start_time
+    ticks_after = _busy_ticks(proc)
+    own_seconds_after = _own_cpu_seconds()
     if ticks_after is None:
         return None
     loads = [

@@ -511,10 +511,8 @@ class Engine:
                     f"quantize={manifest.quantize!r}, or give base_model={name!r} to use the "
                     "checkpoint on these weights"
                 )
-            checkpoint_shape, model_shape = (
-                _describe_shape(manifest.lora),
-                _describe_shape(layout.lora_config),
-            )
+            checkpoint_shape = _describe_shape(manifest.lora)
+            model_shape = _describe_shape(layout.lora_config)
             if checkpoint_shape != model_shape:
                 raise CheckpointError(
                     f"{path} has an adapter of {checkpoint_shape}, but the model's adapter has "

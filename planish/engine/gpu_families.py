@@ -724,10 +724,8 @@ class _Batch:
 
     def cached_keys_values(self, sample: _Sample) -> tuple[Tensor, Tensor]:
         """Return the cached keys and values that the sample's next row attends to: [Hkv, n, E]."""
-        prompt_pool, sample_pool = (
-            self.prompt_pools.pool_for(capacity_for(sample.prompt.length)),
-            self.sample_pools.pool_for(sample.capacity),
-        )
+        prompt_pool = self.prompt_pools.pool_for(capacity_for(sample.prompt.length))
+        sample_pool = self.sample_pools.pool_for(sample.capacity)
         num_shared = sample.prompt.length // SPAN * SPAN
         keys, values = (
             torch.cat(

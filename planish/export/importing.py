@@ -142,10 +142,8 @@ def _base_quantization(directory: Path, quantize: str | None) -> str | None:
         file_name, recorded = MANIFEST_FILE, read_manifest(directory).quantize
     elif (directory / MARKER_FILE).is_file():
         # Exports of earlier versions of planish do not name the scheme.
-        file_name, recorded = (
-            MARKER_FILE,
-            read_json(directory / MARKER_FILE).get("base_quantization", quantize),
-        )
+        file_name = MARKER_FILE
+        recorded = read_json(directory / MARKER_FILE).get("base_quantization", quantize)
     else:
         return quantize
     if recorded not in (None, *SCHEMES):
@@ -291,10 +289,8 @@ def _master_weights(
                 f"targets are the linears of attention and MLP and lm_head of {base_model}"
             )
         a_entry = next(e for e in layout.entries if e.target == name and not e.is_b)
-        shape, expected_shape = (
-            (*linear.b.shape[:-1], linear.a.shape[-1]),
-            (*b_entry.shape[:-1], a_entry.shape[-1]),
-        )
+        shape = (*linear.b.shape[:-1], linear.a.shape[-1])
+        expected_shape = (*b_entry.shape[:-1], a_entry.shape[-1])
         if shape != expected_shape:
             raise CheckpointError(
                 f"{directory / ADAPTER_FILE}: {name} has the shape {shape}, but that linear of "

@@ -355,10 +355,8 @@ class _ForwardPass:
         if norms is not None:
             q, k = (self.head_norm(x, weight) for x, weight in zip((q, k), norms, strict=True))
         if self.head_dim_order is not None:
-            q, k = (
-                permute_last_dim(q, self.head_dim_order),
-                permute_last_dim(k, self.head_dim_order),
-            )
+            q = permute_last_dim(q, self.head_dim_order)
+            k = permute_last_dim(k, self.head_dim_order)
         q_cos, q_sin = cos, sin
         if self.query_scales is not None:
             q_cos, q_sin = cos * self.query_scales, sin * self.query_scales

@@ -280,10 +280,8 @@ class GappedKVPool(KVPool):
             for owner, slot in zip(self.owners, self._slots_in_use, strict=True)
             if slot not in freed
         ]
-        self.owners, self._slots_in_use = (
-            [owner for owner, _ in remaining],
-            [slot for _, slot in remaining],
-        )
+        self.owners = [owner for owner, _ in remaining]
+        self._slots_in_use = [slot for _, slot in remaining]
         for slot in slots:
             heappush(self._gaps, slot)
         if not remaining or self._is_mostly_unused(len(remaining)):

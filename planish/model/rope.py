@@ -99,10 +99,8 @@ def half_pairing_order(head_dim: int, rotary_dims: int) -> Tensor:
     remaining dimensions form pairs with the angle 0. Permuting queries and keys alike does not
     change the attention scores.
     """
-    rotated, unrotated = (
-        torch.arange(rotary_dims).chunk(2),
-        torch.arange(rotary_dims, head_dim).chunk(2),
-    )
+    rotated = torch.arange(rotary_dims).chunk(2)
+    unrotated = torch.arange(rotary_dims, head_dim).chunk(2)
     return torch.cat([rotated[0], unrotated[0], rotated[1], unrotated[1]])
 
 

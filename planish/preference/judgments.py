@@ -72,10 +72,8 @@ async def judge(
     found = await gather_or_cancel(
         preference_of(model, comparison) for comparison in [*as_given, *swaps]
     )
-    preferences, swapped_preferences = (
-        found[: len(ranked)],
-        found[len(ranked) :] if both_orders else [None] * len(ranked),
-    )
+    preferences = found[: len(ranked)]
+    swapped_preferences = found[len(ranked) :] if both_orders else [None] * len(ranked)
     return [
         Judgment(LABEL_SIGNS[labeled.label], one, other)
         for labeled, one, other in zip(ranked, preferences, swapped_preferences, strict=True)

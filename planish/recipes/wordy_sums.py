@@ -164,10 +164,8 @@ class WordySumChats(ChatDatasetBuilder):
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         """Return (training dataset, test dataset). Without test sums, the latter is None."""
-        config, render = (
-            self.common_config,
-            conversation_converter(self.common_config, self.renderer),
-        )
+        config = self.common_config
+        render = conversation_converter(self.common_config, self.renderer)
         rng = random.Random(f"demonstrations:{self.sums.seed}")
         train, test = self.sums.split()
         train_conversations = [

@@ -153,10 +153,8 @@ class StreamedSample:
             1, len(self.tokens) // _PARSES_PER_DOUBLING
         )
         reading = self._cut_at_stop(self._read())
-        content, reasoning = (
-            self._settled_text(reading.content),
-            self._settled_text(reading.reasoning),
-        )
+        content = self._settled_text(reading.content)
+        reasoning = self._settled_text(reading.reasoning)
         open_call = reading.map_open_arguments(
             lambda arguments: self._without_unsettled_end(arguments, (*self.stops, _CALL_END))
         )

@@ -198,10 +198,8 @@ def _html_page(panels: Sequence[PlottedPanel], runs: Sequence[Run]) -> str:
         if panel.is_logarithmic:
             figure.update_yaxes(type="log", exponentformat="power", **cell)
     figure.update_xaxes(matches="x", showticklabels=True)
-    height, legend = (
-        340 * rows + 100,
-        {"orientation": "h", "yref": "container", "y": 1, "yanchor": "top"},
-    )
+    height = 340 * rows + 100
+    legend = {"orientation": "h", "yref": "container", "y": 1, "yanchor": "top"}
     figure.update_layout(
         height=height, template="plotly_white", margin={"t": 100}, legend=legend, showlegend=True
     )

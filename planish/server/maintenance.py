@@ -255,10 +255,8 @@ class Cleanup:
         `max_samplers`. Then reduce the size of all unnamed samplers to `max_unnamed_sampler_bytes`:
         of the tenant that stores the most, repeatedly close the least recently used sampler.
         """
-        settings, samplers_by_tenant = (
-            self._services.settings,
-            defaultdict[str, list[Sampler]](list),
-        )
+        settings = self._services.settings
+        samplers_by_tenant = defaultdict[str, list[Sampler]](list)
         for sampler in sorted(
             self._services.samplers.open_samplers(), key=lambda sampler: sampler.last_used
         ):

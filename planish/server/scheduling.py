@@ -120,10 +120,8 @@ class FairQueue:
         `num_tokens + tokens_ahead` exceeds `long_tokens`, because it holds its slots until the
         earlier requests have run, too.
         """
-        num_slots, is_long = (
-            min(num_slots, self._capacity),
-            num_tokens + tokens_ahead > self._long_tokens,
-        )
+        num_slots = min(num_slots, self._capacity)
+        is_long = num_tokens + tokens_ahead > self._long_tokens
         request = _WaitingRequest(
             num_slots, num_tokens, is_long, asyncio.get_running_loop().create_future()
         )
@@ -319,11 +317,9 @@ class AdapterCache:
         another adapter is loaded or `unload_idle` runs.
         """
         entry = self._entry(adapter)
-        entry.is_loaded, entry.reserved_bytes, entry.last_used = (
-            True,
-            adapter.memory_bytes,
-            time.monotonic(),
-        )
+        entry.is_loaded = True
+        entry.reserved_bytes = adapter.memory_bytes
+        entry.last_used = time.monotonic()
 
     def discard(self, adapter: CachedAdapter) -> None:
         """Remove the entry of an adapter without unloading it. The caller unloads the adapter."""

@@ -107,10 +107,8 @@ def load_weights_from_json(fields: Fields) -> LoadWeights | CreateModel:
         fields.skip("type")
         reject_access_token(fields)
         _check_optimizer(fields)
-        path, with_optimizer = (
-            fields.text("path"),
-            fields.optional(fields.boolean, "optimizer", False),
-        )
+        path = fields.text("path")
+        with_optimizer = fields.optional(fields.boolean, "optimizer", False)
         if fields.has("model_id"):
             return LoadWeights(head_from_json(fields).model_id, path, with_optimizer)
         return CreateModel(

@@ -118,10 +118,8 @@ def tensor_from_json(fields: Fields) -> TensorData:
         values = _array_from_list(fields.array("data", MAX_VALUES), dtype, path)
         shape = _integers(fields, "shape")
         check_count(fields.path("shape"), len(shape or ()), MAX_DIMENSIONS, "dimensions")
-        crow, col = (
-            _integers(fields, "sparse_crow_indices"),
-            _integers(fields, "sparse_col_indices"),
-        )
+        crow = _integers(fields, "sparse_crow_indices")
+        col = _integers(fields, "sparse_col_indices")
         if crow is None and col is None:
             return _tensor(
                 path, values, dtype, _checked_shape(shape or (), values.size, fields.path("shape"))

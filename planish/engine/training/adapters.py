@@ -113,11 +113,9 @@ class Adapter:
 
     def _adam_step(self, grad: Tensor, params: AdamParams) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return the master weights and moments after one AdamW step, without changing the old."""
-        master, exp_avg, exp_avg_sq = (
-            self.master.clone(),
-            self.exp_avg.clone(),
-            self.exp_avg_sq.clone(),
-        )
+        master = self.master.clone()
+        exp_avg = self.exp_avg.clone()
+        exp_avg_sq = self.exp_avg_sq.clone()
         step = torch.tensor(float(self.step), device=master.device)
         # Call the functional `adamw`, which computes the same as torch.optim.AdamW. The first
         # torch.optim.AdamW of a process takes a second or two to import torch's compiler.

@@ -82,10 +82,8 @@ class TrainerSettings:
         config = backend.config
         num_tokens = self.micro_batch_tokens if num_tokens is None else num_tokens
         itemsize, logit_itemsize = backend.dtype.itemsize, backend.logits_dtype.itemsize
-        query_size, kv_size = (
-            config.num_heads * config.head_dim,
-            config.num_kv_heads * config.head_dim,
-        )
+        query_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
         # Two residual states and the log-sum-exp of the attention are float32. The other tensors
         # have the dtype of the matmuls: the outputs of both norms, q and k after RoPE, v, the
         # attention output, the MLP's gate, up and SwiGLU outputs, and the LoRA hidden states.

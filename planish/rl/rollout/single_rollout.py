@@ -54,10 +54,8 @@ async def do_single_rollout(
     initial = await env.initial_observation()
     if isinstance(initial, InitialObservationOverflow):
         name = f"{type(env).__name__}.initial_observation"
-        reward, metrics = (
-            validate_reward(initial.reward, name),
-            validate_metrics(initial.metrics, name),
-        )
+        reward = validate_reward(initial.reward, name)
+        metrics = validate_metrics(initial.metrics, name)
         last_turn = transition_without_action(
             ModelInput.empty(), reward, StopReason.CONTEXT_OVERFLOW, metrics, initial.logs
         )
