@@ -77,6 +77,5 @@ def run(arguments: argparse.Namespace) -> None:
     if exported.rounding.relative_error > 0.01:
         print(
             f"rounding to the files' dtype lost {exported.rounding.relative_error:.1%} of the "
-            f"update's norm; --dtype float32 or --format peft "
-            "keeps it"
+            "update's norm; --dtype float32 or --format peft keeps it"
         )

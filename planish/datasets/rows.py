@@ -237,8 +237,7 @@ def _hub_error(dataset: str, requested: str, error: Exception) -> UserError:
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return UserError(
         f"the dataset {dataset}: the hub did not give {requested} ({first_line}); check the name, "
-        f"or "
-        "give a local directory with train.jsonl and test.jsonl"
+        "or give a local directory with train.jsonl and test.jsonl"
     )
 
 

@@ -59,8 +59,7 @@ async def require_one_vocabulary(
     if difference is not None:
         raise UserError(
             f"{option}: the vocabulary of {student_model} is not that of {other_model} "
-            f"({difference}); give a model with the tokenizer of "
-            "model_name"
+            f"({difference}); give a model with the tokenizer of model_name"
         )
 
 

@@ -108,8 +108,7 @@ class BaseModel:
         if self._requires_batch_invariance and not is_invariant:
             raise UserError(
                 f"rank={rank}: deterministic=True cannot be kept, because torch's matmuls of this "
-                "rank depend on the batch on this machine; give another rank, or "
-                "deterministic=None"
+                "rank depend on the batch on this machine; give another rank, or deterministic=None"
             )
 
     @property

@@ -204,8 +204,7 @@ def resolve_sampling(
         if sampling is not None or k is not None:
             raise UserError(
                 f"task {task.name} compares the logprobs of choices and samples nothing; leave out "
-                "samples, k, max_tokens, "
-                "temperature and seed"
+                "samples, k, max_tokens, temperature and seed"
             )
         return None, ()
     params = sampling or Sampling()

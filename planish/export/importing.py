@@ -154,10 +154,8 @@ def _base_quantization(directory: Path, quantize: str | None) -> str | None:
     if quantize not in (None, recorded):
         raise UserError(
             f"quantize={quantize!r}: {directory / file_name} says that the adapter was trained on "
-            f"base "
-            f"weights {f'quantized with {recorded}' if recorded else 'without quantization'}; "
-            f"leave "
-            "quantize out"
+            f"base weights {f'quantized with {recorded}' if recorded else 'without quantization'}; "
+            "leave quantize out"
         )
     return recorded
 
@@ -183,8 +181,7 @@ def _read_adapter_config(directory: Path) -> dict[str, Any]:
     if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
         raise UnsupportedError(
             f"{config_path}: init_lora_weights is {init!r}, which changes the base weights; "
-            f"convert it with "
-            "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+            "convert it with save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
     return config
 
@@ -295,8 +292,7 @@ def _master_weights(
             raise CheckpointError(
                 f"{directory / ADAPTER_FILE}: {name} has the shape {shape}, but that linear of "
                 f"{base_model} has the shape {expected_shape}; give the base model that the "
-                f"adapter was "
-                "trained on"
+                "adapter was trained on"
             )
     master_weights = torch.zeros(layout.size)
     views = layout.views(master_weights)

@@ -139,9 +139,8 @@ class LoraUpdate:
             if shapes.get(f"{linear}.weight") != shape:
                 raise CheckpointError(
                     f"the adapter changes {linear} of the shape {shape}, but {model_name} has the "
-                    f"shape "
-                    f"{shapes.get(f'{linear}.weight')}; give the base model that the adapter was "
-                    "trained on"
+                    f"shape {shapes.get(f'{linear}.weight')}; give the base model that the adapter "
+                    "was trained on"
                 )
 
 
@@ -168,8 +167,7 @@ def read_adapter(directory: Path) -> LoraUpdate:
         if config.get(name):
             raise UnsupportedError(
                 f"{config_path}: {name} is {config[name]!r}; planish exports adapters with one "
-                f"rank and "
-                "one alpha"
+                "rank and one alpha"
             )
     matrices_by_linear = read_matrices(directory)
     _check_ranks(matrices_by_linear, config["r"], directory / ADAPTER_FILE)
@@ -213,8 +211,7 @@ def read_matrices(
         if ranks[0] != ranks[1]:
             raise DamagedFileError(
                 f"{adapter_path}: lora_A and lora_B of {linear} have the ranks {ranks[0]} and "
-                f"{ranks[1]}, "
-                "which must be equal; download the adapter again"
+                f"{ranks[1]}, which must be equal; download the adapter again"
             )
     if not tensors_by_linear:
         raise DamagedFileError(f"{adapter_path} has no matrices; download the adapter again")
@@ -254,8 +251,7 @@ def _check_ranks(
         if file_rank % rank if is_expert else file_rank != rank:
             raise DamagedFileError(
                 f"{adapter_path}: {linear} lacks a matrix of rank {rank}, lora_A or lora_B; "
-                f"download the "
-                "adapter again"
+                "download the adapter again"
             )
         # If PEFT adapts only one of the two parameters, its name does not tell which of them.
         outer_name = linear.removesuffix(".base_layer")
@@ -263,8 +259,7 @@ def _check_ranks(
         if is_expert and other_name not in matrices_by_linear:
             raise UnsupportedError(
                 f"{adapter_path} has matrices of {linear} and not of {other_name}; adapt both "
-                f"gate_up_proj and "
-                "down_proj of the experts"
+                "gate_up_proj and down_proj of the experts"
             )
 
 

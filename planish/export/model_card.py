@@ -181,10 +181,9 @@ def _provenance(base: ExportBase, update: LoraUpdate, origin: Origin) -> str:
 def _rounding_note(dtype: str, rounding: RoundingError) -> str:
     return (
         f"The sums were computed in float32 and rounded once to {dtype}. The norm of the rounding "
-        f"errors is {rounding.relative_error:.2%} of the norm of the "
-        "trained update. Rounding removes parts of the update that are small compared with a "
-        "weight. To keep the whole update, export in float32, or use the adapter with the base "
-        "model."
+        f"errors is {rounding.relative_error:.2%} of the norm of the trained update. Rounding "
+        "removes parts of the update that are small compared with a weight. To keep the whole "
+        "update, export in float32, or use the adapter with the base model."
     )
 
 

@@ -113,8 +113,7 @@ def table(obj: Any, *, caption: str | None = None) -> None:
         if isinstance(obj, Mapping) or not isinstance(obj, Sequence) or isinstance(obj, str):
             raise UserError(
                 f"table of a {type(obj).__name__}: give a list of dictionaries, a list of lists or "
-                "a DataFrame; "
-                "for a dictionary use table_from_dict or table_from_dict_of_lists"
+                "a DataFrame; for a dictionary use table_from_dict or table_from_dict_of_lists"
             )
         if all(isinstance(row, Mapping) for row in obj):
             head = list(dict.fromkeys(key for row in obj for key in row))

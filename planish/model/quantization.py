@@ -273,8 +273,7 @@ def check_quantizable(config: ModelConfig, scheme: str | None) -> None:
         if fan_in % NF4_BLOCK_SIZE:
             raise UserError(
                 f"quantize='nf4': {name} has {fan_in} inputs, which is not a multiple of "
-                f"{NF4_BLOCK_SIZE}; "
-                "give quantize='int8'"
+                f"{NF4_BLOCK_SIZE}; give quantize='int8'"
             )
 
 

@@ -59,8 +59,7 @@ def target_flags(messages: Sequence[CheckedMessage], train_on: TrainOnWhat) -> l
     if not target_indices:
         raise ValueError(
             f"train_on_what={train_on.value}: messages holds nothing to train on; add such a "
-            f"message, choose another "
-            "TrainOnWhat, or leave this conversation out"
+            "message, choose another TrainOnWhat, or leave this conversation out"
         )
     return [index in target_indices for index in range(len(messages))]
 

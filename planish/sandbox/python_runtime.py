@@ -79,9 +79,8 @@ def find_runtime(python: str | None, for_other_user: bool) -> PythonRuntime:
         )
     raise SandboxUnavailableError(
         "planish runs as root and its sandbox as an ordinary user, who cannot read "
-        f"{unreadable_paths[0]}; run planish as an "
-        "ordinary user, or install a Python that all users can read (Debian, Ubuntu: apt-get "
-        "install python3)"
+        f"{unreadable_paths[0]}; run planish as an ordinary user, or install a Python that all "
+        "users can read (Debian, Ubuntu: apt-get install python3)"
     )
 
 

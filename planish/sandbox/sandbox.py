@@ -147,15 +147,13 @@ class Sandbox:
             raise SandboxUnavailableError(
                 f"the test program did not run in the sandbox ({execution.ending}, exit code "
                 f"{execution.exit_code}: {last_line(execution.stderr)}); give another interpreter "
-                f"(python) "
-                "or higher limits"
+                "(python) or higher limits"
             ) from error
         if successful_escapes:
             raise SandboxUnavailableError(
                 "the sandbox does not isolate programs on this machine: a test program gained "
                 f"{', '.join(successful_escapes)}. So planish runs no programs here; update the "
-                f"kernel, "
-                "bubblewrap and libseccomp"
+                "kernel, bubblewrap and libseccomp"
             )
 
     async def _run(

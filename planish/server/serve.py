@@ -501,9 +501,8 @@ class MemoryPlan:
             )
         lines = [
             f"  {name}: weights {gib(model.weight_bytes)}, keys and values up to "
-            f"{gib(model.cache_bytes)}, "
-            f"a sampling step {gib(model.sampling_bytes)}, a training step "
-            f"{gib(model.training_bytes)}"
+            f"{gib(model.cache_bytes)}, a sampling step {gib(model.sampling_bytes)}, a training "
+            f"step {gib(model.training_bytes)}"
             for name, model in self.models.items()
         ]
         lines.append(

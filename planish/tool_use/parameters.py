@@ -116,8 +116,7 @@ def read_parameters(function: Callable[..., Any], documented: Mapping[str, str])
         first_line = str(error).splitlines()[0]
         raise UserError(
             f"tool {name}: a parameter's type cannot be written as JSON ({first_line}); use str, "
-            "int, float, bool, list, dict, "
-            "Literal, Enum, Optional, a dataclass or a pydantic model"
+            "int, float, bool, list, dict, Literal, Enum, Optional, a dataclass or a pydantic model"
         ) from error
     return Parameters(_inline_references(schema, name), adapter)
 

@@ -84,8 +84,7 @@ class Toolbox:
         """Return the error message that answers a call that could not be parsed."""
         text = (
             f"Error: the tool call could not be read: {call['error']}. Write a JSON object with a "
-            "name and arguments, and "
-            "close it."
+            "name and arguments, and close it."
         )
         return CallResult(None, {"role": "tool", "content": text}, is_error=True)
 

@@ -248,8 +248,7 @@ def optim_step_from_json(fields: Fields) -> OptimStep:
         if fields.has("optimizer_params"):
             raise UnsupportedError(
                 "optimizer_params: the update rule of Dimuon is not public, and AdamW is the only "
-                "optimizer here; "
-                "give adam_params"
+                "optimizer here; give adam_params"
             )
         with fields.object("adam_params") as adam_fields:
             params = {

@@ -67,8 +67,7 @@ def require_verifiers() -> None:
     if installed_version.split(".")[:2] != ["0", "3"]:
         raise UnsupportedError(
             f"verifiers {installed_version} is installed, but planish needs 0.3, because 0.4 has "
-            f"no "
-            f"Environment class; run: {INSTALL_COMMAND}"
+            f"no Environment class; run: {INSTALL_COMMAND}"
         )
 
 

@@ -89,9 +89,7 @@ def check_sampling(arguments: Mapping[str, Any]) -> None:
     if options:
         raise UnsupportedError(
             f"the environment sets sampling arguments, {json.dumps(options, default=str)}; give "
-            f"them "
-            "to the run, and "
-            "leave them out of the environment"
+            "them to the run, and leave them out of the environment"
         )
 
 

@@ -305,9 +305,8 @@ class Store:
                 f"data_dir={self.directory}: {DATABASE} is "
                 f"{'empty' if database.is_file() else 'missing'}, but other files of a server are "
                 f"there{f', such as {others[0].relative_to(self.directory)}' if others else ''}; "
-                "restore the whole directory from a backup, "
-                "or start with another one (`planish checkpoints --data-dir` still finds the "
-                "checkpoints in this one)"
+                "restore the whole directory from a backup, or start with another one (`planish "
+                "checkpoints --data-dir` still finds the checkpoints in this one)"
             )
 
     def _make_private(self) -> None:

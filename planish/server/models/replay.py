@@ -241,10 +241,9 @@ async def is_reproduced(store: Store, row: RequestRow, response: OptimStepRespon
             _log.warning(
                 "the replay of %s computed gradient norm %s, but the first run computed %s: the "
                 "model resumes from weights that may differ by a similar amount. A different "
-                "planish version, "
-                "--dtype, number of threads or kind of machine causes this; stopping the server "
-                "with SIGTERM before such a change prevents it. If nothing changed, this machine "
-                "does not compute reproducibly",
+                "planish version, --dtype, number of threads or kind of machine causes this; "
+                "stopping the server with SIGTERM before such a change prevents it. If nothing "
+                "changed, this machine does not compute reproducibly",
                 row.id,
                 norm,
                 first_norm,

@@ -181,8 +181,7 @@ class OpenAIModels:
         except (NotFound, ValueError):
             raise ModelNotFoundError(
                 f"the model {name[:200]!r} does not exist, or belongs to another tenant; name one "
-                "of GET /v1/models: a base model, or a "
-                "checkpoint by its tinker:// path"
+                "of GET /v1/models: a base model, or a checkpoint by its tinker:// path"
             ) from None
         if info.base_model not in self._directories:
             raise ModelNotFoundError(
