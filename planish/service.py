@@ -429,64 +429,6 @@ class AdapterBytes:
     """One version of the adapter's weights, for sampling."""
 
 
-class HostedService(Service, Protocol):
-    """An engine on this machine, with the additional methods that a server needs."""
-
-    def check_sample(self, base_model: str, operation: Sample) -> None:
-        """Raise ValueError if no sampler of the base model could run `operation`. Nothing is
-        queued.
-        """
-        ...
-
-    def weights_fingerprint(self, base_model: str) -> str:
-        """Return a hash of the base model's weight files and its quantization scheme, without
-        loading the base model.
-        """
-        ...
-
-    def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
-        """Return the memory of an adapter of this shape, without loading the base model."""
-        ...
-
-    def copy_checkpoint(
-        self,
-        source: str,
-        destination: str,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        keep_metadata: bool = True,
-    ) -> None:
-        """Copy the checkpoint `source` to the path `destination`, with its metadata if
-        `keep_metadata`. The copy stays when `source` is deleted.
-        """
-        ...
-
-    def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:
-        """Let a checkpoint expire `ttl_seconds` from now; None keeps it for ever."""
-        ...
-
-    def keep_expired_checkpoints(self) -> None:
-        """From now on, keep expired checkpoints. Reads do not remove them, and a save replaces one
-        only with `overwrite`. `set_checkpoint_ttl` may extend an expired one. The server removes
-        expired checkpoints itself.
-        """
-        ...
-
-    def checkpoint_paths(self) -> list[str]:
-        """Return the tinker:// paths of all checkpoints on disk, damaged and expired ones too,
-        without reading them.
-        """
-        ...
-
-    def clear_leftovers(self) -> None:
-        """Remove incomplete files of processes that were killed."""
-        ...
-
-    def checkpoint_files(self, path: str) -> Mapping[str, Path]:
-        """Return the files of a checkpoint: name to path."""
-        ...
-
-
 LOSS_OPTIONS: dict[str, dict[str, float]] = {
     "cross_entropy": {},
     "importance_sampling": {},

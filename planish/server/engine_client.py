@@ -13,6 +13,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from planish.engine.engine import Engine
 from planish.errors import CheckpointError, EngineClosedError
 from planish.server.results import stopping
 from planish.service import (
@@ -20,7 +21,6 @@ from planish.service import (
     CheckpointInfo,
     CreateModel,
     CreateSampler,
-    HostedService,
     LoadWeights,
     Operation,
     Sample,
@@ -49,12 +49,12 @@ _NUM_LOAD_THREADS = 8
 class EngineClient:
     """Calls the engine from the event loop. Slow calls run in threads."""
 
-    def __init__(self, service: HostedService, data_dir: Path) -> None:
-        """`service` is the engine. Errors of this class name files relative to `data_dir`, because
-        most errors reach clients, and clients must not learn where the server stores its data.
+    def __init__(self, engine: Engine, data_dir: Path) -> None:
+        """Errors of this class name files relative to `data_dir`, because most errors reach
+        clients, and clients must not learn where the server stores its data.
         """
-        service.keep_expired_checkpoints()
-        self._service = service
+        engine.keep_expired_checkpoints()
+        self._engine = engine
         self._data_dir_pattern = re.compile(rf"{re.escape(str(data_dir))}(/|(?![\w.-]))")
         # There are two pools, so that a call that loads a model or reads a disk cannot delay the
         # submission of other operations.
@@ -89,7 +89,7 @@ class EngineClient:
         is_slow = isinstance(operation, CreateModel | CreateSampler | LoadWeights)
         future = await self._run_in_pool(
             self._load_threads if is_slow else self._submit_threads,
-            lambda: self._service.submit(operation),
+            lambda: self._engine.submit(operation),
         )
         future.add_done_callback(self._note_outcome)
         return asyncio.wrap_future(future)
@@ -102,39 +102,39 @@ class EngineClient:
         """Raise ValueError if the sample request is invalid for every sampler of the base model.
         The check runs in the calling thread.
         """
-        self._service.check_sample(base_model, operation)
+        self._engine.check_sample(base_model, operation)
 
     async def check_sample(self, base_model: str, operation: Sample) -> None:
         """Raise ValueError if the sample request is invalid for every sampler of the base model.
         The check runs in another thread, and loads the base model if necessary.
         """
-        await self._run_in_thread(lambda: self._service.check_sample(base_model, operation))
+        await self._run_in_thread(lambda: self._engine.check_sample(base_model, operation))
 
     async def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
         """Return the memory that an adapter takes for training and for sampling."""
-        return await self._run_in_thread(lambda: self._service.adapter_bytes(base_model, lora))
+        return await self._run_in_thread(lambda: self._engine.adapter_bytes(base_model, lora))
 
     async def weights_fingerprint(self, base_model: str) -> str:
         """Return a hash of a base model's weight files."""
-        return await self._run_in_thread(lambda: self._service.weights_fingerprint(base_model))
+        return await self._run_in_thread(lambda: self._engine.weights_fingerprint(base_model))
 
     async def tokenizer_directory(self, base_model: str) -> Path:
         """Return the directory of a base model's tokenizer."""
-        return await self._run_in_thread(lambda: self._service.tokenizer_directory(base_model))
+        return await self._run_in_thread(lambda: self._engine.tokenizer_directory(base_model))
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
         """Return the engine's base models."""
-        return self._service.capabilities()
+        return self._engine.capabilities()
 
     async def checkpoint_info(self, path: str) -> CheckpointInfo:
         """Return a checkpoint's base model, LoRA configuration and description."""
-        return await self._run_in_thread(lambda: self._service.checkpoint_info(path))
+        return await self._run_in_thread(lambda: self._engine.checkpoint_info(path))
 
     async def checkpoint_paths(self) -> list[str]:
         """Return the paths of all checkpoints on disk, including damaged ones and the private
         copies that the server makes for itself.
         """
-        return await self._run_in_thread(self._service.checkpoint_paths)
+        return await self._run_in_thread(self._engine.checkpoint_paths)
 
     async def checkpoint_exists(self, path: str) -> bool:
         """Return whether there is such a checkpoint."""
@@ -149,7 +149,7 @@ class EngineClient:
     ) -> None:
         """Copy a checkpoint, and replace any checkpoint at `destination`."""
         await self._run_in_thread(
-            lambda: self._service.copy_checkpoint(source, destination, ttl_seconds, overwrite=True)
+            lambda: self._engine.copy_checkpoint(source, destination, ttl_seconds, overwrite=True)
         )
 
     async def copy_without_metadata(self, source: str, destination: str) -> None:
@@ -157,29 +157,29 @@ class EngineClient:
         metadata may be large and cannot be shared by hard links.
         """
         await self._run_in_thread(
-            lambda: self._service.copy_checkpoint(
+            lambda: self._engine.copy_checkpoint(
                 source, destination, overwrite=True, keep_metadata=False
             )
         )
 
     async def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:
         """Set the time to live of a checkpoint."""
-        await self._run_in_thread(lambda: self._service.set_checkpoint_ttl(path, ttl_seconds))
+        await self._run_in_thread(lambda: self._engine.set_checkpoint_ttl(path, ttl_seconds))
 
     async def checkpoint_files(self, path: str) -> Mapping[str, Path]:
         """Return the files of a checkpoint by name."""
-        return await self._run_in_thread(lambda: self._service.checkpoint_files(path))
+        return await self._run_in_thread(lambda: self._engine.checkpoint_files(path))
 
     async def clear_leftovers(self) -> None:
         """Delete files of interrupted writes."""
-        await self._run_in_thread(self._service.clear_leftovers)
+        await self._run_in_thread(self._engine.clear_leftovers)
 
     async def delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint, if it exists."""
 
         def delete() -> None:
             try:
-                self._service.delete_checkpoint(path)
+                self._engine.delete_checkpoint(path)
             except CheckpointError:
                 return
 
@@ -188,7 +188,7 @@ class EngineClient:
     async def close(self) -> None:
         """Close the engine. Unfinished operations end with EngineClosedError."""
         self._is_closed = True
-        await self._run_in_thread(lambda: self._service.close(finish=False))
+        await self._run_in_thread(lambda: self._engine.close(finish=False))
         self._submit_threads.shutdown(wait=False)
         self._load_threads.shutdown(wait=False)
 

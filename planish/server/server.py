@@ -31,6 +31,7 @@ from itertools import chain
 from pathlib import Path
 from weakref import WeakValueDictionary
 
+from planish.engine.engine import Engine
 from planish.errors import EngineClosedError, UserError
 from planish.server.durable import base_weights
 from planish.server.durable.checkpoints import check_is_not_private
@@ -69,7 +70,7 @@ from planish.server.results import (
 )
 from planish.server.services import Services
 from planish.server.settings import ServerSettings
-from planish.service import CreateModel, HostedService, UnloadModel
+from planish.service import CreateModel, UnloadModel
 from planish.types import (
     Checkpoint,
     CheckpointPath,
@@ -90,19 +91,19 @@ class Server(Services):
 
     def __init__(
         self,
-        service: HostedService,
+        engine: Engine,
         data_dir: Path,
         base_models: Sequence[str],
         settings: ServerSettings | None = None,
     ) -> None:
-        """`service` is the engine, which `stop` closes. Clients can use only `base_models`. Another
+        """`stop` closes the engine. Clients can use only `base_models`. Another
         base model is rejected before the engine sees its name. `data_dir` is the directory of the
         database and the checkpoints.
 
         Raise UserError if another process uses `data_dir`, and DamagedFileError or StorageError if
         `Store` cannot open it.
         """
-        super().__init__(service, data_dir, base_models, settings or ServerSettings())
+        super().__init__(engine, data_dir, base_models, settings or ServerSettings())
         self.cleanup = Cleanup(self)
         self._recovery = Recovery(self)
         self._run_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

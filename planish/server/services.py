@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from planish.engine.engine import Engine
 from planish.errors import UnknownModelError
 from planish.server.durable.checkpoints import CheckpointCatalog
 from planish.server.durable.crash_guard import CrashGuard
@@ -21,7 +22,6 @@ from planish.server.samplers import Samplers
 from planish.server.scheduling import AdapterCache, FairQueue
 from planish.server.sessions import SESSION_ENDED, Sessions
 from planish.server.settings import ServerSettings
-from planish.service import HostedService
 
 _LONG_REQUEST_TOKENS = 4096
 """A training request with more tokens than this counts as long. If there are several training
@@ -34,7 +34,7 @@ class Services:
 
     def __init__(
         self,
-        service: HostedService,
+        engine: Engine,
         data_dir: Path,
         base_models: Sequence[str],
         settings: ServerSettings,
@@ -42,7 +42,7 @@ class Services:
         """Create the parts. `Server` describes the arguments and the errors."""
         self.settings = settings
         self.base_models = tuple(base_models)
-        self.engine = EngineClient(service, data_dir)
+        self.engine = EngineClient(engine, data_dir)
         self.store = Store(data_dir)
         self.counters = Counters()
         self.limits = TenantLimits(settings)

@@ -1192,7 +1192,7 @@ async def test_loading_a_model_does_not_block_other_requests(model_dir, data_dir
         served = await models.find(TENANT, server_client.BASE)
         operation = Sample("", ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1))
         is_loaded = threading.Event()
-        monkeypatch.setattr(server.engine._service, "check_sample", lambda *_: is_loaded.wait(20))
+        monkeypatch.setattr(server.engine._engine, "check_sample", lambda *_: is_loaded.wait(20))
         asked = [
             asyncio.create_task(models.sampler_id_for(TENANT, served, [operation]))
             for _ in range(50)
