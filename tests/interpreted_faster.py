@@ -2,6 +2,9 @@
 kernel calls a function: a quarter of its time.
 
 Once for each module and launch is enough: they stay until the launch is over.
+
+The interpreter also reads the source of a kernel at its first launch. If the file had changed since
+its import, the lines of another function would be run. So the source is read at the import.
 """
 
 from collections.abc import Callable
@@ -23,4 +26,11 @@ def install() -> None:
         done.clear()
         launch(self, *args, **kwargs)
 
+    create = interpreter.InterpretedFunction.__init__
+
+    def create_with_source(self: Any, fn: Callable[..., Any], **options: Any) -> None:
+        create(self, fn, **options)
+        self.rewrite()
+
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = put_once, launch_anew
+    interpreter.InterpretedFunction.__init__ = create_with_source

@@ -25,11 +25,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch, small_model):
+def here(tmp_path, monkeypatch, small_model, planish_home):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PLANISH_MODELS", f"tiny={small_model}")
     monkeypatch.setenv("PYTHONPATH", str(Path(planish.__file__).parents[1]))  # of the subprocess
-    monkeypatch.setenv("PLANISH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PLANISH_HOME", str(planish_home(tmp_path / "home")))
     monkeypatch.setenv("PLANISH_DATA", str(tmp_path / "data"))
     monkeypatch.delenv("PLANISH_BASE_URL", raising=False)
     return tmp_path
