@@ -78,8 +78,7 @@ class Options(dpo.PairLossOptions, RecipeOptions):
         doc="maximum tokens in a prompt with its answer; longer ones are truncated and counted",
     )
     learning_rate: float = chz.field(default=1e-5, doc="learning rate before the schedule")
-
-    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
+    eval_every: int = 10
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:

@@ -41,8 +41,26 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @chz.chz
+class PreferenceModelOptions:
+    """The kind of the preference model, and the sizes of its training."""
+
+    kind: Kind = chz.field(
+        default="chat",
+        doc="chat = a judge that reads both answers, bradley_terry = one score per answer",
+    )
+    calibration_size: int = chz.field(
+        default=64, doc="number of pairs held out of training for calibration; 0 = no calibration"
+    )
+    batch_size: int = chz.field(default=16, doc="comparisons per step")
+    max_length: int = chz.field(
+        default=1024,
+        doc="maximum tokens in a conversation; longer comparisons are skipped and counted",
+    )
+
+
+@chz.chz
 class ComparisonOptions:
-    """Where the comparisons come from, and how many are held out."""
+    """Where the comparisons come from, and how many are for the test."""
 
     dataset: str | None = chz.field(
         default=None, doc="hub name, local directory or JSONL file of comparisons; none = pairs"
@@ -63,19 +81,12 @@ class ComparisonOptions:
         default=64,
         doc="number of test pairs; none = the whole test split of dataset, 0 = no evaluation",
     )
-    calibration_size: int = chz.field(
-        default=64, doc="number of pairs held out of training for calibration; 0 = no calibration"
-    )
 
 
 @chz.chz
-class Options(ComparisonOptions, RecipeOptions):
+class Options(ComparisonOptions, PreferenceModelOptions, RecipeOptions):
     """Options of the recipe."""
 
-    kind: Kind = chz.field(
-        default="chat",
-        doc="chat = a judge that reads both answers, bradley_terry = one score per answer",
-    )
     log_path: str = "/tmp/planish-examples/preference_model"
     seed: int = chz.field(
         default=0, doc="seed of the initial weights, the order of the data and the held-out rows"
@@ -85,13 +96,7 @@ class Options(ComparisonOptions, RecipeOptions):
         default=None,
         doc=f"bradley_terry: question that is asked about an answer; none = {QUESTION}",
     )
-    batch_size: int = chz.field(default=16, doc="comparisons per step")
-    max_length: int = chz.field(
-        default=1024,
-        doc="maximum tokens in a conversation; longer comparisons are skipped and counted",
-    )
     learning_rate: float = chz.field(default=3e-4, doc="learning rate before the schedule")
-    eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:

@@ -69,7 +69,6 @@ class RLOptions(RolloutOptions, LossOptions, RecipeOptions):
     rollout_error_tolerance: bool = chz.field(
         default=False, doc="retry rollouts that fail instead of ending the run"
     )
-    eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
     eval_temperature: float | None = 0.0
 
 

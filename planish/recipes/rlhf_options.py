@@ -75,26 +75,15 @@ class SFTStage(ScheduleOptions):
 
 
 @chz.chz
-class PreferenceStage(ScheduleOptions):
+class PreferenceStage(preference_model.PreferenceModelOptions, ScheduleOptions):
     """Options of the training of the preference model."""
 
-    kind: Kind = chz.field(
-        default="bradley_terry",
-        doc="chat = a judge that reads both answers, bradley_terry = one score per answer",
-    )
+    kind: Kind = "bradley_terry"
     dataset: str | None = chz.field(
         default=None, doc="comparisons: hub name, directory or JSONL file; none = generated sums"
     )
     test_size: int | None = chz.field(
         default=64, doc="number of test pairs in dataset; none = the whole test split"
-    )
-    calibration_size: int = chz.field(
-        default=64, doc="number of pairs held out of training for calibration; 0 = no calibration"
-    )
-    batch_size: int = chz.field(default=16, doc="comparisons per step")
-    max_length: int = chz.field(
-        default=1024,
-        doc="maximum tokens in a conversation; longer comparisons are skipped and counted",
     )
     learning_rate: float = chz.field(default=1e-3, doc="learning rate before the schedule")
     eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")

@@ -55,7 +55,6 @@ class SLOptions(RecipeOptions):
     submit_ahead: int = chz.field(
         default=1, doc="maximum number of unfinished steps while the next step is prepared"
     )
-    eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
 
 
 def run(

@@ -151,9 +151,10 @@ class RunOptions(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOpt
 
 @chz.chz
 class RecipeOptions(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions):
-    """The options of all recipes with checkpoints, a schedule and logs."""
+    """The options of all recipes with checkpoints, evaluations, a schedule and logs."""
 
     model_name: str = DEFAULT_MODEL
+    eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
 
 
 RESUMABLE_OPTIONS = (
