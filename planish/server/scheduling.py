@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from planish.server.durable.retries import retry_briefly
 from planish.server.metrics import Counters
@@ -31,7 +32,9 @@ _log = logging.getLogger(__name__)
 
 
 _ACTIVE_SECONDS = 600.0
-"""A tenant counts as active for this long after its last request."""
+"""A tenant counts as active in a `FairQueue` for this long after its last request."""
+_LastRequest: TypeAlias = tuple[str, float]
+"""A tenant, and when it sent its last request."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +59,27 @@ class SlotLease:
         release, self._release = self._release, None
         if release is not None:
             release()
+
+
+class ActiveTenants:
+    """Knows whether several tenants have sent requests within the last seconds."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """A tenant is active for `seconds` after its last request."""
+        self._seconds, self._clock = seconds, clock
+        self._latest: tuple[_LastRequest, _LastRequest] = (("", -math.inf), ("", -math.inf))
+        """The last request, and the last one of any other tenant."""
+
+    def touch(self, tenant: str) -> None:
+        """Record that the tenant has sent a request."""
+        latest, other = self._latest
+        self._latest = (tenant, self._clock()), other if tenant == latest[0] else latest
+
+    def has_others(self, tenant: str) -> bool:
+        """Return whether a tenant other than `tenant` is active. Any thread may call this."""
+        latest, other = self._latest
+        last_request = (other if tenant == latest[0] else latest)[1]
+        return last_request > self._clock() - self._seconds
 
 
 class FairQueue:

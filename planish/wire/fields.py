@@ -27,6 +27,7 @@ from planish.wire.json_pieces import (
     TooManyItemsError,
     parse_in_pieces,
 )
+from planish.wire.pacing import pause_if_due
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -192,6 +193,7 @@ class Fields:
     def objects(self, name: str, maximum: int = MAX_LIST_ITEMS) -> Iterator[Fields]:
         """Read a list of at most `maximum` objects."""
         for index, value in enumerate(self.array(name, maximum)):
+            pause_if_due()
             yield self._object(f"{name}[{index}]", value)
 
     def mapping(self, name: str, maximum: int = MAX_MAP_ENTRIES) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from uuid import uuid4
 import numpy as np
 import orjson
 
+from planish.wire.pacing import pause_if_due
+
 PIECE_BYTES = 1 << 14
 """The size of the pieces, in bytes. orjson parses a piece in at most 0.5 ms, during which other
 threads wait.
@@ -96,6 +98,7 @@ class _PieceSplitter:
         """Return the position of the next comma to cut at; None if there is none."""
         self.num_kept_open = len(self.open_brackets)
         while self._position < len(self._text):
+            pause_if_due()
             begin = self._position
             end = min(begin + self._piece_bytes, len(self._text))
             outside = self._outside_strings(begin, end)

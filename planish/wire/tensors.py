@@ -20,6 +20,7 @@ from planish.tensors import TensorData, TensorDtype
 from planish.types import EncodedTextChunk, ModelInput
 from planish.wire.fields import MAX_VALUES, Fields, check_count, shown
 from planish.wire.messages import BFLOAT16, FLOAT32, INT32, INT64, TensorMessage
+from planish.wire.pacing import pause_if_due
 
 MAX_DENSE_ELEMENTS = 1 << 26
 """Limit for all CSR tensors of one body, in dense form."""
@@ -263,34 +264,36 @@ def _integers(fields: Fields, name: str) -> list[int] | None:
 
 
 def _check_integers(values: list[Any], path: str) -> None:
-    for value in values:
+    for index, value in enumerate(values):
+        if index % _PIECE_ITEMS == 0:
+            pause_if_due()
         if type(value) is not int or not -(2**63) <= value < 2**63:
             raise UserError(f"{path} holds {shown(value)}; give whole numbers")
 
 
 def _array_from_list(values: list[Any], dtype: TensorDtype, path: str) -> np.ndarray:
+    array = np.empty(len(values), _NUMPY_DTYPES[dtype])
+    # numpy holds the interpreter lock while it reads a list. So the list is read in pieces, and
+    # other threads run in between.
+    for begin in range(0, len(values), _PIECE_ITEMS):
+        pause_if_due()
+        piece = values[begin : begin + _PIECE_ITEMS]
+        array[begin : begin + len(piece)] = _array_from_piece(piece, dtype, path)
+    return array
+
+
+def _array_from_piece(values: list[Any], dtype: TensorDtype, path: str) -> np.ndarray:
     for value in values:
         if type(value) is not int and type(value) is not float:
             raise UserError(f"{path} holds {shown(value)}; give one flat list of numbers")
     if dtype == "float32":
         with np.errstate(over="ignore"):
             # An overflow becomes infinite. Code that needs finite values reports it later.
-            return _array_in_pieces(values, np.float64).astype(np.float32)
+            return np.asarray(values, np.float64).astype(np.float32)
     for value in values:
         if not (math.isfinite(value) and value == math.trunc(value) and -(2**63) <= value < 2**63):
             raise UserError(f"{path} holds {value!r}, which is not an int64; give whole numbers")
-    return _array_in_pieces([int(value) for value in values], np.int64)
-
-
-def _array_in_pieces(values: list[Any], dtype: type[np.generic]) -> np.ndarray:
-    """Return a list of numbers as an array. numpy holds the interpreter lock while it reads a list.
-    So the list is read in pieces, and other threads run in between.
-    """
-    array = np.empty(len(values), dtype)
-    for begin in range(0, len(values), _PIECE_ITEMS):
-        piece = slice(begin, begin + _PIECE_ITEMS)
-        array[piece] = np.asarray(values[piece], dtype)
-    return array
+    return np.asarray([int(value) for value in values], np.int64)
 
 
 def _unsupported_chunk(path: str, kind: str | None) -> UserError:

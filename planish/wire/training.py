@@ -14,6 +14,7 @@ from itertools import groupby, islice, pairwise
 from typing import Any
 
 import numpy as np
+from google.protobuf.message_factory import GetMessageClass
 
 from planish.errors import UnsupportedError, UserError
 from planish.service import ForwardBackward, OptimStep
@@ -34,6 +35,7 @@ from planish.wire.messages import (
     TensorMessage,
     parse_message,
 )
+from planish.wire.pacing import pause_if_due
 from planish.wire.tensors import (
     MAX_DATA_ITEMS,
     MAX_DIMENSIONS,
@@ -65,7 +67,10 @@ _INPUTS_PATH = (_DATA_FIELD, _DATUM_TYPE.fields_by_name["loss_fn_inputs"].number
 _TENSOR_PATH = (*_INPUTS_PATH, _INPUT_ENTRY_TYPE.fields_by_name["value"].number)
 _SHAPE_PATH = (*_TENSOR_PATH, TensorMessage.DESCRIPTOR.fields_by_name["shape"].number)
 _NESTED_PATHS = {(_DATA_FIELD,), _INPUTS_PATH, _TENSOR_PATH}
+_DatumMessage = GetMessageClass(_DATUM_TYPE)
 _MAX_VARINT_BYTES = 10
+_FIELDS_PER_PAUSE = 1024
+"""The number of fields that are counted between two calls of `pause_if_due`, about 1 ms."""
 _ADAM_FIELDS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
 
 
@@ -100,15 +105,41 @@ def parse_forward_backward_head(body: bytes) -> Any:
     return parse_message(ForwardBackwardRequestMessage(), b"".join(head))
 
 
-def parse_forward_backward(body: bytes) -> Any:
-    """Parse a protobuf body. If it has too many fields, or a shape of too many dimensions, raise
-    UserError before parsing it.
+@dataclass(frozen=True)
+class ForwardBackwardBody:
+    """A protobuf body whose datums are not parsed yet.
+
+    They are parsed one by one, because a parser of all of them would hold the interpreter lock for
+    hundreds of milliseconds.
     """
-    num_datums = 0
+
+    body: bytes
+    datum_ranges: Sequence[tuple[int, int]]
+    """Where each datum begins and ends in `body`."""
+
+    @property
+    def head(self) -> Any:
+        """The message without its datums."""
+        return parse_forward_backward_head(self.body)
+
+    def datums(self) -> Iterator[Datum]:
+        """Parse the datums, and yield them."""
+        for index, (begin, end) in enumerate(self.datum_ranges):
+            message = parse_message(_DatumMessage(), self.body[begin:end])
+            yield _datum_from_message(message, f"data[{index}]")
+
+
+def parse_forward_backward(body: bytes) -> ForwardBackwardBody:
+    """Find the datums of a protobuf body. Raise UserError if the body has too many fields, or a
+    shape of too many dimensions.
+    """
+    datum_ranges: list[tuple[int, int]] = []
     for count, (number, begin, end) in enumerate(_walk_fields(body), start=1):
+        if count % _FIELDS_PER_PAUSE == 0:
+            pause_if_due()
         if number == (_DATA_FIELD,):
-            num_datums += 1
-            check_data_items("data", num_datums)
+            datum_ranges.append((begin, end))
+            check_data_items("data", len(datum_ranges))
         if count > MAX_FIELDS:
             raise UserError(
                 f"the body has more than {MAX_FIELDS:,} datums and parts; send fewer in one call"
@@ -116,7 +147,7 @@ def parse_forward_backward(body: bytes) -> Any:
         # A dimension has one byte in the body, and takes eight when it is parsed.
         if number == _SHAPE_PATH and end - begin > MAX_DIMENSIONS * _MAX_VARINT_BYTES:
             raise UserError(f"a tensor has more than {MAX_DIMENSIONS} dimensions; give fewer")
-    return parse_message(ForwardBackwardRequestMessage(), body)
+    return ForwardBackwardBody(body, datum_ranges)
 
 
 def _walk_fields(body: bytes) -> Iterator[tuple[tuple[int, ...], int, int]]:
@@ -139,15 +170,13 @@ def _walk_fields(body: bytes) -> Iterator[tuple[tuple[int, ...], int, int]]:
             pending.pop()
 
 
-def forward_backward_from_message(message: Any) -> ForwardBackward:
-    """Read an operation from a parsed message."""
-    check_data_items("data", len(message.data))
+def forward_backward_from_message(body: ForwardBackwardBody) -> ForwardBackward:
+    """Read an operation from a protobuf body."""
+    message = body.head
     check_count("loss_fn", len(message.loss_fn), MAX_STRING_CHARACTERS, "characters")
     for name in ("loss_fn_config", "loss_fn_config_v2"):
         check_count(name, len(getattr(message, name)), MAX_MAP_ENTRIES, "entries")
-    data = _collect_within_limits(
-        _datum_from_message(datum, f"data[{index}]") for index, datum in enumerate(message.data)
-    )
+    data = _collect_within_limits(body.datums())
     return ForwardBackward(
         message.model_id, data, message.loss_fn, _loss_config(message), message.forward_only
     )
@@ -326,6 +355,7 @@ def _loss_config(message: Any) -> Mapping[str, float]:
 def _collect_within_limits(data: Iterable[Datum]) -> list[Datum]:
     datums, num_elements, num_items, num_tokens = [], 0, 0, 0
     for datum in data:
+        pause_if_due()
         num_tokens += datum.model_input.length
         check_count("data", num_tokens, MAX_VALUES, "token ids")
         num_items += 1 + len(datum.model_input.chunks) + len(datum.loss_fn_inputs)

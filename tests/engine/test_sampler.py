@@ -15,6 +15,7 @@ import torch
 from backends import with_tiling
 from transformers import AutoModelForCausalLM
 
+from planish.engine.sampling import sampler as sampler_module
 from planish.engine.sampling import scheduler
 from planish.engine.sampling.prompt_scores import PromptScores
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
@@ -799,3 +800,34 @@ def test_bf16_logprobs_are_close_to_float32(tmp_path):
         gaps.append(torch.tensor(sequence.logprobs) - rows[torch.arange(40), sequence.tokens])
     assert torch.cat(gaps).abs().max() < 0.1
     assert torch.cat(gaps).square().mean() / 2 < 2e-4
+
+
+@pytest.mark.parametrize(("owner", "is_held_up"), [("ben", True), ("anna", False)])
+def test_prompts_take_half_of_the_time_beside_samples_of_another_owner(
+    decoder, monkeypatch, owner, is_held_up
+):
+    now = [100.0]
+    monkeypatch.setattr(sampler_module, "perf_counter", lambda: now[0])
+    sampler = sampler_of(decoder)
+    prefill = sampler._prefill
+
+    def slow_prefill(batch) -> None:
+        prefill(batch)
+        now[0] += 5.0
+
+    monkeypatch.setattr(sampler, "_prefill", slow_prefill)
+    first, second = Future(), Future()
+    sampler.submit(request(tokens(40, 1), cache_owner="anna"), None, "base", first)
+    sampler.step()
+    (sample,) = sampler._scheduler.running
+    sampler.submit(request(tokens(40, 2), cache_owner=owner), None, "base", second)
+    now[0] += 4.0
+    sampler.step()
+    assert len(sample.tokens) == 3  # the first token, and one decoded in each step
+    assert bool(sampler._scheduler.waiting) == is_held_up
+    now[0] += 1.0
+    sampler.step()
+    assert not sampler._scheduler.waiting
+    while sampler.busy:
+        sampler.step()
+    assert len(second.result(timeout=0).sequences[0].tokens) == 12

@@ -18,11 +18,23 @@ COMMON = np.random.default_rng(0).integers(0, 256, 400).tolist()
 
 
 def request(
-    number: int, tokens: list[int], n: int = 1, max_tokens: int = 8, alternatives: int = 0
+    number: int,
+    tokens: list[int],
+    n: int = 1,
+    max_tokens: int = 8,
+    alternatives: int = 0,
+    owner: str = "",
 ) -> Request:
     """Return a request; with `max_tokens` 0, for prompt logprobs only."""
     params = SamplingParams(max_tokens=max_tokens or None)
-    op = Sample("s", ModelInput.from_ints(tokens), n, params, prompt_alt_tokens_k=alternatives)
+    op = Sample(
+        "s",
+        ModelInput.from_ints(tokens),
+        n,
+        params,
+        prompt_alt_tokens_k=alternatives,
+        cache_owner=owner,
+    )
     scores: Any = (
         None if max_tokens else SimpleNamespace(begins=0 if alternatives else len(tokens) // 2)
     )
@@ -192,3 +204,30 @@ def test_samples_reserve_multiples_of_span():
     scheduler.waiting.append(request(0, COMMON[:201], n=20, max_tokens=256))
     scheduler.admit(PrefixCache(CHUNK, 100))
     assert len(scheduler.running) == 10
+
+
+def test_owners_take_turns():
+    """A request does not wait for all earlier requests of another owner."""
+    scheduler = Scheduler(max_batch=3, max_positions=10**6, max_prefill_tokens_per_step=64)
+    many = [request(i, [i], owner="many") for i in range(10)]
+    one = request(10, [10], owner="one")
+    scheduler.waiting += [*many, one]
+    scheduler.admit(PrefixCache(CHUNK, 0))
+    assert {sample.request for sample in scheduler.running} == {many[0], many[1], one}
+
+
+def test_a_step_starts_a_limited_number_of_prompts():
+    """Other samples wait while the slots and scores of new prompts are made."""
+    scheduler = Scheduler(max_batch=256, max_positions=10**6, max_prefill_tokens_per_step=2048)
+    scheduler.waiting += [request(i, [i]) for i in range(100)]
+    cache: PrefixCache[int] = PrefixCache(CHUNK, 0)
+    counts = [len(scheduler.admit(cache)) for _ in range(8)]
+    assert counts == [16] * 6 + [4, 0]
+    assert len(scheduler.running) == 100
+
+
+def test_requests_with_one_prompt_start_together():
+    scheduler = Scheduler(max_batch=256, max_positions=10**6, max_prefill_tokens_per_step=2048)
+    scheduler.waiting += [request(i, [1, 2, 3]) for i in range(100)]
+    scheduler.admit(PrefixCache(CHUNK, 0))
+    assert len(scheduler.running) == 100

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,13 @@ from planish.engine.settings import EngineSettings
 from planish.server.http import context, routes_sampling
 from planish.server.http.app import create_app
 from planish.server.results import Tenant, Unavailable
+from planish.server.scheduling import ActiveTenants
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
 from planish.service import ForwardBackward
 from planish.testing import tiny_model
 from planish.types import Datum, ModelInput
+from planish.wire import pacing
 from planish.wire.bodies import decompress_body
 from planish.wire.client_frames import FrameReader
 from planish.wire.sampling import sample_response_from_message
@@ -184,6 +187,32 @@ def alice(client: TestClient) -> Caller:
 @pytest.fixture(scope="module")
 def bob(client: TestClient) -> Caller:
     return Caller(client, "tml-bob-key")
+
+
+# Fair shares
+
+
+def test_a_large_body_is_decoded_slowly_while_another_tenant_is_active(
+    client: TestClient, alice: Caller, bob: Caller, monkeypatch: pytest.MonkeyPatch
+):
+    now, pauses = [0.0], []
+    app: Any = client.app
+    monkeypatch.setattr(
+        app.state.http, "active_tenants", ActiveTenants(seconds=1.0, clock=lambda: now[0])
+    )
+    monkeypatch.setattr(
+        pacing, "time", SimpleNamespace(thread_time=time.thread_time, sleep=pauses.append)
+    )
+    large = {"tags": ["a"] * 20_000}
+    alice.post("/create_session", large, 400)
+    assert not pauses
+    bob.get("/sessions")
+    alice.post("/create_session", large, 400)
+    assert sum(pauses) > 0
+    pauses.clear()
+    now[0] = 2.0
+    alice.post("/create_session", large, 400)
+    assert not pauses
 
 
 # Access

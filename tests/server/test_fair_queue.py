@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from server_client import run
 
-from planish.server.scheduling import FairQueue
+from planish.server.scheduling import ActiveTenants, FairQueue
 
 
 async def quiet() -> None:
@@ -207,3 +207,23 @@ def test_tokens_are_shared_evenly_with_a_tenant_of_long_jobs():
 
     served = run(scenario())
     assert max(served.values()) - min(served.values()) <= 3 * max(sizes.values()), served
+
+
+def test_a_tenant_is_active_for_a_time_after_its_last_request():
+    now = [0.0]
+    active = ActiveTenants(seconds=1.0, clock=lambda: now[0])
+    assert not active.has_others("a")
+    active.touch("a")
+    assert not active.has_others("a")
+    assert active.has_others("b")
+    now[0] = 0.6
+    active.touch("b")
+    active.touch("b")
+    assert active.has_others("a")
+    assert active.has_others("b")
+    now[0] = 1.2
+    assert active.has_others("a")
+    assert not active.has_others("b")
+    assert active.has_others("c")
+    now[0] = 2.0
+    assert not active.has_others("c")

@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -230,6 +231,11 @@ class Sampler:
         """The hidden state [1, D] of each ready prompt's last token."""
         self._requests: list[Request] = []
         self._next_request_number = 0
+        self._next_prefill_time = 0.0
+        """When the next prompts may be prefilled (perf_counter). While requests of several owners
+        are open, at most half of the time is spent on prompts, so that the requests of one owner do
+        not hold up the samples of another.
+        """
 
     def _prefix_chunk_size(self) -> int:
         """Return the number of positions in one prefix cache entry."""
@@ -325,6 +331,28 @@ class Sampler:
     def step(self) -> None:
         """Start the requests that fit, prefill prompts, and sample the next tokens."""
         self._drop_finished_requests()
+        began = perf_counter()
+        has_prefilled = (
+            began >= self._next_prefill_time or not self._scheduler.has_several_owners
+        ) and self._prefill_step()
+        if has_prefilled:
+            self._next_prefill_time = 2 * perf_counter() - began
+        decoding_samples = [sample for sample in self._scheduler.running if sample.tokens]
+        # The runner decodes every sample that has a slot. This includes a sample whose mask is
+        # missing: its logits are discarded, and a later step decodes it again.
+        if decoding_samples and not all(sample.awaits_mask for sample in decoding_samples):
+            self._decode(decoding_samples)
+        elif not has_prefilled:
+            # Either masks are missing, or nothing runs, and waiting prompts need not wait longer.
+            self._next_prefill_time = 0.0
+            self._wait_for_masks()
+        if not self.busy:
+            self._runner.release_adapters()
+
+    def _prefill_step(self) -> bool:
+        """Start the requests that fit, prefill prompts, and sample their first tokens. Return
+        whether there was anything to do.
+        """
         new_prompts = self._scheduler.admit(self._prefix_cache)
         self._prompt_pools.ensure_free_slots(prompt.capacity for prompt in new_prompts)
         for prompt in new_prompts:
@@ -339,15 +367,7 @@ class Sampler:
         ]
         if new_samples:
             self._sample_first_tokens(new_samples)
-        decoding_samples = [sample for sample in self._scheduler.running if sample.tokens]
-        # The runner decodes every sample that has a slot. This includes a sample whose mask is
-        # missing: its logits are discarded, and a later step decodes it again.
-        if decoding_samples and not all(sample.awaits_mask for sample in decoding_samples):
-            self._decode(decoding_samples)
-        elif not new_samples and not batch:
-            self._wait_for_masks()
-        if not self.busy:
-            self._runner.release_adapters()
+        return bool(new_samples or batch)
 
     def evict_prefixes(self, version: Hashable) -> None:
         """Free the cached prefixes of a version of the weights that is no longer in use."""

@@ -1,7 +1,8 @@
 """The scheduler of the sampler: it decides which requests, prompts and samples run in a step.
 
-This module makes decisions only and touches no tensors. Requests are admitted in their order of
-arrival. When a sample starts, the scheduler reserves memory for its maximum length, so no running
+This module makes decisions only and touches no tensors. Owners take turns: the first waiting request
+of each owner comes before the second of any other. Requests of one owner are admitted in their order
+of arrival. When a sample starts, the scheduler reserves memory for its maximum length, so no running
 sample is ever preempted. Requests that do not fit wait.
 
 A request first waits until it fits. Then its prompt becomes active and is prefilled in one or more
@@ -11,6 +12,7 @@ Requests with the same prompt and the same weights share one active prompt.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -35,6 +37,11 @@ _MAX_ALT_TOKENS_PER_STEP = 1 << 18
 """The maximum number of alternative tokens (prompt_alt_tokens_k per prompt position) that one step
 samples. Sampling this many tokens takes some tenths of a second. If a single chunk of a prompt
 exceeds the limit, the step samples its tokens nevertheless, because a chunk cannot be divided.
+"""
+
+_MAX_NEW_PROMPTS_PER_STEP = 16
+"""The maximum number of prompts that become active in one step. Each costs up to a millisecond
+besides its tokens (slots, scores, first tokens), during which all other samples wait.
 """
 
 
@@ -244,6 +251,12 @@ class Scheduler:
         """Whether any request is waiting or running."""
         return bool(self.waiting or self.prompts or self.running)
 
+    @property
+    def has_several_owners(self) -> bool:
+        """Whether the open requests belong to several owners (`Sample.cache_owner`)."""
+        requests = [*self.waiting, *(sample.request for sample in self.running)]
+        return any(request.op.cache_owner != requests[0].op.cache_owner for request in requests[1:])
+
     def num_needed_positions(self, prompt_length: int, max_tokens: int) -> int:
         """Return the KV cache positions that a request with one sample reserves."""
         return self._num_prompt_positions(prompt_length) + (
@@ -259,7 +272,8 @@ class Scheduler:
         return sample_capacity(prompt_length, max_tokens) + self.num_state_positions
 
     def admit(self, cache: PrefixCache[Any]) -> list[Prompt]:
-        """Start the requests that fit, in order, and return the prompts that became active.
+        """Start the requests that fit, in order, and return the prompts that became active. These
+        are at most `_MAX_NEW_PROMPTS_PER_STEP`; further requests wait for the next step.
 
         A request whose prompt is active but whose samples have not all started comes first, because
         its prompt occupies memory until its last sample has ended. There is at most one such
@@ -267,7 +281,9 @@ class Scheduler:
         have ended.
         """
         new_prompts: list[Prompt] = []
-        for request in sorted(self.waiting, key=lambda request: request.prompt is None):
+        for request in self._order_of_admission():
+            if len(new_prompts) == _MAX_NEW_PROMPTS_PER_STEP:
+                break
             if request.prompt is None:
                 if self._awaits_shared_prefix(request, cache):
                     continue
@@ -279,6 +295,17 @@ class Scheduler:
             else:
                 break
         return new_prompts
+
+    def _order_of_admission(self) -> list[Request]:
+        """Return the waiting requests in the order in which they are admitted."""
+        num_before: Counter[str] = Counter()
+        """The number of earlier requests of each owner."""
+        order: list[tuple[bool, int, Request]] = []
+        for request in self.waiting:
+            owner = request.op.cache_owner
+            order.append((request.prompt is None, num_before[owner], request))
+            num_before[owner] += 1
+        return [request for *_, request in sorted(order, key=lambda item: item[:2])]
 
     def prefill_batch(self) -> list[tuple[Prompt, int]]:
         """Return the prompts to prefill in this step, each with its number of tokens.

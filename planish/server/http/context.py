@@ -49,13 +49,14 @@ from planish.server.results import (
     retry_headers,
     status_of,
 )
-from planish.server.scheduling import FairQueue
+from planish.server.scheduling import ActiveTenants, FairQueue
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
 from planish.wire.bodies import body_too_large, decompress_body
 from planish.wire.client_errors import ERROR_CLASS, error_class_name
 from planish.wire.fields import Fields
 from planish.wire.messages import PROTOBUF
+from planish.wire.pacing import paced
 
 T = TypeVar("T")
 
@@ -78,6 +79,13 @@ _DECODING_THREADS = 2
 """The number of threads that decode bodies. At most one of them decodes a body above
 MAX_SMALL_BODY, because decoding takes many times the memory of the body. There are few threads,
 because all of them compete with the event loop for the interpreter lock.
+"""
+_ACTIVE_SECONDS = 1.0
+"""A tenant's bodies are decoded slowly for this long after the last request of another tenant."""
+_DECODING_SHARE = 0.1
+"""The share of the time in which one tenant's large bodies are decoded while other tenants send
+requests. A tenth keeps the 99th percentile of another tenant's waiting time below five times its
+idle value on two cores (docs/reliability.md). A quarter gives six times.
 """
 _STALL_SECONDS = 30.0
 """A request fails if no bytes of its body arrive for this long."""
@@ -163,6 +171,8 @@ class HttpState:
         )
     )
     """Decides which large body is decoded next, or which large result is encoded next."""
+    active_tenants: ActiveTenants = field(default_factory=lambda: ActiveTenants(_ACTIVE_SECONDS))
+    """Decides whether the decoding of large bodies is slowed down for the sake of other tenants."""
     downloads: DownloadSlots = field(default_factory=DownloadSlots)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to stop, which ends waiting polls."""
@@ -170,6 +180,17 @@ class HttpState:
     """Whether the server is still loading base models. The server already accepts requests, and
     each request waits for its base model.
     """
+
+    def paced(self, tenant: Tenant, work: Callable[[], T]) -> T:
+        """Return `work()`, which decodes a large body. While other tenants send requests, it may
+        compute for `_DECODING_SHARE` of the time only.
+        """
+
+        def share() -> float:
+            return _DECODING_SHARE if self.active_tenants.has_others(tenant.name) else 1.0
+
+        with paced(share):
+            return work()
 
     @cached_property
     def api_keys(self) -> ApiKeys:
@@ -334,7 +355,7 @@ class RequestContext:
         """Return the result of `work()`, which runs in a thread when it is the tenant's turn."""
         turn = await self.state.decoding_queue.acquire_slots(self.tenant.name, 1, size)
         try:
-            return await asyncio.to_thread(work)
+            return await asyncio.to_thread(self.state.paced, self.tenant, work)
         finally:
             turn.release()
 
@@ -399,6 +420,7 @@ def authenticate(
         _reject_web_pages(request)
     tenant = state.api_keys.tenant(key)
     request.scope[TENANT_SCOPE_KEY] = tenant
+    state.active_tenants.touch(tenant.name)
     connection: Connection | None = request.scope.get(CONNECTION_SCOPE_KEY)
     if connection is not None:
         connection.accept(tenant, has_keys)

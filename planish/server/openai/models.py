@@ -34,7 +34,7 @@ from planish.model.config import ModelConfig
 from planish.renderers import FORMATS, Renderer, get_renderer, recommended_renderer_name
 from planish.renderers.codec import Codec
 from planish.renderers.termination import eos_ids
-from planish.server.http.context import ModelNotFoundError
+from planish.server.http.context import HttpState, ModelNotFoundError
 from planish.server.results import Gone, NotFound, SessionSpec, Tenant
 from planish.server.scheduling import FairQueue
 from planish.server.server import Server
@@ -159,13 +159,14 @@ class OpenAIModels:
         body has repeatedly crashed the server.
         """
         guard, body = self.server.crash_guard, request.state.body
+        state: HttpState = request.app.state.http
         turn = await self._tokenizing_queue.acquire_slots(tenant.name, len(body), len(body))
         try:
             if guard.is_inactive:
-                return await asyncio.to_thread(work)
+                return await asyncio.to_thread(state.paced, tenant, work)
             key = f"text of {tenant.name}:{hashlib.sha256(body).hexdigest()[:32]}"
             async with guard.running(key):
-                return await asyncio.to_thread(work)
+                return await asyncio.to_thread(state.paced, tenant, work)
         finally:
             turn.release()
 
