@@ -32,7 +32,9 @@ def models_with(guard: Any) -> OpenAIModels:
 
 
 def request_with(body: bytes) -> Request:
-    request = Request({"type": "http", "headers": []})
+    http = SimpleNamespace(paced=lambda tenant, work: work())
+    app = SimpleNamespace(state=SimpleNamespace(http=http))
+    request = Request({"type": "http", "headers": [], "app": app})
     request.state.body = body
     return request
 
