@@ -20,7 +20,7 @@ from planish import ServiceClient
 from planish.recipes import training_run
 from planish.recipes.sl_options import SLOptions, run
 
-NAMES = {
+HUB_NAMES = {
     "no_robots": "HuggingFaceH4/no_robots",
     "tulu3": "allenai/tulu-3-sft-mixture",
     "smoltalk": "HuggingFaceTB/smoltalk:all",
@@ -38,7 +38,7 @@ class Options(SLOptions):
     log_path: str = "/tmp/planish-examples/chat_sl"
     dataset: str = chz.field(
         default="no_robots",
-        doc=f"{', '.join(NAMES)}, a hub name, a local directory or a JSONL file",
+        doc=f"{', '.join(HUB_NAMES)}, a hub name, a local directory or a JSONL file",
     )
     batch_size: int = 16
     max_length: int = 1024
@@ -46,7 +46,7 @@ class Options(SLOptions):
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train and return the run directory."""
-    dataset = NAMES.get(options.dataset, options.dataset)
+    dataset = HUB_NAMES.get(options.dataset, options.dataset)
     return run(options, recipe_name="chat_sl", dataset=dataset, service_client=service_client)
 
 

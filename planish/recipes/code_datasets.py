@@ -171,17 +171,17 @@ class CodeDatasetBuilder(AttemptsBuilder):
         if not self.eval_problems:
             return train, []
         source = f"dataset={self.dataset} has no test split"
-        kept, held_out = hold_out(len(train), self.eval_problems, self.seed, source)
-        return [train[i] for i in kept], [train[i] for i in held_out]
+        train_indices, test_indices = hold_out(len(train), self.eval_problems, self.seed, source)
+        return [train[i] for i in train_indices], [train[i] for i in test_indices]
 
     def _problems(self, split: str) -> list[CodeProblem]:
         where = f"dataset={self.dataset}, {split}"
         rows = load_rows(self.dataset, split)
-        read = [
+        problems_or_none = [
             read_problem(row, f"{where} row {number}", self.shown_tests, self.max_tests)
             for number, row in enumerate(rows, start=1)
         ]
-        problems = [problem for problem in read if problem is not None]
+        problems = [problem for problem in problems_or_none if problem is not None]
         if not problems:
             raise UserError(
                 f"{where}: none of its {len(rows)} rows has tests that can be run; see "

@@ -17,7 +17,7 @@ from typing import Any
 from planish.recipes.code_problems import CodeProblem
 from planish.sandbox import FunctionTest
 
-TESTS = 4
+NUM_TESTS = 4
 NUM_PUBLIC_TESTS = 2
 LETTERS = "abcdefgh"
 
@@ -71,7 +71,7 @@ def sample_function(rng: random.Random, steps: int) -> FunctionProblem:
 def distinct_inputs(kind: ValueKind, rng: random.Random) -> list[Any]:
     """Return random arguments for the tests, all different."""
     inputs: list[Any] = []
-    while len(inputs) < TESTS:
+    while len(inputs) < NUM_TESTS:
         value = kind.sample_value(rng)
         if value not in inputs:
             inputs.append(value)

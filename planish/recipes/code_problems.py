@@ -83,7 +83,7 @@ def read_problem(
     has no public tests, its first `shown_tests` tests are public.
     """
     question = next((row[name] for name in QUESTION_KEYS if isinstance(row.get(name), str)), None)
-    given = next((row[name] for name in TEST_KEYS if row.get(name)), None)
+    test_data = next((row[name] for name in TEST_KEYS if row.get(name)), None)
     if question is None or all(name not in row for name in TEST_KEYS):
         raise UserError(
             f"{where}: needs a text in one of {', '.join(QUESTION_KEYS)} and tests in one of "
@@ -91,13 +91,15 @@ def read_problem(
         )
     name = function_name(row)
     try:
-        tests = tuple(read_tests(given, name))[:max_tests]
-        public = tuple(read_tests(row.get("public_tests"), name)) or tests[:shown_tests]
+        tests = tuple(read_tests(test_data, name))[:max_tests]
+        public_tests = tuple(read_tests(row.get("public_tests"), name)) or tests[:shown_tests]
     except UnusableTestError:
         return None
     if not tests:
         return None
-    return CodeProblem(question.strip(), tests, public, str(row.get("starter_code") or "").rstrip())
+    return CodeProblem(
+        question.strip(), tests, public_tests, str(row.get("starter_code") or "").rstrip()
+    )
 
 
 def function_name(row: Row) -> str | None:
@@ -111,26 +113,26 @@ def function_name(row: Row) -> str | None:
     return metadata.get("func_name") if isinstance(metadata, Mapping) else None
 
 
-def read_tests(given: Any, function: str | None) -> Iterator[ProgramTest]:
-    """Yield the tests in `given`, which has any of the formats. `function` is the function name in
+def read_tests(test_data: Any, function: str | None) -> Iterator[ProgramTest]:
+    """Yield the tests in `test_data`, which has any of the formats. `function` is the function name in
     a row of LiveCodeBench. A test that cannot be run raises UnusableTestError.
     """
-    given = from_json(given)
-    if isinstance(given, Mapping):
-        inputs, outputs = given.get("inputs"), given.get("outputs")
+    test_data = from_json(test_data)
+    if isinstance(test_data, Mapping):
+        inputs, outputs = test_data.get("inputs"), test_data.get("outputs")
         if (
             not isinstance(inputs, Sequence)
             or not isinstance(outputs, Sequence)
             or len(inputs) != len(outputs)
         ):
             raise UnusableTestError
-        given = [
-            {"input": one, "output": other, "fn_name": given.get("fn_name")}
-            for one, other in zip(inputs, outputs, strict=True)
+        test_data = [
+            {"input": test_input, "output": output, "fn_name": test_data.get("fn_name")}
+            for test_input, output in zip(inputs, outputs, strict=True)
         ]
-    if given and not isinstance(given, Sequence):
+    if test_data and not isinstance(test_data, Sequence):
         raise UnusableTestError
-    for test in given or ():
+    for test in test_data or ():
         yield read_assertion(test) if isinstance(test, str) else read_test(test, function)
 
 
@@ -138,21 +140,21 @@ def read_test(test: Any, function: str | None) -> ProgramTest:
     """Return the test of a mapping with "input" and "output"."""
     if not isinstance(test, Mapping) or "input" not in test or "output" not in test:
         raise UnusableTestError
-    given, expected = test["input"], test["output"]
+    test_input, expected = test["input"], test["output"]
     name = test.get("fn_name")
     if name:
-        if not isinstance(given, list):
+        if not isinstance(test_input, list):
             raise UnusableTestError
-        return function_test(name, given, returned_value(expected))
+        return function_test(name, test_input, returned_value(expected))
     if test.get("testtype") == "functional":
-        if not function or not isinstance(given, str) or not isinstance(expected, str):
+        if not function or not isinstance(test_input, str) or not isinstance(expected, str):
             raise UnusableTestError
         return function_test(
             function,
-            [parse_json(line) for line in given.split("\n") if line.strip()],
+            [parse_json(line) for line in test_input.split("\n") if line.strip()],
             parse_json(expected),
         )
-    return StdinTest(as_text(given), as_text(expected))
+    return StdinTest(as_text(test_input), as_text(expected))
 
 
 def read_assertion(source: str) -> FunctionTest:
@@ -187,13 +189,13 @@ def returned_value(expected: Any) -> Any:
     return expected[0] if isinstance(expected, list) and len(expected) == 1 else expected
 
 
-def as_text(given: Any) -> str:
+def as_text(value: Any) -> str:
     """Return an input or output as text. A few collections have a list of lines instead."""
-    if isinstance(given, list) and all(isinstance(line, str) for line in given):
-        return "\n".join(given)
-    if not isinstance(given, str):
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    if not isinstance(value, str):
         raise UnusableTestError
-    return given
+    return value
 
 
 def parse_json(text: str) -> Any:

@@ -261,4 +261,4 @@ def summary(run: RunDirectory, count: int, accuracy_before: float, accuracy_afte
 
 
 if __name__ == "__main__":
-    training_run.run_command(main, Config, {}, sys.argv[1:], again="begins anew")
+    training_run.run_command(main, Config, {}, sys.argv[1:], on_restart="begins anew")

@@ -34,7 +34,7 @@ from planish.recipes.preference_pairs import KINDS, generated_pairs
 from planish.recipes.sums import num_sums
 from planish.training.run_options import RecipeOptions
 
-PAIRS, LARGEST = "style", 30
+DEFAULT_PAIRS, DEFAULT_LARGEST = "style", 30
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {"batch_size": 256, "learning_rate": 1e-5, "max_length": 8192},
 }
@@ -65,11 +65,11 @@ class Options(dpo.PairLossOptions, RecipeOptions):
         default=64, doc="number of test pairs; none = the whole test split, 0 = no evaluation"
     )
     pairs: str | None = chz.field(
-        default=None, doc=f"kind of generated pairs: {' or '.join(KINDS)}; none = {PAIRS}"
+        default=None, doc=f"kind of generated pairs: {' or '.join(KINDS)}; none = {DEFAULT_PAIRS}"
     )
     drawn: str | None = chz.field(default=None, doc="former name of pairs")
     largest: int | None = chz.field(
-        default=None, doc=f"generated pairs: largest operand; none = {LARGEST}"
+        default=None, doc=f"generated pairs: largest operand; none = {DEFAULT_LARGEST}"
     )
     log_path: str = "/tmp/planish-examples/dpo"
     batch_size: int = chz.field(default=16, doc="pairs per step")
@@ -110,10 +110,10 @@ def comparisons(options: Options) -> ComparisonBuilder:
         return training_run.build(ComparisonBuilderFromRows, options, shuffle_seed=options.seed)
     if options.pairs is not None and options.drawn is not None:
         raise UserError("pairs and drawn are one option; give pairs only")
-    kind = options.pairs or options.drawn or PAIRS
+    kind = options.pairs or options.drawn or DEFAULT_PAIRS
     if kind not in KINDS:
         raise UserError(f"pairs={kind}: give {' or '.join(KINDS)}")
-    largest = LARGEST if options.largest is None else options.largest
+    largest = DEFAULT_LARGEST if options.largest is None else options.largest
     count = num_sums(largest)
     test_size = options.test_size if options.test_size is not None else 64
     if test_size >= count:

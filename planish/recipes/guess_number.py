@@ -141,11 +141,11 @@ def binary_search(rules: Rules, secret: int) -> list[tuple[str, int]]:
     """Return the turns of a binary search as (question or reply, guess). The last guess is
     `secret`.
     """
-    game, said = GuessNumberEnv(rules, secret), rules.question
+    game, text = GuessNumberEnv(rules, secret), rules.question
     turns: list[tuple[str, int]] = []
     while not turns or turns[-1][1] != secret:
-        turns.append((said, game.left.middle))
-        said = game.reply(game.left.middle)
+        turns.append((text, game.left.middle))
+        text = game.reply(game.left.middle)
     return turns
 
 
@@ -153,11 +153,16 @@ def example_secrets(rules: Rules) -> list[int]:
     """Return the secret numbers of the example games, spread over the range. Binary search finds
     each of them with guess n: n is its largest number of guesses, but at most `max_guesses`.
     """
-    length = {number: len(binary_search(rules, number)) for number in range(rules.largest + 1)}
-    max_length = min(rules.max_guesses, max(length.values()))
-    late = [number for number, guesses in length.items() if guesses == max_length]
+    num_guesses_by_secret = {
+        number: len(binary_search(rules, number)) for number in range(rules.largest + 1)
+    }
+    max_guesses = min(rules.max_guesses, max(num_guesses_by_secret.values()))
+    slowest_secrets = [
+        number for number, guesses in num_guesses_by_secret.items() if guesses == max_guesses
+    ]
     return [
-        late[(2 * shown + 1) * len(late) // (2 * EXAMPLE_GAMES)] for shown in range(EXAMPLE_GAMES)
+        slowest_secrets[(2 * index + 1) * len(slowest_secrets) // (2 * EXAMPLE_GAMES)]
+        for index in range(EXAMPLE_GAMES)
     ]
 
 
@@ -169,8 +174,8 @@ def few_shot_messages(rules: Rules) -> tuple[Message, ...]:
     messages: list[Message] = [{"role": "system", "content": "Guess the number."}]
     before = ""
     for secret in example_secrets(rules):
-        for said, guess in binary_search(rules, secret):
-            messages.append({"role": "user", "content": before + said})
+        for text, guess in binary_search(rules, secret):
+            messages.append({"role": "user", "content": before + text})
             messages.append({"role": "assistant", "content": str(guess)})
             before = ""
         before = "Right. "

@@ -36,7 +36,7 @@ from planish.rl.types import RLDatasetBuilder
 
 ARITHMETIC = "arithmetic"
 REASONING_GYM = "reasoning_gym"
-LOGS = "/tmp/planish-examples/math_rl"
+DEFAULT_LOG_PATH = "/tmp/planish-examples/math_rl"
 SIZES: dict[str, dict[str, Any]] = {
     ARITHMETIC: {"learning_rate": 5e-4, "max_tokens": 16, "max_steps": 40, "eval_every": 10},
     "gsm8k": {"learning_rate": 4e-5, "max_tokens": 256},
@@ -56,7 +56,8 @@ class Options(RLOptions):
         default=ARITHMETIC, doc=f"{', '.join([ARITHMETIC, *COLLECTIONS])} or {REASONING_GYM}:TASK"
     )
     log_path: str = chz.field(
-        default=LOGS, doc=f"directory of the run's files; the default is {LOGS}-ENV"
+        default=DEFAULT_LOG_PATH,
+        doc=f"directory of the run's files; the default is {DEFAULT_LOG_PATH}-ENV",
     )
     batch_size: int = chz.field(default=16, doc="problems per step")
     group_size: int = chz.field(default=8, doc="answers per problem")
@@ -94,7 +95,7 @@ def options_for(env: str, **changes: Any) -> Options:
 
 def sizes_for(env: str) -> dict[str, Any]:
     """Return the defaults of an env."""
-    return {"log_path": f"{LOGS}-{env.replace(':', '-')}", **SIZES[kind_of(env)]}
+    return {"log_path": f"{DEFAULT_LOG_PATH}-{env.replace(':', '-')}", **SIZES[kind_of(env)]}
 
 
 def kind_of(env: str) -> str:

@@ -25,7 +25,7 @@ from planish.recipes.sl_options import chat_builder, learning_rate
 from planish.recipes.teacher_answers import SUMS, TeacherOptions, teacher_config
 from planish.recipes.training_run import run_main
 
-ONLY_SAMPLED = {"max_tokens": 256, "temperature": 1.0, "num_prompts": None}
+SAMPLING_OPTION_DEFAULTS = {"max_tokens": 256, "temperature": 1.0, "num_prompts": None}
 """Options that apply only to sampled answers, with their defaults."""
 
 
@@ -88,7 +88,7 @@ def check(options: Options) -> None:
         teacher_answers.check(options)
         return
     teacher_answers.check_sums(options)
-    for name, default in ONLY_SAMPLED.items():
+    for name, default in SAMPLING_OPTION_DEFAULTS.items():
         if getattr(options, name) != default:
             raise UserError(
                 f"{name}={getattr(options, name)} has no effect, because the answers come from "

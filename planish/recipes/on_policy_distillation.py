@@ -31,7 +31,7 @@ from planish.recipes.training_run import run_main
 from planish.rl.types import RLDatasetBuilder
 
 PROMPTS = "prompts"
-LOGS = "/tmp/planish-examples/on_policy_distillation"
+DEFAULT_LOG_PATH = "/tmp/planish-examples/on_policy_distillation"
 SIZES: dict[str, Any] = {"learning_rate": 1e-4, "max_tokens": 512}
 """Default sizes for `env=prompts`; other envs have those of math_rl."""
 
@@ -59,7 +59,8 @@ class Options(TeacherModelOptions, math_rl.Options):
         doc="environment: one of math_rl, or prompts = the prompts of dataset",
     )
     log_path: str = chz.field(
-        default=LOGS, doc=f"directory of the run's files; the default is {LOGS}-ENV"
+        default=DEFAULT_LOG_PATH,
+        doc=f"directory of the run's files; the default is {DEFAULT_LOG_PATH}-ENV",
     )
     group_size: int = 4
     max_prompt_tokens: int | None = chz.field(
@@ -99,7 +100,7 @@ def options_for(env: str, **changes: Any) -> Options:
 def sizes_for(env: str) -> dict[str, Any]:
     """Return the defaults of an env."""
     sizes = SIZES if env == PROMPTS else math_rl.sizes_for(env)
-    return {**sizes, "log_path": f"{LOGS}-{env.replace(':', '-')}"}
+    return {**sizes, "log_path": f"{DEFAULT_LOG_PATH}-{env.replace(':', '-')}"}
 
 
 def sources_of(options: Options) -> list[Options]:

@@ -33,8 +33,8 @@ from planish.recipes.courteous_answers import CourteousAnswersBuilder
 from planish.recipes.exchanged_answers import ExchangedSolutionsBuilder, ExchangedSumsBuilder
 from planish.training.run_options import RecipeOptions
 
-Pairs = Literal["courtesy", "sums", "solutions"]
-LARGEST, QUESTIONS = 20, "openai/gsm8k"
+PairsKind = Literal["courtesy", "sums", "solutions"]
+DEFAULT_LARGEST, DEFAULT_QUESTION_DATASET = 20, "openai/gsm8k"
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {"batch_size": 64, "learning_rate": 3e-4, "lora_rank": 64, "max_length": 8192},
 }
@@ -65,17 +65,17 @@ class ComparisonOptions:
     dataset: str | None = chz.field(
         default=None, doc="hub name, local directory or JSONL file of comparisons; none = pairs"
     )
-    pairs: Pairs | None = chz.field(
+    pairs: PairsKind | None = chz.field(
         default=None,
         doc="kind of generated pairs: courtesy, sums or solutions; none = courtesy",
     )
     largest: int | None = chz.field(
         default=None,
-        doc=f"pairs=courtesy and pairs=sums: largest operand; none = {LARGEST}",
+        doc=f"pairs=courtesy and pairs=sums: largest operand; none = {DEFAULT_LARGEST}",
     )
     questions: str | None = chz.field(
         default=None,
-        doc=f"pairs=solutions: number of questions with worked solutions; none = {QUESTIONS}",
+        doc=f"pairs=solutions: number of questions with worked solutions; none = {DEFAULT_QUESTION_DATASET}",
     )
     test_size: int | None = chz.field(
         default=64,
@@ -142,10 +142,12 @@ def comparisons(options: Options) -> ComparisonBuilder:
         training_run.reject_unused(
             options, ("largest",), "is for pairs=courtesy and pairs=sums; leave it out"
         )
-        return ExchangedSolutionsBuilder(questions=options.questions or QUESTIONS, **split)
+        return ExchangedSolutionsBuilder(
+            questions=options.questions or DEFAULT_QUESTION_DATASET, **split
+        )
     training_run.reject_unused(options, ("questions",), "is for pairs=solutions; leave it out")
     builder = ExchangedSumsBuilder if options.pairs == "sums" else CourteousAnswersBuilder
-    return builder(largest=LARGEST if options.largest is None else options.largest, **split)
+    return builder(largest=DEFAULT_LARGEST if options.largest is None else options.largest, **split)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from typing import Any
 from planish.errors import UnjudgedAnswerError, UnsupportedError, UserError
 from planish.sandbox.worker_process import WorkerError, WorkerProcess, WorkerStartError
 
-ENTRIES = 10_000
+NUM_ENTRIES = 10_000
 """Number of entries of a task, unless its config has a size."""
-ENTRY_SECONDS = 120.0
+ENTRY_TIMEOUT_SECONDS = 120.0
 """Time limit for making an entry. Entries are slow only on a busy machine, so the limit is long."""
 
 
@@ -43,7 +43,7 @@ class Task:
                 raise UserError(
                     f"task.{option}: {name} has no such option; {suggestion(option, known)}"
                 )
-        return cls(name, json.dumps({"size": ENTRIES, **options, "seed": seed}, sort_keys=True))
+        return cls(name, json.dumps({"size": NUM_ENTRIES, **options, "seed": seed}, sort_keys=True))
 
     @property
     def num_entries(self) -> int:
@@ -77,7 +77,7 @@ class TaskProcess:
         config.
         """
         try:
-            reply = self._process.request({"index": index}, ENTRY_SECONDS)
+            reply = self._process.request({"index": index}, ENTRY_TIMEOUT_SECONDS)
         except (WorkerError, WorkerStartError) as error:
             raise UserError(
                 f"env={self.task.name} with {self.task.config} generates no problem: {error}; "

@@ -231,9 +231,9 @@ def check_data(options: Options, renderer: Renderer) -> None:
     """
     with_stage("sft", sft_config(options).dataset_builder)
     with_stage("preference", preference_config(options).dataset_builder)
-    found = with_stage("rl", prompts(options))
-    for split, given in (("train", found.train), ("test", found.test)):
-        if not fitting_prompts(given, renderer, split, options.rl.max_prompt_tokens):
+    rl_prompts = with_stage("rl", prompts(options))
+    for split, split_prompts in (("train", rl_prompts.train), ("test", rl_prompts.test)):
+        if not fitting_prompts(split_prompts, renderer, split, options.rl.max_prompt_tokens):
             raise UserError(
                 f"rl: there are no {split} prompts, or all are longer than max_prompt_tokens; "
                 "give shorter prompts or a larger max_prompt_tokens"
@@ -251,8 +251,8 @@ def with_stage(name: str, work: Callable[[], T]) -> T:
 def sft_config(options: Options) -> supervised.Config:
     """Return the config of the supervised training."""
     stage = options.sft
-    given = shared(options, stage, SFT, SLOptions)
-    sl = SLOptions(**{**given, "dataset": stage.dataset or "generated sums"})
+    config_options = shared_options(options, stage, SFT, SLOptions)
+    sl = SLOptions(**{**config_options, "dataset": stage.dataset or "generated sums"})
     chats = chat_builder(sl, sl.dataset)
     builder: SupervisedDatasetBuilder = chats
     if stage.dataset is None:
@@ -262,8 +262,10 @@ def sft_config(options: Options) -> supervised.Config:
 
 def preference_config(options: Options) -> model_training.Config:
     """Return the config of the training of the preference model."""
-    given = shared(options, options.preference, PREFERENCE_MODEL, preference_model.Options)
-    config = preference_model.model_config(preference_model.Options(**given))
+    config_options = shared_options(
+        options, options.preference, PREFERENCE_MODEL, preference_model.Options
+    )
+    config = preference_model.model_config(preference_model.Options(**config_options))
     builder = chz.replace(config.dataset_builder, comparison_builder=comparisons(options))
     return chz.replace(config, dataset_builder=builder, recipe_name=RECIPE)
 
@@ -273,11 +275,11 @@ def rl_config(
 ) -> rl.Config:
     """Return the config of the RL stage."""
     stage = options.rl
-    given = shared(options, stage, RL, RLOptions)
-    given["load_checkpoint_path"] = trained.sft_path
+    config_options = shared_options(options, stage, RL, RLOptions)
+    config_options["load_checkpoint_path"] = trained.sft_path
     if stage.kl_penalty_coef:
-        given["kl_reference_checkpoint"] = trained.sft_path
-    rl_options = RLOptions(**given)
+        config_options["kl_reference_checkpoint"] = trained.sft_path
+    rl_options = RLOptions(**config_options)
     builder = training_run.build(
         PairwisePreferenceRLDatasetBuilder,
         stage,
@@ -285,7 +287,7 @@ def rl_config(
         preference_model_builder=trained.judge,
         policy_model_name=options.model_name,
         policy_renderer_name=options.renderer_name,
-        tournament_pattern=pattern(options),
+        tournament_pattern=tournament_pattern_of(options),
         seed=options.seed,
         service_client=service_client,
     )
@@ -316,15 +318,23 @@ def comparison_evaluator_builder(
     )
 
 
-def shared(options: Options, stage: Any, directory: str, target: type) -> dict[str, Any]:
+def shared_options(options: Options, stage: Any, directory: str, target: type) -> dict[str, Any]:
     """Return a value for each field of `target` that is an option of the stage or of the run. An
     option of the stage takes precedence.
     """
     names = chz.chz_fields(target).keys()
-    own = {name: getattr(stage, name) for name in chz.chz_fields(type(stage)) if name in names}
-    whole = {name: getattr(options, name) for name in chz.chz_fields(Options) if name in names}
-    logged = f"{options.wandb_name}-{directory}" if options.wandb_name else None
-    return whole | own | {"log_path": str(options.stage_path(directory)), "wandb_name": logged}
+    stage_options = {
+        name: getattr(stage, name) for name in chz.chz_fields(type(stage)) if name in names
+    }
+    run_options = {
+        name: getattr(options, name) for name in chz.chz_fields(Options) if name in names
+    }
+    wandb_name = f"{options.wandb_name}-{directory}" if options.wandb_name else None
+    return (
+        run_options
+        | stage_options
+        | {"log_path": str(options.stage_path(directory)), "wandb_name": wandb_name}
+    )
 
 
 def comparisons(options: Options) -> ComparisonBuilder:
@@ -345,7 +355,7 @@ def prompts(options: Options) -> PromptBuilder:
     return PromptsOfComparisons(comparison_builder=comparisons(options))
 
 
-def pattern(options: Options) -> TournamentPattern:
+def tournament_pattern_of(options: Options) -> TournamentPattern:
     """Return which answers of a group are compared."""
     if options.rl.tournament_pattern is not None:
         return options.rl.tournament_pattern

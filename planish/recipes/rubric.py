@@ -36,7 +36,7 @@ from planish.runlog.run_directory import checkpoint_of, model_argument
 from planish.supervised.datasets import read_splits
 from planish.training.run_loop import open_client
 
-LARGEST = 20
+DEFAULT_LARGEST = 20
 ENDPOINT_OPTIONS = {
     "judge_key_env": "api_key_env",
     "judge_timeout": "timeout_seconds",
@@ -97,7 +97,7 @@ class Options(JudgeOptions, RLOptions):
         "split they are held out of training",
     )
     largest: int | None = chz.field(
-        default=None, doc=f"generated sums: largest operand; none = {LARGEST}"
+        default=None, doc=f"generated sums: largest operand; none = {DEFAULT_LARGEST}"
     )
     shown_verdicts: int | None = chz.field(
         default=None,
@@ -124,7 +124,7 @@ class Options(JudgeOptions, RLOptions):
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train and return the run directory."""
     check(options)
-    rows = rows_of(options)
+    rows = make_row_reader(options)
     models = [options.judge_model] if options.judge_url is None else []
     with open_client(options, service_client, models) as client:
         return train(options, rows, client)
@@ -135,7 +135,7 @@ def train(options: Options, rows: Callable[[], RubricRows], service_client: Serv
     if options.judge_url is not None:
         judge = endpoint_of(options)
     else:
-        judge = own_judge(options, service_client)
+        judge = engine_judge(options, service_client)
     builder = training_run.build(
         RubricDatasetBuilder,
         options,
@@ -149,16 +149,18 @@ def train(options: Options, rows: Callable[[], RubricRows], service_client: Serv
 def endpoint_of(options: Options) -> ChatEndpoint:
     """Return the judge behind `judge_url`."""
     assert options.judge_url is not None
-    given = {
-        theirs: getattr(options, ours)
-        for ours, theirs in ENDPOINT_OPTIONS.items()
-        if getattr(options, ours) is not None
+    endpoint_options = {
+        argument: getattr(options, option)
+        for option, argument in ENDPOINT_OPTIONS.items()
+        if getattr(options, option) is not None
     }
     model = options.judge_model or options.model_name
-    return ChatEndpoint(options.judge_url, model, max_tokens=options.judge_max_tokens, **given)
+    return ChatEndpoint(
+        options.judge_url, model, max_tokens=options.judge_max_tokens, **endpoint_options
+    )
 
 
-def own_judge(options: Options, service_client: ServiceClient) -> MessageCompleter:
+def engine_judge(options: Options, service_client: ServiceClient) -> MessageCompleter:
     """Return the judge that runs on the engine of the run."""
     model = options.judge_model or options.model_name
     sampling_client = service_client.create_sampling_client(
@@ -191,12 +193,12 @@ def judge_name(options: Options) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def rows_of(options: Options) -> Callable[[], RubricRows]:
+def make_row_reader(options: Options) -> Callable[[], RubricRows]:
     """Return a function that returns the rows. They are read once here, so that errors in the data
     are raised before a model is loaded.
     """
     if options.dataset is None:
-        largest = LARGEST if options.largest is None else options.largest
+        largest = DEFAULT_LARGEST if options.largest is None else options.largest
         test_size = 64 if options.test_size is None else options.test_size
         shown = NUM_EXAMPLE_VERDICTS if options.shown_verdicts is None else options.shown_verdicts
         rows = partial(

@@ -32,7 +32,7 @@ FORMS = (
     "{result}",
     "The sum is {result}.",
 )
-NEAR = 10
+MAX_RESULT_ERROR = 10
 
 
 @chz.chz
@@ -67,12 +67,14 @@ def _example(largest: int, is_right: bool, rng: random.Random) -> list[Message]:
     only the first digit gets a high loss.
     """
     problem = Sum(rng.randint(0, largest), rng.randint(0, largest))
-    near = [
+    wrong_results = [
         result
-        for result in range(max(0, problem.answer - NEAR), problem.answer + NEAR + 1)
+        for result in range(
+            max(0, problem.answer - MAX_RESULT_ERROR), problem.answer + MAX_RESULT_ERROR + 1
+        )
         if result != problem.answer
     ]
-    result = problem.answer if is_right else rng.choice(near)
+    result = problem.answer if is_right else rng.choice(wrong_results)
     answer = rng.choice(FORMS).format(left=problem.left, right=problem.right, result=result)
     row = rubric_of(problem, shown_verdicts=0)
     [criterion] = row.criteria

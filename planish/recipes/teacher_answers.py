@@ -27,7 +27,7 @@ from planish.supervised.datasets import FromRowsBuilder
 
 SUMS = "sums"
 MAX_OPERAND = 20
-SAMPLED = "sampled.jsonl"
+SAMPLED_ANSWERS_FILE = "sampled.jsonl"
 
 
 @chz.chz
@@ -104,7 +104,7 @@ def check_sums(options: TeacherOptions) -> None:
 
 def answers_path(options: TeacherOptions) -> Path:
     """Return the path of the file with the teacher's answers."""
-    return Path(options.log_path).expanduser() / SAMPLED
+    return Path(options.log_path).expanduser() / SAMPLED_ANSWERS_FILE
 
 
 def answers_builder(options: TeacherOptions) -> FromRowsBuilder:

@@ -36,23 +36,23 @@ def run_command(
     config_type: type[C],
     presets: Presets,
     argv: Sequence[str],
-    again: str = "resumes from the last checkpoint",
+    on_restart: str = "resumes from the last checkpoint",
 ) -> None:
     """Run a recipe with `key=value` options. Errors of planish are printed without a traceback and
     end the process with exit status 1.
 
-    Ctrl-C and SIGTERM end the process with exit status 130 and 143, and with a message. `again` is
-    the part of that message that says what the same command does next.
+    Ctrl-C and SIGTERM end the process with exit status 130 and 143, and with a message.
+    `on_restart` is the part of that message that says what the same command does next.
     """
     try:
         with sigterm_as_interrupt(), engine_log_on_console():
             main(read_options(config_type, presets, argv))
     except PlanishError as error:
-        places = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-        print(f"error: {error}{places}", file=sys.stderr)
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+        print(f"error: {error}{notes}", file=sys.stderr)
         sys.exit(1)
     except (KeyboardInterrupt, Terminated) as end:
-        print(f"stopped; the same command {again}", file=sys.stderr)
+        print(f"stopped; the same command {on_restart}", file=sys.stderr)
         sys.exit(end.code if isinstance(end, Terminated) else 130)
 
 
@@ -91,19 +91,19 @@ def run_main(
     main: Callable[[C, Any], Coroutine[Any, Any, Path]],
     config: C,
     service_client: ServiceClient | None = None,
-    others: Sequence[str | None] = (),
+    other_models: Sequence[str | None] = (),
 ) -> Path:
     """Return the result of `main(config, client)`, with the given service client or a new one. If
-    the config has no renderer name, it is set to the renderer of the config's model. `others` are
-    further base models that the run uses.
+    the config has no renderer name, it is set to the renderer of the config's model. `other_models`
+    are further base models that the run uses.
     """
-    given: Any = config
+    untyped_config: Any = config
     if run_in_place_of_training.get() is not None:
         raise UserError("this recipe has no environments to play")
 
-    with open_client(given, service_client, others) as client:
-        renderer = learn_renderer(client, given.model_name, given.renderer_name)
-        return run_coroutine(main(chz.replace(given, renderer_name=renderer.name), client))
+    with open_client(untyped_config, service_client, other_models) as client:
+        renderer = learn_renderer(client, untyped_config.model_name, untyped_config.renderer_name)
+        return run_coroutine(main(chz.replace(untyped_config, renderer_name=renderer.name), client))
 
 
 def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) -> C:
@@ -111,8 +111,8 @@ def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) ->
     arguments override. --help prints the options and exits. Raise UserError for a wrong argument.
     """
     names = [argument.partition("=")[2] for argument in argv if argument.startswith("preset=")]
-    rest = [argument for argument in argv if not argument.startswith("preset=")]
-    for argument in rest:
+    options = [argument for argument in argv if not argument.startswith("preset=")]
+    for argument in options:
         if argument != "--help" and ("=" not in argument or argument.startswith("-")):
             raise UserError(
                 f"{argument}: options are written name=value, such as seed=1; --help lists them"
@@ -126,13 +126,13 @@ def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) ->
             )
         blueprint.apply(dict(presets[name]), layer_name=f"preset={name}")
     try:
-        return blueprint.make_from_argv(rest)
+        return blueprint.make_from_argv(options)
     except EntrypointHelpException as help_text:
         print(help_text)
         # The defaults shown above include the presets that were given.
-        others = sorted(presets.keys() - names)
-        if others:
-            print(f"preset=NAME gives other defaults: {', '.join(others)}")
+        other_presets = sorted(presets.keys() - names)
+        if other_presets:
+            print(f"preset=NAME gives other defaults: {', '.join(other_presets)}")
         sys.exit(0)
     except (
         ConstructionException,
@@ -167,27 +167,32 @@ def require_groups(options: Any) -> None:
     and, if the recipe has it, `eval_problems`.
     """
     require_at_least(options, batch_size=1)
-    tested = getattr(options, "eval_problems", None)
+    eval_problems = getattr(options, "eval_problems", None)
     require(
         options,
         group_size=(options.group_size >= 2, "at least 2: answers are compared within their group"),
-        eval_problems=(tested is None or tested >= 0, "a whole number, 0 for no evaluation"),
+        eval_problems=(
+            eval_problems is None or eval_problems >= 0,
+            "a whole number, 0 for no evaluation",
+        ),
     )
 
 
-def build(target: type[T], options: Any, **others: Any) -> T:
+def build(target: type[T], options: Any, **overrides: Any) -> T:
     """Return an object of the chz class `target`. Its fields get the values of the options with the
-    same names, and `others`, which take precedence.
+    same names, and `overrides`, which take precedence.
     """
     names = chz.chz_fields(target).keys() & chz.chz_fields(type(options)).keys()
-    return target(**{**{name: getattr(options, name) for name in names}, **others})
+    return target(**{**{name: getattr(options, name) for name in names}, **overrides})
 
 
-def build_with_defaults(target: type[T], options: Any, **others: Any) -> T:
+def build_with_defaults(target: type[T], options: Any, **overrides: Any) -> T:
     """Return the same as `build`, but an option that is None leaves the default of the field."""
     names = chz.chz_fields(target).keys() & chz.chz_fields(type(options)).keys()
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return target(**{**given, **others})
+    given_options = {
+        name: getattr(options, name) for name in names if getattr(options, name) is not None
+    }
+    return target(**{**given_options, **overrides})
 
 
 def chat_config(options: Any) -> ChatDatasetBuilderCommonConfig:

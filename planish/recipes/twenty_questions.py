@@ -150,19 +150,20 @@ def few_shot_messages(riddle: Riddle) -> list[Message]:
     """
     messages: list[Message] = [{"role": "system", "content": INSTRUCTION}]
     opening = "I am thinking of a word."
-    for shown, turns in EXAMPLE_GAMES:
-        guessed: set[str] = set()
-        said = opening
+    for example, turns in EXAMPLE_GAMES:
+        guessed_words: set[str] = set()
+        last_reply = opening
         for text, reply in turns:
             messages.append(
                 {
                     "role": "user",
-                    "content": said + (shown.words_left(guessed) if riddle.choices else ""),
+                    "content": last_reply
+                    + (example.words_left(guessed_words) if riddle.choices else ""),
                 }
             )
             messages.append({"role": "assistant", "content": text})
-            guessed |= {read_guess(text) or ""}
-            said = reply
+            guessed_words |= {read_guess(text) or ""}
+            last_reply = reply
         opening = "Right! I am thinking of another word."
     return [*messages, {"role": "user", "content": opening + riddle.words_left(set())}]
 

@@ -37,7 +37,7 @@ EXTRA_PHRASE_PROBABILITY = 0.6
 """Probability of an opening, and of a closing."""
 RIGHT_PROBABILITY = 0.9
 """Probability of the right result in an answer of a comparison."""
-MAX_SLIP = 3
+MAX_RESULT_ERROR = 3
 """Largest distance of a wrong result from the right one."""
 
 
@@ -54,7 +54,7 @@ class Quality:
         return self.is_right, -self.num_words
 
 
-async def rule(comparison: Comparison) -> float:
+async def rule_preference(comparison: Comparison) -> float:
     """Return the preference of the rule: 1 if B is better, -1 if A is better, 0 for a tie."""
     a, b = (
         quality(comparison.prompt_conversation, side)
@@ -86,7 +86,7 @@ class RuleBuilder(PreferenceModelBuilder):
 
     def __call__(self, service_client: ServiceClient | None = None) -> Any:
         """Return the rule. It does not use `service_client`."""
-        return rule
+        return rule_preference
 
 
 @chz.chz
@@ -140,8 +140,12 @@ def result_of(problem: Sum, rng: random.Random) -> int:
     """Return the right result or, with probability 1 - RIGHT_PROBABILITY, a close one."""
     if rng.random() < RIGHT_PROBABILITY:
         return problem.answer
-    slips = [slip for slip in range(-MAX_SLIP, MAX_SLIP + 1) if slip and problem.answer + slip >= 0]
-    return problem.answer + rng.choice(slips)
+    errors = [
+        error
+        for error in range(-MAX_RESULT_ERROR, MAX_RESULT_ERROR + 1)
+        if error and problem.answer + error >= 0
+    ]
+    return problem.answer + rng.choice(errors)
 
 
 def random_comparison(problem: Sum, rng: random.Random) -> LabeledComparison:

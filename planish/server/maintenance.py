@@ -247,7 +247,7 @@ class Cleanup:
     async def _end_stale_sessions(self) -> None:
         services = self._services
         oldest = services.expiry_clock.before(services.settings.session_timeout)
-        for session_id in services.sessions.stale(oldest):
+        for session_id in services.sessions.stale_session_ids(oldest):
             await services.sessions.end(session_id, "its client has sent nothing for too long")
 
     async def _close_excess_samplers(self) -> None:

@@ -145,8 +145,8 @@ def serve(options: ServeOptions) -> int:
         _log_plan(checked)
         if options.hub_tokenizers:
             for name, path in checked.models.items():
-                for asked in hub_names(name):
-                    cache_tokenizer(asked, path)
+                for hub_name in hub_names(name):
+                    cache_tokenizer(hub_name, path)
         directories = {name: str(path) for name, path in checked.models.items()}
         engine = Engine(
             directories, checked.data_dir, options.engine, checked.memory, only_these_models=True
@@ -179,12 +179,12 @@ def _application(engine: Engine, checked: _CheckedOptions) -> Starlette:
     http = HttpSettings(options.poll_seconds, models, checked.keys)
     registry = CollectorRegistry()
     registry.register(SubstitutedLosses(engine.substitutions))
-    more = [
+    other_routes = [
         *routes_sampling.PLANISH_ROUTES,
         *routes.routes(server, models),
         metrics_route(registry),
     ]
-    app = create_app(server, http, more)
+    app = create_app(server, http, other_routes)
     app.add_middleware(AccessLog, metrics=RequestMetrics(registry))
     return app
 

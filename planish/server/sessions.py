@@ -219,19 +219,19 @@ class Sessions:
         """Return whether a session is open."""
         return session_id in self._open_rows
 
-    def stale(self, oldest: float) -> list[str]:
+    def stale_session_ids(self, oldest: float) -> list[str]:
         """Return the ids of the sessions whose clients sent nothing after `oldest`. Shortly after a
         start or a suspension of the server, return none.
         """
-        looked, now = time.monotonic(), time.time()
-        if looked - self._last_check > _SUSPENSION_SECONDS:
-            self._running_since = looked
-        self._last_check = looked
+        monotonic_now, now = time.monotonic(), time.time()
+        if monotonic_now - self._last_check > _SUSPENSION_SECONDS:
+            self._running_since = monotonic_now
+        self._last_check = monotonic_now
         for row in list(self._open_rows.values()):
             if max(row.seen, self._last_seen.get(row.id, 0)) > now + AHEAD_SECONDS:
                 self._last_seen[row.id] = now
                 self._open_rows[row.id] = replace(row, seen=now)
-        if looked - self._running_since < min(now - oldest, _RECONNECT_SECONDS):
+        if monotonic_now - self._running_since < min(now - oldest, _RECONNECT_SECONDS):
             return []
         return [
             row.id

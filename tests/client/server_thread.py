@@ -101,7 +101,7 @@ def serving(
     )
     server = Server(engine, data, list(models))
     settings = HttpSettings(tokenizer_directories=models, tenants_by_key=keys)
-    app = create_app(server, settings, more=routes_sampling.PLANISH_ROUTES)
+    app = create_app(server, settings, other_routes=routes_sampling.PLANISH_ROUTES)
     network = Network(app)
     with serving_app(network, port, lifespan="on") as url:
         try:

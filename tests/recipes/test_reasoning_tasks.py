@@ -235,4 +235,4 @@ def test_a_task_with_too_few_questions_is_rejected():
 def test_one_process_for_all_environments_of_a_task():
     task = Task.of("chain_sum", {}, 0)
     assert task_process(task) is task_process(Task.of("chain_sum", {}, 0))
-    assert task.num_entries == reasoning_tasks.ENTRIES
+    assert task.num_entries == reasoning_tasks.NUM_ENTRIES

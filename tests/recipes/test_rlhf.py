@@ -22,10 +22,10 @@ from planish.recipes.rlhf_options import (
     SFTStage,
     TrainedModels,
     check,
-    pattern,
     preference_config,
     rl_config,
     sft_config,
+    tournament_pattern_of,
 )
 from planish.recipes.training_run import read_options
 from planish.recipes.wordy_sums import RuleBuilder, WordySums
@@ -340,4 +340,4 @@ def test_options_from_the_command_line_reach_their_stages():
 )
 def test_a_judge_without_a_taste_for_sides_is_asked_once(kind, given, expected):
     options = Options(preference=PreferenceStage(kind=kind), rl=RLStage(tournament_pattern=given))
-    assert pattern(options) == expected
+    assert tournament_pattern_of(options) == expected

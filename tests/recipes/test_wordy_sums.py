@@ -17,7 +17,7 @@ from planish.recipes.wordy_sums import (
     question_of,
     random_answer,
     random_comparison,
-    rule,
+    rule_preference,
 )
 from planish.supervised.datasets import RowDataset
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
@@ -27,7 +27,7 @@ PROMPT = question_of(Sum(3, 4))
 
 def preference(a, b):
     sides = ([{"role": "assistant", "content": text}] for text in (a, b))
-    return asyncio.run(rule(Comparison(PROMPT, *sides)))
+    return asyncio.run(rule_preference(Comparison(PROMPT, *sides)))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_demonstrations_are_right_and_differ_in_words():
 def test_comparisons_are_labelled_by_the_rule():
     drawn = [random_comparison(Sum(3, 4), random.Random(seed)) for seed in range(400)]
     for labeled in drawn:
-        assert asyncio.run(rule(labeled.comparison)) == {"A": -1, "B": 1}[labeled.label]
+        assert asyncio.run(rule_preference(labeled.comparison)) == {"A": -1, "B": 1}[labeled.label]
     rights = [
         [
             quality(PROMPT, side).is_right

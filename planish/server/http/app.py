@@ -54,12 +54,12 @@ _log = logging.getLogger("planish.server")
 
 
 def create_app(
-    server: Server, settings: HttpSettings | None = None, more: Sequence[Route] = ()
+    server: Server, settings: HttpSettings | None = None, other_routes: Sequence[Route] = ()
 ) -> Starlette:
     """Return the application. Its lifespan starts and stops the server. Setting the event
     `app.state.http.stopping` ends waiting polls.
 
-    `more` are routes of other protocols (openai.routes.routes, metrics_page.metrics_route).
+    `other_routes` are those of other protocols (openai.routes.routes, metrics_page.metrics_route).
     """
 
     @asynccontextmanager
@@ -82,7 +82,7 @@ def create_app(
             *health,
             *(route for group in _ROUTE_MODULES for route in group.ROUTES),
             *_UNSUPPORTED_ROUTES,
-            *more,
+            *other_routes,
         ],
         lifespan=lifespan,
         exception_handlers={HTTPException: _no_endpoint, Exception: _internal_error},

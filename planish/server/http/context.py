@@ -281,50 +281,54 @@ class RequestContext:
         the budget of all bodies until the block ends. Raise Unavailable if the budget is exhausted,
         or if the body arrives too slowly.
         """
-        budget, held, size = self.state.body_budget, 0, 0
+        budget, reserved_bytes, size = self.state.body_budget, 0, 0
 
-        def hold(more: int) -> None:
-            nonlocal held
-            budget.reserve(self.tenant, more)
-            held += more
+        def reserve(num_bytes: int) -> None:
+            nonlocal reserved_bytes
+            budget.reserve(self.tenant, num_bytes)
+            reserved_bytes += num_bytes
 
         try:
             pieces, stream = [], self.request.stream()
-            announced = self.request.headers.get("content-length", "0")
-            if announced.isascii() and announced.isdigit() and int(announced) > limit:
+            content_length = self.request.headers.get("content-length", "0")
+            if (
+                content_length.isascii()
+                and content_length.isdigit()
+                and int(content_length) > limit
+            ):
                 raise body_too_large(limit)
-            begun = time.monotonic()
+            start_time = time.monotonic()
             while (piece := await _next_piece(stream)) is not None:
                 size += len(piece)
-                if time.monotonic() - begun > _STALL_SECONDS + size / _MIN_BODY_RATE:
+                if time.monotonic() - start_time > _STALL_SECONDS + size / _MIN_BODY_RATE:
                     raise Unavailable(
                         f"the body arrived at less than {_MIN_BODY_RATE:g} bytes per second; send "
                         "the request again over a faster connection",
                         1.0,
                     )
                 if size > _MAX_UNCOUNTED_BODY:
-                    hold(size - held)
+                    reserve(size - reserved_bytes)
                 pieces.append(piece)
                 if size > limit:
                     raise body_too_large(limit)
             encoding = self.request.headers.get("content-encoding", "")
 
             def decompress() -> bytes:
-                packed = b"".join(pieces)
+                compressed = b"".join(pieces)
                 pieces.clear()  # frees the memory of the pieces
-                return decompress_body(packed, encoding, limit)
+                return decompress_body(compressed, encoding, limit)
 
             # A small compressed body may be large after the decompression.
             body = (
-                await self._in_turn(size, decompress)
+                await self._run_in_turn(size, decompress)
                 if encoding
                 else await self.compute(size, decompress)
             )
             if encoding and len(body) > _MAX_UNCOUNTED_BODY:
-                hold(len(body))
+                reserve(len(body))
             yield body
         finally:
-            budget.release(self.tenant, held)
+            budget.release(self.tenant, reserved_bytes)
 
     @asynccontextmanager
     async def fields(self, limit: int = MAX_SMALL_BODY) -> AsyncIterator[Fields]:
@@ -349,9 +353,9 @@ class RequestContext:
         """Return `work()`, which processes a body of `size` bytes. If the body is above 16 KiB,
         `work` runs in a thread when it is the tenant's turn.
         """
-        return work() if size <= _MAX_INLINE_BODY else await self._in_turn(size, work)
+        return work() if size <= _MAX_INLINE_BODY else await self._run_in_turn(size, work)
 
-    async def _in_turn(self, size: int, work: Callable[[], T]) -> T:
+    async def _run_in_turn(self, size: int, work: Callable[[], T]) -> T:
         """Return the result of `work()`, which runs in a thread when it is the tenant's turn."""
         turn = await self.state.decoding_queue.acquire_slots(self.tenant.name, 1, size)
         try:
@@ -565,11 +569,13 @@ class ApiKeys:
             return ANONYMOUS_TENANT
         if not key:
             raise Unauthorized("this server needs a key: set TINKER_API_KEY (header X-API-Key)")
-        given = _key_digest(key)
-        found = [tenant for digest, tenant in self._tenants if hmac.compare_digest(digest, given)]
-        if not found:
+        given_digest = _key_digest(key)
+        matching_tenants = [
+            tenant for digest, tenant in self._tenants if hmac.compare_digest(digest, given_digest)
+        ]
+        if not matching_tenants:
             raise Unauthorized("this key is unknown; ask the server's operator for one")
-        return found[0]
+        return matching_tenants[0]
 
 
 def _key_digest(key: str) -> bytes:

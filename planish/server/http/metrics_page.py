@@ -55,28 +55,31 @@ class _Families:
         yield from families(self.measured)
 
 
-def families(measured: Metrics) -> Iterator[Metric]:
+def families(metrics: Metrics) -> Iterator[Metric]:
     """Yield each metric with its name and help."""
-    counted = measured.counters
-    yield from _families(counted, CounterMetricFamily)
+    counters = metrics.counters
+    yield from _families(counters, CounterMetricFamily)
     yield SummaryMetricFamily(
         "planish_batch_sequences",
         "Number of sequences in the engine at the arrival of each sample request",
-        count_value=counted.num_sample_requests,
-        sum_value=counted.sum_of_running_sequences,
+        count_value=counters.num_sample_requests,
+        sum_value=counters.sum_of_running_sequences,
     )
-    yield from _families(measured, GaugeMetricFamily)
-    yield from _families(measured.disk, GaugeMetricFamily)
+    yield from _families(metrics, GaugeMetricFamily)
+    yield from _families(metrics.disk, GaugeMetricFamily)
 
 
 def _families(
-    measured: Counters | Metrics | DiskUsage, kind: type[CounterMetricFamily | GaugeMetricFamily]
+    values: Counters | Metrics | DiskUsage,
+    family_type: type[CounterMetricFamily | GaugeMetricFamily],
 ) -> Iterator[Metric]:
-    for described in fields(measured):
-        if not described.metadata:
+    for metric_field in fields(values):
+        if not metric_field.metadata:
             continue
-        value, labels = getattr(measured, described.name), described.metadata["labels"]
-        family = kind(described.metadata["name"], described.metadata["help"], labels=labels)
+        value, labels = getattr(values, metric_field.name), metric_field.metadata["labels"]
+        family = family_type(
+            metric_field.metadata["name"], metric_field.metadata["help"], labels=labels
+        )
         for key, count in value.items() if labels else [((), value)]:
             family.add_metric([key] if isinstance(key, str) else key, float(count))
         yield family

@@ -126,19 +126,19 @@ async def release(context: RequestContext) -> None:
 def _sample_requests(fields: Fields) -> list[SampleRequest | PlanishError]:
     """Decode the requests of a batch. For a request that cannot be read, return its error."""
     with fields:
-        found: list[SampleRequest | PlanishError] = []
+        requests: list[SampleRequest | PlanishError] = []
         num_targets = 0
-        for one in fields.objects("requests"):
+        for body in fields.objects("requests"):
             try:
-                request = sample_request_from_json(one.as_body())
+                request = sample_request_from_json(body.as_body())
                 num_targets += target_count(request.operation)
                 check_dense_elements("requests", num_targets)
-                found.append(request)
+                requests.append(request)
             except UserError as error:
-                found.append(error)
-    if not 0 < len(found) <= MAX_BATCH_REQUESTS:
-        raise UserError(f"requests has {len(found)} entries; give 1 to {MAX_BATCH_REQUESTS}")
-    return found
+                requests.append(error)
+    if not 0 < len(requests) <= MAX_BATCH_REQUESTS:
+        raise UserError(f"requests has {len(requests)} entries; give 1 to {MAX_BATCH_REQUESTS}")
+    return requests
 
 
 async def _response_frames(
@@ -158,13 +158,13 @@ async def _response_frames(
     try:
         num_unfinished = len(requests)
         while num_unfinished:
-            ready = [await frames.get()]
+            queued_frames = [await frames.get()]
             while not frames.empty():
-                ready.append(frames.get_nowait())
-            whole = [frame for frame in ready if frame is not None]
-            num_unfinished -= sum(frame.header["last"] for frame in whole)
-            yield b"".join(frame.to_bytes() for frame in whole)
-            if len(whole) < len(ready):
+                queued_frames.append(frames.get_nowait())
+            response_frames = [frame for frame in queued_frames if frame is not None]
+            num_unfinished -= sum(frame.header["last"] for frame in response_frames)
+            yield b"".join(frame.to_bytes() for frame in response_frames)
+            if len(response_frames) < len(queued_frames):
                 return
     finally:
         for task in tasks:
@@ -217,12 +217,12 @@ def _accepted_header(index: int, accepted: Accepted) -> Mapping[str, Any]:
 def _result_frame(index: int, outcome: Done | Failed) -> Frame:
     if isinstance(outcome, Done):
         return Frame({"index": index, "last": True}, outcome.content)
-    said = {
+    error_fields = {
         "error": outcome.message,
         "category": outcome.category,
         ERROR_CLASS: outcome.error_class,
     }
-    return Frame({"index": index, "last": True, **said})
+    return Frame({"index": index, "last": True, **error_fields})
 
 
 def _rejected_header(index: int, error: Exception) -> Mapping[str, Any]:

@@ -49,14 +49,16 @@ class RolloutProcess:
         """Start a worker and return without waiting for it. Calls can be sent at once; they wait
         until the worker has started.
         """
-        here, there = socket.socketpair()
-        process = multiprocessing.get_context("spawn").Process(target=worker.main, args=(there,))
-        with blocked_interrupts(), there:
+        parent_socket, worker_socket = socket.socketpair()
+        process = multiprocessing.get_context("spawn").Process(
+            target=worker.main, args=(worker_socket,)
+        )
+        with blocked_interrupts(), worker_socket:
             process.start()
         # The worker is not a daemon, because daemons cannot start processes of their own. So kill
         # it before the interpreter waits for it at exit.
         atexit.register(process.kill)
-        return cls(process, await Peer.from_socket(here))
+        return cls(process, await Peer.from_socket(parent_socket))
 
     @property
     def has_ended(self) -> bool:
@@ -87,12 +89,12 @@ class RolloutProcess:
             # A seeded policy derives the seed of each call from the number of its calls so far, so
             # keep one object for all calls.
             if sample.policy not in policies:
-                seeded = policy
+                seeded_policy = policy
                 for seed in sample.seeds:
-                    seeded = seeded.seeded(seed)
-                policies[sample.policy] = seeded
-            bound = {} if sample.max_tokens is None else {"max_tokens": sample.max_tokens}
-            tokens = await policies[sample.policy](sample.model_input, sample.stop, **bound)
+                    seeded_policy = seeded_policy.seeded(seed)
+                policies[sample.policy] = seeded_policy
+            limits = {} if sample.max_tokens is None else {"max_tokens": sample.max_tokens}
+            tokens = await policies[sample.policy](sample.model_input, sample.stop, **limits)
             if on_turn is not None:
                 on_turn(tokens)
             return tokens

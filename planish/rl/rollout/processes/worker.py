@@ -134,12 +134,12 @@ async def serve(end: socket.socket) -> None:
 
 async def roll_out(request: RolloutRequest, policy: TokenCompleter) -> bytes:
     """Return the pickled RolloutResult of a group."""
-    task = unpickled(request)
-    listening = (
+    task = load_task(request)
+    log_scope = (
         logtree.capture(request.builder_name) if request.is_logged else logtree.scope_disable()
     )
     failures: list[RolloutError] = []
-    with listening as tree:
+    with log_scope as tree:
         group = await do_group_rollout(
             task.builder,
             policy,
@@ -148,13 +148,13 @@ async def roll_out(request: RolloutRequest, policy: TokenCompleter) -> bytes:
             seed=request.seed,
             failures=failures,
         )
-    logged: list[logtree.Node | str] = []
+    log_nodes: list[logtree.Node | str] = []
     if tree is not None:
         _, body = tree.children
         assert isinstance(body, logtree.Node)
-        logged = body.children
+        log_nodes = body.children
     try:
-        return pickle.dumps(RolloutResult(group, failures, logged))
+        return pickle.dumps(RolloutResult(group, failures, log_nodes))
     except Exception as error:
         raise UserError(
             f"the result of {request.builder_name} cannot be sent back from its process: "
@@ -162,7 +162,7 @@ async def roll_out(request: RolloutRequest, policy: TokenCompleter) -> bytes:
         ) from error
 
 
-def unpickled(request: RolloutRequest) -> RolloutTask:
+def load_task(request: RolloutRequest) -> RolloutTask:
     """Return the request's task. Raises UserError if the worker cannot import its builder."""
     try:
         return pickle.loads(request.task)
