@@ -114,8 +114,8 @@ def function_name(row: Row) -> str | None:
 
 
 def read_tests(test_data: Any, function: str | None) -> Iterator[ProgramTest]:
-    """Yield the tests in `test_data`, which has any of the formats. `function` is the function name in
-    a row of LiveCodeBench. A test that cannot be run raises UnusableTestError.
+    """Yield the tests in `test_data`, which has any of the formats. `function` is the function name
+    in a row of LiveCodeBench. A test that cannot be run raises UnusableTestError.
     """
     test_data = from_json(test_data)
     if isinstance(test_data, Mapping):

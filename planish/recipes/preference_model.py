@@ -75,7 +75,8 @@ class ComparisonOptions:
     )
     questions: str | None = chz.field(
         default=None,
-        doc=f"pairs=solutions: number of questions with worked solutions; none = {DEFAULT_QUESTION_DATASET}",
+        doc="pairs=solutions: number of questions with worked solutions; "
+        f"none = {DEFAULT_QUESTION_DATASET}",
     )
     test_size: int | None = chz.field(
         default=64,

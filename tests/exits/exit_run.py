@@ -38,14 +38,14 @@ sys.path.insert(0, str(HERE.parent / "server"))
 
 from server_process import running_server  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-WORKS = ("idle", "sampling", "training", "saving", "custom loss", "mixed")
+ACTIVITIES = ("idle", "sampling", "training", "saving", "custom loss", "mixed")
 ENDS = ("return", "exit", "error", "ctrl-c", "sigterm", "handled")
 STYLES = ("asyncio", "blocking")
 PLACES = ("engine", "server")
 SECONDS = 2.0
 SAVING_SECONDS = 60.0
 """A program that saves ends when the checkpoint is on disk."""
-GIVE_UP = 180.0
+TIMEOUT_SECONDS = 180.0
 
 TRACEBACK = r"(Traceback \(most recent call last\):\n(  .*\n)+"
 OWN_STDERR: Mapping[str, str] = {
@@ -89,10 +89,10 @@ class Outcome:
 
 def random_runs(count: int, seed: int) -> Iterator[Run]:
     """Yield every combination equally often, in a random order and with random delays."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     combinations = [
         (work, end, style, place)
-        for work in WORKS
+        for work in ACTIVITIES
         for end in ENDS
         for style in STYLES
         for place in PLACES
@@ -100,10 +100,8 @@ def random_runs(count: int, seed: int) -> Iterator[Run]:
     order: list[tuple[str, str, str, str]] = []
     for _ in range(count):
         if not order:
-            order = chance.sample(combinations, len(combinations))
-        yield Run(
-            *order.pop(), delay=chance.choice((0.0, chance.uniform(0, 0.05), chance.random()))
-        )
+            order = rng.sample(combinations, len(combinations))
+        yield Run(*order.pop(), delay=rng.choice((0.0, rng.uniform(0, 0.05), rng.random())))
 
 
 def program(run: Run, directory: Path, url: str) -> Outcome:
@@ -111,10 +109,18 @@ def program(run: Run, directory: Path, url: str) -> Outcome:
     home = directory / f"{time.monotonic_ns()}"
     home.mkdir()
     (home / "tiny").symlink_to(directory / "tiny")
-    how = {"ctrl-c": "signal", "sigterm": "signal"}.get(run.end, run.end)
+    end_mode = {"ctrl-c": "signal", "sigterm": "signal"}.get(run.end, run.end)
     place = url if run.place == "server" else str(home)
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "program.py"), run.work, how, run.style, place, f"{run.delay}"],
+        [
+            sys.executable,
+            str(HERE / "program.py"),
+            run.work,
+            end_mode,
+            run.style,
+            place,
+            f"{run.delay}",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -125,16 +131,16 @@ def program(run: Run, directory: Path, url: str) -> Outcome:
     assert process.stdout is not None
     working = process.stdout.readline()
     ended = time.monotonic()
-    if working and how in ("signal", "handled"):
+    if working and end_mode in ("signal", "handled"):
         time.sleep(run.delay)
         ended = time.monotonic()
         process.send_signal(signal.SIGINT if run.end == "ctrl-c" else signal.SIGTERM)
     try:
-        stdout, stderr = process.communicate(timeout=GIVE_UP)
+        stdout, stderr = process.communicate(timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         stdout, stderr = process.communicate()
-        stderr += f"killed after {GIVE_UP} s\n"
+        stderr += f"killed after {TIMEOUT_SECONDS} s\n"
     now = time.monotonic()
     times = {name: float(time) for name, time in re.findall(r"(\w+) ([\d.]+)\n", stdout)}
     ended, finalizing = times.get("ending", ended), times.get("finalizing", now)

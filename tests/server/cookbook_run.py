@@ -48,7 +48,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Trial:
+class ProgramRun:
     """A program with its arguments, {log} being its run directory; what its metrics must be; after
     how many rows which process is killed.
     """
@@ -76,7 +76,7 @@ def falls(name: str, steps: int, to: float = 0.5, repeats: bool = False) -> Call
 
 def rises(name: str, steps: int, by: float) -> Callable[[Rows], str]:
     def check(rows: Rows) -> str:
-        played(steps)(rows)
+        check_rl_steps(steps)(rows)
         found = [row[name] for row in rows if name in row]
         assert found[-1] > found[0] + by, found
         return f"{name} {found[0]:.2f} to {found[-1]:.2f}"
@@ -84,7 +84,7 @@ def rises(name: str, steps: int, by: float) -> Callable[[Rows], str]:
     return check
 
 
-def played(steps: int, on_policy: bool = True) -> Callable[[Rows], str]:
+def check_rl_steps(steps: int, on_policy: bool = True) -> Callable[[Rows], str]:
     """Every step of an RL run is there once; on-policy, sampler and trainer agree."""
 
     def check(rows: Rows) -> str:
@@ -99,7 +99,7 @@ def played(steps: int, on_policy: bool = True) -> Callable[[Rows], str]:
     return check
 
 
-def stepped(steps: int) -> Callable[[Rows], str]:
+def check_steps(steps: int) -> Callable[[Rows], str]:
     def check(rows: Rows) -> str:
         assert [row["step"] for row in rows] == list(range(steps)), [
             row.get("step") for row in rows
@@ -109,7 +109,7 @@ def stepped(steps: int) -> Callable[[Rows], str]:
     return check
 
 
-def ended(rows: Rows) -> str:
+def no_check(rows: Rows) -> str:
     """The program makes its own assertions."""
     return ""
 
@@ -125,85 +125,85 @@ _RL_LOOP = (
     "group_size=4 max_tokens=8 max_steps=3"
 )
 TRIALS = {
-    "chat_sl": Trial(f"{_SL} save_every=4 rolling_save_every=1", falls("train_mean_nll", 12)),
-    "chat_sl, killed and resumed": Trial(
+    "chat_sl": ProgramRun(f"{_SL} save_every=4 rolling_save_every=1", falls("train_mean_nll", 12)),
+    "chat_sl, killed and resumed": ProgramRun(
         f"{_SL} save_every=4 rolling_save_every=1", falls("train_mean_nll", 12), 5
     ),
-    "chat_sl, the server killed": Trial(
+    "chat_sl, the server killed": ProgramRun(
         f"{_SL} save_every=4", falls("train_mean_nll", 12), 5, kill_server=True
     ),
-    "sl_loop": Trial(
+    "sl_loop": ProgramRun(
         f"-m tinker_cookbook.recipes.sl_loop model_name={KNOWN} log_path={{log}} batch_size=8 "
         "learning_rate=1e-2 save_every=3",
         falls("train_mean_nll", 8),
     ),
     **{
-        f"rl_loop, {loss}": Trial(f"{_RL_LOOP} loss_fn={loss}", stepped(3))
+        f"rl_loop, {loss}": ProgramRun(f"{_RL_LOOP} loss_fn={loss}", check_steps(3))
         for loss in ("importance_sampling", "cispo", "gspo")
     },
-    "math_rl": Trial(
-        f"{_MATH} loss_fn=importance_sampling compute_post_kl=True max_steps=3", played(3)
+    "math_rl": ProgramRun(
+        f"{_MATH} loss_fn=importance_sampling compute_post_kl=True max_steps=3", check_rl_steps(3)
     ),
-    "math_rl, two substeps, ppo": Trial(
+    "math_rl, two substeps, ppo": ProgramRun(
         _MATH + ' loss_fn=ppo loss_fn_config={"clip_low_threshold":0.9} num_substeps=2 max_steps=3',
-        played(3, False),
+        check_rl_steps(3, False),
     ),
-    "math_rl, asynchronous": Trial(
-        f"{_MATH} loss_fn=ppo max_steps_off_policy=2 max_steps=4", played(4, False)
+    "math_rl, asynchronous": ProgramRun(
+        f"{_MATH} loss_fn=ppo max_steps_off_policy=2 max_steps=4", check_rl_steps(4, False)
     ),
-    "math_rl, streamed": Trial(
+    "math_rl, streamed": ProgramRun(
         f"{_MATH} loss_fn=cispo stream_minibatch_config.num_minibatches=2 "
         "stream_minibatch_config.groups_per_batch=4 max_steps=3",
-        played(3),
+        check_rl_steps(3),
     ),
-    "math_rl, GSM8K with a test set": Trial(
+    "math_rl, GSM8K with a test set": ProgramRun(
         f"{_MATH.replace('env=arithmetic', 'env=gsm8k').replace('eval_every=0', 'eval_every=2')} "
         "loss_fn=dro max_steps=3",
-        played(3),
+        check_rl_steps(3),
     ),
-    "shorter": Trial(
+    "shorter": ProgramRun(
         f"-m tinker_cookbook.recipes.preference.shorter.train {TINY_CHAT} log_path={{log}} "
         "batch_size=2 group_size=4 max_tokens=8 max_steps=3",
-        played(3),
+        check_rl_steps(3),
     ),
-    "guess_number": Trial(
+    "guess_number": ProgramRun(
         f"-m tinker_cookbook.recipes.multiplayer_rl.guess_number.train {TINY_CHAT} "
         f"log_path={{log}} batch_size=2 group_size=2 max_tokens=8 "
         "max_steps=2 eval_every=0",
-        played(2),
+        check_rl_steps(2),
     ),
-    "rubric": Trial(
+    "rubric": ProgramRun(
         f"-m tinker_cookbook.recipes.rubric.train {CHAT} log_path={{log}} grader_llm_name={TINY} "
         "grader_renderer_name=qwen3_instruct train_jsonl_path=rubric.jsonl "
         "test_jsonl_path=rubric.jsonl groups_per_batch=2 train_group_size=2 "
         "loss_fn=importance_sampling max_steps=1 eval_every=0",
-        played(1),
+        check_rl_steps(1),
     ),
-    "on_policy_distillation": Trial(
+    "on_policy_distillation": ProgramRun(
         f"-m tinker_cookbook.recipes.distillation.on_policy_distillation {CHAT} log_path={{log}} "
         f"teacher_model={KNOWN} groups_per_batch=4 "
         "max_tokens=8 max_steps=3 eval_every=0",
-        played(3),
+        check_rl_steps(3),
     ),
-    "rl.train, a penalty, killed and resumed": Trial(
+    "rl.train, a penalty, killed and resumed": ProgramRun(
         f"{_PROGRAMS} rl {{log}}", rises("env/all/correct", 10, 0.05), 4
     ),
-    "twenty_questions": Trial(f"{_PROGRAMS} twenty_questions {{log}}", played(1)),
-    "train_dpo": Trial(f"{_PROGRAMS} dpo {{log}}", falls("dpo_loss", 8)),
+    "twenty_questions": ProgramRun(f"{_PROGRAMS} twenty_questions {{log}}", check_rl_steps(1)),
+    "train_dpo": ProgramRun(f"{_PROGRAMS} dpo {{log}}", falls("dpo_loss", 8)),
     # It keeps the rows of steps that it does again, and takes the weights of then as its reference.
-    "train_dpo, killed and resumed": Trial(
+    "train_dpo, killed and resumed": ProgramRun(
         f"{_PROGRAMS} dpo {{log}}", falls("dpo_loss", 8, to=0.9, repeats=True), 4
     ),
-    "distillation.train_off_policy": Trial(
+    "distillation.train_off_policy": ProgramRun(
         f"{_PROGRAMS} off_policy {{log}}", falls("train/loss:sum", 6, 0.8)
     ),
     **{
-        f"distillation.sdft, {kind}": Trial(f"{_PROGRAMS} sdft {{log}} {kind}", stepped(3))
+        f"distillation.sdft, {kind}": ProgramRun(f"{_PROGRAMS} sdft {{log}} {kind}", check_steps(3))
         for kind in ("forward", "reverse", "sampled")
     },
-    "completers and evaluators": Trial(f"{_PROGRAMS} evaluators {{log}}", ended),
-    "inspect": Trial(f"{_PROGRAMS} inspect {{log}}", ended),
-    "weights": Trial(f"{_PROGRAMS} weights {{log}}", ended),
+    "completers and evaluators": ProgramRun(f"{_PROGRAMS} evaluators {{log}}", no_check),
+    "inspect": ProgramRun(f"{_PROGRAMS} inspect {{log}}", no_check),
+    "weights": ProgramRun(f"{_PROGRAMS} weights {{log}}", no_check),
 }
 
 
@@ -265,7 +265,7 @@ class Bench:
             environment={"HF_HOME": str(self.place / "hub")},
         )
 
-    def run(self, name: str, trial: Trial) -> str:
+    def run(self, name: str, trial: ProgramRun) -> str:
         """What the metrics say; an AssertionError if it is wrong."""
         log = self.place / "runs" / name.replace(",", "").replace(" ", "_")
         process = self._start(trial, log)
@@ -287,7 +287,7 @@ class Bench:
         assert status == 0, f"exit status {status}\n{tail}"
         return trial.check(_rows(log))
 
-    def _start(self, trial: Trial, log: Path) -> subprocess.Popen[bytes]:
+    def _start(self, trial: ProgramRun, log: Path) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
             "TINKER_BASE_URL": self.server.url,

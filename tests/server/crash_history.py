@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import orjson
-from server_client import BASE, RANK, adam, drawn, gradient, sample
-from wire_client import Patient, Refused, WireClient
+from server_client import BASE, RANK, adam, gradient, sample, sampled_bits
+from wire_client import RequestRejected, RetryingClient, WireClient
 
 from planish.server.results import Accepted, Done, Failed
 from planish.service import (
@@ -38,7 +38,7 @@ from planish.wire.training import output_from_message
 R = TypeVar("R")
 
 
-async def together(*works: Coroutine[Any, Any, R]) -> list[R]:
+async def run_concurrently(*works: Coroutine[Any, Any, R]) -> list[R]:
     """Run coroutines at once, and return their results. If one fails or the caller is cancelled,
     cancel the others and wait until they have ended.
     """
@@ -46,10 +46,10 @@ async def together(*works: Coroutine[Any, Any, R]) -> list[R]:
     try:
         return await asyncio.gather(*tasks)
     finally:
-        await ended(*tasks)
+        await cancel_and_wait(*tasks)
 
 
-async def ended(*tasks: asyncio.Task[Any]) -> None:
+async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks, and wait until they have ended. Their errors are read, so that asyncio does not
     log them.
     """
@@ -80,7 +80,7 @@ class CrashClient:
 
     def __init__(self, wire: WireClient) -> None:
         self.history = History()
-        self.wire = Patient(wire)
+        self.wire = RetryingClient(wire)
         self.session = ""
         self._samples = 0
 
@@ -112,7 +112,7 @@ class CrashClient:
             "create_sampler", CreateSampler(sampler_id, None if path else BASE, path)
         )
 
-    async def draw(self, what: str, sampler_id: str) -> None:
+    async def sample(self, what: str, sampler_id: str) -> None:
         """Sample with a fixed seed, which is compared, and with the server's seed, which must not
         change in a retry.
         """
@@ -123,7 +123,9 @@ class CrashClient:
         self._samples += 2
         answer = await self.answer(seeded)
         assert isinstance(answer, Done), answer
-        self.history.note(f"{what} drew", drawn(sample_response_from_message(answer.content)))
+        self.history.note(
+            f"{what} drew", sampled_bits(sample_response_from_message(answer.content))
+        )
         assert isinstance(await self.answer(free), Done)
 
     async def other_session(self) -> None:
@@ -131,7 +133,7 @@ class CrashClient:
         session, self.session = self.session, await self.call("create_session")
         model = await self.create(900)
         await model.step(900)
-        await self.draw("other session", await model.publish(0))
+        await self.sample("other session", await model.publish(0))
         await model.send(gradient(model.model_id, 901), adam(model.model_id))
         await self.call("finish_session", self.session)
         self.session = session
@@ -161,7 +163,7 @@ class CrashModel:
         """Send requests together, the last one first."""
         numbered = [(self.seq + 1 + index, operation) for index, operation in enumerate(operations)]
         self.seq += len(operations)
-        sent = await together(
+        sent = await run_concurrently(
             *(
                 self.client.call("submit_training", seq, operation)
                 for seq, operation in reversed(numbered)
@@ -205,10 +207,10 @@ class CrashModel:
         return orjson.loads(answer.content)["path"]
 
     def note(self, question: str, answer: Done | Failed) -> None:
-        self.client.history.note(f"model {self.number} {question}", told(answer))
+        self.client.history.note(f"model {self.number} {question}", outcome_facts(answer))
 
 
-def told(answer: Done | Failed) -> Any:
+def outcome_facts(answer: Done | Failed) -> Any:
     """Return what an answer says, without ids."""
     match answer:
         case Failed():
@@ -228,7 +230,7 @@ async def delete(client: CrashClient, path: str) -> None:
     """Delete a checkpoint. If it is gone in a retry, the call that a crash left unanswered has
     deleted it.
     """
-    with suppress(Refused):
+    with suppress(RequestRejected):
         await client.call("delete_checkpoint", path)
     assert path not in await client.call("checkpoints")
 
@@ -240,17 +242,17 @@ async def script(client: CrashClient, offset: int) -> list[str]:
     base = await client.sampler(100, None)
     for seed in range(3):
         await model.step(offset + seed)
-        await client.draw(f"version {seed}", await model.publish(seed))
-    await client.draw("base", base)
+        await client.sample(f"version {seed}", await model.publish(seed))
+    await client.sample("base", base)
     path = await model.save("middle")
     taken = await model.do(SaveWeights(model.model_id, "middle"))
     assert isinstance(taken, Failed), taken
     await model.bad_step(offset + 10)
     other = await client.create(offset + 50, base_model=None, from_path=path, with_optimizer=True)
-    await together(model.step(offset + 20), other.step(offset + 30))
+    await run_concurrently(model.step(offset + 20), other.step(offset + 30))
     saved = await client.sampler(101, path)
-    await client.draw("saved", saved)
-    await together(client.other_session(), client.short_model(offset + 60))
+    await client.sample("saved", saved)
+    await run_concurrently(client.other_session(), client.short_model(offset + 60))
     model.note("load", await model.do(LoadWeights(model.model_id, path, with_optimizer=True)))
     await delete(client, path)
     await model.step(offset + 40)
@@ -261,8 +263,8 @@ async def script(client: CrashClient, offset: int) -> list[str]:
         )
         assert isinstance(await model.do(replaced), Done)
     for number in range(3):
-        await client.draw(f"version {number} later", f"{client.session}:sample:{number}")
-    await client.draw("saved later", saved)
+        await client.sample(f"version {number} later", f"{client.session}:sample:{number}")
+    await client.sample("saved later", saved)
     await client.check_answers()
     last = [await model.save("last"), await other.save("last")]
     found = {path.rpartition("/")[2] for path in await client.call("checkpoints")}

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from crash_history import CrashClient, ended, script, together
+from crash_history import CrashClient, cancel_and_wait, run_concurrently, script
 from crash_server import CrashServer, Start, free_port
 from disk_shim import Shim, compiler
 from power_loss import LOSSES, Disk
@@ -96,24 +96,24 @@ def kills(seed: int, places: Sequence[str] = CRASH_POINTS) -> Iterator[Kill]:
     """Yield every crash point in turn, and a random moment between two of them. A crash point that
     is not reached becomes a random moment.
     """
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     while True:
-        for name in chance.sample(places, len(places)):
-            count = chance.randrange(1, 30) if name in OFTEN else 1
-            yield Kill(f"{name}:{count}", chance.uniform(0.4, 1.4))
-            yield Kill(None, chance.uniform(0.03, 0.6))
+        for name in rng.sample(places, len(places)):
+            count = rng.randrange(1, 30) if name in OFTEN else 1
+            yield Kill(f"{name}:{count}", rng.uniform(0.4, 1.4))
+            yield Kill(None, rng.uniform(0.03, 0.6))
 
 
 def power_losses(seed: int) -> Iterator[Kill]:
     """Yield kills at random file calls, most of them soon after the start. A start that did not
     become ready within 3 seconds of computing is not waited for.
     """
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     while True:
-        yield Kill(None, 3.0, int(2 ** chance.uniform(4, 9.5)))
+        yield Kill(None, 3.0, int(2 ** rng.uniform(4, 9.5)))
 
 
-class Power:
+class PowerLosses:
     """Makes each kill a power loss: the disk forgets what was not synced."""
 
     def __init__(
@@ -127,42 +127,42 @@ class Power:
         self._shim.fields.sync_delay = sync_delay
         self._shim.fields.ignores_syncs = ignores_syncs
         self._disk = Disk(data_dir)
-        self._chance = random.Random(seed)
+        self._rng = random.Random(seed)
         self.losses: list[str] = []
         """The power losses so far, for the report of a failure."""
 
-    def begin(self, death: Kill) -> tuple[Path, Path, Path]:
+    def begin(self, kill: Kill) -> tuple[Path, Path, Path]:
         """Return how the shim of the next server process is configured."""
         self._shim.begin_log()
         self._shim.heal()
-        if death.crash_call is not None:
-            self._shim.fail(death.crash_call, 0)
+        if kill.crash_call is not None:
+            self._shim.fail(kill.crash_call, 0)
         return self._shim.files
 
     def fail(self) -> None:
         """Let the disk forget. The server must have ended."""
         self._disk.replay(self._shim.log)
-        loss = self._chance.choice(LOSSES)
+        loss = self._rng.choice(LOSSES)
         self.losses.append(str(loss))
-        self._disk.lose_power(loss, self._chance)
+        self._disk.lose_power(loss, self._rng)
 
 
-class Director:
+class ServerSupervisor:
     """Starts the server, and restarts it at the same address when it dies."""
 
     def __init__(
         self,
         model_dir: Path,
         data_dir: Path,
-        deaths: Iterator[Kill],
-        most: int,
+        kills_to_come: Iterator[Kill],
+        max_kills: int,
         settings: ServerSettings,
-        power: Power | None = None,
+        power: PowerLosses | None = None,
     ) -> None:
         self.kills: Counter[str] = Counter()
         self._start = Start(model_dir, data_dir, settings, free_port(), KEYS)
-        self._deaths = deaths
-        self._most = most
+        self._kills_to_come = kills_to_come
+        self._max_kills = max_kills
         self._power = power
         self._server: CrashServer | None = None
 
@@ -172,10 +172,10 @@ class Director:
 
     async def run(self) -> None:
         while True:
-            death = next(self._deaths) if self.kills.total() < self._most else Kill()
-            start = replace(self._start, crash_at=death.crash_at, crash_after=death.crash_after)
+            kill = next(self._kills_to_come) if self.kills.total() < self._max_kills else Kill()
+            start = replace(self._start, crash_at=kill.crash_at, crash_after=kill.crash_after)
             if self._power is not None:
-                start = replace(start, shim=self._power.begin(death))
+                start = replace(start, shim=self._power.begin(kill))
             self._server = CrashServer(start)
             status = await self._server.died()
             assert status == -signal.SIGKILL, f"the server ended by itself, with status {status}"
@@ -183,7 +183,7 @@ class Director:
             start.timer_mark.unlink(missing_ok=True)
             if self._power is not None:
                 self._power.fail()
-            self.kills["at random" if was_timer else death.place] += 1
+            self.kills["at random" if was_timer else kill.place] += 1
 
     async def end(self) -> None:
         if self._server is not None:
@@ -191,46 +191,46 @@ class Director:
             await self._server.died()
 
 
-async def play(
+async def run_round(
     model_dir: Path,
     data_dir: Path,
-    deaths: Iterator[Kill],
-    most: int,
+    kills_to_come: Iterator[Kill],
+    max_kills: int,
     settings: ServerSettings,
     number: int = len(KEYS),
-    power: Power | None = None,
+    power: PowerLosses | None = None,
 ) -> Round:
-    """Run one round of the script with up to `most` kills; with `power`, each is a power loss."""
-    director = Director(model_dir, data_dir, deaths, most, settings, power)
-    wires = [WireClient(director.url, key) for key in list(KEYS)[:number]]
+    """Run one round of the script with up to `max_kills` kills; with `power`, each is a power loss."""
+    supervisor = ServerSupervisor(model_dir, data_dir, kills_to_come, max_kills, settings, power)
+    wires = [WireClient(supervisor.url, key) for key in list(KEYS)[:number]]
     clients = [CrashClient(wire) for wire in wires]
     scripts = [script(client, 100 * index) for index, client in enumerate(clients)]
-    work = asyncio.create_task(together(*scripts))
-    running = asyncio.create_task(director.run())
+    work = asyncio.create_task(run_concurrently(*scripts))
+    running = asyncio.create_task(supervisor.run())
     try:
-        async with asyncio.timeout(300 + 20 * most):
+        async with asyncio.timeout(300 + 20 * max_kills):
             await asyncio.wait([work, running], return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             running.result()
         paths = work.result()
     finally:
-        await ended(work, running)
-        await director.end()
+        await cancel_and_wait(work, running)
+        await supervisor.end()
         await asyncio.gather(*(wire.close() for wire in wires))
     states = [state(data_dir, path) for own in paths for path in own]
-    return Round([client.history.facts for client in clients], states, director.kills)
+    return Round([client.history.facts for client in clients], states, supervisor.kills)
 
 
-def differences(seen: Round, expected: Round) -> list[str]:
+def differences(observed: Round, expected: Round) -> list[str]:
     """Return where a round differs from the expected one."""
     found = []
-    for index, (ours, theirs) in enumerate(zip(seen.facts, expected.facts, strict=True)):
+    for index, (ours, theirs) in enumerate(zip(observed.facts, expected.facts, strict=True)):
         found += [
             f"client {index}: {key}"
             for key in theirs.keys() | ours.keys()
             if ours.get(key) != theirs.get(key)
         ]
-    for index, (ours, theirs) in enumerate(zip(seen.states, expected.states, strict=True)):
+    for index, (ours, theirs) in enumerate(zip(observed.states, expected.states, strict=True)):
         found += [f"state {index}: {name}" for name in theirs if ours.get(name) != theirs[name]]
     return found
 
@@ -239,32 +239,36 @@ async def campaign(
     directory: Path,
     wanted: int,
     seed: int,
-    most: int,
+    max_kills: int,
     places: Sequence[str],
     with_power_loss: bool,
     ignores_syncs: bool,
 ) -> dict[str, Any]:
     """Run rounds until there were `wanted` kills."""
     model_dir = tiny_model(directory / "model")
-    begun, rounds, total = time.monotonic(), 0, Counter[str]()
-    expected = await play(model_dir, directory / "calm", iter(()), 0, CALM)
-    deaths = power_losses(seed) if with_power_loss else kills(seed, places)
+    start_time, rounds, total = time.monotonic(), 0, Counter[str]()
+    expected = await run_round(model_dir, directory / "calm", iter(()), 0, CALM)
+    kills_to_come = power_losses(seed) if with_power_loss else kills(seed, places)
     while total.total() < wanted:
         data_dir = directory / f"round {rounds}"
         power = None
         if with_power_loss:
-            power = Power(data_dir, seed + rounds, SYNC_MICROSECONDS[rounds % 2], ignores_syncs)
+            power = PowerLosses(
+                data_dir, seed + rounds, SYNC_MICROSECONDS[rounds % 2], ignores_syncs
+            )
         try:
-            seen = await play(model_dir, data_dir, deaths, most, SETTINGS, power=power)
+            observed = await run_round(
+                model_dir, data_dir, kills_to_come, max_kills, SETTINGS, power=power
+            )
         except BaseException:
             if power is not None:
                 print(f"power losses of round {rounds}:", *power.losses, sep="\n  ")
             raise
-        found = differences(seen, expected)
-        total += seen.kills
+        found = differences(observed, expected)
+        total += observed.kills
         rounds += 1
         print(
-            f"round {rounds}: {seen.kills.total()} kills, {total.total()} in all, {len(found)} "
+            f"round {rounds}: {observed.kills.total()} kills, {total.total()} in all, {len(found)} "
             "differences",
             flush=True,
         )
@@ -274,7 +278,7 @@ async def campaign(
     return {
         "kills": total.total(),
         "rounds": rounds,
-        "seconds": round(time.monotonic() - begun),
+        "seconds": round(time.monotonic() - start_time),
         "seed": seed,
         "by place": dict(sorted(total.items())),
     }

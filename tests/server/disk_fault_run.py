@@ -49,12 +49,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crash_history import CrashModel, delete, ended, told
+from crash_history import CrashModel, cancel_and_wait, delete, outcome_facts
 from crash_run import SETTINGS
 from disk_shim import compiler
 from faulty_machine import FaultClient, Machine
-from server_client import adam, drawn, gradient, record, sample, state
-from wire_client import Refused, WireClient
+from server_client import adam, gradient, record, sample, sampled_bits, state
+from wire_client import RequestRejected, WireClient
 
 from planish.server.results import Done, Failed
 from planish.service import LoadWeights, PublishSampler
@@ -125,12 +125,12 @@ class Script(FaultClient):
         model = await self.create(1)
         for seed in range(2):
             await self._step(model, seed)
-        await self._draw(model, "early")
+        await self._sample(model, "early")
         path = await self.save(model, "middle")
         await self._step(model, 2)
         await self.done(model, lambda: LoadWeights(model.model_id, path, with_optimizer=True))
         await self._step(model, 3)
-        await self._draw(model, "late")
+        await self._sample(model, "late")
         await delete(client, path)
         await client.check_answers()
         return await self.save(model, "last")
@@ -147,11 +147,11 @@ class Script(FaultClient):
             if isinstance(second, Failed):
                 return second
             assert isinstance(first, Done), f"step {seed} was made without its gradient: {first}"
-            return [told(first), told(second)]
+            return [outcome_facts(first), outcome_facts(second)]
 
         self.facts[f"step {seed}"] = await self.until_done(f"step {seed}", attempt)
 
-    async def _draw(self, model: CrashModel, what: str) -> None:
+    async def _sample(self, model: CrashModel, what: str) -> None:
         async def attempt() -> Any:
             sampler = f"{self.client.session}:sample:{self._samples}"
             number, self._samples = self._samples, self._samples + 1
@@ -163,12 +163,12 @@ class Script(FaultClient):
             )
             if isinstance(answer, Failed):
                 return answer
-            return drawn(sample_response_from_message(answer.content))
+            return sampled_bits(sample_response_from_message(answer.content))
 
         self.facts[f"sample {what}"] = await self.until_done(f"sample {what}", attempt)
 
 
-async def play(machine: Machine, fault: Fault | None) -> Case:
+async def run_case(machine: Machine, fault: Fault | None) -> Case:
     """Run the script with one fault, and check what is left after a power loss."""
     wire = WireClient(machine.url, KEY)
     script, shim = Script(wire), machine.shim
@@ -185,12 +185,12 @@ async def play(machine: Machine, fault: Fault | None) -> Case:
         path = await machine.run(script.run(), memory_error_at)
         failed_call = shim.fields.failed_call.decode() if shim.fields.failed else ""
         calls = shim.fields.calls
-        await ended(*freeing)
+        await cancel_and_wait(*freeing)
         shim.heal()
         machine.lose_power()
         await machine.run(script.check(path))
     finally:
-        await ended(*freeing)
+        await cancel_and_wait(*freeing)
         await wire.close()
     states = state(machine.data_dir, path)
     case = Case(script.facts, states, failed_call, machine.stops, script.failures, calls)
@@ -228,12 +228,14 @@ def new_machine(model_dir: Path, directory: Path, seed: int = 0) -> Machine:
     return Machine(model_dir, directory, SETTINGS, {KEY: "one"}, seed)
 
 
-async def tried(model_dir: Path, directory: Path, fault: Fault, expected: Case) -> Case | str:
+async def run_and_check(
+    model_dir: Path, directory: Path, fault: Fault, expected: Case
+) -> Case | str:
     """Return what happened with a fault, or what is wrong, with the end of the server's log."""
     machine = new_machine(model_dir, directory, fault.number)
     try:
-        case = await play(machine, fault)
-    except (AssertionError, Refused, TimeoutError, OSError) as error:
+        case = await run_case(machine, fault)
+    except (AssertionError, RequestRejected, TimeoutError, OSError) as error:
         return (
             f"{fault} ({machine.shim.fields.failed_call.decode()}): {error!r}\n{machine.log_end()}"
         )
@@ -254,41 +256,43 @@ async def campaign(
     `samples` of them.
     """
     model_dir = tiny_model(directory / "model")
-    expected = await play(new_machine(model_dir, directory / "calm"), None)
-    begun = time.monotonic()
-    wrong: list[str] = []
+    expected = await run_case(new_machine(model_dir, directory / "calm"), None)
+    start_time = time.monotonic()
+    failures: list[str] = []
     counts: dict[str, Counter[str]] = {}
     for error in errors:
         calls = counts.setdefault(error, Counter())
         last = 120
         if error != "memory":
-            calm = await play(
+            fault_free = await run_case(
                 new_machine(model_dir, directory / f"calm {error}"), Fault(error, _NEVER)
             )
-            last = calm.calls
+            last = fault_free.calls
         tries = [number for number in numbers if number <= last]
         if samples is not None:
             tries = sorted(random.Random(seed).sample(tries, samples))
         print(f"{error}: {len(tries)} of {last} calls", flush=True)
         for number in tries:
-            case = await tried(model_dir, directory / "case", Fault(error, number), expected)
+            case = await run_and_check(
+                model_dir, directory / "case", Fault(error, number), expected
+            )
             if isinstance(case, str):
-                wrong.append(case)
+                failures.append(case)
                 print(case, flush=True)
                 continue
             if case.unclear:
-                wrong.append(f"{Fault(error, number)} ({case.failed_call}): {case.unclear}")
-                print(wrong[-1], flush=True)
+                failures.append(f"{Fault(error, number)} ({case.failed_call}): {case.unclear}")
+                print(failures[-1], flush=True)
             calls["cases"] += 1
             calls["with a failed request"] += case.failures > 0
             calls["in which the server ended"] += case.stops > 0
             if case.failed_call:
                 calls[f"call {case.failed_call}"] += 1
-        print(error, dict(calls), f"{time.monotonic() - begun:.0f} s", flush=True)
+        print(error, dict(calls), f"{time.monotonic() - start_time:.0f} s", flush=True)
     return {
         "faults": {error: dict(calls) for error, calls in counts.items()},
-        "wrong": wrong,
-        "seconds": round(time.monotonic() - begun),
+        "wrong": failures,
+        "seconds": round(time.monotonic() - start_time),
     }
 
 
@@ -352,7 +356,7 @@ class Steps(Script):
         self.beyond = 0 if failed_call else self.beyond + 1
 
 
-async def play_steps(
+async def run_steps(
     machine: Machine, error: str | None, steps: int, allocation_bytes: int = 0
 ) -> Steps:
     """Make steps with a fault in each, with a power loss after every life of the server."""
@@ -372,39 +376,39 @@ async def every_call(
 ) -> dict[str, Any]:
     """Let each call of a step fail once with each error."""
     model_dir = tiny_model(directory / "model")
-    calm: Steps | None = None
+    fault_free: Steps | None = None
     found: dict[str, Any] = {}
-    wrong: list[str] = []
+    failures: list[str] = []
     for error in errors:
-        begun, machine = time.monotonic(), new_machine(model_dir, directory / error, 1)
+        start_time, machine = time.monotonic(), new_machine(model_dir, directory / error, 1)
         machine.may_crash = error == "allocation"
         try:
-            script = await play_steps(machine, error, limit, allocation_bytes)
-        except (AssertionError, Refused, TimeoutError, OSError) as failure:
-            wrong.append(
+            script = await run_steps(machine, error, limit, allocation_bytes)
+        except (AssertionError, RequestRejected, TimeoutError, OSError) as failure:
+            failures.append(
                 f"{error} ({machine.shim.fields.failed_call.decode()}): {failure!r}\n"
                 f"{machine.log_end()}"
             )
-            print(wrong[-1], flush=True)
+            print(failures[-1], flush=True)
             continue
         finally:
             shutil.rmtree(directory / error, ignore_errors=True)
-        if calm is None or calm.steps < script.steps:
-            calm = await play_steps(
+        if fault_free is None or fault_free.steps < script.steps:
+            fault_free = await run_steps(
                 new_machine(model_dir, directory / f"calm {error}"), None, script.steps
             )
         for number in range(1, script.steps + 1):
             step = f"step {number}"
-            if script.facts[step] != calm.facts[step]:
-                wrong.append(f"{error} at {number}: the metrics differ")
-            if script.digests[number] != calm.digests[number]:
-                wrong.append(f"{error} at {number}: the saved state differs")
+            if script.facts[step] != fault_free.facts[step]:
+                failures.append(f"{error} at {number}: the metrics differ")
+            if script.digests[number] != fault_free.digests[number]:
+                failures.append(f"{error} at {number}: the saved state differs")
         unclear = sorted(
             message
             for message in {*script.messages, *script.client.wire.rejections}
             if not is_clear(message, error)
         )
-        wrong += [f"{error}: unclear: {message}" for message in unclear]
+        failures += [f"{error}: unclear: {message}" for message in unclear]
         found[error] = {
             "steps": script.steps,
             "all calls of a step failed once": script.is_done,
@@ -412,10 +416,10 @@ async def every_call(
             "failed requests": script.failures,
             "ends of the server": machine.stops,
             "power losses": machine.power_losses,
-            "seconds": round(time.monotonic() - begun),
+            "seconds": round(time.monotonic() - start_time),
         }
         print(error, found[error], flush=True)
-    return {"errors": found, "wrong": wrong}
+    return {"errors": found, "wrong": failures}
 
 
 def main() -> int:

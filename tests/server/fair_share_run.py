@@ -31,7 +31,7 @@ import numpy as np
 import orjson
 from server_client import RANK, adam, record, sample
 from server_process import BASE_MODEL, ServerProcess, running_server
-from wire_client import Down, Patient, Refused, WireClient
+from wire_client import RequestRejected, RetryingClient, ServerUnreachable, WireClient
 
 from planish.server.results import Done
 from planish.service import CreateModel, CreateSampler, ForwardBackward, SaveWeights
@@ -62,25 +62,25 @@ _PAUSE_SECONDS = 0.1
 FAIR = 0.9
 
 
-def model_of(session: str, number: int) -> CreateModel:
+def create_model_operation(session: str, number: int) -> CreateModel:
     return CreateModel(f"{session}:train:{number}", base_model=BASE_MODEL, lora=LoraConfig(RANK, 1))
 
 
-def batch(model_id: str) -> ForwardBackward:
+def gradient_operation(model_id: str) -> ForwardBackward:
     tokens = ModelInput.from_ints(range(128))
     inputs = {"target_tokens": np.arange(128), "weights": np.ones(128, np.float32)}
     return ForwardBackward(model_id, [Datum(tokens, inputs)] * 8, "cross_entropy")
 
 
-async def modest(url: str) -> None:
+async def run_modest_tenant(url: str) -> None:
     """Sample and train until the input ends, with as much work in flight as the server can use.
     After each line of input, print the tokens and steps per second since the line before.
     """
     wire = WireClient(url, "modest-key")
-    patient, done = Patient(wire), Counter[str]()
+    patient, done = RetryingClient(wire), Counter[str]()
     session = await patient.call("create_session")
     for number in range(_MODELS):
-        accepted = await patient.call("create_model", model_of(session, number))
+        accepted = await patient.call("create_model", create_model_operation(session, number))
         assert isinstance(await patient.answer(accepted.request_id), Done)
     sampler = await patient.call(
         "create_sampler", CreateSampler(f"{session}:sample:0", BASE_MODEL, None)
@@ -97,7 +97,7 @@ async def modest(url: str) -> None:
         model_id = f"{session}:train:{model}"
         ahead: list[str] = []
         for number in range(1, 1 << 30, 2):
-            await patient.call("submit_training", number, batch(model_id))
+            await patient.call("submit_training", number, gradient_operation(model_id))
             accepted = await patient.call("submit_training", number + 1, adam(model_id))
             ahead.append(accepted.request_id)
             if len(ahead) == _STEPS:
@@ -122,7 +122,7 @@ async def modest(url: str) -> None:
     await wire.close()
 
 
-class Greedy:
+class GreedyTenant:
     """The tenant at all of its bounds."""
 
     def __init__(self, url: str) -> None:
@@ -164,8 +164,8 @@ class Greedy:
         found.append(await work)
 
     async def _create(self, session: str, number: int) -> None:
-        accepted = await self._wire.create_model(model_of(session, number))
-        assert isinstance(await Patient(self._wire).answer(accepted.request_id), Done)
+        accepted = await self._wire.create_model(create_model_operation(session, number))
+        assert isinstance(await RetryingClient(self._wire).answer(accepted.request_id), Done)
         self._models.append(f"{session}:train:{number}")
 
     async def _save(self, name: str) -> Any:
@@ -174,13 +174,13 @@ class Greedy:
         accepted = await self._wire.submit_training(
             self._seqs[model_id], SaveWeights(model_id, name)
         )
-        return await Patient(self._wire).answer(accepted.request_id)
+        return await RetryingClient(self._wire).answer(accepted.request_id)
 
     async def _until_bound(self, bound: str, make: Callable[[int], Awaitable[None]]) -> None:
         for number in range(1000):
             try:
                 await make(number)
-            except Refused as error:
+            except RequestRejected as error:
                 if bound not in str(error):
                     raise
                 self.bounds[bound] += 1
@@ -205,14 +205,14 @@ class Greedy:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._wire.close()
 
-    async def _tried(self, work: Awaitable[Any]) -> Any:
+    async def _call_or_count(self, work: Awaitable[Any]) -> Any:
         """Return the result of a call; None after it was rejected, which is counted."""
         try:
             return await work
-        except Refused as error:
+        except RequestRejected as error:
             names = [name for name in SETTINGS if name in str(error)]
             self.bounds[names[0] if names else str(error.status)] += 1
-        except Down:
+        except ServerUnreachable:
             self.bounds["closed connection"] += 1
         await asyncio.sleep(_PAUSE_SECONDS)
 
@@ -224,7 +224,7 @@ class Greedy:
             sampler = random.choice(self._samplers)
             number, self._number = self._number, self._number + 1
             operation = sample(sampler, prompt, n=_SEQUENCES, max_tokens=_TOKENS, stop=[])
-            accepted = await self._tried(self._wire.submit_sample(number, operation))
+            accepted = await self._call_or_count(self._wire.submit_sample(number, operation))
             if accepted is not None:
                 self._pending.append(accepted.request_id)
 
@@ -234,7 +234,7 @@ class Greedy:
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
             request_id = self._pending.pop(0)
-            while not isinstance(await self._tried(self._wire.result(request_id)), Done):
+            while not isinstance(await self._call_or_count(self._wire.result(request_id)), Done):
                 pass
             self.done["tokens"] += _SEQUENCES * _TOKENS
 
@@ -254,13 +254,13 @@ class Greedy:
 
     async def _train(self, model_id: str) -> None:
         for number in range(1, 1 << 30):
-            make = batch(model_id) if number % 2 else adam(model_id)
+            make = gradient_operation(model_id) if number % 2 else adam(model_id)
             accepted = None
             while accepted is None:
-                accepted = await self._tried(self._wire.submit_training(number, make))
+                accepted = await self._call_or_count(self._wire.submit_training(number, make))
             if number % 2 == 0:
                 while not isinstance(
-                    await self._tried(self._wire.result(accepted.request_id)), Done
+                    await self._call_or_count(self._wire.result(accepted.request_id)), Done
                 ):
                     pass
                 self.done["steps"] += 1
@@ -268,7 +268,7 @@ class Greedy:
     async def _reject(self, model_id: str) -> None:
         while True:
             body = {"model_id": model_id, "seq_id": self._seqs[model_id] + 1, "adam_params": "x"}
-            with suppress(Refused, Down):
+            with suppress(RequestRejected, ServerUnreachable):
                 await self._wire._send("POST", "/optim_step", orjson.dumps(body))
             self._seqs[model_id] += 1
             self.bounds["rejected requests"] += 1
@@ -305,7 +305,7 @@ async def measure(server: ServerProcess, seconds: float) -> dict[str, Any]:
         return await rates(), (cpu_seconds(server) - spent) / seconds
 
     alone, alone_processors = await measured()
-    greedy = Greedy(server.url)
+    greedy = GreedyTenant(server.url)
     await greedy.fill()
     running = asyncio.create_task(greedy.run())
     await asyncio.sleep(10)  # until its queue is full
@@ -333,7 +333,7 @@ def rounded(rates: Mapping[str, float]) -> dict[str, float]:
 
 def main() -> int:
     if sys.argv[1:2] == ["--modest"]:
-        asyncio.run(modest(sys.argv[2]))
+        asyncio.run(run_modest_tenant(sys.argv[2]))
         return 0
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

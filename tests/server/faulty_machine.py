@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
-from crash_history import CrashClient, CrashModel, ended
+from crash_history import CrashClient, CrashModel, cancel_and_wait
 from crash_server import CrashServer, Start, free_port
 from disk_shim import Shim
 from power_loss import LOSSES, Disk
@@ -74,7 +74,7 @@ class Machine:
         """Whether faults stop when the server ends by itself."""
         self._start = Start(model_dir, self.data_dir, settings, free_port(), keys, log=self.log)
         self._disk = Disk(self.data_dir)
-        self._chance = random.Random(seed)
+        self._rng = random.Random(seed)
         self._server: CrashServer | None = None
         self._is_ended = False
         self._is_killed = self._loses_power = False
@@ -101,9 +101,9 @@ class Machine:
     def lose_power(self) -> None:
         """Let the disk forget what was not synced. No server may run."""
         self.power_losses += 1
-        loss = self._chance.choice(LOSSES)
+        loss = self._rng.choice(LOSSES)
         self.note(f"power loss: {loss}")
-        self._disk.lose_power(loss, self._chance)
+        self._disk.lose_power(loss, self._rng)
 
     async def run(self, work: Coroutine[Any, Any, R], memory_error_at: int | None = None) -> R:
         """Serve until `work` is done, and kill the server then. Raises AssertionError if the server
@@ -120,7 +120,7 @@ class Machine:
             return working.result()
         finally:
             self._is_ended = True
-            await ended(working)
+            await cancel_and_wait(working)
             if self._server is not None:
                 self._server.kill_between_calls(self.shim)
             await asyncio.wait([serving])

@@ -34,12 +34,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from crash_history import CrashModel, delete, ended, together, told
+from crash_history import CrashModel, cancel_and_wait, delete, outcome_facts, run_concurrently
 from crash_run import CALM, KEYS, SETTINGS
 from disk_shim import compiler
 from faulty_machine import FaultClient, Machine
-from server_client import adam, drawn, gradient, record, sample, state
-from wire_client import Refused, WireClient
+from server_client import adam, gradient, record, sample, sampled_bits, state
+from wire_client import RequestRejected, WireClient
 
 from planish.server.results import Accepted, Done, Failed
 from planish.service import (
@@ -86,7 +86,7 @@ class Program(FaultClient):
     def __init__(self, wire: WireClient, seed: int, length: int) -> None:
         super().__init__(wire, offset=seed)
         self.contract = Contract()
-        self._chance = random.Random(seed)
+        self._rng = random.Random(seed)
         self._length = length
         self._open: list[CrashModel] = []
         self._names = self._numbers = 0
@@ -105,7 +105,7 @@ class Program(FaultClient):
             self._train_two: 2,
             self._fail: 2,
             self._publish: 4,
-            self._draw: 4,
+            self._sample: 4,
             self._save: 3,
             self._replace: 1,
             self._save_for_sampler: 1,
@@ -119,7 +119,7 @@ class Program(FaultClient):
             self._look_at_other: 1,
             self._list: 2,
         }
-        for action in self._chance.choices(list(actions), list(actions.values()), k=self._length):
+        for action in self._rng.choices(list(actions), list(actions.values()), k=self._length):
             await action()
         return [await self._save_as(model, f"last-{model.number}") for model in self._open]
 
@@ -136,8 +136,8 @@ class Program(FaultClient):
 
     async def _continue_from(self) -> None:
         if self.contract.saved and len(self._open) < 3:
-            path = self._chance.choice(sorted(self.contract.saved, key=_name))
-            with_optimizer = self._chance.random() < 0.7
+            path = self._rng.choice(sorted(self.contract.saved, key=_name))
+            with_optimizer = self._rng.random() < 0.7
             steps = self.contract.saved[path] if with_optimizer else 0
             options = {"base_model": None, "from_path": path, "with_optimizer": with_optimizer}
             await self._opened(steps, **options)
@@ -148,18 +148,18 @@ class Program(FaultClient):
         self.contract.steps[number] = steps
 
     async def _train(self) -> None:
-        await self._step(self._chance.choice(self._open), *self._step_choice())
+        await self._step(self._rng.choice(self._open), *self._step_choice())
 
     async def _train_two(self) -> None:
         first = self._step_choice()
         if len(self._open) > 1:
-            both = self._chance.sample(self._open, 2)
+            both = self._rng.sample(self._open, 2)
             second = self._step_choice()
-            await together(self._step(both[0], *first), self._step(both[1], *second))
+            await run_concurrently(self._step(both[0], *first), self._step(both[1], *second))
 
     def _step_choice(self) -> tuple[int, int]:
         self._numbers += 1
-        return self._numbers, self._chance.randint(1, 3)
+        return self._numbers, self._rng.randint(1, 3)
 
     async def _step(self, model: CrashModel, number: int, parts: int) -> None:
         operations = [gradient(model.model_id, 100 * number + part) for part in range(parts)]
@@ -172,13 +172,13 @@ class Program(FaultClient):
             if isinstance(answers[-1], Failed):
                 return answers[-1]
             assert all(isinstance(answer, Done) for answer in answers), f"{what} lacks a gradient"
-            return [told(answer) for answer in answers]
+            return [outcome_facts(answer) for answer in answers]
 
         self.client.history.note(what, await self.until_done(what, attempt))
         self.contract.steps[model.number] += 1
 
     async def _fail(self) -> None:
-        model, (number, _) = self._chance.choice(self._open), self._step_choice()
+        model, (number, _) = self._rng.choice(self._open), self._step_choice()
         data = [Datum(ModelInput.from_ints([99999]), {"target_tokens": [1], "weights": [1.0]})]
         bad = ForwardBackward(model.model_id, data, "cross_entropy")
         operations = [gradient(model.model_id, number), bad, adam(model.model_id)]
@@ -186,7 +186,7 @@ class Program(FaultClient):
         assert all(isinstance(answer, Failed) for answer in answers[1:]), answers
 
     async def _publish(self) -> None:
-        model = self._chance.choice(self._open)
+        model = self._rng.choice(self._open)
 
         async def attempt() -> str | Failed:
             name = self._sampler_id()
@@ -194,26 +194,26 @@ class Program(FaultClient):
             return answer if isinstance(answer, Failed) else name
 
         self._samplers.append(await self.until_done("publish", attempt))
-        await self._draw_from(len(self._samplers) - 1, 1)
+        await self._sample_from(len(self._samplers) - 1, 1)
 
     async def _sampler_of(self) -> None:
         if self.contract.listed:
-            path = self._chance.choice(sorted(self.contract.listed, key=_name))
+            path = self._rng.choice(sorted(self.contract.listed, key=_name))
             name = self._sampler_id()
             await self.client.call("create_sampler", CreateSampler(name, None, path))
             self._samplers.append(name)
-            await self._draw_from(len(self._samplers) - 1, 1)
+            await self._sample_from(len(self._samplers) - 1, 1)
 
     def _sampler_id(self) -> str:
         self._names += 1
         return f"{self.client.session}:sample:{self._names}"
 
-    async def _draw(self) -> None:
+    async def _sample(self) -> None:
         if self._samplers:
-            index = self._chance.randrange(len(self._samplers))
-            await self._draw_from(index, self._chance.randint(1, 3))
+            index = self._rng.randrange(len(self._samplers))
+            await self._sample_from(index, self._rng.randint(1, 3))
 
-    async def _draw_from(self, index: int, seed: int) -> None:
+    async def _sample_from(self, index: int, seed: int) -> None:
         sampler = self._samplers[index]
 
         async def attempt() -> Any:
@@ -225,15 +225,15 @@ class Program(FaultClient):
             answer = await self.client.answer(accepted)
             if isinstance(answer, Failed):
                 return answer
-            return drawn(sample_response_from_message(answer.content))
+            return sampled_bits(sample_response_from_message(answer.content))
 
-        found = await self.until_done(f"sample of {sampler}", attempt)
-        self.contract.check_sample(sampler, seed, found)
-        self.client.history.note(f"sample of {index} with seed {seed}", found)
+        differing = await self.until_done(f"sample of {sampler}", attempt)
+        self.contract.check_sample(sampler, seed, differing)
+        self.client.history.note(f"sample of {index} with seed {seed}", differing)
 
     async def _save(self) -> None:
         self._numbers += 1
-        await self._save_as(self._chance.choice(self._open), f"saved-{self._numbers}")
+        await self._save_as(self._rng.choice(self._open), f"saved-{self._numbers}")
 
     async def _save_as(self, model: CrashModel, name: str, **options: Any) -> str:
         path = await self.save(model, name, **options)
@@ -241,11 +241,11 @@ class Program(FaultClient):
         return path
 
     async def _replace(self) -> None:
-        model = self._chance.choice(self._open)
+        model = self._rng.choice(self._open)
         await self._save_as(model, f"replaced-{model.number}", overwrite=True, ttl_seconds=10**6)
 
     async def _save_for_sampler(self) -> None:
-        model = self._chance.choice(self._open)
+        model = self._rng.choice(self._open)
         self._numbers += 1
         name = f"weights-{self._numbers}"
         await self.done(model, lambda: SaveWeightsForSampler(model.model_id, name))
@@ -253,14 +253,14 @@ class Program(FaultClient):
 
     async def _load(self) -> None:
         if self.contract.saved:
-            model = self._chance.choice(self._open)
-            path = self._chance.choice(sorted(self.contract.saved, key=_name))
+            model = self._rng.choice(self._open)
+            path = self._rng.choice(sorted(self.contract.saved, key=_name))
             await self.done(model, lambda: LoadWeights(model.model_id, path, with_optimizer=True))
             self.contract.steps[model.number] = self.contract.saved[path]
 
     async def _delete(self) -> None:
         if self.contract.listed:
-            path = self._chance.choice(sorted(self.contract.listed, key=_name))
+            path = self._rng.choice(sorted(self.contract.listed, key=_name))
             await delete(self.client, path)
             self.contract.saved.pop(path, None)
             self.contract.for_samplers.discard(path)
@@ -289,14 +289,14 @@ class Program(FaultClient):
         """Return the HTTP status of a call; 200 if it succeeds."""
         try:
             await self.client.call(method, *arguments)
-        except Refused as error:
+        except RequestRejected as error:
             return error.status
         return 200
 
     async def _list(self) -> None:
-        found = set(await self.client.call("checkpoints"))
-        assert found == self.contract.listed, (
-            f"lost: {self.contract.listed - found}, unexpected: {found - self.contract.listed}"
+        differing = set(await self.client.call("checkpoints"))
+        assert differing == self.contract.listed, (
+            f"lost: {self.contract.listed - differing}, unexpected: {differing - self.contract.listed}"
         )
 
 
@@ -305,25 +305,25 @@ def _name(path: str) -> str:
     return path.rpartition("/")[2]
 
 
-async def misfortunes(machine: Machine, seed: int, most: int, counts: Counter[str]) -> None:
-    """Let the machine fail `most` times."""
-    chance = random.Random(seed)
+async def inject_faults(machine: Machine, seed: int, max_faults: int, counts: Counter[str]) -> None:
+    """Let the machine fail `max_faults` times."""
+    rng = random.Random(seed)
     kinds = {"kill": 4, "power loss": 4, "pause": 1, "clock jump": 1, "disk fault": 3}
-    for _ in range(most):
-        await asyncio.sleep(chance.uniform(0.02, 0.4))
-        kind = chance.choices(list(kinds), list(kinds.values()))[0]
+    for _ in range(max_faults):
+        await asyncio.sleep(rng.uniform(0.02, 0.4))
+        kind = rng.choices(list(kinds), list(kinds.values()))[0]
         counts[kind] += 1
         match kind:
             case "kill" | "power loss":
                 machine.kill(with_power_loss=kind == "power loss")
             case "pause":
-                await machine.pause(chance.uniform(0.05, 1.0))
+                await machine.pause(rng.uniform(0.05, 1.0))
             case "clock jump":
-                offset = chance.randint(-JUMP_NANOSECONDS, JUMP_NANOSECONDS)
+                offset = rng.randint(-JUMP_NANOSECONDS, JUMP_NANOSECONDS)
                 machine.shim.fields.clock_offset = offset
             case "disk fault":
-                error = chance.choice([errno.EIO, errno.ENOSPC])
-                call, number = chance.randint(1, 60), chance.choice([1, 1, 1, 6])
+                error = rng.choice([errno.EIO, errno.ENOSPC])
+                call, number = rng.randint(1, 60), rng.choice([1, 1, 1, 6])
                 machine.note(f"{errno.errorcode[error]} in {number} calls, {call} calls from now")
                 machine.shim.fail(call, error, number)
     machine.shim.heal()
@@ -338,7 +338,7 @@ class Outcome:
     counts: Counter[str]
 
 
-async def play(
+async def run_history(
     model_dir: Path,
     directory: Path,
     seed: int,
@@ -357,11 +357,11 @@ async def play(
     counts: Counter[str] = Counter()
 
     async def work() -> list[list[str]]:
-        failing = asyncio.create_task(misfortunes(machine, seed, faults, counts))
+        failing = asyncio.create_task(inject_faults(machine, seed, faults, counts))
         try:
-            return await together(*(program.run() for program in programs))
+            return await run_concurrently(*(program.run() for program in programs))
         finally:
-            await ended(failing)
+            await cancel_and_wait(failing)
             machine.shim.heal()
 
     try:
@@ -369,7 +369,7 @@ async def play(
         if faults:
             machine.lose_power()
             counts["power loss"] += 1
-        await machine.run(asyncio.wait_for(together(*(p.check() for p in programs)), 60))
+        await machine.run(asyncio.wait_for(run_concurrently(*(p.check() for p in programs)), 60))
     except BaseException:
         kept = Path(tempfile.mkdtemp(prefix=f"planish-history-{seed}-"))
         shutil.copytree(directory, kept, dirs_exist_ok=True)
@@ -391,43 +391,43 @@ async def play(
     return Outcome([program.facts for program in programs], states, counts)
 
 
-def differences(seen: Outcome, expected: Outcome) -> list[str]:
+def differences(observed: Outcome, expected: Outcome) -> list[str]:
     """Return what differs from the same programs without faults."""
-    found = []
-    for index, (ours, theirs) in enumerate(zip(seen.facts, expected.facts, strict=True)):
-        found += [
+    differing = []
+    for index, (ours, theirs) in enumerate(zip(observed.facts, expected.facts, strict=True)):
+        differing += [
             f"client {index}: {name}"
             for name in sorted(ours.keys() | theirs.keys())
             if ours.get(name) != theirs.get(name)
         ]
-    for index, (mine, other) in enumerate(zip(seen.states, expected.states, strict=True)):
+    for index, (mine, other) in enumerate(zip(observed.states, expected.states, strict=True)):
         if mine != other:
-            found.append(f"state {index}")
-    return found
+            differing.append(f"state {index}")
+    return differing
 
 
-async def checked(
+async def check_history(
     model_dir: Path, directory: Path, seed: int, length: int, faults: int
 ) -> Counter[str]:
     """Run one history with and without faults, and return its counts. Raises AssertionError if
     something is wrong.
     """
-    expected = await play(model_dir, directory / "calm", seed, length, 0)
-    seen = await play(model_dir, directory / "faulty", seed, length, faults)
-    found = differences(seen, expected)
-    assert not found, "\n".join(found[:20])
-    return seen.counts
+    expected = await run_history(model_dir, directory / "calm", seed, length, 0)
+    observed = await run_history(model_dir, directory / "faulty", seed, length, faults)
+    differing = differences(observed, expected)
+    assert not differing, "\n".join(differing[:20])
+    return observed.counts
 
 
 async def campaign(
     directory: Path, number: int, seed: int, length: int, faults: int
 ) -> dict[str, Any]:
     model_dir = tiny_model(directory / "model")
-    begun, total = time.monotonic(), Counter[str]()
+    start_time, total = time.monotonic(), Counter[str]()
     for each in range(seed, seed + number):
         place = directory / f"history {each}"
         try:
-            counts = await checked(model_dir, place, each, length, faults)
+            counts = await check_history(model_dir, place, each, length, faults)
         except BaseException:
             print(
                 f"failed; again: python tests/server/history_run.py --histories 1 --seed {each} "
@@ -438,7 +438,7 @@ async def campaign(
         total += counts
         print(f"history {each}: {dict(counts)}", flush=True)
         shutil.rmtree(place)
-    seconds = round(time.monotonic() - begun)
+    seconds = round(time.monotonic() - start_time)
     return {"histories": number, "seed": seed, "seconds": seconds, "counts": dict(total)}
 
 

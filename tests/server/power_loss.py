@@ -214,14 +214,14 @@ class Disk:
                     content = (path / name).read_bytes()
                     assert content == file.seen, f"a write to {path / name} was not recorded"
 
-    def after_power_loss(self, loss: Loss, chance: random.Random) -> _Directory:
+    def after_power_loss(self, loss: Loss, rng: random.Random) -> _Directory:
         """Return the tree that is found when the power is back."""
         kept: dict[int, _File | _Directory] = {}
-        return _surviving_directory(self._top, loss, chance, kept)
+        return _surviving_directory(self._top, loss, rng, kept)
 
-    def lose_power(self, loss: Loss, chance: random.Random) -> None:
+    def lose_power(self, loss: Loss, rng: random.Random) -> None:
         """Replace the content of `root` by what a power loss leaves. No process may use it."""
-        tree = self.after_power_loss(loss, chance)
+        tree = self.after_power_loss(loss, rng)
         for path in self.root.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
@@ -310,40 +310,40 @@ class Disk:
 
 
 def _surviving_directory(
-    directory: _Directory, loss: Loss, chance: random.Random, known: dict[int, _File | _Directory]
+    directory: _Directory, loss: Loss, rng: random.Random, known: dict[int, _File | _Directory]
 ) -> _Directory:
     """Return what is left of a directory. Files with several names are the same object again."""
     entries = dict(directory.synced)
     stuck: set[str] = set()
     for change in directory.changes:
-        if stuck.isdisjoint(change.values) and chance.random() < loss.names:
+        if stuck.isdisjoint(change.values) and rng.random() < loss.names:
             _set(entries, change.values)
         else:
             stuck.update(change.values)
     found = _Directory()
     for name, node in entries.items():
         if isinstance(node, _Directory):
-            found.synced[name] = _surviving_directory(node, loss, chance, known)
+            found.synced[name] = _surviving_directory(node, loss, rng, known)
         else:
             if id(node) not in known:
-                known[id(node)] = _surviving_file(node, loss, chance)
+                known[id(node)] = _surviving_file(node, loss, rng)
             found.synced[name] = known[id(node)]
     return found
 
 
-def _surviving_file(file: _File, loss: Loss, chance: random.Random) -> _File:
+def _surviving_file(file: _File, loss: Loss, rng: random.Random) -> _File:
     content = bytearray(file.synced)
     for write in file.writes:
         if write.is_lost:
             continue
         if write.data is None or not loss.sector:
-            if chance.random() < loss.data:
+            if rng.random() < loss.data:
                 write.apply(content)
             continue
         for start, piece in _sectors(write, loss.sector):
-            if chance.random() < loss.data:
+            if rng.random() < loss.data:
                 _Write(write.number, start, piece).apply(content)
-            elif chance.random() < loss.names * 0.5:
+            elif rng.random() < loss.names * 0.5:
                 # The new size is on the disk, and the data is not.
                 end = start + len(piece)
                 content.extend(bytes(max(0, end - len(content))))

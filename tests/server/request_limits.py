@@ -71,20 +71,20 @@ FLAG = Limit("true or false", "give true or false", [True, False], [2, "true"])
 NOT_READ = Limit("not read; part of the body", covers_all_within=True)
 
 
-def text(most: int = MAX_STRING_CHARACTERS) -> Limit:
-    """Return the limit of a string with at most `most` characters."""
+def text(max_characters: int = MAX_STRING_CHARACTERS) -> Limit:
+    """Return the limit of a string with at most `max_characters` characters."""
     return Limit(
-        f"{most:,} characters",
-        f"has {most + 1:,} characters; give at most {most:,}",
-        ["x" * most],
-        ["x" * (most + 1)],
+        f"{max_characters:,} characters",
+        f"has {max_characters + 1:,} characters; give at most {max_characters:,}",
+        ["x" * max_characters],
+        ["x" * (max_characters + 1)],
     )
 
 
-def items(most: int, item: Any, answer: str | None = None) -> Limit:
-    """Return the limit of a list with at most `most` values. `item` is an example of a value."""
-    answer = answer or f"has {most + 1:,} items; give at most {most:,}"
-    return Limit(f"{most:,} items", answer, [[item] * most], [[item] * (most + 1)])
+def items(max_items: int, item: Any, answer: str | None = None) -> Limit:
+    """Return the limit of a list with at most `max_items` values. `item` is an example of a value."""
+    answer = answer or f"has {max_items + 1:,} items; give at most {max_items:,}"
+    return Limit(f"{max_items:,} items", answer, [[item] * max_items], [[item] * (max_items + 1)])
 
 
 def whole(low: int, high: int, answer: str | None = None) -> Limit:
@@ -115,13 +115,13 @@ IDENTIFIER = Limit(
 )
 
 
-def name(most: int = 200) -> Limit:
-    """Return the limit of a checkpoint's name with at most `most` characters."""
+def name(max_characters: int = 200) -> Limit:
+    """Return the limit of a checkpoint's name with at most `max_characters` characters."""
     return Limit(
-        f"{most} letters, digits and `_ . - :`",
+        f"{max_characters} letters, digits and `_ . - :`",
         "give up to 200 letters, digits",
-        ["x" * most],
-        ["x" * (most + 1), "a/b"],
+        ["x" * max_characters],
+        ["x" * (max_characters + 1), "a/b"],
     )
 
 

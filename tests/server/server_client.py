@@ -204,7 +204,7 @@ def sample(
     )
 
 
-def drawn(response: SampleResponse) -> list[tuple[list[int], bytes]]:
+def sampled_bits(response: SampleResponse) -> list[tuple[list[int], bytes]]:
     """Return the tokens and the bits of their logprobs."""
     return [(sequence.tokens, sequence.logprobs_np.tobytes()) for sequence in response.sequences]
 

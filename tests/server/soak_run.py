@@ -26,7 +26,7 @@ from statistics import mean
 
 from crash_server import CrashServer, Start, free_port
 from server_client import BASE, RANK, adam, gradient, record, sample
-from wire_client import Patient, WireClient
+from wire_client import RetryingClient, WireClient
 
 from planish.server.results import Accepted, Done
 from planish.server.settings import ServerSettings
@@ -67,7 +67,7 @@ _SLACK = {
 
 
 @dataclass(frozen=True)
-class Sight:
+class ServerUsage:
     """The state of the server at one moment."""
 
     seconds: float
@@ -83,7 +83,7 @@ class Sight:
     threads: int
 
 
-def look(pid: int, data_dir: Path, begun: float) -> Sight:
+def measure_usage(pid: int, data_dir: Path, start_time: float) -> ServerUsage:
     process = Path(f"/proc/{pid}")
     status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
     sizes: dict[Path, int] = {}
@@ -98,8 +98,8 @@ def look(pid: int, data_dir: Path, begun: float) -> Sight:
     )
     rows, inline = database.execute(query).fetchone()
     database.close()
-    return Sight(
-        seconds=round(time.monotonic() - begun, 1),
+    return ServerUsage(
+        seconds=round(time.monotonic() - start_time, 1),
         resident_bytes=int(status["VmRSS"].split()[0]) * 1024,
         files=len(sizes),
         database_bytes=sum(
@@ -121,7 +121,7 @@ class Tenant:
         self.wire = WireClient(url, key)
         self.number = number
         self.episodes = self.requests = 0
-        self._patient = Patient(self.wire)
+        self._patient = RetryingClient(self.wire)
 
     async def play(self, until: float) -> None:
         while time.monotonic() < until:
@@ -143,8 +143,8 @@ class Tenant:
             await asyncio.gather(*(self._train(model, operation) for operation in operations))
             published = f"{session}:sample:{step + 1}"
             await self._train(model, PublishSampler(model_id, published))
-            await self._draw(published, 6)
-        await self._draw(base, 3)
+            await self._sample(published, 6)
+        await self._sample(base, 3)
         await self._train(model, gradient(model_id, 7, forward_only=True))
         answer = await self._train(model, SaveWeights(model_id, "kept", ttl_seconds=20))
         path = json.loads(answer.content)["path"]
@@ -152,7 +152,7 @@ class Tenant:
         await self._patient.call(
             "create_sampler", CreateSampler(f"{session}:sample:90", None, path)
         )
-        await self._draw(f"{session}:sample:90", 2)
+        await self._sample(f"{session}:sample:90", 2)
         if self.episodes % 2:
             await self._patient.call("delete_checkpoint", path)
             await self._answered("unload_model", model_id)
@@ -162,7 +162,7 @@ class Tenant:
         model.seq += 1
         return await self._answered("submit_training", model.seq, operation)
 
-    async def _draw(self, sampler_id: str, count: int) -> None:
+    async def _sample(self, sampler_id: str, count: int) -> None:
         """Send several samples with a common prefix, and cancel one."""
         prompts = [b"what is " * 12 + bytes([65 + index]) for index in range(count)]
         drawing = (
@@ -190,7 +190,7 @@ class _Counted:
     seq: int = 0
 
 
-async def soak(directory: Path, minutes: float, tenants: int) -> tuple[list[Sight], int, int]:
+async def soak(directory: Path, minutes: float, tenants: int) -> tuple[list[ServerUsage], int, int]:
     """Return the observations, and the numbers of episodes and requests."""
     data_dir, keys = (
         directory / "data",
@@ -198,23 +198,23 @@ async def soak(directory: Path, minutes: float, tenants: int) -> tuple[list[Sigh
     )
     start = Start(tiny_model(directory / "model"), data_dir, SETTINGS, free_port(), keys)
     server = CrashServer(start)
-    begun = time.monotonic()
+    start_time = time.monotonic()
     clients = [
         Tenant(f"http://127.0.0.1:{start.port}", key, number) for number, key in enumerate(keys)
     ]
-    sights: list[Sight] = []
+    usages: list[ServerUsage] = []
 
     async def watch() -> None:
         while True:
             await asyncio.sleep(_EVERY_SECONDS)
-            sights.append(await asyncio.to_thread(look, server.pid, data_dir, begun))
-            print(json.dumps(asdict(sights[-1])), flush=True)
+            usages.append(await asyncio.to_thread(measure_usage, server.pid, data_dir, start_time))
+            print(json.dumps(asdict(usages[-1])), flush=True)
 
     try:
         async with asyncio.TaskGroup() as tasks:
             # an error of one, or of the watch, is the end of all
             watching = tasks.create_task(watch())
-            await asyncio.gather(*(client.play(begun + 60 * minutes) for client in clients))
+            await asyncio.gather(*(client.play(start_time + 60 * minutes) for client in clients))
             watching.cancel()
     finally:
         for client in clients:
@@ -222,28 +222,28 @@ async def soak(directory: Path, minutes: float, tenants: int) -> tuple[list[Sigh
         server.kill()
         await server.died()
     return (
-        sights,
+        usages,
         sum(client.episodes for client in clients),
         sum(client.requests for client in clients),
     )
 
 
-def growth(sights: list[Sight]) -> dict[str, dict[str, float]]:
+def growth(usages: list[ServerUsage]) -> dict[str, dict[str, float]]:
     """Return the mean of each value in the second and in the last third."""
-    third = len(sights) // 3
-    middle, last = sights[third : 2 * third], sights[2 * third :]
+    third = len(usages) // 3
+    middle, last = usages[third : 2 * third], usages[2 * third :]
     return {
         field.name: {
-            "second third": round(mean(getattr(sight, field.name) for sight in middle)),
-            "last third": round(mean(getattr(sight, field.name) for sight in last)),
-            "most": max(getattr(sight, field.name) for sight in sights),
+            "second third": round(mean(getattr(usage, field.name) for usage in middle)),
+            "last third": round(mean(getattr(usage, field.name) for usage in last)),
+            "most": max(getattr(usage, field.name) for usage in usages),
         }
-        for field in fields(Sight)
+        for field in fields(ServerUsage)
         if field.name != "seconds"
     }
 
 
-def grown(found: dict[str, dict[str, float]]) -> list[str]:
+def growing_values(found: dict[str, dict[str, float]]) -> list[str]:
     """Return what is larger in the last third than in the second, beyond chance."""
     return [
         name
@@ -261,17 +261,17 @@ def main() -> int:
     parser.add_argument("--record", type=Path, help="a JSON file for the result")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="planish-soak-") as directory:
-        sights, episodes, requests = asyncio.run(
+        usages, episodes, requests = asyncio.run(
             soak(Path(directory), arguments.minutes, arguments.tenants)
         )
-    found = growth(sights)
+    found = growth(usages)
     result = {
         "minutes": arguments.minutes,
         "episodes": episodes,
         "requests": requests,
         "found": found,
     }
-    result["grown"] = grown(found)
+    result["grown"] = growing_values(found)
     record(result, arguments.record)
     return 1 if result["grown"] else 0
 

@@ -1,7 +1,7 @@
 """A few of the kills of crash_run.py: a server that dies while clients use it loses nothing."""
 
 import pytest
-from crash_run import CALM, SETTINGS, Kill, Round, differences, kills, play
+from crash_run import CALM, SETTINGS, Kill, Round, differences, kills, run_round
 
 from planish.server.durable.store import CRASH_POINTS, arm_crash_point
 
@@ -18,8 +18,8 @@ KILLS = (
 
 @pytest.mark.timeout(600)
 async def test_a_killed_server_gives_the_same_answers_as_an_undisturbed_one(model_dir, tmp_path):
-    undisturbed = await play(model_dir, tmp_path / "calm", iter(()), 0, CALM, 1)
-    killed = await play(model_dir, tmp_path / "killed", iter(KILLS), len(KILLS), SETTINGS, 1)
+    undisturbed = await run_round(model_dir, tmp_path / "calm", iter(()), 0, CALM, 1)
+    killed = await run_round(model_dir, tmp_path / "killed", iter(KILLS), len(KILLS), SETTINGS, 1)
     assert differences(killed, undisturbed) == []
     assert killed.kills.total() >= 3
 

@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from disk_fault_run import Case, Fault, new_machine, play, tried
+from disk_fault_run import Case, Fault, new_machine, run_and_check, run_case
 from disk_shim import compiler
 
 pytestmark = [
@@ -21,7 +21,9 @@ CASES = 6
 @pytest.fixture(scope="module")
 def expected(model_dir, tmp_path_factory) -> Case:
     """The run without faults."""
-    return asyncio.run(play(new_machine(model_dir, tmp_path_factory.mktemp("calm") / "one"), None))
+    return asyncio.run(
+        run_case(new_machine(model_dir, tmp_path_factory.mktemp("calm") / "one"), None)
+    )
 
 
 @pytest.mark.parametrize("error", ["EIO", "ENOSPC", "memory"])
@@ -31,7 +33,7 @@ def test_faults_lose_nothing(model_dir, tmp_path, expected, error):
 
     async def scenario() -> list[str]:
         cases = [
-            await tried(model_dir, tmp_path / "case", Fault(error, number), expected)
+            await run_and_check(model_dir, tmp_path / "case", Fault(error, number), expected)
             for number in numbers
         ]
         return [case for case in cases if isinstance(case, str)]
@@ -41,5 +43,5 @@ def test_faults_lose_nothing(model_dir, tmp_path, expected, error):
 
 def test_wrong_states_are_reported(model_dir, tmp_path, expected):
     other = Case(expected.facts, {**expected.state, "step": b"wrong"})
-    found = asyncio.run(tried(model_dir, tmp_path / "case", Fault("EIO", 1_000_000), other))
+    found = asyncio.run(run_and_check(model_dir, tmp_path / "case", Fault("EIO", 1_000_000), other))
     assert found == "EIO at 1000000 (): the last state differs"

@@ -5,17 +5,17 @@ import gc
 from collections import Counter
 
 import pytest
-from crash_history import ended, together
+from crash_history import cancel_and_wait, run_concurrently
 from disk_shim import compiler
-from history_run import Contract, Outcome, checked, differences, play
-from wire_client import Refused
+from history_run import Contract, Outcome, check_history, differences, run_history
+from wire_client import RequestRejected
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
 def test_a_history_with_faults_keeps_the_contract(model_dir, tmp_path):
-    counts = asyncio.run(checked(model_dir, tmp_path, seed=1, length=25, faults=20))
+    counts = asyncio.run(check_history(model_dir, tmp_path, seed=1, length=25, faults=20))
     assert counts["kill"] + counts["power loss"] >= 2
     assert counts["answers"] > 40
 
@@ -24,8 +24,8 @@ def test_a_history_with_faults_keeps_the_contract(model_dir, tmp_path):
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
 def test_a_history_on_a_disk_that_ignores_syncs_breaks_the_contract(model_dir, tmp_path):
-    with pytest.raises((AssertionError, Refused)):
-        asyncio.run(play(model_dir, tmp_path, 1, 15, 20, ignores_syncs=True))
+    with pytest.raises((AssertionError, RequestRejected)):
+        asyncio.run(run_history(model_dir, tmp_path, 1, 15, 20, ignores_syncs=True))
 
 
 async def test_programs_that_end_early_leave_no_unread_errors():
@@ -35,7 +35,7 @@ async def test_programs_that_end_early_leave_no_unread_errors():
 
     async def fail() -> None:
         has_failed.set()
-        raise Refused(400, "it failed")
+        raise RequestRejected(400, "it failed")
 
     async def fail_when_cancelled() -> None:
         try:
@@ -45,14 +45,14 @@ async def test_programs_that_end_early_leave_no_unread_errors():
 
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: unread.append(context["message"]))
-    with pytest.raises(Refused):
-        await together(fail(), fail_when_cancelled(), fail_when_cancelled())
+    with pytest.raises(RequestRejected):
+        await run_concurrently(fail(), fail_when_cancelled(), fail_when_cancelled())
     has_failed.clear()
-    cancelled = asyncio.create_task(together(fail_when_cancelled(), fail_when_cancelled()))
+    cancelled = asyncio.create_task(run_concurrently(fail_when_cancelled(), fail_when_cancelled()))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not has_failed.is_set()
-    await ended(cancelled)
+    await cancel_and_wait(cancelled)
     assert has_failed.is_set()
     del cancelled
     gc.collect()

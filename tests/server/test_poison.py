@@ -91,8 +91,8 @@ async def work_of_another(client: CrashClient) -> dict[str, Any]:
     base = await client.sampler(100, None)
     for seed in range(12):
         await model.step(seed)
-        await client.draw(f"step {seed}", base)
-    await client.draw("end", await model.publish(0))
+        await client.sample(f"step {seed}", base)
+    await client.sample("end", await model.publish(0))
     return client.history.facts
 
 

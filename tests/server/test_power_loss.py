@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crash_run import CALM, SETTINGS, Power, differences, play, power_losses
+from crash_run import CALM, SETTINGS, PowerLosses, differences, power_losses, run_round
 from disk_shim import Shim, compiler, kill_between_calls, library
 from power_loss import LOSSES, Disk, Loss
-from wire_client import Refused
+from wire_client import RequestRejected
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
 
@@ -345,12 +345,12 @@ def reported(model_dir: Path, directory: Path, most: int, ignores_syncs: bool) -
     """
 
     async def scenario() -> list[str]:
-        calm = await play(model_dir, directory / "calm", iter(()), 0, CALM, 1)
+        calm = await run_round(model_dir, directory / "calm", iter(()), 0, CALM, 1)
         data_dir = directory / "data"
-        power = Power(data_dir, 1, 500, ignores_syncs)
+        power = PowerLosses(data_dir, 1, 500, ignores_syncs)
         try:
-            seen = await play(model_dir, data_dir, power_losses(1), most, SETTINGS, 1, power)
-        except (AssertionError, Refused) as error:
+            seen = await run_round(model_dir, data_dir, power_losses(1), most, SETTINGS, 1, power)
+        except (AssertionError, RequestRejected) as error:
             return [repr(error)]
         assert seen.kills.total() == most
         return differences(seen, calm)

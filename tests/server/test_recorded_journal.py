@@ -11,7 +11,18 @@ from pathlib import Path
 
 import numpy as np
 import orjson
-from server_client import BASE, RANK, Client, Model, adam, drawn, gradient, run, running, state
+from server_client import (
+    BASE,
+    RANK,
+    Client,
+    Model,
+    adam,
+    gradient,
+    run,
+    running,
+    sampled_bits,
+    state,
+)
 
 from planish.types import LoraConfig
 from planish.wire.sampling import sample_response_from_message
@@ -43,7 +54,7 @@ def test_a_journal_of_an_older_version_is_replayed(model_dir, data_dir, tmp_path
             gradients = logprobs(await client.done(f"{model.model_id}:5"))
             step = orjson.loads(await model.run(adam(model.model_id)))["metrics"]
             response = sample_response_from_message(await client.done(f"{SESSION}:sample:0:1"))
-            return gradients, step["grad_norm"], drawn(response)
+            return gradients, step["grad_norm"], sampled_bits(response)
 
     async def repeated() -> tuple[list[list[float]], float, list[tuple[list[int], bytes]]]:
         async with running(model_dir, tmp_path / "fresh") as server:
@@ -54,7 +65,7 @@ def test_a_journal_of_an_older_version_is_replayed(model_dir, data_dir, tmp_path
             gradients = logprobs(await model.run(gradient(model.model_id, 3)))
             step = orjson.loads(await model.run(adam(model.model_id)))["metrics"]
             response = await client.sample(await client.sampler(), seq_id=1, seed=6)
-            return gradients, step["grad_norm"], drawn(response)
+            return gradients, step["grad_norm"], sampled_bits(response)
 
     restore(data_dir)
     found, expected = run(recorded()), run(repeated())

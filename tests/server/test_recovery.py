@@ -16,12 +16,12 @@ from server_client import (
     Model,
     adam,
     change_database,
-    drawn,
     gradient,
     make_core,
     run,
     running,
     sample,
+    sampled_bits,
     state,
 )
 
@@ -51,9 +51,11 @@ def test_evicted_adapters_are_restored_bitwise(model_dir, tmp_path):
                     await model.run(gradient(model.model_id, turn))
                 seen += [await model.step(turn + 50) for model in models]
                 sampler = await models[turn % 2].publish()
-                seen.append(drawn(await client.sample(sampler, turn, seed=turn)))
+                seen.append(sampled_bits(await client.sample(sampler, turn, seed=turn)))
                 seen.append(
-                    drawn(await client.sample(f"{client.session_id}:sample:0", 100 + turn, seed=0))
+                    sampled_bits(
+                        await client.sample(f"{client.session_id}:sample:0", 100 + turn, seed=0)
+                    )
                 )
             return seen, [state(data_dir, await model.save("last")) for model in models]
 
@@ -88,13 +90,14 @@ def test_a_restart_resumes_everything(model_dir, tmp_path):
         saved = await client.sampler(None, path)
         await restart()
         seen += [
-            drawn(await client.sample(sampler, 1, seed=4)) for sampler in (base, published, saved)
+            sampled_bits(await client.sample(sampler, 1, seed=4))
+            for sampler in (base, published, saved)
         ]
         await model.run(LoadWeights(model.model_id, path, with_optimizer=True))
         await client.server.checkpoints.delete(TENANT, path)
         await restart()
         seen.append(await model.step(5))
-        seen.append(drawn(await client.sample(saved, 2, seed=4)))
+        seen.append(sampled_bits(await client.sample(saved, 2, seed=4)))
         last = state(data_dir, await model.save("last"))
         await server.__aexit__(None, None, None)
         return seen, last
@@ -448,7 +451,7 @@ class UnsavedSampler:
 
     async def sample(self, seq: int) -> object:
         """Sample with the seed of the first sample."""
-        return drawn(await self.model.client.sample(self.id, seq, seed=1))
+        return sampled_bits(await self.model.client.sample(self.id, seq, seed=1))
 
 
 async def publish_unsaved_sampler(
@@ -470,7 +473,7 @@ async def publish_unsaved_sampler(
     await model.step(0)
     monkeypatch.setattr(server.engine, "checkpoint_info", refuse)
     sampler = await model.publish()
-    first = drawn(await model.client.sample(sampler, 0, seed=1))
+    first = sampled_bits(await model.client.sample(sampler, 0, seed=1))
     return UnsavedSampler(model, sampler, first, refused)
 
 

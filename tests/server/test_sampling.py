@@ -12,11 +12,11 @@ from server_client import (
     TENANT,
     Client,
     change_database,
-    drawn,
     gradient,
     make_core,
     running,
     sample,
+    sampled_bits,
 )
 
 from planish.engine.engine import Engine
@@ -55,7 +55,7 @@ async def test_samples_equal_those_of_the_engine_alone(model_dir, data_dir):
     async with running(model_dir, data_dir) as server:
         client = await Client.start(server)
         response = await client.sample(await client.sampler(), seed=7)
-        assert drawn(response) == drawn(alone)
+        assert sampled_bits(response) == sampled_bits(alone)
         assert [sequence.sequence_id for sequence in response.sequences] == [
             f"{client.session_id}:sample:0:0:{index}" for index in range(2)
         ]
@@ -135,12 +135,14 @@ async def test_a_published_sampler_keeps_the_weights_of_its_step(model_dir, data
         await model.step()
         published = await model.publish()
         named = await model.save("now")
-        first = drawn(await client.sample(published, 0, seed=1))
-        assert first == drawn(await client.sample(await client.sampler(None, named), 0, seed=1))
+        first = sampled_bits(await client.sample(published, 0, seed=1))
+        assert first == sampled_bits(
+            await client.sample(await client.sampler(None, named), 0, seed=1)
+        )
         for seed in range(3):
             await model.step(seed)
-        assert drawn(await client.sample(published, 1, seed=1)) == first
-        assert drawn(await client.sample(await model.publish(), 0, seed=1)) != first
+        assert sampled_bits(await client.sample(published, 1, seed=1)) == first
+        assert sampled_bits(await client.sample(await model.publish(), 0, seed=1)) != first
 
 
 async def test_a_sampler_outlives_its_checkpoint(model_dir, data_dir):
@@ -150,10 +152,10 @@ async def test_a_sampler_outlives_its_checkpoint(model_dir, data_dir):
         await model.step()
         path = await model.save("now")
         sampler = await client.sampler(None, path)
-        first = drawn(await client.sample(sampler, 0, seed=1))
+        first = sampled_bits(await client.sample(sampler, 0, seed=1))
         await server.checkpoints.delete(TENANT, path)
         await model.step()
-        assert drawn(await client.sample(sampler, 1, seed=1)) == first
+        assert sampled_bits(await client.sample(sampler, 1, seed=1)) == first
         with pytest.raises(NotFound):
             await client.sampler(None, path)
 
@@ -315,12 +317,12 @@ async def test_a_sampler_closed_before_publication_is_not_in_memory(model_dir, d
 async def test_a_cancelled_sample_is_charged_for_its_tokens(model_dir, data_dir):
     async with running(model_dir, data_dir, ServerSettings(max_tokens_per_minute=50)) as server:
         client = await Client.start(server)
-        drawn, enough = [], asyncio.Event()
+        sampled_bits, enough = [], asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def on_token(token: SampledToken) -> None:
-            drawn.append(token)
-            if len(drawn) == 100:
+            sampled_bits.append(token)
+            if len(sampled_bits) == 100:
                 loop.call_soon_threadsafe(enough.set)
 
         operation = replace(

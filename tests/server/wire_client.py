@@ -1,8 +1,8 @@
 """A client that uses the protocol over a socket, call by call, for crash runs, soak runs and load
 tests.
 
-`WireClient` raises `Refused` with the status if the server rejects a request, and `Down` if it is
-not there; `Patient` retries like the SDK.
+`WireClient` raises `RequestRejected` with the status if the server rejects a request, and `ServerUnreachable` if it is
+not there; `RetryingClient` retries like the SDK.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _RETRIED = (408, 429, 503)
 _PAUSE_SECONDS = 0.05
 
 
-class Down(Exception):
+class ServerUnreachable(Exception):
     """The server is not there, or ended before it answered."""
 
 
-class Refused(Exception):
+class RequestRejected(Exception):
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(f"{status}: {detail}")
         self.status = status
@@ -109,7 +109,7 @@ class WireClient:
             answer = await self._send(
                 "POST", "/retrieve_future", orjson.dumps({"request_id": request_id})
             )
-        except Refused as error:
+        except RequestRejected as error:
             if error.status != 408:
                 raise
             return TryAgain()
@@ -136,14 +136,14 @@ class WireClient:
         try:
             answer = await self._http.request(method, path, content=body, headers=headers)
         except httpx.TransportError as error:
-            raise Down(str(error)) from error
+            raise ServerUnreachable(str(error)) from error
         if answer.status_code >= 300:
-            raise Refused(answer.status_code, answer.text)
+            raise RequestRejected(answer.status_code, answer.text)
         return answer
 
 
 @dataclass(frozen=True)
-class Patient:
+class RetryingClient:
     """Retries the calls of a `WireClient` until the server lives long enough to answer."""
 
     client: WireClient
@@ -154,9 +154,9 @@ class Patient:
         while True:
             try:
                 return await getattr(self.client, method)(*args)
-            except Down:
+            except ServerUnreachable:
                 pass
-            except Refused as error:
+            except RequestRejected as error:
                 if error.status not in _RETRIED:
                     raise
                 self.rejections.add(str(error))
