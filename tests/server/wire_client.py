@@ -1,8 +1,8 @@
 """A client that uses the protocol over a socket, call by call, for crash runs, soak runs and load
 tests.
 
-`WireClient` raises `RequestRejected` with the status if the server rejects a request, and `ServerUnreachable` if it is
-not there; `RetryingClient` retries like the SDK.
+`WireClient` raises `RequestRejected` with the status if the server rejects a request, and
+`ServerUnreachable` if it is not there; `RetryingClient` retries like the SDK.
 """
 
 from __future__ import annotations
