@@ -92,7 +92,7 @@ def test_ctrl_c_says_what_the_same_command_does(capsys):
 
     for again, told in (
         ({}, "resumes from the last checkpoint"),
-        ({"again": "begins anew"}, "begins anew"),
+        ({"on_restart": "begins anew"}, "begins anew"),
     ):
         with pytest.raises(SystemExit) as ended:
             training_run.run_command(interrupted, demo.Config, {}, [], **again)
