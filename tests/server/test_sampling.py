@@ -189,7 +189,7 @@ async def test_short_requests_of_one_tenant_do_not_wait_for_all_of_another(model
                 server.samplers.submit(
                     anna.tenant, seq, sample(samplers[0], n=2, max_tokens=60, stop=[])
                 )
-                for seq in range(12)
+                for seq in range(24)
             )
         )
         await ben.sample(samplers[1], 0, n=1, max_tokens=2)
