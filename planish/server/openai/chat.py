@@ -35,6 +35,7 @@ from planish.server.openai.requests import ChatRequest, TokenizeRequest, Tool
 from planish.server.results import Tenant
 from planish.service import Sample
 from planish.types import ModelInput, SampledSequence, SampleResponse
+from planish.wire.pacing import pause_if_due
 
 TopTokens = Sequence[tuple[int, float]]
 
@@ -351,6 +352,7 @@ def build_prompt(
 
 
 def _normalize_message(original: Mapping[str, Any]) -> dict[str, Any]:
+    pause_if_due()
     message = {
         key: value
         for key, value in original.items()

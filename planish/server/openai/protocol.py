@@ -25,6 +25,7 @@ from planish.server.openai.requests import GenerationRequest
 from planish.server.results import Tenant
 from planish.service import Sample, SampledToken
 from planish.types import SampleResponse
+from planish.wire.pacing import pause_if_due
 
 T = TypeVar("T")
 R = TypeVar("R", bound=GenerationRequest)
@@ -62,6 +63,7 @@ def _characters(value: Any) -> int:
         if isinstance(value, str):
             total += len(value)
         elif isinstance(value, dict):
+            pause_if_due()
             total += 1
             pending += value.keys()
             pending += value.values()
