@@ -65,7 +65,9 @@ def ranges_of(keys: Tensor, values: Tensor, spans: list[tuple[int, int]]) -> np.
 
 
 @pytest.mark.usefixtures("products")
-@pytest.mark.parametrize(("fan_out", "fan_in"), [(96, 576), (64, 34), (176, 8), (16, 2)])
+@pytest.mark.parametrize(
+    ("fan_out", "fan_in"), [(96, 576), (272, 2560), (64, 34), (176, 8), (16, 2)]
+)
 def test_amx_rows_are_batch_invariant(fan_out, fan_in):
     generator = torch.Generator().manual_seed(fan_in)
     weight, x, bias = (

@@ -325,14 +325,30 @@ bool matmul_few_rows(const Panels<X>& panels, int64_t output, int64_t outputs, i
 template <class X>
 void matmul_outputs(const Panels<X>& panels, MatmulRows<X> rows, int64_t count, int64_t first,
                     int64_t last) {
-    static thread_local Buffer buffer, tile_buffer;
+    static thread_local Buffer buffer, tile_buffer, input_buffer;
+    // AMX reads a cache line of each of 16 rows. Where rows are multiples of 1 KiB apart, these lines
+    // share a few sets of the first cache and displace one another. So such rows are copied.
+    constexpr int64_t COPY_STRIDE = COLUMN_BLOCK + amx::BLOCK, SHARED_SETS = 1024, OUTPUTS = 256;
+    const int64_t row_bytes = rows.x_stride * sizeof(X);
+    const bool copies = uses_amx<X>() && count >= amx::ROWS && last - first >= OUTPUTS &&
+                        row_bytes % SHARED_SETS == 0;
+    X* copy = copies ? input_buffer.reserve<X>(count * COPY_STRIDE) : nullptr;
     X* tile = panels.quantized ? tile_buffer.reserve<X>(PANEL * COLUMN_BLOCK) : nullptr;
     if (panels.k > COLUMN_BLOCK)
         rows.partial_sums = buffer.reserve<float>(count * (last - first)),
         rows.partial_stride = last - first;
-    for (int64_t at = 0; at < panels.k; at += COLUMN_BLOCK, rows.x += COLUMN_BLOCK) {
+    const X* const inputs = rows.x;
+    const int64_t input_stride = rows.x_stride;
+    for (int64_t at = 0; at < panels.k; at += COLUMN_BLOCK) {
         const ColumnBlock column_block{std::min(COLUMN_BLOCK, panels.k - at), at == 0,
                                        at + COLUMN_BLOCK >= panels.k};
+        rows.x = inputs + at;
+        if (copies) {
+            for (int64_t r = 0; r < count; r++)
+                std::memcpy(copy + r * COPY_STRIDE, rows.x + r * input_stride,
+                            column_block.columns * sizeof(X));
+            rows.x = copy, rows.x_stride = COPY_STRIDE;
+        }
         const Operand<X> x(rows.x, rows.x_stride, count, column_block.columns);
         for (int64_t output = first, end; output < last; output = end) {
             const int64_t panel = output / PANEL * PANEL;
