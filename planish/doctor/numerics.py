@@ -20,11 +20,9 @@ def numerics_findings(preparation: PreparationResult | None) -> Iterator[Finding
         reason = "the check did not finish in time" if preparation is None else missing
         yield Finding("batch_invariant", f"not known: {reason}", {})
         return
-    replaced = (
-        f"; torch for {', '.join(result.replaced_families)}" if result.replaced_families else ""
-    )
+    replaced = f"; torch for {', '.join(result.torch_families)}" if result.torch_families else ""
     yield Finding(
-        "kernels", f"{result.kernels}{replaced}", {"replaced": list(result.replaced_families)}
+        "kernels", f"{result.kernels}{replaced}", {"replaced": list(result.torch_families)}
     )
     if result.is_batch_invariant:
         text = "yes: a sample with a seed does not depend on what else runs"

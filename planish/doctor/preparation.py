@@ -44,8 +44,8 @@ class PreparationResult:
         except (ValueError, LookupError, TypeError):
             return cls()
         if numerics is not None:
-            families = tuple(numerics["replaced_families"])
-            numerics = Numerics(**{**numerics, "replaced_families": families})
+            families = tuple(numerics["torch_families"])
+            numerics = Numerics(**{**numerics, "torch_families": families})
         return cls(verdicts, numerics)
 
 

@@ -477,7 +477,7 @@ def check_lora(case: Case) -> None:
         modules = list(zip(FUSED_MODULE_NAMES, fused_modules(config, 0), strict=True))
         for name, linears in modules if rows == min(case.sizes.lora_rows) else modules[:1]:
             lora_module = getattr(adapters[0].layers[0], name)
-            out_sizes = [len(b) for b in lora_module.bs]
+            out_sizes = [len(b) for b in lora_module.b_matrices]
             x = case.random(rows, lora_module.a.shape[1])
             out = case.random(rows, sum(out_sizes))
             expected = _with_lora(out, x, members, lambda w, name=name: getattr(w.layers[0], name))
@@ -506,9 +506,13 @@ def _with_lora(
             continue
         module, member_rows = module_of(member.weights), slice(member.start, member.stop)
         lora_hidden = (x[member_rows].float() @ module.a.float().t()).to(x.dtype).float()
-        lora_hiddens = lora_hidden.chunk(len(module.bs), 1)
+        lora_hiddens = lora_hidden.chunk(len(module.b_matrices), 1)
         out[member_rows] += torch.cat(
-            [hidden @ b.float().t() for hidden, b in zip(lora_hiddens, module.bs, strict=True)], 1
+            [
+                hidden @ b.float().t()
+                for hidden, b in zip(lora_hiddens, module.b_matrices, strict=True)
+            ],
+            1,
         )
     return out
 

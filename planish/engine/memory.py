@@ -290,7 +290,7 @@ class _ModelNeeds:
             all_copies_bytes += (
                 max(1, backend.weight_copies - 1) * num_linear_weights * dtype.itemsize
             )
-        elif is_quantized and not backend.packs(config.hidden_size, config.hidden_size):
+        elif is_quantized and not backend.can_pack(config.hidden_size, config.hidden_size):
             # torch dequantizes two linears at a time, gate and up, for one matmul.
             largest_linear = max(
                 config.hidden_size * config.expert_size,

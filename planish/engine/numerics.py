@@ -22,7 +22,7 @@ class Numerics:
     """The dtype of the matmuls: "bfloat16" or "float32"."""
     kernels: str
     """The kernels in use, such as "C++ kernels (AVX512_BF16)" or "torch"."""
-    replaced_families: tuple[str, ...]
+    torch_families: tuple[str, ...]
     """The kernel families that torch replaces here (see FAMILIES in cpp/self_test.py and
     triton/families.py).
     """
@@ -44,9 +44,7 @@ class Numerics:
     @property
     def summary(self) -> str:
         """The numerics in one line, for logs."""
-        replaced = (
-            f", torch for {', '.join(self.replaced_families)}" if self.replaced_families else ""
-        )
+        replaced = f", torch for {', '.join(self.torch_families)}" if self.torch_families else ""
         weights = f" with {self.quantize} weights" if self.quantize else ""
         invariant = (
             "batch-invariant"
@@ -64,22 +62,24 @@ class Numerics:
 
 def describe_numerics(backend: Backend, quantize: str | None = None) -> Numerics:
     """Return the numerics of the backend's model. `quantize`: the scheme of its weights."""
-    replaced, tiling = backend.replaced_families, backend.tiling
+    replaced, tiling = backend.torch_families, backend.tiling
     # The trainer never computes in fixed tiles. So if the sampler does, their matmuls may sum in
     # different orders.
-    has_equal_order = backend.is_compiled or (tiling is not None and tiling.tile is None)
+    has_equal_order = backend.uses_compiled_kernels or (tiling is not None and tiling.tile is None)
     if has_equal_order:
         # Torch's log-sum-exp may differ in its last bit. If several logits are equal, sampler
         # and trainer may also recompute different ones of them in float32.
-        expected, alarm = (0.0, 1e-6) if backend.is_compiled and not replaced else (1e-8, 1e-4)
+        expected, alarm = (
+            (0.0, 1e-6) if backend.uses_compiled_kernels and not replaced else (1e-8, 1e-4)
+        )
     else:
         expected, alarm = (1e-3, 1e-2) if backend.dtype == torch.bfloat16 else (1e-8, 1e-4)
     return Numerics(
         device=str(backend.device),
         dtype=str(backend.dtype).removeprefix("torch."),
         kernels=backend.name,
-        replaced_families=tuple(sorted(replaced)),
-        is_batch_invariant=tiling is not None or backend.is_compiled,
+        torch_families=tuple(sorted(replaced)),
+        is_batch_invariant=tiling is not None or backend.uses_compiled_kernels,
         expected_kl=expected,
         alarm_kl=alarm,
         quantize=quantize,

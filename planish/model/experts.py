@@ -138,7 +138,7 @@ def mixture_of_experts(
         matrices = [
             matrix
             for lora in (lora_in, lora_out)
-            for matrix in (() if lora is None else (lora.a, *lora.bs))
+            for matrix in (() if lora is None else (lora.a, *lora.b_matrices))
         ]
         call = _ExpertsCall(backend, experts, pairs, lora_in, lora_out)
         return _ExpertsFunction.apply(call, x, weights, *matrices)  # type: ignore[no-any-return]
@@ -312,7 +312,7 @@ def _expert_linears_backward(
     if lora is not None:
         grads = [
             torch.zeros(matrix.shape, dtype=torch.float32, device=matrix.device)
-            for matrix in (lora.a, *lora.bs)
+            for matrix in (lora.a, *lora.b_matrices)
         ]
     for expert, expert_slice in call.pairs.expert_slices:
         grad_x[expert_slice] = call.backend.matmul_backward(grad[expert_slice], linears[expert])
@@ -323,10 +323,10 @@ def _expert_linears_backward(
                 lora_hidden[expert_slice, : lora.rank],
                 grad_x[expert_slice],
             )
-            grad_a, grad_bs = call.backend.lora_backward_(
+            grad_a, b_grads = call.backend.lora_backward_(
                 *operands, [grad.shape[1]], lora.expert(expert)
             )
-            for layer_grad, expert_grad in zip(grads, (grad_a, *grad_bs), strict=True):
+            for layer_grad, expert_grad in zip(grads, (grad_a, *b_grads), strict=True):
                 layer_grad[expert] = expert_grad
     return grad_x, grads
 

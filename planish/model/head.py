@@ -20,7 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from planish.model.kernels.backend import Backend, HeadAdapters, HeadMember, LoraMatrices
+from planish.model.kernels.backend import Backend, HeadAdapterRange, HeadAdapters, LoraMatrices
 from planish.model.kernels.linear import PackedLinear
 
 # How many of the largest logits of each row are recomputed in float32.
@@ -32,7 +32,7 @@ _MIN_CHUNK_ROWS = 32
 
 @torch.no_grad()
 def head_logits(
-    backend: Backend, hidden: Tensor, head: PackedLinear, adapters: Sequence[HeadMember] = ()
+    backend: Backend, hidden: Tensor, head: PackedLinear, adapters: Sequence[HeadAdapterRange] = ()
 ) -> Tensor:
     """Return the logits, float32 [R, V], without gradients.
 
@@ -56,7 +56,7 @@ def exact_logits(
     head: PackedLinear,
     rows: Tensor,
     tokens: Tensor,
-    adapters: Sequence[HeadMember] = (),
+    adapters: Sequence[HeadAdapterRange] = (),
 ) -> Tensor:
     """Return single logits, computed as float32 dot products: float32 [P].
 
@@ -86,7 +86,7 @@ def scored_logprobs(
     entries in `Backend.logits_dtype`) are stored for the backward pass, or recomputed if
     `recompute`.
     """
-    matrices = (None, None) if lora is None else (lora.a, lora.bs[0])
+    matrices = (None, None) if lora is None else (lora.a, lora.b_matrices[0])
     stores_logits = torch.is_grad_enabled() and not recompute
     call = _ScoringCall(backend, head, lora, temperature, stores_logits)
     return _ScoredLogprobs.apply(hidden, *matrices, call, rows, targets)  # type: ignore[no-any-return]
@@ -227,7 +227,7 @@ class _HeadGrads:
     def __init__(self, hidden: Tensor, call: _ScoringCall, adapters: HeadAdapters | None) -> None:
         self._hidden_states, self._call, self._adapters = hidden, call, adapters
         self.hidden = torch.zeros_like(hidden)
-        matrices = () if call.lora is None else (call.lora.a, call.lora.bs[0])
+        matrices = () if call.lora is None else (call.lora.a, call.lora.b_matrices[0])
         accumulation_dtype = torch.promote_types(hidden.dtype, torch.float32)
         self._matrix_grads = [
             torch.zeros(matrix.shape, dtype=accumulation_dtype, device=hidden.device)

@@ -273,8 +273,10 @@ class LoraWeights:
         *front, _, fan_in = a_entries[0].shape
         shape = (*front, rows, fan_in)
         a = self._leaf(flat, a_entries[0].offset, shape, False, requires_grad)
-        bs = (self._leaf(flat, e.offset, e.shape, True, requires_grad) for e in entries if e.is_b)
-        return LoraMatrices(a, tuple(bs))
+        b_matrices = (
+            self._leaf(flat, e.offset, e.shape, True, requires_grad) for e in entries if e.is_b
+        )
+        return LoraMatrices(a, tuple(b_matrices))
 
     def _leaf(
         self, flat: Tensor, offset: int, shape: tuple[int, ...], is_b: bool, requires_grad: bool
@@ -353,7 +355,10 @@ def _stack_matrices(matrices: Sequence[LoraMatrices | None]) -> LoraMatrices | N
         return None
     return LoraMatrices(
         torch.stack([lora.a for lora in trained]),
-        tuple(torch.stack(bs) for bs in zip(*(lora.bs for lora in trained), strict=True)),
+        tuple(
+            torch.stack(b_matrices)
+            for b_matrices in zip(*(lora.b_matrices for lora in trained), strict=True)
+        ),
     )
 
 

@@ -23,7 +23,7 @@ def adapted_linear(
 
     The result is differentiable with respect to `x` [T, in] and the LoRA matrices.
     """
-    matrices = () if lora is None else (lora.a, *lora.bs)
+    matrices = () if lora is None else (lora.a, *lora.b_matrices)
     return _AdaptedLinear.apply(backend, x, linear, lora, *matrices)  # type: ignore[no-any-return]
 
 
@@ -53,12 +53,12 @@ class _AdaptedLinear(torch.autograd.Function):
         saved_tensors = ctx.saved_tensors
         if not saved_tensors:
             return None, grad_x, None, None
-        x, lora_hidden, a, *bs = saved_tensors
-        lora = LoraMatrices(a, tuple(bs), ctx.packed)
-        grad_a, grad_bs = ctx.backend.lora_backward_(
+        x, lora_hidden, a, *b_matrices = saved_tensors
+        lora = LoraMatrices(a, tuple(b_matrices), ctx.packed)
+        grad_a, b_grads = ctx.backend.lora_backward_(
             grad, x, lora_hidden, grad_x, ctx.linear.sizes, lora
         )
-        return None, grad_x, None, None, grad_a, *grad_bs
+        return None, grad_x, None, None, grad_a, *b_grads
 
 
 def add_rms_norm(

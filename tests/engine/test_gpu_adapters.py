@@ -118,7 +118,7 @@ def assert_like_the_loop(
     own.add_head_(hidden, logits)
     for one in adapters:
         if one.weights is not None and one.weights.head is not None:
-            a, (b,) = one.weights.head.a, one.weights.head.bs
+            a, (b,) = one.weights.head.a, one.weights.head.b_matrices
             right[one.start : one.stop] += (
                 hidden[one.start : one.stop] @ a.t()
             ).float() @ b.float().t()

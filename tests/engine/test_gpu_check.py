@@ -107,7 +107,7 @@ FAULTS = [
     ("lora", "lora", "for part in tl.static_range(PARTS)", "for part in tl.static_range(1)"),
     ("lora", "lora", "low + linear * rank", "low"),
     ("lora", "lora", "has_row = index < tl.load(tile + 1)", "has_row = index < tl.load(tile + 1) - 1"),
-    ("lora", "lora", "if tl.load(site_pointers) != 0:", "if tl.load(tile) != 0:"),
+    ("lora", "lora", "if tl.load(module_pointers) != 0:", "if tl.load(tile) != 0:"),
 ]  # fmt: skip
 
 
@@ -351,7 +351,7 @@ def test_kernels_are_used_only_after_they_passed_the_check(gpu, caplog):
     backend = choose_backend(CONFIG, torch.bfloat16, CUDA, None, passed - {"rope"})
     assert isinstance(backend, TritonBackend)
     assert backend.families == passed - {"rope"}
-    assert backend.replaced_families == {"rope"}
+    assert backend.torch_families == {"rope"}
     (line,) = caplog.messages
     assert line == (
         "compiling and checking GPU kernels for NVIDIA Example; this takes about a minute, once"

@@ -428,7 +428,7 @@ def test_the_memory_plan_of_a_cpu_has_all_copies_of_the_weights(tmp_path, machin
     shape, head_dim, family = DOCUMENTED["Qwen3-0.6B"]
     config = documented_config(tmp_path, shape, head_dim, family)
     backend = choose_backend(config, torch.bfloat16, torch.device("cpu"), deterministic=False)
-    if not backend.is_compiled:
+    if not backend.uses_compiled_kernels:
         pytest.skip("the formula is that of the C++ kernels")
     for scheme in (None, "int8", "nf4"):
         settings = EngineSettings(dtype="bfloat16", device="cpu", quantize=scheme)
@@ -468,7 +468,7 @@ def test_the_memory_plan_counts_the_codes_of_an_mxfp4_checkpoint_once(tmp_path, 
     path.write_text(json.dumps(fields))
     config = ModelConfig.from_directory(tmp_path)
     backend = choose_backend(config, torch.bfloat16, torch.device("cpu"), deterministic=False)
-    if not backend.is_compiled:
+    if not backend.uses_compiled_kernels:
         pytest.skip("the formula is that of the C++ kernels")
     plan = DeviceMemory(EngineSettings(dtype="bfloat16", device="cpu")).claim(tmp_path)
     # docs/models.md: 10.2 GB of codes once, and three copies of the other 3.6 GB.

@@ -49,15 +49,15 @@ def described(backend: Backend, tiling: RowTiling | None) -> Numerics:
 def test_planish_kernels_are_reported_as_exact(library, config, dtype, deterministic):
     found = described(choose_backend(config, dtype, CPU, False), deterministic)
     assert found.kernels.startswith("C++ kernels (")
-    assert (found.replaced_families, found.is_batch_invariant) == ((), True)
+    assert (found.torch_families, found.is_batch_invariant) == ((), True)
     assert (found.expected_kl, found.alarm_kl) == (0, 1e-6)
     assert "kl_sample_train_v2 is 0" in found.summary
 
 
 def test_kernel_families_replaced_by_torch_are_named(library, config, monkeypatch):
-    monkeypatch.setattr(library, "replaced_families", frozenset({"matmul", "decode"}))
+    monkeypatch.setattr(library, "torch_families", frozenset({"matmul", "decode"}))
     backend = choose_backend(config, HALF, CPU, False)
-    padded, free = described(backend, RowTiling(least=4)), described(backend, None)
+    padded, free = described(backend, RowTiling(min_rows=4)), described(backend, None)
     assert "torch for decode, lora, matmul" in free.summary
     assert padded.is_batch_invariant
     assert padded.expected_kl == 1e-8
@@ -94,7 +94,7 @@ def test_the_measured_logprob_gap_matches_the_reported_one(
     if path == "torch":
         monkeypatch.setattr(ops, "load_library", lambda: None)
     elif path != "native":
-        monkeypatch.setattr(library, "replaced_families", frozenset({path, "decode"}))
+        monkeypatch.setattr(library, "torch_families", frozenset({path, "decode"}))
     name = str(dtype).removeprefix("torch.")
     tiny_model(tmp_path, "qwen3", kv_heads=4, intermediate=128, vocab_size=320, dtype=name)
     decoder = Decoder.load(tmp_path, dtype, CPU)

@@ -25,9 +25,9 @@ from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.reference.lora import add_outputs_
 from planish.model.kernels.reference.row_tiling import (
     FIXED,
-    LoraNeeds,
+    LoraRowRule,
     RowTiling,
-    cancelling,
+    cancelling_inputs,
     probe,
 )
 from planish.model.lora import LoraLayout, LoraWeights
@@ -69,14 +69,18 @@ def test_matmul_rows_are_batch_invariant(tmp_path, dtype):
         )
     generator = torch.Generator().manual_seed(1)
     for fan_out, fan_in in ((96, 64), (64, 1536)):
-        x, weight = (tensor.to(dtype) for tensor in cancelling(240, fan_out, fan_in, generator))
+        x, weight = (
+            tensor.to(dtype) for tensor in cancelling_inputs(240, fan_out, fan_in, generator)
+        )
         assert not disagreeing(backend, None, x, weight)
     # planish's kernels may serve the adapters of the layers, but not those of a head with this
     # vocabulary.
     layers = [] if backend.packs_layer_adapters else [1536]
     for rank in (8, 12, 32):
         for fan_out, fan_in in ((rank, 64), (vocab, rank), *((rank, width) for width in layers)):
-            x, weight = (tensor.to(dtype) for tensor in cancelling(240, fan_out, fan_in, generator))
+            x, weight = (
+                tensor.to(dtype) for tensor in cancelling_inputs(240, fan_out, fan_in, generator)
+            )
             assert not disagreeing(backend, rank, x, weight)
 
 
@@ -91,9 +95,9 @@ def test_matmuls_of_planish_kernels_are_not_probed(tmp_path, dtype, vocab_size, 
     """
     config = ModelConfig.from_directory(tiny_model(tmp_path, vocab_size=vocab_size))
     backend = choose_backend(config, dtype, CPU, None)
-    if not backend.packs(64, 64):
+    if not backend.can_pack(64, 64):
         pytest.skip("this machine has no kernels of our own")
-    assert [site.sizes for site in row_tiling._torch_sites(backend)] == sizes
+    assert [module.sizes for module in row_tiling._torch_lora_modules(backend)] == sizes
     tiling = backend.tiling
     assert tiling is not None
     assert tiling.padded(1, None) == 1
@@ -106,7 +110,7 @@ def _matmuls_of_torch(monkeypatch):
     library = ops.load_library()
     if library is None:
         pytest.skip("this machine has no kernels of our own")
-    monkeypatch.setattr(library, "replaced_families", frozenset({"matmul", "decode"}))
+    monkeypatch.setattr(library, "torch_families", frozenset({"matmul", "decode"}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -120,7 +124,7 @@ def test_the_inputs_of_the_probe_show_a_reversed_order_of_additions(dtype, terms
 
     different = 0.0
     for seed in range(6):
-        drawn = cancelling(16, 16, terms, torch.Generator().manual_seed(seed))
+        drawn = cancelling_inputs(16, 16, terms, torch.Generator().manual_seed(seed))
         x, weight = (tensor.to(dtype).float() for tensor in drawn)
         products = x[:, None] * weight
         changed = added(products) != added(products.flip(-1))
@@ -150,17 +154,21 @@ def test_padding_makes_adapters_of_every_rank_batch_invariant(tmp_path, ranks, d
     for rank in ranks:
         assert tiling.is_invariant(rank)
         for sizes, fan_in in 3 * (((64, 32, 32), 128), ((384, 384), 128), ((128,), 384)):
-            x, a = (t.to(dtype) for t in cancelling(512, len(sizes) * rank, fan_in, generator))
-            pairs = [cancelling(512, size, rank, generator) for size in sizes]
-            low = torch.cat([low for low, _ in pairs], 1).to(dtype)
-            bs = [b.to(dtype) for _, b in pairs]
+            x, a = (
+                t.to(dtype) for t in cancelling_inputs(512, len(sizes) * rank, fan_in, generator)
+            )
+            pairs = [cancelling_inputs(512, size, rank, generator) for size in sizes]
+            lora_hidden = torch.cat([hidden for hidden, _ in pairs], 1).to(dtype)
+            b_matrices = [b.to(dtype) for _, b in pairs]
 
-            def added(low: torch.Tensor, sizes: Any = sizes, bs: Any = bs) -> torch.Tensor:
-                out = low.new_zeros(len(low), sum(sizes))
-                add_outputs_(low, out, sizes, bs)
+            def added(
+                lora_hidden: torch.Tensor, sizes: Any = sizes, b_matrices: Any = b_matrices
+            ) -> torch.Tensor:
+                out = lora_hidden.new_zeros(len(lora_hidden), sum(sizes))
+                add_outputs_(lora_hidden, out, sizes, b_matrices)
                 return out
 
-            for product, given in ((lambda x, a=a: x @ a.t(), x), (added, low)):
+            for product, given in ((lambda x, a=a: x @ a.t(), x), (added, lora_hidden)):
                 whole = product(given)
                 for count in (1, 2, 3, 5, 9, 17, 40, 70, 77, 130, 150, 203, 300):
                     rows = tiling.padded(count, rank)
@@ -215,7 +223,7 @@ def test_deterministic_rejects_a_rank_that_no_padding_serves(tmp_path, monkeypat
         settings = EngineSettings(dtype="float32", deterministic=deterministic)
         engine = Engine({"m": str(model)}, tmp_path / "data", settings)
         base = engine._base_models.get("m")
-        tiling = RowTiling(lora=lambda rank: LoraNeeds(None if rank == 1 else 4))
+        tiling = RowTiling(lora=lambda rank: LoraRowRule(None if rank == 1 else 4))
         assert isinstance(base.backend, TorchBackend)
         base.backend.make_batch_invariant(tiling)
         engine.submit(CreateModel("a", "m", LoraConfig(rank=2))).result()
@@ -228,8 +236,8 @@ def test_deterministic_rejects_a_rank_that_no_padding_serves(tmp_path, monkeypat
 
 
 def test_rows_are_padded_to_the_minimum_then_to_the_multiple():
-    needs = {1: LoraNeeds(None), 8: LoraNeeds(16), 20: LoraNeeds(8, 16)}
-    tiling = RowTiling(multiple=4, least=2, lora=needs.__getitem__)
+    rules = {1: LoraRowRule(None), 8: LoraRowRule(16), 20: LoraRowRule(8, 16)}
+    tiling = RowTiling(multiple=4, min_rows=2, lora=rules.__getitem__)
     assert [tiling.padded(n, None) for n in (1, 2, 4, 5)] == [4, 4, 4, 8]
     assert [tiling.padded(3, rank) for rank in (1, 8, 20)] == [4, 16, 16]
     assert tiling.padded(17, 8) == 20
@@ -251,7 +259,7 @@ def test_fixed_tiles_are_batch_invariant():
 @pytest.mark.parametrize("tile", [None, 4])
 def test_functions_run_with_padded_rows_change_their_outputs_in_place(tile):
     """Only the rows of the batch change, and the result has as many rows as the input."""
-    tiling, seen = RowTiling(multiple=4, tile=tile, least=8), []
+    tiling, seen = RowTiling(multiple=4, tile=tile, min_rows=8), []
 
     def added(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         seen.append(len(x))

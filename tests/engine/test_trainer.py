@@ -704,7 +704,7 @@ def test_padding_a_short_forest_changes_nothing(decoder):
         for t in ([1, 2, 3], [1, 2, 9], [7])
     ]
     outcomes = []
-    for tiling in (None, RowTiling(multiple=4, least=8)):
+    for tiling in (None, RowTiling(multiple=4, min_rows=8)):
         adapter = new_adapter(decoder)
         result, _ = run(Trainer(with_tiling(decoder, tiling), TrainerSettings(4)), adapter, data)
         outcomes.append((result, adapter.grad))

@@ -127,7 +127,9 @@ def logits_of(
     )
     logits = hidden.float() @ decoder.head.weight.float().t()
     if weights is not None and weights.head is not None:
-        logits = logits + (hidden @ weights.head.a.t()).float() @ weights.head.bs[0].float().t()
+        logits = (
+            logits + (hidden @ weights.head.a.t()).float() @ weights.head.b_matrices[0].float().t()
+        )
     return logits
 
 

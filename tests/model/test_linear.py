@@ -8,7 +8,7 @@ from backends import CONFIG, backend_of, torch_backend
 from planish.model.kernels.backend import LoraMatrices
 from planish.model.kernels.linear import onednn_packs_bfloat16
 from planish.model.kernels.reference.backend import TorchBackend
-from planish.model.kernels.reference.row_tiling import cancelling
+from planish.model.kernels.reference.row_tiling import cancelling_inputs
 from planish.model.operations import adapted_linear
 
 SIZES = (64, 16, 16)
@@ -27,7 +27,7 @@ def route(request):
     bf16 weights.
     """
     if request.param == "own":
-        if not backend_of(torch.bfloat16).packs(64, 64):
+        if not backend_of(torch.bfloat16).can_pack(64, 64):
             pytest.skip("this machine has no kernels of our own")
         return backend_of, "CppPackedWeight"
     if request.param == "onednn":
@@ -72,10 +72,13 @@ def test_a_frozen_input_costs_no_backward_matmul(dtype, route, monkeypatch):
     weights, biases = linears(dtype, False)
     linear = backend.pack(weights, biases)
     x, grad = torch.randn(20, 64).to(dtype), torch.randn(20, sum(SIZES)).to(dtype)
-    a, bs = torch.randn(3 * 4, 64).to(dtype), [torch.randn(size, 4).to(dtype) for size in SIZES]
-    packed = backend.pack_adapter([LoraMatrices(a, tuple(bs))])
-    matrices = [matrix.requires_grad_() for matrix in (a, *bs)]
-    lora = LoraMatrices(a, tuple(bs), None if packed is None else packed.target(0))
+    a, b_matrices = (
+        torch.randn(3 * 4, 64).to(dtype),
+        [torch.randn(size, 4).to(dtype) for size in SIZES],
+    )
+    packed = backend.pack_adapter([LoraMatrices(a, tuple(b_matrices))])
+    matrices = [matrix.requires_grad_() for matrix in (a, *b_matrices)]
+    lora = LoraMatrices(a, tuple(b_matrices), None if packed is None else packed.target(0))
     backward, calls = backend.matmul_backward, []
 
     def counted(*given):
@@ -97,7 +100,7 @@ def test_packed_weights_equal_plain_weights(fan_out, route):
     """The inputs cancel, so a different summation order changes the result, by at most the rounding
     of the largest terms.
     """
-    x, weight = (tensor.to(torch.bfloat16) for tensor in cancelling(40, fan_out, 1152))
+    x, weight = (tensor.to(torch.bfloat16) for tensor in cancelling_inputs(40, fan_out, 1152))
     backend, kind = route[0](torch.bfloat16), route[1]
     linear = backend.pack([weight])
     assert type(linear.packed).__name__ == kind

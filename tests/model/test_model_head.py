@@ -13,7 +13,7 @@ from planish.model.head import exact_logits, head_logits, scored_logprobs
 from planish.model.kernels.backend import LoraMatrices
 from planish.model.kernels.linear import PackedLinear
 from planish.model.kernels.reference.backend import TorchBackend, _top_tokens
-from planish.model.kernels.reference.row_tiling import cancelling
+from planish.model.kernels.reference.row_tiling import cancelling_inputs
 
 
 def head(
@@ -159,9 +159,9 @@ def test_the_search_for_the_largest_logits_is_exact(vocab: int):
 
 def test_the_last_row_does_not_depend_on_the_size_of_its_chunk():
     """Some machines use another kernel for one row of more than 1024 columns. The inputs of
-    `cancelling` make its summation order visible.
+    `cancelling_inputs` make its summation order visible.
     """
-    states, weight = (x.mul(2**7).to(torch.bfloat16) for x in cancelling(400, 300, 2048))
+    states, weight = (x.mul(2**7).to(torch.bfloat16) for x in cancelling_inputs(400, 300, 2048))
     if not torch.equal(states[:32] @ weight.T, (states @ weight.T)[:32]):
         pytest.skip(
             "this machine's bf16 products depend on the number of rows; see "

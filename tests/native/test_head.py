@@ -9,8 +9,8 @@ from torch import Tensor
 from variants import slow_after
 
 from planish.model.head import exact_logits, head_logits
-from planish.model.kernels.backend import HeadMember, LoraMatrices
-from planish.model.kernels.cpp.head import HeadTable, SingleLogits
+from planish.model.kernels.backend import HeadAdapterRange, LoraMatrices
+from planish.model.kernels.cpp.head import Float32Logits, HeadTable
 from planish.model.kernels.cpp.matmul import CppPackedAdapter, supports_lora_forward
 
 CPU = torch.device("cpu")
@@ -31,8 +31,8 @@ def adapter(normal, vocab: int, rank: int) -> LoraMatrices:
     return LoraMatrices(a, (b,), CppPackedAdapter([(a, (b,))]).target(0))
 
 
-def single(hidden: Tensor, weight: Tensor, lora: Any = None) -> SingleLogits:
-    return SingleLogits(
+def single(hidden: Tensor, weight: Tensor, lora: Any = None) -> Float32Logits:
+    return Float32Logits(
         hidden,
         weight,
         HeadTable(()) if lora is None else lora.table,
@@ -58,7 +58,7 @@ def test_the_largest_entries_equal_those_of_a_stable_sort(vocab, kind, normal):
     k = min(16, vocab)
     hidden, weight = normal(9, WIDTH), normal(vocab, WIDTH)
     float32_logits = torch.empty(9, vocab)
-    tokens, values = single(hidden, weight).top(logits, k, float32_logits)
+    tokens, values = single(hidden, weight).top_k(logits, k, float32_logits)
     assert torch.equal(tokens, sorted_first(logits, k))
     expected = (hidden.double() @ weight.double().t()).gather(1, tokens)
     torch.testing.assert_close(values.double(), expected, rtol=1e-6, atol=1e-5)
@@ -72,16 +72,16 @@ def test_the_largest_entries_are_found_at_any_position(normal):
     logits = torch.full((1, 128 * 20), -5.0, dtype=torch.bfloat16)
     logits[0, ::128] = 1.0
     logits[0, 128 * 16 :: 128] = 1.0 + 2**-7
-    tokens, _ = single(normal(1, WIDTH), normal(128 * 20, WIDTH)).top(logits, 16, None)
+    tokens, _ = single(normal(1, WIDTH), normal(128 * 20, WIDTH)).top_k(logits, 16, None)
     assert tokens[0].tolist() == [128 * i for i in (*range(16, 20), *range(12))]
 
 
 def test_non_finite_logits_stay_in_their_row(normal):
     logits, hidden, weight = normal(4, 300), normal(4, WIDTH), normal(300, WIDTH)
-    expected, _ = single(hidden, weight).top(logits, 16, None)
+    expected, _ = single(hidden, weight).top_k(logits, 16, None)
     logits[1, ::2], logits[2, 7] = torch.nan, torch.inf
     logits.view(torch.int16)[3] = -1  # a NaN whose bits compare below all numbers
-    tokens, _ = single(hidden, weight).top(logits, 16, None)
+    tokens, _ = single(hidden, weight).top_k(logits, 16, None)
     assert torch.equal(tokens[0], expected[0])
     assert tokens[2, 0] == 7
     assert ((tokens >= 0) & (tokens < 300)).all()
@@ -99,18 +99,18 @@ def test_adapters_of_the_head_equal_the_formula(rank, vocab, dtype, normal):
 
     hidden, weight, site = drawn(7, WIDTH), drawn(vocab, WIDTH), adapter(drawn, vocab, rank)
     assert (site.packed is not None) == supports_lora_forward([(vocab, WIDTH)], dtype)
-    members = [(1, 6, site)]
+    adapter_ranges = [(1, 6, site)]
     low = (hidden.double() @ site.a.double().t()).to(dtype).double()
     low[0], low[6] = 0, 0
-    expected = hidden.double() @ weight.double().t() + low @ site.bs[0].double().t()
+    expected = hidden.double() @ weight.double().t() + low @ site.b_matrices[0].double().t()
     backend = backend_of(dtype)
     head = backend.pack([weight])
-    logits = head_logits(backend, hidden, head, members)
+    logits = head_logits(backend, hidden, head, adapter_ranges)
     assert (logits - expected).abs().max() < (
         0.01 if dtype == torch.bfloat16 else 1e-6
     ) * expected.abs().max()
     rows, tokens = torch.arange(7).repeat_interleave(40), torch.arange(280) * 7 % vocab
-    exact = exact_logits(backend, hidden, head, rows, tokens, members)
+    exact = exact_logits(backend, hidden, head, rows, tokens, adapter_ranges)
     # Summation in float32 may change how the result of A is rounded.
     error = (exact - expected[rows, tokens]).abs()
     assert error.median() < 1e-5
@@ -131,18 +131,18 @@ def test_kernel_rows_are_batch_invariant(threads, dtype, normal):
     backend, hidden = backend_of(dtype), drawn(rows, WIDTH)
     head = backend.pack([drawn(vocab, WIDTH)])
     spans = [(0, 1), (3, 31), (31, 50)]
-    members: list[HeadMember] = [
+    adapter_ranges: list[HeadAdapterRange] = [
         (*span, adapter(drawn, vocab, rank)) for span, rank in zip(spans, (8, 40, 3), strict=True)
     ]
     pairs, tokens = torch.arange(rows).repeat_interleave(5), torch.arange(5 * rows) * 331 % vocab
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        together = head_logits(backend, hidden, head, members)
-        exact = exact_logits(backend, hidden, head, pairs, tokens, members)
+        together = head_logits(backend, hidden, head, adapter_ranges)
+        exact = exact_logits(backend, hidden, head, pairs, tokens, adapter_ranges)
         torch.set_num_threads(1)
         for row in range(rows):
-            own = [(0, 1, site) for start, stop, site in members if start <= row < stop]
+            own = [(0, 1, site) for start, stop, site in adapter_ranges if start <= row < stop]
             alone = hidden[row : row + 1]
             assert torch.equal(head_logits(backend, alone, head, own)[0], together[row])
             mine = pairs == row

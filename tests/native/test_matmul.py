@@ -37,17 +37,21 @@ def matrices(normal, rank: int, sizes=SIZES, fan_in: int = 64) -> tuple[Tensor, 
     return normal(len(sizes) * rank, fan_in), [normal(size, rank) for size in sizes]
 
 
-def site_of(a: Tensor, bs: list[Tensor]) -> CppPackedModule:
-    found = CppPackedAdapter([(a, bs)]).target(0)
+def site_of(a: Tensor, b_matrices: list[Tensor]) -> CppPackedModule:
+    found = CppPackedAdapter([(a, b_matrices)]).target(0)
     assert found is not None
     return found
 
 
-def adapted(x: Tensor, a: Tensor, bs: list[Tensor]) -> Tensor:
+def adapted(x: Tensor, a: Tensor, b_matrices: list[Tensor]) -> Tensor:
     """Return the result in float64, but with the result of A rounded to its dtype."""
     low = (x.double() @ a.double().t()).to(x.dtype).double()
     return torch.cat(
-        [part @ b.double().t() for part, b in zip(low.chunk(len(bs), 1), bs, strict=True)], 1
+        [
+            part @ b.double().t()
+            for part, b in zip(low.chunk(len(b_matrices), 1), b_matrices, strict=True)
+        ],
+        1,
     )
 
 
@@ -78,19 +82,19 @@ def test_matmul_results_are_rounded_as_in_torch(normal):
 @pytest.mark.parametrize("rank", slow_after(3, [1, 8, 40, 5, 16, 32]))
 @pytest.mark.parametrize("rows", slow_after(2, [1, 130, 7]))
 def test_forward_and_backward_matmuls_with_adapters_equal_float64(rows, rank, sizes, normal):
-    a, bs = matrices(normal, rank, sizes)
+    a, b_matrices = matrices(normal, rank, sizes)
     x, out, grad, grad_x = (
         normal(rows, 64),
         normal(rows, sum(sizes)),
         normal(rows, sum(sizes)),
         normal(rows, 64),
     )
-    site = site_of(a, bs)
-    expected = out.double() + adapted(x, a, bs)
+    site = site_of(a, b_matrices)
+    expected = out.double() + adapted(x, a, b_matrices)
     low = site.add_(x, out, sizes)
     close(out, expected)
     close(low, x.double() @ a.double().t())
-    parts = zip(grad.double().split(sizes, 1), bs, strict=True)
+    parts = zip(grad.double().split(sizes, 1), b_matrices, strict=True)
     expected_low = torch.cat([part @ b.double() for part, b in parts], 1)
     expected_x = grad_x.double() + expected_low @ a.double()
     without_x = site.backward_(grad, None, sizes)
@@ -116,10 +120,10 @@ def test_gradients_of_adapter_matrices_equal_float64(rows, rank, sizes, normal):
         normal(rows, 288),
     )
     low, low_grad = site.add_(x, out, sizes), site.backward_(grad, grad_x, sizes)
-    grad_a, grad_bs = site.gradients(x, low, grad, low_grad, sizes)
+    grad_a, b_grads = site.gradients(x, low, grad, low_grad, sizes)
     parts = zip(grad.double().split(sizes, 1), low.double().chunk(len(sizes), 1), strict=True)
     expected = [low_grad.double().t() @ x.double(), *(part.t() @ own for part, own in parts)]
-    for found, wanted in zip([grad_a, *grad_bs], expected, strict=True):
+    for found, wanted in zip([grad_a, *b_grads], expected, strict=True):
         assert found.dtype == torch.float32
         assert (
             (found - wanted).abs().max() <= 3e-6 * wanted.abs().max() if rows else not found.any()
@@ -134,8 +138,8 @@ def test_gradients_do_not_depend_on_the_number_of_threads(normal):
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            grad_a, grad_bs = site.gradients(rows[0], low, rows[2], low_grad, SIZES)
-            found.append(torch.cat([grad_a.flatten(), *(grad.flatten() for grad in grad_bs)]))
+            grad_a, b_grads = site.gradients(rows[0], low, rows[2], low_grad, SIZES)
+            found.append(torch.cat([grad_a.flatten(), *(grad.flatten() for grad in b_grads)]))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(found[0], other) for other in found[1:])

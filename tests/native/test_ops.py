@@ -13,7 +13,7 @@ from variants import slow_after
 from planish.model.head import scored_logprobs
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.matmul import CppPackedWeight, WeightArena, supports_matmul
-from planish.model.kernels.reference.row_tiling import cancelling
+from planish.model.kernels.reference.row_tiling import cancelling_inputs
 from planish.model.operations import add_rms_norm, gated_activation, rope
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -222,7 +222,7 @@ def panels(weight: Tensor) -> CppPackedWeight:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matmuls_equal_float64(rows, fan_out, fan_in, biased, dtype):
     """The terms cancel, so a missing or repeated term changes the result."""
-    x, weight = (tensor.to(dtype) for tensor in cancelling(rows, fan_out, fan_in))
+    x, weight = (tensor.to(dtype) for tensor in cancelling_inputs(rows, fan_out, fan_in))
     bias = normal(fan_out, dtype=dtype) if biased else None
     found = panels(weight).matmul(x, bias)
     expected = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
@@ -267,7 +267,7 @@ def test_unpacking_returns_the_packed_matrix(fan_out, fan_in):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matmul_rows_do_not_depend_on_batch_or_threads(dtype):
-    x, weight = (tensor.to(dtype) for tensor in cancelling(1500, 224, 576))
+    x, weight = (tensor.to(dtype) for tensor in cancelling_inputs(1500, 224, 576))
     packed = panels(weight)
     whole = packed.matmul(x, None)
     threads = torch.get_num_threads()

@@ -202,14 +202,14 @@ def test_gradients_of_attention_by_tiles_are_as_exact_as_by_vectors(group, e, wi
 def test_gradients_of_adapters_by_tiles_have_the_order_of_the_instruction(rows, rank):
     sizes, fan_in = (48, 272), 80
     a = normal(2 * rank, fan_in)
-    bs = [normal(size, rank) for size in sizes]
-    site = CppPackedAdapter([(a, bs)]).target(0)
+    b_matrices = [normal(size, rank) for size in sizes]
+    site = CppPackedAdapter([(a, b_matrices)]).target(0)
     assert site is not None
     x, grad = normal(rows, fan_in), normal(rows, sum(sizes))
     lora_hidden = site.add_(x, torch.zeros_like(grad), sizes)
     hidden_grad = site.backward_(grad, None, sizes)
-    grad_a, grad_bs = site.gradients(x, lora_hidden, grad, hidden_grad, sizes)
+    grad_a, b_grads = site.gradients(x, lora_hidden, grad, hidden_grad, sizes)
     assert torch.equal(grad_a, sums_of_tiles(hidden_grad.t(), x.t()))
-    parts = zip(grad_bs, grad.split(sizes, 1), lora_hidden.chunk(2, 1), strict=True)
+    parts = zip(b_grads, grad.split(sizes, 1), lora_hidden.chunk(2, 1), strict=True)
     for found, upstream, hidden in parts:
         assert torch.equal(found, sums_of_tiles(upstream.t(), hidden.t()))

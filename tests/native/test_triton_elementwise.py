@@ -18,7 +18,7 @@ from planish.model.decoder import Decoder
 from planish.model.head import scored_logprobs
 from planish.model.kernels.backend import LoraMatrices
 from planish.model.kernels.reference.backend import TorchBackend
-from planish.model.kernels.reference.token_sampling import invert
+from planish.model.kernels.reference.token_sampling import sample_from_weights
 from planish.model.kernels.triton.backend import TritonBackend
 from planish.model.kernels.triton.families import FAMILIES
 from planish.model.lora import AdapterRange, LoraLayout, LoraWeights
@@ -379,7 +379,7 @@ def test_sampled_tokens_equal_torch(vocab, normal, device):
     for uniform in (0.0, 1e-12, 0.3, 0.77, 1 - 2**-53):
         uniforms = torch.full((6,), uniform, dtype=torch.float64, device=device)
         found = own.sample(weights, uniforms)
-        assert torch.equal(found, invert(weights, uniforms.unsqueeze(1)).squeeze(1))
+        assert torch.equal(found, sample_from_weights(weights, uniforms.unsqueeze(1)).squeeze(1))
         assert (weights.gather(1, found.unsqueeze(1)) > 0).all()
 
 

@@ -20,7 +20,7 @@ class Adapter:
 
     rank: int
     a: Tensor
-    bs: list[Tensor]
+    b_matrices: list[Tensor]
 
 
 def noise(*shape: int, seed: int, like: Tensor) -> Tensor:
@@ -28,17 +28,19 @@ def noise(*shape: int, seed: int, like: Tensor) -> Tensor:
 
 
 def adapter(rank: int, inner: int, sizes: list[int], like: Tensor, seed: int = 0) -> Adapter:
-    bs = [
+    b_matrices = [
         noise(size, rank, seed=seed + 1 + i, like=like) / rank**0.5 for i, size in enumerate(sizes)
     ]
-    return Adapter(rank, noise(len(sizes) * rank, inner, seed=seed, like=like) / inner**0.5, bs)
+    return Adapter(
+        rank, noise(len(sizes) * rank, inner, seed=seed, like=like) / inner**0.5, b_matrices
+    )
 
 
 Batch = list[tuple[int, int, Adapter | None]]
 """(first row, rows, adapter, or None if the slot has no adapter for this module)."""
 
 
-def tables(batch: Batch, device: torch.device, site: int) -> tuple[Tensor, Tensor]:
+def tables(batch: Batch, device: torch.device, module: int) -> tuple[Tensor, Tensor]:
     """Return `tiles` and `pointers` for `add_`. Unused tiles contain invalid values."""
     cut = []
     for slot, (first, rows, own) in enumerate(batch):
@@ -49,8 +51,8 @@ def tables(batch: Batch, device: torch.device, site: int) -> tuple[Tensor, Tenso
     tiles = torch.tensor([head, *cut, [-(1 << 30)] * 4], dtype=torch.int32)
     pointers = torch.zeros(max(1, len(batch)), SITES, 4, dtype=torch.int64)
     for slot, (_, _, own) in enumerate(batch):
-        for number, matrix in enumerate([own.a, *own.bs] if own is not None else []):
-            pointers[slot, site, number] = matrix.data_ptr()
+        for number, matrix in enumerate([own.a, *own.b_matrices] if own is not None else []):
+            pointers[slot, module, number] = matrix.data_ptr()
     return tiles.to(device), pointers.to(device)
 
 
@@ -63,7 +65,7 @@ def added(
     spread: bool = True,
     aligned: bool = False,
 ) -> Tensor:
-    tiles, pointers = tables(batch, x.device, site=1)
+    tiles, pointers = tables(batch, x.device, module=1)
     columns = max((own.a.shape[0] for _, _, own in batch if own is not None), default=1)
     parts = lora_kernels.scratch(len(x) if spread else 4096, columns, x.device).fill_(torch.nan)
     found = out.clone()
@@ -79,7 +81,7 @@ def expected(x: Tensor, out: Tensor, sizes: list[int], batch: Batch) -> Tensor:
         mine = slice(first, first + rows)
         low = (x[mine].float() @ own.a.float().t()).to(x.dtype).float()
         for part, columns, b in zip(
-            low.chunk(len(sizes), 1), found[mine].split(sizes, 1), own.bs, strict=True
+            low.chunk(len(sizes), 1), found[mine].split(sizes, 1), own.b_matrices, strict=True
         ):
             columns += part @ b.float().t()
     return found.to(out.dtype)
@@ -120,7 +122,7 @@ def test_strided_rows_are_accepted(device: torch.device, dtype: torch.dtype):
     x = noise(5, 100, seed=1, like=like)[:, 20:68]
     out = noise(5, 200, seed=2, like=like)
     own = adapter(16, 48, [96], like)
-    tiles, pointers = tables([(1, 3, own)], device, site=0)
+    tiles, pointers = tables([(1, 3, own)], device, module=0)
     whole = out.clone()
     lora_kernels.add_(
         x,
@@ -203,7 +205,7 @@ def shrink(inner: int, linears: int, dtype: str, *, spread: bool) -> Case:
     columns = lora_kernels.MAX_FUSED_LINEARS * 256
     return Case(
         "shrink_kernel",
-        {"x": f"*{dtype}", "tiles": "*i32", "pointers": "*i64", "site": "i32", "parts": "*fp32"},
+        {"x": f"*{dtype}", "tiles": "*i32", "pointers": "*i64", "module": "i32", "parts": "*fp32"},
         {
             **{
                 "x_stride": inner,
@@ -238,7 +240,7 @@ def expand(inner: int, sizes: list[int], dtype: str, out: str, *, spread: bool) 
             "x": f"*{dtype}",
             "tiles": "*i32",
             "pointers": "*i64",
-            "site": "i32",
+            "module": "i32",
             "parts": "*fp32",
             "out": f"*{out}",
         },
@@ -281,7 +283,7 @@ def test_the_lora_kernel_compiles_for_hopper():
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_target_modules_of_known_models_compile_for_hopper(dtype: str):
     """The cases are the largest matmuls and the head of Qwen3-8B and SmolLM2-135M."""
-    sites = [
+    modules = [
         (4096, [4096, 1024, 1024]),
         (4096, [12288, 12288]),
         (12288, [4096]),
@@ -289,7 +291,7 @@ def test_target_modules_of_known_models_compile_for_hopper(dtype: str):
     ]
     layers = [
         case
-        for inner, sizes in sites
+        for inner, sizes in modules
         for spread in (True, False)
         for case in (
             shrink(inner, len(sizes), dtype, spread=spread),

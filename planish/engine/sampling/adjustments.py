@@ -142,7 +142,7 @@ def _sample_adjusted(
             resampled_logits, temperatures[resampled_index], weights=resampled_logits
         )
         backend.filter_(resampled_logits, [params[row] for row in resampled])
-        tokens[resampled_index] = backend.invert(
+        tokens[resampled_index] = backend.sample_from_weights(
             resampled_logits, uniforms_tensor[resampled_index].unsqueeze(1)
         ).squeeze(1)
         for row, likeliest in zip(resampled, best, strict=True):

@@ -9,33 +9,33 @@ from torch import Tensor
 
 from planish.model.decoder import Decoder
 from planish.model.head import exact_logits, head_logits
-from planish.model.kernels.backend import HeadMember
+from planish.model.kernels.backend import HeadAdapterRange
 from planish.model.lora import AdapterRange, LoraWeights
 from planish.model.transfer import on_device
 
 
 class RowLayout:
-    """The batch rows of each member (a prompt or a sample), grouped by adapter.
+    """The batch rows of each sequence (a prompt or a sample), grouped by adapter.
 
-    `first_rows` has each member's first row, and `num_rows` is the number of rows including
+    `first_rows` has each sequence's first row, and `num_rows` is the number of rows including
     padding.
     """
 
     def __init__(
-        self, members: Sequence[tuple[LoraWeights | None, int]], row_multiple: int = 1
+        self, sequences: Sequence[tuple[LoraWeights | None, int]], row_multiple: int = 1
     ) -> None:
-        """Lay out members, each given as (weights, number of rows).
+        """Lay out sequences, each given as (weights, number of rows).
 
-        Members of one adapter must be neighbours. After the last member of each adapter, padding
-        rows round the adapter's rows up to a multiple of `row_multiple`.
+        Sequences of one adapter must be neighbours. After the last sequence of each adapter,
+        padding rows round the adapter's rows up to a multiple of `row_multiple`.
         """
         self.first_rows: list[int] = []
         self.adapters: list[AdapterRange] = []
         row = first = 0
-        for index, (weights, count) in enumerate(members):
+        for index, (weights, count) in enumerate(sequences):
             self.first_rows.append(row)
             row += count
-            if index + 1 == len(members) or members[index + 1][0] is not weights:
+            if index + 1 == len(sequences) or sequences[index + 1][0] is not weights:
                 row += -(row - first) % row_multiple
                 self.adapters.append(AdapterRange(first, row, weights))
                 first = row
@@ -54,7 +54,7 @@ class SamplingHead:
 
         The base weights, which cause most of the work, are read once for all adapters.
         """
-        return head_logits(self._backend, hidden, self._head, _members(adapters))
+        return head_logits(self._backend, hidden, self._head, _head_adapter_ranges(adapters))
 
     def token_logits(
         self, hidden: Tensor, rows: Tensor, tokens: Tensor, adapters: list[AdapterRange]
@@ -63,8 +63,8 @@ class SamplingHead:
 
         Logit i is that of token tokens[i] at row rows[i] of `hidden`.
         """
-        members = _members(adapters)
-        return exact_logits(self._backend, hidden, self._head, rows, tokens, members)
+        head_adapters = _head_adapter_ranges(adapters)
+        return exact_logits(self._backend, hidden, self._head, rows, tokens, head_adapters)
 
     def sampled_logits(
         self,
@@ -86,10 +86,10 @@ class SamplingHead:
         return self.token_logits(hidden, row_index, tokens, adapters)
 
 
-def _members(adapters: list[AdapterRange]) -> list[HeadMember]:
+def _head_adapter_ranges(adapters: list[AdapterRange]) -> list[HeadAdapterRange]:
     """Return (start, stop, head adapter) of the adapters that adapt the LM head."""
-    members = [
+    ranges = [
         (rows.start, rows.stop, rows.weights.head if rows.weights is not None else None)
         for rows in adapters
     ]
-    return [(start, stop, head) for start, stop, head in members if head is not None]
+    return [(start, stop, head) for start, stop, head in ranges if head is not None]

@@ -53,7 +53,7 @@ def sample_tokens(
         weights = logits.clone() if row_index is None else logits[row_index]
         normalizer = backend.log_sum_exp(weights, temperatures, weights=weights)
         backend.filter_(weights, params)
-        tokens = backend.invert(weights, uniforms_tensor.unsqueeze(1)).squeeze(1)
+        tokens = backend.sample_from_weights(weights, uniforms_tensor.unsqueeze(1)).squeeze(1)
     else:
         tokens, normalizer = backend.sample(logits, row_index, temperatures, uniforms_tensor)
     if any(p.temperature == 0 for p in params):
@@ -79,7 +79,7 @@ def sample_many(
             logits.argmax(-1, keepdim=True).expand(-1, uniforms.shape[1]), normalizer
         )
     backend.filter_(weights, [params] * len(logits))
-    return SampledTokens(backend.invert(weights, uniforms), normalizer)
+    return SampledTokens(backend.sample_from_weights(weights, uniforms), normalizer)
 
 
 def top_logprobs(

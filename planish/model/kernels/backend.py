@@ -52,7 +52,7 @@ class Attend(Protocol):
         ...
 
 
-Exact = tuple[Tensor, Tensor]
+ExactLogits = tuple[Tensor, Tensor]
 """Logits that were recomputed in float32: tokens int64 [R, k] and their values, float32 [R, k].
 
 They replace the rounded logits of the same tokens.
@@ -73,7 +73,7 @@ def padded_lora_columns(columns: int) -> int:
     return columns + -columns % LORA_COLUMNS
 
 
-HeadMember = tuple[int, int, "LoraMatrices"]
+HeadAdapterRange = tuple[int, int, "LoraMatrices"]
 """An adapter of the LM head, and the rows that it applies to: (start, stop, matrices).
 
 The rows are start .. stop - 1. The matrices are A [r, D] and a single B [V, r].
@@ -93,24 +93,24 @@ PackedMatrices: TypeAlias = "CppPackedModule"
 class LoraMatrices:
     """The LoRA matrices of n linears that read the same input (one target module).
 
-    `a`: the concatenated A [n * r, in]. `bs`: one B [out, r] per linear. Stacks of adapters and the
-    matrices of all experts of a layer have one more dimension in front.
+    `a`: the concatenated A [n * r, in]. `b_matrices`: one B [out, r] per linear. Stacks of adapters
+    and the matrices of all experts of a layer have one more dimension in front.
     """
 
     a: Tensor
-    bs: tuple[Tensor, ...]
+    b_matrices: tuple[Tensor, ...]
     packed: PackedMatrices | None = None
     """The same matrices packed for the backend's kernel, or None if torch computes them."""
 
     @property
     def rank(self) -> int:
         """The rank r."""
-        return self.a.shape[-2] // len(self.bs)
+        return self.a.shape[-2] // len(self.b_matrices)
 
     def expert(self, index: int) -> LoraMatrices:
         """Return the matrices of expert `index`. Only a target module of experts supports this."""
         packed = None if self.packed is None else self.packed.expert(index)
-        return LoraMatrices(self.a[index], tuple(b[index] for b in self.bs), packed)
+        return LoraMatrices(self.a[index], tuple(b[index] for b in self.b_matrices), packed)
 
 
 class AdapterBatch(Protocol):

@@ -183,8 +183,8 @@ class CppDecodeAttention(StoringAttention):
     def __init__(
         self,
         first_rows: dict[SlotOwner, int],
-        prompts: KVPools,
-        samples: KVPools,
+        prompt_pools: KVPools,
+        sample_pools: KVPools,
         windows: Sequence[int | None] = (),
         row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> None:
@@ -196,13 +196,13 @@ class CppDecodeAttention(StoringAttention):
         # entry of its own, which attends to one position more than the previous row.
         found = [
             (sample, pool, number)
-            for pool in samples.pools_in_use()
+            for pool in sample_pools.pools_in_use()
             for sample in cast("list[SampleSlot]", pool.owners)
             for number in range(row_counts.get(sample, 1) if row_counts else 1)
         ]
         # A block contains samples of one prompt, so sort them next to each other.
         found.sort(key=lambda item: (id(item[0].prompt), first_rows[item[0]], item[2]))
-        pool_of = {owner: pool for pool in prompts.pools_in_use() for owner in pool.owners}
+        pool_of = {owner: pool for pool in prompt_pools.pools_in_use() for owner in pool.owners}
         blocks, shared, visible = [], [], []
         for entry, (sample, _, _) in enumerate(found):
             prompt = sample.prompt

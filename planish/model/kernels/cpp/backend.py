@@ -21,10 +21,10 @@ from planish.model.delta_net import Recurrence, StateSegment
 from planish.model.kernels.backend import (
     AdapterBatch,
     Attend,
-    Exact,
+    ExactLogits,
     ForwardPass,
+    HeadAdapterRange,
     HeadAdapters,
-    HeadMember,
     LoraMatrices,
 )
 from planish.model.kernels.cpp import head as head_ops
@@ -40,7 +40,7 @@ from planish.model.kernels.cpp.delta_net import (
     CppTreeRecurrence,
     supports_delta_net,
 )
-from planish.model.kernels.cpp.head import HeadTable, SingleLogits
+from planish.model.kernels.cpp.head import Float32Logits, HeadTable
 from planish.model.kernels.cpp.matmul import (
     CppAdapterBatch,
     CppPackedAdapter,
@@ -125,11 +125,11 @@ class CppBackend(TorchBackend):
         return f"C++ kernels ({ops.instructions()}{', AMX' if 'amx' in self.families else ''})"
 
     @property
-    def replaced_families(self) -> frozenset[str]:
+    def torch_families(self) -> frozenset[str]:
         """The families that torch computes, because they failed or do not support the model."""
         size = self.config.hidden_size
         supported = {
-            "matmul": self.packs(size, size),
+            "matmul": self.can_pack(size, size),
             "lora": self.packs_layer_adapters,
             "attention": self.has_cpp_attention,
             "delta_net": self._supports_delta_net,
@@ -141,13 +141,13 @@ class CppBackend(TorchBackend):
         )
 
     @property
-    def is_compiled(self) -> bool:
+    def uses_compiled_kernels(self) -> bool:
         """Whether the kernels compute all matmuls and the attention."""
-        return self.replaced_families.isdisjoint(("matmul", "lora", "attention"))
+        return self.torch_families.isdisjoint(("matmul", "lora", "attention"))
 
     # Matmuls with frozen weights
 
-    def packs(self, fan_out: int, fan_in: int) -> bool:
+    def can_pack(self, fan_out: int, fan_in: int) -> bool:
         """Return whether the matmul kernel supports weights [fan_out, fan_in]."""
         return supports_matmul(fan_out, fan_in, self.dtype)
 
@@ -174,7 +174,7 @@ class CppBackend(TorchBackend):
         # batch-invariant.
         use_kernel = is_head or self.packs_layer_adapters
         if is_head or not self.config.num_experts:
-            matrices = [None if lora is None else (lora.a, lora.bs) for lora in targets]
+            matrices = [None if lora is None else (lora.a, lora.b_matrices) for lora in targets]
             return CppPackedAdapter(matrices, use_kernel=use_kernel)
         # Each expert of a layer is a target module of its own for the kernel.
         matrices, first_entries = list[Matrices | None](), list[int]()
@@ -183,10 +183,10 @@ class CppBackend(TorchBackend):
             if lora is None:
                 matrices += [None] * max(num_experts, 1)
             elif num_experts:
-                a, bs = lora.a.detach(), [b.detach() for b in lora.bs]
-                matrices += [(a[i], [b[i] for b in bs]) for i in range(num_experts)]
+                a, b_matrices = lora.a.detach(), [b.detach() for b in lora.b_matrices]
+                matrices += [(a[i], [b[i] for b in b_matrices]) for i in range(num_experts)]
             else:
-                matrices.append((lora.a, lora.bs))
+                matrices.append((lora.a, lora.b_matrices))
         return CppPackedAdapter(matrices, use_kernel=use_kernel, first_entries=first_entries)
 
     @property
@@ -227,11 +227,15 @@ class CppBackend(TorchBackend):
             for rows in adapters
             if rows.weights is not None
         ]
-        members = [(start, stop, cast("CppPackedAdapter", own)) for start, stop, own in packed]
-        members = [member for member in members if not member[2].is_empty]
-        if not members:
+        adapter_ranges = [
+            (start, stop, cast("CppPackedAdapter", own)) for start, stop, own in packed
+        ]
+        adapter_ranges = [
+            adapter_range for adapter_range in adapter_ranges if not adapter_range[2].is_empty
+        ]
+        if not adapter_ranges:
             return super().adapter_batch(())
-        return CppAdapterBatch(members, fused_module_names(self.config))
+        return CppAdapterBatch(adapter_ranges, fused_module_names(self.config))
 
     # Forward pass
 
@@ -284,10 +288,13 @@ class CppBackend(TorchBackend):
     # Head
 
     def head_adapters(
-        self, members: Sequence[HeadMember], hidden: Tensor, lora_hidden: Tensor | None = None
+        self,
+        adapter_ranges: Sequence[HeadAdapterRange],
+        hidden: Tensor,
+        lora_hidden: Tensor | None = None,
     ) -> HeadAdapters:
         """Return the head adapters of ranges of rows, applied by one kernel if possible."""
-        return _CppHeadAdapters(self._row_tiling, members, hidden, lora_hidden)
+        return _CppHeadAdapters(self._row_tiling, adapter_ranges, hidden, lora_hidden)
 
     def top_logits(
         self,
@@ -297,12 +304,12 @@ class CppBackend(TorchBackend):
         logits: Tensor,
         k: int,
         float32_logits: Tensor | None = None,
-    ) -> Exact:
+    ) -> ExactLogits:
         """Return the k largest logits of each row, recomputed in float32."""
-        single = self._selected_logits(hidden, head, adapters)
+        single = self._float32_logits_of(hidden, head, adapters)
         if single is None:
             return super().top_logits(hidden, head, adapters, logits, k, float32_logits)
-        return single.top(logits, k, float32_logits)
+        return single.top_k(logits, k, float32_logits)
 
     def token_logits(
         self,
@@ -313,14 +320,14 @@ class CppBackend(TorchBackend):
         tokens: Tensor,
     ) -> Tensor:
         """Return single logits [P], computed as float32 dot products."""
-        single = self._selected_logits(hidden, head, adapters)
+        single = self._float32_logits_of(hidden, head, adapters)
         if single is None:
             return super().token_logits(hidden, head, adapters, rows, tokens)
-        return single.at(rows, tokens)
+        return single.pair_logits(rows, tokens)
 
-    def _selected_logits(
+    def _float32_logits_of(
         self, hidden: Tensor, head: PackedLinear, adapters: HeadAdapters | None
-    ) -> SingleLogits | None:
+    ) -> Float32Logits | None:
         if (
             self.dtype != torch.bfloat16
             or "sampling" not in self.families
@@ -329,8 +336,8 @@ class CppBackend(TorchBackend):
         ):
             return None
         if not isinstance(adapters, _CppHeadAdapters):
-            return SingleLogits(hidden, head.weight, HeadTable(()), None)
-        return SingleLogits(hidden, head.weight, adapters.table, adapters.hidden)
+            return Float32Logits(hidden, head.weight, HeadTable(()), None)
+        return Float32Logits(hidden, head.weight, adapters.table, adapters.hidden)
 
     # Attention
 
@@ -365,14 +372,16 @@ class CppBackend(TorchBackend):
     def decode_attention(
         self,
         first_rows: dict[SlotOwner, int],
-        prompts: KVPools,
-        samples: KVPools,
+        prompt_pools: KVPools,
+        sample_pools: KVPools,
         row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> Attend:
         """Return the attention of a decoding step with new rows for each sample."""
         if not self.has_cpp_attention:
-            return super().decode_attention(first_rows, prompts, samples, row_counts)
-        return CppDecodeAttention(first_rows, prompts, samples, self.config.windows, row_counts)
+            return super().decode_attention(first_rows, prompt_pools, sample_pools, row_counts)
+        return CppDecodeAttention(
+            first_rows, prompt_pools, sample_pools, self.config.windows, row_counts
+        )
 
     # Sampling
 
@@ -390,11 +399,13 @@ class CppBackend(TorchBackend):
         rows = torch.arange(len(logits)) if rows is None else rows
         return head_ops.sample(logits, rows, temperatures, uniforms, allowed)
 
-    def invert(self, weights: Tensor, uniforms: Tensor) -> Tensor:
-        """Sample tokens [N, K] (see `Backend.invert`). Every token is within the vocabulary."""
+    def sample_from_weights(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        """Sample tokens [N, K] (see `Backend.sample_from_weights`). Every token is within the
+        vocabulary.
+        """
         if "sampling" not in self.families or not weights.is_contiguous():
-            return super().invert(weights, uniforms)
-        return head_ops.invert(weights, uniforms).clamp_(max=weights.shape[1] - 1)
+            return super().sample_from_weights(weights, uniforms)
+        return head_ops.sample_from_weights(weights, uniforms).clamp_(max=weights.shape[1] - 1)
 
 
 class _CppHeadAdapters(TorchHeadAdapters):
@@ -403,17 +414,22 @@ class _CppHeadAdapters(TorchHeadAdapters):
     def __init__(
         self,
         tiling: RowTiling,
-        members: Sequence[HeadMember],
+        adapter_ranges: Sequence[HeadAdapterRange],
         x: Tensor,
         lora_hidden: Tensor | None,
     ) -> None:
         self.table = HeadTable(
             [
-                (start, stop, lora.bs[0].detach(), cast("CppPackedModule | None", lora.packed))
-                for start, stop, lora in members
+                (
+                    start,
+                    stop,
+                    lora.b_matrices[0].detach(),
+                    cast("CppPackedModule | None", lora.packed),
+                )
+                for start, stop, lora in adapter_ranges
             ]
         )
-        super().__init__(tiling, members, x, lora_hidden)
+        super().__init__(tiling, adapter_ranges, x, lora_hidden)
 
     def _lora_hidden(self, x: Tensor) -> Tensor:
         return (

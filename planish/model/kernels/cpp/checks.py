@@ -175,26 +175,29 @@ def _lora(dtype: torch.dtype, tolerance: float) -> None:
     adapters = []
     for rank in (3, 16):
         a = torch.randn(len(sizes) * rank, fan_in).to(dtype)
-        bs = [torch.randn(size, rank).to(dtype) for size in sizes]
-        adapters.append((a, bs, CppPackedAdapter([(a, bs)])))
-        site = adapters[-1][2].target(0)
-        if site is None or not site.has_backward:
+        b_matrices = [torch.randn(size, rank).to(dtype) for size in sizes]
+        adapters.append((a, b_matrices, CppPackedAdapter([(a, b_matrices)])))
+        module = adapters[-1][2].target(0)
+        if module is None or not module.has_backward:
             raise Mismatch("the kernel does not serve the test's shapes")
         out = torch.randn(rows, sum(sizes)).to(dtype)
         added = out.clone()
-        lora_hidden = site.add_(x, added, sizes)
+        lora_hidden = module.add_(x, added, sizes)
         _close("x A", lora_hidden, x.double() @ a.double().t(), tolerance)
         expected = torch.cat(
-            [p @ b.double().t() for p, b in zip(lora_hidden.double().chunk(3, 1), bs, strict=True)],
+            [
+                p @ b.double().t()
+                for p, b in zip(lora_hidden.double().chunk(3, 1), b_matrices, strict=True)
+            ],
             1,
         )
         _close("x A B", added, out.double() + expected, tolerance)
         few = out[5:9].clone()
-        site.add_(x[5:9], few, sizes)
+        module.add_(x[5:9], few, sizes)
         _same("x A B", few, added[5:9])
         back = torch.zeros(rows, fan_in, dtype=dtype)
-        hidden_grad = site.backward_(grad, back, sizes)
-        parts = zip(grad.double().split(sizes, 1), bs, strict=True)
+        hidden_grad = module.backward_(grad, back, sizes)
+        parts = zip(grad.double().split(sizes, 1), b_matrices, strict=True)
         _close(
             "the gradient of x A",
             hidden_grad,
@@ -202,18 +205,18 @@ def _lora(dtype: torch.dtype, tolerance: float) -> None:
             tolerance,
         )
         _close("the gradient of x", back, hidden_grad.double() @ a.double(), tolerance)
-        grad_a, grad_bs = site.gradients(x, lora_hidden, grad, hidden_grad, sizes)
+        grad_a, b_grads = module.gradients(x, lora_hidden, grad, hidden_grad, sizes)
         _close("the gradient of A", grad_a, hidden_grad.double().t() @ x.double(), 2e-5)
         lora_hiddens, grads = lora_hidden.double().chunk(3, 1), grad.double().split(sizes, 1)
-        for found, part, upstream in zip(grad_bs, lora_hiddens, grads, strict=True):
+        for found, part, upstream in zip(b_grads, lora_hiddens, grads, strict=True):
             _close("the gradient of B", found, upstream.t() @ part, 2e-5)
     out = torch.zeros(rows, sum(sizes), dtype=dtype)
-    members = [(2, 10, adapters[0][2]), (10, 30, adapters[1][2])]
-    CppAdapterBatch(members, ["attn_in"]).add_(x, out, sizes, 0, "attn_in")
-    for start, stop, panels in members:
-        alone, site = torch.zeros(stop - start, sum(sizes), dtype=dtype), panels.target(0)
-        assert site is not None
-        site.add_(x[start:stop], alone, sizes)
+    adapter_ranges = [(2, 10, adapters[0][2]), (10, 30, adapters[1][2])]
+    CppAdapterBatch(adapter_ranges, ["attn_in"]).add_(x, out, sizes, 0, "attn_in")
+    for start, stop, panels in adapter_ranges:
+        alone, module = torch.zeros(stop - start, sum(sizes), dtype=dtype), panels.target(0)
+        assert module is not None
+        module.add_(x[start:stop], alone, sizes)
         _same("a batch of adapters", out[start:stop], alone)
     _lora_of_head(dtype, tolerance)
 
@@ -371,13 +374,13 @@ def _sampling() -> None:
     _equal("the allowed tokens", sampled, torch.cat((torch.tensor([-1, -1]), expected)))
     _close("their log-sum-exp", normalizer, scaled.logsumexp(1), 2e-5)
     weights = (scaled - scaled.amax(1, keepdim=True)).exp().float()
-    _equal("the tokens of weights", head_ops.invert(weights, uniforms), tokens)
+    _equal("the tokens of weights", head_ops.sample_from_weights(weights, uniforms), tokens)
     hidden, weight = torch.randn(rows, 100).bfloat16(), torch.randn(vocab, 100).bfloat16()
     exact = hidden.double() @ weight.double().t()
-    single = head_ops.SingleLogits(hidden, weight, head_ops.HeadTable(()), None)
+    single = head_ops.Float32Logits(hidden, weight, head_ops.HeadTable(()), None)
     narrow = exact.bfloat16()
     float32_logits = torch.empty(rows, vocab)
-    largest, values = single.top(narrow, 16, float32_logits)
+    largest, values = single.top_k(narrow, 16, float32_logits)
     order = narrow.float().sort(dim=1, descending=True, stable=True).indices[:, :16]
     _equal("the likeliest tokens", largest, order)
     _close("their logits", values, exact.gather(1, order), 2e-5)
@@ -388,7 +391,7 @@ def _sampling() -> None:
         2e-5,
     )
     pairs, chosen = at.repeat_interleave(3), torch.randint(vocab, (3 * rows,))
-    _close("single logits", single.at(pairs, chosen), exact[pairs, chosen], 2e-5)
+    _close("single logits", single.pair_logits(pairs, chosen), exact[pairs, chosen], 2e-5)
 
 
 def _attention(dtype: torch.dtype, tolerance: float) -> None:
@@ -549,11 +552,11 @@ def _decode_model(dtype: torch.dtype, tolerance: float, *, is_gemma: bool) -> No
     }
     weights = [
         {
-            site: (
+            module: (
                 torch.randn(sum(out), fan_in).div(fan_in**0.5).to(dtype),
                 torch.randn(sum(out)).to(dtype),
             )
-            for site, (out, fan_in) in sizes.items()
+            for module, (out, fan_in) in sizes.items()
         }
         for _ in range(layers)
     ]
@@ -594,15 +597,15 @@ def _decode_model(dtype: torch.dtype, tolerance: float, *, is_gemma: bool) -> No
     x = embedding[tokens].double() * scale
     for layer in range(layers):
 
-        def linear(given: Tensor, site: str, layer: int = layer) -> Tensor:
-            weight, bias = weights[layer][site]
+        def linear(given: Tensor, module: str, layer: int = layer) -> Tensor:
+            weight, bias = weights[layer][module]
             out = given @ weight.double().t() + bias.double()
-            a, bs = adapters[layer * len(sizes) + list(sizes).index(site)]
-            lora_hiddens = (given[:3] @ a.double().t()).chunk(len(bs), 1)
+            a, b_matrices = adapters[layer * len(sizes) + list(sizes).index(module)]
+            lora_hiddens = (given[:3] @ a.double().t()).chunk(len(b_matrices), 1)
             out[:3] += torch.cat(
                 [
                     lora_hidden @ b.double().t()
-                    for lora_hidden, b in zip(lora_hiddens, bs, strict=True)
+                    for lora_hidden, b in zip(lora_hiddens, b_matrices, strict=True)
                 ],
                 1,
             )

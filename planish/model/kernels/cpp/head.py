@@ -49,14 +49,18 @@ class _ExactLogits(ctypes.Structure):
 class HeadTable:
     """The head adapters of ranges of rows of a batch, as a table for the kernels."""
 
-    def __init__(self, members: Sequence[tuple[int, int, Tensor, CppPackedModule | None]]) -> None:
-        """`members`: (start, stop, B [V, r], packed adapter or None) of each range of rows."""
+    def __init__(
+        self, adapter_ranges: Sequence[tuple[int, int, Tensor, CppPackedModule | None]]
+    ) -> None:
+        """`adapter_ranges`: (start, stop, B [V, r], packed adapter or None) of each range of
+        rows.
+        """
         # The table contains addresses of the members' matrices, so it must keep them alive.
-        self._members = members
-        self.is_supported = all(packed is not None for *_, packed in members)
+        self._adapter_ranges = adapter_ranges
+        self.is_supported = all(packed is not None for *_, packed in adapter_ranges)
         """Whether the kernel supports all adapters of the table."""
-        self.records = np.zeros(len(members), _HeadRecord)
-        for index, (start, stop, b, packed) in enumerate(members):
+        self.records = np.zeros(len(adapter_ranges), _HeadRecord)
+        for index, (start, stop, b, packed) in enumerate(adapter_ranges):
             rank, matrices = (
                 b.shape[1],
                 packed.addresses if packed is not None and self.is_supported else (0, 0),
@@ -69,7 +73,9 @@ class HeadTable:
                 start,
                 stop - start,
             )
-        self.width = max((padded_lora_columns(b.shape[1]) for _, _, b, _ in members), default=0)
+        self.width = max(
+            (padded_lora_columns(b.shape[1]) for _, _, b, _ in adapter_ranges), default=0
+        )
         """The number of columns L of `lora_hidden`.
 
         A row uses only the first r columns, where r is the rank of its adapter.
@@ -112,7 +118,7 @@ class HeadTable:
 
 
 @dataclass(frozen=True, eq=False)
-class SingleLogits:
+class Float32Logits:
     """Logits computed one at a time as float32 dot products.
 
     A logit is the dot product of a row of `hidden` [R, D] and a row of the head's weight [V, D].
@@ -125,7 +131,7 @@ class SingleLogits:
     table: HeadTable
     lora_hidden: Tensor | None
 
-    def top(self, logits: Tensor, k: int, float32_logits: Tensor | None) -> tuple[Tensor, Tensor]:
+    def top_k(self, logits: Tensor, k: int, float32_logits: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the k largest `logits`, bf16 [R, V], of each row, recomputed in float32.
 
         The result is tokens, int64 [R, k], and values, float32 [R, k]. Equal logits are in the
@@ -138,7 +144,7 @@ class SingleLogits:
         ops.call("top_k_logits", logits.dtype, *arguments, rows, vocab)
         return tokens, values
 
-    def at(self, rows: Tensor, tokens: Tensor) -> Tensor:
+    def pair_logits(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Return the logits of the pairs (rows[i], tokens[i]): float32 [P]."""
         out = torch.empty(rows.shape[0])
         arguments = (
@@ -200,8 +206,8 @@ def sample(
     return tokens, normalizer
 
 
-def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Sample K tokens from each row of `weights`: int64 [R, K] (see `Backend.invert`).
+def sample_from_weights(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Sample K tokens from each row of `weights`: int64 [R, K] (see `Backend.sample_from_weights`).
 
     `weights`: float32 [R, V], as `log_sum_exp` writes them. `uniforms`: float64 [R, K].
     """

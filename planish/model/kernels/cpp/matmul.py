@@ -179,14 +179,14 @@ class CppPackedAdapter:
         """
         self.first_entries = range(len(matrices)) if first_entries is None else first_entries
         self._matrices = [
-            None if site is None else (site[0].detach(), [b.detach() for b in site[1]])
-            for site in matrices
+            None if entry is None else (entry[0].detach(), [b.detach() for b in entry[1]])
+            for entry in matrices
         ]
         shapes = [
-            None if site is None else tuple((len(b), site[0].shape[1]) for b in site[1])
-            for site in self._matrices
+            None if entry is None else tuple((len(b), entry[0].shape[1]) for b in entry[1])
+            for entry in self._matrices
         ]
-        first = next((site[0] for site in self._matrices if site is not None), torch.empty(0))
+        first = next((entry[0] for entry in self._matrices if entry is not None), torch.empty(0))
         distinct_shapes = {shape for shape in shapes if shape is not None}
         forward = {
             shape
@@ -251,17 +251,17 @@ class CppPackedAdapter:
             (i, *self.matrices(i)) for i, is_supported in enumerate(supported) if is_supported
         ]
         panels = _pack_matrices(
-            [matrix for _, a, bs in entries for matrix in (a, *bs)],
+            [matrix for _, a, b_matrices in entries for matrix in (a, *b_matrices)],
             WeightArena(0),
             transposed=transposed,
         )
         records = np.zeros(len(self._matrices), _AdapterRecord)
         remaining = iter(packed.data_ptr() for packed in panels)
-        for i, a, bs in entries:
-            addresses = [next(remaining) for _ in range(1 + len(bs))] + [0] * (
-                MAX_FUSED_LINEARS - len(bs)
+        for i, a, b_matrices in entries:
+            addresses = [next(remaining) for _ in range(1 + len(b_matrices))] + [0] * (
+                MAX_FUSED_LINEARS - len(b_matrices)
             )
-            rank = len(a) // len(bs)
+            rank = len(a) // len(b_matrices)
             records[i] = (*addresses, rank + rank % 2, len(a), 0, 0)
         return records, panels
 
@@ -331,7 +331,7 @@ class CppPackedModule:
         """
         rank, sizes_array = self._columns // len(sizes), np.array(sizes, np.int64)
         grad_a = torch.empty(self._columns, x.shape[1], dtype=torch.float32)
-        grad_bs = torch.empty(int(sizes_array.sum()), rank, dtype=torch.float32)
+        b_grads = torch.empty(int(sizes_array.sum()), rank, dtype=torch.float32)
         arguments = (
             lora_hidden,
             grad.contiguous(),
@@ -340,34 +340,36 @@ class CppPackedModule:
             hidden_grad,
             rank,
             grad_a,
-            grad_bs,
+            b_grads,
             len(x),
         )
         ops.call("lora_gradients", x.dtype, x.contiguous(), x.shape[1], *arguments)
-        return grad_a, list(grad_bs.split(list(sizes)))
+        return grad_a, list(b_grads.split(list(sizes)))
 
 
 class CppAdapterBatch:
     """The adapters of the rows of a batch, for all target modules (see `AdapterBatch`)."""
 
     def __init__(
-        self, members: Sequence[tuple[int, int, CppPackedAdapter]], modules: Sequence[str]
+        self, adapter_ranges: Sequence[tuple[int, int, CppPackedAdapter]], modules: Sequence[str]
     ) -> None:
-        """`members`: (start, stop, adapter) of each range of rows.
+        """`adapter_ranges`: (start, stop, adapter) of each range of rows.
 
         `modules`: the names of a layer's target modules, in the order of the adapters' matrices.
         """
-        self.table = np.stack([adapter.forward for _, _, adapter in members], 1)
-        """A table of _AdapterRecord, with a row per entry and a column per member.
+        self.table = np.stack([adapter.forward for _, _, adapter in adapter_ranges], 1)
+        """A table of _AdapterRecord, with a row per entry and a column per range of rows.
 
         The entries are those of `CppPackedAdapter.forward`, for all target modules of all layers.
         """
-        starts, stops = (np.array(ends, np.int64) for ends in list(zip(*members, strict=True))[:2])
+        starts, stops = (
+            np.array(ends, np.int64) for ends in list(zip(*adapter_ranges, strict=True))[:2]
+        )
         self.table["first"] = starts
         self.table["count"] = np.where(self.table["a"] != 0, stops - starts, 0)
         # The table contains addresses of the members' panels, so it must keep them alive.
-        self._members = members
-        self._first_entries = members[0][2].first_entries
+        self._adapter_ranges = adapter_ranges
+        self._first_entries = adapter_ranges[0][2].first_entries
         self._module_index = {name: index for index, name in enumerate(modules)}
 
     def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, module: str) -> None:
@@ -378,7 +380,7 @@ class CppAdapterBatch:
         self, x: Tensor, out: Tensor, pairs: TokenExpertPairs, layer: int, module: str
     ) -> None:
         """Do the same as `AdapterBatch.add_expert_`, with one kernel call for all experts."""
-        bounds = [pairs.expert_ranges(start, stop) for start, stop, _ in self._members]
+        bounds = [pairs.expert_ranges(start, stop) for start, stop, _ in self._adapter_ranges]
         begin, count = (np.stack(ends, 1) for ends in zip(*bounds, strict=True))
         first = self._first_entry(layer, module)
         table = self.table[first : first + len(begin)].copy()

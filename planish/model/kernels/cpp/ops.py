@@ -189,7 +189,7 @@ class Library(ctypes.CDLL):
     """The compiled kernels and the verdicts of their self-test."""
 
     verdicts: Sequence[Verdict] = ()
-    replaced_families: Collection[str] = frozenset()
+    torch_families: Collection[str] = frozenset()
     """The families (self_test.FAMILIES) that torch replaces."""
     uses_amx: bool = False
     """Whether matmuls use AMX."""
@@ -232,10 +232,10 @@ def load_library() -> Library | None:
         _warn(f"torch replaces kernels that failed their self-test: {reasons}; {_REMEDY}")
     if len(failed) == len(library.verdicts):
         return None
-    library.replaced_families = frozenset(failed)
+    library.torch_families = frozenset(failed)
     if failed.keys() - {"amx", "log_sum_exp", "sampling", "delta_net"}:
         # The decoding pass calls the kernels of the failed families too.
-        library.replaced_families |= {"decode"}
+        library.torch_families |= {"decode"}
     library.uses_amx = has_amx and "amx" not in failed
     library.use_amx(int(library.uses_amx))
     return library
@@ -254,7 +254,7 @@ def is_supported(family: str) -> bool:
     """Return whether this family of kernels (self_test.FAMILIES) may be used on this machine."""
     assert family in FAMILIES, family
     library = load_library()
-    return library is not None and family not in library.replaced_families
+    return library is not None and family not in library.torch_families
 
 
 def kernels_setting() -> str:
@@ -374,12 +374,15 @@ def _gated_backward(function: str, grad: Tensor, gate_up: Tensor, *options: floa
     return out
 
 
-Exact = tuple[Tensor, Tensor]
+ExactLogits = tuple[Tensor, Tensor]
 """Logits that were recomputed in float32: tokens int64 [R, k] and their values, float32 [R, k]."""
 
 
 def log_sum_exp(
-    logits: Tensor, temperature: Tensor, exact: Exact | None = None, weights: Tensor | None = None
+    logits: Tensor,
+    temperature: Tensor,
+    exact: ExactLogits | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Do the same as `Backend.log_sum_exp`."""
     out = torch.empty(logits.shape[0])
@@ -403,7 +406,7 @@ def log_sum_exp_backward_(
     first: Tensor,
     targets: Tensor,
     grads: Tensor,
-    exact: Exact | None = None,
+    exact: ExactLogits | None = None,
 ) -> None:
     """Do the same as `Backend.log_sum_exp_backward_`."""
     arguments = (*_corrections(exact), temperature, log_total, first, targets, grads)
@@ -418,7 +421,7 @@ def log_sum_exp_backward(
     first: Tensor,
     targets: Tensor,
     grads: Tensor,
-    exact: Exact | None = None,
+    exact: ExactLogits | None = None,
 ) -> Tensor:
     """Do the same as `Backend.log_sum_exp_backward`."""
     out = logits.new_empty(len(rows), logits.shape[1])
@@ -427,7 +430,7 @@ def log_sum_exp_backward(
     return out
 
 
-def _corrections(exact: Exact | None) -> tuple[Tensor | None, Tensor | None, int]:
+def _corrections(exact: ExactLogits | None) -> tuple[Tensor | None, Tensor | None, int]:
     return (None, None, 0) if exact is None else (*exact, exact[0].shape[1])
 
 

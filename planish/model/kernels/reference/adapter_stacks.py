@@ -48,17 +48,17 @@ class AdapterStacks:
 
         `stacks`: a function that returns whether adapters of a rank may be stacked.
         """
-        known, self._stacks = self._stacks, {}
+        previous, self._stacks = self._stacks, {}
         merged: list[AdapterRange | AdapterStackRange] = []
         for _, group in groupby(
             adapters, key=lambda entry: (shape_of(entry.weights), entry.stop - entry.start)
         ):
             row_ranges = list(group)
-            members = tuple(one.weights for one in row_ranges if one.weights is not None)
-            if len(members) < 2 or not stacks(members[0].layout.lora_config.rank):
+            stacked = tuple(entry.weights for entry in row_ranges if entry.weights is not None)
+            if len(stacked) < 2 or not stacks(stacked[0].layout.lora_config.rank):
                 merged += row_ranges
                 continue
-            stack = known.get(members) or LoraStack(members)
-            self._stacks[members] = stack
+            stack = previous.get(stacked) or LoraStack(stacked)
+            self._stacks[stacked] = stack
             merged.append(AdapterStackRange(row_ranges[0].start, row_ranges[-1].stop, stack))
         return merged

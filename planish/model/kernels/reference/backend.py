@@ -22,10 +22,10 @@ from planish.model.kernels.backend import (
     MIN_WEIGHT,
     AdapterBatch,
     Attend,
-    Exact,
+    ExactLogits,
     ForwardPass,
+    HeadAdapterRange,
     HeadAdapters,
-    HeadMember,
     LoraMatrices,
     PackedAdapter,
     padded_lora_columns,
@@ -55,8 +55,8 @@ from planish.model.kernels.reference.token_sampling import (
     SORTING_BYTES,
     filter_,
     filter_sorted_,
-    invert,
     keep_allowed_,
+    sample_from_weights,
 )
 from planish.model.kv_cache import KVPools, SlotOwner
 from planish.model.lora import AdapterRange, AdapterStackRange, LoraLayout
@@ -176,7 +176,7 @@ class TorchBackend:
         return "torch"
 
     @property
-    def replaced_families(self) -> frozenset[str]:
+    def torch_families(self) -> frozenset[str]:
         """The families of compiled kernels that torch replaces for this model.
 
         It is empty here, because this class uses no compiled kernels of its own.
@@ -184,7 +184,7 @@ class TorchBackend:
         return frozenset()
 
     @property
-    def is_compiled(self) -> bool:
+    def uses_compiled_kernels(self) -> bool:
         """Whether C++ kernels compute all matmuls and the attention.
 
         These kernels are batch-invariant: they add in the same order for every batch.
@@ -209,7 +209,7 @@ class TorchBackend:
 
     # Matmuls with frozen weights
 
-    def packs(self, fan_out: int, fan_in: int) -> bool:
+    def can_pack(self, fan_out: int, fan_in: int) -> bool:
         """Return whether a compiled kernel multiplies by weights [fan_out, fan_in].
 
         Here it is False, because torch computes the matmuls.
@@ -312,7 +312,7 @@ class TorchBackend:
         """
         if self.config.num_experts:
             return False  # Adapters of experts are applied expert by expert.
-        return self.tiling is None or self.tiling.stacks(rank)
+        return self.tiling is None or self.tiling.can_stack(rank)
 
     def adapter_batch(self, adapters: Sequence[AdapterRange | AdapterStackRange]) -> AdapterBatch:
         """Return an `AdapterBatch` of these adapters, each with the rows that it applies to.
@@ -506,14 +506,17 @@ class TorchBackend:
         return self._tiling(training).run(float32_matmul, hidden)
 
     def head_adapters(
-        self, members: Sequence[HeadMember], hidden: Tensor, lora_hidden: Tensor | None = None
+        self,
+        adapter_ranges: Sequence[HeadAdapterRange],
+        hidden: Tensor,
+        lora_hidden: Tensor | None = None,
     ) -> HeadAdapters:
         """Return the head adapters of ranges of rows of `hidden` [R, D].
 
         `lora_hidden`: the LoRA hidden states of these rows, if they are known. Torch applies the
         adapters to one range of rows after another.
         """
-        return TorchHeadAdapters(self._row_tiling, members, hidden, lora_hidden)
+        return TorchHeadAdapters(self._row_tiling, adapter_ranges, hidden, lora_hidden)
 
     def top_logits(
         self,
@@ -523,7 +526,7 @@ class TorchBackend:
         logits: Tensor,
         k: int,
         float32_logits: Tensor | None = None,
-    ) -> Exact:
+    ) -> ExactLogits:
         """Find the k largest `logits` of each row, and return them recomputed in float32.
 
         `float32_logits`: an optional float32 output [R, V]. It receives all logits, with the exact
@@ -565,7 +568,7 @@ class TorchBackend:
         self,
         logits: Tensor,
         temperature: Tensor,
-        exact: Exact | None = None,
+        exact: ExactLogits | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
         """Return the log-sum-exp [R] of logits [R, V] / temperature [R], in float32 or wider.
@@ -592,7 +595,7 @@ class TorchBackend:
         first: Tensor,
         targets: Tensor,
         grads: Tensor,
-        exact: Exact | None = None,
+        exact: ExactLogits | None = None,
     ) -> None:
         """Overwrite logits [R, V] with the gradient of the loss sum(grads * logprobs).
 
@@ -624,7 +627,7 @@ class TorchBackend:
         first: Tensor,
         targets: Tensor,
         grads: Tensor,
-        exact: Exact | None = None,
+        exact: ExactLogits | None = None,
     ) -> Tensor:
         """Return the gradient of `log_sum_exp_backward_` for some rows of `logits` [R, V]: [N, V].
 
@@ -639,7 +642,7 @@ class TorchBackend:
         return grad
 
     def _float32_logits(
-        self, logits: Tensor, exact: Exact | None
+        self, logits: Tensor, exact: ExactLogits | None
     ) -> Iterator[tuple[slice, Tensor]]:
         """Yield the logits in float32 or wider with their exact values, a few rows at a time.
 
@@ -698,19 +701,25 @@ class TorchBackend:
     def decode_attention(
         self,
         first_rows: dict[SlotOwner, int],
-        prompts: KVPools,
-        samples: KVPools,
+        prompt_pools: KVPools,
+        sample_pools: KVPools,
         row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> Attend:
         """Return the attention of a decoding step with new rows for each running sample.
 
-        `first_rows`: the first batch row of each sample. Every sample in `samples` has one.
+        `first_rows`: the first batch row of each sample. Every sample in `sample_pools` has one.
         `row_counts`: the number of consecutive rows of each sample; 1 for samples that it does not
         contain.
         """
         query_rows = self.tiling.query_rows if self.tiling is not None else 1
         return DecodeAttention(
-            first_rows, prompts, samples, query_rows, self.device, self.config.windows, row_counts
+            first_rows,
+            prompt_pools,
+            sample_pools,
+            query_rows,
+            self.device,
+            self.config.windows,
+            row_counts,
         )
 
     # Sampling
@@ -736,9 +745,9 @@ class TorchBackend:
         weights = logits.clone() if rows is None else logits[rows]
         normalizer = self.log_sum_exp(weights, temperatures, weights=weights)
         if allowed is None:
-            return self.invert(weights, uniforms.unsqueeze(1)).squeeze(1), normalizer
+            return self.sample_from_weights(weights, uniforms.unsqueeze(1)).squeeze(1), normalizer
         keep_allowed_(weights, allowed)
-        tokens = self.invert(weights, uniforms.unsqueeze(1)).squeeze(1)
+        tokens = self.sample_from_weights(weights, uniforms.unsqueeze(1)).squeeze(1)
         return tokens.masked_fill_(weights.amax(1) < MIN_WEIGHT, -1), normalizer
 
     def filter_(self, weights: Tensor, params: Sequence[SamplingParams]) -> None:
@@ -748,7 +757,7 @@ class TorchBackend:
         """
         self._filter_(weights, params)
 
-    def invert(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+    def sample_from_weights(self, weights: Tensor, uniforms: Tensor) -> Tensor:
         """Sample K tokens from each row of unnormalized probabilities. Return them as [N, K].
 
         `weights`: the probabilities, float32 [N, V]. `uniforms`: uniform random numbers, float64
@@ -757,22 +766,22 @@ class TorchBackend:
         Every token is within the vocabulary.
         """
         # The tokens of a row that is not finite are undefined, but never outside the vocabulary.
-        return invert(weights, uniforms).clamp_(max=weights.shape[1] - 1)
+        return sample_from_weights(weights, uniforms).clamp_(max=weights.shape[1] - 1)
 
 
 class _TorchAdapters:
     """The adapters of ranges of rows, applied one after another."""
 
     def __init__(
-        self, backend: TorchBackend, members: Sequence[AdapterRange | AdapterStackRange]
+        self, backend: TorchBackend, adapter_ranges: Sequence[AdapterRange | AdapterStackRange]
     ) -> None:
-        self._backend, self._members = backend, members
+        self._backend, self._adapter_ranges = backend, adapter_ranges
 
     def _targets(
         self, layer: int, module: str
     ) -> Iterator[tuple[AdapterRange | AdapterStackRange, LoraMatrices]]:
         """Yield the ranges of rows whose adapter trains the target module, with its matrices."""
-        for row_range in self._members:
+        for row_range in self._adapter_ranges:
             lora = (
                 None
                 if row_range.weights is None
@@ -792,9 +801,9 @@ class _TorchAdapters:
     def add_expert_(
         self, x: Tensor, out: Tensor, pairs: TokenExpertPairs, layer: int, module: str
     ) -> None:
-        for member, lora in self._targets(layer, module):
-            assert isinstance(member, AdapterRange)  # can_stack returns False
-            for expert, part in pairs.expert_slices_of(member.start, member.stop):
+        for adapter_range, lora in self._targets(layer, module):
+            assert isinstance(adapter_range, AdapterRange)  # can_stack returns False
+            for expert, part in pairs.expert_slices_of(adapter_range.start, adapter_range.stop):
                 own = lora.expert(expert)
                 self._backend.add_lora_(x[part], out[part], [out.shape[1]], own, training=False)
 
@@ -808,18 +817,18 @@ class TorchHeadAdapters:
     def __init__(
         self,
         tiling: RowTiling,
-        members: Sequence[HeadMember],
+        adapter_ranges: Sequence[HeadAdapterRange],
         x: Tensor,
         lora_hidden: Tensor | None,
     ) -> None:
-        self._tiling, self._members = tiling, members
+        self._tiling, self._adapter_ranges = tiling, adapter_ranges
         self.hidden = self._lora_hidden(x) if lora_hidden is None else lora_hidden
 
     def _lora_hidden(self, x: Tensor) -> Tensor:
-        ranks = [lora.rank for _, _, lora in self._members]
+        ranks = [lora.rank for _, _, lora in self._adapter_ranges]
         width = max(map(padded_lora_columns, ranks), default=0)
         hidden = x.new_empty(x.shape[0], width)
-        for start, stop, lora in self._members:
+        for start, stop, lora in self._adapter_ranges:
             a, rows = lora.a.t(), x[start:stop]
             hidden[start:stop, : lora.rank] = self._tiling.run(
                 lambda rows, a=a: rows @ a, rows, rank=lora.rank
@@ -828,10 +837,10 @@ class TorchHeadAdapters:
 
     def add_(self, logits: Tensor) -> None:
         """Add the adapters' part to `logits` [R, V], in place."""
-        for start, stop, lora in self._members:
+        for start, stop, lora in self._adapter_ranges:
 
             def add(hidden: Tensor, logits: Tensor, lora: LoraMatrices = lora) -> Tensor:
-                lora_hidden, b = hidden[:, : lora.rank], lora.bs[0].t()
+                lora_hidden, b = hidden[:, : lora.rank], lora.b_matrices[0].t()
                 if logits.dtype == hidden.dtype:
                     logits.addmm_(lora_hidden, b)
                 else:
@@ -842,11 +851,11 @@ class TorchHeadAdapters:
 
     def add_single_(self, out: Tensor, rows: Tensor, tokens: Tensor) -> None:
         """Add the adapters' part to single logits `out` [P] of `rows` and `tokens` [P]."""
-        for start, stop, lora in self._members:
+        for start, stop, lora in self._adapter_ranges:
             own_pairs = ((rows >= start) & (rows < stop)).nonzero().squeeze(1)
             lora_hidden, b = (
                 self.hidden[rows[own_pairs], : lora.rank],
-                lora.bs[0][tokens[own_pairs]],
+                lora.b_matrices[0][tokens[own_pairs]],
             )
             out[own_pairs] += (lora_hidden.to(out.dtype) * b.to(out.dtype)).sum(-1)
 

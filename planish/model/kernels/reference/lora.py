@@ -19,13 +19,15 @@ def add_lora_(x: Tensor, out: Tensor, sizes: Sequence[int], lora: LoraMatrices) 
     `x`: [T, in]. Each B multiplies its share of the LoRA hidden states x @ A.T.
     """
     hidden = x @ lora.a.t()
-    add_outputs_(hidden, out, sizes, lora.bs)
+    add_outputs_(hidden, out, sizes, lora.b_matrices)
     return hidden
 
 
-def add_outputs_(hidden: Tensor, out: Tensor, sizes: Sequence[int], bs: Sequence[Tensor]) -> None:
+def add_outputs_(
+    hidden: Tensor, out: Tensor, sizes: Sequence[int], b_matrices: Sequence[Tensor]
+) -> None:
     """Add the products of LoRA hidden states [T, n * r] and the Bs to `out` [T, sum(sizes)]."""
-    parts = zip(out.split(list(sizes), 1), hidden.chunk(len(sizes), 1), bs, strict=True)
+    parts = zip(out.split(list(sizes), 1), hidden.chunk(len(sizes), 1), b_matrices, strict=True)
     for part, share, b in parts:
         part.addmm_(share, b.t())
 
@@ -34,7 +36,7 @@ def add_lora_stack_(x: Tensor, out: Tensor, sizes: Sequence[int], stack: LoraMat
     """Add the LoRA outputs of k stacked adapters to `out`; each adapter has 1 / k of the rows."""
     k = stack.a.shape[0]
     shares = torch.bmm(x.unflatten(0, (k, -1)), stack.a.transpose(1, 2)).chunk(len(sizes), dim=-1)
-    for part, share, b in zip(out.split(list(sizes), 1), shares, stack.bs, strict=True):
+    for part, share, b in zip(out.split(list(sizes), 1), shares, stack.b_matrices, strict=True):
         part.unflatten(0, (k, -1)).baddbmm_(share, b.transpose(1, 2))
 
 
@@ -51,9 +53,9 @@ def lora_backward_(
     See `Backend.lora_backward_` for the arguments.
     """
     parts = grad.split(list(sizes), 1)
-    grad_hidden = torch.cat([part @ b for part, b in zip(parts, lora.bs, strict=True)], 1)
+    grad_hidden = torch.cat([part @ b for part, b in zip(parts, lora.b_matrices, strict=True)], 1)
     if grad_x is not None:
         grad_x.addmm_(grad_hidden, lora.a)
-    shares = lora_hidden.chunk(len(lora.bs), 1)
-    grad_bs = [part.t() @ share for part, share in zip(parts, shares, strict=True)]
-    return grad_hidden.t() @ x, grad_bs
+    shares = lora_hidden.chunk(len(lora.b_matrices), 1)
+    b_grads = [part.t() @ share for part, share in zip(parts, shares, strict=True)]
+    return grad_hidden.t() @ x, b_grads

@@ -5,7 +5,7 @@ additions. So the last bits of a sample's logits depend on the batch size. To pr
 are padded to row counts that agree bit for bit.
 
 `probe` runs matmuls of the model's own shapes at many row counts. It looks for the cheapest rule of
-this form: pad to at least `least` rows and to a multiple of `multiple`. A rule is valid if all
+this form: pad to at least `min_rows` rows and to a multiple of `multiple`. A rule is valid if all
 tested row counts that it allows agree bit for bit. If no rule is valid, matmuls can run in tiles of
 a fixed number of rows. All tiles use the same kernel, so they are batch-invariant, but slower.
 
@@ -41,7 +41,7 @@ from planish.model.linears import distinct_fused_modules, linear_shape
 from planish.model.positions import SPAN
 
 _MULTIPLES = (1, 4, 16)
-_LEAST = (1, 2, 4, 8, 16, 32)
+_MIN_ROWS_CHOICES = (1, 2, 4, 8, 16, 32)
 _ROWS = (
     *(1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 20, 28, 31, 32, 33, 48, 63, 64, 65),
     *(80, 96, 112, 128, 150, 160, 191, 192, 200, 240, 255, 256, 301, 384, 500, 511, 512),
@@ -54,7 +54,7 @@ _LORA_RANKS = (8, 16, 32)
 `RowTiling.multiple` is chosen so that it suits all of these ranks. Each rank in use is also probed
 separately, at its first use.
 """
-_LORA_LEAST = (*_LEAST, 64, 128, 256)
+_LORA_MIN_ROWS_CHOICES = (*_MIN_ROWS_CHOICES, 64, 128, 256)
 """Candidates for the minimum number of rows of LoRA matmuls.
 
 A low rank may need more rows, because torch uses its own loops for matmuls of up to 16 ** 3
@@ -83,15 +83,15 @@ FIXED_TILE = 32
 
 
 @dataclass(frozen=True)
-class LoraNeeds:
+class LoraRowRule:
     """The row counts that make an adapter's LoRA matmuls in torch batch-invariant."""
 
-    least: int | None
+    min_rows: int | None
     """Minimum number of rows. None: no tested number of rows is batch-invariant."""
     multiple: int = 1
     """The number of rows must be a multiple of this. Some matrix-vector products of rank 1 need 4.
     """
-    stacks: bool = False
+    can_stack: bool = False
     """Whether one batched matmul of several adapters is bit-identical to separate matmuls."""
 
 
@@ -105,19 +105,19 @@ class RowTiling:
     """If given, every matmul runs in tiles of exactly this many rows."""
     query_rows: int = QUERY_ROWS
     """Minimum number of rows of torch's float32 matmuls in the attention."""
-    least: int = 1
+    min_rows: int = 1
     """Minimum number of rows of matmuls with the base weights."""
-    lora: Callable[[int], LoraNeeds] | None = None
-    """Maps a rank to the needs of its adapters. None: adapters need no more than the base weights.
+    lora: Callable[[int], LoraRowRule] | None = None
+    """Maps a rank to the rule for its adapters. None: adapters need no more than the base weights.
     """
 
     def padded(self, num_rows: int, rank: int | None = None) -> int:
         """Return the padded number of rows of a matmul with base weights or LoRA of `rank`."""
-        least, multiple = self.least, self.multiple
+        min_rows, multiple = self.min_rows, self.multiple
         if rank is not None and self.lora is not None:
-            needs = self.lora(rank)
-            least, multiple = max(least, needs.least or 1), max(multiple, needs.multiple)
-        num_rows = max(num_rows, least)
+            rule = self.lora(rank)
+            min_rows, multiple = max(min_rows, rule.min_rows or 1), max(multiple, rule.multiple)
+        num_rows = max(num_rows, min_rows)
         return num_rows + -num_rows % multiple  # each of _MULTIPLES divides the next
 
     def run(
@@ -145,13 +145,13 @@ class RowTiling:
 
     def is_invariant(self, rank: int) -> bool:
         """Return whether samples of adapters of this rank are batch-invariant."""
-        return self.lora is None or self.lora(rank).least is not None
+        return self.lora is None or self.lora(rank).min_rows is not None
 
-    def stacks(self, rank: int) -> bool:
+    def can_stack(self, rank: int) -> bool:
         """Return whether batched matmuls of several adapters of this rank are bit-identical to
         separate ones.
         """
-        return self.lora is not None and self.lora(rank).stacks
+        return self.lora is not None and self.lora(rank).can_stack
 
 
 FIXED = RowTiling(multiple=FIXED_TILE, tile=FIXED_TILE)
@@ -165,60 +165,67 @@ def probe(backend: Backend, *, at_any_cost: bool = False) -> RowTiling | None:
     Low ranks may need padding to a hundred rows or more. They get it only with `at_any_cost`.
     """
     config, dtype, device = backend.config, backend.dtype, backend.device
-    shapes = {shape for shape in _base_shapes(config) if not backend.packs(*shape)}
+    shapes = {shape for shape in _base_shapes(config) if not backend.can_pack(*shape)}
     base = _prober(dtype, device).agreeing(shapes, backend)
     if config.num_experts:  # The router is float32, whatever the dtype of the model.
-        wide = [(config.num_experts, config.hidden_size)]
+        router_shapes = [(config.num_experts, config.hidden_size)]
         if config.has_shared_expert:
-            wide.append((1, config.hidden_size))
-        base &= _prober(torch.float32, device).agreeing(wide, backend)
-    sites = _torch_sites(backend)
-    by_rank = {rank: _agreeing_with_lora(sites, rank, dtype, device) for rank in _LORA_RANKS}
+            router_shapes.append((1, config.hidden_size))
+        base &= _prober(torch.float32, device).agreeing(router_shapes, backend)
+    modules = _torch_lora_modules(backend)
+    by_rank = {
+        rank: _agreeing_lora_row_counts(modules, rank, dtype, device) for rank in _LORA_RANKS
+    }
     for multiple in _MULTIPLES:
-        least = _least(base, multiple, _LEAST)
-        if least and all(_least(base & rows, multiple, _LEAST) for rows in by_rank.values()):
-            choices = _LORA_LEAST if at_any_cost else _LEAST
-            needs = partial(_needs, sites, base, multiple, choices, dtype, device)
+        min_rows = _smallest_valid_minimum(base, multiple, _MIN_ROWS_CHOICES)
+        if min_rows and all(
+            _smallest_valid_minimum(base & rows, multiple, _MIN_ROWS_CHOICES)
+            for rows in by_rank.values()
+        ):
+            choices = _LORA_MIN_ROWS_CHOICES if at_any_cost else _MIN_ROWS_CHOICES
+            rule = partial(_lora_rule, modules, base, multiple, choices, dtype, device)
             return RowTiling(
                 multiple,
                 query_rows=QUERY_ROWS
                 if backend.has_cpp_attention
                 else _probe_query_rows(config, device),
-                least=least,
-                lora=cache(needs) if sites else None,
+                min_rows=min_rows,
+                lora=cache(rule) if modules else None,
             )
     return None
 
 
 @torch.inference_mode()
-def _needs(
-    sites: tuple[_TorchSite, ...],
+def _lora_rule(
+    modules: tuple[_TorchLoraModule, ...],
     base: set[int],
     multiple: int,
     choices: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
     rank: int,
-) -> LoraNeeds:
-    agreeing = base & _agreeing_with_lora(sites, rank, dtype, device)
+) -> LoraRowRule:
+    agreeing = base & _agreeing_lora_row_counts(modules, rank, dtype, device)
     multiples = [each for each in _MULTIPLES if each >= multiple]
-    found = [(_least(agreeing, each, choices), each) for each in multiples]
-    fitting = [(least, each) for least, each in found if least is not None]
-    least, multiple = min(fitting, key=max, default=(None, multiple))
-    if least is None:
+    found = [(_smallest_valid_minimum(agreeing, each, choices), each) for each in multiples]
+    valid = [(min_rows, each) for min_rows, each in found if min_rows is not None]
+    min_rows, multiple = min(valid, key=max, default=(None, multiple))
+    if min_rows is None:
         logging.getLogger(__name__).warning(
             "LoRA adapters of rank %d are not batch-invariant on this machine: torch's matmuls "
             "depend on the batch even if padded to %d rows; deterministic=True pads to up to %d",
             rank,
             max(choices),
-            max(_LORA_LEAST),
+            max(_LORA_MIN_ROWS_CHOICES),
         )
-    in_layers = [site for site in sites if not site.is_head]
-    can_stack = bool(in_layers) and least is not None and least <= max(_STACK_ROWS)
-    return LoraNeeds(least, multiple, can_stack and _stacks_agree(in_layers, rank, dtype, device))
+    layer_modules = [module for module in modules if not module.is_head]
+    can_stack = bool(layer_modules) and min_rows is not None and min_rows <= max(_STACK_ROWS)
+    return LoraRowRule(
+        min_rows, multiple, can_stack and _stacks_agree(layer_modules, rank, dtype, device)
+    )
 
 
-def cancelling(
+def cancelling_inputs(
     num_rows: int, fan_out: int, fan_in: int, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x [rows, fan_in] and weight [fan_out, fan_in], float32, whose matmul is nearly 0.
@@ -250,9 +257,9 @@ class _Prober:
     device: torch.device
     generator: torch.Generator
 
-    def cancelling(self, fan_out: int, fan_in: int) -> list[torch.Tensor]:
-        """Return `cancelling` inputs in this dtype on this device, with max(_ROWS) rows."""
-        pair = cancelling(max(_ROWS), fan_out, fan_in, self.generator)
+    def cancelling_inputs(self, fan_out: int, fan_in: int) -> list[torch.Tensor]:
+        """Return `cancelling_inputs` inputs in this dtype on this device, with max(_ROWS) rows."""
+        pair = cancelling_inputs(max(_ROWS), fan_out, fan_in, self.generator)
         return [tensor.to(self.device, self.dtype) for tensor in pair]
 
     def agreeing(self, shapes: Iterable[tuple[int, int]], backend: Backend) -> set[int]:
@@ -263,8 +270,8 @@ class _Prober:
         """
         agreeing: set[int] = set(_ROWS)
         for fan_out, fan_in in sorted(set(shapes)):
-            x, weight = self.cancelling(fan_out, fan_in)
-            agreeing &= _agreeing(backend.pack([weight]).matmul, x, 1)
+            x, weight = self.cancelling_inputs(fan_out, fan_in)
+            agreeing &= _agreeing_row_counts(backend.pack([weight]).matmul, x, 1)
         return agreeing
 
 
@@ -273,7 +280,7 @@ def _prober(dtype: torch.dtype, device: torch.device) -> _Prober:
 
 
 @dataclass(frozen=True)
-class _TorchSite:
+class _TorchLoraModule:
     """Linears that read the same input and whose adapters torch computes.
 
     `sizes`: the output size of each linear. `fan_in`: their input size.
@@ -284,20 +291,20 @@ class _TorchSite:
     is_head: bool = False
 
 
-def _torch_sites(backend: Backend) -> tuple[_TorchSite, ...]:
+def _torch_lora_modules(backend: Backend) -> tuple[_TorchLoraModule, ...]:
     config, found = backend.config, set()
     if not backend.packs_layer_adapters:
         for names in distinct_fused_modules(config):
             shapes = [linear_shape(config, name) for name in names]
-            found.add(_TorchSite(tuple(fan_out for fan_out, _ in shapes), shapes[0][1]))
+            found.add(_TorchLoraModule(tuple(fan_out for fan_out, _ in shapes), shapes[0][1]))
     if not backend.packs_head_adapters:
         vocab, hidden = _head_shape(config)
-        found.add(_TorchSite((vocab,), hidden, is_head=True))
+        found.add(_TorchLoraModule((vocab,), hidden, is_head=True))
     return tuple(sorted(found, key=str))
 
 
-def _agreeing_with_lora(
-    sites: Iterable[_TorchSite], rank: int, dtype: torch.dtype, device: torch.device
+def _agreeing_lora_row_counts(
+    modules: Iterable[_TorchLoraModule], rank: int, dtype: torch.dtype, device: torch.device
 ) -> set[int]:
     """Return the row counts of _ROWS at which the matmuls of an adapter of this rank agree.
 
@@ -305,107 +312,113 @@ def _agreeing_with_lora(
     one A, and the B of each linear multiplies its slice of the LoRA hidden states.
     """
     prober, agreeing = _prober(dtype, device), set(_ROWS)
-    for site in sites:
-        x, a = prober.cancelling(len(site.sizes) * rank, site.fan_in)
-        agreeing &= _agreeing(lambda x, a=a: x @ a.t(), x, _LORA_ROWS)
+    for module in modules:
+        x, a = prober.cancelling_inputs(len(module.sizes) * rank, module.fan_in)
+        agreeing &= _agreeing_row_counts(lambda x, a=a: x @ a.t(), x, _LORA_ROWS)
         for _ in range(_LOW_RANK_INPUTS if rank < _LOW_RANK else 1):
-            pairs = [prober.cancelling(size, rank) for size in site.sizes]
-            low = torch.cat([low for low, _ in pairs], 1)
-            if site.is_head:  # the head pads its LoRA hidden states to whole SIMD vectors
-                low = F.pad(low, (0, -rank % LORA_COLUMNS))[:, :rank]
-            add = partial(_lora_outputs, sizes=site.sizes, bs=[b for _, b in pairs])
-            agreeing &= _agreeing(add, low, _LORA_ROWS)
+            pairs = [prober.cancelling_inputs(size, rank) for size in module.sizes]
+            lora_hidden = torch.cat([hidden for hidden, _ in pairs], 1)
+            if module.is_head:  # the head pads its LoRA hidden states to whole SIMD vectors
+                lora_hidden = F.pad(lora_hidden, (0, -rank % LORA_COLUMNS))[:, :rank]
+            add = partial(_lora_outputs, sizes=module.sizes, b_matrices=[b for _, b in pairs])
+            agreeing &= _agreeing_row_counts(add, lora_hidden, _LORA_ROWS)
     return agreeing
 
 
 def _lora_outputs(
-    low: torch.Tensor, sizes: tuple[int, ...], bs: Sequence[torch.Tensor]
+    lora_hidden: torch.Tensor, sizes: tuple[int, ...], b_matrices: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    out = low.new_zeros(len(low), sum(sizes))
-    add_outputs_(low, out, sizes, bs)
+    out = lora_hidden.new_zeros(len(lora_hidden), sum(sizes))
+    add_outputs_(lora_hidden, out, sizes, b_matrices)
     return out
 
 
-def _agreeing(
-    product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, least_rows: int
+def _agreeing_row_counts(
+    matmul: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, min_compared_rows: int
 ) -> set[int]:
-    """Return the row counts of _ROWS at which `product` is bit-identical to the rows of product(x).
+    """Return the row counts of _ROWS at which `matmul` is bit-identical to the rows of matmul(x).
 
-    A row count below `least_rows` is tested on several groups of rows: the first `least_rows` rows
-    are divided into groups of this size. It agrees if the results of all groups agree.
+    A row count below `min_compared_rows` is tested on several groups of rows: the first
+    `min_compared_rows` rows are divided into groups of this size. It agrees if the results of all
+    groups agree.
     """
-    whole = product(x)
-    return {rows for rows in _ROWS if _agrees(product, x, whole, rows, least_rows)}
+    full = matmul(x)
+    return {rows for rows in _ROWS if _agrees(matmul, x, full, rows, min_compared_rows)}
 
 
 def _agrees(
-    product: Callable[[torch.Tensor], torch.Tensor],
+    matmul: Callable[[torch.Tensor], torch.Tensor],
     x: torch.Tensor,
-    whole: torch.Tensor,
+    full: torch.Tensor,
     num_rows: int,
-    least_rows: int,
+    min_compared_rows: int,
 ) -> bool:
-    starts = range(0, max(1, least_rows - num_rows + 1), num_rows)
-    return all(torch.equal(product(x[a : a + num_rows]), whole[a : a + num_rows]) for a in starts)
+    starts = range(0, max(1, min_compared_rows - num_rows + 1), num_rows)
+    return all(torch.equal(matmul(x[a : a + num_rows]), full[a : a + num_rows]) for a in starts)
 
 
 def _stacks_agree(
-    sites: Iterable[_TorchSite], rank: int, dtype: torch.dtype, device: torch.device
+    modules: Iterable[_TorchLoraModule], rank: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Return whether batched matmuls of several adapters of this rank are bit-identical to separate
     ones.
     """
     prober = _prober(dtype, device)
-    for site in sites:
+    for module in modules:
         for cancels_in_a in (True, False):
-            made = [_probe_inputs(prober, site, rank, cancels_in_a) for _ in range(_STACKED)]
-            xs, members = [x for x, _ in made], [own for _, own in made]
-            whole = [
-                _lora_outputs(x @ own.a.t(), site.sizes, own.bs)
-                for x, own in zip(xs, members, strict=True)
+            inputs = [_probe_inputs(prober, module, rank, cancels_in_a) for _ in range(_STACKED)]
+            xs, adapters = [x for x, _ in inputs], [adapter for _, adapter in inputs]
+            full = [
+                _lora_outputs(x @ adapter.a.t(), module.sizes, adapter.b_matrices)
+                for x, adapter in zip(xs, adapters, strict=True)
             ]
-            bs = zip(*(own.bs for own in members), strict=True)
+            b_matrices = zip(*(adapter.b_matrices for adapter in adapters), strict=True)
             stack = LoraMatrices(
-                torch.stack([own.a for own in members]), tuple(map(torch.stack, bs))
+                torch.stack([adapter.a for adapter in adapters]),
+                tuple(map(torch.stack, b_matrices)),
             )
             for num_rows in _STACK_ROWS:
                 x = torch.cat([part[:num_rows] for part in xs])
-                out = x.new_zeros(len(x), sum(site.sizes))
-                add_lora_stack_(x, out, site.sizes, stack)
-                if not torch.equal(out, torch.cat([part[:num_rows] for part in whole])):
+                out = x.new_zeros(len(x), sum(module.sizes))
+                add_lora_stack_(x, out, module.sizes, stack)
+                if not torch.equal(out, torch.cat([part[:num_rows] for part in full])):
                     return False
     return True
 
 
 def _probe_inputs(
-    prober: _Prober, site: _TorchSite, rank: int, cancels_in_a: bool
+    prober: _Prober, module: _TorchLoraModule, rank: int, cancels_in_a: bool
 ) -> tuple[torch.Tensor, LoraMatrices]:
     """Return an input x and an adapter with cancelling sums.
 
     The terms cancel in the matmul of x and A if `cancels_in_a`, else in the matmuls with the Bs.
     """
-    columns = len(site.sizes) * rank
-    pairs = [prober.cancelling(size, rank) for size in site.sizes]
-    bs = tuple(b for _, b in pairs)
+    columns = len(module.sizes) * rank
+    pairs = [prober.cancelling_inputs(size, rank) for size in module.sizes]
+    b_matrices = tuple(b for _, b in pairs)
     if cancels_in_a:
-        x, a = prober.cancelling(columns, site.fan_in)
-        return x, LoraMatrices(a, bs)
+        x, a = prober.cancelling_inputs(columns, module.fan_in)
+        return x, LoraMatrices(a, b_matrices)
     # Here the matrix A is an identity: it selects columns of x without rounding. So the LoRA hidden
     # states are exactly the cancelling inputs of the Bs.
-    low = torch.cat([low for low, _ in pairs], 1)[:, : site.fan_in]
-    x = F.pad(low, (0, site.fan_in - low.shape[1]))
-    return x, LoraMatrices(torch.eye(columns, site.fan_in, dtype=x.dtype, device=x.device), bs)
+    lora_hidden = torch.cat([hidden for hidden, _ in pairs], 1)[:, : module.fan_in]
+    x = F.pad(lora_hidden, (0, module.fan_in - lora_hidden.shape[1]))
+    return x, LoraMatrices(
+        torch.eye(columns, module.fan_in, dtype=x.dtype, device=x.device), b_matrices
+    )
 
 
-def _least(agreeing: set[int], multiple: int, choices: Iterable[int]) -> int | None:
+def _smallest_valid_minimum(
+    agreeing: set[int], multiple: int, choices: Iterable[int]
+) -> int | None:
     """Return the first of `choices` that is a valid minimum number of rows, or None.
 
     A minimum is valid if `agreeing` contains every row count of _ROWS that the padding allows.
     Those are the multiples of `multiple` that are not below the minimum.
     """
-    for least in choices:
-        if all(rows in agreeing for rows in _ROWS if rows >= least and rows % multiple == 0):
-            return least
+    for min_rows in choices:
+        if all(rows in agreeing for rows in _ROWS if rows >= min_rows and rows % multiple == 0):
+            return min_rows
     return None
 
 
@@ -436,10 +449,10 @@ def _probe_query_rows(config: ModelConfig, device: torch.device) -> int:
 
 def _base_shapes(config: ModelConfig) -> set[tuple[int, int]]:
     """Return (out, in) of each matmul with base weights; linears with the same input share one."""
-    sites = (
-        [linear_shape(config, name) for name in site] for site in distinct_fused_modules(config)
+    modules = (
+        [linear_shape(config, name) for name in module] for module in distinct_fused_modules(config)
     )
-    shapes = {(sum(fan_out for fan_out, _ in site), site[0][1]) for site in sites}
+    shapes = {(sum(fan_out for fan_out, _ in module), module[0][1]) for module in modules}
     if config.delta_net is not None:  # in_proj_b and in_proj_a
         shapes.add((2 * config.delta_net.num_value_heads, config.hidden_size))
     return shapes | {_head_shape(config)}

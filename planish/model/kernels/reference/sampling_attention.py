@@ -32,7 +32,7 @@ The thread keeps their float32 scores in memory, for one group of heads and all 
 """
 _QUERY_BLOCK = 256
 """The maximum number of prompt rows in one matmul of the prefill."""
-_LANE = 8
+_MAX_ROWS_PER_SLOT = 8
 """The maximum number of rows of one prompt in one matmul. A small number limits padding if some
 prompts of a pool have one sample and others have many.
 """
@@ -145,8 +145,8 @@ class DecodeAttention:
     def __init__(
         self,
         first_rows: dict[SlotOwner, int],
-        prompts: KVPools,
-        samples: KVPools,
+        prompt_pools: KVPools,
+        sample_pools: KVPools,
         query_rows: int,
         device: torch.device,
         windows: Sequence[int | None] = (),
@@ -162,15 +162,17 @@ class DecodeAttention:
             sample: range(row, row + (row_counts.get(sample, 1) if row_counts else 1))
             for sample, row in first_rows.items()
         }
-        self._own = [
-            part for pool in samples.pools_in_use() for part in _own_parts(pool, rows_of, device)
+        self._own_groups = [
+            slot_group
+            for pool in sample_pools.pools_in_use()
+            for slot_group in _sample_groups(pool, rows_of, device)
         ]
-        shared = [
-            part
-            for pool in prompts.pools_in_use()
-            for part in _prompt_parts(pool, samples, rows_of, device)
+        shared_groups = [
+            slot_group
+            for pool in prompt_pools.pools_in_use()
+            for slot_group in _prompt_groups(pool, sample_pools, rows_of, device)
         ]
-        self._parts = [*shared, *self._own]
+        self._groups = [*shared_groups, *self._own_groups]
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
@@ -180,16 +182,22 @@ class DecodeAttention:
         `q`, `k` and `v` are [T, heads, head_dim]. `sinks`: float32 [Hq], or None (see `Attend`).
         The output of padding rows is 0.
         """
-        for part in self._own:
-            part.store(layer, k, v)
+        for slot_group in self._own_groups:
+            slot_group.store(layer, k, v)
         grouped = q.unflatten(1, (k.shape[1], -1))
         window = self._windows[layer] if self._windows else None
-        part_scores = []
-        for part in self._parts:
-            placed = self._arrange(part, grouped)
-            first = None if window is None else part.window_starts(window, grouped.shape[2], placed)
-            part_scores.append(attention_scores(placed, part.keys(layer), part.visible, first))
-        accum_dtype = part_scores[0].dtype
+        group_scores = []
+        for slot_group in self._groups:
+            by_slot = self._gather_by_slot(slot_group, grouped)
+            first = (
+                None
+                if window is None
+                else slot_group.window_starts(window, grouped.shape[2], by_slot)
+            )
+            group_scores.append(
+                attention_scores(by_slot, slot_group.keys(layer), slot_group.visible, first)
+            )
+        accum_dtype = group_scores[0].dtype
         maxima = torch.full(
             (*grouped.shape[:-1], 1),
             torch.finfo(accum_dtype).min,
@@ -197,23 +205,31 @@ class DecodeAttention:
             device=q.device,
         )
         sums = Sums(torch.zeros_like(grouped, dtype=accum_dtype), torch.zeros_like(maxima))
-        where = [part.rows if part.span is None else part.span for part in self._parts]
-        for part, rows, scores in zip(self._parts, where, part_scores, strict=True):
+        group_rows = [
+            slot_group.rows if slot_group.span is None else slot_group.span
+            for slot_group in self._groups
+        ]
+        for slot_group, rows, scores in zip(self._groups, group_rows, group_scores, strict=True):
             maxima[rows] = torch.maximum(
-                maxima[rows], part.gather_rows(row_max(scores), grouped.shape[2])
+                maxima[rows], slot_group.gather_rows(row_max(scores), grouped.shape[2])
             )
         if sinks is not None:
             sinks = sinks.view(1, *grouped.shape[1:3], 1)
             maxima = torch.maximum(maxima, sinks)
-        for part, rows, scores in zip(self._parts, where, part_scores, strict=True):
-            # A row attends to its prompt's slot first, in one part, and to its sample's own slot
-            # afterwards. So only the parts with samples' own slots continue earlier sums.
+        for slot_group, rows, scores in zip(self._groups, group_rows, group_scores, strict=True):
+            # A row attends to its prompt's slot first, in one group, and to its sample's own slot
+            # afterwards. So only the groups of samples' own slots continue earlier sums.
             before = None
-            if part in self._own:
-                before = Sums(self._arrange(part, sums.values), self._arrange(part, sums.weights))
-            after = add_spans(scores, self._arrange(part, maxima), part.values(layer), before)
-            sums.values[rows] = part.gather_rows(after.values, grouped.shape[2])
-            sums.weights[rows] = part.gather_rows(after.weights, grouped.shape[2])
+            if slot_group in self._own_groups:
+                before = Sums(
+                    self._gather_by_slot(slot_group, sums.values),
+                    self._gather_by_slot(slot_group, sums.weights),
+                )
+            after = add_spans(
+                scores, self._gather_by_slot(slot_group, maxima), slot_group.values(layer), before
+            )
+            sums.values[rows] = slot_group.gather_rows(after.values, grouped.shape[2])
+            sums.weights[rows] = slot_group.gather_rows(after.weights, grouped.shape[2])
         if sinks is not None:
             sums.weights.add_((sinks - maxima).exp_())
         # Padding rows have no keys, so their weights sum to 0 and the clamp avoids 0 / 0.
@@ -223,15 +239,15 @@ class DecodeAttention:
             .to(q.dtype)
         )
 
-    def _arrange(self, part: _Part, x: Tensor) -> Tensor:
-        return part.arrange(x, self._query_rows)
+    def _gather_by_slot(self, slot_group: _SlotGroup, x: Tensor) -> Tensor:
+        return slot_group.gather_by_slot(x, self._query_rows)
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _SlotGroup:
     """Several slots of one pool and the batch rows that attend to them.
 
-    The n slots form one batched matmul. Each slot has `lane` places for batch rows.
+    The n slots form one batched matmul. Each slot has `rows_per_slot` places for batch rows.
     """
 
     pool: KVPool
@@ -258,38 +274,47 @@ class _Part:
 
     def keys(self, layer: int) -> Tensor:
         """Return the keys of the slots: [n, H, width, head_dim]."""
-        return self._of_slots(self.pool.keys[layer])
+        return self._read_slots(self.pool.keys[layer])
 
     def values(self, layer: int) -> Tensor:
         """Return the values of the slots: [n, H, width, head_dim]."""
-        return self._of_slots(self.pool.values[layer])
+        return self._read_slots(self.pool.values[layer])
 
-    def _of_slots(self, kept: Tensor) -> Tensor:
-        chosen = kept[: len(self.table)] if self.slots is None else kept[self.slots]
+    def _read_slots(self, cache: Tensor) -> Tensor:
+        chosen = cache[: len(self.table)] if self.slots is None else cache[self.slots]
         return chosen[:, :, : self.width]
 
-    def arrange(self, x: Tensor, query_rows: int) -> Tensor:
+    def gather_by_slot(self, x: Tensor, query_rows: int) -> Tensor:
         """Arrange x [T, H, group, E] by slot and return it as [n, H, M, E].
 
         M is lane * group, padded with zeros to at least `query_rows`.
         """
-        placed = x[self.table].transpose(1, 2).flatten(2, 3) if self.span is None else x[self.span]
-        return F.pad(placed, (0, 0, 0, max(0, query_rows - placed.shape[2])))
+        by_slot = x[self.table].transpose(1, 2).flatten(2, 3) if self.span is None else x[self.span]
+        return F.pad(by_slot, (0, 0, 0, max(0, query_rows - by_slot.shape[2])))
 
-    def window_starts(self, window: int, group: int, placed: Tensor) -> Tensor:
+    def window_starts(self, window: int, group: int, by_slot: Tensor) -> Tensor:
         """Return the first position of each row's window in its slot: [n, 1, M].
 
-        `placed`: the queries, as `arrange` returned them; `group`: the query heads per key head.
+        `by_slot`: the queries, as `gather_by_slot` returned them. `group`: the query heads per
+        key head.
         """
         first = (self.ends - window).repeat_interleave(group, 1)
-        return F.pad(first, (0, placed.shape[2] - first.shape[1])).unsqueeze(1)
+        return F.pad(first, (0, by_slot.shape[2] - first.shape[1])).unsqueeze(1)
 
     def gather_rows(self, x: Tensor, group: int) -> Tensor:
-        """Undo `arrange` for the used places: turn [n, H, M, E] into [len(rows), H, group, E]."""
+        """Undo `gather_by_slot` for the used places.
+
+        Turn [n, H, M, E] into [len(rows), H, group, E].
+        """
         if self.span is not None:
             return x[:, :, :group]
-        lane = self.table.shape[1]
-        places = x[:, :, : lane * group].unflatten(2, (lane, group)).transpose(1, 2).flatten(0, 1)
+        rows_per_slot = self.table.shape[1]
+        places = (
+            x[:, :, : rows_per_slot * group]
+            .unflatten(2, (rows_per_slot, group))
+            .transpose(1, 2)
+            .flatten(0, 1)
+        )
         return places if self.used_places is None else places[self.used_places]
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -302,22 +327,24 @@ class _Part:
         self.pool.values[layer][slots, :, last] = v[rows].to(self.pool.spec.dtype)
 
 
-def _own_parts(pool: KVPool, rows_of: dict[SlotOwner, range], device: torch.device) -> list[_Part]:
-    """Return the parts in which the samples of `pool` attend to their own slots.
+def _sample_groups(
+    pool: KVPool, rows_of: dict[SlotOwner, range], device: torch.device
+) -> list[_SlotGroup]:
+    """Return the groups of the samples' own slots in `pool`.
 
-    The first part has the first row of every sample. The next one has the second row of the samples
-    that have one, and so on.
+    The first group has the first row of every sample. The next one has the second row of the
+    samples that have one, and so on.
     """
     samples = cast("list[SampleSlot]", pool.owners)
-    parts = []
+    groups = []
     for number in range(max(len(rows_of[sample]) for sample in samples)):
         slots = [slot for slot, sample in enumerate(samples) if len(rows_of[sample]) > number]
         numbers = [rows_of[samples[slot]][number] for slot in slots]
         visible = [samples[slot].stored + 1 + number for slot in slots]
         in_order = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         batch_rows = torch.tensor(numbers, device=device)
-        parts.append(
-            _Part(
+        groups.append(
+            _SlotGroup(
                 pool=pool,
                 slots=torch.tensor(slots, device=device) if len(slots) < len(samples) else None,
                 table=batch_rows.unsqueeze(1),
@@ -329,58 +356,61 @@ def _own_parts(pool: KVPool, rows_of: dict[SlotOwner, range], device: torch.devi
                 span=slice(numbers[0], numbers[0] + len(numbers)) if in_order else None,
             )
         )
-    return parts
+    return groups
 
 
-def _prompt_parts(
-    pool: KVPool, samples: KVPools, rows_of: dict[SlotOwner, range], device: torch.device
-) -> list[_Part]:
-    """Return the parts in which samples attend to their prompts in `pool`.
+def _prompt_groups(
+    pool: KVPool, sample_pools: KVPools, rows_of: dict[SlotOwner, range], device: torch.device
+) -> list[_SlotGroup]:
+    """Return the groups of the slots of prompts in `pool` that samples attend to.
 
-    A part has up to `_LANE` rows per prompt, so a prompt with more samples is in several parts.
-    Samples attend to the whole spans of the prompt only. Their own slots contain a copy of the
-    positions after these.
+    A group has up to `_MAX_ROWS_PER_SLOT` rows per prompt, so a prompt with more samples is in
+    several groups. Samples attend to the whole spans of the prompt only. Their own slots contain a
+    copy of the positions after these.
     """
     prompts = cast("list[PromptSlot]", pool.owners)
-    members: list[list[tuple[int, int]]] = [[] for _ in prompts]
+    rows_of_slot: list[list[tuple[int, int]]] = [[] for _ in prompts]
     for sample in (
         sample
-        for other in samples.pools_in_use()
-        for sample in cast("list[SampleSlot]", other.owners)
+        for sample_pool in sample_pools.pools_in_use()
+        for sample in cast("list[SampleSlot]", sample_pool.owners)
     ):
         slot = sample.prompt.slot
         if slot < len(prompts) and prompts[slot] is sample.prompt and sample.prompt.length >= SPAN:
-            members[slot] += [
+            rows_of_slot[slot] += [
                 (row, sample.stored + 1 + number) for number, row in enumerate(rows_of[sample])
             ]
-    parts = []
-    for first in range(0, max(map(len, members)), _LANE):
-        slots = [slot for slot, of_slot in enumerate(members) if len(of_slot) > first]
-        chosen = [members[slot][first : first + _LANE] for slot in slots]
-        table = [[row for row, _ in of_slot] for of_slot in chosen]
-        lane = max(map(len, table))
+    groups = []
+    for first in range(0, max(map(len, rows_of_slot)), _MAX_ROWS_PER_SLOT):
+        slots = [slot for slot, slot_rows in enumerate(rows_of_slot) if len(slot_rows) > first]
+        group_rows = [rows_of_slot[slot][first : first + _MAX_ROWS_PER_SLOT] for slot in slots]
+        table = [[row for row, _ in slot_rows] for slot_rows in group_rows]
+        rows_per_slot = max(map(len, table))
         visible = [prompts[slot].length // SPAN * SPAN for slot in slots]
-        parts.append(
-            _Part(
+        groups.append(
+            _SlotGroup(
                 pool=pool,
                 slots=None
                 if slots == list(range(len(slots)))
                 else torch.tensor(slots, device=device),
-                table=torch.tensor([row + [0] * (lane - len(row)) for row in table], device=device),
+                table=torch.tensor(
+                    [row + [0] * (rows_per_slot - len(row)) for row in table], device=device
+                ),
                 used_places=torch.tensor(
-                    [i * lane + j for i, row in enumerate(table) for j in range(len(row))],
+                    [i * rows_per_slot + j for i, row in enumerate(table) for j in range(len(row))],
                     device=device,
                 ),
-                rows=torch.tensor([row for of_slot in table for row in of_slot], device=device),
+                rows=torch.tensor([row for slot_rows in table for row in slot_rows], device=device),
                 visible=torch.tensor(visible, device=device)[:, None, None],
                 ends=torch.tensor(
                     [
-                        [seen + own for _, own in of_slot] + [seen] * (lane - len(of_slot))
-                        for seen, of_slot in zip(visible, chosen, strict=True)
+                        [seen + own for _, own in slot_rows]
+                        + [seen] * (rows_per_slot - len(slot_rows))
+                        for seen, slot_rows in zip(visible, group_rows, strict=True)
                     ],
                     device=device,
                 ),
                 width=max(visible),
             )
         )
-    return parts
+    return groups

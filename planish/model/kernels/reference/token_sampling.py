@@ -13,9 +13,9 @@ from planish.model.transfer import on_device
 from planish.types import SamplingParams
 
 _CHUNK = 128
-"""The vocabulary entries of one run in the two-step search of `invert`."""
+"""The vocabulary entries of one run in the two-step search of `sample_from_weights`."""
 _ENTRIES = 1 << 22
-"""The maximum number of entries that `invert` gathers at a time."""
+"""The maximum number of entries that `sample_from_weights` gathers at a time."""
 _SORTED_ENTRIES = 1 << 21
 """The maximum number of weights that a GPU sorts at a time."""
 SORTING_BYTES = 64 * _SORTED_ENTRIES
@@ -24,7 +24,7 @@ float64 sums, and temporaries.
 """
 
 
-def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+def sample_from_weights(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Return the first entries at which the cumulative sum exceeds uniform * total: [B, K].
 
     `weights` [B, V] are non-negative and `uniforms` is [B, K]. The search first finds a run of 128

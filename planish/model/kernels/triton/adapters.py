@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from planish.model.experts import TokenExpertPairs
 
 _MATRICES = 4
-"""The number of matrices of a site (target module): A and up to three Bs."""
+"""The number of matrices of a target module: A and up to three Bs."""
 _ALIGNMENT = 16
 """The bytes that the widest load instruction reads. Its address must be a multiple of this number.
 """
@@ -59,10 +59,10 @@ class AdapterTables:
         self._max_rows = max_rows
         self._max_rank = max_rank
         self._aligned = _keeps_aligned(config, dtype)
-        sites = len(FUSED_MODULE_NAMES) * config.num_layers + 1
+        modules = len(FUSED_MODULE_NAMES) * config.num_layers + 1
         most_tiles = max_rows // self._kernels.TILE + max_adapters
         self._tiles = _Mirrored((1 + most_tiles, 4), torch.int32, device)
-        self._pointers = _Mirrored((max_adapters, sites, _MATRICES), torch.int64, device)
+        self._pointers = _Mirrored((max_adapters, modules, _MATRICES), torch.int64, device)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._parts: Tensor = self._kernels.scratch(
             max_rows, self._kernels.MAX_FUSED_LINEARS * max_rank, device
@@ -111,10 +111,10 @@ class AdapterTables:
             hidden, logits, [logits.shape[1]], len(FUSED_MODULE_NAMES) * self._config.num_layers
         )
 
-    def _add(self, x: Tensor, out: Tensor, sizes: Sequence[int], site: int) -> None:
+    def _add(self, x: Tensor, out: Tensor, sizes: Sequence[int], module: int) -> None:
         assert x.dtype == self._dtype
         tables = self._tiles.device, self._pointers.device, self._parts
-        self._kernels.add_(x, out, sizes, site, *tables, aligned=self._aligned)
+        self._kernels.add_(x, out, sizes, module, *tables, aligned=self._aligned)
 
     def _place(self, members: Sequence[LoraWeights]) -> None:
         """Give each of these adapters a slot and free the slots of all others."""
@@ -134,8 +134,8 @@ class AdapterTables:
         assert layout.lora_config.rank <= self._max_rank
         assert all(matrix.dtype == self._dtype for matrix in weights.leaves)
         addresses = self._pointers.host[slot]
-        sites = [getattr(layer, name) for layer in weights.layers for name in FUSED_MODULE_NAMES]
-        addresses[:] = [_addresses(site) for site in (*sites, weights.head)]
+        modules = [getattr(layer, name) for layer in weights.layers for name in FUSED_MODULE_NAMES]
+        addresses[:] = [_addresses(module) for module in (*modules, weights.head)]
         assert not (self._aligned and np.any(addresses % _ALIGNMENT))
         self._pointers.copy(slot, slot + 1)
         self._slots[weights] = slot
@@ -171,8 +171,10 @@ class _Mirrored:
         self.device[start:stop].copy_(self._staged[start:stop], non_blocking=True)
 
 
-def _addresses(site: LoraMatrices | None) -> list[int]:
-    found = [] if site is None else [site.a.data_ptr(), *(b.data_ptr() for b in site.bs)]
+def _addresses(module: LoraMatrices | None) -> list[int]:
+    found = (
+        [] if module is None else [module.a.data_ptr(), *(b.data_ptr() for b in module.b_matrices)]
+    )
     return found + [0] * (_MATRICES - len(found))
 
 

@@ -55,7 +55,7 @@ class TritonBackend(TorchBackend):
         return "Triton kernels"
 
     @property
-    def replaced_families(self) -> frozenset[str]:
+    def torch_families(self) -> frozenset[str]:
         """The families that torch computes, because they failed or do not support the model."""
         return frozenset(FAMILIES) - self.families
 
@@ -87,9 +87,9 @@ class TritonBackend(TorchBackend):
             return super().tree_attention(micro_batch)
         return TritonTreeAttention(micro_batch, self.device)
 
-    def invert(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+    def sample_from_weights(self, weights: Tensor, uniforms: Tensor) -> Tensor:
         """Sample tokens [N, K] at uniform numbers. The kernel supports only K = 1."""
         if "sampling" not in self.families or uniforms.shape[1] != 1:
-            return super().invert(weights, uniforms)
+            return super().sample_from_weights(weights, uniforms)
         found: Tensor = self._module.sample(weights, uniforms.squeeze(1))
         return found.unsqueeze(1)

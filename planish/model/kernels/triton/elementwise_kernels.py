@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from planish.model.kernels.cpp.ops import Exact
+from planish.model.kernels.cpp.ops import ExactLogits
 from planish.model.kernels.triton.common import power_of_two, rounded
 
 _TILE = 1024
@@ -348,7 +348,10 @@ def _swiglu_backward(grad, gate_up, out, width, BLOCK: tl.constexpr):
 
 
 def log_sum_exp(
-    logits: Tensor, temperature: Tensor, exact: Exact | None = None, weights: Tensor | None = None
+    logits: Tensor,
+    temperature: Tensor,
+    exact: ExactLogits | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Do the same as `Backend.log_sum_exp`, for logits that need no correction by `exact`.
 
@@ -389,7 +392,7 @@ def log_sum_exp_backward_(
     first: Tensor,
     targets: Tensor,
     grads: Tensor,
-    exact: Exact | None = None,
+    exact: ExactLogits | None = None,
 ) -> None:
     """Do the same as `Backend.log_sum_exp_backward_`, without a correction by `exact`."""
     assert exact is None, "exact must be None: logits are already computed in float32 on a GPU"

@@ -90,14 +90,14 @@ def _matrix(pointers, number, like, ALIGNED: tl.constexpr):
     return matrix
 
 
-@triton.jit(do_not_specialize=["site"])
+@triton.jit(do_not_specialize=["module"])
 def shrink_kernel(
     x,
     x_stride,
     tiles,
     pointers,
     slot_stride,
-    site,
+    module,
     parts,
     part_stride,
     low_stride,
@@ -123,9 +123,9 @@ def shrink_kernel(
         tile = tiles + 4 + item // (blocks * each) * 4
         column = item // each % blocks * BLOCK_LOW
         width = LINEARS * tl.load(tile + 3)
-        site_pointers = pointers + tl.load(tile + 2).to(tl.int64) * slot_stride + site * 4
-        if (tl.load(site_pointers) != 0) & (column < width):
-            a = _matrix(site_pointers, 0, x, ALIGNED)
+        module_pointers = pointers + tl.load(tile + 2).to(tl.int64) * slot_stride + module * 4
+        if (tl.load(module_pointers) != 0) & (column < width):
+            a = _matrix(module_pointers, 0, x, ALIGNED)
             index = tl.arange(0, TILE)
             has_row = index < tl.load(tile + 1)
             rows = (tl.load(tile) + index).to(tl.int64)
@@ -177,13 +177,13 @@ def _lora_hidden_times_b(
     return total
 
 
-@triton.jit(do_not_specialize=["site"])
+@triton.jit(do_not_specialize=["module"])
 def expand_kernel(
     x,
     tiles,
     pointers,
     slot_stride,
-    site,
+    module,
     parts,
     part_stride,
     low_stride,
@@ -210,13 +210,13 @@ def expand_kernel(
     ):
         tile = tiles + 4 + item // blocks * 4
         block = item % blocks
-        site_pointers = pointers + tl.load(tile + 2).to(tl.int64) * slot_stride + site * 4
-        if tl.load(site_pointers) != 0:
+        module_pointers = pointers + tl.load(tile + 2).to(tl.int64) * slot_stride + module * 4
+        if tl.load(module_pointers) != 0:
             linear = (block >= blocks_0).to(tl.int32) + (block >= blocks_0 + blocks_1).to(tl.int32)
             size = tl.where(linear == 0, size_0, tl.where(linear == 1, size_1, size_2))
             before = tl.where(linear == 0, 0, tl.where(linear == 1, size_0, size_0 + size_1))
             block -= tl.where(linear == 0, 0, tl.where(linear == 1, blocks_0, blocks_0 + blocks_1))
-            b = _matrix(site_pointers, 1 + linear, x, ALIGNED)
+            b = _matrix(module_pointers, 1 + linear, x, ALIGNED)
             index = tl.arange(0, TILE)
             has_row = index < tl.load(tile + 1)
             rows = (tl.load(tile) + index).to(tl.int64)
@@ -260,7 +260,8 @@ def expand_kernel(
 def scratch(max_rows: int, columns: int, device: torch.device) -> Tensor:
     """Return the scratch memory `parts` of `add_`.
 
-    `max_rows`: the maximum number of rows of a batch. `columns`: the maximum n * r of a site.
+    `max_rows`: the maximum number of rows of a batch. `columns`: the maximum n * r of a target
+    module.
     """
     parts = _MOST_PARTS if max_rows <= _SPREAD_ROWS else 1
     return torch.empty(parts, max_rows, columns, dtype=torch.float32, device=device)
@@ -270,22 +271,22 @@ def add_(
     x: Tensor,
     out: Tensor,
     sizes: Sequence[int],
-    site: int,
+    module: int,
     tiles: Tensor,
     pointers: Tensor,
     parts: Tensor,
     *,
     aligned: bool,
 ) -> None:
-    """Add the LoRA outputs of one site (target module) for x [T, in] to `out` [T, sum(sizes)].
+    """Add the LoRA outputs of one target module for x [T, in] to `out` [T, sum(sizes)].
 
     Rows without an adapter do not change. Each row of `x` and `out` must be contiguous, with any
     stride between rows.
 
     `tiles`: int32 [1 + tiles, 4]. The first entry is (number of tiles, largest rank, 0, 0). The
     others are (first row, number of rows, slot, rank) of each tile. `pointers`: int64 [slots,
-    sites, 4], the addresses of A [n * r, in] and of the n Bs [out_i, r]. The matrices are
-    contiguous and in x's dtype. The addresses are 0 if the slot's adapter does not train the site.
+    modules, 4], the addresses of A [n * r, in] and of the n Bs [out_i, r]. The matrices are
+    contiguous and in x's dtype. The addresses are 0 if the slot's adapter does not train it.
     `parts`: from `scratch`. `aligned`: whether all addresses are multiples of 16.
     """
     assert x.stride(1) == 1
@@ -296,7 +297,7 @@ def add_(
     is_float32 = x.dtype == torch.float32
     count, length = _segments(x.shape[1])
     spread = parts.shape[0] > 1
-    shared = (tiles, pointers, pointers.stride(0), site, parts, parts.stride(0), parts.stride(1))
+    shared = (tiles, pointers, pointers.stride(0), module, parts, parts.stride(0), parts.stride(1))
     processors = multiprocessors(x.device)
     shrink_kernel[(processors * _SHRINKS,)](
         x,

@@ -191,15 +191,15 @@ class DecodeTables:
     def fill(
         self,
         first_rows: dict[SlotOwner, int],
-        prompts: KVPools,
-        samples: KVPools,
+        prompt_pools: KVPools,
+        sample_pools: KVPools,
         row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> None:
         """Set the samples of the next calls. Do not call this during the capture of a graph.
 
         `first_rows`, `row_counts`: see `Backend.decode_attention`.
         """
-        step = _Step.of(first_rows, prompts, samples, self._bases, row_counts or {})
+        step = _Step.of(first_rows, prompt_pools, sample_pools, self._bases, row_counts or {})
         count = len(step.row)
         group_starts = np.flatnonzero(step.rank % self._heads.lane == 0)
         prompt_slots = step.shared.select(group_starts)
@@ -321,18 +321,21 @@ class _Step:
     def of(
         cls,
         first_rows: dict[SlotOwner, int],
-        prompts: KVPools,
-        samples: KVPools,
+        prompt_pools: KVPools,
+        sample_pools: KVPools,
         bases: PoolBases,
         row_counts: Mapping[SlotOwner, int],
     ) -> _Step:
-        """Return the rows of the samples in `samples` (see `Backend.decode_attention`)."""
-        prompt_pools, sample_pools = prompts.pools_in_use(), samples.pools_in_use()
+        """Return the rows of the samples in `sample_pools` (see `Backend.decode_attention`)."""
+        used_prompt_pools, used_sample_pools = (
+            prompt_pools.pools_in_use(),
+            sample_pools.pools_in_use(),
+        )
         active = [
-            prompt for pool in prompt_pools for prompt in cast("list[PromptSlot]", pool.owners)
+            prompt for pool in used_prompt_pools for prompt in cast("list[PromptSlot]", pool.owners)
         ]
         running = [
-            sample for pool in sample_pools for sample in cast("list[SampleSlot]", pool.owners)
+            sample for pool in used_sample_pools for sample in cast("list[SampleSlot]", pool.owners)
         ]
         index_of = {prompt: index for index, prompt in enumerate(active)}
         prompt = np.array([index_of[sample.prompt] for sample in running], np.int64)
@@ -342,7 +345,7 @@ class _Step:
         number = np.arange(len(sample_of)) - np.repeat(np.cumsum(counts) - counts, counts)
         prompt, row = prompt[sample_of], row[sample_of] + number
         order = np.lexsort((row, prompt))
-        own = _Slots.of(sample_pools, bases, [sample.stored + 1 for sample in running]).select(
+        own = _Slots.of(used_sample_pools, bases, [sample.stored + 1 for sample in running]).select(
             sample_of
         )
         own.count[:] += number
@@ -351,7 +354,7 @@ class _Step:
             row=row[order],
             rank=np.arange(len(row)) - np.searchsorted(prompt, prompt),
             shared=_Slots.of(
-                prompt_pools, bases, [prompt.length // SPAN * SPAN for prompt in active]
+                used_prompt_pools, bases, [prompt.length // SPAN * SPAN for prompt in active]
             ).select(prompt),
             own=own.select(order),
         )
