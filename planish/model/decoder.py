@@ -455,7 +455,7 @@ class _WeightLoader:
                 return self.backend.pack_quantized(quantized_weights, biases)
             weight_names = [f"{prefix}{name}.weight" for name in names]
             if self.quantize is not None:
-                # Quantize the stored numbers, so that the codes do not depend on the model's dtype.
+                # Quantize from float32, so that the result does not depend on the model's dtype.
                 weights = [
                     self.float_weight(name, torch.float32).to(self.backend.device)
                     for name in weight_names

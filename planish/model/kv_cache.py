@@ -16,8 +16,8 @@ each sample's slot starts with a copy of the prompt's remaining positions. For e
 The slot of each sample starts with a copy of positions 128 .. 149, followed by the sampled tokens.
 
 Keys and values have the model's dtype where matmuls accumulate in float32: on a GPU, and in
-planish's own CPU kernels. Elsewhere on a CPU they are float32, because torch's bf16 matmuls would
-round scores and weighted sums to bf16.
+planish's own CPU kernels. With torch's CPU kernels they are float32, because torch's bf16 matmuls
+would round scores and weighted sums to bf16.
 """
 
 from __future__ import annotations
@@ -360,7 +360,7 @@ class KVPools:
         pool_factory: Callable[[KVSpec, int], KVPool] = KVPool,
         budget: KVBudget | None = None,
     ) -> None:
-        """`pool_factory` creates a pool of a capacity. `budget` may also cover other `KVPools`."""
+        """`pool_factory(spec, capacity)` makes a pool. `budget` may be shared with other pools."""
         self.spec = spec
         self._pool_factory = pool_factory
         self._budget = budget or KVBudget()

@@ -1,8 +1,9 @@
 """The RoPE settings of a base model, read from a Hugging Face config.json.
 
-In `transformers`, two kinds of RoPE scaling use other frequencies for long sequences. If a growing
-sample passed that length, the keys in its KV cache would have the wrong frequencies. So planish
-limits the context of both kinds to the length at which the frequencies change:
+In `transformers`, two kinds of RoPE scaling change the frequencies when a sequence exceeds a
+certain length. If a growing sample exceeded it, the earlier keys in its KV cache would have the
+wrong frequencies. So planish limits the context of both kinds to the length at which the
+frequencies change:
 
 - dynamic (NTK): `transformers` scales the frequencies of sequences longer than
   max_position_embeddings. planish always uses the unscaled frequencies.

@@ -150,8 +150,8 @@ def binary_search(rules: Rules, secret: int) -> list[tuple[str, int]]:
 
 
 def example_secrets(rules: Rules) -> list[int]:
-    """Return the secret numbers of the example games, spread over the range. Binary search finds
-    each of them with guess n: n is its largest number of guesses, but at most `max_guesses`.
+    """Return the secret numbers of the example games, spread over the range. Binary search needs
+    equally many guesses for each: the most that any secret needs, or `max_guesses` if that is less.
     """
     num_guesses_by_secret = {
         number: len(binary_search(rules, number)) for number in range(rules.largest + 1)

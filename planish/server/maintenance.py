@@ -7,8 +7,8 @@ is unanswered.
 Later, idle adapters leave memory, expired results and checkpoints are deleted, and stale sessions
 end. If results or unnamed samplers exceed their limits on disk, the oldest are deleted. A replay
 needs the requests after its model's last snapshot. So the rows of these requests stay, even if
-their results are deleted. Only the rows of failed requests that no replay needs may be deleted
-before `result_retention` has passed (failed_requests.py).
+their results are deleted. Other rows stay until `result_retention` has passed, except those of
+failed requests, which may be deleted earlier (failed_requests.py).
 
 A week after a session's end, the server deletes the session, its samplers, and its runs without
 checkpoints. A run with checkpoints is kept, because the paths of the checkpoints contain its id.
@@ -252,8 +252,9 @@ class Cleanup:
 
     async def _close_excess_samplers(self) -> None:
         """Close the least recently used unnamed samplers of a tenant that has more than
-        `max_samplers`. Then reduce the size of all unnamed samplers to `max_unnamed_sampler_bytes`:
-        of the tenant that stores the most, repeatedly close the least recently used sampler.
+        `max_samplers`. Then, while all unnamed samplers together exceed
+        `max_unnamed_sampler_bytes`, close the least recently used sampler of the tenant that stores
+        the most.
         """
         settings = self._services.settings
         samplers_by_tenant = defaultdict[str, list[Sampler]](list)

@@ -62,7 +62,7 @@ class SlotLease:
 
 
 class ActiveTenants:
-    """Knows whether several tenants have sent requests within the last seconds."""
+    """Tracks whether several tenants have sent requests recently."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         """A tenant is active for `seconds` after its last request."""
@@ -141,8 +141,8 @@ class FairQueue:
 
         `num_tokens` is the known cost of the request. `tokens_ahead` is the cost of earlier
         requests of the same model that are still running. The request counts as long if
-        `num_tokens + tokens_ahead` exceeds `long_tokens`, because it holds its slots until the
-        earlier requests have run, too.
+        `num_tokens + tokens_ahead` exceeds `long_tokens`, because it holds its slots while the
+        earlier requests run.
         """
         num_slots = min(num_slots, self._capacity)
         is_long = num_tokens + tokens_ahead > self._long_tokens

@@ -118,9 +118,9 @@ class TimeSettings(_PositiveSettings):
     base models and the compilation of CPU kernels are not watched.
     """
     expiry_delay: float = 7 * 86400
-    """The delay, in seconds, after which time without a server, or a jump of the system's clock,
-    counts for the deletion of expired checkpoints, results and sessions. During the delay, the
-    clock must run without another jump.
+    """Time without a server, and jumps of the system's clock, count for the deletion of expired
+    checkpoints, results and sessions only after the clock has run for this long without another
+    jump, in seconds.
     """
 
 

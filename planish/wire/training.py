@@ -109,8 +109,8 @@ def parse_forward_backward_head(body: bytes) -> Any:
 class ForwardBackwardBody:
     """A protobuf body whose datums are not parsed yet.
 
-    They are parsed one by one, because a parser of all of them would hold the interpreter lock for
-    hundreds of milliseconds.
+    They are parsed one by one, because parsing all of them in one call would hold the interpreter
+    lock for hundreds of milliseconds.
     """
 
     body: bytes
@@ -144,7 +144,7 @@ def parse_forward_backward(body: bytes) -> ForwardBackwardBody:
             raise UserError(
                 f"the body has more than {MAX_FIELDS:,} datums and parts; send fewer in one call"
             )
-        # A dimension has one byte in the body, and takes eight when it is parsed.
+        # Check the length before parsing: a small dimension has one byte here and eight when parsed.
         if number == _SHAPE_PATH and end - begin > MAX_DIMENSIONS * _MAX_VARINT_BYTES:
             raise UserError(f"a tensor has more than {MAX_DIMENSIONS} dimensions; give fewer")
     return ForwardBackwardBody(body, datum_ranges)

@@ -343,7 +343,7 @@ class Sampler:
         if decoding_samples and not all(sample.awaits_mask for sample in decoding_samples):
             self._decode(decoding_samples)
         elif not has_prefilled:
-            # Either masks are missing, or nothing runs, and waiting prompts need not wait longer.
+            # No sample can be decoded now, so prefilling a prompt would not delay any sample.
             self._next_prefill_time = 0.0
             self._wait_for_masks()
         if not self.busy:
@@ -754,9 +754,11 @@ class Sampler:
     def _needed_capacity(self, sample: RunningSample) -> int:
         """Return the capacity of the slot that the sample needs for its next rows.
 
-        On a CPU a slot grows with its sample. The operating system gives memory to a position only
-        when it is written. But moving or clearing a slot writes the whole slot, so a full-size slot
-        would then take memory for positions that the sample never reaches.
+        On a CPU a slot grows with its sample. A slot of the final size would not take much memory
+        at first, because the operating system provides memory only for positions that are written.
+        But moving or clearing a slot writes all of its positions, also those that the sample never
+        reaches.
+
         On a GPU the sample gets its final slot at once, because a move would take more kernel
         launches than a decoding step.
         """

@@ -75,9 +75,9 @@ async def do_group_rollout(
     """Roll out and grade one group; return None if the strategy dropped it. The default strategy is
     FailFast().
 
-    Failed attempts are appended to `failures`, also if the group is dropped. The `rollout_errors`
-    of the returned group list them too. With `termination.zero_reward_on_limit`, the group reward
-    of a trajectory that a limit ended is lowered so that its total reward is at most 0.
+    Failed attempts are appended to `failures`, also if the group is dropped. They are also in the
+    `rollout_errors` of the returned group. With `termination.zero_reward_on_limit`, the group
+    reward of a trajectory that a limit ended is lowered so that its total reward is at most 0.
     """
     run = GroupRun(builder, policy, strategy or FailFast(), seed, on_turn)
     try:

@@ -2,8 +2,8 @@
 
 The rollout records why the episode ended, as `Trajectory.stop_reason` and as metrics stop/REASON of
 the last turn. The metric of the actual reason is 1 and the others are 0, so their means are
-fractions of the episodes. The rollout also applies the `rollout_limits` of the environment that
-concern calls of the policy. The environment has to apply the other limits itself.
+fractions of the episodes. The environment has to apply most of its `rollout_limits` itself. The
+rollout applies only those that limit calls of the policy:
 
 * `RolloutLimits.max_answer_tokens` limits the tokens of each answer.
 * `sampling_turn_timeout_seconds`: a policy that takes longer for an answer fails with TimeoutError.
