@@ -161,7 +161,7 @@ class TrainingBatch:
     """The options of the loss, including the defaults."""
 
     def scored_mask(self, datum: int) -> np.ndarray:
-        """Return which targets of a datum are scored: bool [N] or [N, K]."""
+        """Return which targets of a datum are scored: bool, in the shape of its target_tokens."""
         example = self.examples[datum]
         if not self.config["skip_unweighted"]:
             return np.ones(example.targets.shape, dtype=bool)
