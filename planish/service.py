@@ -50,8 +50,8 @@ from planish.types import (
     check_metadata,
     check_name,
     check_ttl,
+    checked_integer,
     convert_flag,
-    whole_number,
 )
 
 R = TypeVar("R")
@@ -162,7 +162,7 @@ class _SaveOperation:
     def __post_init__(self) -> None:
         check_name("name", self.name)
         if self.ttl_seconds is not None:
-            _convert_whole(self, "ttl_seconds")
+            _convert_integer(self, "ttl_seconds")
         check_ttl(self.ttl_seconds)
         convert_flag(self, "overwrite")
         _check_and_copy_metadata(self)
@@ -279,7 +279,7 @@ class Sample(Operation[SampleResponse]):
     def __post_init__(self) -> None:
         _check_type("prompt", self.prompt, ModelInput)
         _check_type("sampling_params", self.sampling_params, SamplingParams)
-        _convert_whole(
+        _convert_integer(
             self,
             "num_samples",
             remedy=f"a whole number from 1 to {MAX_SAMPLES}; split more samples into several "
@@ -288,9 +288,9 @@ class Sample(Operation[SampleResponse]):
             high=MAX_SAMPLES,
         )
         for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-            _convert_whole(self, name, remedy="a whole number of at least 0", low=0)
+            _convert_integer(self, name, remedy="a whole number of at least 0", low=0)
         if self.prompt_logprobs_last_n is not None:
-            _convert_whole(self, "prompt_logprobs_last_n")
+            _convert_integer(self, "prompt_logprobs_last_n")
         convert_flag(self, "prompt_logprobs")
         convert_flag(self, "record_stability_info")
         targets = self.target_prompt_logprobs
@@ -344,13 +344,13 @@ def _check_and_copy_metadata(operation: Any) -> None:
     object.__setattr__(operation, "user_metadata", metadata)
 
 
-def _convert_whole(
+def _convert_integer(
     operation: Any, name: str, remedy: str = "a whole number", **bounds: int
 ) -> None:
     """Convert the field to a Python int. Raise UserError if it is not a whole number, or is out of
     bounds.
     """
-    value = whole_number(name, getattr(operation, name), remedy, **bounds)
+    value = checked_integer(name, getattr(operation, name), remedy, **bounds)
     object.__setattr__(operation, name, value)
 
 

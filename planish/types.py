@@ -138,7 +138,7 @@ class _ProvenanceSpan:
                 "a SampledSequence"
             )
         for name in ("offset", "length"):
-            _convert_whole(self, name, "a whole number of at least 0", low=0)
+            _convert_integer(self, name, "a whole number of at least 0", low=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,9 +376,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _convert_whole(self, "max_tokens", "a whole number of at least 1, or None", low=1)
+            _convert_integer(self, "max_tokens", "a whole number of at least 1, or None", low=1)
         if self.seed is not None:
-            _convert_whole(self, "seed", _SEED_REMEDY, high=2**64 - 1)
+            _convert_integer(self, "seed", _SEED_REMEDY, high=2**64 - 1)
         _convert_number(self, "temperature", low=0.0, high=_MAX_TEMPERATURE)
         if 0 < self.temperature < _MIN_TEMPERATURE:
             raise UserError(
@@ -386,12 +386,12 @@ class SamplingParams:
                 f"overflows; give 0 for greedy decoding, or at least {_MIN_TEMPERATURE:g}"
             )
         if self.top_k != -1:
-            _convert_whole(self, "top_k", "a whole number of at least 1, or -1 for off", low=1)
+            _convert_integer(self, "top_k", "a whole number of at least 1, or -1 for off", low=1)
         _convert_number(self, "top_p", low=0.0, high=1.0, open_low=True)
         _convert_number(self, "min_p", low=0.0, high=1.0)
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_stop_token_ids(self.stop_token_ids))
-        _convert_whole(self, "min_tokens", "a whole number of at least 0", low=0)
+        _convert_integer(self, "min_tokens", "a whole number of at least 0", low=0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise UserError(
                 f"SamplingParams.min_tokens={self.min_tokens} is more than "
@@ -439,9 +439,9 @@ class LoraConfig:
     train_attn: bool = True
 
     def __post_init__(self) -> None:
-        _convert_whole(self, "rank", "a whole number from 1 to 256", low=1, high=256)
+        _convert_integer(self, "rank", "a whole number from 1 to 256", low=1, high=256)
         if self.seed is not None:
-            _convert_whole(self, "seed", _SEED_REMEDY, high=2**64 - 1)
+            _convert_integer(self, "seed", _SEED_REMEDY, high=2**64 - 1)
         for name in ("train_unembed", "train_mlp", "train_attn"):
             convert_flag(self, name, "LoraConfig.")
         if not (self.train_unembed or self.train_mlp or self.train_attn):
@@ -622,7 +622,7 @@ class GetServerCapabilitiesResponse:
 
     supported_models: list[SupportedModel]
 
-    def context_of(self, model_name: str) -> int | None:
+    def context_length_of(self, model_name: str) -> int | None:
         """Return the context length of a model in tokens; None if it is not known."""
         return next(
             (
@@ -800,7 +800,7 @@ def is_ttl(seconds: object) -> bool:
     return 1 <= seconds <= LONGEST_TTL_SECONDS
 
 
-def whole_number(
+def checked_integer(
     name: str, value: Any, remedy: str, low: int = -(2**63), high: int = 2**63 - 1
 ) -> int:
     """Return `value`, a Python or numpy integer of at most 64 bits, as a Python int.
@@ -824,10 +824,10 @@ def convert_flag(options: Any, name: str, prefix: str = "") -> None:
     object.__setattr__(options, name, bool(value))
 
 
-def _convert_whole(
+def _convert_integer(
     options: Any, name: str, remedy: str, low: int = -(2**63), high: int = 2**63 - 1
 ) -> None:
-    value = whole_number(
+    value = checked_integer(
         f"{type(options).__name__}.{name}", getattr(options, name), remedy, low, high
     )
     object.__setattr__(options, name, value)
@@ -927,7 +927,7 @@ def _checked_stop(stop: Any) -> Any:
         return tuple(items)
     if all(_is_int(item) for item in items):
         return tuple(
-            whole_number("SamplingParams.stop", item, "token ids of the model's vocabulary")
+            checked_integer("SamplingParams.stop", item, "token ids of the model's vocabulary")
             for item in items
         )
     raise UserError(

@@ -139,8 +139,8 @@ def test_every_command_of_a_recipe_is_one_that_it_takes(page):
         recipe = importlib.import_module(name)
         config_type = getattr(recipe, "Options", None) or recipe.Config
         presets = getattr(recipe, "PRESETS", {})
-        if hasattr(recipe, "with_sizes"):
-            presets, arguments = recipe.with_sizes(arguments)
+        if hasattr(recipe, "with_env_defaults"):
+            presets, arguments = recipe.with_env_defaults(arguments)
         read_options(config_type, presets, arguments)
 
 

@@ -197,7 +197,7 @@ def _create_chat_sampler(
 
 def _context_window(service: Service, base_model: str) -> int | None:
     """Return the model's maximum number of tokens; None if it is unknown."""
-    if (context_window := service.capabilities().context_of(base_model)) is not None:
+    if (context_window := service.capabilities().context_length_of(base_model)) is not None:
         return context_window
     directory = service.tokenizer_directory(base_model)
     if not (directory / "config.json").is_file():

@@ -75,8 +75,8 @@ def run(arguments: argparse.Namespace) -> None:
     with suppress(_EpisodeEnd), rl_options.instead_of_training(play):
         module = _import_recipe(arguments.recipe)
         presets, option_words = getattr(module, "PRESETS", {}), arguments.options
-        if hasattr(module, "with_sizes"):
-            presets, option_words = module.with_sizes(option_words)
+        if hasattr(module, "with_env_defaults"):
+            presets, option_words = module.with_env_defaults(option_words)
         module.main(training_run.read_options(module.Options, presets, option_words))
 
 

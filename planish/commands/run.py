@@ -21,7 +21,7 @@ import orjson
 import planish
 from planish.errors import UserError
 from planish.import_shims import COOKBOOK_DIRECTORY, SDK_DIRECTORY
-from planish.model.sources import environment_models, resolve_model
+from planish.model.sources import models_from_env_var, resolve_model
 from planish.model.weight_sizes import SCHEMES
 from planish.processes.arguments import argument_adder, parse_pairs
 from planish.service import checked_substitutes
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
             _cache_tokenizer(name, directory)
     environment = script_environment(options, _program_directory(program, arguments.is_module))
     if models:
-        all_models = {**environment_models(), **models}
+        all_models = {**models_from_env_var(), **models}
         environment[MODELS_VARIABLE] = ",".join(
             f"{name}={path}" for name, path in all_models.items()
         )

@@ -89,7 +89,7 @@ class BaseModel:
             self._tokenizer.decode,
             grammars,
             shares_prefixes=settings.share_prefix_cache,
-            vocabulary=self._tokenizer.vocabulary_entry,
+            vocabulary_entry=self._tokenizer.vocabulary_entry,
         )
         self.sampler.record_cuda_graphs()
 

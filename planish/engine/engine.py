@@ -57,7 +57,7 @@ from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.cpp.threads import limit_threads
 from planish.model.listing import list_models
 from planish.model.lora import LoraLayout
-from planish.model.sources import checked_mapping, environment_models
+from planish.model.sources import checked_mapping, models_from_env_var
 from planish.model.weights import weights_fingerprint
 from planish.service import (
     SUBSTITUTE_REMEDY,
@@ -131,7 +131,7 @@ class Engine:
         limit_threads()
         self._settings = settings or EngineSettings()
         mapping = checked_mapping(models)
-        known_directories = {*mapping.values(), *environment_models().values()}
+        known_directories = {*mapping.values(), *models_from_env_var().values()}
         memory = memory or DeviceMemory(
             self._settings, reserves_for_next=len(known_directories) > 1
         )

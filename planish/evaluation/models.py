@@ -55,7 +55,7 @@ def open_model(
         weights = checkpoint.time.isoformat() if checkpoint else None
     else:
         weights = _fingerprint(Path(tokenizer.name_or_path))
-    context_window = service_client.get_server_capabilities().context_of(base_model)
+    context_window = service_client.get_server_capabilities().context_length_of(base_model)
     return OpenedModel(resolved, client, renderer, context_window, weights)
 
 

@@ -365,23 +365,23 @@ def _gemma3_config(source: GGUFFile) -> dict[str, Any]:
 
 
 def _reject_unsupported(source: GGUFFile) -> None:
-    unsupported = None
+    unsupported_reason = None
     if "token_embd.weight" not in source.tensors:
-        unsupported = "it has no token_embd.weight (is it only a vocabulary or an adapter?)"
+        unsupported_reason = "it has no token_embd.weight (is it only a vocabulary or an adapter?)"
     elif source.architecture != "qwen3moe" and source.field("expert_count", 0):
-        unsupported = "it is a mixture of experts of another family than Qwen3"
+        unsupported_reason = "it is a mixture of experts of another family than Qwen3"
     elif isinstance(source.field("attention.head_count"), list):
-        unsupported = "its layers differ in their number of heads"
+        unsupported_reason = "its layers differ in their number of heads"
     elif source.architecture == "olmo2" and not source.field("attention.sliding_window", 0):
-        unsupported = "it is an OLMo 2; planish supports OLMo 3"
+        unsupported_reason = "it is an OLMo 2; planish supports OLMo 3"
     elif source.field("attention.value_length", _head_dim(source)) != _head_dim(source):
-        unsupported = "its keys and values differ in length"
+        unsupported_reason = "its keys and values differ in length"
     elif source.architecture != "phi3" and source.field(
         "rope.dimension_count", _head_dim(source)
     ) != _head_dim(source):
-        unsupported = "its RoPE rotates only a part of each head"
-    if unsupported:
-        raise UnsupportedError(f"{source.path} cannot be converted: {unsupported}")
+        unsupported_reason = "its RoPE rotates only a part of each head"
+    if unsupported_reason:
+        raise UnsupportedError(f"{source.path} cannot be converted: {unsupported_reason}")
 
 
 def _head_dim(source: GGUFFile) -> int:
@@ -416,7 +416,7 @@ def _rope_scaling(source: GGUFFile) -> dict[str, Any] | None:
 
 
 def _yarn_scaling(source: GGUFFile) -> dict[str, Any]:
-    required = {
+    required_fields = {
         "rope_type": "yarn",
         "factor": source.field("rope.scaling.factor"),
         "original_max_position_embeddings": source.field("rope.scaling.original_context_length"),
@@ -432,7 +432,7 @@ def _yarn_scaling(source: GGUFFile) -> dict[str, Any]:
         "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
     }
     optional_values = {name: source.field(key, 0.0) for name, key in optional_keys.items()}
-    return required | {
+    return required_fields | {
         name: _shortest_decimal(value) for name, value in optional_values.items() if value
     }
 

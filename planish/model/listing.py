@@ -13,8 +13,8 @@ from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.embedded import GEMMA3, SMOLLM2, EmbeddedModel
 from planish.model.sources import (
-    environment_models,
     hub_cache_directory,
+    models_from_env_var,
     models_home,
 )
 from planish.model.weight_sizes import SCHEMES, weight_bytes
@@ -47,7 +47,7 @@ def list_models(models: Mapping[str, str] | None = None) -> list[ModelEntry]:
     entries: dict[str, ModelEntry] = {}
     for entry in (
         *_mapped_entries(models or {}, "models"),
-        *_mapped_entries(environment_models(), "PLANISH_MODELS"),
+        *_mapped_entries(models_from_env_var(), "PLANISH_MODELS"),
         _embedded_entry(SMOLLM2),
         _embedded_entry(GEMMA3),
     ):

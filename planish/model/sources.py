@@ -87,7 +87,7 @@ def resolve_model(
         )
     for label, mapping in (
         ("models", checked_mapping(models)),
-        ("PLANISH_MODELS", environment_models()),
+        ("PLANISH_MODELS", models_from_env_var()),
     ):
         if name in mapping:
             return _from_mapping(name, mapping[name], label, fetch)
@@ -124,7 +124,7 @@ def _sources(name: str, fetch: bool) -> list[tuple[str, Callable[[str], Path]]]:
     return sources
 
 
-def environment_models() -> dict[str, str]:
+def models_from_env_var() -> dict[str, str]:
     """Return PLANISH_MODELS as a mapping. Commas separate its entries, so a path must not contain a
     comma. Raises UserError for a malformed entry or a repeated name.
     """

@@ -8,7 +8,7 @@
                                                                            format of Polaris
     python -m planish.recipes.math_rl env=reasoning_gym:chain_sum task.max_digits=1
 
-Each `env` has its own default sizes (`SIZES`), which options override. The envs are:
+Each `env` has its own defaults (`ENV_DEFAULTS`), which options override. The envs are:
 
     arithmetic                   planish/recipes/sums.py
     gsm8k math polaris deepmath  planish/rl/environments/boxed_problems.py
@@ -37,7 +37,7 @@ from planish.rl.types import RLDatasetBuilder
 ARITHMETIC = "arithmetic"
 REASONING_GYM = "reasoning_gym"
 DEFAULT_LOG_PATH = "/tmp/planish-examples/math_rl"
-SIZES: dict[str, dict[str, Any]] = {
+ENV_DEFAULTS: dict[str, dict[str, Any]] = {
     ARITHMETIC: {"learning_rate": 5e-4, "max_tokens": 16, "max_steps": 40, "eval_every": 10},
     "gsm8k": {"learning_rate": 4e-5, "max_tokens": 256},
     "math": {"learning_rate": 2e-5, "max_tokens": 512},
@@ -50,7 +50,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @chz.chz
 class Options(RLOptions):
-    """Options of the recipe. `options_for` makes them with the default sizes of an env."""
+    """Options of the recipe. `options_for` makes them with the defaults of an env."""
 
     env: str = chz.field(
         default=ARITHMETIC, doc=f"{', '.join([ARITHMETIC, *COLLECTIONS])} or {REASONING_GYM}:TASK"
@@ -89,20 +89,20 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 
 def options_for(env: str, **changes: Any) -> Options:
-    """Return the options of an env with its default sizes, and with `changes`."""
-    return Options(**{**sizes_for(env), "env": env, **changes})
+    """Return the options of an env with its defaults, and with `changes`."""
+    return Options(**{**defaults_for(env), "env": env, **changes})
 
 
-def sizes_for(env: str) -> dict[str, Any]:
+def defaults_for(env: str) -> dict[str, Any]:
     """Return the defaults of an env."""
-    return {"log_path": f"{DEFAULT_LOG_PATH}-{env.replace(':', '-')}", **SIZES[kind_of(env)]}
+    return {"log_path": f"{DEFAULT_LOG_PATH}-{env.replace(':', '-')}", **ENV_DEFAULTS[kind_of(env)]}
 
 
 def kind_of(env: str) -> str:
-    """Return the key of an env in SIZES. Names other than planish's own are tasks of reasoning-gym,
-    with or without the prefix.
+    """Return the key of an env in ENV_DEFAULTS. Names other than planish's own are tasks of
+    reasoning-gym, with or without the prefix.
     """
-    return env if env in SIZES else REASONING_GYM
+    return env if env in ENV_DEFAULTS else REASONING_GYM
 
 
 def task_name(env: str) -> str:
@@ -173,16 +173,16 @@ def check_task(env: str) -> None:
         ) from error
 
 
-def with_sizes(
-    arguments: Sequence[str], sizes: Callable[[str], dict[str, Any]] = sizes_for
+def with_env_defaults(
+    arguments: Sequence[str], env_defaults: Callable[[str], dict[str, Any]] = defaults_for
 ) -> tuple[training_run.Presets, list[str]]:
     """Treat `env=NAME` on the command line as a preset of the same name, which other arguments
-    override. Return (presets, arguments). `sizes` returns the defaults of an env.
+    override. Return (presets, arguments). `env_defaults` returns the defaults of an env.
     """
     named = [argument.partition("=")[2] for argument in arguments if argument.startswith("env=")]
     env = named[-1] if named else ARITHMETIC
-    return {env: sizes(env)}, [f"preset={env}", *arguments]
+    return {env: env_defaults(env)}, [f"preset={env}", *arguments]
 
 
 if __name__ == "__main__":
-    training_run.run_command(main, Options, *with_sizes(sys.argv[1:]))
+    training_run.run_command(main, Options, *with_env_defaults(sys.argv[1:]))

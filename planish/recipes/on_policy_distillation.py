@@ -32,7 +32,7 @@ from planish.rl.types import RLDatasetBuilder
 
 PROMPTS = "prompts"
 DEFAULT_LOG_PATH = "/tmp/planish-examples/on_policy_distillation"
-SIZES: dict[str, Any] = {"learning_rate": 1e-4, "max_tokens": 512}
+PROMPTS_DEFAULTS: dict[str, Any] = {"learning_rate": 1e-4, "max_tokens": 512}
 """Default sizes for `env=prompts`; other envs have those of math_rl."""
 
 
@@ -93,14 +93,14 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 
 def options_for(env: str, **changes: Any) -> Options:
-    """Return the options of an env with its default sizes, and with `changes`."""
-    return Options(**{**sizes_for(env), "env": env, **changes})
+    """Return the options of an env with its defaults, and with `changes`."""
+    return Options(**{**defaults_for(env), "env": env, **changes})
 
 
-def sizes_for(env: str) -> dict[str, Any]:
+def defaults_for(env: str) -> dict[str, Any]:
     """Return the defaults of an env."""
-    sizes = SIZES if env == PROMPTS else math_rl.sizes_for(env)
-    return {**sizes, "log_path": f"{DEFAULT_LOG_PATH}-{env.replace(':', '-')}"}
+    defaults = PROMPTS_DEFAULTS if env == PROMPTS else math_rl.defaults_for(env)
+    return {**defaults, "log_path": f"{DEFAULT_LOG_PATH}-{env.replace(':', '-')}"}
 
 
 def sources_of(options: Options) -> list[Options]:
@@ -189,10 +189,10 @@ def check_source(options: Options) -> None:
     training_run.require_at_least(options, batch_size=1, group_size=1, max_prompt_tokens=1)
 
 
-def with_sizes(arguments: Sequence[str]) -> tuple[training_run.Presets, list[str]]:
-    """Treat `env=NAME` as a preset of the same name, as `math_rl.with_sizes` does."""
-    return math_rl.with_sizes(arguments, sizes_for)
+def with_env_defaults(arguments: Sequence[str]) -> tuple[training_run.Presets, list[str]]:
+    """Treat `env=NAME` as a preset of the same name, as `math_rl.with_env_defaults` does."""
+    return math_rl.with_env_defaults(arguments, defaults_for)
 
 
 if __name__ == "__main__":
-    training_run.run_command(main, Options, *with_sizes(sys.argv[1:]))
+    training_run.run_command(main, Options, *with_env_defaults(sys.argv[1:]))

@@ -172,7 +172,9 @@ async def write_answers(
             options.temperature,
             options.seed,
             prefix,
-            (await service_client.get_server_capabilities_async()).context_of(teacher.base_model),
+            (await service_client.get_server_capabilities_async()).context_length_of(
+                teacher.base_model
+            ),
         )
         sampled = await sample_conversations(sampler, prompts, path, origin)
     finally:

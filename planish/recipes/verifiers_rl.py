@@ -16,7 +16,7 @@ import chz
 
 from planish import ServiceClient
 from planish.errors import UserError
-from planish.integrations.verifiers.datasets import VerifiersDatasetBuilder, read_env_args
+from planish.integrations.verifiers.datasets import VerifiersDatasetBuilder, canonical_env_args
 from planish.integrations.verifiers.library import load_environment
 from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
@@ -49,7 +49,7 @@ class Options(RLOptions):
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train and return the run directory."""
     check(options)
-    env_args = read_env_args(options.env_args)
+    env_args = canonical_env_args(options.env_args)
     load_environment(options.env_id, env_args)  # an error should come before a model is loaded
     builder = training_run.build(
         VerifiersDatasetBuilder,

@@ -137,8 +137,8 @@ class AgentToolMessageEnv(MessageEnv):
             return 0.0, {}
         return await self._grade(reason)
 
-    def timed_by(self, clock: asyncio.Timeout) -> None:
-        self._timeout = clock
+    def set_step_timeout(self, timeout: asyncio.Timeout) -> None:
+        self._timeout = timeout
 
     def limit_tool_calls(self, max_tool_calls: int) -> None:
         self.max_tool_calls = max_tool_calls

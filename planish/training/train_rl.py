@@ -78,7 +78,7 @@ async def train(
             files,
             evaluators,
             shaping if shaping is not None else await kl_penalty(config, service_client),
-            capabilities.context_of(config.model_name),
+            capabilities.context_length_of(config.model_name),
         )
 
     ends_at_max_steps = config.max_steps is not None and config.max_steps < len(dataset)

@@ -16,7 +16,7 @@ from backends import CONFIG
 pytest.importorskip("triton")
 
 from planish.engine import settings
-from planish.engine.gpu_families import Case, Sizes, case_of, check
+from planish.engine.gpu_kernel_checks import Case, Sizes, case_of, check
 from planish.errors import UserError
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.reference.backend import TorchBackend

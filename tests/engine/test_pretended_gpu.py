@@ -20,7 +20,7 @@ from test_sampler import request, tokens
 
 from planish.engine import base_models
 from planish.engine.base_models import BaseModel
-from planish.engine.gpu_families import case_of, check
+from planish.engine.gpu_kernel_checks import case_of, check
 from planish.engine.memory import DeviceMemory
 from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner, DecodeStep, GraphRecorder
 from planish.engine.sampling.model_runner import EagerRunner

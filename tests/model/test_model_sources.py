@@ -21,7 +21,7 @@ from planish.errors import DamagedFileError, StorageError, UnknownModelError
 from planish.model import embedded
 from planish.model.config import ModelConfig
 from planish.model.listing import ModelEntry, list_models, print_models
-from planish.model.sources import DEFAULT_MODEL, environment_models, resolve_model
+from planish.model.sources import DEFAULT_MODEL, models_from_env_var, resolve_model
 from planish.model.weights import load_weights
 from planish.testing import tiny_model
 from planish.tokenizer import load_tokenizer
@@ -63,7 +63,7 @@ def test_mappings_take_precedence_and_the_argument_before_the_variable(tmp_path,
     first, second = tiny_model(tmp_path / "first"), tiny_model(tmp_path / "second")
     put_into_hub_cache(tmp_path, DEFAULT_MODEL)
     monkeypatch.setenv("PLANISH_MODELS", f" other = {first} ,{DEFAULT_MODEL}={second},")
-    assert environment_models() == {"other": str(first), DEFAULT_MODEL: str(second)}
+    assert models_from_env_var() == {"other": str(first), DEFAULT_MODEL: str(second)}
     assert resolve_model(DEFAULT_MODEL) == second
     assert resolve_model(DEFAULT_MODEL, {DEFAULT_MODEL: str(first)}) == first
     assert resolve_model("other", {}) == first

@@ -115,7 +115,7 @@ def test_on_policy_options_of_the_command_line():
         "more.0.teacher_checkpoint=y",
     ]
     options = read_options(
-        on_policy_distillation.Options, *on_policy_distillation.with_sizes(arguments)
+        on_policy_distillation.Options, *on_policy_distillation.with_env_defaults(arguments)
     )
     assert (options.max_tokens, options.log_path.rpartition("-")[2]) == (512, "prompts")
     assert options.more == (on_policy_distillation.Source(env="gsm8k", teacher_checkpoint="y"),)

@@ -100,8 +100,8 @@ def test_one_step_without_evaluations_and_without_the_head(
     values = {"model": small_model, **vars(data)}
     arguments = [argument.format(**values) for argument in RUNS[name]]
     presets: Any = {}
-    if hasattr(recipe, "with_sizes"):
-        presets, arguments = recipe.with_sizes(arguments)
+    if hasattr(recipe, "with_env_defaults"):
+        presets, arguments = recipe.with_env_defaults(arguments)
     common = [f"model_name={small_model}", f"log_path={tmp_path / 'run'}", "lora_rank=4"]
     arguments = [*arguments, *common, "train_unembed=False"]
     run = recipe.main(read_options(options_class(recipe), presets, arguments))

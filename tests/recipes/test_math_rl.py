@@ -10,7 +10,14 @@ from planish import ServiceClient
 from planish.errors import UserError
 from planish.files import read_rows
 from planish.recipes import math_rl
-from planish.recipes.math_rl import SIZES, Options, check, dataset_builder, options_for, with_sizes
+from planish.recipes.math_rl import (
+    ENV_DEFAULTS,
+    Options,
+    check,
+    dataset_builder,
+    options_for,
+    with_env_defaults,
+)
 from planish.recipes.reasoning_problems import TaskDatasetBuilder
 from planish.recipes.sums import SumDatasetBuilder
 from planish.recipes.training_run import read_options
@@ -76,13 +83,13 @@ def test_two_steps_of_each_kind(model, service, sums_dataset, tmp_path, env, cha
 
 def test_each_env_brings_its_sizes_and_options_override_them():
     for env in ("arithmetic", "math", "reasoning_gym:gcd"):
-        presets, arguments = with_sizes([f"env={env}", "batch_size=3"])
+        presets, arguments = with_env_defaults([f"env={env}", "batch_size=3"])
         options = read_options(Options, presets, arguments)
         assert options == options_for(env, batch_size=3)
         assert options.log_path == f"/tmp/planish-examples/math_rl-{env.replace(':', '-')}"
-    presets, arguments = with_sizes(["max_tokens=9", "env=math"])
+    presets, arguments = with_env_defaults(["max_tokens=9", "env=math"])
     assert read_options(Options, presets, arguments).max_tokens == 9
-    assert read_options(Options, *with_sizes([])) == options_for("arithmetic")
+    assert read_options(Options, *with_env_defaults([])) == options_for("arithmetic")
     assert options_for("gsm8k").max_steps is None
 
 
@@ -110,7 +117,7 @@ def test_options_reach_the_data():
     assert (builder.collection, builder.dataset) == ("deepmath", "here.jsonl")
 
 
-@pytest.mark.parametrize("env", SIZES)
+@pytest.mark.parametrize("env", ENV_DEFAULTS)
 def test_the_sizes_of_every_env_are_right(env):
     if env == "reasoning_gym":
         pytest.importorskip("reasoning_gym")

@@ -39,8 +39,8 @@ def rows_of(text: str) -> Iterator[tuple[list[str], str, str]]:
 
 def options_of(recipe: Any, arguments: list[str]) -> Any:
     presets = getattr(recipe, "PRESETS", {})
-    if hasattr(recipe, "with_sizes"):
-        presets, arguments = recipe.with_sizes(arguments)
+    if hasattr(recipe, "with_env_defaults"):
+        presets, arguments = recipe.with_env_defaults(arguments)
     return read_options(recipe.Options, presets, arguments)
 
 

@@ -63,7 +63,7 @@ def test_an_interrupt_in_a_notebook_ends_what_cannot_be_asked():
         (rl_basic.Options, rl_basic.PRESETS, [], "preset=NAME gives other defaults: seed"),
         (rl_basic.Options, rl_basic.PRESETS, ["preset=seed"], None),
         (shorter.Options, {}, [], None),
-        (math_rl.Options, *math_rl.with_sizes([]), None),
+        (math_rl.Options, *math_rl.with_env_defaults([]), None),
     ],
     ids=["one", "the one that is shown", "none", "the sizes of an env"],
 )

@@ -7,7 +7,7 @@ import pytest
 
 from planish.errors import UnsupportedError, UserError
 from planish.integrations.verifiers import library as verifiers_library
-from planish.integrations.verifiers.datasets import read_env_args
+from planish.integrations.verifiers.datasets import canonical_env_args
 from planish.integrations.verifiers.messages import (
     answer_fields,
     check_sampling,
@@ -99,7 +99,7 @@ def test_sampling_options_of_verifiers_are_rejected():
 
 
 def test_env_args_have_one_canonical_form():
-    assert read_env_args('{"b": 1, "a": [2]}') == read_env_args('{"a":[2],"b":1}')
+    assert canonical_env_args('{"b": 1, "a": [2]}') == canonical_env_args('{"a":[2],"b":1}')
 
 
 @pytest.mark.parametrize(

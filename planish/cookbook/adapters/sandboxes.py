@@ -8,9 +8,9 @@ import chz
 from planish.errors import PlanishError
 from planish.tinker.refused import refused_type
 
-_OWN = "programs run on this machine; see planish.sandbox and docs/sandbox.md"
-ModalSandbox = refused_type("ModalSandbox", _OWN)
-ModalSandboxPool = refused_type("ModalSandboxPool", _OWN)
+_REFUSAL_REASON = "programs run on this machine; see planish.sandbox and docs/sandbox.md"
+ModalSandbox = refused_type("ModalSandbox", _REFUSAL_REASON)
+ModalSandboxPool = refused_type("ModalSandboxPool", _REFUSAL_REASON)
 
 
 class SandboxBackend(StrEnum):

@@ -182,19 +182,19 @@ class Sampler:
         decode_text: Callable[[Sequence[int]], str],
         grammars: GrammarCache | None = None,
         shares_prefixes: bool = False,
-        vocabulary: Callable[[int], str | None] = lambda _: None,
+        vocabulary_entry: Callable[[int], str | None] = lambda _: None,
     ) -> None:
         """Create a sampler. It is deterministic (batch-invariant) if the decoder's backend is.
 
-        `decode_text` turns tokens into text, to look for stop strings. `vocabulary` returns the raw
-        vocabulary entry of a token (see `Detokenizer`). Requests with a constraint need `grammars`.
-        With `shares_prefixes`, requests of different owners (`Sample.cache_owner`) use each other's
-        cached prefixes.
+        `decode_text` turns tokens into text, to look for stop strings. `vocabulary_entry` returns
+        the raw vocabulary entry of a token (see `Detokenizer`). Requests with a constraint need
+        `grammars`. With `shares_prefixes`, requests of different owners (`Sample.cache_owner`) use
+        each other's cached prefixes.
         """
         self._shares_prefixes = shares_prefixes
         self._grammars = grammars
         self._decoder = decoder
-        self._detokenizer = Detokenizer(decode_text, vocabulary)
+        self._detokenizer = Detokenizer(decode_text, vocabulary_entry)
         self._backend = decoder.backend
         self._head = SamplingHead(decoder)
         self._kv_spec = KVSpec.from_backend(decoder.backend)
@@ -246,13 +246,13 @@ class Sampler:
         return min(STATE_CHUNK, max(CHUNK, largest_chunk))
 
     def _make_scheduler(self) -> Scheduler:
-        per_position = self._kv_spec.bytes_per_position
+        bytes_per_position = self._kv_spec.bytes_per_position
         return Scheduler(
             self.settings.max_batch,
-            self.settings.kv_cache_bytes // per_position,
+            self.settings.kv_cache_bytes // bytes_per_position,
             self.settings.max_prefill_tokens_per_step,
             self._chunk_size,
-            -(-self._state_bytes // per_position),
+            -(-self._state_bytes // bytes_per_position),
         )
 
     def record_cuda_graphs(self) -> None:
@@ -301,9 +301,11 @@ class Sampler:
         """
         tokens = op.prompt.to_ints()
         params = op.sampling_params
-        new_grammar = None
+        make_grammar_state = None
         if params.constraint is not None and self._grammars is not None:
-            new_grammar = partial(self._grammars.new_state, params.constraint, op.cache_owner)
+            make_grammar_state = partial(
+                self._grammars.new_state, params.constraint, op.cache_owner
+            )
         seed = params.seed if params.seed is not None else secrets.randbits(64)
         request = Request(
             op=op,
@@ -320,7 +322,7 @@ class Sampler:
             prompt_scores=PromptScores(op, tokens, seed, self._backend)
             if wants_prompt_scores(op)
             else None,
-            new_grammar=new_grammar,
+            make_grammar_state=make_grammar_state,
             future=future,
         )
         self._next_request_number += 1
@@ -331,12 +333,12 @@ class Sampler:
     def step(self) -> None:
         """Start the requests that fit, prefill prompts, and sample the next tokens."""
         self._drop_finished_requests()
-        began = perf_counter()
+        start_time = perf_counter()
         has_prefilled = (
-            began >= self._next_prefill_time or not self._scheduler.has_several_owners
+            start_time >= self._next_prefill_time or not self._scheduler.has_several_owners
         ) and self._prefill_step()
         if has_prefilled:
-            self._next_prefill_time = 2 * perf_counter() - began
+            self._next_prefill_time = 2 * perf_counter() - start_time
         decoding_samples = [sample for sample in self._scheduler.running if sample.tokens]
         # The runner decodes every sample that has a slot. This includes a sample whose mask is
         # missing: its logits are discarded, and a later step decodes it again.
@@ -817,12 +819,14 @@ class Sampler:
         max_topk = max(token.sample.request.op.topk_sample_logprobs for token in tokens)
         if max_topk and rows != list(range(logits.shape[0])):
             logits = logits[on_device(rows, torch.int64, logits.device)]
-        top_k = (
+        top_tensors = (
             top_logprobs(logits, sampled.log_normalizer, temperature, max_topk)
             if max_topk
             else None
         )
-        top_ids, top_values = (top_k[0].tolist(), top_k[1].tolist()) if top_k else ([], [])
+        top_ids, top_values = (
+            (top_tensors[0].tolist(), top_tensors[1].tolist()) if top_tensors else ([], [])
+        )
         stopped_samples: list[RunningSample] = []
         grammar_tokens: list[tuple[GrammarState, int]] = []
         for i, (token_id, logprob) in enumerate(
@@ -888,7 +892,7 @@ class Sampler:
             if not sample.request.is_adjusted:
                 tokens.append(_TokenToSample(sample, row, index))
                 continue
-            if sample.grammar is not None and not _check_mask(sample, sample.grammar):
+            if sample.grammar is not None and not _has_usable_mask(sample, sample.grammar):
                 continue
             # Each row of the sample gives the logprob of one token. If the mask was computed during
             # this step, there may be more forced tokens than rows. The sample then takes one forced
@@ -1002,11 +1006,11 @@ def _free_slots(pools: KVPools, owners: Sequence[Prompt] | Sequence[RunningSampl
     by_capacity: dict[int, list[Prompt | RunningSample]] = {}
     for owner in owners:
         by_capacity.setdefault(owner.capacity, []).append(owner)
-    for capacity, same_capacity in by_capacity.items():
-        pools.pool_for(capacity).free(*same_capacity)
+    for capacity, owners_of_capacity in by_capacity.items():
+        pools.pool_for(capacity).free(*owners_of_capacity)
 
 
-def _check_mask(sample: RunningSample, grammar: GrammarState) -> bool:
+def _has_usable_mask(sample: RunningSample, grammar: GrammarState) -> bool:
     """Return whether the sample's next mask is computed. An error fails the sample's request."""
     grammar.is_late = not grammar.is_ready
     if grammar.error is not None and not grammar.is_late:

@@ -67,7 +67,7 @@ class Request:
     future: Future[SampleResponse]
     is_adjusted: bool = False
     """Whether its tokens are sampled from adjusted logits (see adjustments.py)."""
-    new_grammar: Callable[[], GrammarState] | None = None
+    make_grammar_state: Callable[[], GrammarState] | None = None
     """Returns the grammar state of a new sample; None without a constraint."""
     prompt: Prompt | None = None
     num_started_samples: int = 0
@@ -404,7 +404,9 @@ class Scheduler:
             self._num_reserved_positions += positions
             index, prompt = request.num_started_samples, request.prompt
             stream = UniformStream(request.seed, index)
-            grammar = request.new_grammar() if request.new_grammar is not None else None
+            grammar = (
+                request.make_grammar_state() if request.make_grammar_state is not None else None
+            )
             self.running.append(RunningSample(request, index, prompt, stream, grammar))
             request.num_started_samples += 1
 

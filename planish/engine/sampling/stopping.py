@@ -34,16 +34,17 @@ class Detokenizer:
     def __init__(
         self,
         decode: Callable[[Sequence[int]], str],
-        vocabulary: Callable[[int], str | None] = lambda _: None,
+        vocabulary_entry: Callable[[int], str | None] = lambda _: None,
     ) -> None:
         """Create an empty cache of token texts.
 
-        `decode` turns tokens into text. `vocabulary` returns the raw vocabulary entry of a token,
-        such as "<0xE2>". The entry gives the bytes of a token that is only part of a UTF-8
-        character. Without `vocabulary`, a text with such tokens is decoded again after every token.
+        `decode` turns tokens into text. `vocabulary_entry` returns the raw vocabulary entry of a
+        token, such as "<0xE2>". The entry gives the bytes of a token that is only part of a UTF-8
+        character. Without `vocabulary_entry`, a text with such tokens is decoded again after every
+        token.
         """
         self.decode = decode
-        self._vocabulary = vocabulary
+        self._vocabulary_entry = vocabulary_entry
         self._cache: dict[int, bytes | None] = {}
 
     def token_bytes(self, token: int) -> bytes | None:
@@ -62,7 +63,7 @@ class Detokenizer:
             return None
         if _REPLACEMENT_CHARACTER not in text:
             return text.encode("utf-8", "surrogatepass")
-        entry = self._vocabulary(token)
+        entry = self._vocabulary_entry(token)
         if entry is None:
             return None
         if byte := _BYTE_TOKEN.fullmatch(entry):

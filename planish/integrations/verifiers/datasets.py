@@ -42,7 +42,7 @@ class VerifiersDatasetBuilder(RLDatasetBuilder):
     seed: int = chz.field(default=0, doc="seed of the order of the data")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
-        train, test = self._splits(load_environment(self.env_id, read_env_args(self.env_args)))
+        train, test = self._splits(load_environment(self.env_id, canonical_env_args(self.env_args)))
         group = partial(self._group, num_envs=self.group_size)
         train_dataset = ProblemDataset(train, group, self.batch_size, shuffle_seed=self.seed)
         return train_dataset, evaluation_dataset(test, partial(self._group, num_envs=1))
@@ -66,7 +66,7 @@ class VerifiersDatasetBuilder(RLDatasetBuilder):
 
     def _group(self, row: Mapping[str, Any], num_envs: int) -> VerifiersGroup:
         return VerifiersGroup(
-            load=partial(load_environment, self.env_id, read_env_args(self.env_args)),
+            load=partial(load_environment, self.env_id, canonical_env_args(self.env_args)),
             make_renderer=partial(model_renderer, self.model_name, self.renderer_name),
             row=row,
             num_envs=num_envs,
@@ -75,7 +75,7 @@ class VerifiersDatasetBuilder(RLDatasetBuilder):
         )
 
 
-def read_env_args(text: str) -> str:
+def canonical_env_args(text: str) -> str:
     """Return the JSON object with sorted keys, which is the cache key of a loaded environment.
     Raises UserError if `text` is not a JSON object.
     """

@@ -104,12 +104,13 @@ class MessageEnv(ABC):
         """
         return 0.0, {}
 
-    def timed_by(self, clock: asyncio.Timeout) -> None:  # noqa: B027  (optional to override)
+    def set_step_timeout(self, timeout: asyncio.Timeout) -> None:  # noqa: B027  (optional)
         """Receive the timeout that will interrupt the next `step` when the episode's time is over.
         It is called before each `step`.
 
         An environment that grades within `step` may switch the timeout off with
-        `clock.reschedule(None)`. Otherwise a slow grader could discard an answer that came in time.
+        `timeout.reschedule(None)`. Otherwise a slow grader could discard an answer that came in
+        time.
         """
 
     def limit_tool_calls(self, max_tool_calls: int) -> None:
@@ -151,7 +152,7 @@ class EnvFromMessageEnv(Env):
     def __post_init__(self) -> None:
         self._check_limits()
         self._num_turns = 0
-        self._sampled_tokens = 0
+        self._num_sampled_tokens = 0
         self._consecutive_unreadable = 0
         self._env_stop_condition: StopCondition | None = None
 
@@ -186,7 +187,7 @@ class EnvFromMessageEnv(Env):
         the next prompt.
         """
         self._num_turns += 1
-        self._sampled_tokens += len(action)
+        self._num_sampled_tokens += len(action)
         parsed, termination = self.renderer.parse_response(action)
         turn = Turn(self._conversation.with_call_ids(parsed), list(action))
         prompt = self._conversation.tokens
@@ -272,13 +273,13 @@ class EnvFromMessageEnv(Env):
         return replace(outcome, replies=[reply])
 
     async def _step_env(self, turn: Turn) -> TurnOutcome:
-        clock = asyncio.timeout(self._limits.seconds_left(self._start_time))
-        self.message_env.timed_by(clock)
+        timeout = asyncio.timeout(self._limits.seconds_left(self._start_time))
+        self.message_env.set_step_timeout(timeout)
         try:
-            async with clock:
+            async with timeout:
                 step = await self.message_env.step(deepcopy(turn.message))
         except TimeoutError:
-            if not clock.expired():
+            if not timeout.expired():
                 raise
             logs: Logs = {"rollout_timeout": "the environment was still processing the answer"}
             return await self._stop_by_limit(
@@ -334,7 +335,7 @@ class EnvFromMessageEnv(Env):
         return self._limits.reached(
             turns=self._num_turns,
             trajectory_tokens=len(self._conversation.tokens),
-            sampled_tokens=self._sampled_tokens,
+            sampled_tokens=self._num_sampled_tokens,
             seconds=time.monotonic() - self._start_time,
         )
 

@@ -273,7 +273,7 @@ class CppBackend(TorchBackend):
             final_norm=decoder.final_norm,
             eps=config.rms_norm_eps,
             heads=(config.num_heads, config.num_kv_heads),
-            inner=config.intermediate_size,
+            intermediate_size=config.intermediate_size,
             uses_gelu=config.activation == "gelu_tanh",
             embedding_scale=decoder.embedding_scale,
         )

@@ -86,7 +86,7 @@ class DecodePass:
     eps: float
     heads: tuple[int, int]
     """The number of query heads and of key heads."""
-    inner: int
+    intermediate_size: int
     """The MLP's intermediate size."""
     uses_gelu: bool = False
     """Whether the MLP's activation is GELU instead of SiLU."""
@@ -110,7 +110,7 @@ class DecodePass:
             layers=len(self.layers),
             rows=len(tokens),
             hidden=out.shape[1],
-            inner=self.inner,
+            inner=self.intermediate_size,
             gelu=self.uses_gelu,
             quantized=isinstance(self.layers[0].qkv, CppQuantizedWeight),
             eps=self.eps,

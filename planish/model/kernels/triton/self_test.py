@@ -1,6 +1,6 @@
 """Test the Triton kernels on this machine's GPU before they are used, and store the verdicts.
 
-The tests run in a separate process (engine/gpu_families.py), because an illegal memory access
+The tests run in a separate process (engine/gpu_kernel_checks.py), because an illegal memory access
 destroys the CUDA context of its process, and a kernel may hang. They run once for each combination
 of GPU, driver, torch, Triton, kernel sources and model shapes. kernels/choose.py then uses the
 families that passed. torch replaces all other families, and one warning gives the reason.
@@ -39,7 +39,7 @@ from planish.model.kernels.verdicts import (
     write_verdicts,
 )
 
-CHECKER = (sys.executable, "-m", "planish.engine.gpu_families")
+CHECKER = (sys.executable, "-m", "planish.engine.gpu_kernel_checks")
 SECONDS = 600
 """The time limit of a test process in seconds.
 
@@ -48,7 +48,7 @@ Compilation takes one to two minutes, or longer on a busy machine.
 _PACKAGE = Path(__file__).parents[3]
 _SOURCES = (
     "model/kernels/triton/*.py",
-    "engine/gpu_families.py",
+    "engine/gpu_kernel_checks.py",
     "engine/sampling/cuda_graph_runner.py",
 )
 _COMPILER = ("c compiler", "python.h", "gcc", "clang")

@@ -9,10 +9,10 @@
 
 namespace {
 
-// The width of a row of scores for `keys` keys, rounded up.
+// The width of a row of scores for `num_keys` keys, rounded up.
 template <class Kernel>
-int64_t padded_keys(int64_t keys) {
-    return (keys + Kernel::KEY_MULTIPLE - 1) / Kernel::KEY_MULTIPLE * Kernel::KEY_MULTIPLE;
+int64_t padded_keys(int64_t num_keys) {
+    return (num_keys + Kernel::KEY_MULTIPLE - 1) / Kernel::KEY_MULTIPLE * Kernel::KEY_MULTIPLE;
 }
 
 template <class Kernel, class X>
@@ -20,9 +20,9 @@ void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, 
                   Scratch& scratch) {
     const int64_t m = b.count * a.group, e = a.e;
     const KeyExtent extent(a, b);
-    const int64_t own = extent.max_own - extent.skip_own,
+    const int64_t max_own = extent.max_own - extent.skip_own,
                   shared_width = padded_keys<Kernel>(extent.num_shared - extent.skip_shared),
-                  width = shared_width + padded_keys<Kernel>(own),
+                  width = shared_width + padded_keys<Kernel>(max_own),
                   query_stride = Kernel::query_stride(e);
     Prefetcher prefetcher(a, b, extent, head, sizeof(X));
     const typename Kernel::Query* queries = Kernel::queries(a, b, head, q, scratch);
@@ -30,10 +30,10 @@ void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, 
     float* o = scratch.o.reserve<float>(m * e);
     std::fill(o, o + m * e, 0.0f);
     const X *k[KEYS], *v[KEYS];
-    int64_t at = 0;
+    int64_t key_start = 0;
     for (KeyTileIterator<X> iterator(a.ranges + b.first_range, b.ranges, extent.skip_shared);
-         int64_t n = iterator.next(head, k, v); at += n)
-        Kernel::scores(a, queries, m, k, n, scratch, prefetcher, s + at, width);
+         int64_t n = iterator.next(head, k, v); key_start += n)
+        Kernel::scores(a, queries, m, k, n, scratch, prefetcher, s + key_start, width);
     for (int64_t r = 0; r < b.count; r++) {
         const int64_t visible = a.visible[b.first + r],
                       window_start = first_visible(a, b.first + r);
@@ -42,7 +42,7 @@ void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, 
             mask_from(row, visible - extent.skip_shared, shared_width);
             mask_until(row, window_start - extent.skip_shared, shared_width);
         }
-        if (!own) continue;
+        if (!max_own) continue;
         float* own_scores = s + r * a.group * width;
         int64_t first = shared_width;
         const Range& own_range = a.own[b.first + r];
@@ -72,11 +72,11 @@ void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, 
         }
         totals[i].exact = Kernel::log_sum(max_score, totals[i].exact);
     }
-    at = 0;
+    key_start = 0;
     for (KeyTileIterator<X> iterator(a.ranges + b.first_range, b.ranges, extent.skip_shared);
-         int64_t n = iterator.next(head, k, v); at += n)
-        Kernel::add_weighted_values(a, s, at, width, m, v, n, scratch, prefetcher, o);
-    if (own)
+         int64_t n = iterator.next(head, k, v); key_start += n)
+        Kernel::add_weighted_values(a, s, key_start, width, m, v, n, scratch, prefetcher, o);
+    if (max_own)
         for (int64_t r = 0; r < b.count; r++) {
             int64_t first = shared_width;
             const Range& own_range = a.own[b.first + r];
@@ -97,14 +97,14 @@ void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, 
 
 template <class X>
 void attend(const Attention& a, int64_t n_blocks, const X* q, X* out, float* lse, int threads) {
-    const bool tiled = uses_amx<X>();
+    const bool use_amx = uses_amx<X>();
     parallel_items(n_blocks * a.heads, threads, [=](int64_t item) {
-        const amx::TileScope scope(tiled);
+        const amx::TileScope scope(use_amx);
         const Block& block = a.blocks[item / a.heads];
         const int64_t head = item % a.heads;
         if constexpr (!IS_BF16<X>)
             attend_block<Float32Attention>(a, block, head, q, out, lse, Scratch::of_thread());
-        else if (tiled)
+        else if (use_amx)
             attend_block<AmxAttention>(a, block, head, q, out, lse, Scratch::of_thread());
         else
             attend_block<Bf16Attention>(a, block, head, q, out, lse, Scratch::of_thread());
@@ -123,7 +123,7 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
     float* s = scratch.s.reserve<float>(2 * m * KEYS);
     float* ds = s + m * KEYS;
     float* dq = scratch.o.reserve<float>(m * e);
-    float* column = scratch.d.reserve<float>(2 * m * KEYS);
+    float* transposed_weights = scratch.d.reserve<float>(2 * m * KEYS);
     float* stats = scratch.stats.reserve<float>(2 * m);
     std::vector<const float*> query_rows(m), grad_rows(m);
     gather_queries(a, b, head, q, a.scale, queries);
@@ -132,18 +132,18 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
     for (int64_t i = 0; i < m; i++) {
         int64_t row =
             a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
-        V inner = zero();
+        V grad_dot_out = zero();
         for (int64_t c = 0; c < e; c += LANES)
-            inner = fma(load(g + i * e + c), load(out + row * e + c), inner);
+            grad_dot_out = fma(load(g + i * e + c), load(out + row * e + c), grad_dot_out);
         stats[i] = lse[row];
-        stats[m + i] = sum(inner);
+        stats[m + i] = sum(grad_dot_out);
         query_rows[i] = queries + i * e;
         grad_rows[i] = g + i * e;
     }
     const float *k[KEYS], *v[KEYS];
-    int64_t at = KeyExtent(a, b).skip_shared;
-    for (KeyTileIterator<float> iterator(a.ranges + b.first_range, b.ranges, at);
-         int64_t n = iterator.next(head, k, v); at += n) {
+    int64_t key_start = KeyExtent(a, b).skip_shared;
+    for (KeyTileIterator<float> iterator(a.ranges + b.first_range, b.ranges, key_start);
+         int64_t n = iterator.next(head, k, v); key_start += n) {
         const int64_t padded = (n + 15) / 16 * 16;
         for (int64_t j = 0; j < n; j += LANES) {
             dots(queries, m, e, k + j, s + j, KEYS);
@@ -151,11 +151,11 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
         }
         int64_t first = m;  // queries before it see nothing of this tile
         for (int64_t i = m; i-- > 0;) {
-            int64_t num_visible = a.visible[b.first + i / a.group] - at;
+            int64_t num_visible = a.visible[b.first + i / a.group] - key_start;
             if (num_visible <= 0) break;
             first = i;
             mask_from(s + i * KEYS, num_visible, padded);
-            mask_until(s + i * KEYS, first_visible(a, b.first + i / a.group) - at, padded);
+            mask_until(s + i * KEYS, first_visible(a, b.first + i / a.group) - key_start, padded);
             for (int64_t j = 0; j < padded; j += LANES) {
                 V p = exp_(sub(load(s + i * KEYS + j), broadcast(stats[i])));
                 p = select(tail(n - j), p);
@@ -168,8 +168,8 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
         if (!num_queries) continue;
         add_weighted_sums(ds + first * KEYS, KEYS, num_queries, k, n, dq + first * e, e);
         // Sums over queries: the tile's transposed weights, so that a key's lie in a row.
-        transpose(s + first * KEYS, KEYS, num_queries, padded, column, m);
-        transpose(ds + first * KEYS, KEYS, num_queries, padded, column + KEYS * m, m);
+        transpose(s + first * KEYS, KEYS, num_queries, padded, transposed_weights, m);
+        transpose(ds + first * KEYS, KEYS, num_queries, padded, transposed_weights + KEYS * m, m);
         for (int64_t j = 0; j < n;) {
             // Neighbouring keys of one range are neighbours in the gradients too; runs of them
             // share the loads of the queries.
@@ -185,8 +185,8 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
                     for (int64_t i = 0; i < take; i++)
                         qs[i] = query_rows[first + part + i] + c,
                         gs[i] = grad_rows[first + part + i] + c;
-                    const float* pw = column + j * m + part;
-                    const float* dw = column + KEYS * m + j * m + part;
+                    const float* pw = transposed_weights + j * m + part;
+                    const float* dw = transposed_weights + KEYS * m + j * m + part;
                     if (width == 64) {
                         weighted_sums<4>(pw, m, run, gs, take, grad_v + offset + c, row_size);
                         weighted_sums<4>(dw, m, run, qs, take, grad_k + offset + c, row_size);
@@ -295,49 +295,49 @@ void attend_block_backward(const Attention& a, const Block& b, int64_t head, con
     std::fill(s + m * width, s + half_padded_queries * width, 0.0f);
     std::fill(ds + m * width, ds + padded_queries * width, 0.0f);
     const uint16_t *k[KEYS], *v[KEYS];
-    int64_t at = 0;
+    int64_t key_start = 0;
     for (KeyTileIterator<uint16_t> iterator(a.ranges + b.first_range, b.ranges, skip);
-         int64_t n = iterator.next(head, k, v); at += n) {
-        Kernel::many_dots(queries, m, e, k, n, a.scale * Bf16Attention::LOG_SCALE, scratch, s + at,
-                          width);
-        Kernel::many_dots(g, m, e, v, n, 1.0f, scratch, ds + at, width);
+         int64_t n = iterator.next(head, k, v); key_start += n) {
+        Kernel::many_dots(queries, m, e, k, n, a.scale * Bf16Attention::LOG_SCALE, scratch,
+                          s + key_start, width);
+        Kernel::many_dots(g, m, e, v, n, 1.0f, scratch, ds + key_start, width);
     }
-    std::vector<const uint16_t*> rows(padded_queries), twice(2 * half_padded_queries);
+    std::vector<const uint16_t*> rows(padded_queries), grad_pair_rows(2 * half_padded_queries);
     for (int64_t i = 0; i < padded_queries; i++) rows[i] = queries + i * query_stride;
     // Weights of 0 multiply what is behind the last row's gradients.
     for (int64_t i = 0; i < half_padded_queries; i++)
-        twice[2 * i] = twice[2 * i + 1] = i < m ? g + i * query_stride : rows[i];
+        grad_pair_rows[2 * i] = grad_pair_rows[2 * i + 1] = i < m ? g + i * query_stride : rows[i];
     for (int64_t i = 0; i < m; i++) {
         const int64_t row =
             a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
         const int64_t entry = b.first + i / a.group;
         mask_until(s + i * width, first_visible(a, entry) - skip, width);
-        softmax_backward(s + i * width, ds + i * width, std::min(a.visible[entry] - skip, at),
-                         width, lse[row], a.scale);
+        softmax_backward(s + i * width, ds + i * width,
+                         std::min(a.visible[entry] - skip, key_start), width, lse[row], a.scale);
     }
     const uint32_t* packed_queries = pack_row_pairs(
         rows.data(), padded_queries, e, scratch.pairs.reserve<uint32_t>(padded_queries / 2 * e));
     const uint32_t* packed_grads =
-        pack_row_pairs(twice.data(), 2 * half_padded_queries, e,
+        pack_row_pairs(grad_pair_rows.data(), 2 * half_padded_queries, e,
                        scratch.twice.reserve<uint32_t>(half_padded_queries * e));
     const int64_t stride = (m + LANES - 1) / LANES * LANES;
     uint32_t* columns = scratch.v.reserve<uint32_t>((KEYS + Kernel::PADDING_ROWS) * stride);
     float* dq = scratch.o.reserve<float>(m * e);
     std::fill(dq, dq + m * e, 0.0f);
-    at = 0;
+    key_start = 0;
     for (KeyTileIterator<uint16_t> iterator(a.ranges + b.first_range, b.ranges, skip);
-         int64_t n = iterator.next(head, k, v); at += n) {
+         int64_t n = iterator.next(head, k, v); key_start += n) {
         int64_t first = m;  // queries before it see nothing of this tile
-        while (first && a.visible[b.first + (first - 1) / a.group] > at + skip) first--;
+        while (first && a.visible[b.first + (first - 1) / a.group] > key_start + skip) first--;
         if (first == m) continue;
         first = Kernel::align_first_query(first);
         const int64_t padded = (n + 15) / 16 * 16, masked_pairs = first / 2;
-        const uint32_t* d = (const uint32_t*)ds + at / 2;
-        uint32_t* keys = scratch.k.reserve<uint32_t>(KEYS / 2 * e);
-        const int64_t pairs = Kernel::pack_values(k, n, e, keys);
-        Kernel::add_weighted_packed(d + first * width, width, m - first, keys, pairs, e,
+        const uint32_t* d = (const uint32_t*)ds + key_start / 2;
+        uint32_t* packed_keys = scratch.k.reserve<uint32_t>(KEYS / 2 * e);
+        const int64_t pairs = Kernel::pack_values(k, n, e, packed_keys);
+        Kernel::add_weighted_packed(d + first * width, width, m - first, packed_keys, pairs, e,
                                     dq + first * e, e);
-        transpose(s + first * width + at, width, half_padded_queries - first, padded,
+        transpose(s + first * width + key_start, width, half_padded_queries - first, padded,
                   (float*)columns, stride);
         add_weighted_to_key_rows<Kernel>(columns, stride, packed_grads + first * e,
                                          half_padded_queries - first, e, k, n, k0, grad_v,
@@ -357,37 +357,39 @@ void attend_block_backward(const Attention& a, const Block& b, int64_t head, con
 
 // Which of T keys the blocks first .. last - 1 read.
 inline std::vector<uint8_t> keys_read_by(const Attention& a, int64_t first, int64_t last,
-                                         const void* k0, int64_t key_bytes, int64_t keys) {
-    std::vector<uint8_t> found(keys);
+                                         const void* k0, int64_t key_bytes, int64_t num_keys) {
+    std::vector<uint8_t> is_read(num_keys);
     for (int64_t b = first; b < last; b++)
         for (int64_t i = 0; i < a.blocks[b].ranges; i++) {
             const Range& range = a.ranges[a.blocks[b].first_range + i];
-            const auto from = found.begin() + ((const char*)range.k - (const char*)k0) / key_bytes;
+            const auto from =
+                is_read.begin() + ((const char*)range.k - (const char*)k0) / key_bytes;
             std::fill(from, from + range.count, 1);
         }
-    return found;
+    return is_read;
 }
 
-// `parts` runs of blocks, each with sums of its own for keys and values [parts, 2, T, Hkv, E],
-// added up in their order: so bits do not depend on the number of threads. Of the memory for sums,
-// which need not be zeros, only what a part's keys need is touched.
+// `num_parts` runs of blocks, each with sums of its own for keys and values
+// [num_parts, 2, T, Hkv, E], added up in their order: so bits do not depend on the number of
+// threads. Of the memory for sums, which need not be zeros, only what a part's keys need is
+// touched.
 template <class X>
-void attend_backward(const Attention& a, const int64_t* part_ends, int64_t parts, const X* grad,
+void attend_backward(const Attention& a, const int64_t* part_ends, int64_t num_parts, const X* grad,
                      const X* q, const X* out, const float* lse, const X* k0, X* grad_q, X* grad_k,
                      X* grad_v, float* sums, int64_t size, int threads) {
-    const int64_t row = a.heads * a.e, keys = size / row;
+    const int64_t row = a.heads * a.e, num_keys = size / row;
     std::vector<std::vector<uint8_t>> is_read;
-    for (int64_t part = 0; part < parts; part++)
+    for (int64_t part = 0; part < num_parts; part++)
         is_read.push_back(keys_read_by(a, part ? part_ends[part - 1] : 0, part_ends[part], k0,
-                                       row * sizeof(X), keys));
-    const bool tiled = uses_amx<X>();
+                                       row * sizeof(X), num_keys));
+    const bool use_amx = uses_amx<X>();
     const auto backward_of_block =
-        tiled ? attend_block_backward<AmxAttention> : attend_block_backward<Bf16Attention>;
-    parallel_items(parts * a.heads, threads, [&](int64_t item) {
-        const amx::TileScope scope(tiled);
+        use_amx ? attend_block_backward<AmxAttention> : attend_block_backward<Bf16Attention>;
+    parallel_items(num_parts * a.heads, threads, [&](int64_t item) {
+        const amx::TileScope scope(use_amx);
         const int64_t part = item / a.heads, head = item % a.heads;
         float *gk = sums + part * 2 * size, *gv = gk + size;
-        for (int64_t t = 0; t < keys; t++)
+        for (int64_t t = 0; t < num_keys; t++)
             if (is_read[part][t])
                 for (float* to : {gk, gv})
                     std::fill(to + t * row + head * a.e, to + t * row + (head + 1) * a.e, 0.0f);
@@ -399,11 +401,11 @@ void attend_backward(const Attention& a, const int64_t* part_ends, int64_t parts
                 attend_block_backward(a, a.blocks[b], head, grad, q, out, lse, k0, grad_q, gk, gv,
                                       Scratch::of_thread());
     });
-    parallel(keys, 2 * parts * size, threads, [&](int64_t first, int64_t last) {
+    parallel(num_keys, 2 * num_parts * size, threads, [&](int64_t first, int64_t last) {
         for (int64_t t = first; t < last; t++)
             for (int64_t i = t * row; i < (t + 1) * row; i += LANES) {
                 V gk = zero(), gv = zero();
-                for (int64_t p = 0; p < parts; p++) {
+                for (int64_t p = 0; p < num_parts; p++) {
                     if (!is_read[p][t]) continue;
                     gk = add(gk, load(sums + p * 2 * size + i));
                     gv = add(gv, load(sums + p * 2 * size + size + i));

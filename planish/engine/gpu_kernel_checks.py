@@ -7,7 +7,7 @@ family it writes one line before the check and one line with the verdict.
 The inputs make mistakes visible. With ordinary attention scores, one key among a thousand changes
 the output by less than a bf16 rounding error. So each query here *points at* one key: its attention
 score is high for this key only. The key is the first or last of a block, a random key, or a
-*hidden* key, to which the row must not attend. If a kernel misses the key, or attends to a hidden
+*masked* key, to which the row must not attend. If a kernel misses the key, or attends to a masked
 one, its error is as large as the output itself.
 
 Error messages give differences relative to the root mean square of the reference. torch computes
@@ -345,27 +345,27 @@ def check_attention(case: Case) -> None:
     attention.fill(row_of, batch.prompt_pools, batch.sample_pools)
     num_rows = len(row_of) + 3
     k, v = (case.random(num_rows, kv_spec.num_heads, kv_spec.head_dim) for _ in range(2))
-    attended = {}
+    attended_keys_values = {}
     for sample in batch.running:
         row = row_of[sample]
-        hidden_key_value = batch.cached_at(sample, 1)
+        masked_key_value = batch.cached_at(sample, 1)
         keys, values = batch.cached_keys_values(sample)
-        attended[row] = (
+        attended_keys_values[row] = (
             torch.cat([keys, k[row, :, None]], 1),
             torch.cat([values, v[row, :, None]], 1),
         )
-        attended[row] = (*attended[row], hidden_key_value)
+        attended_keys_values[row] = (*attended_keys_values[row], masked_key_value)
     q = case.random(num_rows, case.config.num_heads, kv_spec.head_dim, scale=0.3)
-    for row, (keys, _, hidden_key_value) in attended.items():
-        q[row] += _pointing_queries(case, keys, hidden_key_value, row)
+    for row, (keys, _, masked_key_value) in attended_keys_values.items():
+        q[row] += _pointing_queries(case, keys, masked_key_value, row)
     actual = attention(0, q, k, v)
-    for row, (keys, values, _) in attended.items():
+    for row, (keys, values, _) in attended_keys_values.items():
         compare(
             f"decode of row {row}",
             actual[row],
             _reference_attention(q[row, None], keys, values, None)[0],
         )
-    for row in set(range(num_rows)).difference(attended):
+    for row in set(range(num_rows)).difference(attended_keys_values):
         if bool(actual[row].any()):
             raise WrongResultError("decode of a row without a sample is not zero")
     for sample in batch.running:
@@ -418,17 +418,15 @@ def _check_prefill(case: Case, kv_spec: KVSpec, pool_bases: PoolBases) -> None:
 def check_tree_attention(case: Case) -> None:
     """Check the training attention over a prefix tree, and its gradients."""
     config, sizes = case.config, case.sizes
-    num_heads, head_dim = (config.num_heads, config.num_kv_heads), config.head_dim
+    heads, head_dim = (config.num_heads, config.num_kv_heads), config.head_dim
     (micro_batch,) = pack([np.array(sequence) for sequence in _tree_sequences(sizes)], 1 << 20)
     rows = len(micro_batch)
-    fused_qkv = case.random(rows, (num_heads[0] + 2 * num_heads[1]) * head_dim)
-    q, k, v = fused_qkv.unflatten(1, (-1, head_dim)).split(
-        [num_heads[0], num_heads[1], num_heads[1]], 1
-    )
+    fused_qkv = case.random(rows, (heads[0] + 2 * heads[1]) * head_dim)
+    q, k, v = fused_qkv.unflatten(1, (-1, head_dim)).split([heads[0], heads[1], heads[1]], 1)
     # Scale the queries, so that the attention weights are peaked. Each row then depends on only a
     # few keys, and a missed key changes its output visibly.
     q = (q * 4).contiguous()
-    grad = case.random(rows, num_heads[0], head_dim)
+    grad = case.random(rows, heads[0], head_dim)
     actual_inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     reference_inputs = [x.detach().float().requires_grad_() for x in (q, k, v)]
     actual = TritonTreeAttention(micro_batch, case.device)(0, *actual_inputs)
@@ -450,15 +448,15 @@ def _tree_sequences(sizes: Sizes) -> Iterator[list[int]]:
     """Return token sequences that share prefixes, one per leaf of the tree in `sizes`."""
     tokens = iter(range(1, 1 << 30))
 
-    def extended(level: int, prefix: list[int]) -> Iterator[list[int]]:
+    def extend_prefix(level: int, prefix: list[int]) -> Iterator[list[int]]:
         for _ in range(sizes.branches[level]):
             path = prefix + [next(tokens) for _ in range(sizes.segment_lengths[level])]
             if level + 1 == len(sizes.segment_lengths):
                 yield path
             else:
-                yield from extended(level + 1, path)
+                yield from extend_prefix(level + 1, path)
 
-    return extended(0, [])
+    return extend_prefix(0, [])
 
 
 def check_lora(case: Case) -> None:
@@ -480,7 +478,9 @@ def check_lora(case: Case) -> None:
             out_sizes = [len(b) for b in lora_module.b_matrices]
             x = case.random(rows, lora_module.a.shape[1])
             out = case.random(rows, sum(out_sizes))
-            expected = _with_lora(out, x, members, lambda w, name=name: getattr(w.layers[0], name))
+            expected = _reference_lora(
+                out, x, members, lambda w, name=name: getattr(w.layers[0], name)
+            )
             tables.add_(x, out, out_sizes, 0, name)
             compare(f"LoRA of {'+'.join(linears)}, {rows} rows", out, expected)
     tables = AdapterTables(config, case.dtype, case.device, 20, len(adapters))
@@ -488,13 +488,13 @@ def check_lora(case: Case) -> None:
     tables.fill(members)
     hidden = case.random(20, config.hidden_size)
     logits = case.random(20, config.vocab_size, dtype=torch.float32)
-    expected = _with_lora(logits, hidden, members, lambda weights: weights.head)
+    expected = _reference_lora(logits, hidden, members, lambda weights: weights.head)
     tables.add_head_(hidden, logits)
     # The product with A is rounded to the weights' dtype before it is multiplied by B.
     compare("LoRA of the head", logits, expected, TOLERANCE[case.dtype])
 
 
-def _with_lora(
+def _reference_lora(
     out: Tensor,
     x: Tensor,
     members: list[AdapterRange],
@@ -754,14 +754,14 @@ def _fill_empty_slots(case: Case, pool: KVPool) -> None:
         tensor[is_empty] = case.random(*tensor.shape)[is_empty]
 
 
-def _pointing_queries(case: Case, keys: Tensor, hidden_keys: Any, row: int) -> Tensor:
+def _pointing_queries(case: Case, keys: Tensor, masked_keys: Any, row: int) -> Tensor:
     """Return queries [Hq, E] of one row, each of which points at one key.
 
-    Most heads point at a key of `keys` [Hkv, n, E]. The others point at a key of `hidden_keys`, to
-    which the row must not attend. `hidden_keys` has keys [Hkv, m, E], or is a pair of such keys and
+    Most heads point at a key of `keys` [Hkv, n, E]. The others point at a key of `masked_keys`, to
+    which the row must not attend. `masked_keys` has keys [Hkv, m, E], or is a pair of such keys and
     values.
     """
-    hidden_keys = hidden_keys[0] if isinstance(hidden_keys, tuple) else hidden_keys
+    masked_keys = masked_keys[0] if isinstance(masked_keys, tuple) else masked_keys
     num_heads, (kv_heads, count, head_dim) = case.config.num_heads, keys.shape
     block_ends = [
         0,
@@ -772,8 +772,8 @@ def _pointing_queries(case: Case, keys: Tensor, hidden_keys: Any, row: int) -> T
     pointed_keys = torch.empty(num_heads, head_dim, dtype=torch.float32, device=keys.device)
     for head in range(num_heads):
         kv_head, target_kind = head // (num_heads // kv_heads), head + row
-        if target_kind % 4 == 0 and hidden_keys.shape[1]:
-            pointed_keys[head] = hidden_keys[kv_head, 0].float()
+        if target_kind % 4 == 0 and masked_keys.shape[1]:
+            pointed_keys[head] = masked_keys[kv_head, 0].float()
         elif target_kind % 4 == 1:
             pointed_keys[head] = keys[
                 kv_head, block_ends[target_kind // 4 % len(block_ends)]
