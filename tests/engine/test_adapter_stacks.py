@@ -72,8 +72,8 @@ def test_requests_sampled_in_one_batch_equal_requests_sampled_alone(
     decoder: Decoder, deterministic: bool
 ):
     tiling = probe(decoder.backend) if deterministic else None
-    if deterministic and (tiling is None or not tiling.can_stack):
-        pytest.skip("products of this machine have other bits in stacks, so there are none")
+    if deterministic and tiling is None:
+        pytest.skip("matmuls of this machine are not batch-invariant")
     sampler = Sampler(with_tiling(decoder, tiling), SamplerSettings(), lambda _: "")
     jobs = [job(decoder, index) for index in range(24)]
     together = drawn(sampler, jobs)
