@@ -78,8 +78,15 @@ class ActiveTenants:
     def has_others(self, tenant: str) -> bool:
         """Return whether a tenant other than `tenant` is active. Any thread may call this."""
         latest, other = self._latest
-        last_request = (other if tenant == latest[0] else latest)[1]
-        return last_request > self._clock() - self._seconds
+        return self._is_recent(other if tenant == latest[0] else latest)
+
+    @property
+    def has_several(self) -> bool:
+        """Whether at least two tenants are active."""
+        return self._is_recent(self._latest[1])
+
+    def _is_recent(self, request: _LastRequest) -> bool:
+        return request[1] > self._clock() - self._seconds
 
 
 class FairQueue:
@@ -106,11 +113,9 @@ class FairQueue:
         self._max_per_tenant = capacity if max_per_tenant is None else max_per_tenant
         self._long_capacity = capacity if long_capacity is None else long_capacity
         self._long_tokens = long_tokens
-        self._clock = clock
+        self._active_tenants = ActiveTenants(_ACTIVE_SECONDS, clock)
         self._slots_by_tenant: Counter[str] = Counter()
         self._long_slots = 0
-        self._last_requests: dict[str, float] = {}
-        """When each tenant sent its last request."""
         self._queues: dict[str, deque[_WaitingRequest]] = {}
         self._virtual_times: dict[str, int] = {}
         """The virtual time of each tenant: the `_virtual_now` at which the tenant became active,
@@ -150,7 +155,7 @@ class FairQueue:
             num_slots, num_tokens, is_long, asyncio.get_running_loop().create_future()
         )
         self._queues.setdefault(tenant, deque()).append(request)
-        self._last_requests[tenant] = self._clock()
+        self._active_tenants.touch(tenant)
         self._grant_slots()
         try:
             await request.granted
@@ -194,7 +199,7 @@ class FairQueue:
         """Return the tenant that gets the next turn. Return None if no tenant may have more slots
         now, or if the first request of the next tenant needs more slots than are free.
         """
-        limit = self._capacity if self._has_one_active_tenant() else self._max_per_tenant
+        limit = self._max_per_tenant if self._active_tenants.has_several else self._capacity
         for tenant in sorted(self._tenants_waiting(), key=self._virtual_time):
             request, held_slots = self._queues[tenant][0], self._slots_by_tenant[tenant]
             if (
@@ -206,15 +211,6 @@ class FairQueue:
             if not held_slots or held_slots + request.num_slots <= limit:
                 return tenant if self.used_slots + request.num_slots <= self._capacity else None
         return None
-
-    def _has_one_active_tenant(self) -> bool:
-        active_since = self._clock() - _ACTIVE_SECONDS
-        self._last_requests = {
-            tenant: last_request
-            for tenant, last_request in self._last_requests.items()
-            if last_request > active_since
-        }
-        return len(self._last_requests) < 2
 
     def _virtual_time(self, tenant: str) -> int:
         return max(self._virtual_times.get(tenant, 0), self._virtual_now)
