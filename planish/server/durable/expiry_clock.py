@@ -74,6 +74,11 @@ class ExpiryClock:
         """Return a time that has certainly passed. Call this often, because each call compares the
         clocks with the previous call. A suspended machine counts as a jump.
         """
+        self._advance()
+        return self._earliest
+
+    def _advance(self) -> None:
+        """Read the clocks, and advance the lower bound and the uptime."""
         now, wall = self._monotonic(), self._clock()
         elapsed, self._checked = now - self._checked, now
         jump, self._wall = wall - self._wall - elapsed, wall
@@ -87,7 +92,6 @@ class ExpiryClock:
             )
         self._uptime += elapsed
         self._earliest = wall if self.is_trusted else min(self._earliest + elapsed, wall)
-        return self._earliest
 
     @property
     def is_trusted(self) -> bool:
@@ -96,7 +100,7 @@ class ExpiryClock:
 
     def uptime(self) -> float:
         """Return the uptime."""
-        self.earliest()
+        self._advance()
         return self._uptime
 
     def before(self, seconds: float) -> float:
@@ -111,14 +115,14 @@ class ExpiryClock:
         """Return the uptime at the system's time `expires`, if no jump happens until then. Return
         None if the system's clock is trusted, or if `expires` is None.
         """
-        self.earliest()
+        self._advance()
         if expires is None or self.is_trusted:
             return None
         return self._uptime + expires - self._wall
 
     def time_at(self, uptime: float) -> float:
         """Return the system's time at an uptime, if no jump happens until then."""
-        self.earliest()
+        self._advance()
         return self._wall + uptime - self._uptime
 
     async def begin(self, store: Store) -> None:
