@@ -55,7 +55,7 @@ from planish.wire.sampling import (
     sample_response_to_message,
 )
 from planish.wire.training import (
-    forward_backward_from_message,
+    forward_backward_from_body,
     forward_backward_to_message,
     optim_step_from_json,
     optim_step_response_from_json,
@@ -169,7 +169,7 @@ _DECODERS: dict[str, Callable[[Fields], Operation[Any]]] = {
 def operation_from_bytes(kind: str, body: bytes) -> Operation[Any]:
     """Return the operation of a request with this body. `kind` is the operation's kind."""
     if kind in ("forward", "forward_backward"):
-        return forward_backward_from_message(parse_forward_backward(body))
+        return forward_backward_from_body(parse_forward_backward(body))
     return _DECODERS[kind](Fields.of(body))
 
 

@@ -170,7 +170,7 @@ def _walk_fields(body: bytes) -> Iterator[tuple[tuple[int, ...], int, int]]:
             pending.pop()
 
 
-def forward_backward_from_message(body: ForwardBackwardBody) -> ForwardBackward:
+def forward_backward_from_body(body: ForwardBackwardBody) -> ForwardBackward:
     """Read an operation from a protobuf body."""
     message = body.head
     check_count("loss_fn", len(message.loss_fn), MAX_STRING_CHARACTERS, "characters")

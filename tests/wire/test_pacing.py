@@ -89,7 +89,7 @@ LARGE = ForwardBackward(
 def read_message() -> None:
     body = training.forward_backward_to_message(LARGE, 1)
     with paced(lambda: 0.5):
-        training.forward_backward_from_message(training.parse_forward_backward(body))
+        training.forward_backward_from_body(training.parse_forward_backward(body))
 
 
 def read_json() -> None:

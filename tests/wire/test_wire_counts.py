@@ -18,7 +18,7 @@ from planish.wire.messages import INT64, ForwardBackwardRequestMessage
 from planish.wire.tensors import MAX_DIMENSIONS, MAX_TOKENS, tensor_from_json
 from planish.wire.training import (
     MAX_FIELDS,
-    forward_backward_from_message,
+    forward_backward_from_body,
     parse_forward_backward,
 )
 
@@ -84,7 +84,7 @@ def message() -> Any:
 
 
 def read(made: Any):
-    return forward_backward_from_message(parse_forward_backward(made.SerializeToString()))
+    return forward_backward_from_body(parse_forward_backward(made.SerializeToString()))
 
 
 def test_dimensions_of_a_message():

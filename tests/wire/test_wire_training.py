@@ -57,7 +57,7 @@ def test_we_decode_what_the_sdk_encodes(operation, seq_id):
     assert training.head_from_message(message.head) == training.RequestHead(
         operation.model_id, seq_id
     )
-    assert plain(training.forward_backward_from_message(message)) == plain(operation)
+    assert plain(training.forward_backward_from_body(message)) == plain(operation)
 
 
 @pytest.mark.slow
@@ -218,9 +218,9 @@ def test_the_dense_size_of_sparse_tensors_is_limited_per_body():
         training.forward_backward_to_message(ForwardBackward("m", data, "cross_entropy"), 1)
     )
     with pytest.raises(UserError, match="elements in dense form"):
-        training.forward_backward_from_message(message)
+        training.forward_backward_from_body(message)
     two = replace(message, datum_ranges=message.datum_ranges[:2])
-    assert len(training.forward_backward_from_message(two).data) == 2
+    assert len(training.forward_backward_from_body(two).data) == 2
     body = orjson.dumps(forward_backward_to_json(ForwardBackward("m", data, "cross_entropy"), 1))
     with pytest.raises(UserError, match="elements in dense form"):
         training.forward_backward_from_json(Fields.of(body), False)
@@ -247,7 +247,7 @@ def test_too_many_tiny_parts_are_rejected_before_they_take_memory(
     operation = ForwardBackward("m", [one] * datums, "cross_entropy")
     data = training.forward_backward_to_message(operation, 1)
     with pytest.raises(UserError, match="more than 100 datums, chunks of tokens and tensors"):
-        training.forward_backward_from_message(training.parse_forward_backward(data))
+        training.forward_backward_from_body(training.parse_forward_backward(data))
     body = orjson.dumps(forward_backward_to_json(operation, 1))
     with pytest.raises(UserError, match="more than 100 datums, chunks of tokens and tensors"):
         training.forward_backward_from_json(Fields.of(body), False)
@@ -316,7 +316,7 @@ NO_SHAPE = pb.SparseCsr(values=TWO, crow_indices=bytes(24), col_indices=bytes(16
 def test_a_wrong_tensor_is_named(tensor, problem):
     message = training.parse_forward_backward(changed(**tensor))
     with pytest.raises(UserError, match=r"data\[0\]\.loss_fn_inputs\['weights'\]") as caught:
-        training.forward_backward_from_message(message)
+        training.forward_backward_from_body(message)
     assert problem in str(caught.value)
 
 
@@ -329,7 +329,7 @@ def test_chunks_other_than_text_are_rejected(kind):
     elif kind == "dmel":
         chunk.dmel.dmel = b"sound"
     with pytest.raises(UserError, match=r"data\[0\]\.model_input\[0\].*encoded_text"):
-        training.forward_backward_from_message(
+        training.forward_backward_from_body(
             training.parse_forward_backward(message.SerializeToString())
         )
 
@@ -346,7 +346,7 @@ def test_provenance_spans_are_ignored():
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = np.array([1, 2], np.int32).tobytes()
     datum.model_input_spans.add().sampled_tokens.length = 2
-    operation = training.forward_backward_from_message(
+    operation = training.forward_backward_from_body(
         training.parse_forward_backward(message.SerializeToString())
     )
     assert operation.data[0].model_input.to_ints() == [1, 2]
@@ -361,7 +361,7 @@ def test_a_damaged_body_is_parsed_or_rejected(position, inserted, cut):
     try:
         message = training.parse_forward_backward(damaged)
         training.head_from_message(message.head)
-        training.forward_backward_from_message(message)
+        training.forward_backward_from_body(message)
     except UserError:
         pass
 

@@ -35,8 +35,8 @@ from planish.wire.models import (
 )
 from planish.wire.training import (
     RequestHead,
+    forward_backward_from_body,
     forward_backward_from_json,
-    forward_backward_from_message,
     head_from_json,
     head_from_message,
     optim_step_from_json,
@@ -116,7 +116,7 @@ def _parse_message(body: bytes) -> _ParsedRequest:
     return _ParsedRequest(
         head_from_message(head),
         kind,
-        lambda: forward_backward_from_message(parse_forward_backward(body)),
+        lambda: forward_backward_from_body(parse_forward_backward(body)),
     )
 
 
