@@ -109,7 +109,7 @@ struct RowSum {
 };
 
 // Of a sum over rows, rows of float32 or pairs of rows of bf16 are added one after another
-// (`Sums`), a is_first sum for each SUM_STEPS of them; then these sums in their order. Columns are
+// (`Sums`), a fresh sum for each SUM_STEPS of them; then these sums in their order. Columns are
 // shared out among threads, rows are not.
 constexpr int64_t SUM_STEPS = 256;
 constexpr int64_t SUM_WIDTH =
