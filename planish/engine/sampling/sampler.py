@@ -338,7 +338,8 @@ class Sampler:
             start_time >= self._next_prefill_time or not self._scheduler.has_several_owners
         ) and self._prefill_step()
         if has_prefilled:
-            self._next_prefill_time = 2 * perf_counter() - start_time
+            end_time = perf_counter()
+            self._next_prefill_time = end_time + (end_time - start_time)
         decoding_samples = [sample for sample in self._scheduler.running if sample.tokens]
         # The runner decodes every sample that has a slot. This includes a sample whose mask is
         # missing: its logits are discarded, and a later step decodes it again.

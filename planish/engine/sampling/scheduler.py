@@ -1,9 +1,9 @@
 """The scheduler of the sampler: it decides which requests, prompts and samples run in a step.
 
-This module makes decisions only and touches no tensors. Owners take turns: the first waiting request
-of each owner comes before the second of any other. Requests of one owner are admitted in their order
-of arrival. When a sample starts, the scheduler reserves memory for its maximum length, so no running
-sample is ever preempted. Requests that do not fit wait.
+This module makes decisions only and touches no tensors. Owners take turns: the first waiting
+request of each owner comes before the second of any other. Requests of one owner are admitted in
+their order of arrival. When a sample starts, the scheduler reserves memory for its maximum length,
+so no running sample is ever preempted. Requests that do not fit wait.
 
 A request first waits until it fits. Then its prompt becomes active and is prefilled in one or more
 steps, except for the cached prefix. Then its samples run, and at last its response is delivered.
@@ -254,8 +254,8 @@ class Scheduler:
     @property
     def has_several_owners(self) -> bool:
         """Whether the open requests belong to several owners (`Sample.cache_owner`)."""
-        requests = [*self.waiting, *(sample.request for sample in self.running)]
-        return any(request.op.cache_owner != requests[0].op.cache_owner for request in requests[1:])
+        owners = {request.op.cache_owner for request in self.waiting}
+        return len(owners | {sample.request.op.cache_owner for sample in self.running}) > 1
 
     def num_needed_positions(self, prompt_length: int, max_tokens: int) -> int:
         """Return the KV cache positions that a request with one sample reserves."""
