@@ -310,6 +310,9 @@ class _UvicornServer(uvicorn.Server):
         """
         if self.should_exit:
             signal.signal(sig, signal.SIG_DFL)
+            _log.warning("ending at once, because of a second signal")
+            for handler in logging.getLogger().handlers:
+                handler.flush()
             signal.raise_signal(sig)
         _log.info(
             "stopping; running requests are finished or kept in the journal. Another signal ends "

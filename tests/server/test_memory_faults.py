@@ -8,6 +8,7 @@ import errno
 import sqlite3
 from types import SimpleNamespace
 
+import httpx
 import orjson
 import pytest
 from google.protobuf.message import DecodeError
@@ -21,6 +22,7 @@ from planish.server.durable.store import Store, Transaction
 from planish.server.http.app import create_app
 from planish.server.models import steps
 from planish.server.results import Unavailable
+from planish.server.server import Server
 from planish.server.settings import ServerSettings
 from planish.wire.messages import parse_message
 
@@ -98,9 +100,17 @@ async def test_writes_that_lack_memory_are_not_reported_as_a_full_disk(model_dir
             await asyncio.sleep(0.01)
         with pytest.raises(Unavailable, match="out of memory; send the request again"):
             server.request_log.check_disk(0)
+        assert await readiness(server) == "out of memory"
         lacks_memory = False
         await write
         server.request_log.check_disk(0)
+        assert await readiness(server) == "ready"
+
+
+async def readiness(server: Server) -> str:
+    transport = httpx.ASGITransport(create_app(server))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        return (await client.get("/readyz")).json()["status"]
 
 
 @pytest.mark.parametrize(

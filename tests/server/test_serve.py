@@ -415,6 +415,8 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path: Path, model_dir: Path
         begun = time.monotonic()
         assert server.stop(signal.SIGTERM) == -signal.SIGTERM
         assert time.monotonic() - begun < 10
+        while not any("because of a second signal" in line for line in server.output):
+            time.sleep(0.01)  # another thread reads the output
 
 
 def test_running_out_of_file_descriptors_is_logged_once_a_minute():

@@ -404,7 +404,7 @@ class CheckpointStore:
         """Raise CheckpointError if the name is taken.
 
         A sampler checkpoint with equal weights may be replaced, because a resumed run saves its
-        last weights once more. Expired and damaged checkpoints may be replaced too.
+        last weights once more. An expired checkpoint may be replaced too.
         """
         if request.overwrite or not target.is_dir():
             return

@@ -419,7 +419,7 @@ class RequestLog:
                 f"{self._settings.min_free_disk_bytes:,}",
             )
         self._disk_was_full = is_full
-        if self._store.lacks_memory:
+        if self.lacks_memory:
             raise Unavailable(OUT_OF_MEMORY, _RETRY_SECONDS)
         if is_full:
             raise Unavailable(
@@ -437,6 +437,11 @@ class RequestLog:
             or self.disk_faults.are_widespread
             or self._store.free_bytes() < self._settings.min_free_disk_bytes + size
         )
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether the last write to the database failed because of a lack of memory."""
+        return self._store.lacks_memory
 
     def _keep_operation(self, request: QueuedRequest) -> None:
         if self.operation_bytes + request.row.body_bytes > self._settings.request_memory_bytes:
