@@ -1,8 +1,10 @@
-"""The files of the server that a training request passes on its way to the engine."""
+"""The files of the server that a request passes on its way to the engine."""
 
 import asyncio
 import sys
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,23 +15,27 @@ from server_client import BASE, gradient, running
 
 import planish.server
 from planish.server.http.app import create_app
-from planish.service import CreateModel, ForwardBackward, Operation
+from planish.service import CreateModel, ForwardBackward, Operation, Sample
 from planish.types import LoraConfig
 from planish.wire.operations import post_request_for
 
 SERVER = Path(planish.server.__file__).parent
-FILES = {
-    "http/routes_training.py",
+SHARED = {
     "http/context.py",
     "sessions.py",
-    "models/request_queue.py",
-    "models/model.py",
     "durable/request_log.py",
     "durable/store.py",
     "scheduling.py",
     "engine_client.py",
 }
-"""docs/architecture.md says what the request does in each of these files."""
+TRAINING = SHARED | {"http/routes_training.py", "models/request_queue.py", "models/model.py"}
+SAMPLING = SHARED | {
+    "http/routes_sampling.py",
+    "samplers.py",
+    "durable/retries.py",
+    "durable/crash_guard.py",
+}
+"""docs/architecture.md says what a request does in each of these files."""
 
 
 class PassedFiles:
@@ -44,8 +50,8 @@ class PassedFiles:
         if event != "call" or not self.is_recording or SERVER not in path.parents:
             return
         if frame.f_code.co_name == "submit" and path.name == "engine_client.py":
-            is_gradient = isinstance(frame.f_locals["operation"], ForwardBackward)
-            self.is_recording = not is_gradient
+            is_last = isinstance(frame.f_locals["operation"], ForwardBackward | Sample)
+            self.is_recording = not is_last
         self.files.add(path.relative_to(SERVER).as_posix())
 
 
@@ -64,26 +70,60 @@ async def send(client: httpx.AsyncClient, operation: Operation[Any], seq_id: int
     """Send an operation, and wait for its result."""
     request = post_request_for(operation, seq_id)
     headers = {"Content-Type": request.media_type}
-    sent = await client.post(request.path, content=request.content, headers=headers)
-    body = {"request_id": sent.raise_for_status().json()["request_id"]}
+    await wait(client, await client.post(request.path, content=request.content, headers=headers))
+
+
+async def wait(client: httpx.AsyncClient, accepted: httpx.Response) -> None:
+    body = {"request_id": accepted.raise_for_status().json()["request_id"]}
     while (await client.post("/retrieve_future", json=body)).status_code == 408:
         pass
 
 
+@asynccontextmanager
+async def session(model_dir: Path, data_dir: Path) -> AsyncIterator[tuple[httpx.AsyncClient, str]]:
+    """Yield a client of a new server, and the ID of its session."""
+    async with running(model_dir, data_dir) as server:
+        transport = httpx.ASGITransport(create_app(server))
+        url = "http://127.0.0.1/api/v1"
+        async with httpx.AsyncClient(transport=transport, base_url=url) as client:
+            created = await client.post("/create_session", json={"tags": []})
+            yield client, created.json()["session_id"]
+
+
+def files_of(passed: PassedFiles) -> set[str]:
+    # The cleanup runs once per second, beside all requests, and reads the clock.
+    return passed.files - {"maintenance.py", "durable/expiry_clock.py"}
+
+
 def test_a_forward_backward_passes_nine_files(passed, model_dir, data_dir):
     async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
-            transport = httpx.ASGITransport(create_app(server))
-            url = "http://127.0.0.1/api/v1"
-            async with httpx.AsyncClient(transport=transport, base_url=url) as client:
-                created = await client.post("/create_session", json={"tags": []})
-                model_id = f"{created.json()['session_id']}:train:0"
-                await send(client, CreateModel(model_id, BASE, LoraConfig(4)))
-                await send(client, gradient(model_id, 1), 1)
-                passed.is_recording = True
-                await send(client, gradient(model_id, 2), 2)
-                assert not passed.is_recording
+        async with session(model_dir, data_dir) as (client, session_id):
+            model_id = f"{session_id}:train:0"
+            await send(client, CreateModel(model_id, BASE, LoraConfig(4)))
+            await send(client, gradient(model_id, 1), 1)
+            passed.is_recording = True
+            await send(client, gradient(model_id, 2), 2)
+            assert not passed.is_recording
 
     asyncio.run(scenario())
-    # The cleanup runs once per second, beside all requests, and reads the clock.
-    assert passed.files - {"maintenance.py", "durable/expiry_clock.py"} == FILES
+    assert files_of(passed) == TRAINING
+
+
+def test_a_sample_passes_ten_files(passed, model_dir, data_dir):
+    async def scenario() -> None:
+        async with session(model_dir, data_dir) as (client, session_id):
+            body = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE}
+            created = await client.post("/create_sampling_session", json=body)
+            sample = {
+                "sampling_session_id": created.json()["sampling_session_id"],
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+                "sampling_params": {"max_tokens": 3},
+                "num_samples": 1,
+            }
+            await wait(client, await client.post("/asample", json={**sample, "seq_id": 0}))
+            passed.is_recording = True
+            await wait(client, await client.post("/asample", json={**sample, "seq_id": 1}))
+            assert not passed.is_recording
+
+    asyncio.run(scenario())
+    assert files_of(passed) == SAMPLING
