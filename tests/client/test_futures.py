@@ -1,13 +1,10 @@
 """`Pending` gives blocking and async code the same result."""
 
 import asyncio
-import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
@@ -79,13 +76,15 @@ async def test_every_form_of_waiting_raises_the_error():
 
 
 def test_a_timeout_does_not_end_the_operation():
-    pending = Pending(later(1, 0.2), cancel_with_waiter=True)
+    future: Future[int] = Future()
+    pending = Pending(future, cancel_with_waiter=True)
     with pytest.raises(TimeoutError):
         pending.result(timeout=0.01)
 
     async def main() -> int:
         with pytest.raises(TimeoutError):
             await pending.result_async(timeout=0.01)
+        threading.Timer(0.02, future.set_result, [1]).start()
         return await pending
 
     assert asyncio.run(main()) == 1
@@ -142,16 +141,19 @@ def test_a_running_operation_cannot_be_cancelled():
 
 
 class Methods:
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
     def submit(self, value: int) -> Pending[int]:
         """What it does."""
         return Pending(later(value))
 
     def block(self, value: int) -> int:
-        time.sleep(0.05)
+        assert self.go_on.wait(60)
         return value
 
     def read(self, value: int) -> Pending[int]:
-        time.sleep(0.05)
+        assert self.go_on.wait(60)
         return completed(value)
 
     submit_async = async_returning_pending(submit)
@@ -165,29 +167,32 @@ async def test_async_forms_return_awaitables():
     pending = await methods.submit_async(1)
     assert await pending.result_async() == 1
     assert await methods.sample_async(2) == 2
-    ticks = 0
-
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.005)
-            ticks += 1
-
-    ticking = asyncio.create_task(tick())
-    assert await asyncio.gather(methods.block_async(3), methods.read_async(4)) == [3, 4]
-    ticking.cancel()
-    assert ticks >= 3
+    both = asyncio.gather(methods.block_async(3), methods.read_async(4))
+    await asyncio.sleep(0.005)
+    assert not both.done()
+    methods.go_on.set()
+    assert await both == [3, 4]
     assert Methods.submit_async.__doc__ == "What it does."
 
 
 WAITER = """
-import signal, sys
+import os, signal, sys, threading, time
 from concurrent.futures import Future
 from planish.client.futures import Pending
 signal.signal(signal.SIGINT, signal.default_int_handler)
-print("waiting", flush=True)
+
+def interrupt():
+    main = threading.main_thread().ident
+    while True:
+        frame = sys._current_frames()[main]
+        if frame.f_code.co_name == "wait" and frame.f_back.f_code.co_name == "result":
+            break
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+pending = Pending(Future(), cancel_with_waiter=True)
+threading.Thread(target=interrupt, daemon=True).start()
 try:
-    pending = Pending(Future(), cancel_with_waiter=True)
     pending.result()
 except KeyboardInterrupt:
     print("interrupted", pending.future().cancelled(), flush=True)
@@ -195,10 +200,7 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c_interrupts_a_wait_and_cancels_its_operation():
-    waiter = subprocess.Popen([sys.executable, "-c", WAITER], stdout=subprocess.PIPE, text=True)
-    assert waiter.stdout is not None
-    assert waiter.stdout.readline() == "waiting\n"
-    time.sleep(0.1)
-    os.kill(waiter.pid, signal.SIGINT)
-    out, _ = waiter.communicate(timeout=10)
-    assert out == "interrupted True\n"
+    waiter = subprocess.run(
+        [sys.executable, "-c", WAITER], capture_output=True, text=True, timeout=60
+    )
+    assert (waiter.stdout, waiter.stderr) == ("interrupted True\n", "")

@@ -322,10 +322,14 @@ async def test_cancelling_an_async_sample_cancels_the_request(embedded_client):
     sampler = embedded_client._session.service._base_models.get("tiny").sampler
 
     prompt = ModelInput.from_ints([1, 2, 3])
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(
-            client.sample_async(prompt, 4, SamplingParams(max_tokens=2000, stop=[])), 0.2
-        )
+    sampling = asyncio.create_task(
+        client.sample_async(prompt, 32, SamplingParams(max_tokens=2000, stop=[]))
+    )
+    while not sampler.busy:
+        await asyncio.sleep(0.001)
+    sampling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sampling
     while sampler.busy:
         await asyncio.sleep(0.01)
     assert not sampler._sample_pools.pools_in_use()
@@ -636,7 +640,7 @@ def test_leaving_a_with_block_by_an_error_does_not_wait(model_dir, tmp_path):
         ) as client:
             sampling_client = client.create_sampling_client(base_model="tiny")
             params = SamplingParams(max_tokens=2000, stop=[])
-            left.append(sampling_client.sample(ModelInput.from_ints([1]), 8, params))
+            left.append(sampling_client.sample(ModelInput.from_ints([1]), 64, params))
             raise LookupError
 
     with pytest.raises(LookupError):

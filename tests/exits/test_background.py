@@ -58,11 +58,13 @@ PROGRAMS = {
         "0\nworked\n",
     ),
     "Ctrl-C while the program waits for it": (
-        "import _thread\n"
-        "timer = threading.Timer(0.1, _thread.interrupt_main)\n"
-        "timer.daemon = True  # or the program would wait for it before its exit callbacks\n"
-        "timer.start()\n"
-        "BackgroundThread(work, 'w', stop=stopping.set)",
+        "def interrupt():\n"
+        "    main = threading.main_thread().ident\n"
+        "    stopping.wait()\n"
+        "    while sys._current_frames()[main].f_code.co_name != 'wait': time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    work()\n"
+        "BackgroundThread(interrupt, 'w', stop=stopping.set)",
         0,
         "worked\n",
     ),
@@ -84,11 +86,15 @@ def test_a_join_that_is_interrupted_can_be_repeated():
     """Python 3.11 and 3.12 consider a thread ended after its join was interrupted."""
     go_on = threading.Event()
     thread = BackgroundThread(go_on.wait, "waits", stop=go_on.set)
+
+    def join_and_interrupt() -> None:
+        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+        thread.join()
+
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
-            thread.join()
+            join_and_interrupt()
     finally:
         signal.signal(signal.SIGINT, before)
     assert thread.is_alive()
@@ -115,7 +121,8 @@ def test_threads_that_have_ended_are_forgotten():
         thread = BackgroundThread(lambda: None, "ends")
         thread.join()
     BackgroundThread(lambda: None, "last").join()
-    assert len([other for other in background._live_threads if not other.is_alive()]) == 1
+    names = [other._thread.name for other in background._live_threads]
+    assert [name for name in names if name in ("ends", "last")] == ["last"]
 
 
 def test_checkpoints_that_take_long_are_announced_and_given_up(monkeypatch, caplog):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from planish.integrations import openai_endpoint
 from planish.integrations.openai_endpoint import ChatEndpoint, EndpointError
 
 ASKED: Any = [{"role": "user", "content": "Well?"}]
+HALF = (200, {"Content-Length": "1000"}, b"half")
 
 
 @dataclass
@@ -63,7 +65,11 @@ def script(monkeypatch) -> Iterator[Script]:
                 script.under_way += 1
                 script.most_at_once = max(script.most_at_once, script.under_way)
             try:
-                if isinstance(answer, float):
+                if isinstance(answer, threading.Barrier):
+                    answer.wait()
+                    time.sleep(0.02)
+                    answer = said("together")
+                elif isinstance(answer, float):
                     time.sleep(answer)
                     answer = said("late")
                 if answer == "cut":
@@ -122,7 +128,7 @@ def test_a_request_is_openais_and_the_key_comes_from_the_named_variable(script, 
         (200, {}, b"<html>a proxy's page</html>"),
         (200, {}, b'{"choices": []}'),
         said(["no text"]),
-        (200, {"Content-Length": "1000"}, b"half"),
+        HALF,
         "cut",
         1.0,
     ],
@@ -130,8 +136,11 @@ def test_a_request_is_openais_and_the_key_comes_from_the_named_variable(script, 
 )
 def test_what_may_go_better_is_asked_again(script, stumble):
     script.answers = [stumble, stumble, said("at last")]
-    assert ask(ChatEndpoint(script.url, "judge", timeout_seconds=0.3)) == "at last"
-    assert len(script.bodies) == 3
+    is_late = stumble in (HALF, 1.0)
+    endpoint = ChatEndpoint(script.url, "judge", timeout_seconds=0.3 if is_late else 60)
+    assert ask(endpoint) == "at last"
+    # On a busy machine, "at last" may be late too.
+    assert len(script.bodies) >= 3 if is_late else len(script.bodies) == 3
 
 
 @pytest.mark.slow
@@ -150,16 +159,25 @@ def test_the_error_of_the_last_attempt_is_raised(script):
 
 
 @pytest.mark.slow
-def test_a_wish_to_wait_is_granted(script):
+def test_a_wish_to_wait_is_granted(script, monkeypatch):
+    delays: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        delays.append(seconds)
+        await asyncio.sleep(seconds)
+
+    monkeypatch.setattr(
+        openai_endpoint, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep})
+    )
     script.answers = [
         (429, {"Retry-After": "0.4"}, b""),
         (429, {"Retry-After": "tomorrow"}, b""),
         said("now"),
     ]
     assert ask(ChatEndpoint(script.url, "judge")) == "now"
-    first, second, third = script.times
+    first, second, _ = script.times
     assert second - first >= 0.4
-    assert third - second < 0.4
+    assert delays[0] >= 0.4 > delays[1]
 
 
 @pytest.mark.slow
@@ -175,7 +193,7 @@ def test_an_invalid_request_is_not_retried(script, status):
 
 @pytest.mark.slow
 def test_calls_share_connections_and_wait_for_their_turn(script):
-    script.answers = [0.02]
+    script.answers = [threading.Barrier(3, timeout=60)]
     endpoint = ChatEndpoint(script.url, "judge", max_concurrent=3)
 
     async def many():

@@ -218,8 +218,8 @@ def test_rows_go_into_the_run_directory(tmp_path):
 def test_a_span_costs_microseconds(tmp_path):
     with TraceFile(tmp_path, 0) as trace:
         spans = Spans(trace)
-        start = time.process_time()
+        start = time.thread_time()
         for _ in range(10_000):
             with spans.measure("env_step"):
                 pass
-        assert (time.process_time() - start) / 10_000 < 200e-6
+        assert (time.thread_time() - start) / 10_000 < 200e-6

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -262,8 +263,8 @@ def test_reward_functions(play):
 
 def test_a_termination_policy_at_the_grader(play):
     reward = Reward()
-    quick = RolloutConfig(termination=TerminationRewardPolicy(grader_timeout_seconds=0.02))
-    play(ADD, says("5"), reward=reward, rollout_config=quick)
+    patient = RolloutConfig(termination=TerminationRewardPolicy(grader_timeout_seconds=60))
+    play(ADD, says("5"), reward=reward, rollout_config=patient)
     assert reward.roles() == "ata"
     everything = RolloutConfig(
         termination=TerminationRewardPolicy(pass_all_messages_to_grader=True)
@@ -275,6 +276,7 @@ def test_a_termination_policy_at_the_grader(play):
         await asyncio.sleep(60)
         return 0.0
 
+    quick = RolloutConfig(termination=TerminationRewardPolicy(grader_timeout_seconds=0.02))
     with pytest.raises(TimeoutError, match=r"grader_timeout_seconds=0\.02"):
         play(says("5"), reward=hanging, rollout_config=quick)
 
@@ -300,14 +302,21 @@ def test_a_cut_off_answer(play):
     assert len(trajectory_to_data(trajectory, 1.0)) == 1
 
 
+def advance_clock(seconds: float) -> None:
+    """Advance the clock that the timeouts of the running event loop are measured by."""
+    loop = asyncio.get_running_loop()
+    loop.time = lambda: time.monotonic() + seconds
+
+
 def test_time_that_is_up_during_a_call(play):
     @tool
     async def wait() -> str:
         """Wait."""
+        advance_clock(61)
         await asyncio.sleep(60)
         return ""
 
-    limits = RolloutLimits(rollout_timeout_seconds=0.05)
+    limits = RolloutLimits(rollout_timeout_seconds=60)
     for termination, total in ((None, 0.9), (agentic().termination, 0.0)):
         config = RolloutConfig(limits=limits, termination=termination)
         trajectory, _ = play(says(("wait", {})), tools=[wait], rollout_config=config)
@@ -316,10 +325,11 @@ def test_time_that_is_up_during_a_call(play):
 
 def test_grading_is_no_part_of_the_time_of_an_episode(play):
     async def slow(messages):
-        await asyncio.sleep(0.15)
+        advance_clock(61)
+        await asyncio.sleep(0.01)
         return reward(messages)
 
-    limits = RolloutLimits(rollout_timeout_seconds=0.1)
+    limits = RolloutLimits(rollout_timeout_seconds=60)
     for termination in (None, agentic().termination):
         reward = Reward()
         config = RolloutConfig(limits=limits, termination=termination)
