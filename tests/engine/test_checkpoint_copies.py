@@ -254,7 +254,7 @@ def test_delete_waits_for_the_lock_of_the_run(store, adapter):
             with pytest.raises(TimeoutError):
                 deletion.result(0.1)
             assert store.exists(SOURCE)
-        deletion.result(10)
+        deletion.result(60)
     assert list(store.directory.iterdir()) == []
 
 
@@ -352,7 +352,7 @@ def test_a_copy_waits_for_a_writer_and_has_its_content(store, adapter, monkeypat
     def slow_put(aside: Path, target: Path) -> None:
         if target.name == "a":
             is_writing.set()
-            go_on.wait(10)
+            go_on.wait(60)
         put(aside, target)
 
     monkeypatch.setattr(checkpoints, "_rename_into_place", slow_put)
@@ -366,10 +366,10 @@ def test_a_copy_waits_for_a_writer_and_has_its_content(store, adapter, monkeypat
     beside = replace(COPY, run_id=SOURCE.run_id)
     with ThreadPoolExecutor(2) as threads:
         writer = threads.submit(store.save, SaveRequest(SOURCE, overwrite=True), newer)
-        assert is_writing.wait(10)
+        assert is_writing.wait(60)
         copier = threads.submit(store.copy, SOURCE, SaveRequest(beside))
         time.sleep(0.1)
         go_on.set()
-        writer.result(10)
-        copier.result(10)
+        writer.result(60)
+        copier.result(60)
     assert int(store.read(beside, adapter.layout, with_optimizer=True)[0]["step"]) == 7

@@ -198,13 +198,13 @@ def test_a_reader_waits_while_a_checkpoint_is_being_replaced(store, model_dir, m
         rename(source, target)
         if target.name.endswith(".previous"):
             is_away.set()
-            go_on.wait(10)
+            go_on.wait(60)
 
     def read_late(directory: Path):
         """Read the manifest after the writer has moved the old checkpoint away."""
         if not writer.is_alive():
             writer.start()
-            assert is_away.wait(10)
+            assert is_away.wait(60)
             threading.Timer(0.05, go_on.set).start()
             monkeypatch.setattr(checkpoints, "read_manifest", read)
         return read(directory)
@@ -492,7 +492,7 @@ def test_a_killed_writer_leaves_a_complete_checkpoint(store, model_dir):
         )
         assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not store.exists(path) and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(delay)

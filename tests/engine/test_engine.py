@@ -161,23 +161,45 @@ def test_models_trained_concurrently_equal_models_trained_alone(engines):
 
 
 @pytest.mark.slow
-def test_a_long_training_call_does_not_block_sampling(engines):
+def test_a_long_training_call_does_not_block_sampling(engines, monkeypatch):
     engine = engines(micro_batch_tokens=64)
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
+    fast = slow_micro_batches(engine, monkeypatch)
     training = engine.submit(
         ForwardBackward("a", [datum(60, i) for i in range(120)], "cross_entropy")
     )
     for _ in range(3):
         engine.submit(request("s")).result(WAIT)
     assert not training.done()
+    fast.set()
     training.result(WAIT)
+
+
+def slow_micro_batches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let each micro-batch of the model "llama" take at least 0.05 s until the returned event is
+    set, so that a long training call outlasts a pause of the test's own thread.
+    """
+    trainer, fast = engine._base_models.get("llama").trainer, threading.Event()
+    run = trainer._run_micro_batch
+
+    def slow(*arguments: Any) -> Any:
+        fast.wait(0.05)
+        return run(*arguments)
+
+    monkeypatch.setattr(trainer, "_run_micro_batch", slow)
+    return fast
+
+
+def slow_sample(sampler_id: str, max_tokens: int) -> Sample:
+    """Return a request that takes at least 0.01 s per token."""
+    return replace(request(sampler_id, max_tokens), on_token=lambda _: time.sleep(0.01))
 
 
 def test_a_long_sample_does_not_block_training(engine):
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
-    sample = engine.submit(request("s", 1500))
+    sample = engine.submit(slow_sample("s", 1500))
     for _ in range(3):
         for future in step(engine, "a", datum()):
             future.result(WAIT)
@@ -222,10 +244,11 @@ def test_device_time_after_a_call_returns_is_charged_to_that_call(engines, monke
 
 
 @pytest.mark.slow
-def test_two_models_share_training_time(engines):
+def test_two_models_share_training_time(engines, monkeypatch):
     engine = engines(micro_batch_tokens=64)
     create(engine, "long")
     create(engine, "short")
+    fast = slow_micro_batches(engine, monkeypatch)
     long = engine.submit(
         ForwardBackward("long", [datum(60, i) for i in range(150)], "cross_entropy")
     )
@@ -233,6 +256,7 @@ def test_two_models_share_training_time(engines):
         for future in step(engine, "short", datum()):
             future.result(WAIT)
     assert not long.done()
+    fast.set()
     assert long.result(WAIT).metrics["micro_batches:sum"] > 100
 
 
@@ -410,13 +434,11 @@ def test_operations_queued_on_a_failed_creation_name_its_error(engine, monkeypat
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(operations, "Adapter", refuse)
-    hold = threading.Event()
-    engine.submit(CreateSampler("s", "llama")).add_done_callback(lambda _: hold.wait(WAIT))
-    created = engine.submit(CreateModel("b", "llama", LORA))
-    backward, update = step(engine, "b", datum())
-    published = engine.submit(PublishSampler("b", "t"))
-    sample = engine.submit(request("t"))
-    hold.set()
+    with device_held(engine):
+        created = engine.submit(CreateModel("b", "llama", LORA))
+        backward, update = step(engine, "b", datum())
+        published = engine.submit(PublishSampler("b", "t"))
+        sample = engine.submit(request("t"))
     with pytest.raises(RuntimeError, match="out of memory"):
         created.result(WAIT)
     for future in (backward, update, published, sample):
@@ -495,7 +517,7 @@ def test_an_out_of_memory_error_names_the_settings_to_lower(engines, monkeypatch
 def test_an_error_in_the_engine_loop_fails_all_requests(engine, monkeypatch):
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
-    running = engine.submit(request("s", 1000))
+    running = engine.submit(slow_sample("s", 1000))
     waiting = engine.submit(DeferredForwardBackward("a", Future(), "cross_entropy"))
 
     def broken(self: EngineThread) -> None:
@@ -543,12 +565,12 @@ def test_a_lost_gpu_closes_the_engine(engine, monkeypatch, side):
 def test_cancelling_a_running_sample_frees_its_memory(engine):
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
     sampler = engine._base_models.get("llama").sampler
-    sample = engine.submit(request("s", 1900, 4))
+    sample = engine.submit(replace(slow_sample("s", 1900), num_samples=4))
     wait_until(lambda: bool(sampler._sample_pools.pools_in_use()))
     assert sample.cancel()
     wait_until(lambda: not sampler.busy)
-    assert not sampler._sample_pools.pools_in_use()
-    assert not sampler._prompt_pools.pools_in_use()
+    wait_until(lambda: not sampler._sample_pools.pools_in_use())
+    wait_until(lambda: not sampler._prompt_pools.pools_in_use())
     with pytest.raises(CancelledError):
         sample.result(WAIT)
     tokens(engine, "s")
@@ -775,7 +797,7 @@ def test_close_without_finish_fails_queued_operations(engine):
         engine.submit(DeferredForwardBackward("a", gate, "cross_entropy")),
         engine.submit(OptimStep("a", STEP)),
     ]
-    futures += [engine.submit(request("s", 1900)), engine.submit(SaveWeights("a", "x"))]
+    futures += [engine.submit(slow_sample("s", 1900)), engine.submit(SaveWeights("a", "x"))]
     engine.close(finish=False)
     for future in futures:
         with pytest.raises(EngineClosedError):

@@ -191,9 +191,10 @@ def test_a_hang_in_one_family_fails_only_that_family(tmp_path):
             say(family)
         """,
     )
-    found = run_checks(REQUEST, command, seconds=1)
+    # The second process must start and end within the time limit, however busy the machine is.
+    found = run_checks(REQUEST, command, seconds=3)
     (failed,) = [verdict for verdict in found if not verdict.passed]
-    assert failed == Verdict("lora", False, "timeout: no verdict within 1 seconds")
+    assert failed == Verdict("lora", False, "timeout: no verdict within 3 seconds")
     assert not is_lasting(failed)
 
 

@@ -218,7 +218,7 @@ def test_two_engines_in_one_process_capture_one_at_a_time(cuda):
 
     def slow() -> tuple[torch.Tensor, torch.Tensor]:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return cuda.step()
 
     recorders = [GraphRecorder(torch.device("cuda", number)) for number in range(2)]
@@ -227,13 +227,13 @@ def test_two_engines_in_one_process_capture_one_at_a_time(cuda):
         for recorder, step in zip(recorders, (slow, cuda.step), strict=True)
     ]
     threads[0].start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     threads[1].start()
     threads[1].join(0.2)
     assert not cuda.said[1:]
     go_on.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert [what for what, _ in cuda.said if "record" in what] == ["records", "recorded"] * 2
 
 

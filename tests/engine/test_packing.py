@@ -131,9 +131,9 @@ def test_a_datum_longer_than_the_budget_gets_its_own_micro_batch():
 def test_packing_thousands_of_datums_with_a_long_prefix_is_fast():
     prefix = np.arange(16_000)
     sequences = [np.concatenate([prefix, [i, i + 1]]) for i in range(1500)]
-    start = time.perf_counter()
+    start = time.process_time()
     micro_batches = pack(sequences, 16_600)
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
     assert (
         sum(len(micro_batch) for micro_batch in micro_batches) == 16_000 * len(micro_batches) + 3000
     )
@@ -141,9 +141,9 @@ def test_packing_thousands_of_datums_with_a_long_prefix_is_fast():
 
 def test_packing_many_tiny_datums_is_fast():
     sequences = [np.array([i % 270, i // 270]) for i in range(20_000)]
-    start = time.perf_counter()
+    start = time.process_time()
     assert sum(map(len, pack(sequences, 4096))) < 21_000
-    assert time.perf_counter() - start < 4
+    assert time.process_time() - start < 4
 
 
 def test_invalid_packing_input_is_rejected():
