@@ -163,11 +163,13 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def client_of(data: Path, model: Path, keys: dict[str, str] | None) -> TestClient:
+def client_of(
+    data: Path, model: Path, keys: dict[str, str] | None, poll_seconds: float = 2.0
+) -> TestClient:
     engine = Engine({BASE: str(model)}, data, EngineSettings(dtype="float32"))
     app = create_app(
         Server(engine, data, [BASE]),
-        HttpSettings(2.0, {BASE: model}, keys),
+        HttpSettings(poll_seconds, {BASE: model}, keys),
         routes_sampling.PLANISH_ROUTES,
     )
     return TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 1))
@@ -442,14 +444,22 @@ async def test_a_stalled_body_is_rejected(client: TestClient, monkeypatch):
     assert state.body_budget.used == 0
 
 
-@pytest.mark.parametrize("rate", [1e9, 1.0])
+@pytest.mark.parametrize("rate", [1e9, 0.01])
 def test_a_body_that_trickles_in_is_rejected(client: TestClient, monkeypatch, rate: float):
-    monkeypatch.setattr(context, "_STALL_SECONDS", 0.1)
+    monkeypatch.setattr(context, "_STALL_SECONDS", 100)
     monkeypatch.setattr(context, "_MIN_BODY_RATE", rate)
     state, pieces = client.app.state.http, [b"x"] * 10  # type: ignore[attr-defined]
+    seconds = [0.0]
+
+    def now() -> float:
+        return time.monotonic() + seconds[0]
+
+    monkeypatch.setattr(context, "time", SimpleNamespace(monotonic=now))
 
     async def receive() -> dict[str, Any]:
-        await asyncio.sleep(0.03)  # never long enough for a stall
+        asyncio.get_running_loop().time = now
+        seconds[0] += 30  # never long enough for a stall
+        await asyncio.sleep(0)
         piece = pieces.pop()
         return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
 
@@ -460,7 +470,7 @@ def test_a_body_that_trickles_in_is_rejected(client: TestClient, monkeypatch, ra
         ) as body:
             return body
 
-    if rate == 1.0:
+    if rate == 0.01:
         assert asyncio.run(read()) == 10 * b"x"
     else:
         with pytest.raises(Unavailable, match="less than 1e.09 bytes per second"):
@@ -1022,7 +1032,7 @@ def test_a_poll_waits_for_the_result(alice: Caller):
         headers={"accept": "application/x-protobuf"},
     )
     assert output_from_message(answer.content).metrics["loss:sum"] > 0
-    assert 0.3 < time.monotonic() - began < 2.0
+    assert time.monotonic() - began > 0.3
 
 
 @pytest.mark.slow
@@ -1031,21 +1041,21 @@ def test_a_poll_for_an_unfinished_result_says_try_again(alice: Caller):
     accepted = alice.optim_step(model, 2)
     began = time.monotonic()
     answer = alice.post("/retrieve_future", {"request_id": accepted["request_id"]}, 408)
-    assert 1.5 < time.monotonic() - began < 10
+    assert time.monotonic() - began > 1.5
     assert answer["type"] == "try_again"
     assert answer["request_id"] == accepted["request_id"]
     assert answer["queue_state"] in ("active", "paused_capacity", "paused_rate_limit")
 
 
 def test_a_stop_ends_waiting_polls(tmp_path: Path, model_directory: Path):
-    with client_of(tmp_path, model_directory, None) as client:
+    with client_of(tmp_path, model_directory, None, poll_seconds=60) as client:
         caller = Caller(client, "tml-any-key")
         accepted = caller.optim_step(caller.model(), 2)
         state = client.app.state.http  # type: ignore[attr-defined]
         client.portal.call(state.stopping.set)  # type: ignore[union-attr]
         began = time.monotonic()
         caller.post("/retrieve_future", {"request_id": accepted["request_id"]}, 408)
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 30
 
 
 @pytest.mark.slow
@@ -1078,13 +1088,13 @@ def test_a_stop_ends_requests_that_wait_for_memory(
         waiting.clear()
         portal = client.portal
         assert portal is not None
-        stop = threading.Thread(target=lambda: waiting.wait(30) and portal.call(state.stopping.set))
+        stop = threading.Thread(target=lambda: waiting.wait(60) and portal.call(state.stopping.set))
         stop.start()
         began = time.monotonic()
         assert "stopping" in caller.post("/create_sampling_session", sampler, 503)["detail"]
         assert "stopping" in caller.post("/get_info", {"model_id": model}, 503)["detail"]
         stop.join()
-        assert time.monotonic() - began < 10.0
+        assert time.monotonic() - began < 60
     with client_of(tmp_path, model_directory, None) as client:
         monkeypatch.undo()
         caller = Caller(client, "tml-any-key")

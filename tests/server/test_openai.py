@@ -1113,23 +1113,26 @@ def test_an_error_that_quotes_a_client_is_no_lack_of_memory(served, client):
 
 
 def wait_until_idle(served: Served) -> None:
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + WAIT
     while not served.is_idle():
         assert time.monotonic() < give_up, "the work goes on"
         time.sleep(0.01)
 
 
 def test_closing_a_stream_cancels_its_samples(served, client, caplog):
-    stream = client.completions.create(model=BASE, prompt="x", max_tokens=1900, stream=True, n=4)
+    before = served.server.counters.sampled_tokens.total()
+    stream = client.completions.create(model=BASE, prompt="x", max_tokens=1900, stream=True, n=32)
     next(iter(stream))
     assert not served.is_idle()
     stream.close()
     wait_until_idle(served)
+    assert served.server.counters.sampled_tokens.total() - before < 32 * 1900
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_closing_the_connection_cancels_the_samples(served, client, caplog):
-    body = json.dumps({"model": BASE, "prompt": "x", "max_tokens": 1900, "n": 4}).encode()
+    before = served.server.counters.sampled_tokens.total()
+    body = json.dumps({"model": BASE, "prompt": "x", "max_tokens": 1900, "n": 32}).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer "
         f"tml-first\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -1137,11 +1140,12 @@ def test_closing_the_connection_cancels_the_samples(served, client, caplog):
     host, port = served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + body)
-        give_up = time.monotonic() + 10
+        give_up = time.monotonic() + WAIT
         while served.is_idle() and time.monotonic() < give_up:
             time.sleep(0.005)
         assert not served.is_idle()
     wait_until_idle(served)
+    assert served.server.counters.sampled_tokens.total() - before < 32 * 1900
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
@@ -1162,7 +1166,7 @@ def test_many_completions_are_served_concurrently(served):
         contents = asyncio.run(main())
     assert contents[7] == alone.choices[0].message.content
     assert len(set(contents)) > 30
-    assert served.is_idle()
+    wait_until_idle(served)
 
 
 async def test_saving_a_checkpoint_again_does_not_disturb_waiting_requests(model_dir, tmp_path):
@@ -1192,14 +1196,14 @@ async def test_loading_a_model_does_not_block_other_requests(model_dir, data_dir
         served = await models.find(TENANT, server_client.BASE)
         operation = Sample("", ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1))
         is_loaded = threading.Event()
-        monkeypatch.setattr(server.engine._engine, "check_sample", lambda *_: is_loaded.wait(20))
+        monkeypatch.setattr(server.engine._engine, "check_sample", lambda *_: is_loaded.wait(100))
         asked = [
             asyncio.create_task(models.sampler_id_for(TENANT, served, [operation]))
             for _ in range(50)
         ]
         try:
             await asyncio.sleep(0.1)
-            assert await asyncio.wait_for(asyncio.to_thread(lambda: 1), 5)
+            assert await asyncio.wait_for(asyncio.to_thread(lambda: 1), 50)
         finally:
             is_loaded.set()
             await asyncio.gather(*asked)

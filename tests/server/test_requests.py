@@ -276,12 +276,12 @@ async def test_ended_sessions_are_forgotten_after_a_week(model_dir, data_dir):
 
 
 async def test_requests_that_wait_for_a_closed_sampler_fail_and_leave_nothing(model_dir, data_dir):
-    async with running(model_dir, data_dir, ServerSettings(sampling_slots=1)) as server:
+    async with running(model_dir, data_dir, ServerSettings(sampling_slots=32)) as server:
         client = await Client.start(server)
         sampler = await client.sampler()
         drawing, waiting = [
             await server.samplers.submit(
-                TENANT, seq, sample(sampler, n=1, max_tokens=1500, stop=[])
+                TENANT, seq, sample(sampler, n=32, max_tokens=1500, stop=[])
             )
             for seq in range(2)
         ]

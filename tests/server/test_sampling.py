@@ -198,16 +198,17 @@ async def test_short_requests_of_one_tenant_do_not_wait_for_all_of_another(model
 
 
 async def test_a_sample_can_be_cancelled(model_dir, data_dir):
-    async with running(model_dir, data_dir, ServerSettings(sampling_slots=1)) as server:
+    async with running(model_dir, data_dir, ServerSettings(sampling_slots=32)) as server:
         client = await Client.start(server)
         sampler = await client.sampler()
         running_one, waiting = [
             await server.samplers.submit(
-                TENANT, seq, sample(sampler, n=1, max_tokens=1500, stop=[])
+                TENANT, seq, sample(sampler, n=32, max_tokens=1500, stop=[])
             )
             for seq in range(2)
         ]
-        await asyncio.sleep(0.1)
+        while not (server.sampling_queue.used_slots and server.sampling_queue.num_waiting):
+            await asyncio.sleep(0.01)
         for one in (waiting, running_one):
             server.samplers.cancel(TENANT, one.request_id)
             answer = await client.answer(one.request_id)

@@ -110,7 +110,7 @@ def records(server: ServerProcess) -> list[dict[str, Any]]:
 
 def logged(server: ServerProcess, path: str) -> dict[str, Any]:
     """The newest record of a request, which may come a moment after its answer."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         found = [
             r for r in records(server) if r["logger"] == "planish.access" and path in r["message"]
@@ -414,7 +414,7 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path: Path, model_dir: Path
             time.sleep(0.01)
         begun = time.monotonic()
         assert server.stop(signal.SIGTERM) == -signal.SIGTERM
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 25
         while not any("because of a second signal" in line for line in server.output):
             time.sleep(0.01)  # another thread reads the output
 

@@ -44,6 +44,7 @@ class Work:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.is_crowded = threading.Event()
         self.running = self.peak = 0
         self.order: list[str] = []
 
@@ -52,6 +53,9 @@ class Work:
             self.running += size
             self.peak = max(self.peak, self.running)
             self.order.append(name)
+            if self.running > MAX_TOKENIZED_BYTES // 2:
+                self.is_crowded.set()
+        assert self.is_crowded.wait(60)
         time.sleep(0.02)
         with self.lock:
             self.running -= size

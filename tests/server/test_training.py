@@ -3,6 +3,8 @@ engine alone.
 """
 
 import asyncio
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from planish.errors import UnknownModelError
 from planish.server.durable.records import ModelRow, select
 from planish.server.models.model import ModelActor
 from planish.server.results import BadRequest, Done, Failed, Gone, NotFound, TryAgain
+from planish.server.server import Server
 from planish.server.settings import ServerSettings
 from planish.service import (
     CreateModel,
@@ -165,8 +168,28 @@ async def test_an_unreadable_body_uses_up_its_number(model_dir, data_dir):
         assert (await model.step())["adam_step"] == 1
 
 
+class IntakeClock:
+    """The clock by which requests wait for a missing number. It stands still until a test moves it."""
+
+    now = 0.0
+
+    async def wait_until_missed(self, server: Server, model: Model, seq_id: int) -> None:
+        """Wait until the server has noticed that `seq_id` of the model is missing."""
+        intake = server.sessions.models[model.model_id].intake
+        while intake._missing_since is None or intake._missing_since[0] != seq_id:
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def intake_clock(monkeypatch: pytest.MonkeyPatch) -> IntakeClock:
+    clock = IntakeClock()
+    fake_time = SimpleNamespace(time=time.time, monotonic=lambda: clock.now)
+    monkeypatch.setattr("planish.server.models.request_queue.time", fake_time)
+    return clock
+
+
 @pytest.mark.slow
-async def test_requests_after_a_missing_number_fail(model_dir, data_dir):
+async def test_requests_after_a_missing_number_fail(model_dir, data_dir, intake_clock):
     async with running(model_dir, data_dir, ServerSettings(missing_request_timeout=0.4)) as server:
         client = await Client.start(server)
         model, other = await client.model(), await client.model()
@@ -175,6 +198,8 @@ async def test_requests_after_a_missing_number_fail(model_dir, data_dir):
             await model.submit(adam(model.model_id), 3),
             await model.submit(gradient(model.model_id), 6),
         ]
+        await intake_clock.wait_until_missed(server, model, 2)
+        intake_clock.now = 0.5
         assert (await other.step())["adam_step"] == 1
         for request_id in late:
             answer = await client.answer(request_id)
@@ -190,16 +215,20 @@ async def test_requests_after_a_missing_number_fail(model_dir, data_dir):
 
 
 @pytest.mark.slow
-async def test_each_missing_number_has_the_whole_timeout(model_dir, data_dir):
-    async with running(model_dir, data_dir, ServerSettings(missing_request_timeout=1.2)) as server:
+async def test_each_missing_number_has_the_whole_timeout(model_dir, data_dir, intake_clock):
+    async with running(model_dir, data_dir, ServerSettings(missing_request_timeout=0.4)) as server:
         client = await Client.start(server)
         model = await client.model()
         second = await model.submit(gradient(model.model_id, forward_only=True), 2)
-        await asyncio.sleep(0.8)
+        await intake_clock.wait_until_missed(server, model, 1)
+        intake_clock.now = 0.3
         fourth = await model.submit(gradient(model.model_id, forward_only=True), 4)
         await model.submit(gradient(model.model_id, forward_only=True), 1)
         assert isinstance(await client.answer(second), Done)
-        assert isinstance(await server.request_log.outcome(TENANT, fourth, 0.9), TryAgain)
+        await intake_clock.wait_until_missed(server, model, 3)
+        intake_clock.now = 0.6
+        assert isinstance(await server.request_log.outcome(TENANT, fourth, 0.5), TryAgain)
+        intake_clock.now = 0.8
         assert isinstance(await client.answer(fourth), Failed)
 
 
