@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -127,18 +128,21 @@ def test_each_matmul_of_a_long_operation_is_progress(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """An operation that takes longer than the timeout, with progress, is left alone."""
-    pause = [0.0]
+    now, looked, is_watched = 0.0, threading.Semaphore(0), False
     check = EngineThread._check_abort
 
     def slow(self: EngineThread) -> None:
-        time.sleep(pause[0])
+        nonlocal now
+        if is_watched:
+            now += 0.05
+            assert looked.acquire(timeout=60)
         check(self)
 
     monkeypatch.setattr(EngineThread, "_check_abort", slow)
     engine = Engine({BASE_MODEL: str(model_dir)}, tmp_path)
     try:
         engine.submit(CreateModel("m", BASE_MODEL)).result()
-        pause[0] = 0.05
+        is_watched = True
         datum = Datum(
             ModelInput.from_ints([1, 2]),
             {
@@ -146,19 +150,22 @@ def test_each_matmul_of_a_long_operation_is_progress(
                 "weights": TensorData([1, 1], "float32"),
             },
         )
-        watch, checks, began = StallWatch(0.5), 0, time.monotonic()
+        watch = StallWatch(0.5, lambda: now)
         future = engine.submit(ForwardBackward("m", [datum], "cross_entropy"))
         while not future.done():
             assert not watch.is_stalled(engine.progress())
-            checks += 1
-            time.sleep(0.02)
+            looked.release()
+            time.sleep(0.002)
         future.result()
-        assert checks > 10
-        assert time.monotonic() - began > 0.5
-        time.sleep(0.1)
-        assert engine.progress() is None
+        assert now > 0.5
+        give_up = time.monotonic() + 60
+        while "inbox" not in engine.thread_stack() and time.monotonic() < give_up:
+            time.sleep(0.01)
         assert "inbox" in engine.thread_stack()
+        assert engine.progress() is None
     finally:
+        is_watched = False
+        looked.release()
         engine.close()
 
 

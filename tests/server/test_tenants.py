@@ -107,6 +107,7 @@ async def test_limits_apply_to_each_tenant_separately(model_dir, data_dir):
     async with running(model_dir, data_dir, settings) as server:
         anna, ben = await two(server)
         sampler, other = await anna.sampler(), await ben.sampler()
+        turn = await server.sampling_queue.acquire_slots("somebody", 1, 0)
         accepted = [
             await server.samplers.submit(
                 anna.tenant, seq, sample(sampler, n=1, max_tokens=200, stop=[])
@@ -122,7 +123,9 @@ async def test_limits_apply_to_each_tenant_separately(model_dir, data_dir):
             )
             == accepted[1]
         )
-        await ben.sample(other)
+        sampled = asyncio.create_task(ben.sample(other))
+        turn.release()
+        await sampled
         for one in accepted:
             await anna.done(one.request_id)
         await anna.sample(sampler, 3)
