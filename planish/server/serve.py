@@ -42,7 +42,13 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from planish.engine.engine import Engine
-from planish.engine.memory import RUNTIME_BYTES, DeviceMemory, ModelMemory, gib
+from planish.engine.memory import (
+    RUNTIME_BYTES,
+    DeviceMemory,
+    ModelMemory,
+    gib,
+    main_memory_bytes,
+)
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
 from planish.files import make_directory, write_atomically
@@ -421,6 +427,15 @@ def _log_plan(checked: _CheckedOptions) -> None:
         _log.info("base model %s from %s", name, path)
     for line in str(checked.plan).splitlines():
         _log.info("%s", line)
+    limit = main_memory_bytes()
+    if limit is not None and checked.plan.main_memory > limit:
+        _log.warning(
+            "the server may need up to %s of main memory, but has %s, so the kernel may kill it "
+            "under load; lower adapter_memory_bytes, --kv-cache-bytes or --micro-batch-tokens, or "
+            "raise the limit (MemoryMax of the systemd unit, --memory of the container)",
+            gib(checked.plan.main_memory),
+            gib(limit),
+        )
     _log.info("data in %s", checked.data_dir)
 
 
@@ -494,9 +509,14 @@ class MemoryPlan:
         """Bytes for the process, requests and results. They are in main memory on every device."""
         return RUNTIME_BYTES + self.requests
 
+    @property
+    def main_memory(self) -> int:
+        """Bytes of main memory."""
+        return self.serving + (self.computing if self.device == "cpu" else 0)
+
     def __str__(self) -> str:
         if self.device == "cpu":
-            first = f"memory: up to {gib(self.computing + self.serving)}"
+            first = f"memory: up to {gib(self.main_memory)}"
         else:
             first = (
                 f"memory: up to {gib(self.computing)} of {self.device}, "

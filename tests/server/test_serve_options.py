@@ -1,6 +1,7 @@
 """What `planish serve` checks and plans before it takes requests."""
 
 import argparse
+import json
 import re
 import socket
 from dataclasses import fields, replace
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 from planish.engine.settings import EngineSettings
 from planish.errors import UnknownModelError, UserError
 from planish.server import serve
+from planish.server.http.app import STOP_SECONDS
 from planish.server.http.context import is_loopback
 from planish.server.options import ServeOptions, options_of
 from planish.server.serve import MemoryPlan, cache_tokenizer, device_memory, memory_plan
@@ -123,6 +125,48 @@ def test_the_memory_plan_adds_up(model: Path):
     assert str(MemoryPlan("cuda:0", whole.models, 1 << 30, 0)).startswith(
         "memory: up to 1.0 GiB of cuda:0, and 1.3 GiB of"
     )
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_memory_limit_below_the_plan_is_a_warning(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    missing: int,
+):
+    options = options_of(parsed("--data-dir", str(tmp_path / "data"), "--model", f"a/b={model}"))
+    checked = serve._check_options(options)
+    assert checked.plan.main_memory == checked.plan.computing + checked.plan.serving
+    assert MemoryPlan("cuda:0", {}, 1 << 40, 0).main_memory < 1 << 40
+    monkeypatch.setattr(serve, "main_memory_bytes", lambda: checked.plan.main_memory - missing)
+    with caplog.at_level("INFO", serve._log.name):
+        serve._log_plan(checked)
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == missing
+    assert all("raise the limit (MemoryMax" in warning for warning in warnings)
+
+
+def test_the_unit_and_the_container_give_options_that_exist():
+    deploy = Path(__file__).parents[2] / "deploy"
+    unit = (deploy / "planish.service").read_text()
+    (start,) = re.findall(r"^ExecStart=/opt/planish/bin/planish serve (.+)$", unit, re.M)
+    service = options_of(parsed(*start.split()))
+    container_file = (deploy / "Containerfile").read_text()
+    lists = re.findall(r"^(?:ENTRYPOINT|CMD) (\[.+\])$", container_file, re.M)
+    program, command, *arguments = [word for words in lists for word in json.loads(words)]
+    assert (program, command) == ("planish", "serve")
+    container = options_of(parsed(*arguments))
+    assert is_loopback(service.host)
+    assert not is_loopback(container.host)
+    assert service.api_key_file
+    assert container.api_key_file
+    assert f"http://127.0.0.1:{container.port}/healthz" in container_file
+    (stop,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.M)
+    assert int(stop) > STOP_SECONDS
+    (restart,) = re.findall(r"^Restart=(.+)$", unit, re.M)
+    assert restart == "on-failure"
+    assert serve.ENGINE_FAULT_STATUS != 0
 
 
 def test_a_model_without_weights_is_rejected_at_the_start(model: Path, tmp_path: Path):
