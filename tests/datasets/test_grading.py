@@ -18,7 +18,7 @@ from planish.sandbox.worker_process import WorkerStartError
 
 @pytest.fixture(scope="module")
 def grader():
-    with Grader() as grader:
+    with Grader(timeout_seconds=60) as grader:
         yield grader
 
 
@@ -156,7 +156,7 @@ def test_a_response_without_a_box_is_wrong(grader):
 @pytest.mark.sandbox
 @pytest.mark.slow
 def test_an_endless_answer_is_ended_counted_and_raised():
-    with Grader() as grader:
+    with Grader(timeout_seconds=60) as grader:
         assert grader.equal("2+3", "5")
         usual, grader.timeout_seconds = grader.timeout_seconds, 0.5
         start = time.monotonic()

@@ -67,7 +67,7 @@ def test_a_directory_without_a_test_file_has_no_test_split(tmp_path):
 
 
 def test_every_reference_answer_of_the_files_is_found_in_its_own_solution():
-    with Grader() as grader:
+    with Grader(timeout_seconds=60) as grader:
         for name, dataset in (
             ("math", "math"),
             ("polaris", "polaris.jsonl"),

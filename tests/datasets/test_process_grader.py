@@ -3,7 +3,6 @@ answer that cannot be graded raises an error.
 """
 
 import asyncio
-import time
 
 import pytest
 
@@ -14,7 +13,7 @@ from planish.errors import UnjudgedAnswerError
 
 @pytest.fixture
 def grader():
-    grader = SharedGrader(timeout_seconds=2.0)
+    grader = SharedGrader(timeout_seconds=30.0)
     yield grader
     grader.close()
 
@@ -41,15 +40,16 @@ def test_many_answers_are_graded_concurrently(grader):
 def test_the_event_loop_runs_while_an_answer_is_graded(grader):
     async def both():
         endless = asyncio.ensure_future(grader.grade(r"\boxed{9^{9^{9^{9}}}}", "5"))
-        longest, last = 0.0, time.monotonic()
+        turns = 0
         while not endless.done():
             await asyncio.sleep(0.01)
-            longest, last = max(longest, time.monotonic() - last), time.monotonic()
-        return endless, longest
+            turns += 1
+        return endless, turns
 
     asyncio.run(grader.grade(r"\boxed{x}", "y"))  # the process starts
-    endless, longest = asyncio.run(both())
-    assert longest < 1.0
+    grader._grader.timeout_seconds = 2.0
+    endless, turns = asyncio.run(both())
+    assert turns > 20, "an idle machine makes 200 turns in the two seconds"
     with pytest.raises(GradingError):
         endless.result()
     assert issubclass(GradingError, UnjudgedAnswerError), "environments count it"

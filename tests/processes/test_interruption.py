@@ -119,7 +119,9 @@ def test_a_program_ends_as_by_control_c():
         time.sleep(WAIT)
 
     async def wait_async() -> None:
-        threading.Timer(0.1, send, [signal.SIGTERM]).start()
+        # The timer starts when this coroutine sleeps.
+        start_timer = threading.Timer(0.1, send, [signal.SIGTERM]).start
+        asyncio.get_running_loop().call_soon(start_timer)
         try:
             await asyncio.sleep(WAIT)
         except asyncio.CancelledError:  # as asyncio.run cancels it at Ctrl-C

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from scripted_policy import ScriptedPolicy, is_one_sequence, made, play
+from virtual_time import run_in_virtual_time
 
 from planish.completers import TokenCompleter
 from planish.errors import UserError
@@ -126,7 +127,7 @@ def within_seconds(work) -> Any:
         async with asyncio.timeout(20):
             return await work
 
-    return asyncio.run(bounded())
+    return run_in_virtual_time(bounded())
 
 
 @pytest.mark.parametrize("call", range(5))

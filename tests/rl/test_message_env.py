@@ -8,6 +8,7 @@ import pytest
 from byte_chat import END, Counting, ScriptedPolicy, play, play_async, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_time import VirtualTimeLoop, run_in_virtual_time
 
 from planish import logtree
 from planish.errors import UserError
@@ -394,11 +395,19 @@ class Slow(Counting):
 
 
 def test_the_time_limit_is_checked_after_a_turn(make):
+    @dataclass
+    class Blocking(Counting):
+        async def step(self, message):
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, VirtualTimeLoop)
+            loop.block(0.02)
+            return await super().step(message)
+
     limits = RolloutLimits(rollout_timeout_seconds=0.05)
-    steps = play(make(Slow(last_reward=0.25), rollout_limits=limits), *[HI] * 9).steps
+    env = make(Blocking(last_reward=0.25), rollout_limits=limits)
+    steps = run_in_virtual_time(play_async(env, *[HI] * 9)).steps
     assert steps[-1].stop_reason is StopReason.ROLLOUT_TIMEOUT
-    assert steps[-1].reward in (0.25, 0.75)
-    assert len(steps) < 9
+    assert [step.reward for step in steps] == [0.5, 0.5, 0.75]
 
 
 def test_the_time_limit_cancels_sampling(make, renderer):
@@ -410,7 +419,7 @@ def test_the_time_limit_cancels_sampling(make, renderer):
 
     limits = RolloutLimits(rollout_timeout_seconds=0.1)
     env = make(Counting(last_reward=0.25), rollout_limits=limits)
-    trajectory = asyncio.run(do_single_rollout(SlowAtLast(renderer, [HI, HI]), env))
+    trajectory = run_in_virtual_time(do_single_rollout(SlowAtLast(renderer, [HI, HI]), env))
     assert trajectory.stop_reason == "rollout_timeout"
     assert [turn.reward for turn in trajectory.transitions] == [0.5, 0.25]
 
@@ -426,7 +435,7 @@ def test_the_time_limit_can_end_an_episode_before_the_first_turn(make, renderer)
         SlowStart(last_reward=0.25), rollout_limits=RolloutLimits(rollout_timeout_seconds=0.02)
     )
     policy = ScriptedPolicy(renderer, [HI])
-    trajectory = asyncio.run(do_single_rollout(policy, env))
+    trajectory = run_in_virtual_time(do_single_rollout(policy, env))
     assert (trajectory.stop_reason, policy.prompts) == ("rollout_timeout", [])
     [turn] = trajectory.transitions
     assert (turn.reward, turn.metrics["asked"]) == (0.25, 1.0)
@@ -450,7 +459,8 @@ def test_max_tokens_of_an_answer_is_the_remaining_budget(make, renderer):
 
 def test_the_time_limit_cancels_the_environment(make):
     limits = RolloutLimits(rollout_timeout_seconds=0.02)
-    [step] = play(make(Slow(seconds=60.0, last_reward=0.25), rollout_limits=limits), HI).steps
+    env = make(Slow(seconds=60.0, last_reward=0.25), rollout_limits=limits)
+    [step] = run_in_virtual_time(play_async(env, HI)).steps
     assert (step.reward, step.stop_reason) == (0.25, StopReason.ROLLOUT_TIMEOUT)
 
 

@@ -1,8 +1,10 @@
 """The rollout files of an iteration: names in both layouts, schemas and atomic writes."""
 
+import html
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -458,8 +460,8 @@ def test_additional_sections_follow_the_groups(files):
 
 
 def test_writing_a_step_is_fast(files):
-    """The target for 16 groups of 8 answers with 256 tokens is 0.1 s. The test allows twice that,
-    because the machine may be busy.
+    """The target for 16 groups of 8 answers with 256 tokens is 0.1 s on a machine that formats as
+    many numbered spans in 0.016 s. The test allows twice that ratio.
     """
     text = "The answer is forty-two, since six times seven makes it. " * 5
     texts = [text[index:][:255] for index in range(8)]
@@ -477,11 +479,21 @@ def test_writing_a_step_is_fast(files):
         )
         for number in range(16)
     ]
-    seconds = min(cpu_seconds(files, rollouts) for _ in range(3))
-    assert seconds < 0.2
+
+    def format_spans():
+        for _ in range(16 * 8):
+            "".join(
+                f'<span title="{n:.4f}">{html.escape(chr(97 + n % 26))}</span>' for n in range(256)
+            )
+
+    writing, formatting = [], []
+    for _ in range(5):
+        writing.append(cpu_seconds(lambda: files.write("train", 0, rollouts, [[0.0] * 8] * 16)))
+        formatting.append(cpu_seconds(format_spans))
+    assert min(writing) < 12.5 * min(formatting)
 
 
-def cpu_seconds(files: RolloutFiles, rollouts) -> float:
-    begun = time.process_time()
-    files.write("train", 0, rollouts, [[0.0] * 8] * 16)
-    return time.process_time() - begun
+def cpu_seconds(work: Callable[[], object]) -> float:
+    begun = time.thread_time()
+    work()
+    return time.thread_time() - begun

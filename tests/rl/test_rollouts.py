@@ -9,6 +9,7 @@ from typing import Any
 import chz
 import pytest
 from rollout_fakes import PROMPT, Breaking, Draws, Duel, Flaky, Group, Plain, bad
+from virtual_time import run_in_virtual_time
 
 from planish import logtree
 from planish.completers import TokensWithLogprobs, derived_seed
@@ -23,7 +24,7 @@ FLAKY = RolloutError("Flaky", "the sandbox is gone")
 
 
 def play(builder, strategy=None, policy=None, **options) -> Any:
-    return asyncio.run(
+    return run_in_virtual_time(
         do_group_rollout(
             builder, policy or Draws(), strategy, seed=options.pop("seed", 7), **options
         )
@@ -91,7 +92,7 @@ def test_trajectories_of_a_group_run_concurrently():
         async with asyncio.timeout(5):
             return await do_group_rollout(Meetings(), Draws())
 
-    assert len(asyncio.run(run()).trajectories_G) == 4
+    assert len(run_in_virtual_time(run()).trajectories_G) == 4
 
 
 def test_fail_fast_names_the_trajectory_and_cancels_the_rest():
@@ -203,10 +204,9 @@ def test_a_group_that_cannot_become_viable_is_cancelled():
         async with asyncio.timeout(5):
             return await do_group_rollout(builder, Draws(), MinViableGroup(max_retries=0))
 
-    assert asyncio.run(run()) is None
+    assert run_in_virtual_time(run()) is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [RetryOnFailure(per_rollout_timeout=2.0), MinViableGroup(per_rollout_timeout=2.0)]
 )
@@ -275,7 +275,7 @@ def test_cancellation_is_not_a_failure(strategy, where):
         await asyncio.wait([task])
         return task.cancelled()
 
-    assert asyncio.run(run())
+    assert run_in_virtual_time(run())
     assert builder.cleaned == 1
 
 
@@ -388,7 +388,7 @@ def test_cleanup_finishes_despite_cancellation():
 
     may_end = asyncio.Event()
     builder = Slow(plan=bad("hangs"))
-    assert asyncio.run(run())
+    assert run_in_virtual_time(run())
     assert builder.events == ["make", "clean"]
 
 

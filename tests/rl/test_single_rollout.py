@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rollout_fakes import PROMPT, Draws, Plain
+from virtual_time import run_in_virtual_time
 
 from planish import logtree
 from planish.completers import TokenCompleter, TokensWithLogprobs
@@ -256,7 +257,7 @@ def test_without_limits_the_policy_gets_no_max_tokens():
 
 def test_the_time_limit_cancels_a_running_policy_call():
     env = Limited(turns=9, rollout_limits=RolloutLimits(rollout_timeout_seconds=0.3))
-    trajectory = play(env, policy := Slow(since=2))
+    trajectory = run_in_virtual_time(do_single_rollout(policy := Slow(since=2), env))
     assert policy.cancelled == 1
     assert [len(turn.ac.tokens) for turn in trajectory.transitions] == [1, 1, 0]
     assert env.asked == ["rollout_timeout"]
@@ -298,7 +299,7 @@ def test_a_policy_that_exceeds_its_timeout_fails():
         ),
     )
     with pytest.raises(TimeoutError, match="sampling_turn_timeout_seconds=0.02"):
-        play(env, Slow(since=1))
+        run_in_virtual_time(do_single_rollout(Slow(since=1), env))
     assert env.asked == []
 
 

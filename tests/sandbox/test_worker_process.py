@@ -128,20 +128,20 @@ def test_a_process_outside_the_sandbox_loads_no_program(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("question", "message"),
+    ("question", "seconds", "message"),
     [
-        ({"hang": True}, "no answer within 0.3 s"),
-        ({"die": True}, "ended"),
-        ({"half": True}, "ended without an answer"),
+        ({"hang": True}, 0.3, "no answer within 0.3 s"),
+        ({"die": True}, 30.0, "ended"),
+        ({"half": True}, 30.0, "ended without an answer"),
     ],
 )
-def test_a_process_that_hangs_or_dies_is_replaced(worker, question, message):
+def test_a_process_that_hangs_or_dies_is_replaced(worker, question, seconds, message):
     process = worker()
     before = process.request({}, 30.0)["run"]
     start = time.monotonic()
     with pytest.raises(WorkerError, match=message):
-        process.request(question, 0.3)
-    assert time.monotonic() - start < 10
+        process.request(question, seconds)
+    assert time.monotonic() - start < 20
     assert process.request({}, 30.0)["run"] != before
 
 
@@ -184,9 +184,13 @@ def test_after_ctrl_c_the_next_request_gets_its_own_answer(worker, tmp_path, dur
     if during == "a question":
         process.request({"n": 0}, 30.0)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def ask_until_interrupted():
+        timer.start()
         process.request({"n": 1, "hang": True}, 30.0)
+
+    with pytest.raises(KeyboardInterrupt):
+        ask_until_interrupted()
     timer.join()
     (tmp_path / "program0.py").write_text(PROGRAM.format(before="pass"))
     assert process.request({"n": 2}, 30.0)["said"] == {"n": 2}
