@@ -10,6 +10,7 @@ from server_client import TENANT, Client, change_database, gradient, run, runnin
 from planish.engine.checkpoints.store import CheckpointStore
 from planish.errors import CheckpointError
 from planish.server.durable.expiry_clock import ExpiryClock
+from planish.server.durable.store import Store
 from planish.server.results import Failed, Gone
 from planish.server.settings import ServerSettings
 from planish.service import SaveWeights
@@ -93,6 +94,7 @@ def test_time_without_a_server_does_not_count_until_the_clock_was_steady(clocks,
 def test_a_time_to_live_counts_in_uptime_until_the_clock_is_trusted(clocks):
     """The clock is behind, and is corrected."""
     watch = clocks.watch()
+    clocks.run(watch, HOUR)
     expires = clocks.wall + 9 * DAY
     uptime = watch.uptime_at(expires)
     assert watch.uptime_at(None) is None
@@ -114,6 +116,18 @@ def test_the_uptime_continues_in_the_next_process(clocks):
     watch.resume(earliest, uptime)
     clocks.run(watch, HOUR)
     assert watch.uptime() == 2 * HOUR
+
+
+async def test_the_database_has_the_latest_record_of_the_clock(clocks, tmp_path):
+    store, watch = Store(tmp_path), clocks.watch()
+    for _ in range(2):
+        clocks.run(watch, HOUR)
+        await store.write(watch.record)
+    resumed = clocks.watch()
+    await resumed.begin(store)
+    store.close()
+    assert resumed.earliest() == clocks.wall
+    assert resumed.uptime() == 2 * HOUR
 
 
 @pytest.mark.parametrize("behind", [3 * DAY, 9000 * DAY])

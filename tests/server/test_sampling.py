@@ -210,6 +210,8 @@ async def test_a_sample_can_be_cancelled(model_dir, data_dir):
         while not (server.sampling_queue.used_slots and server.sampling_queue.num_waiting):
             await asyncio.sleep(0.01)
         for one in (waiting, running_one):
+            server.samplers.cancel(Tenant("another"), one.request_id)
+            assert not server.samplers._tasks[one.request_id].cancelling()
             server.samplers.cancel(TENANT, one.request_id)
             answer = await client.answer(one.request_id)
             assert answer == Failed("the request was cancelled", "user")
