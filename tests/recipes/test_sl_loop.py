@@ -93,7 +93,7 @@ def test_killed_anywhere_and_started_again_gives_the_rows_of_an_undisturbed_run(
     assert read_rows(run / "checkpoints.jsonl") == read_rows(other / "checkpoints.jsonl")
 
 
-def test_conversations_of_a_file(service, tmp_path):
+def test_conversations_of_a_file_with_a_falling_rate(service, tmp_path):
     rows = [
         {
             "messages": [
@@ -106,7 +106,8 @@ def test_conversations_of_a_file(service, tmp_path):
     path = tmp_path / "chat.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = sl_loop.train(options(path, tmp_path), service)
-    assert len(read_rows(run / "metrics.jsonl")) == 2
+    rates = [row["optim/lr"] for row in read_rows(run / "metrics.jsonl")]
+    assert rates == pytest.approx([2e-4, 1e-4])
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,12 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.testclient import TestClient
 
+from planish.server import serve
 from planish.server.http import access
 from planish.server.http.context import HttpState, RequestContext, endpoint, json_response
 from planish.server.http.metrics_page import metrics_route
@@ -111,3 +116,30 @@ def test_printable_text_is_kept():
     assert access.printable("Grüße 你好 \N{PARTY POPPER} C:\\new") == (
         "Grüße 你好 \N{PARTY POPPER} C:\\new"
     )
+
+
+def test_a_flush_waits_for_the_queued_lines(monkeypatch):
+    handler = access.BackgroundHandler(os.open(os.devnull, os.O_WRONLY))
+    written: list[str] = []
+
+    def write_slowly(line: str) -> None:
+        time.sleep(0.01)
+        written.append(line)
+
+    monkeypatch.setattr(handler, "_write", write_slowly)
+    for message in ("a", "b", "c"):
+        handler.emit(logging.makeLogRecord({"msg": message}))
+    handler.flush()
+    assert written == ["a", "b", "c"]
+
+
+def test_a_second_signal_flushes_the_log_before_it_ends_the_process(monkeypatch):
+    calls: list[str] = []
+    handler = logging.NullHandler()
+    monkeypatch.setattr(handler, "flush", lambda: calls.append("flush"))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "raise_signal", lambda _: calls.append("end"))
+    server: Any = SimpleNamespace(should_exit=True)
+    serve._UvicornServer.handle_exit(server, signal.SIGTERM, None)
+    assert calls == ["flush", "end"]

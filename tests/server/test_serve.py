@@ -381,33 +381,6 @@ def test_the_log_survives_a_lack_of_memory(monkeypatch):
         assert lines.read().startswith("c\n2 lines of the log were dropped")
 
 
-def test_a_flush_waits_for_the_queued_lines(monkeypatch):
-    handler = access.BackgroundHandler(os.open(os.devnull, os.O_WRONLY))
-    written: list[str] = []
-
-    def write_slowly(line: str) -> None:
-        time.sleep(0.01)
-        written.append(line)
-
-    monkeypatch.setattr(handler, "_write", write_slowly)
-    for message in ("a", "b", "c"):
-        handler.emit(logging.makeLogRecord({"msg": message}))
-    handler.flush()
-    assert written == ["a", "b", "c"]
-
-
-def test_a_second_signal_flushes_the_log_before_it_ends_the_process(monkeypatch):
-    calls: list[str] = []
-    handler = logging.NullHandler()
-    monkeypatch.setattr(handler, "flush", lambda: calls.append("flush"))
-    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(signal, "raise_signal", lambda _: calls.append("end"))
-    server: Any = SimpleNamespace(should_exit=True)
-    serve._UvicornServer.handle_exit(server, signal.SIGTERM, None)
-    assert calls == ["flush", "end"]
-
-
 LOG_IN_A_SIGNAL_HANDLER = """
 import logging, os, signal, time
 from planish.server.http.access import BackgroundHandler
