@@ -140,6 +140,6 @@ def test_a_second_signal_flushes_the_log_before_it_ends_the_process(monkeypatch)
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(signal, "raise_signal", lambda _: calls.append("end"))
-    server: Any = SimpleNamespace(should_exit=True)
+    server: Any = SimpleNamespace(should_exit=True, _loop=None)
     serve._UvicornServer.handle_exit(server, signal.SIGTERM, None)
     assert calls == ["flush", "end"]
