@@ -12,6 +12,8 @@ import re
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
@@ -335,6 +337,16 @@ async def test_cancelling_an_async_sample_cancels_the_request(embedded_client):
     assert not sampler._sample_pools.pools_in_use()
 
 
+def collect_until(condition: Callable[[], bool]) -> None:
+    """Collect garbage until the condition holds. While another thread collects, `gc.collect`
+    returns at once, and what that thread finds is freed later.
+    """
+    give_up = time.monotonic() + WAIT
+    while gc.collect() >= 0 and not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
 @pytest.mark.slow
 def test_an_unreferenced_sampling_client_frees_its_version(embedded_client):
     engine = embedded_client._session.service
@@ -343,14 +355,12 @@ def test_an_unreferenced_sampling_client_frees_its_version(embedded_client):
     pending = client.sample(ModelInput.from_ints([1, 2]), 1, SamplingParams(max_tokens=50, stop=[]))
     assert len(engine._sampler_sessions) == 1
     del client
-    gc.collect()
-    assert engine._sampler_sessions == {}
+    collect_until(lambda: not engine._sampler_sessions)
     assert len(pending.result(WAIT).sequences[0].tokens) == 50
     clients = [training_client.save_weights_and_get_sampling_client() for _ in range(20)]
     assert len(engine._sampler_sessions) == 20
     del clients
-    gc.collect()
-    assert engine._sampler_sessions == {}
+    collect_until(lambda: not engine._sampler_sessions)
 
 
 @pytest.mark.slow
@@ -362,7 +372,7 @@ def test_an_unreferenced_training_client_frees_its_adapter(embedded_client):
     del client
     gc.collect()
     assert update.result(WAIT).metrics["adam_step"] == 1
-    assert engine._training_models == {}
+    collect_until(lambda: not engine._training_models)
     assert sampling_client.get_base_model() == "tiny"
 
 
