@@ -630,7 +630,9 @@ def test_requested_checkpoints_are_saved_when_a_program_ends(
         text=True,
         timeout=WAIT,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    # A program says so if it waits for more than a second.
+    assert re.sub(r"waiting for checkpoints that are still being saved .*\n", "", done.stderr) == ""
     listed = (
         make_client()
         .create_rest_client()
