@@ -315,6 +315,7 @@ class _UvicornServer(uvicorn.Server):
         is 0.
         """
         if self.should_exit:
+            # Before the flush, which may take long: a third signal ends it.
             signal.signal(sig, signal.SIG_DFL)
             _log.warning("ending at once, because of a second signal")
             for handler in logging.getLogger().handlers:
@@ -431,8 +432,9 @@ def _log_plan(checked: _CheckedOptions) -> None:
     if limit is not None and checked.plan.main_memory > limit:
         _log.warning(
             "the server may need up to %s of main memory, but has %s, so the kernel may kill it "
-            "under load; lower adapter_memory_bytes, --kv-cache-bytes or --micro-batch-tokens, or "
-            "raise the limit (MemoryMax of the systemd unit, --memory of the container)",
+            "under load; lower adapter_memory_bytes (--set), --kv-cache-gib or "
+            "--micro-batch-tokens, or raise the limit (MemoryMax of the systemd unit, "
+            "--memory of the container)",
             gib(checked.plan.main_memory),
             gib(limit),
         )

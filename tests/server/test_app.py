@@ -1041,7 +1041,7 @@ def test_a_poll_for_an_unfinished_result_says_try_again(alice: Caller):
     accepted = alice.optim_step(model, 2)
     began = time.monotonic()
     answer = alice.post("/retrieve_future", {"request_id": accepted["request_id"]}, 408)
-    assert time.monotonic() - began > 1.5
+    assert 1.5 < time.monotonic() - began < 60
     assert answer["type"] == "try_again"
     assert answer["request_id"] == accepted["request_id"]
     assert answer["queue_state"] in ("active", "paused_capacity", "paused_rate_limit")

@@ -145,6 +145,11 @@ def test_a_memory_limit_below_the_plan_is_a_warning(
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == missing
     assert all("raise the limit (MemoryMax" in warning for warning in warnings)
+    named = {option for warning in warnings for option in re.findall(r"--[a-z-]+", warning)}
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    named -= {"--memory"}  # an option of podman
+    assert all(option in parser.format_help() for option in named)
 
 
 def test_the_unit_and_the_container_give_options_that_exist():
