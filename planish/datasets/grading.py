@@ -57,7 +57,10 @@ _ARITHMETIC = re.compile(
 _BRACKET_OR_SPACE = re.compile(r"[\s()\[\]{}]|\\(?:left|right|quad)(?![A-Za-z])|\\[ ,;:!]")
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 BOX_START = r"\boxed{"
-BRACE = re.compile(r"(?<!\\)[{}]")
+_BRACE_OR_ESCAPE = re.compile(r"[{}]|\\.", re.DOTALL)
+r"""A brace, or a backslash with the character after it. So `\}` is no brace, but `\\}` ends with one:
+a line break and a closing brace.
+"""
 
 
 class GradingError(UnjudgedAnswerError):
@@ -81,10 +84,10 @@ def extract_boxed(text: str) -> str | None:
     last_box: tuple[int, int] | None = None
     open_braces: list[int] = []
     """The start of the content of each brace that is not closed yet."""
-    for match in BRACE.finditer(text):
+    for match in _BRACE_OR_ESCAPE.finditer(text):
         if match[0] == "{":
             open_braces.append(match.end())
-        elif open_braces:
+        elif match[0] == "}" and open_braces:
             start = open_braces.pop()
             if text.endswith(BOX_START, 0, start) and (last_box is None or start > last_box[0]):
                 last_box = start, match.start()
@@ -187,7 +190,7 @@ def is_one_value(text: str) -> bool:
         r"\1/\2", _SUBSCRIPT_OR_WORD.sub(" ", _SEPARATOR_IN_NUMBER.sub("", text))
     )
     depth = 0
-    for character in re.sub(r"\\[{}]", "", text):
+    for character in re.sub(r"\\[\\{}]", "", text):
         depth += _BRACKETS.get(character, 0)
         if depth < 0:
             return False

@@ -29,6 +29,9 @@ def grader():
         (r"\boxed{1} no, \boxed{2}", "2"),
         (r"\boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{72\\}", "72\\\\"),
+        (r"\boxed{a \\\} b}", r"a \\\} b"),
+        ("\\boxed{5} and a last \\", "5"),
         (r"\boxed{3} and then \boxed{4", "3"),
         (r"\boxed{ 5 }", "5"),
         (r"\boxed{}", ""),
@@ -101,6 +104,38 @@ def test_the_fast_way_for_numbers_equals_the_library(answer, expected, equal):
 
 PAGE = Path(__file__).parents[2] / "docs/evaluation.md"
 ROW = re.compile(r"\| `(.+?)` \| `(.+?)` \| (right|wrong) \|")
+SMALL_NUMBERS = [
+    ("2^{-56}", "2^{-55}", False),
+    ("2^{-56}", r"\frac{1}{2^{56}}", True),
+    ("10^{-20}", r"2\cdot 10^{-20}", False),
+    (r"\frac{3}{2^{60}}", r"\frac{3}{2^{59}}", False),
+    (r"\frac{1}{10^8}", "0.00000002", False),
+    (r"\frac{1}{10^8}", "0.00000001", True),
+    (r"\sqrt{2}\cdot 2^{-56}", r"\sqrt{2}\cdot 2^{-55}", False),
+    (r"\sqrt{8}\cdot 2^{-56}", r"\sqrt{2}\cdot 2^{-55}", True),
+    ("(2^{-56}, 1)", "(2^{-55}, 1)", False),
+    ("(2^{-56}, 1)", r"(\frac{1}{2^{56}}, 1)", True),
+    (r"\{1, 2^{-56}\}", r"\{2^{-55}, 1\}", False),
+    (r"\{1, 2^{-56}\}", r"\{2^{-56}, 1\}", True),
+    (r"\sqrt{3+2\sqrt{2}}-1-\sqrt{2}", "0", True),
+    (r"50\%", r"\frac{1}{2}", True),
+    (r"\frac{1}{3}", "0.333333", True),
+]
+
+
+@pytest.mark.sandbox
+@pytest.mark.slow
+@pytest.mark.parametrize(("answer", "expected", "equal"), SMALL_NUMBERS)
+def test_numbers_near_zero_are_not_all_equal(grader, answer, expected, equal):
+    assert grader.equal(answer, expected) is equal
+
+
+@pytest.mark.sandbox
+def test_rational_numbers_are_compared_exactly(grader):
+    assert not grader.grade(r"\boxed{2^{-56}}", "2^{-55}").correct
+    assert grader.grade(r"\boxed{2^{-56}\\}", r"\frac{2}{2^{57}}").correct
+
+
 FORMS = [row.groups() for row in map(ROW.fullmatch, PAGE.read_text().splitlines()) if row]
 """The table of the page about evaluation: known, in the box, verdict."""
 
