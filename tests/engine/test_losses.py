@@ -122,6 +122,33 @@ def test_a_zero_advantage_ignores_the_ratio(name: str):
     assert loss.isfinite()
 
 
+MASK_NAMES = {"dro": "mask", "gspo": "sequence_ratio_mask"}
+
+
+@pytest.mark.parametrize("placeholder", [-9999.0, -1e20, -3e38, 1e30])
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo", "dro"])
+def test_the_logprob_of_a_masked_position_has_no_effect(name: str, placeholder: float):
+    """Programs mark positions without a logprob by a value such as -1e20."""
+
+    def outcome(masked_logprob: float) -> tuple[float, list[float]]:
+        logprobs = torch.tensor([-1.0, -0.5], requires_grad=True)
+        inputs = {
+            "logprobs": torch.tensor([-1.25, masked_logprob]),
+            "advantages": torch.tensor([2.0, 0.0]),
+            MASK_NAMES.get(name, "unused"): torch.tensor([1.0, 0.0]),
+        }
+        loss = LOSSES[name].fn(logprobs, inputs, complete_config(name, {}))
+        loss.backward()
+        assert logprobs.grad is not None
+        return loss.item(), logprobs.grad.tolist()
+
+    assert outcome(placeholder) == outcome(-0.5)
+    if name == "dro":
+        expected = -(-1.0 * 2.0 - 0.5 * 0.1 * 0.25**2), [-(2.0 - 0.1 * 0.25), 0.0]
+        assert outcome(placeholder)[0] == pytest.approx(expected[0], rel=1e-6)
+        assert outcome(placeholder)[1] == pytest.approx(expected[1], rel=1e-6)
+
+
 GAPS = [-700.0, -88.75, -1.0, 0.0, 0.15, 1.0, 60.0, 88.0, 88.5, 88.75, 89.0, 100.0, 600.0]
 ADVANTAGES = [1.0, -1.0, 1e-3, -1e-3, 1e-30, -1e-30, -0.0, 0.0, 7.5, -7.5]
 

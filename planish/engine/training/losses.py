@@ -129,8 +129,13 @@ def dro(logprobs: Tensor, inputs: LossInputs, config: LossConfig) -> Tensor:
     their squared term from the sum.
     """
     log_ratio = logprobs - inputs["logprobs"]
+    mask = inputs.get("mask")
+    if mask is not None:
+        # Programs mark positions without a logprob by a value such as -1e20. Its square overflows
+        # float32, and 0 times infinity is NaN.
+        log_ratio = log_ratio.masked_fill(mask == 0, 0.0)
     terms = logprobs * inputs["advantages"] - 0.5 * config["beta"] * log_ratio.square()
-    return -(terms * inputs["mask"] if "mask" in inputs else terms).sum()
+    return -(terms if mask is None else terms * mask).sum()
 
 
 _MAX_LOG_RATIO = 88.0

@@ -455,16 +455,18 @@ def _compute_losses(call: _TrainerCall, micro_batch: MicroBatch, logprobs: Tenso
 def _ratio_range(
     call: _TrainerCall, logprobs: Mapping[int, np.ndarray]
 ) -> tuple[float, float] | None:
-    """Return the smallest and largest importance ratio over tokens with a nonzero advantage.
+    """Return the smallest and largest importance ratio over unmasked tokens with a nonzero
+    advantage.
 
-    Return None if the loss has no ratio or no token has a nonzero advantage.
+    Return None if the loss has no ratio or there is no such token.
     """
     if not call.batch.loss.has_ratio:
         return None
     log_ratios_of_datums = []
     for datum, values in logprobs.items():
         inputs = call.batch.examples[datum].inputs
-        log_ratios_of_datums.append((values - inputs["logprobs"])[inputs["advantages"] != 0])
+        is_counted = (inputs["advantages"] != 0) & (inputs.get("mask", np.ones(1)) != 0)
+        log_ratios_of_datums.append((values - inputs["logprobs"])[is_counted])
     log_ratios = np.concatenate(log_ratios_of_datums)
     # math.exp raises OverflowError beyond 709, so `_capped_exp` clips the logprob difference at
     # 700. The check for finite losses does not exclude larger differences: ppo clips the ratio,
