@@ -51,8 +51,11 @@ PARTS = [
     for unembed in (True, False)
     if attn or mlp or unembed
 ]
-TOLERANCE = 2e-5
-"""Nats, float32 throughout: two programs with other orders of sums."""
+TOLERANCE = 1e-4
+"""Nats, float32 throughout, in two programs with other orders of sums. At single positions, where a
+norm amplifies rounding, transformers in float32 is up to 3.5e-5 away from itself in float64. A wrong
+export is off by hundredths.
+"""
 
 
 def logprobs(model) -> list[float]:
