@@ -15,7 +15,13 @@ import chz
 from planish.distillation.teachers import TeacherConfig
 from planish.errors import UserError
 from planish.rl.environments.datasets import ConcatenatedRLDataset, rebatch
-from planish.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder, WrappedGroup
+from planish.rl.types import (
+    EnvGroupBuilder,
+    RLDataset,
+    RLDatasetBuilder,
+    WrappedGroup,
+    smallest_group_size_of,
+)
 
 
 @chz.chz
@@ -65,6 +71,11 @@ class TaughtDataset(RLDataset):
     def __len__(self) -> int:
         return min(len(part) for part in self.parts)
 
+    def require_full_batch(self) -> None:
+        """Raise UserError if a batch of a part is larger than that part."""
+        for part in self.parts:
+            part.require_full_batch()
+
 
 @chz.chz
 class DistillationDatasetBuilder(RLDatasetBuilder):
@@ -79,3 +90,7 @@ class DistillationDatasetBuilder(RLDatasetBuilder):
         train_sets = [rebatch(dataset, part.groups_per_batch) for part, dataset, _ in datasets]
         test_sets = [test for _, _, test in datasets if test is not None]
         return TaughtDataset(train_sets), ConcatenatedRLDataset(test_sets) if test_sets else None
+
+    def smallest_group_size(self) -> int | None:
+        """Return the smallest group size of the parts; None if it is unknown."""
+        return smallest_group_size_of([part.dataset_builder for part in self.parts])

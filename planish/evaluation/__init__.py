@@ -1,12 +1,11 @@
 """Measure how good a model is at a task: questions, answers, and metrics with standard errors."""
 
-from planish.evaluation.estimates import pass_at_k
 from planish.evaluation.evaluate import Results, evaluate
 from planish.evaluation.evaluator import TaskEvaluator
 from planish.evaluation.models import OpenedModel, open_model
 from planish.evaluation.tasks import TASKS, TaskKind, load_task
 from planish.evaluation.types import ChoiceTask, Question, SampledTask, Sampling, Task, Verdict
-from planish.runlog.statistics import Mean
+from planish.runlog.statistics import Mean, pass_at_k
 
 __all__ = [
     "TASKS",

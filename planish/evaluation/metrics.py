@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from planish.errors import UserError
-from planish.evaluation.estimates import pass_at_k
 from planish.evaluation.types import ChosenAnswer, SampledAnswer
-from planish.runlog.statistics import Mean
+from planish.runlog.statistics import Mean, pass_at_k
 
 Metrics = dict[str, float]
 

@@ -223,6 +223,11 @@ class RLDataset(ABC):
     def __len__(self) -> int:
         """Return the number of batches."""
 
+    def require_full_batch(self) -> None:  # noqa: B027  (not every dataset has batches of one size)
+        """Raise UserError if the batch size is larger than the dataset, which would be cut without
+        notice. A run calls it before it trains.
+        """
+
     def data_size(self) -> int:
         """Return the number of problems, or of batches if that is unknown. A run resumes only with
         the same number as at its start.
@@ -239,3 +244,15 @@ class RLDatasetBuilder(ABC):
     @abstractmethod
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Return (training dataset, test dataset or None)."""
+
+    def smallest_group_size(self) -> int | None:
+        """Return the smallest number of trajectories in a training group: by default the option
+        `group_size` if the builder has one; None if it is unknown.
+        """
+        return getattr(self, "group_size", None)
+
+
+def smallest_group_size_of(builders: Sequence[RLDatasetBuilder]) -> int | None:
+    """Return the smallest group size of several builders; None if no builder knows its own."""
+    sizes = (builder.smallest_group_size() for builder in builders)
+    return min((size for size in sizes if size is not None), default=None)

@@ -95,6 +95,10 @@ class RolloutOptions:
     eval_temperature: float | None = chz.field(
         default=None, doc="sampling temperature in evaluations; 0 = greedy, none = temperature"
     )
+    eval_samples: int = chz.field(
+        default=1,
+        doc="answers per test problem in evaluations; more than 1 adds the metrics avg@n and pass@k",
+    )
     num_groups_to_log: int = chz.field(
         default=4,
         doc="number of groups per step whose environment logs are written; a page of rollouts "
@@ -164,7 +168,7 @@ def check_all_but_reference(config: Config) -> None:
     Runs with another advantage shaping, such as distillation, use this check.
     """
     check_run(config)
-    require_at_least(config, max_tokens=1, num_substeps=1)
+    require_at_least(config, max_tokens=1, num_substeps=1, eval_samples=1)
     require(
         config,
         temperature=(
@@ -174,6 +178,10 @@ def check_all_but_reference(config: Config) -> None:
         eval_temperature=(
             config.eval_temperature is None or 0 <= config.eval_temperature < math.inf,
             "0 or more, or None",
+        ),
+        eval_samples=(
+            config.eval_samples == 1 or config.eval_temperature != 0,
+            "1, or an eval_temperature above 0: greedy answers to a problem are all the same",
         ),
         advantage=(config.advantage in ADVANTAGES, f"one of {', '.join(ADVANTAGES)}"),
         loss_fn=(config.loss_fn in RL_LOSSES, f"one of {', '.join(RL_LOSSES)}"),
@@ -203,7 +211,18 @@ def check_all_but_reference(config: Config) -> None:
     if streaming is not None:
         require_at_least(streaming, num_minibatches=1)
     strategy_from(config.rollout_error_tolerance)
+    _check_group_size(config)
     _check_unused(config)
+
+
+def _check_group_size(config: Config) -> None:
+    """Raise UserError for groups of one trajectory, unless rewards are not trained on."""
+    group_size = config.dataset_builder.smallest_group_size()
+    if config.advantage != "none" and group_size is not None and group_size < 2:
+        raise UserError(
+            f"dataset_builder has group_size={group_size}: give at least 2: answers are compared "
+            "within their group, so a group of one answer teaches nothing"
+        )
 
 
 def _check_unused(config: Config) -> None:

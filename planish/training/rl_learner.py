@@ -98,7 +98,7 @@ class RLLearner:
         with spans.measure("publish"):
             sampling_client = await self.publish()
         evals: Metrics = {}
-        if self.is_eval_due(step):
+        if loop.is_eval_due(step, self.config.eval_every):
             evals = await self.evaluate(step, sampling_client, runner, spans)
         self.start_rollouts(step, sampling_client, runner, tasks)
         batch = self.in_flight[0]
@@ -208,11 +208,6 @@ class RLLearner:
     async def publish(self) -> Any:
         """Return a sampling client of the current weights."""
         return await self.training_client.save_weights_and_get_sampling_client_async()
-
-    def is_eval_due(self, step: int) -> bool:
-        """Return whether the evaluators run before `step`."""
-        eval_every = self.config.eval_every
-        return eval_every > 0 and (step % eval_every == 0 or self.loop.is_first_or_last(step))
 
     async def evaluate(
         self, step: int, sampling_client: SamplingClient, runner: GroupRolloutRunner, spans: Spans

@@ -115,14 +115,19 @@ class RunLoop:
             step, self.num_steps, options.learning_rate, options.lr_schedule, options.warmup_steps
         )
 
-    def is_first_or_last(self, step: int) -> bool:
-        """Return whether every evaluator runs at `step`, regardless of its interval.
+    def is_eval_due(self, step: int, every: int) -> bool:
+        """Return whether evaluators with the interval `every` run before `step`; 0 = never.
 
-        This is the case at the end of the run, where `step` is the number of steps. It is also the
-        case at the first step if this run extends a finished run. Resuming drops the metrics row
-        of the earlier final evaluation, so the first step evaluates the same weights again.
+        They run at every multiple of `every`, but at step 0 only with `eval_on_start`. They also
+        run at the end of the run, where `step` is the number of steps, and at the first step if
+        this run extends a finished run. Resuming drops the metrics row of the earlier final
+        evaluation, so the first step evaluates the same weights again.
         """
-        return step == self.num_steps or (step == self.start.batch and self.start.was_finished)
+        if every == 0:
+            return False
+        if step == self.num_steps or (step == self.start.batch and self.start.was_finished):
+            return True
+        return step % every == 0 and (step > 0 or self.options.eval_on_start)
 
     async def evaluate(
         self,
@@ -218,8 +223,8 @@ class RunLoop:
             )
         else:
             self.display.say(
-                f"failed after {self.steps_done} of {self.num_steps} steps; the same command "
-                "resumes there"
+                f"failed after {self.steps_done} of {self.num_steps} steps; once the cause is "
+                "removed, the same command resumes there"
             )
 
 

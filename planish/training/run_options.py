@@ -125,6 +125,16 @@ class RollingCheckpointOptions(CheckpointOptions):
 
 
 @chz.chz
+class EvaluationOptions:
+    """When a run is evaluated. The final weights are always evaluated, unless eval_every is 0."""
+
+    eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
+    eval_on_start: bool = chz.field(
+        default=True, doc="evaluate the initial weights too, before the first step"
+    )
+
+
+@chz.chz
 class LogOptions:
     """Where a run writes."""
 
@@ -138,7 +148,9 @@ class LogOptions:
 
 
 @chz.chz
-class RunOptions(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions):
+class RunOptions(
+    LogOptions, EvaluationOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions
+):
     """The options that every training run has."""
 
     learning_rate: float
@@ -146,15 +158,15 @@ class RunOptions(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOpt
     rolling_ttl_seconds: int = chz.field(
         default=7200, doc="seconds until a rolling checkpoint expires"
     )
-    eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
 
 
 @chz.chz
-class RecipeOptions(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions):
+class RecipeOptions(
+    LogOptions, EvaluationOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions
+):
     """The options of all recipes with checkpoints, evaluations, a schedule and logs."""
 
     model_name: str = DEFAULT_MODEL
-    eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
 
 
 RESUMABLE_OPTIONS = (
@@ -167,6 +179,9 @@ RESUMABLE_OPTIONS = (
     "wandb_project",
     "wandb_name",
     "enable_trace",
+    "eval_every",
+    "eval_on_start",
+    "evaluator_builders",
 )
 """Options that may differ when a run is resumed."""
 

@@ -38,10 +38,6 @@ class EvalSchedule:
     every: int
     evaluators: Sequence[Evaluator]
 
-    def is_due(self, step: int, *, is_first_or_last: bool) -> bool:
-        """Return whether the evaluators run before `step`."""
-        return self.every > 0 and (is_first_or_last or step % self.every == 0)
-
 
 @dataclass(frozen=True)
 class PendingStep:
@@ -174,11 +170,10 @@ class SupervisedLearner:
         """Return the metrics of the evaluators that are due before `step`. After the last step, all
         evaluators are due.
         """
-        is_first_or_last = self.loop.is_first_or_last(step)
         evaluators = [
             evaluator
             for schedule in self.schedules
-            if schedule.is_due(step, is_first_or_last=is_first_or_last)
+            if self.loop.is_eval_due(step, schedule.every)
             for evaluator in schedule.evaluators
         ]
         if not evaluators:

@@ -54,6 +54,7 @@ async def train(
         )
     train_set, test_set = checked_datasets(await config.dataset_builder())
     dataset = with_epochs(train_set, config)
+    dataset.require_full_batch()
     num_steps = len(dataset) if config.max_steps is None else min(len(dataset), config.max_steps)
     if num_steps == 0:
         raise UserError(
@@ -82,7 +83,9 @@ async def train(
         )
 
     ends_at_max_steps = config.max_steps is not None and config.max_steps < len(dataset)
-    options_that_may_change = resumable_options(config, "num_groups_to_log")
+    options_that_may_change = resumable_options(
+        config, "num_groups_to_log", "rollout_error_tolerance", "eval_samples", "eval_temperature"
+    )
     length_option = "max_steps" if ends_at_max_steps else "num_epochs"
     return await run_training(
         config,
@@ -137,6 +140,11 @@ def build_evaluators(config: Config, test_set: RLDataset | None) -> list[Evaluat
     if config.eval_every == 0:
         return []
     evaluators = [builder() for builder in config.evaluator_builders]
+    if test_set is None and config.eval_samples > 1:
+        raise UserError(
+            f"eval_samples={config.eval_samples}: the dataset has no test problems; give it some, "
+            "or leave eval_samples out"
+        )
     if test_set is not None:
         evaluators = [test_evaluator(config, test_set), *evaluators]
     labels = [
@@ -159,6 +167,7 @@ def test_evaluator(config: Config, test_set: RLDataset) -> RLTestSetEvaluator:
         temperature=temperature,
         num_groups_to_log=config.num_groups_to_log,
         seed=config.seed,
+        num_samples=config.eval_samples,
     )
 
 

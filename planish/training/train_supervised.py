@@ -67,7 +67,9 @@ async def train(
         config,
         service_client,
         config=chz.asdict(config),
-        may_change=resumable_options(config, "submit_ahead"),
+        may_change=resumable_options(
+            config, "submit_ahead", "infrequent_eval_every", "infrequent_evaluator_builders"
+        ),
         num_steps=num_planned_steps(train_set, config),
         data_size=train_set.data_size(),
         make_learner=make_learner,

@@ -157,6 +157,12 @@ def test_an_invalid_option_is_rejected_by_name(model, sums_dataset, tmp_path, na
     assert not (tmp_path / "run").exists()
 
 
+def test_a_batch_larger_than_the_data_is_rejected(model, sums_dataset, tmp_path, service):
+    with pytest.raises(UserError, match="batch_size=512 .*there are 26 groups to train on"):
+        rl_basic.main(options(model, sums_dataset, tmp_path, batch_size=512), service)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_dataset_that_does_not_exist_is_rejected(model, tmp_path):
     with pytest.raises(UserError, match="the dataset ./nowhere: no such file"):
         rl_basic.main(options(model, Path("./nowhere"), tmp_path, dataset="./nowhere"))

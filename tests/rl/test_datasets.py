@@ -304,3 +304,35 @@ def test_counts_below_one_are_rejected(make):
 def test_an_invalid_shuffle_seed_is_rejected():
     with pytest.raises(UserError, match="shuffle_seed=-5: give a whole number of at least 0"):
         ProblemDataset([1, 2], Group, 1, shuffle_seed=-5)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        numbers(5, 8),
+        numbers(2, 8, num_epochs=3),
+        EpochCycledRLDataset(numbers(5, 8), 4),
+        RebatchedRLDataset(numbers(5, 2), 8),
+        ConcatenatedRLDataset([numbers(8, 8), numbers(5, 8)]),
+    ],
+    ids=["problems", "epochs", "cycled", "rebatched", "concatenated"],
+)
+def test_a_batch_larger_than_the_data_is_named(dataset):
+    with pytest.raises(UserError, match=r"batch_size=8 .*there are [56] groups to train on"):
+        dataset.require_full_batch()
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        numbers(8, 8),
+        numbers(9, 8),
+        numbers(2, 8, num_epochs=4),
+        RebatchedRLDataset(numbers(5, 8), 5),
+        InterleavedRLDataset([numbers(3, 8)], [1.0], 4, 4),
+        Batches(((1, 2), (3,))),
+    ],
+    ids=["equal", "more", "epochs", "rebatched", "interleaved", "own"],
+)
+def test_a_batch_that_the_data_fill_is_accepted(dataset):
+    dataset.require_full_batch()

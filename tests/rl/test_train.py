@@ -16,6 +16,7 @@ from metric_tables import definition_of
 from planish.errors import UnsupportedError, UserError
 from planish.files import read_rows
 from planish.processes.interruption import Interruption
+from planish.rl.environments.datasets import InterleavedRLDatasetBuilder
 from planish.rl.kl import AdvantageShaping
 from planish.rl.rollout.evaluation import RLTestSetEvaluator
 from planish.runlog.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
@@ -69,6 +70,11 @@ def rows_of(path, *, timed=False):
 class OnlyTrainingBuilder(DigitsBuilder):
     async def __call__(self) -> Any:
         return (await super().__call__())[0]
+
+
+@chz.chz
+class DigitsInGroups(DigitsBuilder):
+    group_size: int = 4
 
 
 VARIANTS = {
@@ -467,6 +473,24 @@ BAD = {
     "no pair": (
         {"dataset_builder": OnlyTrainingBuilder()},
         "dataset_builder returned a .*; return a tuple of two datasets",
+    ),
+    "groups of one answer": (
+        {"dataset_builder": DigitsInGroups(group_size=1)},
+        "group_size=1: give at least 2",
+    ),
+    "groups of one answer in a source": (
+        {
+            "dataset_builder": InterleavedRLDatasetBuilder(
+                sources=[DigitsInGroups(group_size=4), DigitsInGroups(group_size=1)],
+                groups_per_batch=2,
+                total_batches=2,
+            )
+        },
+        "group_size=1: give at least 2",
+    ),
+    "batch larger than the data": (
+        {"async_config": AsyncConfig(max_steps_off_policy=1, groups_per_batch=25)},
+        "batch_size=25 .*there are 24 groups to train on",
     ),
     "empty": ({"dataset_builder": DigitsBuilder(batches=0)}, "without batches"),
 }

@@ -92,6 +92,27 @@ def test_an_error_names_its_step_and_finished_steps_are_saved(service, tmp_path)
     assert service.clients[-1].weights == whole.clients[-1].weights
 
 
+def test_a_run_whose_group_always_fails_resumes_with_another_tolerance(service, tmp_path, capsys):
+    builder = EventfulBuilder(happening=AtGroup(5, broken, times=1000), tests=1, at_test=nothing)
+    with pytest.raises(RuntimeError, match="the sandbox is gone"):
+        train(service, tmp_path, builder)
+    message = "failed after 2 of 4 steps; once the cause is removed, the same command resumes there"
+    assert message in capsys.readouterr().out.replace("\n", " ")
+    changes = {
+        "rollout_error_tolerance": MinViableGroup(min_successful=1),
+        "eval_every": 2,
+        "eval_on_start": False,
+        "eval_samples": 2,
+        "eval_temperature": 0.5,
+    }
+    train(service, tmp_path, builder, **changes)
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[2]["rollout_errors/groups_skipped"] == 1
+    evaluated = [row["step"] for row in rows if "test/env/all/total_episodes" in row]
+    assert evaluated == [2, 4]
+
+
 def test_a_dataset_error_names_its_batch_and_finished_steps_are_saved(
     service, tmp_path, monkeypatch
 ):

@@ -256,6 +256,21 @@ def test_evaluations_measure_the_weights_before_their_step(service, chats, tmp_p
     assert service.operations.count("publish") == 4
 
 
+def test_the_initial_weights_are_not_evaluated_without_eval_on_start(service, chats, tmp_path):
+    train(
+        service,
+        chats,
+        tmp_path,
+        evaluator_builders=[Steps],
+        infrequent_evaluator_builders=[Digest],
+        infrequent_eval_every=3,
+        eval_on_start=False,
+    )
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows if "trained/steps" in row] == [2, 4, 6]
+    assert [row["step"] for row in rows if "sampled/steps" in row] == [3, 6]
+
+
 class Unknown(SamplingClientEvaluator):
     async def __call__(self, sampling_client):
         return {"sampled/steps": float("nan")}

@@ -19,7 +19,12 @@ import numpy as np
 
 from planish.datasets.rows import check_shuffle_seed
 from planish.errors import UserError
-from planish.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
+from planish.rl.types import (
+    EnvGroupBuilder,
+    RLDataset,
+    RLDatasetBuilder,
+    smallest_group_size_of,
+)
 
 P = TypeVar("P")
 
@@ -67,6 +72,10 @@ class ProblemDataset(RLDataset, Generic[P]):
         """Return the number of problems."""
         return len(self.problems)
 
+    def require_full_batch(self) -> None:
+        """Raise UserError if a batch is larger than all epochs together."""
+        _require_full_batch(self.groups_per_batch, self._num_groups)
+
     @property
     def _num_groups(self) -> int:
         return len(self.problems) * self.num_epochs
@@ -86,7 +95,7 @@ def evaluation_dataset(
     problems: Sequence[P], make_group: Callable[[P], EnvGroupBuilder]
 ) -> ProblemDataset[P] | None:
     """Return all problems as one batch, for evaluation; None if there are none."""
-    return ProblemDataset(problems, make_group, len(problems)) if problems else None
+    return ProblemDataset(problems, make_group, len(problems)) if len(problems) else None
 
 
 @dataclass(frozen=True)
@@ -133,6 +142,10 @@ class EpochCycledRLDataset(RLDataset):
 
     def __len__(self) -> int:
         return self.num_epochs * len(self.inner)
+
+    def require_full_batch(self) -> None:
+        """Raise UserError if a batch of the inner dataset is larger than the dataset."""
+        self.inner.require_full_batch()
 
     def _make_order(self, epoch: int) -> Sequence[int]:
         if self.shuffle_seed is None:
@@ -215,6 +228,10 @@ class RebatchedRLDataset(RLDataset):
     def __len__(self) -> int:
         return -(-len(self._groups) // self.groups_per_batch)
 
+    def require_full_batch(self) -> None:
+        """Raise UserError if a batch is larger than the dataset."""
+        _require_full_batch(self.groups_per_batch, len(self._groups))
+
 
 def rebatch(dataset: RLDataset, groups_per_batch: int | None) -> RLDataset:
     """Return the dataset in batches of `groups_per_batch` groups; None = its own batches."""
@@ -281,6 +298,11 @@ class ConcatenatedRLDataset(RLDataset):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
+    def require_full_batch(self) -> None:
+        """Raise UserError if a batch of a dataset is larger than that dataset."""
+        for dataset in self.datasets:
+            dataset.require_full_batch()
+
 
 @chz.chz
 class InterleavedRLDatasetBuilder(RLDatasetBuilder):
@@ -314,6 +336,10 @@ class InterleavedRLDatasetBuilder(RLDatasetBuilder):
             self.seed,
         )
         return train, ConcatenatedRLDataset(test_sets) if test_sets else None
+
+    def smallest_group_size(self) -> int | None:
+        """Return the smallest group size of the sources; None if it is unknown."""
+        return smallest_group_size_of(self.sources)
 
 
 def assign_positions(weights: Sequence[float], count: int) -> list[tuple[int, int]]:
@@ -349,6 +375,14 @@ def _at_least_one(**counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
             raise UserError(f"{name}={count}: give a whole number of at least 1")
+
+
+def _require_full_batch(groups_per_batch: int, num_groups: int) -> None:
+    if 0 < num_groups < groups_per_batch:
+        raise UserError(
+            f"batch_size={groups_per_batch} (or groups_per_batch): there are {num_groups} groups "
+            "to train on; give at most that number, or more data"
+        )
 
 
 def _check_index(index: int, length: int) -> None:

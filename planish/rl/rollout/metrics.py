@@ -5,12 +5,13 @@ no decision from them.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from planish.rl.answers import group_metrics, mean
 from planish.rl.data_processing import TrainingSequence
 from planish.rl.rollout.rollouts import GroupRollout
-from planish.rl.types import Metrics, Transition
+from planish.rl.types import Metrics, TrajectoryGroup, Transition
+from planish.runlog.statistics import pass_at_k
 
 
 def environment_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
@@ -19,6 +20,24 @@ def environment_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
     The metrics env/<tag>/... of each tag are added if tags tell the groups apart, that is if at
     least one tag does not apply to all groups.
     """
+    return _metrics_by_tag(groups_P, _group_metrics)
+
+
+def repeated_sample_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
+    """Return env/all/avg@n and env/all/pass@k of problems with up to n answers each, and the same
+    for each tag; {} if no answer has the metric `correct`.
+
+    An answer is right if its metric `correct` is 1. avg@n is the mean over problems of the fraction
+    of right answers. pass@k is the mean of the estimates of planish/runlog/statistics.py, for the
+    powers of 2 from 2 to n, and for n. Problems with fewer than k answers are left out of pass@k.
+    """
+    return _metrics_by_tag(groups_P, _pass_metrics)
+
+
+def _metrics_by_tag(
+    groups_P: Sequence[GroupRollout], metrics_of: Callable[[Sequence[GroupRollout]], Metrics]
+) -> Metrics:
+    """Return the metrics of all groups, and those of the groups of each tag; {} without groups."""
     if not groups_P:
         return {}
     groups_by_tag: dict[str, list[GroupRollout]] = defaultdict(list)
@@ -34,8 +53,39 @@ def environment_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
     return {
         f"env/{tag}/{name}": value
         for tag, groups in groups_by_name.items()
-        for name, value in _group_metrics(groups).items()
+        for name, value in metrics_of(groups).items()
     }
+
+
+def _pass_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
+    verdicts_P_G = [_verdicts(group.group) for group in groups_P]
+    if all(verdict is None for verdicts_G in verdicts_P_G for verdict in verdicts_G):
+        return {}
+    counts_P = [(len(verdicts_G), verdicts_G.count(True)) for verdicts_G in verdicts_P_G]
+    num_samples = max(num_answers for num_answers, _ in counts_P)
+    ks = {2**power for power in range(1, num_samples.bit_length())} | {num_samples}
+    metrics = {f"avg@{num_samples}": mean([correct / count for count, correct in counts_P])}
+    for k in sorted(ks):
+        metrics[f"pass@{k}"] = mean(
+            [pass_at_k(count, correct, k) for count, correct in counts_P if count >= k]
+        )
+    return metrics
+
+
+def _verdicts(group: TrajectoryGroup) -> list[bool | None]:
+    """Return the verdict on each trajectory."""
+    return [
+        verdict([*(turn.metrics for turn in trajectory.transitions), metrics])
+        for trajectory, metrics in zip(group.trajectories_G, group.metrics_G, strict=True)
+    ]
+
+
+def verdict(metric_dicts: Iterable[Mapping[str, float]]) -> bool | None:
+    """Return whether an episode is right: whether its last metric `correct` is 1. None without this
+    metric. `metric_dicts` are the metrics of its turns and those of `compute_group_rewards`.
+    """
+    values = [metrics["correct"] for metrics in metric_dicts if "correct" in metrics]
+    return values[-1] == 1 if values else None
 
 
 def _group_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:

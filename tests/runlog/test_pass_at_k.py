@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planish.errors import UserError
-from planish.evaluation.estimates import pass_at_k
-from planish.runlog.statistics import Mean
+from planish.runlog.statistics import Mean, pass_at_k
 
 
 @pytest.mark.parametrize("samples", range(1, 8))
