@@ -25,7 +25,6 @@ from planish.errors import (
     UserError,
 )
 from planish.model.kernels.cpp.threads import spin_shortly as _spin_shortly
-from planish.moved_modules import find_former_names
 from planish.types import (
     AdamParams,
     Checkpoint,
@@ -45,7 +44,6 @@ from planish.types import (
 _spin_shortly()  # before torch is loaded, which reads it then
 
 APIFuture = Pending
-find_former_names()
 
 __all__ = [
     "APIFuture",

@@ -22,7 +22,6 @@ LAYERS = (
         "files",
         "tokenizer",
         "testing",
-        "moved_modules",
     ),
     ("processes", "logtree", "sandbox"),
     ("datasets",),

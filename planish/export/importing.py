@@ -141,9 +141,8 @@ def _base_quantization(directory: Path, quantize: str | None) -> str | None:
     if (directory / MANIFEST_FILE).is_file():
         file_name, recorded = MANIFEST_FILE, read_manifest(directory).quantize
     elif (directory / MARKER_FILE).is_file():
-        # Exports of earlier versions of planish do not name the scheme.
         file_name = MARKER_FILE
-        recorded = read_json(directory / MARKER_FILE).get("base_quantization", quantize)
+        recorded = read_json(directory / MARKER_FILE).get("base_quantization")
     else:
         return quantize
     if recorded not in (None, *SCHEMES):

@@ -67,7 +67,6 @@ class Options(dpo.PairLossOptions, RecipeOptions):
     pairs: str | None = chz.field(
         default=None, doc=f"kind of generated pairs: {' or '.join(KINDS)}; none = {DEFAULT_PAIRS}"
     )
-    drawn: str | None = chz.field(default=None, doc="former name of pairs")
     largest: int | None = chz.field(
         default=None, doc=f"generated pairs: largest operand; none = {DEFAULT_LARGEST}"
     )
@@ -104,13 +103,11 @@ def comparisons(options: Options) -> ComparisonBuilder:
     if options.dataset is not None:
         training_run.reject_unused(
             options,
-            ("pairs", "drawn", "largest"),
+            ("pairs", "largest"),
             "is for generated pairs, and dataset is given; leave it out",
         )
         return training_run.build(ComparisonBuilderFromRows, options, shuffle_seed=options.seed)
-    if options.pairs is not None and options.drawn is not None:
-        raise UserError("pairs and drawn are one option; give pairs only")
-    kind = options.pairs or options.drawn or DEFAULT_PAIRS
+    kind = options.pairs or DEFAULT_PAIRS
     if kind not in KINDS:
         raise UserError(f"pairs={kind}: give {' or '.join(KINDS)}")
     largest = DEFAULT_LARGEST if options.largest is None else options.largest

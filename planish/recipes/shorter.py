@@ -97,10 +97,6 @@ class GeneratedPrompts(PromptBuilder):
         return Prompts(_questions_on(topics[TEST_TOPICS:]), _questions_on(topics[:TEST_TOPICS]))
 
 
-DrawnPrompts = GeneratedPrompts
-"""The former name of `GeneratedPrompts`."""
-
-
 def _questions_on(topics: Sequence[str]) -> list[Messages]:
     return [
         [{"role": "user", "content": question.format(topic)}]

@@ -38,7 +38,6 @@ from planish.files import (
     read_rows,
     write_atomically,
 )
-from planish.moved_modules import current_name
 from planish.types import CheckpointPath
 
 METRICS = "metrics.jsonl"
@@ -193,14 +192,8 @@ def _has_bytes(path: Path) -> bool:
 
 
 def _options(config: Row, ignored: Collection[str]) -> Row:
-    """Return the options by dotted names, without those in `ignored`. Former names of classes and
-    functions are replaced by present ones, so that a run of an older planish can be resumed.
-    """
-    compared = {name: value for name, value in config.items() if name not in ignored}
-    return {
-        name: current_name(value) if isinstance(value, str) else value
-        for name, value in _flatten(compared)
-    }
+    """Return the options by dotted names, without those in `ignored`."""
+    return dict(_flatten({name: value for name, value in config.items() if name not in ignored}))
 
 
 def _flatten(values: Row, prefix: str = "") -> Iterator[tuple[str, Any]]:

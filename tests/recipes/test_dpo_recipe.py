@@ -115,19 +115,7 @@ def test_the_gradient_can_be_clipped(small_model, tmp_path):
     assert clipped.grad_clip_norm == 2.0
 
 
-def test_drawn_is_the_former_name_of_pairs(small_model, tmp_path):
-    former, present = (
-        dpo.comparisons(options_of(small_model, tmp_path, **{name: "result"}))
-        for name in ("drawn", "pairs")
-    )
-    assert former == present != dpo.comparisons(options_of(small_model, tmp_path))
-    with pytest.raises(UserError, match="pairs and drawn are one option"):
-        dpo.comparisons(options_of(small_model, tmp_path, drawn="result", pairs="style"))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("pairs", "style"), ("drawn", "style"), ("largest", 30)]
-)
+@pytest.mark.parametrize(("name", "value"), [("pairs", "style"), ("largest", 30)])
 def test_options_of_generated_pairs_are_rejected_with_a_dataset(small_model, tmp_path, name, value):
     given = {"dataset": "pairs.jsonl", "largest": None, name: value}
     with pytest.raises(UserError, match=f"{name}={value} is for generated pairs"):

@@ -12,7 +12,7 @@ from planish.errors import UserError
 from planish.files import read_rows
 from planish.preference.types import Comparison
 from planish.recipes import shorter
-from planish.recipes.shorter import DrawnPrompts, Shorter
+from planish.recipes.shorter import GeneratedPrompts, Shorter
 
 
 def options_of(small_model, tmp_path, **changes):
@@ -79,11 +79,11 @@ def test_fewer_tokens_win(small_model):
 
 
 def test_generated_questions_hold_out_their_topics():
-    prompts = DrawnPrompts()()
+    prompts = GeneratedPrompts()()
     train, test = ({p[0]["content"] for p in part} for part in (prompts.train, prompts.test))
     assert (len(train), len(test)) == (72, 24)
     assert not train & test
-    assert DrawnPrompts()() == prompts != DrawnPrompts(seed=1)()
+    assert GeneratedPrompts()() == prompts != GeneratedPrompts(seed=1)()
 
 
 @pytest.mark.parametrize(

@@ -77,10 +77,6 @@ class Manifest:
     def to_json(self) -> str:
         """Return the manifest as the text of planish.json."""
         fields: dict[str, Any] = {"format": MANIFEST_FORMAT, **asdict(self)}
-        if self.quantize is None:
-            # Earlier versions of planish reject a manifest with this field, so leave it out where
-            # possible.
-            del fields["quantize"]
         fields["time"] = self.time.isoformat()
         fields["expires_at"] = self.expires_at.isoformat() if self.expires_at else None
         return json.dumps(fields, indent=2) + "\n"

@@ -491,7 +491,6 @@ def _combine_results(
         "loss:sum": math.fsum(losses[datum] for datum in range(len(examples))),
         "tokens:sum": float(sum(len(example.tokens) for example in examples)),
         "computed_tokens:sum": computed_tokens,
-        "forest_tokens:sum": computed_tokens,  # the former name of this metric
         "micro_batches:sum": float(len(micro_batches)),
     }
     ratios = [result.ratio_range for result in results if result.ratio_range is not None]
