@@ -15,7 +15,7 @@ from planish.errors import UserError
 from planish.model.weight_sizes import SCHEMES
 from planish.processes.arguments import argument_adder, parse_pairs
 from planish.server.http.access import LOG_LEVELS, LogFormat
-from planish.server.http.context import is_loopback
+from planish.server.http.origins import is_loopback
 from planish.server.settings import RENAMED_SETTINGS, HttpSettings, ServerSettings
 
 _log = logging.getLogger("planish.serve")

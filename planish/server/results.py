@@ -9,6 +9,7 @@
     |                    other error has status 409, because the SDK retries requests with it
     |- Gone 410          the object existed: a session that ended, a result that expired
     |- Abandoned 422     the request crashed the server repeatedly (crash_guard.py)
+    |- KeyReused 422     the idempotency key belongs to a request with another body
     |- TooManyRequests 429   the tenant has reached a limit; the SDK retries later
     `- Unavailable 503   no disk space, stopping, or overloaded; the SDK retries later
 
@@ -197,6 +198,19 @@ class Abandoned(ServerError):
     """The request crashed the server repeatedly, and is not run again."""
 
     status = 422
+
+
+class KeyReused(ServerError, UserError):
+    """The header X-Idempotency-Key belongs to an earlier request with another body."""
+
+    status = 422
+
+    def __init__(self) -> None:
+        """The message is the same for all requests."""
+        super().__init__(
+            "X-Idempotency-Key: an earlier request with this key had another body; give each "
+            "request its own key, and send the key again only to repeat the request"
+        )
 
 
 class TooManyRequests(ServerError):

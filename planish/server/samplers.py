@@ -25,7 +25,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from planish.errors import CheckpointError, DamagedFileError, EngineClosedError, UserError
+from planish.errors import (
+    CheckpointError,
+    DamagedFileError,
+    EngineClosedError,
+    StorageError,
+    UserError,
+)
 from planish.server.durable.checkpoints import check_is_not_private, sampler_copy_path
 from planish.server.durable.quotas import ROW_BYTES, check_samplers
 from planish.server.durable.records import SamplerRow, select, update_row, upsert
@@ -187,14 +193,19 @@ class Samplers:
 
     # Creating and closing.
 
-    async def create(self, tenant: Tenant, operation: CreateSampler) -> str:
+    async def create(
+        self, tenant: Tenant, operation: CreateSampler, checks_storage: bool = True
+    ) -> str:
         """Create a sampler, and return its id when it can sample. A repeated request waits for the
-        same sampler. Raise BadRequest if a different request has used this id.
+        same sampler. Raise BadRequest if a different request has used this id, and, if
+        `checks_storage` is true, if the tenant has used up its storage quota.
         """
         await self._services.sessions.touch(tenant, session_id_of(operation.sampler_id))
         lock = self._creation_locks.setdefault(operation.sampler_id, asyncio.Lock())
         async with lock:
             if not await self._was_created(tenant, operation):
+                if checks_storage:
+                    await self._services.checkpoints.check_quota(tenant)
                 await self._create(tenant, operation)
         return operation.sampler_id
 
@@ -226,7 +237,7 @@ class Samplers:
 
         try:
             await services.store.write(record)
-        except ServerError:
+        except (ServerError, StorageError):
             if row.source is not None:
                 await services.engine.delete_checkpoint(row.source)
             raise

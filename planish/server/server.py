@@ -45,7 +45,6 @@ from planish.server.durable.records import (
     select_key_page,
     to_json_text,
     upsert,
-    upsert_checkpoint,
     utc_time,
 )
 from planish.server.durable.request_log import (
@@ -70,15 +69,15 @@ from planish.server.results import (
 )
 from planish.server.services import Services
 from planish.server.settings import ServerSettings
+from planish.server.stored_runs import StoredRuns
 from planish.service import CreateModel, UnloadModel
 from planish.types import (
     Checkpoint,
-    CheckpointPath,
     GetInfoResponse,
     GetServerCapabilitiesResponse,
     ModelData,
 )
-from planish.wire.models import IdParts, session_id_of
+from planish.wire.models import session_id_of
 
 _log = logging.getLogger(__name__)
 
@@ -107,6 +106,7 @@ class Server(Services):
         self.cleanup = Cleanup(self)
         self._recovery = Recovery(self)
         self._run_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self.stored_runs = StoredRuns(self, self._run_lock)
         self._background_tasks: list[asyncio.Task[None]] = []
 
     # Life of the process.
@@ -391,77 +391,6 @@ class Server(Services):
         if run_id is not None:
             await self.sessions.model_row(tenant, run_id)
         return await self.checkpoints.page(tenant, run_id, limit, offset)
-
-    async def copy_checkpoint(
-        self,
-        tenant: Tenant,
-        source: str,
-        session_id: str,
-        model_seq_id: int,
-        ttl_seconds: int | None,
-    ) -> str:
-        """Copy a checkpoint into a new run, and return the path of the copy. The id of the run is
-        `{session}:train:{n}`, as for a model, but no model is created. A repeated request returns
-        the path of the first copy.
-        """
-        self.engine.check_open()
-        await self.sessions.touch(tenant, session_id)
-        run_id = IdParts(session_id, model_seq_id).model_id
-        row = await self.checkpoints.readable_row(tenant, source)
-        return await run_uncancelled(self._copy_into_run(tenant, row.path, run_id, ttl_seconds))
-
-    async def _copy_into_run(
-        self, tenant: Tenant, source: str, run_id: str, ttl_seconds: int | None
-    ) -> str:
-        """Copy a checkpoint into the run `run_id`, unless the run already contains this copy."""
-        source_path = CheckpointPath.parse(source)
-        path = str(CheckpointPath(run_id, source_path.checkpoint_type, source_path.name))
-        closed_reason = f"it holds a copy of {source}"
-        # Without this lock, two sources with the same name could both be copied to `path`. The
-        # files could then be from one source, and the rows from the other.
-        async with self._run_lock(run_id):
-            if await self._is_copied(run_id, closed_reason):
-                return path
-            await self.checkpoints.check_quota(tenant)
-            self.request_log.check_capacity(tenant.name, 0)
-            await self.engine.copy_checkpoint(source, path, ttl_seconds)
-            # Describe the copy and not `source`, which its owner may overwrite at any time.
-            info = await self.engine.checkpoint_info(path)
-            checkpoint_row = await self.checkpoints.row_from_files(tenant, path)
-            metadata = to_json_text(info.checkpoint.user_metadata or {})
-            run = ModelRow(
-                id=run_id,
-                tenant=tenant.name,
-                session=session_id_of(run_id),
-                base_model=info.base_model,
-                lora=to_json_text(info.lora),
-                user_metadata=metadata,
-                training_bytes=0,
-                sampling_bytes=0,
-                created=checkpoint_row.made,
-                used=checkpoint_row.made,
-                closed=closed_reason,
-                bytes=row_bytes(metadata),
-            )
-
-            def record(transaction: Transaction) -> None:
-                upsert(transaction, run)
-                upsert_checkpoint(transaction, checkpoint_row)
-
-            await self.store.write(record)
-        return path
-
-    async def _is_copied(self, run_id: str, closed_reason: str) -> bool:
-        """Return whether the run already contains this copy. Raise UserError if a model, or a copy
-        of another checkpoint, uses the id of the run.
-        """
-        runs = await self.store.read(select, ModelRow, "id = ?", [run_id])
-        if runs and runs[0].closed != closed_reason:
-            raise UserError(
-                f"model_seq_id: {run_id!r} is already used by another model or by a copy of "
-                "another checkpoint; continue with the next sequence number"
-            )
-        return bool(runs)
 
 
 def _last_request_time(db: sqlite3.Connection, owner: str) -> float:

@@ -36,7 +36,15 @@ from planish.server.durable.records import (
     utc_time,
 )
 from planish.server.durable.store import Store, Transaction, crash_point
-from planish.server.results import Gone, NotFound, Page, SessionRecord, SessionSpec, Tenant
+from planish.server.results import (
+    Gone,
+    KeyReused,
+    NotFound,
+    Page,
+    SessionRecord,
+    SessionSpec,
+    Tenant,
+)
 from planish.server.settings import TenantSettings
 
 if TYPE_CHECKING:
@@ -103,15 +111,20 @@ class Sessions:
         """Create a session, and return its id. Raise BadRequest if the tenant has `max_sessions`
         open sessions.
 
-        Calls with the same key return the same session, also after a restart.
+        Calls with the same key return the same session, also after a restart. Raise KeyReused if
+        they do not have the same `spec`.
         """
-        session_id = secrets.token_hex(8)
+        session_id, text, now = (
+            new_session_id(tenant, idempotency_key),
+            to_json_text(spec),
+            time.time(),
+        )
         if idempotency_key is not None:
-            session_id = _id_from_key(tenant, idempotency_key)
-            if await self._store.read(select, SessionRow, "id = ?", [session_id]):
+            rows = await self._store.read(select, SessionRow, "id = ?", [session_id])
+            if rows:
+                _check_same_spec(rows[0], text)
                 await self.touch(tenant, session_id)
                 return session_id
-        text, now = to_json_text(spec), time.time()
         row = SessionRow(session_id, tenant.name, text, now, now, bytes=row_bytes(text))
         self._check_disk(row.bytes)
         await self._store.write(self._insert_session, row)
@@ -120,9 +133,33 @@ class Sessions:
         return row.id
 
     def _insert_session(self, transaction: Transaction, row: SessionRow) -> None:
-        if select(transaction, SessionRow, "id = ?", [row.id]):
+        for existing in select(transaction, SessionRow, "id = ?", [row.id]):
+            _check_same_spec(existing, row.spec)
             return  # a request with the same key arrived at the same moment
         check_sessions(transaction, row.tenant, self._settings)
+        self._insert(transaction, row)
+
+    def insert_ended(
+        self,
+        transaction: Transaction,
+        tenant: Tenant,
+        session_id: str,
+        spec: SessionSpec,
+        reason: str,
+    ) -> None:
+        """Insert a session that has ended, for a run that nobody uses through a session. Raise
+        KeyReused if there is a session with this id.
+        """
+        if select(transaction, SessionRow, "id = ?", [session_id]):
+            raise KeyReused
+        text, now = to_json_text(spec), time.time()
+        row = SessionRow(
+            session_id, tenant.name, text, now, now, ended=now, reason=reason, bytes=row_bytes(text)
+        )
+        self._insert(transaction, row)
+
+    def _insert(self, transaction: Transaction, row: SessionRow) -> None:
+        """Insert a row. If the tenant then has too many sessions, delete its oldest ended ones."""
         upsert(transaction, row)
         total = count(transaction, SessionRow, "tenant = ?", [row.tenant])
         if total > self._settings.max_sessions:
@@ -330,8 +367,18 @@ def delete_sessions(transaction: Transaction, where: str, values: Sequence[Any])
         delete_row(transaction, SessionRow, row[0])
 
 
-def _id_from_key(tenant: Tenant, key: str) -> str:
-    return hashlib.blake2b(f"{tenant.name}\0{key}".encode(), digest_size=8).hexdigest()
+def new_session_id(tenant: Tenant, idempotency_key: str | None) -> str:
+    """Return the id of a new session. Requests with the same key get the same id."""
+    if idempotency_key is None:
+        return secrets.token_hex(8)
+    text = f"{tenant.name}\0{idempotency_key}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _check_same_spec(row: SessionRow, spec: str) -> None:
+    """Raise KeyReused if the session in `row` was created with another spec."""
+    if row.spec != spec:
+        raise KeyReused
 
 
 def _not_found(session_id: str) -> NotFound:

@@ -216,3 +216,8 @@ class HttpSettings:
     """Maps each API key to the name of its tenant. None: no key is needed. The server then accepts
     only requests from its own machine, and none from web pages.
     """
+    allowed_origins: tuple[str, ...] = ()
+    """The origins of web pages whose requests are accepted (CORS). "*" means every page."""
+    public_url: str | None = None
+    """The URL at which clients reach the server, for download links. None: the URL of the request.
+    """

@@ -227,7 +227,7 @@ async def test_a_clock_that_is_behind_but_later_than_the_last_use_deletes_nothin
         paths = [await model.save("a", ttl_seconds=int(9 * DAY)), await model.save("b")]
         await server.checkpoints.set_ttl(TENANT, paths[1], int(9 * DAY))
         paths.append(
-            await server.copy_checkpoint(TENANT, paths[0], client.session_id, 9, int(9 * DAY))
+            await server.stored_runs.copy(TENANT, paths[0], client.session_id, 9, int(9 * DAY))
         )
         if is_corrected_while_running:
             shifted.seconds = 10 * DAY

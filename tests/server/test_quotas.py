@@ -11,7 +11,14 @@ from planish.errors import StorageError, UserError
 from planish.server.durable.quotas import stored_bytes
 from planish.server.durable.records import ModelRow, SamplerRow, SessionRow, count
 from planish.server.durable.store import Store
-from planish.server.results import BadRequest, NotFound, SessionSpec, Tenant, Unavailable
+from planish.server.results import (
+    BadRequest,
+    KeyReused,
+    NotFound,
+    SessionSpec,
+    Tenant,
+    Unavailable,
+)
 from planish.server.server import Server
 from planish.server.settings import ServerSettings
 from planish.service import UnloadModel
@@ -72,7 +79,10 @@ async def test_a_tenant_over_its_quota_can_still_delete(model_dir, data_dir):
         with pytest.raises(BadRequest, match=r"max_storage_bytes.*delete some"):
             await client.model()
         with pytest.raises(BadRequest, match="max_storage_bytes"):
-            await server.copy_checkpoint(TENANT, path, client.session_id, 8, None)
+            await server.stored_runs.copy(TENANT, path, client.session_id, 8, None)
+        for options in ({}, {"base_model": None, "model_path": path}):
+            with pytest.raises(BadRequest, match="max_storage_bytes"):
+                await client.sampler(**options)
         await Client.start(server)
         await server.checkpoints.delete(TENANT, path)
         assert await stored(server) < 50_000
@@ -239,11 +249,10 @@ async def test_an_idempotency_key_gives_one_copy_after_an_interrupted_one(
             raise OSError(28, "No space left on device")
 
     async def copied(server: Server, source: str) -> str:
-        session = await server.sessions.create(TENANT, SessionSpec(), "key")
         with monkeypatch.context() as full:
             if is_full:
                 full.setattr("planish.server.durable.store.crash_point", refuse)
-            return await server.copy_checkpoint(TENANT, source, session, 0, None)
+            return await server.stored_runs.copy_alone(TENANT, source, None, "key")
 
     is_full = True
     async with running(model_dir, data_dir) as server:
@@ -251,6 +260,7 @@ async def test_an_idempotency_key_gives_one_copy_after_an_interrupted_one(
         with pytest.raises(StorageError):
             await copied(server, source)
         is_full = False
+        assert await rows(server, SessionRow) == 1  # that of the source's model
     paths = []
     for _ in range(2):
         async with running(model_dir, data_dir) as server:
@@ -258,6 +268,43 @@ async def test_an_idempotency_key_gives_one_copy_after_an_interrupted_one(
             listed = (await server.list_checkpoints(TENANT)).items
             assert {item.tinker_path for item in listed} == {source, paths[0]}
     assert len(set(paths)) == 1
+
+
+async def test_an_idempotency_key_with_another_request_is_rejected(model_dir, data_dir):
+    """It made a second session, or a copy with another time to live, without a word."""
+    async with running(model_dir, data_dir) as server:
+        model = await (await Client.start(server)).model()
+        first, second = await model.save("a"), await model.save("b")
+        copy = await server.stored_runs.copy_alone(TENANT, first, 60, "copy")
+        session = await server.sessions.create(TENANT, SessionSpec(["x"]), "session")
+        before = await rows(server, SessionRow)
+        for call in (
+            lambda: server.stored_runs.copy_alone(TENANT, second, 60, "copy"),
+            lambda: server.stored_runs.copy_alone(TENANT, first, None, "copy"),
+            lambda: server.sessions.create(TENANT, SessionSpec(["y"]), "session"),
+            lambda: server.sessions.create(TENANT, SessionSpec(["y"]), "copy"),
+            lambda: server.stored_runs.copy_alone(TENANT, first, 60, "session"),
+        ):
+            with pytest.raises(KeyReused, match="X-Idempotency-Key"):
+                await call()
+        assert await server.stored_runs.copy_alone(TENANT, first, 60, "copy") == copy
+        assert await server.sessions.create(TENANT, SessionSpec(["x"]), "session") == session
+        assert await rows(server, SessionRow) == before
+
+
+async def test_a_copy_that_fails_leaves_no_session(model_dir, data_dir):
+    async with running(model_dir, data_dir, ServerSettings(max_storage_bytes=50_000)) as server:
+        model = await (await Client.start(server)).model()
+        path = await model.save("a")
+        before = await rows(server, SessionRow)
+        for source, error in (
+            (path, BadRequest),
+            ("tinker://nobody:train:0/weights/a", NotFound),
+        ):
+            for key in (None, "key"):
+                with pytest.raises(error):
+                    await server.stored_runs.copy_alone(TENANT, source, None, key)
+        assert await rows(server, SessionRow) == before
 
 
 async def test_a_database_without_sizes_is_upgraded(tmp_path):

@@ -229,7 +229,7 @@ async def test_a_model_number_is_never_reused(model_dir, data_dir):
         client = await Client.start(server)
         model = await client.model()
         path = await model.save("a")
-        copied = await server.copy_checkpoint(TENANT, path, client.session_id, 5, None)
+        copied = await server.stored_runs.copy(TENANT, path, client.session_id, 5, None)
         with pytest.raises(BadRequest, match="already been used"):
             await server.create_model(
                 TENANT, CreateModel(f"{client.session_id}:train:5", BASE, LoraConfig(RANK))

@@ -14,7 +14,7 @@ from planish.engine.settings import EngineSettings
 from planish.errors import UnknownModelError, UserError
 from planish.server import serve
 from planish.server.http.app import STOP_SECONDS
-from planish.server.http.context import is_loopback
+from planish.server.http.origins import is_loopback
 from planish.server.options import ServeOptions, options_of
 from planish.server.serve import MemoryPlan, cache_tokenizer, device_memory, memory_plan
 from planish.server.settings import RENAMED_SETTINGS, ServerSettings

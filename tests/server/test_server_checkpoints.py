@@ -197,9 +197,9 @@ async def test_a_copy_belongs_to_a_new_run(model_dir, data_dir):
         model = await client.model(user_metadata={"renderer": "x"})
         await model.step()
         path = await model.save("a")
-        copy = await server.copy_checkpoint(TENANT, path, client.session_id, 8, None)
+        copy = await server.stored_runs.copy(TENANT, path, client.session_id, 8, None)
         assert copy == f"tinker://{client.session_id}:train:8/weights/a"
-        assert await server.copy_checkpoint(TENANT, path, client.session_id, 8, None) == copy
+        assert await server.stored_runs.copy(TENANT, path, client.session_id, 8, None) == copy
         before = state(data_dir, path)
         await server.checkpoints.delete(TENANT, path)
         assert state(data_dir, copy) == before
@@ -213,9 +213,9 @@ async def test_a_copy_belongs_to_a_new_run(model_dir, data_dir):
         )
         other = await model.save("b")
         with pytest.raises(ValueError, match="already used by another model or by a copy"):
-            await server.copy_checkpoint(TENANT, other, client.session_id, 8, None)
+            await server.stored_runs.copy(TENANT, other, client.session_id, 8, None)
         with pytest.raises(ValueError, match="already used by another model or by a copy"):
-            await server.copy_checkpoint(TENANT, other, client.session_id, 0, None)
+            await server.stored_runs.copy(TENANT, other, client.session_id, 0, None)
 
 
 async def test_concurrent_copies_into_one_run_do_not_mix(model_dir, data_dir, monkeypatch):
@@ -245,7 +245,7 @@ async def test_concurrent_copies_into_one_run_do_not_mix(model_dir, data_dir, mo
             await copy_files(*arguments)
 
         monkeypatch.setattr(server.engine, "copy_checkpoint", copy_together)
-        copy = partial(server.copy_checkpoint, TENANT, ttl_seconds=None)
+        copy = partial(server.stored_runs.copy, TENANT, ttl_seconds=None)
         answers = await asyncio.gather(
             *(copy(path, client.session_id, 8) for path in paths),
             return_exceptions=True,
@@ -257,7 +257,7 @@ async def test_concurrent_copies_into_one_run_do_not_mix(model_dir, data_dir, mo
         assert state(data_dir, copied) == state(data_dir, paths[number])
         assert (await server.training_run(TENANT, run_id)).user_metadata == {"number": str(number)}
         with pytest.raises(ValueError, match="already used by another model or by a copy"):
-            await server.copy_checkpoint(TENANT, paths[1 - number], client.session_id, 8, None)
+            await server.stored_runs.copy(TENANT, paths[1 - number], client.session_id, 8, None)
 
 
 async def test_a_copy_that_nobody_waits_for_is_finished_before_the_next(
@@ -277,12 +277,12 @@ async def test_a_copy_that_nobody_waits_for_is_finished_before_the_next(
 
         monkeypatch.setattr(server.engine, "copy_checkpoint", copy_slowly)
         left = asyncio.create_task(
-            server.copy_checkpoint(TENANT, paths[0], client.session_id, 8, None)
+            server.stored_runs.copy(TENANT, paths[0], client.session_id, 8, None)
         )
         await begun.wait()
         left.cancel()
         with pytest.raises(ValueError, match="already used by another model or by a copy"):
-            await server.copy_checkpoint(TENANT, paths[1], client.session_id, 8, None)
+            await server.stored_runs.copy(TENANT, paths[1], client.session_id, 8, None)
         copied = f"tinker://{client.session_id}:train:8/weights/a"
         assert state(data_dir, copied) == state(data_dir, paths[0])
 

@@ -56,8 +56,8 @@ async def test_no_object_of_another_tenant_is_found(model_dir, data_dir):
             server.checkpoints.delete(ben.tenant, path),
             server.checkpoints.set_public(ben.tenant, path, True),
             server.checkpoints.set_ttl(ben.tenant, path, 3600),
-            server.copy_checkpoint(ben.tenant, path, ben.session_id, 7, None),
-            server.copy_checkpoint(anna.tenant, path, ben.session_id, 7, None),
+            server.stored_runs.copy(ben.tenant, path, ben.session_id, 7, None),
+            server.stored_runs.copy(anna.tenant, path, ben.session_id, 7, None),
             server.checkpoints.files(ben.tenant, path),
         ]
         for call in theirs:

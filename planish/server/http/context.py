@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import ipaddress
 import logging
 import re
 import time
@@ -39,6 +38,7 @@ from starlette.routing import Route
 from planish.errors import PlanishError, UnsupportedError, UserError
 from planish.server.http.access import TENANT_SCOPE_KEY
 from planish.server.http.connections import CONNECTION_SCOPE_KEY, Connection
+from planish.server.http.origins import check_is_not_web_page, is_loopback
 from planish.server.results import (
     NotFound,
     Page,
@@ -238,6 +238,11 @@ class RequestContext:
         return version is None or (int(version[1]), int(version[2])) >= _FIRST_SDK_WITH_EXTERNAL
 
     @property
+    def idempotency_key(self) -> str | None:
+        """The key that the client sends again when it repeats a request; None without one."""
+        return self.request.headers.get("x-idempotency-key")
+
+    @property
     def is_local(self) -> bool:
         """Whether the client is a process on this machine."""
         return self.request.client is not None and is_loopback(self.request.client.host)
@@ -421,7 +426,7 @@ def authenticate(
     state: HttpState = request.app.state.http
     has_keys = state.settings.tenants_by_key is not None
     if not has_keys:
-        _reject_web_pages(request)
+        check_is_not_web_page(request.headers, bool(key), state.settings.allowed_origins)
     tenant = state.api_keys.tenant(key)
     request.scope[TENANT_SCOPE_KEY] = tenant
     state.active_tenants.touch(tenant.name)
@@ -469,30 +474,6 @@ def page_to_json(name: str, page: Page[T], to_json: Callable[[T], Any]) -> dict[
     """Return the JSON of a page, with its position in the list."""
     cursor = {"offset": page.offset, "limit": page.limit, "total_count": page.total}
     return {name: [to_json(item) for item in page.items], "cursor": cursor}
-
-
-def _reject_web_pages(request: Request) -> None:
-    """Raise Unauthorized if a web page in a browser on this machine may have sent the request. Such
-    a request has an Origin and no key, or a Host that is not a loopback name (DNS rebinding).
-    """
-    host = request.url.hostname or ""
-    is_foreign = (
-        request.headers.get("origin") is not None and request.headers.get("x-api-key") is None
-    )
-    if is_foreign or not is_loopback(host):
-        raise Unauthorized(
-            "this server has no keys, so it serves only programs on its own machine. It rejects "
-            f"requests with Host {host[:100]!r}, or with the Origin of another web page; call "
-            "127.0.0.1, or start the server with --api-key-file"
-        )
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an address, or a host name in a URL, is this machine itself."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 ANONYMOUS_TENANT = Tenant("everybody")
@@ -568,7 +549,10 @@ class ApiKeys:
         if self._tenants is None:
             return ANONYMOUS_TENANT
         if not key:
-            raise Unauthorized("this server needs a key: set TINKER_API_KEY (header X-API-Key)")
+            raise Unauthorized(
+                "this server needs a key: the tinker SDK takes it from TINKER_API_KEY (header "
+                "X-API-Key), OpenAI's clients from OPENAI_API_KEY (`Authorization: Bearer KEY`)"
+            )
         given_digest = _key_digest(key)
         matching_tenants = [
             tenant for digest, tenant in self._tenants if hmac.compare_digest(digest, given_digest)

@@ -38,7 +38,6 @@ from planish.server.http.context import (
 from planish.server.results import (
     NoSuchBaseModel,
     NotFound,
-    SessionSpec,
     TrainingRun,
 )
 from planish.types import LONGEST_TTL_SECONDS, Checkpoint
@@ -120,7 +119,8 @@ async def weights_info(context: RequestContext) -> Json:
 
 async def copy_weights(context: RequestContext) -> Json:
     """Copy a checkpoint into the run `model_seq_id` of a session. The SDK names a destination
-    project instead of a session. This server has no projects, so it makes a new session.
+    project instead of a session. This server has no projects, so it makes a run with a session of
+    its own.
     """
     async with context.fields() as fields:
         source = stored_path(fields.text("source_path"))
@@ -130,25 +130,17 @@ async def copy_weights(context: RequestContext) -> Json:
         reject_access_token(fields, context.request.headers.get("x-tinker-weights-access-token"))
         if session_id is None:
             fields.text("destination_project_id")
-    if session_id is None:
-        session_id = await _copy_session(context)
-    path = await context.server.copy_checkpoint(context.tenant, source, session_id, number, ttl)
+    runs = context.server.stored_runs
+    path = (
+        await runs.copy_alone(context.tenant, source, ttl, context.idempotency_key)
+        if session_id is None
+        else await runs.copy(context.tenant, source, session_id, number, ttl)
+    )
     return {"tinker_path": shown_path(path)}
 
 
 def _ttl_seconds(fields: Fields) -> int | None:
     return fields.optional(lambda name: fields.integer(name, 1, LONGEST_TTL_SECONDS), "ttl_seconds")
-
-
-async def _copy_session(context: RequestContext) -> str:
-    """Return the session that owns a copy. A repeated request gets the same session, and with it
-    the same copy, also after a restart of the server.
-    """
-    return await context.open_server.sessions.create(
-        context.tenant,
-        SessionSpec(tags=["copy_weights"]),
-        context.request.headers.get("x-idempotency-key"),
-    )
 
 
 def checkpoint_path(context: RequestContext) -> str:

@@ -60,7 +60,9 @@ async def create_session(context: RequestContext) -> Json:
     """Create a session."""
     async with context.fields() as fields:
         project, spec = fields.optional(fields.text, "project_id"), _session_spec(fields)
-    session_id = await context.open_server.sessions.create(context.tenant, spec)
+    session_id = await context.open_server.sessions.create(
+        context.tenant, spec, context.idempotency_key
+    )
     answer = {"type": "create_session", "session_id": session_id}
     if project is not None:
         answer["warning_message"] = (

@@ -241,8 +241,10 @@ class OpenAIModels:
                 tenant_samplers.num_created += 1
                 source = {"model_path": model.name} if is_path else {"base_model": model.name}
                 self.server.engine.check_open()
+                # A tenant over its storage quota can still use its models: this class keeps few
+                # samplers, and each adds only a row.
                 sampler_id = await self.server.samplers.create(
-                    tenant, CreateSampler(parts.sampler_id, **source)
+                    tenant, CreateSampler(parts.sampler_id, **source), checks_storage=False
                 )
                 tenant_samplers.samplers[model.name] = (model.created, sampler_id)
                 while len(tenant_samplers.samplers) > _MAX_SAMPLERS:
