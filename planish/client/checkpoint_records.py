@@ -8,11 +8,12 @@ because it keeps its own records about them.
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import quote
 
 import orjson
@@ -37,6 +38,8 @@ from planish.wire.records import checkpoint_to_json, weights_info_to_json
 
 Row = Mapping[str, Any]
 _PAGE_SIZE = 1000
+_MAX_FRUITLESS_TRIES = 5
+_RETRY_SECONDS = 1.0
 
 
 class ServerRecords:
@@ -85,7 +88,7 @@ class ServerRecords:
         """
         urls = self._call("GET", f"{_endpoint(path)}/external_weights_urls")["urls"]
         return [
-            run_coroutine(self._download_file(url, directory / _file_name(name)))
+            run_coroutine(self._download_file(_own_path(url), directory / _file_name(name)))
             for name, url in sorted(urls.items())
         ]
 
@@ -119,13 +122,8 @@ class ServerRecords:
     async def _download_file(self, url: str, target: Path) -> Path:
         http, partial_file = HttpClient(self._url, {}), target.with_name(f".{target.name}.part")
         try:
-            async with http.stream("GET", url) as response:
-                if not response.is_success:
-                    await response.aread()
-                    raise error_from_response(response)
-                with open(partial_file, "wb") as file:
-                    async for block in response.aiter_bytes():
-                        file.write(block)
+            with open(partial_file, "wb") as file:
+                await self._download(http, url, file)
             partial_file.replace(target)
         except NoAnswerError as error:
             raise self._unreachable(error) from error
@@ -138,6 +136,35 @@ class ServerRecords:
                 partial_file.unlink(missing_ok=True)
             await http.close()
         return target
+
+    async def _download(self, http: HttpClient, url: str, file: BinaryIO) -> None:
+        """Write the content of a URL to an empty file. If the connection breaks and the server
+        supports ranges, continue from the last byte that arrived. Raise NoAnswerError if
+        _MAX_FRUITLESS_TRIES tries in a row bring no byte.
+        """
+        tag, num_fruitless_tries = None, 0
+        while True:
+            start = file.tell()
+            headers = {"Accept-Encoding": "identity"}
+            if tag is not None:
+                headers |= {"Range": f"bytes={start}-", "If-Range": tag}
+            try:
+                async with http.stream("GET", url, headers=headers) as response:
+                    if not response.is_success:
+                        await response.aread()
+                        raise error_from_response(response)
+                    if response.status_code != 206:
+                        file.seek(0)
+                        file.truncate()
+                    tag = response.headers.get("etag")
+                    async for block in response.aiter_raw():
+                        file.write(block)
+                    return
+            except NoAnswerError:
+                num_fruitless_tries = 0 if file.tell() > start else num_fruitless_tries + 1
+                if tag is None or num_fruitless_tries == _MAX_FRUITLESS_TRIES:
+                    raise
+                await asyncio.sleep(_RETRY_SECONDS)
 
     def _unreachable(self, error: Exception) -> ServerUnreachableError:
         return ServerUnreachableError(
@@ -290,6 +317,15 @@ def _endpoint(path: str) -> str:
             "`planish checkpoints list`"
         )
     return f"/training_runs/{quote(run_id, safe=':')}/checkpoints/{quote(checkpoint_id, safe='/:')}"
+
+
+def _own_path(url: str) -> str:
+    """Return the path of a download link of this server, so that it is read from the URL at which
+    the client reaches the server: behind a proxy, a link may name another host. Return the links of
+    other stores as they are.
+    """
+    _, separator, path = url.partition(f"{API}/downloads/")
+    return f"{separator}{path}" if separator else url
 
 
 def _file_name(name: str) -> str:

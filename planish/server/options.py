@@ -15,7 +15,7 @@ from planish.errors import UserError
 from planish.model.weight_sizes import SCHEMES
 from planish.processes.arguments import argument_adder, parse_pairs
 from planish.server.http.access import LOG_LEVELS, LogFormat
-from planish.server.http.origins import is_loopback
+from planish.server.http.origins import check_origins, is_loopback
 from planish.server.settings import RENAMED_SETTINGS, HttpSettings, ServerSettings
 
 _log = logging.getLogger("planish.serve")
@@ -23,6 +23,7 @@ _log = logging.getLogger("planish.serve")
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _NUMBER = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(|[KMGT]iB)")
 _GIB = 1 << 30
+_PUBLIC_URL = re.compile(r"https?://[^\s/?#@]+(/[^\s?#]*)?")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class ServeOptions:
     log_format: LogFormat | None = None
     """None: text on a terminal, JSON elsewhere."""
     log_level: str = "info"
+    allowed_origins: tuple[str, ...] = ()
+    public_url: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -58,6 +61,12 @@ class ServeOptions:
             raise UserError(
                 f"--host {self.host} accepts connections from other machines; give --api-key-file "
                 "with a key for each user"
+            )
+        check_origins(self.allowed_origins, self.api_key_file is not None)
+        if self.public_url is not None and not _PUBLIC_URL.fullmatch(self.public_url):
+            raise UserError(
+                f"--public-url {self.public_url}: give the URL at which clients reach the server, "
+                "such as https://planish.example or https://example.com/planish"
             )
 
 
@@ -79,6 +88,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
     )
     add("--api-key-file FILE", "the API keys that may use the server", type=Path)
+    add(
+        "--public-url URL",
+        "the URL at which clients reach the server through a proxy, for download links (by "
+        "default, links have the Host and the scheme of the request)",
+    )
+    add(
+        "--allow-origin ORIGIN",
+        "let web pages of this origin, such as http://localhost:3000, use the server (CORS); may "
+        "be repeated. '*' means every page and needs --api-key-file",
+        action="append",
+        default=[],
+        dest="allowed_origins",
+    )
     _add_engine_arguments(parser)
     add(
         "--set NAME=VALUE",
@@ -193,6 +215,8 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
         poll_seconds=arguments.poll_seconds,
         log_format=arguments.log_format,
         log_level=arguments.log_level,
+        allowed_origins=tuple(arguments.allowed_origins),
+        public_url=arguments.public_url,
     )
 
 

@@ -182,7 +182,9 @@ def _check_options(options: ServeOptions) -> _CheckedOptions:
 def _application(engine: Engine, checked: _CheckedOptions) -> Starlette:
     options, models = checked.options, checked.models
     server = Server(engine, checked.data_dir, list(models), options.settings)
-    http = HttpSettings(options.poll_seconds, models, checked.keys)
+    http = HttpSettings(
+        options.poll_seconds, models, checked.keys, options.allowed_origins, options.public_url
+    )
     registry = CollectorRegistry()
     registry.register(SubstitutedLosses(engine.substitutions))
     other_routes = [

@@ -164,12 +164,16 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def client_of(
-    data: Path, model: Path, keys: dict[str, str] | None, poll_seconds: float = 2.0
+    data: Path,
+    model: Path,
+    keys: dict[str, str] | None,
+    poll_seconds: float = 2.0,
+    **settings: Any,
 ) -> TestClient:
     engine = Engine({BASE: str(model)}, data, EngineSettings(dtype="float32"))
     app = create_app(
         Server(engine, data, [BASE]),
-        HttpSettings(poll_seconds, {BASE: model}, keys),
+        HttpSettings(poll_seconds, {BASE: model}, keys, **settings),
         routes_sampling.PLANISH_ROUTES,
     )
     return TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 1))
@@ -250,9 +254,41 @@ def test_without_keys_requests_of_web_pages_are_rejected(tmp_path: Path, model_d
             {"origin": "https://example.com"},
             {"host": "example.com"},
             {"host": "example.com", "x-api-key": "k"},
+            {"host": "@"},
         ):
             answer = client.post("/api/v1/create_session", content=b"{}", headers=headers)
             assert (answer.status_code, "web page" in answer.json()["detail"]) == (401, True)
+
+
+def test_pages_of_allowed_origins_may_use_the_server(tmp_path: Path, model_directory: Path):
+    page = "http://localhost:3000"
+    with client_of(tmp_path, model_directory, None, allowed_origins=(page,)) as client:
+        preflight = {
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "content-type, x-api-key, x-stainless-os",
+        }
+        for origin, is_allowed in ((page, True), ("http://localhost:3001", False)):
+            headers = {"origin": origin}
+            answer = client.options("/api/v1/create_session", headers={**headers, **preflight})
+            assert answer.headers.get("access-control-allow-origin") == (
+                origin if is_allowed else None
+            )
+            assert answer.status_code == (200 if is_allowed else 400)
+            answer = client.post("/api/v1/create_session", content=b"{}", headers=headers)
+            assert answer.status_code == (200 if is_allowed else 401)
+            assert answer.headers.get("access-control-allow-origin") == (
+                origin if is_allowed else None
+            )
+        rebound = client.get("/api/v1/sessions", headers={"origin": page, "host": "example.com"})
+        assert rebound.status_code == 401
+
+
+def test_a_repeated_session_request_makes_one_session(alice: Caller):
+    body, key = {"tags": ["x"]}, {"x-idempotency-key": "session-key"}
+    first = alice.post("/create_session", body, headers=key)
+    assert alice.post("/create_session", body, headers=key) == first
+    other = alice.post("/create_session", {"tags": ["y"]}, 422, headers=key)
+    assert "X-Idempotency-Key" in other["detail"]
 
 
 def test_objects_of_another_tenant_do_not_exist(alice: Caller, bob: Caller):
@@ -923,6 +959,52 @@ def test_external_weights_can_be_saved_and_downloaded(alice: Caller, run: str, c
     assert info["base_model"] == BASE
 
 
+@pytest.mark.parametrize("kind", ["file", "archive"])
+def test_a_part_of_a_download_can_be_requested(
+    alice: Caller, run: str, client: TestClient, kind: str
+):
+    place = f"/training_runs/{run}/checkpoints/external_weights/a"
+    url = (
+        alice.get(f"{place}/external_weights_urls")["urls"]["adapter_model.safetensors"]
+        if kind == "file"
+        else alice.call("GET", f"{place}/archive", None, 302).headers["location"]
+    )
+    whole = client.get(url)
+    content, tag = whole.content, whole.headers["etag"]
+    size = len(content)
+    assert whole.headers["accept-ranges"] == "bytes"
+    for text, start, end in (
+        ("0-0", 0, 1),
+        ("100-599", 100, 600),
+        ("513-", 513, size),
+        ("-700", size - 700, size),
+        (f"5-{size + 50}", 5, size),
+        (f"-{size + 50}", 0, size),
+    ):
+        part = client.get(url, headers={"range": f"bytes={text}", "if-range": tag})
+        assert (part.status_code, part.content) == (206, content[start:end]), text
+        assert part.headers["content-range"] == f"bytes {start}-{end - 1}/{size}"
+        assert int(part.headers["content-length"]) == end - start
+    for headers in (
+        {"range": "bytes=1-", "if-range": '"another"'},
+        {"range": "bytes=1-2,4-5"},
+        {"range": "bytes=5-2"},
+        {"range": "bytes=-"},
+        {"range": "items=0-5"},
+    ):
+        part = client.get(url, headers=headers)
+        assert (part.status_code, len(part.content)) == (200, size), headers
+    for text in (f"{size}-", "-0"):
+        part = client.get(url, headers={"range": f"bytes={text}"})
+        assert (part.status_code, part.content) == (416, b"")
+        assert part.headers["content-range"] == f"bytes */{size}"
+    unchanged = client.get(url, headers={"if-none-match": tag})
+    assert (unchanged.status_code, unchanged.content) == (304, b"")
+    head = client.head(url)
+    assert (head.status_code, int(head.headers["content-length"])) == (200, size)
+    assert head.content == b""
+
+
 def test_encrypted_external_weights_need_the_recipient_key(
     alice: Caller, run: str, client: TestClient
 ):
@@ -941,7 +1023,9 @@ def test_encrypted_external_weights_need_the_recipient_key(
     )
     assert set(sealed) == {f"{name}.age" for name in plain}
     for name, url in plain.items():
-        answer = client.get(sealed[f"{name}.age"])
+        answer = client.get(sealed[f"{name}.age"], headers={"range": "bytes=1-"})
+        assert (answer.status_code, answer.headers["accept-ranges"]) == (200, "none")
+        assert "etag" not in answer.headers
         assert int(answer.headers["content-length"]) == len(answer.content)
         opened = pyrage.decrypt(answer.content, [mine])
         assert name == "planish.json" or opened == client.get(url).content

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import orjson
 import pytest
+from starlette.datastructures import Headers
 
 from planish.errors import DamagedFileError
 from planish.server.durable import links
 from planish.server.durable.links import KEY_FILE, LinkSigner
 from planish.server.http.context import MAX_DOWNLOADS, MAX_TENANT_DOWNLOADS, DownloadSlots
-from planish.server.http.routes_checkpoints import OpenFile, _Download
+from planish.server.http.downloads import OpenFile, download_response
 from planish.server.results import NotFound, Tenant, Unavailable
 
 PATH = "tinker://session:train:0/sampler_weights/a"
@@ -122,7 +123,9 @@ def test_a_download_closes_its_files_however_it_ends(tmp_path: Path, fails: bool
     (tmp_path / "a").write_bytes(b"content")
     slots = DownloadSlots()
     with slots.slot(Tenant("alice")) as slot, open(tmp_path / "a", "rb") as file:
-        response = _Download([OpenFile("a", file, 7)], slot.pop_all(), is_archive=True)
+        response = download_response(
+            [OpenFile("a", file, 7)], slot.pop_all(), True, True, Headers()
+        )
 
         async def send(message: Mapping[str, object]) -> None:
             if fails:

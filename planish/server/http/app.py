@@ -4,7 +4,8 @@
     routes_sessions       client settings, sessions, telemetry, search
     routes_training       creating, training, saving and loading models
     routes_sampling       samplers, samples, and the results of all requests
-    routes_checkpoints    training runs, checkpoints and their files, tokenizers
+    routes_checkpoints    training runs, checkpoints, tokenizers
+    downloads             the files of checkpoints
     this module           the application, health checks, and endpoints that are not offered
 
 A route decodes a body, calls one method of the server, and encodes the result.
@@ -23,12 +24,14 @@ from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from planish.errors import PlanishError
 from planish.server.http import (
+    downloads,
     routes_checkpoints,
     routes_sampling,
     routes_sessions,
@@ -42,11 +45,18 @@ from planish.server.http.context import (
     json_response,
     make_openai_error_body,
 )
+from planish.server.http.origins import cors_options
 from planish.server.results import Unavailable, client_error, retry_headers
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
 
-_ROUTE_MODULES = (routes_sessions, routes_training, routes_sampling, routes_checkpoints)
+_ROUTE_MODULES = (
+    routes_sessions,
+    routes_training,
+    routes_sampling,
+    routes_checkpoints,
+    downloads,
+)
 STOP_SECONDS = 30
 """How long a shutdown waits for running requests, in seconds."""
 
@@ -88,7 +98,10 @@ def create_app(
         exception_handlers={HTTPException: _no_endpoint, Exception: _internal_error},
     )
     app.router.redirect_slashes = False
-    app.state.http = HttpState(server, settings or HttpSettings())
+    settings = settings or HttpSettings()
+    app.state.http = HttpState(server, settings)
+    if settings.allowed_origins:
+        app.add_middleware(CORSMiddleware, **cors_options(settings.allowed_origins))
     return app
 
 

@@ -1,43 +1,22 @@
-"""Training runs, checkpoints and their files, and tokenizers.
-
-To download a checkpoint, a client first requests URLs with its key. It then reads these URLs
-without a key, like the signed URLs of an object store. A URL is valid for an hour, even if the
-server restarts in between. Newer SDKs request one URL per file. Older SDKs request one archive, a
-tar file that is made while it is sent.
-"""
+"""Training runs, checkpoints and tokenizers."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import tarfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
-from urllib.parse import quote
+from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
-
-from planish.errors import PlanishError, UserError
-from planish.server.durable.checkpoints import CheckpointFiles, is_external, shown_path, stored_path
+from planish.errors import UserError
+from planish.server.durable.checkpoints import is_external, shown_path, stored_path
 from planish.server.http.context import (
-    API,
     Json,
     RequestContext,
     endpoint,
-    error_response,
     page_to_json,
 )
 from planish.server.results import (
     NoSuchBaseModel,
-    NotFound,
     TrainingRun,
 )
 from planish.types import LONGEST_TTL_SECONDS, Checkpoint
@@ -199,136 +178,6 @@ _RUN_PATH = "/training_runs/{run_id}"
 CHECKPOINT_PATH = _RUN_PATH + "/checkpoints/{checkpoint_id:path}"
 
 
-_LINK_SECONDS = 3600
-_BLOCK_BYTES = 1 << 20
-_COMPLETE_FILE = "checkpoint_complete"
-"""The name of the empty file at the end of an archive. Older SDKs check that this file exists."""
-
-
-async def external_weights_urls(context: RequestContext) -> Json:
-    """Answer with a URL for each file of a checkpoint."""
-    path = checkpoint_path(context)
-    files = await context.server.checkpoints.files(context.tenant, path)
-    base, expires = _download_base(context, path)
-    return {
-        "urls": {name: f"{base}/{quote(name)}" for name in files.names},
-        "expires": expires.isoformat(),
-    }
-
-
-async def archive(context: RequestContext) -> Response:
-    """Redirect to a tar file of the checkpoint."""
-    path = checkpoint_path(context)
-    await context.server.checkpoints.files(context.tenant, path)
-    base, expires = _download_base(context, path)
-    headers = {"Location": f"{base}/archive.tar", "Expires": format_datetime(expires, usegmt=True)}
-    return Response(status_code=302, headers=headers)
-
-
-def _download_base(context: RequestContext, path: str) -> tuple[str, datetime]:
-    token = context.server.checkpoints.token(context.tenant, path, _LINK_SECONDS)
-    root = str(context.request.base_url).rstrip("/")
-    return f"{root}{API}/downloads/{quote(token)}", datetime.now(UTC) + timedelta(
-        seconds=_LINK_SECONDS
-    )
-
-
-async def download(request: Request) -> Response:
-    """Send a file, or the archive, to the holder of a token."""
-    name, state = request.path_params["name"], request.app.state.http
-    try:
-        tenant, files = await state.server.checkpoints.files_of_token(request.path_params["token"])
-        if name != "archive.tar" and name not in files.names:
-            raise NotFound(f"there is no file {name[:100]!r} in this checkpoint")
-        with state.downloads.slot(tenant) as slot:
-            is_archive = name == "archive.tar"
-            opened = await asyncio.to_thread(
-                _open_files, files, files.names if is_archive else [name]
-            )
-            return _Download(opened, slot.pop_all(), is_archive)
-    except PlanishError as error:
-        return error_response(error)
-
-
-class _Download(StreamingResponse):
-    """A response with the content of open files. The files are closed when the response ends, even
-    if it fails.
-    """
-
-    def __init__(self, files: Sequence[OpenFile], slot: ExitStack, is_archive: bool) -> None:
-        """`slot` is the download's slot, which is released when the files are closed."""
-        size = files[0].size
-        if is_archive:
-            size = sum(tar_size(file.size) for file in files) + tar_size(0) + 2 * tarfile.BLOCKSIZE
-        super().__init__(
-            tar_blocks(files) if is_archive else read_blocks(files[0]),
-            media_type="application/x-tar" if is_archive else "application/octet-stream",
-            headers={"Content-Length": str(size)},
-        )
-        self._files = files
-        self._slot = slot
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._slot.close()
-            for opened in self._files:
-                opened.file.close()
-
-
-@dataclass(frozen=True)
-class OpenFile:
-    """A file that can be read to its end even if its checkpoint is deleted or replaced."""
-
-    name: str
-    file: BinaryIO
-    size: int
-
-
-def _open_files(files: CheckpointFiles, names: Sequence[str]) -> list[OpenFile]:
-    with ExitStack() as stack:
-        try:
-            handles = {name: stack.enter_context(files.open(name)) for name in names}
-        except FileNotFoundError:
-            raise NotFound("the checkpoint was deleted") from None
-        opened = [
-            OpenFile(name, file, os.fstat(file.fileno()).st_size) for name, file in handles.items()
-        ]
-        stack.pop_all()
-        return opened
-
-
-async def read_blocks(opened: OpenFile) -> AsyncIterator[bytes]:
-    """Yield the content of a file in pieces of 1 MiB. Each piece is read in a thread."""
-    while piece := await asyncio.to_thread(opened.file.read, _BLOCK_BYTES):
-        yield piece
-
-
-def tar_size(content: int) -> int:
-    """Return the bytes that a file with `content` bytes takes in a tar file: its header, and its
-    content padded to whole blocks.
-    """
-    return tarfile.BLOCKSIZE * (1 + -(-content // tarfile.BLOCKSIZE))
-
-
-async def tar_blocks(files: Sequence[OpenFile]) -> AsyncIterator[bytes]:
-    """Yield a tar file of `files`, piece by piece."""
-    for file in files:
-        yield _tar_header(file.name, file.size)
-        async for piece in read_blocks(file):
-            yield piece
-        yield bytes(-file.size % tarfile.BLOCKSIZE)
-    yield _tar_header(_COMPLETE_FILE, 0)
-    yield bytes(2 * tarfile.BLOCKSIZE)
-
-
-def _tar_header(name: str, size: int) -> bytes:
-    member = tarfile.TarInfo(name)
-    member.size = size
-    return member.tobuf(tarfile.USTAR_FORMAT)
-
-
 async def tokenizer(context: RequestContext) -> Json:
     """Answer with the files of a base model's tokenizer, by name. This is for planish's own client;
     the official SDK loads tokenizers from the Hugging Face hub.
@@ -378,8 +227,5 @@ ROUTES = [
     endpoint(CHECKPOINT_PATH, delete_checkpoint, "DELETE"),
     endpoint("/weights_info", weights_info),
     endpoint("/copy_weights", copy_weights),
-    endpoint(CHECKPOINT_PATH + "/external_weights_urls", external_weights_urls, "GET"),
-    endpoint(CHECKPOINT_PATH + "/archive", archive, "GET"),
     endpoint("/tokenizer", tokenizer, "GET"),
-    Route(API + "/downloads/{token}/{name}", download, methods=["GET"]),
 ]
