@@ -136,7 +136,7 @@ class RLLearner:
             "progress/done_frac": (step + 1) / self.loop.num_steps,
             **environment_metrics(rollouts),
             **train_metrics,
-            **sampling_entropy(update.data_D),
+            **sampling_entropy(update.sampled_D),
             **(staleness(rollouts, step) if self.config.async_config else {}),
             **self.counters.metrics(),
             **evals,

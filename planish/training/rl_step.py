@@ -6,6 +6,11 @@ of a minibatch is submitted as soon as its groups have been rolled out, and the 
 substep's minibatches add up. Without this option, a substep is a single forward_backward call,
 which is submitted after the whole batch has been rolled out.
 
+Data whose advantages are all 0 have no gradient. Adam would still move the weights by its momentum,
+so a minibatch of such data is not submitted, and a substep of such minibatches has no optimizer
+step. For the loss dro this means that the pull towards the sampler's policy, which does not depend
+on advantages, is left out as well.
+
 The split depends only on the order of the groups, not on which rollout finishes first. So the same
 seed gives the same minibatches. A step submits all its operations before it awaits their results,
 and the engine executes them in order.
@@ -51,7 +56,10 @@ class TrainingStep:
     shaping: kl.AdvantageShaping | None
     """A term that is added to the advantages after they are computed, or None."""
     learning_rate: float
+    sampled_D: list[TrainingSequence] = field(default_factory=list)
+    """The sequences of all minibatches."""
     data_D: list[TrainingSequence] = field(default_factory=list)
+    """The sequences of the minibatches that were submitted."""
     _pending_outputs: list[Any] = field(default_factory=list)
     _minibatches_since_update: int = 0
     _pending_updates: list[Any] = field(default_factory=list)
@@ -63,8 +71,9 @@ class TrainingStep:
         return bool(self._pending_updates)
 
     async def forward_backward(self, data_D: Sequence[TrainingSequence]) -> None:
-        """Submit the forward_backward call of one minibatch. Do nothing if `data_D` is empty."""
-        if not data_D:
+        """Submit the forward_backward call of one minibatch, unless all its advantages are 0."""
+        self.sampled_D += data_D
+        if not any(sequence.advantages_N.any() for sequence in data_D):
             return
         config = self.config
         data = [sequence.datum(config.loss_fn) for sequence in data_D]

@@ -39,10 +39,11 @@ class Eventful(RLDataset):
     batches: int
     groups: int
     happening: Happening | None = None
+    size: int = 2
 
     def get_batch(self, index):
         return [
-            EventfulGroup(index * self.groups + place, self.happening)
+            EventfulGroup(index * self.groups + place, self.happening, self.size)
             for place in range(self.groups)
         ]
 
@@ -54,11 +55,12 @@ class Eventful(RLDataset):
 class EventfulBuilder(RLDatasetBuilder):
     batches: int = 4
     happening: Any = None
+    size: int = 8
     tests: int = 0
     at_test: Any = None
 
     async def __call__(self):
-        return Eventful(self.batches, 2, self.happening), Eventful(
+        return Eventful(self.batches, 2, self.happening, self.size), Eventful(
             1, self.tests, self.at_test
         ) if self.tests else None
 

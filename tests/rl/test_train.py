@@ -345,7 +345,7 @@ def test_streaming_trains_while_other_groups_are_rolled_out(service, tmp_path):
         dataset_builder=builder,
         stream_minibatch_config=StreamMinibatchConfig(num_minibatches=2),
     )
-    assert service.clients[0].calls == [2, 2]
+    assert service.clients[0].calls == [8, 8]
 
 
 def test_shaping_of_advantages_with_streaming_is_rejected(service, tmp_path):

@@ -581,7 +581,7 @@ def test_the_staleness_bound_holds_after_a_resume(service, tmp_path):
         played.append(number)
         await fail(number)
 
-    builder = EventfulBuilder(batches=6, happening=note)
+    builder = EventfulBuilder(batches=6, happening=note, size=2)
     options = {"async_config": AsyncConfig(max_steps_off_policy=2), "save_every": 2}
     with pytest.raises(RuntimeError):
         train(service, tmp_path, builder, **options)
@@ -659,7 +659,7 @@ def test_a_run_with_more_epochs_continues_where_fewer_ended(tokenizer, tmp_path)
     async def note(number):
         played.append(number)
 
-    builder = EventfulBuilder(happening=note)
+    builder = EventfulBuilder(happening=note, size=2)
     service = FakeService(tokenizer)
     train(service, tmp_path, builder, max_steps=2)
     train(service, tmp_path, builder, num_epochs=3)
