@@ -66,6 +66,19 @@ def exact_logits(
     return backend.token_logits(hidden, head, lora, rows, tokens)
 
 
+def token_logprobs(scaled_logits: Tensor, log_sum_exp: Tensor) -> Tensor:
+    """Return scaled_logits - log_sum_exp, but 0 where the difference is positive.
+
+    `scaled_logits`: single logits divided by the temperature. `log_sum_exp`: that of the same rows
+    and temperature. Sampler, scorer and trainer all use this function, so their logprobs are equal.
+    """
+    # A token's own dot product may round differently from the matmul whose log-sum-exp it meets. If
+    # its probability is near 1, the difference may then be above 0. An infinite logit becomes NaN,
+    # which the callers reject.
+    difference = scaled_logits - log_sum_exp
+    return difference.sub_(difference.clamp(min=0.0))
+
+
 def scored_logprobs(
     backend: Backend,
     hidden: Tensor,
@@ -151,7 +164,8 @@ class _ScoredLogprobs(torch.autograd.Function):
         scored = backend.token_logits(hidden, call.head, lora, rows, targets)
         ctx.save_for_backward(hidden, rows, targets, log_sum_exp, *stored_chunks)
         ctx.call, ctx.lora = call, lora
-        return scored.div_(torch.full_like(scored, call.temperature)) - log_sum_exp[rows]
+        scaled_logits = scored.div_(torch.full_like(scored, call.temperature))
+        return token_logprobs(scaled_logits, log_sum_exp[rows])
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]

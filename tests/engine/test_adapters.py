@@ -2,6 +2,7 @@
 
 from weakref import ref
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,6 +63,24 @@ def test_steps_equal_torch_adamw_with_decay_and_clipping():
         }
         torch.testing.assert_close(adapter.master, twin.detach(), rtol=1e-6, atol=1e-8)
     assert adapter.version == len(steps)
+
+
+def test_the_norm_and_clipping_are_exact_at_millions_of_parameters():
+    """A float32 sum of 5 million squares is wrong by more than 1e-5 on a CPU."""
+    wide = ModelConfig(
+        "llama", 300, 512, 1024, 8, 8, 4, 64, 1e-5, RopeConfig(1e4), 128, True, False, False, ()
+    )
+    layout = LoraLayout(wide, LoraConfig(rank=96, seed=0))
+    assert layout.size > 5_000_000
+    adapter = Adapter(layout, backend(wide))
+    grad = gradient(adapter, 1, scale=1e-3) + 2e-3
+    expected = float(np.sqrt(np.sum(grad.numpy().astype(np.float64) ** 2)))
+    adapter.add_grad(grad)
+    found = adapter.optim_step(AdamParams(beta1=0.5, grad_clip_norm=1.0)).metrics["grad_norm"]
+    assert found == pytest.approx(expected, rel=1e-9)
+    # The first moment of the first step is (1 - beta1) times the clipped gradient.
+    clipped = adapter.exp_avg.numpy().astype(np.float64) / 0.5
+    assert np.sqrt(np.sum(clipped**2)) == pytest.approx(1.0, rel=1e-6)
 
 
 def test_an_optimizer_step_changes_neither_gradient_tensor_nor_snapshots():

@@ -14,11 +14,14 @@ from backends import with_tiling
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import Trainer, TrainerSettings
+from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
+from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference import ordered_attention
 from planish.model.kernels.reference.row_tiling import RowTiling, probe
 from planish.model.lora import LoraLayout
+from planish.model.weights import load_weights
 from planish.service import Sample
 from planish.testing import tiny_model
 from planish.types import (
@@ -28,6 +31,7 @@ from planish.types import (
     ModelInput,
     SampleResponse,
     SamplingParams,
+    TensorData,
 )
 
 CPU = torch.device("cpu")
@@ -179,6 +183,77 @@ def test_sampled_and_trained_logprobs_agree_bitwise_in_bf16(tmp_path, family, op
         assert np.quantile(found, 0.995) < 1e-5
         # If the 16th and 17th largest logits are rounded to a tie, head.py may recompute either.
         assert found.max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype"),
+    [
+        ("native", torch.float32),
+        pytest.param("native", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("torch", torch.float32, marks=pytest.mark.slow),
+        pytest.param("torch", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_logprobs_of_almost_certain_tokens_are_equal_and_never_positive(
+    tmp_path, kernels, dtype, monkeypatch
+):
+    """By rounding, the logit of a token may exceed the log-sum-exp of its row. Sampler, trainer and
+    all prompt scores give 0 then.
+    """
+    if kernels == "torch":
+        monkeypatch.setattr(ops, "load_library", lambda: None)
+    tiny_model(tmp_path, tied=False, intermediate=128)
+    config = ModelConfig.from_directory(tmp_path)
+    weights = dict(load_weights(tmp_path, config))
+    weights["lm_head.weight"] = weights["lm_head.weight"].float() * 100
+    decoder = Decoder(weights, choose_backend(config, dtype, CPU, deterministic=False))
+    adapter, prompt = trained_adapter(decoder), ModelInput.from_ints(list(range(30)))
+    sampler = Sampler(decoder, SamplerSettings(), str)
+
+    def response(op: Sample) -> SampleResponse:
+        future: Future[SampleResponse] = Future()
+        sampler.submit(op, adapter.snapshot(), "version", future)
+        while sampler.busy:
+            sampler.step()
+        return future.result()
+
+    params = SamplingParams(max_tokens=100, seed=1, stop=[])
+    answer = response(Sample("s", prompt, 3, params, topk_sample_logprobs=3))
+    difference = gaps(decoder, adapter, None, [(prompt, answer)])
+    sampled, scored, others = [], [], []
+    for sequence in answer.sequences:
+        whole = prompt.append(EncodedTextChunk(sequence.tokens))
+        scores = response(
+            Sample(
+                "s",
+                whole,
+                1,
+                params,
+                prompt_logprobs=True,
+                topk_prompt_logprobs=3,
+                prompt_alt_tokens_k=2,
+                target_prompt_logprobs=TensorData.from_numpy(
+                    np.array(whole.to_ints()[1:])[:, None]
+                ),
+                prompt_only=True,
+            )
+        )
+        assert scores.prompt_logprobs_np is not None
+        assert scores.target_prompt_logprobs is not None
+        assert scores.prompt_alt_tokens is not None
+        assert scores.topk_prompt_logprobs_np is not None
+        sampled += sequence.logprobs
+        scored += scores.prompt_logprobs_np[prompt.length :].tolist()
+        targets = scores.target_prompt_logprobs.to_numpy()[:, 0]
+        assert np.array_equal(targets, scores.prompt_logprobs_np[1:])
+        others += [targets, scores.prompt_alt_tokens.logprobs.to_numpy().flatten()]
+        others.append(scores.topk_prompt_logprobs_np.logprobs[1:].flatten())
+    assert max(np.concatenate(others).max(), max(scored), max(sampled)) == 0
+    assert 0.1 < np.mean(np.array(sampled) == 0) < 0.99
+    if ops.load_library() is not None:
+        assert not difference.any()
+        assert sampled == scored
+    assert np.abs(difference).max() < (1e-3 if dtype == torch.float32 else 1)
 
 
 def test_logprobs_agree_for_widths_without_adapter_kernels(tmp_path):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from planish.engine.sampling.randomness import uniforms
 from planish.engine.sampling.token_sampling import sample_many, top_logprobs
+from planish.model.head import token_logprobs
 from planish.model.kernels.backend import Backend
 from planish.service import Sample
 from planish.types import PromptAltTokens, TensorData, TopkLogprobs
@@ -141,7 +142,7 @@ class PromptScores:
         rows = torch.arange(len(span), device=device)
         if self.logprobs is not None:
             ids = torch.tensor([self.tokens[i] for i in span], device=device)
-            values = (exact_logits(hidden, rows, ids) - normalizer).cpu().numpy()
+            values = token_logprobs(exact_logits(hidden, rows, ids), normalizer).cpu().numpy()
             is_requested = np.array([i >= self._first_index for i in span])
             self.logprobs[span.start : span.stop][is_requested] = values[is_requested]
         if self.top_logprobs is not None:
@@ -161,9 +162,8 @@ class PromptScores:
             )
             indices = (target_ids >= 0).nonzero(as_tuple=True)
             if len(indices[0]):
-                values = (
-                    exact_logits(hidden, indices[0], target_ids[indices]) - normalizer[indices[0]]
-                )
+                target_logits = exact_logits(hidden, indices[0], target_ids[indices])
+                values = token_logprobs(target_logits, normalizer[indices[0]])
                 at = (indices[0].cpu().numpy() + span.start - 1, indices[1].cpu().numpy())
                 self._target_logprobs[at] = values.cpu().numpy()
         if self._alt_arrays is not None:
@@ -181,10 +181,8 @@ class PromptScores:
         sampled = sample_many(self.backend, logits, params, uniforms_tensor)
         tokens = sampled.tokens.flatten()
         rows = torch.arange(len(span), device=logits.device).repeat_interleave(k)
-        logprobs = (
-            exact_logits(hidden, rows, tokens) / (params.temperature or 1.0)
-            - sampled.log_normalizer[rows]
-        )
+        scaled_logits = exact_logits(hidden, rows, tokens) / (params.temperature or 1.0)
+        logprobs = token_logprobs(scaled_logits, sampled.log_normalizer[rows])
         positions = slice(span.start - 1, span.stop - 1)
         self._alt_arrays[0][positions] = sampled.tokens.cpu().numpy()
         self._alt_arrays[1][positions] = logprobs.view(-1, k).cpu().numpy()

@@ -54,6 +54,7 @@ from planish.model.delta_net import (
     sampling_workspace_bytes,
     state_bytes,
 )
+from planish.model.head import token_logprobs
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.reference.adapter_stacks import shape_of
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
@@ -816,7 +817,7 @@ class Sampler:
         temperature = on_device(
             [p.temperature or 1.0 for p in params], torch.float32, logits.device
         )
-        logprobs = (sampled_logits / temperature - sampled.log_normalizer).tolist()
+        logprobs = token_logprobs(sampled_logits / temperature, sampled.log_normalizer).tolist()
         max_topk = max(token.sample.request.op.topk_sample_logprobs for token in tokens)
         if max_topk and rows != list(range(logits.shape[0])):
             logits = logits[on_device(rows, torch.int64, logits.device)]
@@ -843,7 +844,7 @@ class Sampler:
                 continue
             k = sample.request.op.topk_sample_logprobs
             sample.tokens.append(token_id)
-            sample.logprobs.append(min(logprob, 0.0))
+            sample.logprobs.append(logprob)
             if k:
                 sample.top_logprobs.append((top_ids[i][:k], top_values[i][:k]))
             if sample.request.op.on_token is not None:

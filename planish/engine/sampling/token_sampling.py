@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from planish.model.head import token_logprobs
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.reference.token_sampling import is_filtered
 from planish.model.transfer import on_device
@@ -90,4 +91,4 @@ def top_logprobs(
     Both results are [B, k], int64 and float32. `normalizer` and `temperature` are [B].
     """
     values, tokens = logits.topk(k, dim=-1)
-    return tokens, values / temperature.unsqueeze(1) - normalizer.unsqueeze(1)
+    return tokens, token_logprobs(values / temperature.unsqueeze(1), normalizer.unsqueeze(1))
