@@ -175,8 +175,8 @@ def route(
         # Add column by column, because the order of torch's sum over the last dimension may depend
         # on the number of rows.
         total = weights[:, :1]
-        for column in weights[:, 1:].split(1, 1):
-            total = total + column
+        for rank in range(1, config.experts_per_token):
+            total = total + weights[:, rank : rank + 1]
         weights = weights / total
     return weights, TokenExpertPairs(selected_experts, config.num_experts)
 

@@ -51,9 +51,10 @@ def test_rows_are_sorted_by_expert_then_by_row():
 
 
 @pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("experts_per_token", [3, 1])
 @pytest.mark.parametrize("normalizes", [True, False])
-def test_the_router_equals_transformers(tmp_path, normalizes):
-    tiny_model(tmp_path, "qwen3_moe", experts_per_token=3)
+def test_the_router_equals_transformers(tmp_path, normalizes, experts_per_token):
+    tiny_model(tmp_path, "qwen3_moe", experts_per_token=experts_per_token)
     change_config(tmp_path, norm_topk_prob=normalizes)
     decoder = Decoder.load(tmp_path, torch.float32, CPU)
     experts = decoder.layers[0].mlp
@@ -63,6 +64,8 @@ def test_the_router_equals_transformers(tmp_path, normalizes):
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     _, theirs, chosen = model.model.layers[0].mlp.gate(x)
     torch.testing.assert_close(weights, theirs)
+    if normalizes and experts_per_token == 1:
+        assert torch.equal(weights, torch.ones_like(weights))
     expected = [sorted(row) for row in chosen.tolist()]
     found = [[] for _ in range(50)]
     for expert, part in pairs.expert_slices:
@@ -78,11 +81,19 @@ def change_config(directory, **fields):
 
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize(
-    ("family", "normalizes"),
-    [("qwen3_moe", True), ("qwen3_moe", False), ("qwen3_5_moe", True), ("gpt_oss", True)],
+    ("family", "normalizes", "experts_per_token"),
+    [
+        ("qwen3_moe", True, 3),
+        ("qwen3_moe", False, 3),
+        ("qwen3_5_moe", True, 3),
+        ("gpt_oss", True, 3),
+        ("qwen3_moe", True, 1),
+        ("gpt_oss", True, 1),
+    ],
 )
-def test_gradients_equal_those_of_peft(tmp_path, family, normalizes):
-    tiny_model(tmp_path, family, tied=False, experts_per_token=3, **OPTIONS_OF[family])
+def test_gradients_equal_those_of_peft(tmp_path, family, normalizes, experts_per_token):
+    options = OPTIONS_OF[family] | {"experts_per_token": experts_per_token}
+    tiny_model(tmp_path, family, tied=False, **options)
     if family == "qwen3_moe":
         change_config(tmp_path, norm_topk_prob=normalizes)
     decoder = Decoder.load(tmp_path, torch.float32, CPU)
