@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
@@ -46,7 +45,6 @@ from planish.model.operations import (
 )
 from planish.model.quantization import Fp8Weight, Mxfp4Weight, check_quantizable, quantize
 from planish.model.rope import RotaryEmbedding, Rotation, half_pairing_order, query_scales
-from planish.model.weight_sizes import quantized_shapes
 from planish.model.weights import load_weights, scale_name
 
 _log = logging.getLogger(__name__)
@@ -130,13 +128,16 @@ class Decoder:
         if config.query_scale_beta is not None:
             beta, interval = config.query_scale_beta, config.query_scale_interval
             self.query_scales = query_scales(beta, interval, config.max_context).to(backend.device)
-        if config.fp8 is not None and quantize is None and backend.uses_main_memory:
-            num_linear_weights = sum(map(prod, quantized_shapes(config).values()))
+        if backend.num_dequantized_weights:
+            is_fp8 = config.fp8 is not None and quantize is None
+            sizes = "outputs are not a multiple of 16 or whose inputs are not a multiple of 32"
             _log.info(
-                "no CPU kernel reads fp8, so the linears are dequantized to %s: %.2f GB, and as "
-                "much again when training begins; quantize='int8' or 'nf4' takes less memory",
+                "no CPU kernel reads %s, so these linears are dequantized to %s: %.2f GB, and as "
+                "much again when training begins%s",
+                "fp8" if is_fp8 else f"{quantize or 'mxfp4'} weights whose {sizes}",
                 str(backend.dtype).removeprefix("torch."),
-                num_linear_weights * backend.dtype.itemsize / 1e9,
+                backend.num_dequantized_weights * backend.dtype.itemsize / 1e9,
+                "; quantize='int8' or 'nf4' takes less memory" if is_fp8 else "",
             )
         # The factor is rounded to the model's dtype, as in transformers.
         self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=backend.dtype))

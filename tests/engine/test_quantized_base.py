@@ -1,6 +1,7 @@
 """Quantized base weights: sampler and trainer agree, and checkpoints name their scheme."""
 
 import json
+import logging
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from backends import CONFIG
 from test_sampler_equals_trainer import gap, trained_adapter
 from variants import slow_after
 
@@ -21,7 +23,10 @@ from planish.engine.training.trainer import Trainer, TrainerSettings
 from planish.errors import CheckpointError, UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
+from planish.model.experts import Experts
 from planish.model.kernels.cpp import ops
+from planish.model.kernels.reference.backend import TorchBackend
+from planish.model.kernels.reference.row_tiling import cancelling_inputs
 from planish.model.quantization import QuantizedWeight, quantize
 from planish.model.weight_sizes import SCHEMES, linear_bytes, quantized_shapes
 from planish.model.weights import load_weights
@@ -130,6 +135,41 @@ def test_sampled_and_trained_logprobs_agree(tmp_path, family, scheme, dtype):
     tiny_model(tmp_path, family, intermediate=128, expert_size=64)
     decoder = Decoder.load(tmp_path, dtype, CPU, quantize=scheme)
     check_gap(decoder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sizes_without_a_quantized_kernel_are_batch_invariant(tmp_path, dtype, caplog):
+    """The kernels for int8 support no inputs that are not a multiple of 32."""
+    tiny_model(tmp_path, "qwen3_moe", intermediate=128, expert_size=48)
+    with caplog.at_level(logging.INFO):
+        decoder = Decoder.load(tmp_path, dtype, CPU, quantize="int8")
+    if not decoder.backend.uses_compiled_kernels:
+        pytest.skip("torch computes the matmuls here, and dequantizes the weights for each")
+    check_gap(decoder)
+    assert any("int8 weights whose outputs are not" in line for line in caplog.messages)
+    mlp, weights = decoder.layers[0].mlp, load_weights(tmp_path, decoder.config)
+    assert isinstance(mlp, Experts)
+    linear = mlp.down[0]
+    assert linear.is_batch_invariant
+    weight = quantize(weights["model.layers.0.mlp.experts.0.down_proj.weight"], "int8")
+    reference = decoder.backend.pack([weight.dequantize(dtype)])
+    x, grad = (torch.randn(40, size).to(dtype) for size in (48, 64))
+    assert torch.equal(linear.matmul(x), reference.matmul(x))
+    assert torch.equal(linear.matmul(x[3:4]), linear.matmul(x)[3:4])
+    assert torch.equal(linear.matmul_backward(grad), reference.matmul_backward(grad))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_torch_multiplies_quantized_weights_as_it_does_others(dtype):
+    """The probe for batch invariance runs the kernel of weights that are not quantized."""
+    backend = TorchBackend(CONFIG, dtype, CPU)
+    x, weight = cancelling_inputs(80, 33, 70)
+    weights, x = [quantize(weight, "int8")], x.to(dtype)
+    quantized = backend.pack_quantized(weights, (None,))
+    whole = backend.pack([weights[0].dequantize(dtype)])
+    for rows in (1, 3, 16, 33, 80):
+        assert torch.equal(quantized.matmul(x[:rows]), whole.matmul(x[:rows])), rows
 
 
 @pytest.mark.slow

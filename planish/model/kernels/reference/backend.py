@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,6 +144,10 @@ class TorchBackend:
     """
     workspace_bytes: int
     """The memory of a decoding step in addition to its activations and logits."""
+    num_dequantized_weights: int
+    """The number of weights that the checkpoint or `quantize` quantizes, but that are packed
+    dequantized (see `pack_quantized`).
+    """
     head_rows: int
     """The number of rows whose logits the trainer computes at a time.
 
@@ -159,6 +164,7 @@ class TorchBackend:
         self.logits_dtype = accum_dtype if on_gpu else dtype
         # torch's bf16 matmuls on a CPU would round scores and weighted sums to bf16.
         self.kv_dtype = dtype if on_gpu else accum_dtype
+        self.num_dequantized_weights = 0
         self.head_rows = _HEAD_ROWS[on_gpu]
         self._float32_rows, self._gathered_entries = (
             _FLOAT32_ROWS[on_gpu],
@@ -248,11 +254,12 @@ class TorchBackend:
     ) -> PackedLinear:
         """Return linears that read the same input, with quantized weights, as one packed linear.
 
-        `weights`: [out_i, in] each, all of the same scheme. `biases`: as in `pack`. No kernel of a
-        CPU reads fp8. So fp8 weights are packed in the model's dtype there, and only the
-        memory-mapped codes are kept beside the packed weights.
+        `weights`: [out_i, in] each, all of the same scheme. `biases`: as in `pack`. If
+        `_packs_dequantized`, the weights are packed in the model's dtype, and their codes are kept
+        beside the packed weights.
         """
-        if isinstance(weights[0], Fp8Weight) and self.uses_main_memory:
+        if self._packs_dequantized(weights):
+            self.num_dequantized_weights += sum(prod(weight.shape) for weight in weights)
 
             def restore() -> list[Tensor]:
                 return [weight.dequantize(self.dtype) for weight in weights]
@@ -262,11 +269,18 @@ class TorchBackend:
             )
         return QuantizedLinear(weights, biases, self._pack_quantized_weight(weights))
 
+    def _packs_dequantized(self, weights: Sequence[QuantizedWeight]) -> bool:
+        """Return whether quantized weights are dequantized once and packed in the model's dtype.
+
+        No kernel of a CPU reads fp8.
+        """
+        return isinstance(weights[0], Fp8Weight) and self.uses_main_memory
+
     def _pack_quantized_weight(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight:
         """Return the weights in the layout of the matmuls' kernel. Torch uses the codes as they
         are.
         """
-        return DequantizedWeights(weights, self.dtype)
+        return DequantizedWeights(weights, self.dtype, self._pack_weight)
 
     def matmul(self, x: Tensor, linear: PackedLinear, *, training: bool = False) -> Tensor:
         """Return x @ weights.T plus the bias: [T, out], without gradients.
