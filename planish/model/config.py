@@ -21,6 +21,7 @@ from planish.model.rope_config import (
     LayerRopeSource,
     RopeConfig,
     max_context,
+    original_context,
     read_rope,
     rope_parameters,
     rotary_dims,
@@ -114,7 +115,7 @@ _FAMILY_DEFAULTS: dict[Family, dict[str, Any]] = {
     "mistral": {"sliding_window": 4096},
     "ministral3": {"head_dim": 128, "rms_norm_eps": 1e-5},
     "olmo3": {"sliding_window": 4096, "rms_norm_eps": 1e-5},
-    "phi3": {"rms_norm_eps": 1e-5},
+    "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     "qwen3_5": _QWEN3_5_DEFAULTS,
     "qwen3_5_moe": _QWEN3_5_DEFAULTS
     | {
@@ -812,7 +813,7 @@ def _family_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         parameters = rope_parameters(fields)
         return {
             "query_scale_beta": positive_float(parameters, "llama_4_scaling_beta"),
-            "query_scale_interval": positive_int(parameters, "original_max_position_embeddings"),
+            "query_scale_interval": original_context(fields, parameters),
         }
     return {}
 

@@ -20,6 +20,8 @@ from typing import Any
 from planish.errors import UnsupportedError
 from planish.model.json_fields import positive_float, positive_int, raise_missing
 
+_ORIGINAL_CONTEXT_KEY = "original_max_position_embeddings"
+
 
 @dataclass(frozen=True)
 class Llama3RopeScaling:
@@ -115,6 +117,8 @@ def read_rope(fields: Mapping[str, Any], source: LayerRopeSource | None = None) 
     theta_key, default_theta = "rope_theta", 10000.0
     if source is not None:
         theta_key, default_theta = source.theta_key, source.default_theta
+        # transformers ignores this field at the top level if layer types differ in RoPE.
+        fields = {**fields, _ORIGINAL_CONTEXT_KEY: None}
         if source.layer_type in parameters:
             parameters = parameters[source.layer_type] or {}
         elif not source.has_rope_scaling:
@@ -141,13 +145,14 @@ def read_rope(fields: Mapping[str, Any], source: LayerRopeSource | None = None) 
                 factor=positive_float(settings, "factor"),
                 low_freq_factor=positive_float(settings, "low_freq_factor"),
                 high_freq_factor=positive_float(settings, "high_freq_factor"),
-                original_max_position_embeddings=positive_int(
-                    settings, "original_max_position_embeddings"
-                ),
+                original_max_position_embeddings=original_context(fields, settings),
             ),
         )
     if rope_type == "yarn" and fields.get("model_type") != "phi3":
-        return RopeConfig(theta, _yarn_scaling(settings))
+        if "factor" in parameters and parameters["factor"] is None:
+            length = positive_int(fields, "max_position_embeddings")
+            settings["factor"] = length / original_context(fields, settings)
+        return RopeConfig(theta, _yarn_scaling(settings, original_context(fields, settings)))
     if rope_type in ("longrope", "su", "yarn"):
         # Phi-3 was first published with the names su and yarn for longrope.
         return RopeConfig(theta, _longrope_scaling(fields, settings))
@@ -185,15 +190,24 @@ def max_context(fields: Mapping[str, Any], rope: RopeConfig) -> int:
     if isinstance(rope.scaling, LongRopeScaling):
         parameters = rope_parameters(fields)
         if tuple(parameters["long_factor"]) != rope.scaling.factors:
-            return min(configured, _original_context(fields, parameters))
+            return min(configured, original_context(fields, parameters))
     return configured
 
 
-def _original_context(fields: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
-    # Phi-3 has this field at the top level of config.json. That value takes precedence over the
-    # one inside rope_scaling.
-    key = "original_max_position_embeddings"
-    return positive_int(fields if fields.get(key) is not None else parameters, key)
+def original_context(fields: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
+    """Return the context length before RoPE scaling, in tokens, as `transformers` finds it.
+
+    `settings`: the RoPE settings, whose original_max_position_embeddings counts if config.json has
+    none at its top level. If both are missing, the length is max_position_embeddings.
+    """
+    for source, key in (
+        (fields, _ORIGINAL_CONTEXT_KEY),
+        (settings, _ORIGINAL_CONTEXT_KEY),
+        (fields, "max_position_embeddings"),
+    ):
+        if source.get(key) is not None:
+            return positive_int(source, key)
+    return raise_missing(_ORIGINAL_CONTEXT_KEY)  # type: ignore[no-any-return]
 
 
 def _longrope_scaling(fields: Mapping[str, Any], settings: Mapping[str, Any]) -> LongRopeScaling:
@@ -203,18 +217,21 @@ def _longrope_scaling(fields: Mapping[str, Any], settings: Mapping[str, Any]) ->
             isinstance(value, int | float) and value > 0 for value in values
         ):
             raise TypeError(f"{key} is {values!r}, not a list of positive numbers")
-    original_context = _original_context(fields, settings)
+    context = original_context(fields, settings)
     factor = positive_float(
-        settings, "factor", positive_int(fields, "max_position_embeddings") / original_context
+        settings, "factor", positive_int(fields, "max_position_embeddings") / context
     )
-    default = math.sqrt(1 + math.log(factor) / math.log(original_context)) if factor > 1.0 else 1.0
+    default = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1.0 else 1.0
     return LongRopeScaling(
         factors=tuple(settings["short_factor"]),
         attention_factor=positive_float(settings, "attention_factor", default),
     )
 
 
-def _yarn_scaling(settings: Mapping[str, Any]) -> YarnRopeScaling:
+def _yarn_scaling(settings: Mapping[str, Any], original_context_length: int) -> YarnRopeScaling:
+    # transformers takes the default for a value of 0, too.
+    optional = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+    settings = {key: value for key, value in settings.items() if value or key not in optional}
     factor = positive_float(settings, "factor")
 
     def mscale_factor(coefficient: float) -> float:
@@ -228,7 +245,7 @@ def _yarn_scaling(settings: Mapping[str, Any]) -> YarnRopeScaling:
     )
     return YarnRopeScaling(
         factor=factor,
-        original_max_position_embeddings=positive_int(settings, "original_max_position_embeddings"),
+        original_max_position_embeddings=original_context_length,
         beta_fast=positive_float(settings, "beta_fast", 32.0),
         beta_slow=positive_float(settings, "beta_slow", 1.0),
         truncate=bool(settings.get("truncate", True)),

@@ -4,10 +4,13 @@ import math
 from collections import Counter
 
 import pytest
+import torch
 from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
 from planish.model.config import ModelConfig
+from planish.model.rope import inverse_frequencies
 from planish.model.rope_config import (
     LinearRopeScaling,
     Llama3RopeScaling,
@@ -255,6 +258,61 @@ def test_yarn_added_to_a_qwen_config_extends_the_context(tmp_path):
     )
 
 
+YARN_SCALING = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3_BANDS = {
+    key: value for key, value in LLAMA3_SCALING.items() if not key.startswith("original")
+}
+ORIGINAL = "original_max_position_embeddings"
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "original_context"),
+    [
+        (LLAMA_32_1B, {"rope_scaling": LLAMA3_BANDS}, 131072),
+        (LLAMA_32_1B, {"rope_scaling": LLAMA3_BANDS, ORIGINAL: 4096}, 4096),
+        (LLAMA_32_1B, {ORIGINAL: 4096}, 4096),
+        (QWEN25_05B, {"rope_scaling": YARN_SCALING}, 32768),
+        (QWEN25_05B, {"rope_scaling": YARN_SCALING, ORIGINAL: 16384}, 16384),
+        (QWEN25_05B, {"rope_scaling": YARN_SCALING | {ORIGINAL: 32768}, ORIGINAL: 8192}, 8192),
+        (QWEN25_05B, {"rope_scaling": YARN_SCALING | {"factor": None, ORIGINAL: 4096}}, 4096),
+        (
+            QWEN25_05B,
+            {"rope_scaling": YARN_SCALING | {"mscale": 0, "mscale_all_dim": 1.0, "beta_fast": 0}},
+            32768,
+        ),
+        (PHI4_MINI, {}, 4096),
+        (
+            PHI4_MINI,
+            {ORIGINAL: "absent", "rope_scaling": PHI4_MINI["rope_scaling"] | {ORIGINAL: 2048}},
+            4096,
+        ),
+    ],
+)
+def test_rope_scaling_has_the_values_of_transformers(tmp_path, fields, changes, original_context):
+    directory = write(tmp_path, fields, **changes)
+    theirs, config = AutoConfig.from_pretrained(directory), ModelConfig.from_directory(directory)
+    parameters, scaling = theirs.rope_parameters, config.rope.scaling
+    frequencies, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](theirs)
+    ours = inverse_frequencies(config.rope, config.rotary_dims or config.head_dim)
+    assert torch.equal(ours, frequencies)
+    assert getattr(scaling, "attention_factor", 1.0) == factor
+    assert parameters[ORIGINAL] == original_context
+    assert getattr(scaling, ORIGINAL, original_context) == original_context
+    if isinstance(scaling, LongRopeScaling):
+        assert config.max_context == original_context
+
+
+def test_rope_settings_of_layer_types_ignore_the_original_context_outside_them(tmp_path):
+    directory = tiny_model(tmp_path, "olmo3", rope_scaling=YARN_SCALING)
+    path = directory / "config.json"
+    fields = json.loads(path.read_text())
+    del fields["rope_parameters"]["full_attention"][ORIGINAL]
+    path.write_text(json.dumps(fields | {ORIGINAL: 64}))
+    theirs, config = AutoConfig.from_pretrained(directory), ModelConfig.from_directory(directory)
+    frequencies, _ = ROPE_INIT_FUNCTIONS["yarn"](theirs, layer_type="full_attention")
+    assert torch.equal(inverse_frequencies(config.rope, config.head_dim), frequencies)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_5"])
 def test_configs_written_by_transformers_are_read(tmp_path, family):
     config = ModelConfig.from_directory(
@@ -425,19 +483,15 @@ def test_a_ministral3_without_rope_parameters_has_the_published_ones(tmp_path):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
         ({"rope_scaling": {"type": "yarn"}}, "factor is missing"),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "original_max_position_embeddings is missing",
-        ),
-        (
             {
                 "rope_scaling": {
                     "type": "yarn",
                     "factor": 4.0,
                     "original_max_position_embeddings": 8192,
-                    "mscale": 0,
+                    "mscale": -1,
                 }
             },
-            "mscale is 0",
+            "mscale is -1",
         ),
         ({"eos_token_id": 128256}, "outside the vocabulary"),
         ({"eos_token_id": "end"}, "eos_token_id .* is 'end'; it must be a token id"),
