@@ -23,10 +23,14 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from planish.errors import DamagedFileError, UnknownModelError
-from planish.model.gguf import CONVERSION_VERSION, convert_gguf
+from planish.model.gguf import convert_gguf
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 GEMMA3_MODEL = "google/gemma-3-270m"
+_CONVERSION_VERSION = 1
+"""Version of the conversion of the embedded models' files. It is not that of gguf.py, because most
+changes of the conversion do not concern these files. Increasing it downloads the files again.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class EmbeddedModel:
         name and version, and the version of the conversion.
         """
         source = self.wheels[0].replace("==", "-")
-        return f"{self.name.replace('/', '--')}--{source}-v{CONVERSION_VERSION}"
+        return f"{self.name.replace('/', '--')}--{source}-v{_CONVERSION_VERSION}"
 
 
 SMOLLM2 = EmbeddedModel(

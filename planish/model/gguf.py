@@ -6,8 +6,7 @@ silently wrong if the conversion ignored them:
 1. The order of rows in the query and key projections of Llama, SmolLM3 and Ministral 3. GGUF stores
    the interleaved RoPE order. Hugging Face pairs the two halves of a head. For the other families,
    both formats pair the halves.
-2. The pre-tokenizer. A GGUF file contains only its name. planish rejects names whose rules it does
-   not know, because a similar rule would tokenize most texts correctly and some wrongly.
+2. The tokenizer (gguf_tokenizer.py). A GGUF file contains only the name of its pre-tokenizer.
 3. The weights of Gemma's norms. GGUF stores them with 1 added.
 4. RoPE scaling. For Llama 3.1, GGUF stores a table of divisors instead of the parameters. The
    converter finds the parameters that give this table, and rejects any other table.
@@ -22,37 +21,28 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import numpy as np
-from gguf import GGUFReader, ReaderTensor, TokenType, dequantize
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from gguf import dequantize
 
-from planish.errors import DamagedFileError, StorageError, UnknownModelError, UnsupportedError
+from planish.errors import StorageError, UnsupportedError
 from planish.files import set_default_mode, sync
 from planish.model.config import FAMILIES, MODEL_TYPES, ModelConfig
+from planish.model.gguf_file import GGUFFile, read_gguf
+from planish.model.gguf_tokenizer import build_tokenizer, tokenizer_settings
 from planish.model.weights import SINGLE_FILE, load_weights
 from planish.tokenizer import save_tokenizer
 
 if TYPE_CHECKING:  # importing torch takes seconds, and commands that list models do not need it
     import torch
 
-CONVERSION_VERSION = 1
-"""Version of the conversion. Increase it when the conversion changes, so that cached results of an
-older version are not reused.
+CONVERSION_VERSION = 2
+"""Version of the conversion of files that users name. Increase it when the conversion changes, so
+that cached results of an older version are not reused.
 """
 
 TENSOR_NAMES = {
@@ -118,89 +108,11 @@ NON_LAYER_TENSOR_NAMES = {
 }
 """The Hugging Face name of each tensor outside the layers, by its name in GGUF."""
 
-_SPACE = "\u2581"
-"""The character that SentencePiece writes for a space."""
-QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LOWERCASE_WORD = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-_UPPERCASE_WORD = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-_NON_WORDS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-TEKKEN_SPLIT = rf"{_LOWERCASE_WORD}|{_UPPERCASE_WORD}|\p{{N}}{_NON_WORDS}"
-GPT4O_SPLIT = (
-    rf"{_LOWERCASE_WORD}{_CONTRACTION}|{_UPPERCASE_WORD}{_CONTRACTION}|\p{{N}}{{1,3}}{_NON_WORDS}"
-)
-LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"|\p{N}| ?", r"|\p{N}{1,3}| ?")
-
-
-SPLIT_PATTERNS = {
-    "qwen2": QWEN2_SPLIT,
-    "llama-bpe": LLAMA3_SPLIT,
-    "dbrx": LLAMA3_SPLIT,
-    "smaug-bpe": LLAMA3_SPLIT,
-    "tekken": TEKKEN_SPLIT,
-    "gpt-4o": GPT4O_SPLIT,
-}
-"""The regular expressions with which some pre-tokenizers split a text, by the pre-tokenizer's name.
-"""
-
-MERGE_IGNORING_PRE_TOKENIZERS = ("llama-bpe", "tekken")
-"""The pre-tokenizers of tokenizers with `ignore_merges`: a word that is itself a token is not built
-by merges. By default, these tokenizers also add the BOS token.
-"""
-
-
-@dataclass(frozen=True)
-class GGUFFile:
-    """The contents of a GGUF file: metadata by key, tensors by name (quantized, memory-mapped)."""
-
-    path: Path
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, ReaderTensor]
-
-    @property
-    def architecture(self) -> str:
-        """The value of general.architecture, such as "llama"."""
-        return str(self.metadata.get("general.architecture"))
-
-    def field(self, name: str, default: Any = None) -> Any:
-        """Return a metadata field of the architecture, such as "block_count".
-
-        Raises DamagedFileError if the field is missing and there is no default.
-        """
-        value = self.metadata.get(f"{self.architecture}.{name}", default)
-        if value is None:
-            raise DamagedFileError(
-                f"{self.path} has no {self.architecture}.{name}; get the file again"
-            )
-        return value
-
-
-def read_gguf(path: str | Path) -> GGUFFile:
-    """Open a GGUF file.
-
-    Raises UnknownModelError if there is no file, and DamagedFileError if the file is truncated or
-    not a GGUF file.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise UnknownModelError(f"there is no GGUF file at {path}; check the path")
-    try:
-        reader = GGUFReader(path)
-        metadata = {key: field.contents() for key, field in reader.fields.items()}
-        return GGUFFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
-    except Exception as error:
-        # GGUFReader indexes into the file without checks, so a damaged file can raise anything.
-        raise DamagedFileError(
-            f"{path} is not a readable GGUF file ({error}); it is truncated or altered"
-        ) from error
-
 
 def convert_gguf(path: str | Path, directory: str | Path) -> Path:
     """Convert the GGUF file `path` to a Hugging Face directory in bfloat16; return the directory.
 
+    `path` may be any part of a split file.
     The file's architecture must be one of ARCHITECTURES. An existing `directory` is left unchanged,
     even if another process creates it during the conversion.
 
@@ -214,7 +126,7 @@ def convert_gguf(path: str | Path, directory: str | Path) -> Path:
 
     source = read_gguf(path)
     config = _config_json(source)
-    tokenizer = _build_tokenizer(source)
+    tokenizer = build_tokenizer(source)
     staging = directory.with_name(f".{directory.name}.{os.getpid()}-{uuid4().hex[:8]}.tmp")
     try:
         staging.mkdir(parents=True)
@@ -223,7 +135,7 @@ def convert_gguf(path: str | Path, directory: str | Path) -> Path:
             staging / "generation_config.json",
             {k: v for k, v in config.items() if k.endswith("_token_id")},
         )
-        save_tokenizer(staging, tokenizer, **_tokenizer_settings(source))
+        save_tokenizer(staging, tokenizer, **tokenizer_settings(source))
         (staging / "README.md").write_text(_readme(source), encoding="utf-8")
         save_file(_converted_tensors(source), staging / SINGLE_FILE, metadata={"format": "pt"})
         set_default_mode(staging / SINGLE_FILE)
@@ -552,163 +464,3 @@ def _deinterleave_heads(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
         .transpose(1, 2)
         .reshape(weight.shape)
     )
-
-
-def _build_tokenizer(source: GGUFFile) -> Tokenizer:
-    """Build the BPE tokenizer from the file's tables, with the same token ids."""
-    metadata = source.metadata
-    tokenizer_model = metadata.get("tokenizer.ggml.model")
-    is_sentencepiece = tokenizer_model == "llama" and source.architecture == "gemma3"
-    if tokenizer_model != "gpt2" and not is_sentencepiece:
-        raise UnsupportedError(
-            f"{source.path} has a {tokenizer_model!r} tokenizer; planish converts 'gpt2', and "
-            "'llama' of Gemma 3"
-        )
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    token_types = metadata.get("tokenizer.ggml.token_type")
-    if not tokens or not token_types or len(tokens) != len(token_types):
-        raise DamagedFileError(
-            f"{source.path} has no tokens, or token types of another length; get the file again"
-        )
-    vocab = {
-        token: index
-        for index, (token, token_type) in enumerate(zip(tokens, token_types, strict=True))
-        if token_type != TokenType.UNUSED
-    }
-    pre_tokenizer = metadata.get("tokenizer.ggml.pre", "default")
-    try:
-        tokenizer = (
-            _sentencepiece_tokenizer(source, vocab, token_types)
-            if is_sentencepiece
-            else _byte_level_tokenizer(source, vocab, pre_tokenizer)
-        )
-    except UnsupportedError:
-        raise
-    except Exception as error:  # tokenizers raises bare Exception
-        raise DamagedFileError(
-            f"{source.path}: the merges do not fit the tokens ({error}); get the file again"
-        ) from error
-    if metadata.get(
-        "tokenizer.ggml.add_bos_token",
-        pre_tokenizer in MERGE_IGNORING_PRE_TOKENIZERS or is_sentencepiece,
-    ):
-        bos = metadata["tokenizer.ggml.bos_token_id"]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{tokens[bos]} $A",
-            pair=f"{tokens[bos]} $A {tokens[bos]} $B",
-            special_tokens=[(tokens[bos], bos)],
-        )
-    for added_type, add_tokens in (
-        (TokenType.CONTROL, tokenizer.add_special_tokens),
-        (TokenType.USER_DEFINED, tokenizer.add_tokens),
-    ):
-        is_special = added_type == TokenType.CONTROL
-        added_tokens = [
-            token
-            for token, token_type in zip(tokens, token_types, strict=True)
-            if token_type == added_type
-        ]
-        add_tokens(
-            [AddedToken(token, special=is_special, normalized=False) for token in added_tokens]
-        )
-    return tokenizer
-
-
-def _byte_level_tokenizer(
-    source: GGUFFile, vocab: Mapping[str, int], pre_tokenizer: str
-) -> Tokenizer:
-    """Return the byte-level BPE tokenizer with the file's merges."""
-    merge_lines = source.metadata.get("tokenizer.ggml.merges", [])
-    merges = [tuple(merge.split(" ", 1)) for merge in merge_lines]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=dict(vocab),
-            merges=merges,
-            ignore_merges=pre_tokenizer in MERGE_IGNORING_PRE_TOKENIZERS,
-        )
-    )
-    tokenizer.pre_tokenizer = _pre_tokenizer(pre_tokenizer, source.path)
-    if pre_tokenizer == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _sentencepiece_tokenizer(
-    source: GGUFFile, vocab: Mapping[str, int], token_types: Sequence[int]
-) -> Tokenizer:
-    """Return the tokenizer of a SentencePiece BPE model, which has scores instead of merges.
-
-    SentencePiece merges the two neighbours whose joint piece has the highest score. So the list of
-    merges contains every split of a piece into two pieces, ordered by the score of the joint piece.
-    Characters outside the vocabulary become their UTF-8 bytes.
-    """
-    metadata = source.metadata
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
-        raise UnsupportedError(
-            f"{source.path} has a tokenizer that adds a space before the text; planish converts "
-            "none"
-        )
-    scores = metadata["tokenizer.ggml.scores"]
-    normal_pieces = {
-        piece for piece, index in vocab.items() if token_types[index] == TokenType.NORMAL
-    }
-    scored_merges = []
-    for piece in normal_pieces:
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in normal_pieces and right in normal_pieces:
-                scored_merges.append(
-                    (-scores[vocab[piece]], vocab[left], vocab[right], left, right)
-                )
-    merges = [(left, right) for *_, left, right in sorted(scored_merges)]
-    unknown = metadata["tokenizer.ggml.tokens"][metadata["tokenizer.ggml.unknown_token_id"]]
-    model = models.BPE(
-        vocab=dict(vocab), merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
-    )
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    return tokenizer
-
-
-def _pre_tokenizer(name: str, path: Path) -> pre_tokenizers.PreTokenizer:
-    """Return the pre-tokenizer that llama.cpp calls `name`, or raise UnsupportedError."""
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if name in ("default", "gpt-2"):
-        return byte_level
-    if name == "smollm":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    pattern = SPLIT_PATTERNS.get(name)
-    if pattern is None:
-        raise UnsupportedError(
-            f"{path} has the pre-tokenizer {name!r}; planish supports smollm, gpt-2, "
-            f"{', '.join(SPLIT_PATTERNS)}"
-        )
-    byte_level_without_split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), behavior="isolated"), byte_level_without_split]
-    )
-
-
-def _tokenizer_settings(source: GGUFFile) -> dict[str, Any]:
-    tokens = source.metadata["tokenizer.ggml.tokens"]
-    role_names = {
-        "bos_token": "bos",
-        "eos_token": "eos",
-        "pad_token": "padding",
-        "unk_token": "unknown",
-    }
-    token_ids = {
-        role: source.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        for role, name in role_names.items()
-    }
-    return {
-        "chat_template": source.metadata.get("tokenizer.chat_template"),
-        "max_length": source.field("context_length"),
-        "special_tokens": {
-            role: tokens[token] for role, token in token_ids.items() if token is not None
-        },
-    }

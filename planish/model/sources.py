@@ -33,6 +33,7 @@ from planish.errors import StorageError, UnknownModelError, UserError
 from planish.files import cache_home
 from planish.model.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, fetch_embedded_model
 from planish.model.gguf import CONVERSION_VERSION, convert_gguf
+from planish.model.gguf_file import part_paths
 from planish.model.weights import weight_files
 
 HUB_FILES = (
@@ -181,10 +182,20 @@ def _from_path(name: str, convert: bool) -> Path:
 
 
 def conversion_directory(gguf: Path) -> Path:
-    """Return the path of this GGUF file's conversion in the cache; it need not exist yet."""
-    status = gguf.stat()
-    identity = f"{gguf.resolve()}|{status.st_size}|{status.st_mtime_ns}|{CONVERSION_VERSION}"
-    return models_home() / f"{gguf.stem}--{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    """Return the path of this GGUF file's conversion in the cache; it need not exist yet.
+
+    All parts of a split file have the same conversion.
+    """
+    parts = part_paths(gguf.absolute())
+    statuses = [part.stat() for part in parts if part.is_file()]
+    identity = "|".join(
+        [
+            str(parts[0].resolve()),
+            *(f"{status.st_size}|{status.st_mtime_ns}" for status in statuses),
+            str(CONVERSION_VERSION),
+        ]
+    )
+    return models_home() / f"{parts[0].stem}--{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 
 
 def convert_once(gguf: Path) -> Path:

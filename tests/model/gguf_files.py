@@ -69,7 +69,7 @@ def neighbours_from_halves(rows, heads):
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def write_tokens(writer, pre, kind="gpt2"):
+def write_tokens(writer, pre: str | None, kind="gpt2"):
     tokens = [*byte_symbols(), *SPECIAL_TOKENS, *WORD_TOKENS, MERGED, "[PAD271]"]
     types = [gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * len(SPECIAL_TOKENS)
     types += [gguf.TokenType.USER_DEFINED] * len(WORD_TOKENS) + [
@@ -78,7 +78,8 @@ def write_tokens(writer, pre, kind="gpt2"):
     ]
     assert len(tokens) == len(types) == VOCAB_SIZE
     writer.add_tokenizer_model(kind)
-    writer.add_tokenizer_pre(pre)
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges(["1 2"])
@@ -92,18 +93,23 @@ def write_tokens(writer, pre, kind="gpt2"):
 def write_gguf(
     path,
     directory,
-    pre="smollm",
+    pre: str | None = "smollm",
     tokenizer="gpt2",
     quantized=(),
     kind=gguf.GGMLQuantizationType.Q8_0,
     extra=lambda writer: None,
     without=(),
+    split_max_tensors=0,
 ):
     """Write the tiny model of `directory` as a GGUF file. Tensors whose names end in one of
-    `quantized` are quantized as `kind`.
+    `quantized` are quantized as `kind`. With `split_max_tensors`, the writer splits the file.
     """
     config = ModelConfig.from_directory(directory)
-    writer = gguf.GGUFWriter(path, ARCHITECTURES.get(config.family, config.family))
+    writer = gguf.GGUFWriter(
+        path,
+        ARCHITECTURES.get(config.family, config.family),
+        split_max_tensors=split_max_tensors,
+    )
     writer.add_context_length(read_json(directory / "config.json")["max_position_embeddings"])
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
@@ -190,6 +196,34 @@ def write_sentencepiece(path):
     writer.add_eos_token_id(1)
     writer.add_unk_token_id(3)
     writer.add_add_space_prefix(False)
+    writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_llama2_tokenizer(path, pieces, **flags):
+    """Write a GGUF file with the tokenizer of a SentencePiece BPE model as Llama 2 has it: the
+    tokens <unk>, <s>, </s>, 256 bytes, and `pieces` in the order of their scores.
+    """
+    kinds = gguf.TokenType
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = ["<unk>", "<s>", "</s>", *byte_tokens, *pieces]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(512)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 259 + [-float(rank) for rank in range(len(pieces))])
+    special = [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL]
+    writer.add_token_types([*special, *[kinds.BYTE] * 256, *[kinds.NORMAL] * len(pieces)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    if "add_space_prefix" in flags:
+        writer.add_add_space_prefix(flags["add_space_prefix"])
     writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 32), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

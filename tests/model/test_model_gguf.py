@@ -1,20 +1,30 @@
 import json
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import neighbours_from_halves, write_gguf, write_sentencepiece
+from gguf_files import (
+    neighbours_from_halves,
+    write_gguf,
+    write_llama2_tokenizer,
+    write_sentencepiece,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from planish.errors import DamagedFileError, StorageError, UnknownModelError, UnsupportedError
 from planish.model.config import ModelConfig
-from planish.model.gguf import _build_tokenizer, _pre_tokenizer, convert_gguf, read_gguf
+from planish.model.gguf import convert_gguf
+from planish.model.gguf_file import read_gguf
+from planish.model.gguf_tokenizer import _pre_tokenizer, build_tokenizer
 from planish.model.rope_config import LinearRopeScaling
+from planish.model.sources import conversion_directory
 from planish.testing import EOS_TOKEN_ID, SPECIAL_TOKENS, WORD_TOKENS, save_weights, tiny_model
 from planish.tokenizer import load_tokenizer
 
@@ -171,7 +181,7 @@ def test_the_words_of_each_pre_tokenizer():
     """The expected words follow from the regular expressions in the models' tokenizer.json."""
 
     def words(pre, text):
-        found = _pre_tokenizer(pre, Path("m.gguf")).pre_tokenize_str(text)
+        found = _pre_tokenizer(pre).pre_tokenize_str(text)
         return [word.replace("\u0120", " ") for word, _ in found]
 
     text = "HelloWorld ABCdef I'll 2024 a//\n"
@@ -199,7 +209,7 @@ def test_a_converted_gemma3_equals_the_original(tmp_path, monkeypatch):
 
 
 def test_a_sentencepiece_vocabulary_merges_by_score(tmp_path):
-    tokenizer = _build_tokenizer(read_gguf(write_sentencepiece(tmp_path / "m.gguf")))
+    tokenizer = build_tokenizer(read_gguf(write_sentencepiece(tmp_path / "m.gguf")))
 
     def pieces(text):
         return tokenizer.encode(text).tokens
@@ -211,6 +221,25 @@ def test_a_sentencepiece_vocabulary_merges_by_score(tmp_path):
     assert pieces("1<end_of_turn>2") == ["<bos>", "1", "<end_of_turn>", "2"]
     for text in ("abc ab  c\n\na", "\u00e9 \u6f22 \U0001f916 12", "  a ", ""):
         assert tokenizer.decode(tokenizer.encode(text).ids[1:]) == text
+
+
+def test_the_tokenizers_of_llama_2_and_mistral_equal_sentencepiece(tmp_path):
+    """sentencepiece 0.2 trained the pieces with Llama 2's options, and encoded the texts."""
+    recorded = json.loads(Path(__file__).with_name("sentencepiece_bpe.json").read_text())
+    path = write_llama2_tokenizer(tmp_path / "m.gguf", recorded["pieces"])
+    tokenizer = build_tokenizer(read_gguf(path))
+    for text, ids in recorded["recorded"]:
+        encoding = tokenizer.encode(text)
+        assert encoding.ids == [1, *ids], text
+        if not text.startswith("\u2581"):
+            assert tokenizer.decode(encoding.ids) == text
+    # As in llama.cpp, a text after a special token begins with a space, too.
+    word = tokenizer.encode("the", add_special_tokens=False).ids
+    assert tokenizer.encode("the</s>the<unk>", add_special_tokens=False).ids == [*word, 2, *word, 0]
+    without = write_llama2_tokenizer(
+        tmp_path / "n.gguf", recorded["pieces"], add_space_prefix=False
+    )
+    assert build_tokenizer(read_gguf(without)).encode("the").tokens[1:] == ["th", "e"]
 
 
 def test_the_gguf_row_order_changes_the_logits(tmp_path):
@@ -268,7 +297,7 @@ def test_the_smollm_tokenizer_keeps_text_and_splits_digits(tmp_path):
 def test_pre_tokenizers_differ_in_digits_and_normalization(tmp_path):
     original = tiny_model(tmp_path / "hf")
     tokens = {}
-    for pre in ("smollm", "qwen2", "llama-bpe", "gpt-2"):
+    for pre in ("smollm", "qwen2", "deepseek-r1-qwen", "llama-bpe", "gpt-2"):
         directory = convert_gguf(
             write_gguf(tmp_path / f"{pre}.gguf", original, pre=pre), tmp_path / pre
         )
@@ -276,10 +305,64 @@ def test_pre_tokenizers_differ_in_digits_and_normalization(tmp_path):
         tokens[pre] = tokenizer.encode("9 12")
         assert tokenizer.decode(tokens[pre]) == "9 12"
         assert tokenizer.decode(tokenizer.encode("e\u0301")) == (
-            "\u00e9" if pre == "qwen2" else "e\u0301"
+            "\u00e9" if pre in ("qwen2", "deepseek-r1-qwen") else "e\u0301"
         )
     apart, whole = [57, 32, 49, 50], [57, 32, 256 + len(SPECIAL_TOKENS) + len(WORD_TOKENS)]
-    assert tokens == {"smollm": apart, "qwen2": apart, "llama-bpe": whole, "gpt-2": whole}
+    split_names = ("smollm", "qwen2", "deepseek-r1-qwen")
+    assert tokens == dict.fromkeys(split_names, apart) | {"llama-bpe": whole, "gpt-2": whole}
+
+
+@pytest.mark.slow
+def test_the_command_in_the_error_gives_a_file_its_pre_tokenizer(tmp_path):
+    path = write_gguf(tmp_path / "old.gguf", tiny_model(tmp_path / "hf"), pre=None)
+    with pytest.raises(UnsupportedError, match="gguf-new-metadata --pre-tokenizer NAME old.gguf"):
+        convert_gguf(path, tmp_path / "out")
+    command = [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", "--pre-tokenizer", "smollm"]
+    named = tmp_path / "named.gguf"
+    subprocess.run([*command, str(path), str(named)], check=True, capture_output=True)
+    assert load_tokenizer(convert_gguf(named, tmp_path / "out")).encode("12") == [49, 50]
+
+
+def test_a_split_file_equals_the_whole_one(tmp_path):
+    original = tiny_model(tmp_path / "hf", tied=False, dtype="bfloat16")
+    whole = convert_gguf(write_gguf(tmp_path / "m.gguf", original), tmp_path / "whole")
+    write_gguf(tmp_path / "s.gguf", original, split_max_tensors=8)
+    parts = sorted(tmp_path.glob("s-*.gguf"))
+    assert [part.name for part in parts] == [f"s-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    for part in parts:
+        directory = convert_gguf(part, tmp_path / part.stem)
+        for name in ("model.safetensors", "config.json", "tokenizer.json"):
+            assert (directory / name).read_bytes() == (whole / name).read_bytes()
+    assert {conversion_directory(part) for part in parts} == {conversion_directory(parts[0])}
+    before = conversion_directory(parts[0])
+    os.utime(parts[2], ns=(1, 1))
+    assert conversion_directory(parts[0]) != before
+
+
+def test_missing_and_mixed_parts_of_a_split_file_are_named(tmp_path):
+    original = tiny_model(tmp_path / "hf", tied=False, dtype="bfloat16")
+    write_gguf(tmp_path / "s.gguf", original, split_max_tensors=8)
+    parts = sorted(tmp_path.glob("s-*.gguf"))
+    content = [part.read_bytes() for part in parts]
+    parts[1].unlink()
+    with pytest.raises(DamagedFileError, match=r"s-00002-of-00003\.gguf is missing"):
+        convert_gguf(parts[0], tmp_path / "out")
+    parts[1].write_bytes(content[2])
+    with pytest.raises(DamagedFileError, match=r"00002-of-00003\.gguf says that it is part 2 "):
+        convert_gguf(parts[0], tmp_path / "out")
+    renamed = tmp_path / "model.gguf"
+    renamed.write_bytes(content[0])
+    with pytest.raises(
+        DamagedFileError, match="one of 3 parts .* names again: NAME-00001-of-00003"
+    ):
+        convert_gguf(renamed, tmp_path / "out")
+    shorter = tiny_model(tmp_path / "short", tied=False, layers=1, dtype="bfloat16")
+    write_gguf(tmp_path / "t.gguf", shorter, split_max_tensors=4)
+    others = sorted(tmp_path.glob("t-*.gguf"))
+    assert len(others) == len(parts)
+    parts[1].write_bytes(others[1].read_bytes())
+    with pytest.raises(DamagedFileError, match="hold .* tensors instead of"):
+        convert_gguf(parts[0], tmp_path / "out")
 
 
 def test_conversion_leaves_an_existing_directory_unchanged(tmp_path):
@@ -317,7 +400,15 @@ def test_the_end_of_turn_token_is_an_end_of_sequence_token(tmp_path):
     ("options", "named"),
     [
         ({"pre": "deepseek-llm"}, "pre-tokenizer 'deepseek-llm'"),
-        ({"tokenizer": "llama"}, "'llama' tokenizer"),
+        ({"tokenizer": "bert"}, "'bert' tokenizer"),
+        (
+            {"pre": None},
+            "does not name its pre-tokenizer.*gguf-new-metadata --pre-tokenizer NAME m",
+        ),
+        (
+            {"pre": "default"},
+            "does not name its pre-tokenizer.* NAME is one of smollm, gpt-2, qwen",
+        ),
         ({"extra": lambda writer: writer.add_expert_count(8)}, "mixture of experts"),
         ({"extra": lambda writer: writer.add_rope_dimension_count(8)}, "part of each head"),
         (
