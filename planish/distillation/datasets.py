@@ -17,9 +17,11 @@ from planish.errors import UserError
 from planish.rl.environments.datasets import ConcatenatedRLDataset, rebatch
 from planish.rl.types import (
     EnvGroupBuilder,
+    PromptLength,
     RLDataset,
     RLDatasetBuilder,
     WrappedGroup,
+    longest_of,
     smallest_group_size_of,
 )
 
@@ -75,6 +77,10 @@ class TaughtDataset(RLDataset):
         """Raise UserError if a batch of a part is larger than that part."""
         for part in self.parts:
             part.require_full_batch()
+
+    def longest_prompt(self) -> PromptLength | None:
+        """Return the longest prompt of all parts; None if none is known."""
+        return longest_of(part.longest_prompt() for part in self.parts)
 
 
 @chz.chz

@@ -23,7 +23,6 @@ from planish.rl.types import (
     Action,
     ActionExtra,
     Env,
-    InitialObservationOverflow,
     Observation,
     RLDataset,
     StepResult,
@@ -78,14 +77,9 @@ class PromptOnlyEnv(Env):
 
     renderer: Renderer
     messages: Conversation
-    max_prompt_tokens: int | None = None
 
-    async def initial_observation(
-        self,
-    ) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
+    async def initial_observation(self) -> tuple[Observation, StopCondition]:
         prompt = self.renderer.build_generation_prompt(self.messages)
-        if self.max_prompt_tokens is not None and prompt.length > self.max_prompt_tokens:
-            return InitialObservationOverflow()
         return prompt, self.renderer.get_stop_sequences()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
@@ -100,15 +94,17 @@ class PromptOnlyDatasetBuilder(ProblemDatasetBuilder):
     dataset: str = chz.field(doc="hub name, local directory or file; its train split")
     group_size: int = chz.field(default=4, doc="answers per prompt")
     max_prompt_tokens: int | None = chz.field(
-        default=1024, doc="maximum tokens in a prompt; longer ones are skipped"
+        default=1024, doc="maximum tokens in a prompt; longer ones are left out and counted"
     )
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
-        return self.shuffled(load_prompts(self.dataset, self.renderer)), None
+        prompts = load_prompts(self.dataset, self.renderer)
+        places = [f"dataset={self.dataset}, train row {n + 1}" for n in range(len(prompts))]
+        return self.shuffled(prompts, places=places), None
 
     def make_env(self, problem: Conversation) -> PromptOnlyEnv:
         """Return the environment of one answer."""
-        return PromptOnlyEnv(self.renderer, problem, self.max_prompt_tokens)
+        return PromptOnlyEnv(self.renderer, problem)
 
     def tag(self) -> str:
         """Return "prompts"."""

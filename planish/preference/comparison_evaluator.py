@@ -238,7 +238,8 @@ class ComparisonEvaluatorBuilder:
     temperature: float = 1.0
     both_ways: bool = chz.field(default=True, doc="judge each pair in both orders")
     max_prompt_tokens: int | None = chz.field(
-        default=None, doc="maximum tokens in a prompt; longer prompts are skipped; none = no limit"
+        default=None,
+        doc="maximum tokens in a prompt; longer ones are left out and counted; none = no limit",
     )
     max_prompts: int | None = chz.field(
         default=None, doc="maximum number of prompts, the first ones; none = all"
@@ -253,7 +254,7 @@ class ComparisonEvaluatorBuilder:
             self.prompt_builder().test, renderer, "test", self.max_prompt_tokens
         )
         return ComparisonEvaluator(
-            prompts[: self.max_prompts],
+            prompts.problems[: self.max_prompts],
             PolicyReference(
                 self.service_client, self.policy_model_name, self.reference_checkpoint_path
             ),

@@ -17,7 +17,6 @@ which the error strategy of the run handles.
 """
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,6 +40,7 @@ from planish.preference.types import Comparison, Messages
 from planish.renderers import Renderer, get_text_content
 from planish.rl.environments.datasets import ProblemDataset
 from planish.rl.environments.problem_env import final_step
+from planish.rl.environments.prompt_selection import Selection
 from planish.rl.types import (
     Action,
     ActionExtra,
@@ -54,8 +54,6 @@ from planish.rl.types import (
     Trajectory,
 )
 from planish.runlog.model_renderer import model_renderer
-
-logger = logging.getLogger(__name__)
 
 FORMAT_COEF = 1.0
 """The weight of the format term in the reward."""
@@ -194,7 +192,8 @@ class TournamentOptions:
         default=4, doc="number of answers in a chunk; all answers of a chunk are compared"
     )
     max_prompt_tokens: int | None = chz.field(
-        default=None, doc="maximum tokens in a prompt; longer prompts are skipped; none = no limit"
+        default=None,
+        doc="maximum tokens in a prompt; longer ones are left out and counted; none = no limit",
     )
 
 
@@ -221,7 +220,7 @@ class PairwisePreferenceRLDatasetBuilder(TournamentOptions, RLDatasetBuilder):
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         require_tournament(self.group_size, self.matchup_group_size)
-        prompts = await asyncio.to_thread(self._prompts)
+        selection = await asyncio.to_thread(self._prompts)
         preference_model = await asyncio.to_thread(
             self.preference_model_builder, self.service_client
         )
@@ -237,21 +236,18 @@ class PairwisePreferenceRLDatasetBuilder(TournamentOptions, RLDatasetBuilder):
                 self.matchup_group_size,
             )
 
-        return ProblemDataset(prompts, make_group, self.batch_size, shuffle_seed=self.seed), None
+        train = ProblemDataset(
+            selection.problems,
+            make_group,
+            self.batch_size,
+            shuffle_seed=self.seed,
+            longest=selection.longest_prompt,
+        )
+        return train, None
 
-    def _prompts(self) -> list[Messages]:
+    def _prompts(self) -> Selection[Messages]:
         renderer = model_renderer(self.policy_model_name, self.policy_renderer_name)
         prompts = self.prompt_builder().train
-        fitting = fitting_prompts(prompts, renderer, "train", self.max_prompt_tokens)
-        if len(fitting) < len(prompts):
-            logger.warning(
-                "%d of %d prompts are longer than max_prompt_tokens",
-                len(prompts) - len(fitting),
-                len(prompts),
-            )
-        if not fitting:
-            raise UserError(
-                f"none of the {len(prompts)} prompts is left to train on; give shorter prompts or "
-                "a larger max_prompt_tokens"
-            )
-        return fitting
+        if not prompts:
+            raise UserError("there are no prompts to train on; give at least one")
+        return fitting_prompts(prompts, renderer, "train", self.max_prompt_tokens)

@@ -13,6 +13,7 @@ from planish.errors import UserError
 from planish.preference.datasets import ComparisonBuilder
 from planish.preference.types import Messages, read_comparison
 from planish.renderers import Renderer
+from planish.rl.environments.prompt_selection import Selection, select_problems
 from planish.supervised.conversations import conversation_of, messages_of
 from planish.supervised.datasets import read_splits
 
@@ -85,20 +86,20 @@ def read_prompt(row: Mapping[str, Any], where: str) -> Messages:
 
 def fitting_prompts(
     prompts: Sequence[Messages], renderer: Renderer, split: str, max_tokens: int | None
-) -> list[Messages]:
-    """Return the prompts of at most `max_tokens` tokens; None keeps all.
+) -> Selection[Messages]:
+    """Return the prompts of at most `max_tokens` tokens (None: all), and the longest of them. A
+    warning counts the others.
 
-    Raise UserError for the first prompt that the chat format cannot express.
+    Raise UserError for the first prompt that the chat format cannot express, and if no prompt is
+    short enough.
     """
-    fitting = []
-    for index, prompt in enumerate(prompts, start=1):
-        try:
-            length = renderer.build_generation_prompt(prompt).length
-        except ValueError as error:
-            raise UserError(f"{split} prompt {index}: {error}") from error
-        if max_tokens is None or length <= max_tokens:
-            fitting.append(prompt)
-    return fitting
+    return select_problems(
+        prompts,
+        renderer.build_generation_prompt,
+        lambda index: f"{split} prompt {index + 1}",
+        split=split,
+        max_prompt_tokens=max_tokens,
+    )
 
 
 def _deduplicate(prompts: Sequence[Messages]) -> list[Messages]:

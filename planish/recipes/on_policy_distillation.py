@@ -65,7 +65,8 @@ class Options(TeacherModelOptions, math_rl.Options):
     group_size: int = 4
     max_prompt_tokens: int | None = chz.field(
         default=None,
-        doc="prompts: maximum tokens in a prompt; longer ones are skipped; none = 1024",
+        doc="maximum tokens in a prompt; problems with longer prompts are left out and counted; "
+        "none = 1024 for env=prompts, else no limit",
     )
     more: tuple[Source, ...] = chz.field(
         default=(),
@@ -154,10 +155,6 @@ def check(options: Options) -> None:
     for source in sources:
         check_source(source)
     envs = {source.env for source in sources}
-    if PROMPTS not in envs:
-        training_run.reject_unused(
-            options, ("max_prompt_tokens",), "is for env=prompts; leave it out"
-        )
     if envs == {PROMPTS}:
         reason = "is not used, because prompts have no tests; leave it out"
         training_run.reject_unused(options, ("eval_problems",), reason)
@@ -186,7 +183,7 @@ def check_source(options: Options) -> None:
             "the prompts: a hub name, a local directory or a file",
         ),
     )
-    training_run.require_at_least(options, batch_size=1, group_size=1, max_prompt_tokens=1)
+    training_run.require_at_least(options, batch_size=1, group_size=1)
 
 
 def with_env_defaults(arguments: Sequence[str]) -> tuple[training_run.Presets, list[str]]:

@@ -35,7 +35,13 @@ from planish.processes.interruption import StopRequest
 from planish.recipes import training_run
 from planish.renderers import Renderer, get_text_content
 from planish.rl.answers import Answer, AnswerGroup, answer_datum, answer_metrics, sampler_trainer_kl
-from planish.runlog.checkpoints import RunCheckpoints, choose_renderer, save_when_stopped
+from planish.rl.environments.prompt_selection import require_prompt_fits, select_problems
+from planish.runlog.checkpoints import (
+    TRAINING_STAGE,
+    RunCheckpoints,
+    choose_renderer,
+    save_when_stopped,
+)
 from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
 from planish.runlog.run_directory import RunDirectory
@@ -49,7 +55,14 @@ Metrics = dict[str, float]
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {"model_name": "Qwen/Qwen3-8B", "batch_size": 128, "group_size": 16},
 }
-RESUMABLE_OPTIONS = ("base_url", "max_steps", "save_every", "ttl_seconds")
+RESUMABLE_OPTIONS = (
+    "base_url",
+    "max_steps",
+    "save_every",
+    "ttl_seconds",
+    "eval_problems",
+    "eval_every",
+)
 """Options that may differ when a run is resumed."""
 CONSOLE_METRICS = {
     "reward/total": "reward {:.3f}",
@@ -73,6 +86,11 @@ class Config(CheckpointOptions, StartOptions):
     group_size: int = chz.field(default=8, doc="answers per problem")
     learning_rate: float = 4e-5
     max_tokens: int = chz.field(default=256, doc="maximum number of tokens in an answer")
+    max_prompt_tokens: int | None = chz.field(
+        default=None,
+        doc="maximum tokens in a prompt; problems with longer prompts are left out and counted; "
+        "none = no limit",
+    )
     temperature: float = chz.field(default=1.0, doc="temperature of sampling and of the loss")
     loss_fn: str = chz.field(default="importance_sampling", doc=f"one of {', '.join(RL_LOSSES)}")
     max_steps: int | None = chz.field(
@@ -99,17 +117,22 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
     problems, test_problems = load_problems(config.dataset, "train"), []
     if config.eval_problems:
         test_problems = load_problems(config.dataset, "test")[: config.eval_problems]
-    all_steps = len(problems) // config.batch_size
-    training_run.require(
-        config,
-        batch_size=(all_steps > 0, f"at most {len(problems)}, the number of training problems"),
-    )
-    steps = all_steps if config.max_steps is None else min(all_steps, config.max_steps)
+    require_batch(config, problems)
     with (
         RunDirectory(config.log_path, chz.asdict(config), may_change=RESUMABLE_OPTIONS) as run,
         Grader() as grader,
     ):
         start = start_run(config, service_client, run, len(problems), "rl_loop")
+        client = start.training_client
+        renderer = choose_renderer(config.renderer_name, config.model_name, client.get_tokenizer())
+        context_window = service_client.get_server_capabilities().context_length_of(
+            config.model_name
+        )
+        problems = fitting_problems(config, problems, "train", renderer, context_window)
+        test_problems = fitting_problems(config, test_problems, "test", renderer, context_window)
+        require_batch(config, problems)
+        all_steps = len(problems) // config.batch_size
+        steps = all_steps if config.max_steps is None else min(all_steps, config.max_steps)
         if start.batch >= steps:
             draw_reward_curve(config, run)
             is_all = start.batch == all_steps
@@ -119,9 +142,7 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
             print(f"{run.path}: all {start.batch} steps are done{remedy}")
             return run.path
         run.resume_at(start.batch)
-        client = start.training_client
         checkpoints = RunCheckpoints(start, run, config.ttl_seconds)
-        renderer = choose_renderer(config.renderer_name, config.model_name, client.get_tokenizer())
         with (
             StepDisplay(steps, start.batch) as display,
             save_when_stopped(checkpoints, display) as stop,
@@ -157,6 +178,40 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
         return run.path
 
 
+def require_batch(config: Config, problems: Sequence[Problem]) -> None:
+    """Raise UserError unless the training problems fill a batch."""
+    training_run.require(
+        config,
+        batch_size=(
+            config.batch_size <= len(problems),
+            f"at most {len(problems)}, the number of training problems",
+        ),
+    )
+
+
+def fitting_problems(
+    config: Config,
+    problems: Sequence[Problem],
+    split: str,
+    renderer: Renderer,
+    context_window: int | None,
+) -> Sequence[Problem]:
+    """Return the problems whose prompts have at most `max_prompt_tokens` tokens. A warning counts
+    the others. Raises UserError if a prompt leaves no room for an answer.
+    """
+    selection = select_problems(
+        problems,
+        lambda problem: renderer.build_generation_prompt(problem_prompt(problem)),
+        lambda index: f"dataset={config.dataset}, {split} problem {index + 1}",
+        split=split,
+        max_prompt_tokens=config.max_prompt_tokens,
+    )
+    require_prompt_fits(
+        selection.longest_prompt, context_window, config.model_name, config.max_tokens
+    )
+    return selection.problems
+
+
 @dataclass
 class StepRunner:
     """Runs the steps: sample, grade, train."""
@@ -182,7 +237,7 @@ class StepRunner:
         with spans.measure("sampling"):
             seeds_P = [derived_seed(config.seed, step, index) for index in range(len(problems_P))]
             groups_P = self.sample(sampling_client, problems_P, seeds_P, config.group_size)
-        self.display.next_stage("training")
+        self.display.next_stage(TRAINING_STAGE)
         with spans.measure("training"):
             # With a temperature other than 1, the loss has to scale the logits by the same
             # temperature, or training is off-policy.

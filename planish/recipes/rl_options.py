@@ -49,6 +49,11 @@ class RLOptions(RolloutOptions, LossOptions, RecipeOptions):
     learning_rate: float = chz.field(default=4e-5, doc="learning rate before the schedule")
     lr_schedule: str = "constant"
     max_tokens: int = 256
+    max_prompt_tokens: int | None = chz.field(
+        default=None,
+        doc="maximum tokens in a prompt; problems with longer prompts are left out and counted; "
+        "none = no limit",
+    )
     remove_constant_reward_groups: bool = True
     kl_reference_model: str | None = chz.field(
         default=None, doc="base model of the KL reference; none = model_name"
@@ -113,7 +118,15 @@ def train_config(
     recipe_name: str,
     evaluator_builders: Sequence[Callable[[], Evaluator]] = (),
 ) -> Config:
-    """Return the config of `planish.training.train_rl`."""
+    """Return the config of `planish.training.train_rl`. Raises UserError for an option of the
+    dataset that `dataset_builder` would ignore.
+    """
+    if getattr(dataset_builder, "max_prompt_tokens", None) is None:
+        reject_unused(
+            options,
+            ("max_prompt_tokens",),
+            f"is not used by {type(dataset_builder).__name__}; leave it out",
+        )
     return build(
         Config,
         options,

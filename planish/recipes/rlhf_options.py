@@ -7,6 +7,7 @@ two answers, so each pair is compared once; for kind chat, it is compared in bot
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -233,11 +234,12 @@ def check_data(options: Options, renderer: Renderer) -> None:
     with_stage("preference", preference_config(options).dataset_builder)
     rl_prompts = with_stage("rl", prompts(options))
     for split, split_prompts in (("train", rl_prompts.train), ("test", rl_prompts.test)):
-        if not fitting_prompts(split_prompts, renderer, split, options.rl.max_prompt_tokens):
-            raise UserError(
-                f"rl: there are no {split} prompts, or all are longer than max_prompt_tokens; "
-                "give shorter prompts or a larger max_prompt_tokens"
-            )
+        if not split_prompts:
+            raise UserError(f"rl: there are no {split} prompts; give at least one")
+        check = partial(
+            fitting_prompts, split_prompts, renderer, split, options.rl.max_prompt_tokens
+        )
+        with_stage("rl", check)
 
 
 def with_stage(name: str, work: Callable[[], T]) -> T:

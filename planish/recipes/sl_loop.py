@@ -30,7 +30,12 @@ from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
 from planish.recipes import training_run
 from planish.renderers import Renderer, TrainOnWhat, datum_from_weights
-from planish.runlog.checkpoints import RunCheckpoints, choose_renderer, save_when_stopped
+from planish.runlog.checkpoints import (
+    TRAINING_STAGE,
+    RunCheckpoints,
+    choose_renderer,
+    save_when_stopped,
+)
 from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
 from planish.runlog.run_directory import RunDirectory
@@ -142,7 +147,7 @@ def train(config: Config, service_client: ServiceClient) -> Path:
                 order = epoch_order(len(conversations), config.seed, epoch)
                 row_indices = order[index * config.batch_size : (index + 1) * config.batch_size]
                 batch = [conversations[i] for i in row_indices]
-                display.next_stage("training")
+                display.next_stage(TRAINING_STAGE)
                 learning_rate = config.learning_rate * (1 - step / steps)
                 metrics = train_step(
                     training_client, batch, renderer, config.max_length, learning_rate

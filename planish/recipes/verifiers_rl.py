@@ -38,6 +38,11 @@ class Options(RLOptions):
         doc="number of test rows; none = the environment's eval data, or rows held out of "
         "training if it has none",
     )
+    max_prompt_tokens: int | None = chz.field(
+        default=None,
+        doc="maximum tokens in the prompt of a turn; a longer prompt ends the rollout; none = what "
+        "max_trajectory_tokens leaves beside max_tokens",
+    )
     max_trajectory_tokens: int = chz.field(
         default=4096,
         doc="maximum tokens in a prompt with its answer; a longer prompt ends the rollout",
@@ -55,7 +60,10 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
         VerifiersDatasetBuilder,
         options,
         env_args=env_args,
-        max_prompt_tokens=options.max_trajectory_tokens - options.max_tokens,
+        max_prompt_tokens=min(
+            options.max_trajectory_tokens - options.max_tokens,
+            options.max_prompt_tokens or options.max_trajectory_tokens,
+        ),
     )
     return run(options, builder, recipe_name="verifiers_rl", service_client=service_client)
 
@@ -63,6 +71,7 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 def check(options: Options) -> None:
     """Raise UserError for an invalid option."""
     training_run.require_groups(options)
+    training_run.require_at_least(options, max_prompt_tokens=1)
     if options.max_trajectory_tokens <= options.max_tokens:
         raise UserError(
             f"max_trajectory_tokens={options.max_trajectory_tokens}: give more than "

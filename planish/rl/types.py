@@ -12,7 +12,7 @@ trajectory and `train_on_action` of a turn.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar, TypeAlias, TypedDict
@@ -210,6 +210,21 @@ class WrappedGroup(EnvGroupBuilder):
         return self.inner.logging_tags()
 
 
+@dataclass(frozen=True)
+class PromptLength:
+    """The length of a problem's first prompt."""
+
+    num_tokens: int
+    place: str
+    """The name of the problem in messages, such as its file and line."""
+
+
+def longest_of(lengths: Iterable[PromptLength | None]) -> PromptLength | None:
+    """Return the longest of several prompts; None if no length is known."""
+    known = [length for length in lengths if length is not None]
+    return max(known, key=lambda length: length.num_tokens, default=None)
+
+
 class RLDataset(ABC):
     """Batches of groups. The same index gives the same batch, so that a run can be resumed. The
     builders are made anew each time, since two batches may be rolled out at the same time.
@@ -227,6 +242,12 @@ class RLDataset(ABC):
         """Raise UserError if the batch size is larger than the dataset, which would be cut without
         notice. A run calls it before it trains.
         """
+
+    def longest_prompt(self) -> PromptLength | None:
+        """Return the longest first prompt of the dataset; None if it is known only during
+        rollouts.
+        """
+        return None
 
     def data_size(self) -> int:
         """Return the number of problems, or of batches if that is unknown. A run resumes only with

@@ -34,6 +34,8 @@ from planish.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
 
+TRAINING_STAGE = "training"
+"""The stage of a step in which its update is submitted and logged, in loops without asyncio."""
 DATA_SIZE = "data_size"
 """The field of a checkpoint's row that holds the size of the dataset."""
 
@@ -285,10 +287,13 @@ class RunCheckpoints:
 
 @contextmanager
 def save_when_stopped(checkpoints: RunCheckpoints, display: StepDisplay) -> Iterator[StopRequest]:
-    """Save the run if Ctrl-C or SIGTERM stops a loop that does not use asyncio.
+    """Save the run if Ctrl-C, SIGTERM or an error stops a loop that does not use asyncio.
 
     Within the block, the first signal ends the loop at its next check. The steps that `display`
-    counts as done are saved. Then KeyboardInterrupt or Terminated is raised.
+    counts as done are saved. Then KeyboardInterrupt or Terminated is raised, or the error.
+
+    After an error in the stage TRAINING_STAGE nothing is saved, because the weights may contain
+    more than the steps that are done.
     """
     with StopRequest(display.say) as stop:
         try:
@@ -301,3 +306,21 @@ def save_when_stopped(checkpoints: RunCheckpoints, display: StepDisplay) -> Iter
                 "resumes there"
             )
             raise stop.exit_exception from None
+        except Exception as error:
+            if display.current_stage_name != TRAINING_STAGE:
+                _save_after_error(checkpoints, display, error)
+            raise
+
+
+def _save_after_error(checkpoints: RunCheckpoints, display: StepDisplay, error: Exception) -> None:
+    """Save the steps that are done. If that fails too, report it as a note of `error`."""
+    try:
+        if display.num_done > checkpoints.last_saved_batch:
+            checkpoints.save_state_only(display.num_done)
+    except Exception as save_error:
+        error.add_note(f"the steps since the last checkpoint could not be saved: {save_error!r}")
+    else:
+        display.say(
+            f"failed after {display.num_done} of {display.num_steps} steps; once the cause is "
+            "removed, the same command resumes there"
+        )

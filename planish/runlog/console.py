@@ -176,6 +176,11 @@ class StepDisplay:
         self._end_current()
         self._current_stage = self.open_stage(name, total)
 
+    @property
+    def current_stage_name(self) -> str | None:
+        """The name of the stage that `next_stage` opened; None between steps."""
+        return None if self._current_stage is None else self._current_stage.name
+
     def advance(self) -> None:
         """Count one more part as done, in the stage that `next_stage` opened."""
         assert self._current_stage is not None, "advance() without next_stage()"

@@ -1,6 +1,7 @@
 """Start or resume an RL run. planish/training/rl_learner.py runs the training steps."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from planish.rl.environments.datasets import (
     EpochCycledRLDataset,
     rebatch,
 )
+from planish.rl.environments.prompt_selection import require_prompt_fits
 from planish.rl.kl import AdvantageShaping, KLPenalty
 from planish.rl.rollout.evaluation import RLTestSetEvaluator
 from planish.rl.types import RLDataset
@@ -72,6 +74,9 @@ async def train(
         )
         files.remove_from(loop.start.batch)
         capabilities = await service_client.get_server_capabilities_async()
+        context_window = capabilities.context_length_of(config.model_name)
+        for prompts in (dataset, *(evaluator.dataset for evaluator in rl_test_sets(evaluators))):
+            require_prompt_fits(prompts.longest_prompt(), context_window, config.model_name)
         return RLLearner(
             loop,
             config,
@@ -79,7 +84,7 @@ async def train(
             files,
             evaluators,
             shaping if shaping is not None else await kl_penalty(config, service_client),
-            capabilities.context_length_of(config.model_name),
+            context_window,
         )
 
     ends_at_max_steps = config.max_steps is not None and config.max_steps < len(dataset)
@@ -147,15 +152,18 @@ def build_evaluators(config: Config, test_set: RLDataset | None) -> list[Evaluat
         )
     if test_set is not None:
         evaluators = [test_evaluator(config, test_set), *evaluators]
-    labels = [
-        split_label(f"eval/{e.name}") for e in evaluators if isinstance(e, RLTestSetEvaluator)
-    ]
+    labels = [split_label(f"eval/{evaluator.name}") for evaluator in rl_test_sets(evaluators)]
     if len(set(labels)) < len(labels):
         raise UserError(
             "evaluator_builders: two or more evaluators have the same file name; the file names "
             f"are {labels}; give each evaluator another name"
         )
     return evaluators
+
+
+def rl_test_sets(evaluators: Sequence[Evaluator]) -> list[RLTestSetEvaluator]:
+    """Return the evaluators that roll out a test set."""
+    return [evaluator for evaluator in evaluators if isinstance(evaluator, RLTestSetEvaluator)]
 
 
 def test_evaluator(config: Config, test_set: RLDataset) -> RLTestSetEvaluator:

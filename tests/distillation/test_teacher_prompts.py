@@ -77,17 +77,25 @@ class Says(TokenCompleter):
         return TokensWithLogprobs(self.tokens, [-1.0] * len(self.tokens))
 
 
-def test_an_answer_to_a_prompt_has_no_reward_and_a_long_prompt_no_answer(models):
-    named = {"model_name": models[0], "renderer_name": "qwen3_instruct", "dataset": "not read"}
+def test_an_answer_to_a_prompt_has_no_reward(models, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    named = {"model_name": models[0], "renderer_name": "qwen3_instruct", "dataset": str(path)}
     group = PromptOnlyDatasetBuilder(**named).group(QUESTION, 2)
     played = asyncio.run(do_group_rollout(group, Says([65, 66])))
     assert played is not None
     assert played.get_total_rewards() == [0.0, 0.0]
     assert [len(one.transitions[0].ac.tokens) for one in played.trajectories_G] == [2, 2]
-    short = PromptOnlyDatasetBuilder(**named, max_prompt_tokens=3).group(QUESTION, 1)
-    played = asyncio.run(do_group_rollout(short, Says([65])))
-    assert played is not None
-    assert [one.stop_reason for one in played.trajectories_G] == ["context_overflow"]
+
+
+def test_long_prompts_are_left_out_and_counted(models, tmp_path, caplog):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "a" * n}) + "\n" for n in (3, 50, 4)))
+    named = {"model_name": models[0], "renderer_name": "qwen3_instruct", "dataset": str(path)}
+    builder = PromptOnlyDatasetBuilder(**named, batch_size=2, max_prompt_tokens=40)
+    train, _ = asyncio.run(builder())
+    assert train.data_size() == 2
+    assert "1 of 3 train problems are left out" in caplog.text
+    assert f"the first is dataset={path}, train row 2, with" in caplog.text
 
 
 class Teacher:

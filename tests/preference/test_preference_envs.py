@@ -245,8 +245,9 @@ def test_long_prompts_are_dropped(models, pairs, caplog):
     )
     train, _ = built(models, pairs, max_prompt_tokens=shortest, batch_size=16)
     assert len(train.get_batch(0)) == 10
-    assert "3 of 13 prompts are longer" in caplog.text
-    with pytest.raises(UserError, match="none of the 13 prompts"):
+    assert train.longest_prompt().num_tokens == shortest
+    assert "3 of 13 train problems are left out" in caplog.text
+    with pytest.raises(UserError, match="the prompts of all 13 train problems are longer"):
         built(models, pairs, max_prompt_tokens=2)
 
 

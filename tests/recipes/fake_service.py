@@ -18,11 +18,13 @@ from planish.types import (
     AdamParams,
     Datum,
     ForwardBackwardOutput,
+    GetServerCapabilitiesResponse,
     ModelInput,
     OptimStepResponse,
     SampledSequence,
     SampleResponse,
     SamplingParams,
+    SupportedModel,
     TensorData,
 )
 
@@ -47,6 +49,12 @@ class FakeService:
     die_at: int | None = None
     states: dict[str, Weights] = field(default_factory=dict)
     operations: list[str] = field(default_factory=list)
+
+    context: int | None = None
+    """The context length of the model, in tokens."""
+
+    def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
+        return GetServerCapabilitiesResponse([SupportedModel("tiny", self.context)])
 
     def count(self, operation: str) -> None:
         if self.die_at is not None and len(self.operations) >= self.die_at:

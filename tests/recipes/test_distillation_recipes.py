@@ -71,7 +71,9 @@ def test_on_policy_with_several_datasets_and_a_teacher_for_each(
             env="prompts", dataset=questions, batch_size=3, teacher_model=other
         ),
     )
-    options = on_policy_options(small_model, tmp_path, more=more, max_steps=1, max_prompt_tokens=50)
+    options = on_policy_options(
+        small_model, tmp_path, more=more, max_steps=1, max_prompt_tokens=500
+    )
     [row] = check_metrics(on_policy_distillation.main(options, engine))
     assert row["teacher_kl/dataset_0"] == pytest.approx(0.0, abs=1e-4)
     assert abs(row["teacher_kl/dataset_1"]) > 1e-4
@@ -80,7 +82,7 @@ def test_on_policy_with_several_datasets_and_a_teacher_for_each(
         on_policy_distillation.distillation_config(options).dataset_builder.parts[1].dataset_builder
     )
     assert isinstance(builder, PromptOnlyDatasetBuilder)
-    assert builder.max_prompt_tokens == 50
+    assert builder.max_prompt_tokens == 500
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,6 @@ def test_on_policy_with_several_datasets_and_a_teacher_for_each(
         ({"kl_reference_model": "x"}, "kl_reference_model"),
         ({"remove_constant_reward_groups": True}, "remove_constant_reward_groups"),
         ({"temperature": 0.5}, "temperature=0.5"),
-        ({"max_prompt_tokens": 9}, "max_prompt_tokens=9 is for env=prompts"),
         ({"group_size": 0}, "group_size=0"),
         ({"env": "prompts"}, "dataset=None"),
         ({"env": "prompts", "dataset": "x.jsonl", "max_operand": 3}, "max_operand=3"),

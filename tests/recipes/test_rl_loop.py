@@ -13,6 +13,7 @@ from planish.files import read_rows
 from planish.recipes import rl_loop
 from planish.recipes.training_run import read_options
 from planish.rl.answers import answer_datum
+from planish.runlog.run_directory import RunDirectory
 from planish.types import ModelInput
 
 
@@ -116,6 +117,79 @@ def test_the_test_set_is_answered_before_and_after_and_a_longer_run_keeps_both(
     rows = read_rows(run / "metrics.jsonl")
     assert [row["step"] for row in rows if "test/env/all/correct" in row] == [0, 3, 4]
     assert [row["step"] for row in rows if "reward/total" in row] == [0, 1, 2, 3]
+
+
+def test_a_prompt_that_leaves_no_room_is_named_before_the_first_step(
+    service, sums_dataset, tmp_path, caplog
+):
+    directory = tmp_path / "data"
+    directory.mkdir()
+    rows = (sums_dataset / "train.jsonl").read_text().splitlines()
+    rows[8] = json.dumps({"question": "What is 1 + 2? " * 80, "answer": "#### 3"})
+    (directory / "train.jsonl").write_text("\n".join(rows) + "\n")
+    service.context = 1000
+    changes = {"max_tokens": 16, "dataset": str(directory), "max_steps": 3}
+    with pytest.raises(UserError, match=r"train problem 9: its prompt has .* an answer of 16 tok"):
+        rl_loop.train(options(sums_dataset, tmp_path, **changes), service)
+    assert "sample" not in service.operations
+    rl_loop.train(options(sums_dataset, tmp_path, **changes, max_prompt_tokens=984), service)
+    assert "1 of 26 train problems are left out" in caplog.text
+    assert len(read_rows(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
+class Broken(Exception):
+    """The cause of a failure."""
+
+
+def test_a_run_that_fails_while_it_samples_saves_its_steps(
+    service, tokenizer, sums_dataset, tmp_path, capsys, monkeypatch
+):
+    def graded(self, text, answer):
+        if service.operations.count("optim_step") >= 3:
+            raise Broken
+        return grade(self, text, answer)
+
+    grade = rl_loop.Grader.grade
+    config = options(sums_dataset, tmp_path, save_every=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(rl_loop.Grader, "grade", graded)
+        with pytest.raises(Broken):
+            rl_loop.train(config, service)
+    steps = len(read_rows(tmp_path / "run" / "metrics.jsonl"))
+    assert steps >= 3
+    [record] = read_rows(tmp_path / "run" / "checkpoints.jsonl")
+    assert record["batch"] == steps
+    message = f"failed after {steps} of 6 steps; once the cause is removed, the same command resum"
+    assert message in capsys.readouterr().out.replace("\n", " ")
+    run = rl_loop.train(config, service)
+    other = options(sums_dataset, tmp_path, save_every=0, log_path=str(tmp_path / "other"))
+    undisturbed = rl_loop.train(other, type(service)(tokenizer))
+    assert untimed(read_rows(run / "metrics.jsonl")) == untimed(
+        read_rows(undisturbed / "metrics.jsonl")
+    )
+
+
+def test_a_run_that_fails_after_an_update_was_submitted_saves_nothing(
+    service, sums_dataset, tmp_path, monkeypatch
+):
+    def log(self, step, metrics):
+        if step == 3:
+            raise Broken
+        return logged(self, step, metrics)
+
+    logged = RunDirectory.log
+    monkeypatch.setattr(RunDirectory, "log", log)
+    with pytest.raises(Broken):
+        rl_loop.train(options(sums_dataset, tmp_path, save_every=0), service)
+    assert read_rows(tmp_path / "run" / "checkpoints.jsonl") == []
+
+
+def test_evaluations_may_change_when_a_run_resumes(service, sums_dataset, tmp_path):
+    rl_loop.train(options(sums_dataset, tmp_path, max_steps=2), service)
+    changes = {"max_steps": 4, "eval_problems": 5, "eval_every": 3}
+    run = rl_loop.train(options(sums_dataset, tmp_path, **changes), service)
+    rows = read_rows(run / "metrics.jsonl")
+    assert [row["step"] for row in rows if "test/env/all/correct" in row] == [2, 3, 4]
 
 
 def test_groups_that_all_agree_are_not_trained_on(service, sums_dataset, tmp_path, monkeypatch):

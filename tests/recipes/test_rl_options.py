@@ -29,7 +29,8 @@ def test_every_option_is_one_of_the_config_or_turned_into_one():
         "max_steps_off_policy",
         "num_minibatches",
     }
-    assert chz.chz_fields(RLOptions).keys() - chz.chz_fields(Config).keys() == turned
+    of_builders = {"max_prompt_tokens"}
+    assert chz.chz_fields(RLOptions).keys() - chz.chz_fields(Config).keys() == turned | of_builders
 
 
 def test_options_keep_their_values():
@@ -107,3 +108,8 @@ def test_invalid_options_are_rejected_before_loading(monkeypatch, tmp_path, opti
     with pytest.raises(UserError, match=message):
         run(RLOptions(log_path=str(log_path), **options), NoData(), recipe_name="mine")
     assert not log_path.exists()
+
+
+def test_a_limit_on_prompts_that_the_builder_ignores_is_rejected():
+    with pytest.raises(UserError, match="max_prompt_tokens=9 is not used by NoData; leave it out"):
+        config(max_prompt_tokens=9)

@@ -21,8 +21,10 @@ from planish.datasets.rows import check_shuffle_seed
 from planish.errors import UserError
 from planish.rl.types import (
     EnvGroupBuilder,
+    PromptLength,
     RLDataset,
     RLDatasetBuilder,
+    longest_of,
     smallest_group_size_of,
 )
 
@@ -51,6 +53,8 @@ class ProblemDataset(RLDataset, Generic[P]):
     _: KW_ONLY
     num_epochs: int = 1
     shuffle_seed: int | None = None
+    longest: PromptLength | None = None
+    """The longest prompt of a problem; None if it is not known."""
 
     def __post_init__(self) -> None:
         _at_least_one(groups_per_batch=self.groups_per_batch, num_epochs=self.num_epochs)
@@ -76,6 +80,10 @@ class ProblemDataset(RLDataset, Generic[P]):
         """Raise UserError if a batch is larger than all epochs together."""
         _require_full_batch(self.groups_per_batch, self._num_groups)
 
+    def longest_prompt(self) -> PromptLength | None:
+        """Return the longest prompt of a problem; None if it is not known."""
+        return self.longest
+
     @property
     def _num_groups(self) -> int:
         return len(self.problems) * self.num_epochs
@@ -92,10 +100,16 @@ class ProblemDataset(RLDataset, Generic[P]):
 
 
 def evaluation_dataset(
-    problems: Sequence[P], make_group: Callable[[P], EnvGroupBuilder]
+    problems: Sequence[P],
+    make_group: Callable[[P], EnvGroupBuilder],
+    longest: PromptLength | None = None,
 ) -> ProblemDataset[P] | None:
-    """Return all problems as one batch, for evaluation; None if there are none."""
-    return ProblemDataset(problems, make_group, len(problems)) if len(problems) else None
+    """Return all problems as one batch, for evaluation; None if there are none. `longest` is their
+    longest prompt, if it is known.
+    """
+    if not len(problems):
+        return None
+    return ProblemDataset(problems, make_group, len(problems), longest=longest)
 
 
 @dataclass(frozen=True)
@@ -146,6 +160,10 @@ class EpochCycledRLDataset(RLDataset):
     def require_full_batch(self) -> None:
         """Raise UserError if a batch of the inner dataset is larger than the dataset."""
         self.inner.require_full_batch()
+
+    def longest_prompt(self) -> PromptLength | None:
+        """Return the longest prompt of the inner dataset; None if it is not known."""
+        return self.inner.longest_prompt()
 
     def _make_order(self, epoch: int) -> Sequence[int]:
         if self.shuffle_seed is None:
@@ -232,6 +250,10 @@ class RebatchedRLDataset(RLDataset):
         """Raise UserError if a batch is larger than the dataset."""
         _require_full_batch(self.groups_per_batch, len(self._groups))
 
+    def longest_prompt(self) -> PromptLength | None:
+        """Return the longest prompt of the inner dataset; None if it is not known."""
+        return self._groups.dataset.longest_prompt()
+
 
 def rebatch(dataset: RLDataset, groups_per_batch: int | None) -> RLDataset:
     """Return the dataset in batches of `groups_per_batch` groups; None = its own batches."""
@@ -279,6 +301,10 @@ class InterleavedRLDataset(RLDataset):
     def __len__(self) -> int:
         return self.total_batches
 
+    def longest_prompt(self) -> PromptLength | None:
+        """Return the longest prompt of all sources; None if none is known."""
+        return longest_of(source.longest_prompt() for source in self.sources)
+
 
 class ConcatenatedRLDataset(RLDataset):
     """The batches of several datasets, one dataset after the other."""
@@ -302,6 +328,10 @@ class ConcatenatedRLDataset(RLDataset):
         """Raise UserError if a batch of a dataset is larger than that dataset."""
         for dataset in self.datasets:
             dataset.require_full_batch()
+
+    def longest_prompt(self) -> PromptLength | None:
+        """Return the longest prompt of all datasets; None if none is known."""
+        return longest_of(dataset.longest_prompt() for dataset in self.datasets)
 
 
 @chz.chz

@@ -1,13 +1,15 @@
 """The base class of builders of problem datasets. A group consists of attempts at one problem."""
 
+import logging
 import random
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import chz
 
+from planish.errors import UserError
 from planish.renderers import Renderer
 from planish.rl.environments.datasets import (
     DEFAULT_NUM_BATCHES,
@@ -16,8 +18,22 @@ from planish.rl.environments.datasets import (
     evaluation_dataset,
 )
 from planish.rl.environments.problem_env import ProblemGroupBuilder
+from planish.rl.environments.prompt_selection import (
+    Selection,
+    initial_prompt,
+    select_problems,
+    unknown_prompts_error,
+)
 from planish.rl.types import Env, Metrics, RLDatasetBuilder
 from planish.runlog.model_renderer import model_renderer
+from planish.types import ModelInput
+
+P = TypeVar("P")
+
+MAX_CONSECUTIVE_REPLACEMENTS = 1000
+"""The search for a generated problem with a short prompt ends after this many problems in a row."""
+
+logger = logging.getLogger(__name__)
 
 
 @chz.chz
@@ -35,6 +51,11 @@ class ProblemDatasetBuilder(RLDatasetBuilder):
     batch_size: int = chz.field(default=16, doc="problems per step")
     group_size: int = chz.field(default=8, doc="attempts per problem")
     seed: int = chz.field(default=0, doc="seed of the problems and of their order")
+    max_prompt_tokens: int | None = chz.field(
+        default=None,
+        doc="maximum tokens in a prompt; problems with longer prompts are left out and counted; "
+        "none = no limit",
+    )
 
     @abstractmethod
     def make_env(self, problem: Any) -> Env:
@@ -60,26 +81,97 @@ class ProblemDatasetBuilder(RLDatasetBuilder):
         make_env = partial(self.make_env, problem)
         return ProblemGroupBuilder(make_env, size, self.tag(), self.episode_metrics)
 
-    def shuffled(self, problems: Sequence[Any], num_epochs: int = 1) -> ProblemDataset[Any]:
-        """Return the training set of `problems`, in a new order each epoch."""
+    def shuffled(
+        self, problems: Sequence[P], num_epochs: int = 1, *, places: Sequence[str] | None = None
+    ) -> ProblemDataset[P]:
+        """Return the training set of `problems`, in a new order each epoch. Their prompts are
+        checked first (`selected`).
+        """
+        selection = self.selected(problems, "train", places)
         return ProblemDataset(
-            problems,
+            selection.problems,
             partial(self.group, size=self.group_size),
             self.batch_size,
             num_epochs=num_epochs,
             shuffle_seed=self.seed,
+            longest=selection.longest_prompt,
         )
 
     def generated(
         self, sample_problem: Callable[[random.Random], Any], batches: int = DEFAULT_NUM_BATCHES
     ) -> GeneratedDataset:
-        """Return the training set of problems that `sample_problem` makes, given a generator."""
+        """Return the training set of problems that `sample_problem` makes, given a generator.
+        Problems whose prompts have more than `max_prompt_tokens` tokens are replaced by others.
+        """
+        num_replaced = 0
 
         def sample_group(rng: random.Random) -> ProblemGroupBuilder:
-            return self.group(sample_problem(rng), self.group_size)
+            nonlocal num_replaced
+            problem = sample_problem(rng)
+            for _ in range(MAX_CONSECUTIVE_REPLACEMENTS):
+                if not self._is_too_long(problem):
+                    return self.group(problem, self.group_size)
+                problem = sample_problem(rng)
+                num_replaced += 1
+                if num_replaced.bit_count() == 1:  # at 1, 2, 4, 8, ..., not for each problem
+                    logger.warning(
+                        "%d generated problems so far are replaced by others, because their "
+                        "prompts have more than max_prompt_tokens=%d tokens",
+                        num_replaced,
+                        self.max_prompt_tokens,
+                    )
+            raise UserError(
+                f"max_prompt_tokens={self.max_prompt_tokens}: {MAX_CONSECUTIVE_REPLACEMENTS} "
+                "generated problems in a row have longer prompts; give a larger number"
+            )
 
         return GeneratedDataset(sample_group, self.batch_size, self.seed, batches)
 
-    def evaluation(self, problems: Sequence[Any]) -> ProblemDataset[Any] | None:
-        """Return the test set, with one attempt at each problem; None without problems."""
-        return evaluation_dataset(problems, partial(self.group, size=1))
+    def evaluation(
+        self, problems: Sequence[P], *, places: Sequence[str] | None = None
+    ) -> ProblemDataset[P] | None:
+        """Return the test set, with one attempt at each problem; None without problems. Their
+        prompts are checked first (`selected`).
+        """
+        selection = self.selected(problems, "test", places)
+        return evaluation_dataset(
+            selection.problems, partial(self.group, size=1), selection.longest_prompt
+        )
+
+    def selected(
+        self, problems: Sequence[P], split: str, places: Sequence[str] | None = None
+    ) -> Selection[P]:
+        """Return the problems whose prompts have at most `max_prompt_tokens` tokens. A warning
+        counts the others. `places` are the names of the problems in messages, such as file and
+        line; None = their numbers.
+
+        Raises UserError for a prompt that cannot be rendered, and if no problem is left.
+        """
+
+        def place_of(index: int) -> str:
+            if places is not None:
+                return places[index]
+            return f"{split} problem {index + 1} ({problems[index]!r:.100})"
+
+        return select_problems(
+            problems,
+            self._prompt,
+            place_of,
+            split=split,
+            max_prompt_tokens=self.max_prompt_tokens,
+        )
+
+    def _prompt(self, problem: Any) -> ModelInput | None:
+        """Return the first prompt of a problem; None if its environment waits for something."""
+        return initial_prompt(self.make_env(problem))
+
+    def _is_too_long(self, problem: Any) -> bool:
+        """Return whether the prompt of a generated problem has more than `max_prompt_tokens`
+        tokens.
+        """
+        if self.max_prompt_tokens is None:
+            return False
+        prompt = self._prompt(problem)
+        if prompt is None:
+            raise unknown_prompts_error(self.max_prompt_tokens)
+        return prompt.length > self.max_prompt_tokens

@@ -36,6 +36,8 @@ from planish.rl.types import (
 
 Row: TypeAlias = Mapping[str, Any]
 Reward: TypeAlias = float | Mapping[str, float]
+Question: TypeAlias = tuple[list[Message], Row]
+"""The conversation up to the answer, and the row that it is from."""
 RewardFunction: TypeAlias = Callable[[str, Row], Reward | Awaitable[Reward]]
 
 
@@ -101,7 +103,7 @@ class RewardDatasetBuilder(ProblemDatasetBuilder):
         Raises UserError if there are no rows to train on.
         """
         train = await asyncio.to_thread(self._questions, "train")
-        test: list[tuple[list[Message], Row]] = []
+        test: list[tuple[str, Question]] = []
         if not train:
             raise UserError(f"dataset={self.dataset} has no rows to train on; give at least one")
         if not 0 <= self.test_size < len(train):
@@ -113,9 +115,15 @@ class RewardDatasetBuilder(ProblemDatasetBuilder):
             train, test = train[: -self.test_size], train[-self.test_size :]
         elif await asyncio.to_thread(has_split, self.dataset, "test"):
             test = await asyncio.to_thread(self._questions, "test")
-        return self.shuffled(train), self.evaluation(test)
+        train_set = self.shuffled(
+            [question for _, question in train], places=[place for place, _ in train]
+        )
+        test_set = self.evaluation(
+            [question for _, question in test], places=[place for place, _ in test]
+        )
+        return train_set, test_set
 
-    def make_env(self, problem: tuple[list[Message], Row]) -> RewardEnv:
+    def make_env(self, problem: Question) -> RewardEnv:
         """Return the environment of one answer."""
         return RewardEnv(self.renderer, *problem, self.reward)
 
@@ -123,9 +131,10 @@ class RewardDatasetBuilder(ProblemDatasetBuilder):
         """Return "rewards"."""
         return "rewards"
 
-    def _questions(self, split: str) -> list[tuple[list[Message], Row]]:
+    def _questions(self, split: str) -> list[tuple[str, Question]]:
+        """Return the questions of a split, each with its place for messages."""
         rows = rows_with_locations(self.dataset, split)
-        return [(_messages(row, where), row) for where, row in rows]
+        return [(where, (_messages(row, where), row)) for where, row in rows]
 
 
 def _messages(row: Row, where: str) -> list[Message]:
