@@ -11,29 +11,24 @@ name.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from planish.engine.checkpoints.files import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_FILE,
-    MANIFEST_FILE,
-    read_manifest,
-)
+from planish.engine.checkpoints.files import MANIFEST_FILE, read_manifest
 from planish.engine.checkpoints.store import AdapterSnapshot, CheckpointStore, SaveRequest
-from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
-from planish.export.lora_update import PEFT_PREFIX, LoraMatrices, check_plain_lora, read_matrices
+from planish.errors import UnsupportedError, UserError
+from planish.export.adapter_config import AdapterConfig
+from planish.export.adapter_layouts import HEAD, LoraMatrices
+from planish.export.lora_update import PEFT_PREFIX, StoredTensor, read_adapter
 from planish.export.writing import MARKER_FILE
 from planish.model.config import ModelConfig, read_json
-from planish.model.lora import PEFT_EXPERT_NAMES, LoraLayout, split_expert_matrices
+from planish.model.lora import LoraLayout
 from planish.model.quantization import check_quantizable
 from planish.model.sources import resolve_model
 from planish.model.weight_sizes import SCHEMES
@@ -42,7 +37,6 @@ from planish.types import CheckpointPath, LoraConfig
 
 MAX_RANK = 256
 """The maximum rank of an adapter."""
-_PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt")
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "eva_residual", "lora_ga")
 """Values of init_lora_weights that also change the base weights."""
 
@@ -60,13 +54,6 @@ class ImportedAdapter:
     """The number of linear layers that the adapter changes."""
     notes: tuple[str, ...]
     """Sentences that tell the user what the import changed or ignored."""
-
-
-@dataclass(frozen=True)
-class _ScaledLoraMatrices:
-    a: Tensor
-    b: Tensor
-    scaling: float
 
 
 def import_adapter(
@@ -90,24 +77,22 @@ def import_adapter(
     Raise CheckpointError if the adapter does not fit the base model. Raise UnsupportedError if it
     is not plain LoRA. Raise DamagedFileError if a file is damaged.
     """
-    config = _read_adapter_config(directory)
-    base_model = base_model or config.get("base_model_name_or_path")
+    update = read_adapter(directory)
+    _check_init(update.config)
+    base_model = base_model or update.base_model
     if not base_model:
-        raise UserError(
-            f"{directory / ADAPTER_CONFIG_FILE} names no base model; give --base-model NAME"
-        )
+        raise UserError(f"{update.config.path} names no base model; give --base-model NAME")
     quantization = _base_quantization(directory, quantize)
     base_directory = resolve_model(base_model, models)
     model_config = ModelConfig.from_directory(base_directory)
     check_quantizable(model_config, quantization)
-    linears = {
-        linear: _ScaledLoraMatrices(a, b, _lora_scaling(config, linear, a.shape[-2]))
-        for linear, a, b in _matrices_by_target(
-            _read_finite_matrices(directory, base_directory, model_config), model_config
-        )
-    }
-    layout = LoraLayout(model_config, _lora_config(linears, directory))
-    master_weights = _master_weights(layout, linears, base_model, directory)
+    update.check_only_lora(
+        partial(_is_copy_of_base, base_directory=base_directory, model=model_config)
+    )
+    reader = update.reader(model_config, MAX_RANK)
+    layout = LoraLayout(model_config, _lora_config(reader.ranks))
+    linears = reader.read(unit=layout.scaling)
+    master_weights = _master_weights(layout, linears)
     state = {
         "master": master_weights,
         "exp_avg": torch.zeros_like(master_weights),
@@ -126,7 +111,7 @@ def import_adapter(
         quantization,
     )
     store.save(SaveRequest(path, overwrite=overwrite, user_metadata=metadata), saved_adapter)
-    notes = _notes(config, layout, linears)
+    notes = _notes(update.config, layout, reader.ranks)
     return ImportedAdapter(path, base_model, layout.lora_config, quantization, len(linears), notes)
 
 
@@ -159,75 +144,18 @@ def _base_quantization(directory: Path, quantize: str | None) -> str | None:
     return recorded
 
 
-def _read_adapter_config(directory: Path) -> dict[str, Any]:
-    config_path = directory / ADAPTER_CONFIG_FILE
-    if not config_path.is_file():
-        raise CheckpointError(
-            f"{directory} has no {ADAPTER_CONFIG_FILE}, so it is not an adapter; give a directory "
-            "that PEFT saved"
-        )
-    if not (directory / ADAPTER_FILE).is_file():
-        pickled = next((name for name in _PICKLE_FILES if (directory / name).exists()), None)
-        if pickled:
-            raise UnsupportedError(
-                f"{directory / pickled} is a pickle, which could run code; save it again with "
-                "save_pretrained(..., safe_serialization=True)"
-            )
-        raise CheckpointError(f"{directory} has no {ADAPTER_FILE}; get the adapter again")
-    config = read_json(config_path)
-    check_plain_lora(config, config_path)
-    init = config.get("init_lora_weights")
+def _check_init(config: AdapterConfig) -> None:
+    init = config.fields.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
         raise UnsupportedError(
-            f"{config_path}: init_lora_weights is {init!r}, which changes the base weights; "
+            f"{config.path}: init_lora_weights is {init!r}, which changes the base weights; "
             "convert it with save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
-    return config
 
 
-def _read_finite_matrices(
-    directory: Path, base_directory: Path, model: ModelConfig
-) -> dict[str, LoraMatrices]:
-    """Return the matrices by the name of the linear layer, without copies of base weights."""
-    matrices_by_linear = read_matrices(
-        directory, partial(_is_copy_of_base, base_directory=base_directory, model=model)
-    )
-    for linear, matrices in matrices_by_linear.items():
-        if not (torch.isfinite(matrices.a).all() and torch.isfinite(matrices.b).all()):
-            raise DamagedFileError(
-                f"{directory / ADAPTER_FILE}: {linear} contains NaN or infinity; give another "
-                "adapter"
-            )
-    return matrices_by_linear
-
-
-def _matrices_by_target(
-    matrices_by_linear: Mapping[str, LoraMatrices], model: ModelConfig
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the name of each linear in a `LoraLayout`, with A and B.
-
-    The matrices of a layer's experts get a first dimension for the expert.
-    """
-    for linear, pair in matrices_by_linear.items():
-        a, b = pair.a, pair.b
-        for layout_name, file_name in PEFT_EXPERT_NAMES.items():
-            # PEFT adds ".base_layer" to the name of one of the two linears of the experts. The name
-            # tells which of them it is only if both have matrices.
-            possible_names = {linear, linear.removesuffix(".base_layer"), f"{linear}.base_layer"}
-            if (
-                linear.endswith(f".{file_name}")
-                and model.num_experts
-                and a.shape[0] % model.num_experts == 0
-                and len(possible_names & matrices_by_linear.keys()) == 2
-            ):
-                prefix = linear.removesuffix(file_name)
-                yield f"{prefix}{layout_name}", *split_expert_matrices(a, b, model.num_experts)
-                break
-        else:
-            yield linear, a, b
-
-
-def _is_copy_of_base(name: str, tensor: Tensor, base_directory: Path, model: ModelConfig) -> bool:
+def _is_copy_of_base(
+    name: str, tensor: StoredTensor, base_directory: Path, model: ModelConfig
+) -> bool:
     """Return whether a tensor is a weight of the base model that PEFT saved too.
 
     PEFT does this for a head or an embedding with an adapter.
@@ -237,91 +165,57 @@ def _is_copy_of_base(name: str, tensor: Tensor, base_directory: Path, model: Mod
         return False
     weights = load_weights(base_directory, model)
     base_weight = weights.get(weight_name, weights["model.embed_tokens.weight"])
-    return base_weight.shape == tensor.shape and torch.equal(base_weight.to(tensor.dtype), tensor)
+    return base_weight.shape == tensor.shape and torch.equal(base_weight.float(), tensor.load())
 
 
-def _lora_scaling(config: Mapping[str, Any], linear: str, rank: int) -> float:
-    """Return the scaling factor of B A for one linear layer."""
-    alpha = _pattern_value(config.get("alpha_pattern"), linear, config["lora_alpha"])
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _pattern_value(pattern: Mapping[str, float] | None, linear: str, default: float) -> float:
-    """Return the value for a layer as PEFT looks it up: keys are regular expressions for the name's
-    end.
-    """
-    for key, value in (pattern or {}).items():
-        if re.fullmatch(rf"(.*\.)?({key})", linear):
-            return value
-    return default
-
-
-def _lora_config(linears: Mapping[str, _ScaledLoraMatrices], directory: Path) -> LoraConfig:
-    rank = max(linear.a.shape[-2] for linear in linears.values())
-    if rank > MAX_RANK:
-        raise UnsupportedError(
-            f"{directory}: rank {rank} is above {MAX_RANK}, the most that planish has"
-        )
+def _lora_config(ranks: Mapping[str, int]) -> LoraConfig:
+    """Return the settings of the layout that contains linears of these ranks."""
     return LoraConfig(
-        rank=rank,
+        rank=max(ranks.values()),
         train_attn=any(
-            module in name for name in linears for module in (".self_attn.", ".linear_attn.")
+            module in name for name in ranks for module in (".self_attn.", ".linear_attn.")
         ),
-        train_mlp=any(".mlp." in name for name in linears),
-        train_unembed="lm_head" in linears,
+        train_mlp=any(".mlp." in name for name in ranks),
+        train_unembed=HEAD in ranks,
     )
 
 
-def _master_weights(
-    layout: LoraLayout, linears: Mapping[str, _ScaledLoraMatrices], base_model: str, directory: Path
-) -> Tensor:
+def _master_weights(layout: LoraLayout, linears: Mapping[str, LoraMatrices]) -> Tensor:
     """Return the adapter as one flat float32 vector in the order of `layout`."""
-    b_entries = {entry.target: entry for entry in layout.entries if entry.is_b}
-    for name, linear in linears.items():
-        b_entry = b_entries.get(name)
-        if b_entry is None:
-            raise UnsupportedError(
-                f"{directory / ADAPTER_FILE} changes {name}, which has no adapter in planish; its "
-                f"targets are the linears of attention and MLP and lm_head of {base_model}"
-            )
-        a_entry = next(e for e in layout.entries if e.target == name and not e.is_b)
-        shape = (*linear.b.shape[:-1], linear.a.shape[-1])
-        expected_shape = (*b_entry.shape[:-1], a_entry.shape[-1])
-        if shape != expected_shape:
-            raise CheckpointError(
-                f"{directory / ADAPTER_FILE}: {name} has the shape {shape}, but that linear of "
-                f"{base_model} has the shape {expected_shape}; give the base model that the "
-                "adapter was trained on"
-            )
     master_weights = torch.zeros(layout.size)
     views = layout.views(master_weights)
     for entry in layout.entries:
-        linear = linears.get(entry.target)
-        if linear is None:
+        matrices = linears.get(entry.target)
+        if matrices is None:
             continue
-        rank, view = linear.a.shape[-2], views[entry.name]
+        rank, view = matrices.a.shape[-2], views[entry.name]
         if entry.is_b:
-            view[..., :rank] = linear.b * (linear.scaling / layout.scaling)
+            view[..., :rank] = matrices.b
         else:
-            view[..., :rank, :] = linear.a
+            view[..., :rank, :] = matrices.a
     return master_weights
 
 
-def _notes(
-    config: Mapping[str, Any], layout: LoraLayout, linears: Mapping[str, _ScaledLoraMatrices]
-) -> tuple[str, ...]:
+def _notes(config: AdapterConfig, layout: LoraLayout, ranks: Mapping[str, int]) -> tuple[str, ...]:
     notes = []
     targets = {entry.target for entry in layout.entries}
-    if targets - linears.keys():
+    if targets - ranks.keys():
         notes.append(
-            f"{len(targets - linears.keys())} linears have no matrices in the adapter; training "
+            f"{len(targets - ranks.keys())} linears have no matrices in the adapter; training "
             "leaves them unchanged"
         )
-    ranks = sorted({linear.a.shape[-2] for linear in linears.values()})
-    if len(ranks) > 1:
+    different_ranks = sorted(set(ranks.values()))
+    if len(different_ranks) > 1:
         notes.append(
-            f"ranks {', '.join(map(str, ranks))} are kept; the matrices are padded with zeros"
+            f"ranks {', '.join(map(str, different_ranks))} are kept; the matrices are padded with "
+            "zeros"
         )
-    if config.get("lora_dropout"):
-        notes.append(f"lora_dropout={config['lora_dropout']} is not applied in training")
+    notes += [
+        f"{pattern.name} has {len(pattern.unused_keys)} keys that decide for no module of the "
+        f"adapter, such as {pattern.unused_keys[0]!r}"
+        for pattern in (config.rank_pattern, config.alpha_pattern)
+        if pattern.unused_keys
+    ]
+    if config.fields.get("lora_dropout"):
+        notes.append(f"lora_dropout={config.fields['lora_dropout']} is not applied in training")
     return tuple(notes)

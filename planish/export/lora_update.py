@@ -2,20 +2,21 @@
 times a scaling factor, is added to the weight.
 
 The directory has PEFT's layout, which planish's own checkpoints use too. If it has a planish.json,
-the files are verified against the SHA-256 in it. Features beyond a plain LoRA update (DoRA, trained
-biases, whole modules) are rejected by name.
+the files are verified against the SHA-256 in it. `adapter_layouts` lists the names of modules that
+are read. The file's header gives all names and shapes, so they are checked before any matrix is
+read.
 """
 
-import math
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from planish.engine.checkpoints.files import (
@@ -27,245 +28,189 @@ from planish.engine.checkpoints.files import (
     read_manifest,
 )
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError
-from planish.model.config import ModelConfig, read_json
-from planish.model.lora import PEFT_EXPERT_NAMES, split_expert_matrices
-from planish.model.weights import expected_shapes, text_model_name
-
-HEAD = "lm_head"
-"""The name of the output head."""
-PEFT_PREFIX = "base_model.model."
-_HEAD_ALIASES = ("model.unembed_tokens", "unembed_tokens", "model.lm_head")
-"""Names of the output head in adapters that other programs saved."""
-_TENSOR_NAME = re.compile(
-    rf"(?:{re.escape(PEFT_PREFIX)})?(?P<linear>.+)\.lora_(?P<matrix>[AB])(?:\.default)?\.weight"
+from planish.export.adapter_config import AdapterConfig
+from planish.export.adapter_layouts import (
+    AdapterReader,
+    LoraMatrices,
+    StoredPair,
+    is_head,
+    is_hosted_name,
 )
-_PLAIN_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "use_dora": ((False, None), "DoRA scales the columns of the weight instead of adding to it"),
-    "use_qalora": ((False, None), "QALoRA pools the inputs"),
-    "bias": (("none", None), "biases are not trained here"),
-    "modules_to_save": (([], None), "whole modules are not part of an adapter here"),
-    "fan_in_fan_out": ((False, None), "the weights of planish's models are not transposed"),
-    "trainable_token_indices": (([], {}, None), "embeddings are not trained here"),
-    "layer_replication": (([], None), "the base model would have other layers"),
-    "alora_invocation_tokens": (([], None), "the adapter would act on a part of the tokens only"),
-    "arrow_config": ((None,), "several adapters would be mixed"),
-    "megatron_config": ((None,), "Megatron's layers are split across devices"),
-}
-"""Fields of adapter_config.json: the values of a plain LoRA adapter, and why any other is
-rejected.
-"""
+from planish.model.config import ModelConfig
+
+PEFT_PREFIX = "base_model.model."
+MAX_MERGED_RANK = 4096
+"""The maximum rank of an adapter that is merged into a base model."""
+_PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt")
+_TENSOR_NAME = re.compile(
+    rf"(?:{re.escape(PEFT_PREFIX)})?(?P<module>.+)\.lora_(?P<matrix>[AB])(?:\.default)?\.weight"
+)
+_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
 @dataclass(frozen=True)
-class LoraMatrices:
-    """The matrices of one linear layer: A [rank, in] and B [out, rank], float32."""
+class StoredTensor:
+    """A tensor of an open safetensors file."""
 
-    a: Tensor
-    b: Tensor
+    handle: Any
+    name: str
+    path: Path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape, from the file's header."""
+        return tuple(self.handle.get_slice(self.name).get_shape())
+
+    def load(self) -> Tensor:
+        """Return the tensor in float32. Raises UnsupportedError unless it is a float."""
+        dtype = self.handle.get_slice(self.name).get_dtype()
+        if dtype not in _DTYPES:
+            raise UnsupportedError(
+                f"{self.path}: {self.name} is stored as {dtype}; planish reads {', '.join(_DTYPES)}"
+            )
+        tensor: Tensor = self.handle.get_tensor(self.name)
+        return tensor.to(torch.float32)
 
 
 @dataclass(frozen=True)
 class LoraUpdate:
     """The content of an adapter directory."""
 
-    config: Mapping[str, Any]
-    """The content of adapter_config.json."""
-    matrices_by_linear: Mapping[str, LoraMatrices]
-    """The matrices by the layer's name in the file, such as "model.layers.0.self_attn.q_proj" or
-    "lm_head". The experts of a layer have one pair of matrices for gate and up, named
-    "model.layers.0.mlp.experts.base_layer", and one for down, named "model.layers.0.mlp.experts".
-    """
+    config: AdapterConfig
+    path: Path
+    """The path of the tensors' file."""
+    pairs: Mapping[str, StoredPair]
+    """The matrices by the module's name in the file, without PEFT's prefix."""
+    other_tensors: Mapping[str, StoredTensor]
+    """All tensors that are no matrices A or B, by their names in the file."""
     manifest: Manifest | None
     """The content of planish.json; None for an adapter that planish did not save."""
 
     @property
-    def rank(self) -> int:
-        """The LoRA rank."""
-        return int(self.config["r"])
-
-    @property
-    def alpha(self) -> float:
-        """The LoRA alpha."""
-        return float(self.config["lora_alpha"])
-
-    @property
-    def scaling(self) -> float:
-        """alpha / rank; with rsLoRA alpha / sqrt(rank) (Kalajdzievski 2023)."""
-        return self.alpha / (math.sqrt(self.rank) if self.config.get("use_rslora") else self.rank)
-
-    @property
     def base_model(self) -> str | None:
         """The name of the base model according to the files."""
-        if self.manifest:
-            return self.manifest.base_model
-        return self.config.get("base_model_name_or_path")
+        return self.manifest.base_model if self.manifest else self.config.base_model
 
-    def matrices_by_weight(self, config: ModelConfig) -> Mapping[str, LoraMatrices]:
-        """Return the matrices by the name of a weight of the base model without ".weight":
-        `matrices_by_linear`, with separate matrices for each expert.
+    def reader(self, model: ModelConfig, max_rank: int) -> AdapterReader:
+        """Return a reader of the matrices for a base model. Raises the errors of AdapterReader."""
+        return AdapterReader(self.config, model, self.path, self.pairs, max_rank)
+
+    def matrices_by_weight(self, model: ModelConfig) -> dict[str, LoraMatrices]:
+        """Return the scaled matrices by the name of a weight of the base model without ".weight":
+        those of `AdapterReader.read`, with separate matrices for each expert.
         """
         result: dict[str, LoraMatrices] = {}
-        for linear, matrices in self.matrices_by_linear.items():
-            name = _expert_projection(linear)
-            if name is None:
+        for linear, matrices in self.reader(model, MAX_MERGED_RANK).read().items():
+            before, separator, name = linear.rpartition(".experts.")
+            if not separator:
                 result[linear] = matrices
                 continue
-            num_experts = matrices.a.shape[0] // self.rank
-            stacked = split_expert_matrices(matrices.a, matrices.b, num_experts)
-            for expert, (a, b) in enumerate(zip(*stacked, strict=True)):
-                is_split = name == "gate_up_proj" and not config.expert_biases
-                projections = ("gate_proj", "up_proj") if is_split else (name,)
-                prefix = f"{linear.removesuffix('.base_layer')}.{expert}"
-                for projection, projection_b in zip(
-                    projections, b.chunk(len(projections)), strict=True
-                ):
-                    result[f"{prefix}.{projection}"] = LoraMatrices(a, projection_b)
+            is_split = name == "gate_up_proj" and not model.expert_biases
+            projections = ("gate_proj", "up_proj") if is_split else (name,)
+            for expert, (a, b) in enumerate(zip(matrices.a, matrices.b, strict=True)):
+                for projection, part in zip(projections, b.chunk(len(projections)), strict=True):
+                    result[f"{before}.experts.{expert}.{projection}"] = LoraMatrices(a, part)
         return result
 
     @property
     def trains_head(self) -> bool:
         """Whether the adapter changes the output head."""
-        return HEAD in self.matrices_by_linear
+        return any(is_head(module) for module in self.pairs)
 
-    def check_fits(self, config: ModelConfig, model_name: str) -> None:
-        """Raise CheckpointError unless the model has every linear layer of the adapter, in the same
-        shape.
+    def check_peft_layout(self) -> None:
+        """Raise UnsupportedError unless the matrices can be written as they are for PEFT, with one
+        rank and one alpha.
         """
-        # A linear in mxfp4 has the shape of its dequantized weight.
-        dequantized_shapes = expected_shapes(replace(config, mxfp4_experts=False))
-        shapes = {**dequantized_shapes, f"{HEAD}.weight": (config.vocab_size, config.hidden_size)}
-        for linear, matrices in self.matrices_by_weight(config).items():
-            shape = (matrices.b.shape[0], matrices.a.shape[1])
-            if shapes.get(f"{linear}.weight") != shape:
-                raise CheckpointError(
-                    f"the adapter changes {linear} of the shape {shape}, but {model_name} has the "
-                    f"shape {shapes.get(f'{linear}.weight')}; give the base model that the adapter "
-                    "was trained on"
+        remedy = "import the adapter (`planish checkpoints import`) and export the checkpoint"
+        for name in ("rank_pattern", "alpha_pattern"):
+            if self.config.fields.get(name):
+                raise UnsupportedError(
+                    f"{self.config.path}: {name} is {self.config.fields[name]!r}; planish exports "
+                    f"adapters with one rank and one alpha: {remedy}"
+                )
+        for module, pair in self.pairs.items():
+            if is_hosted_name(module):
+                raise UnsupportedError(
+                    f"{self.path} has matrices of {module}, a name of the hosted service that PEFT "
+                    f"does not know: {remedy}"
+                )
+            ranks = pair.a.shape[0], pair.b.shape[-1]
+            if ranks[0] != ranks[1] or ranks[0] % self.config.rank:
+                raise DamagedFileError(
+                    f"{self.path}: {module} lacks a matrix of rank {self.config.rank}, lora_A or "
+                    "lora_B; download the adapter again"
+                )
+
+    def check_only_lora(self, is_ignored: Callable[[str, StoredTensor], bool]) -> None:
+        """Raise UnsupportedError if the file has other tensors than matrices A and B.
+
+        `is_ignored` decides from name and tensor whether one is left out.
+        """
+        for name, tensor in self.other_tensors.items():
+            if not is_ignored(name, tensor):
+                raise UnsupportedError(
+                    f"{self.path} contains {name}, which planish does not support; give a plain "
+                    "LoRA adapter"
                 )
 
 
 def read_adapter(directory: Path) -> LoraUpdate:
-    """Read the adapter in `directory`.
+    """Read the adapter in `directory`: its settings, and the names and shapes of its matrices.
 
-    Raise CheckpointError if there is none. Raise DamagedFileError if a file is damaged. Raise
+    Raises CheckpointError if there is none, DamagedFileError if a file is damaged, and
     UnsupportedError if it is not a plain LoRA adapter.
     """
-    for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
-        if not (directory / name).is_file():
-            raise CheckpointError(
-                f"{directory} has no {name}, so it is not an adapter; give a checkpoint or a PEFT "
-                "directory"
+    path = directory / ADAPTER_FILE
+    if not (directory / ADAPTER_CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{directory} has no {ADAPTER_CONFIG_FILE}, so it is not an adapter; give a directory "
+            "that PEFT or planish saved"
+        )
+    if not path.is_file():
+        pickled = next((name for name in _PICKLE_FILES if (directory / name).exists()), None)
+        if pickled:
+            raise UnsupportedError(
+                f"{directory / pickled} is a pickle, which could run code; save it again with "
+                "save_pretrained(..., safe_serialization=True)"
             )
+        raise CheckpointError(
+            f"{directory} has no {ADAPTER_FILE}, so it is not an adapter; get the adapter again"
+        )
     manifest = read_manifest(directory) if (directory / MANIFEST_FILE).is_file() else None
     if manifest is not None:
         for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
             check_file(directory / name, manifest.files.get(name))
-    config_path = directory / ADAPTER_CONFIG_FILE
-    config = read_json(config_path)
-    check_plain_lora(config, config_path)
-    for name in ("rank_pattern", "alpha_pattern"):
-        if config.get(name):
-            raise UnsupportedError(
-                f"{config_path}: {name} is {config[name]!r}; planish exports adapters with one "
-                "rank and one alpha"
-            )
-    matrices_by_linear = read_matrices(directory)
-    _check_ranks(matrices_by_linear, config["r"], directory / ADAPTER_FILE)
-    return LoraUpdate(config, matrices_by_linear, manifest)
+    return LoraUpdate(AdapterConfig.read(directory), path, *_read_header(path), manifest)
 
 
-def read_matrices(
-    directory: Path, is_ignored: Callable[[str, Tensor], bool] = lambda name, tensor: False
-) -> dict[str, LoraMatrices]:
-    """Return the matrices of an adapter in float32 by the name of the linear layer.
-
-    `is_ignored` decides from its name and value whether a tensor that is no LoRA matrix is left
-    out; any other such tensor raises UnsupportedError. Raise DamagedFileError if the file cannot be
-    read or a matrix is missing.
-    """
-    adapter_path = directory / ADAPTER_FILE
+def _read_header(path: Path) -> tuple[dict[str, StoredPair], dict[str, StoredTensor]]:
+    """Return the pairs of matrices by module, and all other tensors by name."""
     try:
-        tensors = load_file(adapter_path)
+        handle = safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise DamagedFileError(
-            f"{adapter_path} cannot be read ({error}); get the adapter again"
-        ) from error
-    tensors_by_linear: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
+        raise DamagedFileError(f"{path} cannot be read ({error}); get the adapter again") from error
+    matrices: dict[str, dict[str, StoredTensor]] = {}
+    other_tensors: dict[str, StoredTensor] = {}
+    names: list[str] = handle.keys()
+    for name in names:
+        tensor = StoredTensor(handle, name, path)
         match = _TENSOR_NAME.fullmatch(name)
-        if match is not None:
-            linear = text_model_name(match["linear"])
-            linear = HEAD if linear in _HEAD_ALIASES else linear
-            tensors_by_linear.setdefault(linear, {})[match["matrix"]] = tensor.to(torch.float32)
-        elif not is_ignored(name, tensor):
-            raise UnsupportedError(
-                f"{adapter_path} contains {name}, which planish does not support; give a plain "
-                f"LoRA adapter"
-            )
-    for linear, pair in tensors_by_linear.items():
-        if len(pair) < 2 or any(matrix.dim() != 2 for matrix in pair.values()):
+        if match is None:
+            other_tensors[name] = tensor
+            continue
+        pair = matrices.setdefault(match["module"], {})
+        if match["matrix"] in pair:
             raise DamagedFileError(
-                f"{adapter_path}: {linear} lacks lora_A or lora_B; download the adapter again"
+                f"{path} contains {pair[match['matrix']].name} and {name}, which are the same "
+                "matrix; download the adapter again"
             )
-        ranks = (pair["A"].shape[0], pair["B"].shape[1])
-        if ranks[0] != ranks[1]:
+        pair[match["matrix"]] = tensor
+    for module, pair in matrices.items():
+        if len(pair) < 2:
             raise DamagedFileError(
-                f"{adapter_path}: lora_A and lora_B of {linear} have the ranks {ranks[0]} and "
-                f"{ranks[1]}, which must be equal; download the adapter again"
+                f"{path}: {module} lacks lora_A or lora_B; download the adapter again"
             )
-    if not tensors_by_linear:
-        raise DamagedFileError(f"{adapter_path} has no matrices; download the adapter again")
-    return {
-        linear: LoraMatrices(pair["A"], pair["B"]) for linear, pair in tensors_by_linear.items()
-    }
-
-
-def check_plain_lora(config: Mapping[str, Any], config_path: Path) -> None:
-    """Raise an error unless an adapter is plain LoRA, possibly with a rank or alpha per linear.
-
-    `config_path`: the path of the adapter_config.json with the content `config`. Raises
-    UnsupportedError for another kind of adapter, and DamagedFileError if the rank or alpha is not a
-    positive number.
-    """
-    if config.get("peft_type") != "LORA":
-        raise UnsupportedError(
-            f"{config_path}: peft_type is {config.get('peft_type')!r}; planish takes LORA"
-        )
-    for name, (plain_values, reason) in _PLAIN_VALUES.items():
-        if name in config and config[name] not in plain_values:
-            raise UnsupportedError(f"{config_path}: {name} is {config[name]!r}, and {reason}")
-    for name in ("r", "lora_alpha"):
-        value = config.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise DamagedFileError(
-                f"{config_path}: {name} is {value!r}, not a positive number; get the adapter again"
-            )
-
-
-def _check_ranks(
-    matrices_by_linear: Mapping[str, LoraMatrices], rank: int, adapter_path: Path
-) -> None:
-    """Raise an error unless each linear has the rank of adapter_config.json."""
-    for linear, matrices in matrices_by_linear.items():
-        file_rank, is_expert = matrices.a.shape[0], _expert_projection(linear) is not None
-        if file_rank % rank if is_expert else file_rank != rank:
-            raise DamagedFileError(
-                f"{adapter_path}: {linear} lacks a matrix of rank {rank}, lora_A or lora_B; "
-                "download the adapter again"
-            )
-        # If PEFT adapts only one of the two parameters, its name does not tell which of them.
-        outer_name = linear.removesuffix(".base_layer")
-        other_name = outer_name if outer_name != linear else f"{linear}.base_layer"
-        if is_expert and other_name not in matrices_by_linear:
-            raise UnsupportedError(
-                f"{adapter_path} has matrices of {linear} and not of {other_name}; adapt both "
-                "gate_up_proj and down_proj of the experts"
-            )
-
-
-def _expert_projection(linear: str) -> str | None:
-    """Return gate_up_proj or down_proj for PEFT's name of the experts' matrices, else None."""
-    for layout_name, file_name in PEFT_EXPERT_NAMES.items():
-        if linear.endswith(f".{file_name}"):
-            return layout_name.rsplit(".", 1)[1]
-    return None
+    if not matrices:
+        raise DamagedFileError(f"{path} has no matrices; download the adapter again")
+    pairs = {module: StoredPair(pair["A"], pair["B"]) for module, pair in matrices.items()}
+    return pairs, other_tensors

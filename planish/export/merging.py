@@ -1,6 +1,6 @@
 """Merge an adapter into a base model, as a Hugging Face directory.
 
-The sum W + scaling * B A is computed in float32 and rounded once, to the dtype of the files.
+The sum W + B A, where B contains the scaling factor, is computed in float32 and rounded once, to the dtype of the files.
 Weights are streamed from file to file. Whatever the size of the model, memory holds only one shard
 and a block of rows of one matrix. Tensors keep their names and order.
 
@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from planish.errors import NonFiniteError, StorageError
-from planish.export.lora_update import HEAD, LoraMatrices, LoraUpdate
+from planish.export.adapter_layouts import HEAD, LoraMatrices
+from planish.export.lora_update import LoraUpdate
 from planish.files import set_default_mode
 from planish.model.config import ModelConfig, read_json, text_fields
 from planish.model.quantization import Fp8Weight, Mxfp4Weight
@@ -128,12 +129,12 @@ def _stack_experts(tensors: Sequence[MergedTensor]) -> list[MergedTensor | Stack
 
 
 def _compute_merged_tensor(
-    tensor: MergedTensor | StackedExperts, scaling: float, rounding: RoundingError
+    tensor: MergedTensor | StackedExperts, rounding: RoundingError
 ) -> Tensor:
     """Return one tensor of the merged model's files."""
     if isinstance(tensor, MergedTensor):
-        return merge(tensor, scaling, rounding)
-    experts = [merge(expert, scaling, rounding) for expert in tensor.experts]
+        return merge(tensor, rounding)
+    experts = [merge(expert, rounding) for expert in tensor.experts]
     return torch.stack([x.t() if x.dim() == 2 else x for x in experts])
 
 
@@ -169,10 +170,7 @@ def write_merged(
     shard_of_file = dict(zip(_file_names(len(shards)), shards, strict=True))
     for file, shard in shard_of_file.items():
         save_tensors(
-            {
-                tensor.name: _compute_merged_tensor(tensor, update.scaling, rounding)
-                for tensor in shard
-            },
+            {tensor.name: _compute_merged_tensor(tensor, rounding) for tensor in shard},
             output_directory / file,
         )
     if len(shard_of_file) > 1:
@@ -183,7 +181,7 @@ def write_merged(
     return rounding
 
 
-def merge(tensor: MergedTensor, scaling: float, rounding: RoundingError) -> Tensor:
+def merge(tensor: MergedTensor, rounding: RoundingError) -> Tensor:
     """Return one tensor of the merged model. Raise NonFiniteError if it overflows float16."""
     base_weight = tensor.base_weight
     if isinstance(base_weight, QuantizedWeight):
@@ -196,7 +194,7 @@ def merge(tensor: MergedTensor, scaling: float, rounding: RoundingError) -> Tens
         block_rows = max(1, _BLOCK_ELEMENTS // base_weight.shape[1])
         for start in range(0, base_weight.shape[0], block_rows):
             block = slice(start, start + block_rows)
-            delta = (tensor.matrices.b[block] * scaling) @ tensor.matrices.a
+            delta = tensor.matrices.b[block] @ tensor.matrices.a
             unrounded = base_weight[block].float() + delta
             result[block] = unrounded.to(tensor.dtype)
             rounding.squared_update += float(delta.double().square().sum())

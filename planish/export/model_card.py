@@ -121,14 +121,15 @@ def _title(export_format: Format, base: ExportBase) -> str:
 
 def _summary(export_format: Format, base: ExportBase, update: LoraUpdate, dtype: str) -> str:
     model = "A Hugging Face model with the adapter merged into its weights"
+    config = update.config
     files = "A PEFT adapter" if export_format == "peft" else model
     licence = base.license().get("license")
-    modules = sorted({name.rpartition(".")[2] for name in update.matrices_by_linear})
+    modules = sorted({name.rpartition(".")[2] for name in update.pairs})
     rows = {
         "base model": f"`{_public_name(base)}`",
         "licence of the base model": licence
         or "its files do not state it; see the page of the model",
-        "LoRA": f"rank {update.rank}, alpha {update.alpha:g}, factor {update.scaling:g} on B A",
+        "LoRA": f"rank {config.rank}, alpha {config.alpha:g}, factor {config.scaling:g} on B A",
         "modules": ", ".join(f"`{name}`" for name in modules),
         "dtype": dtype,
     }
@@ -215,7 +216,7 @@ def _use_peft(base: ExportBase, update: LoraUpdate) -> Sequence[str]:
             "`planish export --format merged` gives the head a matrix of its own."
         )
     else:
-        rank = max(8, 1 << (update.rank - 1).bit_length())
+        rank = max(8, 1 << (update.config.rank - 1).bit_length())
         sections += [
             "The adapter leaves the output head alone, so PEFT and TRL load it as it is. With "
             "vLLM:",

@@ -10,8 +10,9 @@ import torch
 
 from planish.engine.checkpoints.files import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from planish.errors import CheckpointError, UserError
+from planish.export.adapter_layouts import HEAD, is_head
 from planish.export.atomic_directory import atomic_directory, check_replaceable
-from planish.export.lora_update import LoraUpdate, read_adapter
+from planish.export.lora_update import MAX_MERGED_RANK, PEFT_PREFIX, LoraUpdate, read_adapter
 from planish.export.merging import (
     SHARD_BYTES,
     RoundingError,
@@ -24,7 +25,7 @@ from planish.export.origin import Origin
 from planish.model.config import ModelConfig, is_multimodal, read_json
 from planish.model.listing import list_models
 from planish.model.sources import HUB_FILES, resolve_model
-from planish.model.weights import weights_fingerprint
+from planish.model.weights import text_model_name, weights_fingerprint
 
 MARKER_FILE = "planish_export.json"
 """The file that identifies an export and describes its origin."""
@@ -88,6 +89,9 @@ def write_export(
     """
     check_target(target, options)
     update = read_adapter(origin.directory)
+    update.check_only_lora(lambda name, tensor: False)
+    if options.format == "peft":
+        update.check_peft_layout()
     base = _resolve_base(update, options, models)
     with atomic_directory(target, marker=MARKER_FILE, overwrite=options.overwrite) as partial:
         if options.format == "peft":
@@ -123,7 +127,7 @@ def _resolve_base(
     if directory is None:
         return ExportBase(name, None)
     config = ModelConfig.from_directory(directory)
-    update.check_fits(config, name)
+    update.reader(config, MAX_MERGED_RANK)  # checks that the adapter fits the model
     manifest = update.manifest
     if manifest is None:
         return ExportBase(name, directory)
@@ -154,7 +158,7 @@ def _local_directory(name: str, models: Mapping[str, str] | None) -> Path | None
 def _write_adapter(
     update: LoraUpdate, base: ExportBase, directory: Path, dtype: torch.dtype
 ) -> None:
-    config: dict[str, Any] = {**update.config, "base_model_name_or_path": base.hub_name}
+    config: dict[str, Any] = {**update.config.fields, "base_model_name_or_path": base.hub_name}
     model_prefix = "model."
     if base.directory is not None and is_multimodal(read_json(base.directory / "config.json")):
         model_prefix = "model.language_model."
@@ -164,12 +168,12 @@ def _write_adapter(
             # The pattern excludes the vision tower, whose modules have the same names.
             config["target_modules"] = rf".*language_model.*\.({'|'.join(modules)})"
     tensors = {}
-    for linear, matrices in update.matrices_by_linear.items():
-        name = (
-            model_prefix + linear.removeprefix("model.") if linear.startswith("model.") else linear
-        )
-        tensors[f"base_model.model.{name}.lora_A.weight"] = matrices.a.to(dtype)
-        tensors[f"base_model.model.{name}.lora_B.weight"] = matrices.b.to(dtype)
+    for module, pair in update.pairs.items():
+        name = HEAD if is_head(module) else text_model_name(module)
+        if name.startswith("model."):
+            name = model_prefix + name.removeprefix("model.")
+        tensors[f"{PEFT_PREFIX}{name}.lora_A.weight"] = pair.a.load().to(dtype)
+        tensors[f"{PEFT_PREFIX}{name}.lora_B.weight"] = pair.b.load().to(dtype)
     save_tensors(tensors, directory / ADAPTER_FILE)
     write_json(directory / ADAPTER_CONFIG_FILE, config)
 

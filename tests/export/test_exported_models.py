@@ -28,7 +28,8 @@ from variants import slow_after
 
 from planish import ModelInput, ServiceClient
 from planish.export import weights
-from planish.export.lora_update import LoraMatrices, read_adapter
+from planish.export.adapter_layouts import LoraMatrices
+from planish.export.lora_update import read_adapter
 from planish.export.merging import MergedTensor, RoundingError, merge
 from planish.testing import save_byte_tokenizer, tiny_model, use_fp8, use_mxfp4
 
@@ -309,10 +310,10 @@ def test_blocks_of_rows_equal_one_product(monkeypatch):
         torch.randn(shape, generator=generator) for shape in ((37, 24), (3, 24), (37, 3))
     )
     tensor = MergedTensor("w", weight, LoraMatrices(a, b), torch.float32)
-    whole = merge(tensor, 0.5, RoundingError())
+    whole = merge(tensor, RoundingError())
     monkeypatch.setattr("planish.export.merging._BLOCK_ELEMENTS", 24 * 5)
-    torch.testing.assert_close(merge(tensor, 0.5, RoundingError()), whole)
-    torch.testing.assert_close(whole, weight + 0.5 * b @ a)
+    torch.testing.assert_close(merge(tensor, RoundingError()), whole)
+    torch.testing.assert_close(whole, weight + b @ a)
 
 
 def test_an_adapter_of_peft_is_merged_as_peft_merges_it(tmp_path, trained):

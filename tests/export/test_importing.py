@@ -4,12 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
+from peft_adapters import imported_logprobs, loaded, model_logprobs, saved, service
 from safetensors.torch import load_file, save_file
 from trained_adapters import TOKENS
-from transformers import AutoModelForCausalLM
 
 from planish import AdamParams, Datum, ModelInput, ServiceClient
 from planish.client.checkpoint_records import LocalRecords
@@ -18,7 +17,6 @@ from planish.engine.checkpoints.store import CheckpointStore
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
 from planish.export import weights
 from planish.export.importing import ImportedAdapter, import_adapter
-from planish.export.lora_update import read_adapter
 from planish.testing import tiny_model
 from planish.types import CheckpointPath
 
@@ -48,27 +46,6 @@ def _base(tmp_path_factory) -> Path:
 pytestmark = pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
 
 
-def saved(base: Path, out: Path, **options) -> list[float]:
-    """Return an adapter with random matrices, saved by PEFT, and the logprobs of TOKENS with it."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
-    tuned = peft.get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in tuned.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    tuned.eval().save_pretrained(str(out))
-    with torch.no_grad():
-        logits = tuned(torch.tensor([TOKENS])).logits[0]
-    chosen = torch.log_softmax(logits[:-1], 1).gather(1, torch.tensor(TOKENS[1:])[:, None])
-    return chosen[:, 0].tolist()
-
-
-def service(base: Path, data: Path) -> ServiceClient:
-    return ServiceClient(models={str(base): str(base)}, data_dir=data, dtype="float32")
-
-
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 EXPERT_VARIANTS = {
     "experts and attention": {
@@ -96,14 +73,16 @@ def test_adapters_of_experts_are_imported(tmp_path, variant, family):
     check_import(base, tmp_path, EXPERT_VARIANTS[variant])
 
 
-def test_an_adapter_of_one_linear_of_the_experts_is_rejected(tmp_path):
+@pytest.mark.parametrize("parameter", EXPERTS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_an_adapter_of_one_linear_of_the_experts_is_imported(tmp_path, family, parameter):
     """PEFT names the matrices of a single parameter the same, whichever parameter it is."""
-    base = tiny_model(tmp_path / "base", "qwen3_moe", tied=False)
-    saved(base, tmp_path / "adapter", r=4, target_parameters=EXPERTS[:1])
-    with pytest.raises(UnsupportedError, match=r"experts, which has no adapter in planish"):
-        import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"))
-    with pytest.raises(UnsupportedError, match="adapt both gate_up_proj and down_proj"):
-        read_adapter(tmp_path / "adapter")
+    base = tiny_model(tmp_path / "base", family, tied=False)
+    expected = saved(base, tmp_path / "adapter", r=4, target_parameters=[parameter])
+    found = import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"))
+    assert imported_logprobs(base, tmp_path / "data", found) == pytest.approx(expected, abs=1e-4)
+    merged = weights.build_hf_model(adapter_path=tmp_path / "adapter", output_path=tmp_path / "out")
+    assert model_logprobs(loaded(merged)) == pytest.approx(expected, abs=1e-4)
 
 
 def quantized_service(base: Path, data: Path, scheme: str | None) -> ServiceClient:
@@ -213,10 +192,7 @@ def test_unsloth_and_services_name_tensors_and_the_head_otherwise(base, tmp_path
     }
     save_file(tensors, file)
     found = import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"), name="other")
-    with service(base, tmp_path / "data") as client:
-        sampler = client.create_sampling_client(model_path=str(found.path))
-        _, *logprobs = sampler.compute_logprobs(ModelInput.from_ints(TOKENS)).result()
-    assert logprobs == pytest.approx(expected, abs=1e-4)
+    assert imported_logprobs(base, tmp_path / "data", found) == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_command_prints_the_path_and_what_to_know(base, tmp_path, capsys, monkeypatch):

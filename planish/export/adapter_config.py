@@ -1,0 +1,134 @@
+"""The settings of an adapter: its adapter_config.json in PEFT's format, checked.
+
+Features beyond a plain LoRA update (DoRA, trained biases, whole modules) are rejected by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planish.engine.checkpoints.files import ADAPTER_CONFIG_FILE
+from planish.errors import DamagedFileError, UnsupportedError
+from planish.export.module_patterns import ModulePatterns
+from planish.model.config import read_json
+
+_PLAIN_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "use_dora": ((False, None), "DoRA scales the columns of the weight instead of adding to it"),
+    "use_qalora": ((False, None), "QALoRA pools the inputs"),
+    "use_bdlora": ((None, False), "the matrices would be block-diagonal"),
+    "kasa_config": ((None,), "KaSA changes the base weights and scales each rank"),
+    "monteclora_config": ((None,), "MonteCLoRA samples its matrices"),
+    "bias": (("none", None), "biases are not trained here"),
+    "lora_bias": ((False, None), "biases are not trained here"),
+    "modules_to_save": (([], None), "whole modules are not part of an adapter here"),
+    "fan_in_fan_out": ((False, None), "the weights of planish's models are not transposed"),
+    "trainable_token_indices": (([], {}, None), "embeddings are not trained here"),
+    "layer_replication": (([], None), "the base model would have other layers"),
+    "alora_invocation_tokens": (([], None), "the adapter would act on a part of the tokens only"),
+    "arrow_config": ((None,), "several adapters would be mixed"),
+    "megatron_config": ((None,), "Megatron's layers are split across devices"),
+}
+"""Fields of adapter_config.json: the values of a plain LoRA adapter, and why any other is
+rejected.
+"""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """The content of adapter_config.json."""
+
+    fields: Mapping[str, Any]
+    path: Path
+    """The path of the file, for messages."""
+    rank_pattern: ModulePatterns
+    alpha_pattern: ModulePatterns
+
+    @classmethod
+    def read(cls, directory: Path) -> AdapterConfig:
+        """Read the adapter_config.json in `directory`.
+
+        Raises UnsupportedError if the adapter is not plain LoRA, and DamagedFileError if the file
+        is damaged, or the rank or alpha is not a positive number.
+        """
+        path = directory / ADAPTER_CONFIG_FILE
+        fields = read_json(path)
+        _check_plain_lora(fields, path)
+        patterns = {}
+        for name, check in (("rank_pattern", _check_rank), ("alpha_pattern", _check_alpha)):
+            patterns[name] = ModulePatterns(f"{path}: {name}", fields.get(name))
+            for key, value in (fields.get(name) or {}).items():
+                check(value, f"{path}: {name}[{key!r}]")
+        return cls(fields, path, **patterns)
+
+    @property
+    def rank(self) -> int:
+        """The rank of modules that `rank_pattern` does not name."""
+        rank: int = self.fields["r"]
+        return rank
+
+    @property
+    def alpha(self) -> float:
+        """The alpha of modules that `alpha_pattern` does not name."""
+        return float(self.fields["lora_alpha"])
+
+    @property
+    def scaling(self) -> float:
+        """The scaling factor of modules that no pattern names."""
+        return self._factor(self.alpha, self.rank)
+
+    @property
+    def base_model(self) -> str | None:
+        """The name of the base model, or None."""
+        name = self.fields.get("base_model_name_or_path")
+        if not isinstance(name, str | None):
+            raise DamagedFileError(
+                f"{self.path}: base_model_name_or_path is {name!r}, not a string; get the adapter "
+                "again"
+            )
+        return name
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module. `module`: its full name in the model that PEFT adapted."""
+        rank: int = self.rank_pattern.value(module, self.rank)
+        return rank
+
+    def scaling_of(self, module: str) -> float:
+        """Return the factor of B A for a module: alpha / rank, or alpha / sqrt(rank) with rsLoRA
+        (Kalajdzievski 2023).
+        """
+        return self._factor(self.alpha_pattern.value(module, self.alpha), self.rank_of(module))
+
+    def _factor(self, alpha: float, rank: int) -> float:
+        return alpha / (math.sqrt(rank) if self.fields.get("use_rslora") else rank)
+
+
+def _check_plain_lora(fields: Mapping[str, Any], path: Path) -> None:
+    # The hosted service writes no peft_type.
+    if fields.get("peft_type", "LORA") != "LORA":
+        raise UnsupportedError(
+            f"{path}: peft_type is {fields.get('peft_type')!r}; planish takes LORA"
+        )
+    for name, (plain_values, reason) in _PLAIN_VALUES.items():
+        if name in fields and fields[name] not in plain_values:
+            raise UnsupportedError(f"{path}: {name} is {fields[name]!r}, and {reason}")
+    if not isinstance(fields.get("use_rslora"), bool | None):
+        raise DamagedFileError(f"{path}: use_rslora is {fields['use_rslora']!r}, not true or false")
+    _check_rank(fields.get("r"), f"{path}: r")
+    _check_alpha(fields.get("lora_alpha"), f"{path}: lora_alpha")
+
+
+def _check_rank(value: object, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise DamagedFileError(
+            f"{name} is {value!r}, not a positive whole number; get the adapter again"
+        )
+
+
+def _check_alpha(value: object, name: str) -> None:
+    # The comparison also excludes NaN.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**64:
+        raise DamagedFileError(f"{name} is {value!r}, not a positive number; get the adapter again")
