@@ -5,6 +5,8 @@ it. There are three kinds of checkpoints:
     periodic   state and weights for sampling, with a time to live
     rolling    state alone, short-lived; deleted after the next state of any kind is saved
     final      state and weights for sampling, which do not expire
+With a `Retention` (planish/runlog/retention.py), older periodic checkpoints are deleted and their
+rows removed.
 A run resumes at the last row that has a state. This includes runs that reached `max_steps`, so the
 same command with more steps extends the run. If the newest state has expired or its files are
 damaged, the run resumes from the newest earlier state that can be loaded.
@@ -29,7 +31,13 @@ from planish.files import short_path
 from planish.processes.interruption import Interrupted, StopRequest
 from planish.renderers import Renderer, get_renderer, recommended_renderer_name
 from planish.runlog.console import StepDisplay
-from planish.runlog.run_directory import CheckpointRecord, RunDirectory, checkpoint_of
+from planish.runlog.retention import Retention, metric_values
+from planish.runlog.run_directory import (
+    CheckpointRecord,
+    RunDirectory,
+    checkpoint_of,
+    checkpoint_records,
+)
 from planish.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
@@ -201,7 +209,9 @@ class RunCheckpoints:
     ttl_seconds: int | None = None
     rolling_ttl_seconds: int | None = None
     service_client: ServiceClient | None = None
-    """Needed for rolling checkpoints, to delete them."""
+    """Needed for rolling checkpoints and `retention`, to delete checkpoints."""
+    retention: Retention | None = None
+    """Which periodic checkpoints are kept; None = all."""
 
     def __post_init__(self) -> None:
         record = self.start.record
@@ -271,18 +281,55 @@ class RunCheckpoints:
         )
         self.run.log_checkpoint(record)
         self.last_saved_batch = batch
-        self._delete_rolling()
+        rolling, self._rolling = self._rolling, None
+        self._delete(rolling)
+        self._delete_superseded()
         return record
 
-    def _delete_rolling(self) -> None:
-        path, self._rolling = self._rolling, None
-        if path is not None:
-            assert self.service_client is not None
-            try:
-                rest_client = self.service_client.create_rest_client()
-                rest_client.delete_checkpoint_from_tinker_path(path).result()
-            except PlanishError as error:  # harmless: the state has expired, or will
-                logger.info("the rolling checkpoint %s was not deleted: %s", path, error)
+    def best(self) -> list[tuple[float, CheckpointRecord]]:
+        """Return the best periodic checkpoints by the metric of `retention`, with their values, the
+        best one first.
+        """
+        if self.retention is None:
+            return []
+        records, values = self._periodic_records(), self._metric_values()
+        return [(values[batch], records[batch]) for batch in self.retention.best(records, values)]
+
+    def _delete_superseded(self) -> None:
+        """Delete the periodic checkpoints that `retention` does not keep. Their rows are removed
+        first, so that no row names a checkpoint that is gone.
+        """
+        if self.retention is None:
+            return
+        records = self._periodic_records()
+        kept = self.retention.kept(records, self._metric_values())
+        superseded = [record for batch, record in records.items() if batch not in kept]
+        self.run.remove_checkpoints(superseded)
+        for record in superseded:
+            self._delete(record.state_path)
+            self._delete(record.sampler_path)
+
+    def _periodic_records(self) -> dict[int, CheckpointRecord]:
+        """Return the checkpoints other than rolling and final ones, by their number of batches."""
+        return {
+            record.batch: record
+            for record in checkpoint_records(self.run.path)
+            if not record.final and not record.extra.get("rolling")
+        }
+
+    def _metric_values(self) -> dict[int, float]:
+        metric = self.retention.metric if self.retention is not None else None
+        return metric_values(self.run.metrics(), metric) if metric is not None else {}
+
+    def _delete(self, path: str | None) -> None:
+        if path is None:
+            return
+        assert self.service_client is not None
+        try:
+            rest_client = self.service_client.create_rest_client()
+            rest_client.delete_checkpoint_from_tinker_path(path).result()
+        except PlanishError as error:  # harmless: the checkpoint has expired, or will
+            logger.info("the checkpoint %s was not deleted: %s", path, error)
 
 
 @contextmanager

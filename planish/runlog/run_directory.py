@@ -167,6 +167,11 @@ class RunDirectory:
         self._checkpoints.append(record.row())
         self._checkpoints.sync()
 
+    def remove_checkpoints(self, records: Collection[CheckpointRecord]) -> None:
+        """Remove the rows of checkpoints that are about to be deleted."""
+        rows = [record.row() for record in records]
+        self._checkpoints.keep(lambda row: row not in rows)
+
     def _check_config(self, config: Row, may_change: Collection[str]) -> None:
         path = self.path / CONFIG
         has_rows = any(_has_bytes(self.path / name) for name in (METRICS, CHECKPOINTS))

@@ -106,6 +106,11 @@ class RunLoop:
             f"state to resume from: {record.state_path}\n"
             f"weights for sampling: {record.sampler_path}"
         )
+        for value, best in self.checkpoints.best():
+            self.display.say(
+                f"{self.options.best_metric} = {value:.4g} after {best.batch} steps: "
+                f"{best.sampler_path or best.state_path}"
+            )
         return True
 
     def learning_rate(self, step: int) -> float:
@@ -149,6 +154,9 @@ class RunLoop:
             with spans.measure("run_evals"):
                 result = await self.interruption.guard(evaluate_in_context(evaluator))
             add_metrics(metrics, result, evaluator)
+        retention = self.options.retention
+        if retention is not None and step % max(self.options.save_every, 1) == 0:
+            retention.require_metric(metrics)
         return metrics
 
     async def evaluate_one(
@@ -305,7 +313,12 @@ async def run_training(
         diff = await asyncio.to_thread(code_diff, [Path(__file__), Path.cwd()])
         write_atomically(run_directory.path / CODE_DIFF, diff)
         checkpoints = RunCheckpoints(
-            start, run_directory, options.ttl_seconds, options.rolling_ttl_seconds, service_client
+            start,
+            run_directory,
+            options.ttl_seconds,
+            options.rolling_ttl_seconds,
+            service_client,
+            options.retention,
         )
         with (
             StepDisplay(num_steps, start.batch) as display,

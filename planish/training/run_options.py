@@ -10,13 +10,14 @@ import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import chz
 
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
 from planish.runlog.metrics_log import require_loggers
+from planish.runlog.retention import Retention
 from planish.training.schedules import SCHEDULES
 from planish.types import TTL_REMEDY, is_ttl
 
@@ -122,6 +123,27 @@ class RollingCheckpointOptions(CheckpointOptions):
         default=0,
         doc="steps between rolling checkpoints, each of which replaces the one before; 0 = none",
     )
+    keep_last: int | None = chz.field(
+        default=None, doc="number of most recent checkpoints that are kept; none = all"
+    )
+    keep_best: int = chz.field(
+        default=0,
+        doc="number of checkpoints with the best best_metric that are kept besides keep_last",
+    )
+    best_metric: str | None = chz.field(
+        default=None, doc="metric of evaluations for keep_best, such as test/env/all/correct"
+    )
+    best_metric_mode: Literal["max", "min"] = chz.field(
+        default="max", doc="max = higher values are better, min = lower values are better"
+    )
+
+    @property
+    def retention(self) -> Retention | None:
+        """Which checkpoints are kept; None = all."""
+        if self.keep_last is None:
+            return None
+        is_highest_best = self.best_metric_mode == "max"
+        return Retention(self.keep_last, self.keep_best, self.best_metric, is_highest_best)
 
 
 @chz.chz
@@ -132,6 +154,11 @@ class EvaluationOptions:
     eval_on_start: bool = chz.field(
         default=True, doc="evaluate the initial weights too, before the first step"
     )
+
+    @property
+    def eval_intervals(self) -> tuple[int, ...]:
+        """The numbers of steps between evaluations, 0 for never."""
+        return (self.eval_every,)
 
 
 @chz.chz
@@ -182,6 +209,10 @@ RESUMABLE_OPTIONS = (
     "eval_every",
     "eval_on_start",
     "evaluator_builders",
+    "keep_last",
+    "keep_best",
+    "best_metric",
+    "best_metric_mode",
 )
 """Options that may differ when a run is resumed."""
 
@@ -210,8 +241,36 @@ def check_run(options: RunOptions) -> None:
         ttl_seconds=(is_ttl(options.ttl_seconds), TTL_REMEDY),
         rolling_ttl_seconds=(is_ttl(options.rolling_ttl_seconds), TTL_REMEDY),
     )
-    require_at_least(options, lora_rank=1, num_epochs=1, max_steps=1)
+    require_at_least(options, lora_rank=1, num_epochs=1, max_steps=1, keep_last=1)
+    _check_best_checkpoints(options)
     require_loggers(options.loggers)
+
+
+def _check_best_checkpoints(options: RunOptions) -> None:
+    """Raise UserError unless the options of `keep_best` fit together."""
+    require(
+        options,
+        keep_best=(options.keep_best >= 0, "a whole number, 0 for none"),
+        best_metric_mode=(options.best_metric_mode in ("max", "min"), "max or min"),
+    )
+    if options.keep_best == 0:
+        require(
+            options, best_metric=(options.best_metric is None, "keep_best too, or leave it out")
+        )
+        return
+    require(
+        options,
+        keep_last=(options.keep_last is not None, "a number; with None, every checkpoint is kept"),
+        best_metric=(
+            options.best_metric is not None,
+            "the metric of evaluations that keep_best uses",
+        ),
+        save_every=(
+            options.save_every > 0
+            and any(every and options.save_every % every == 0 for every in options.eval_intervals),
+            "a multiple of eval_every: keep_best compares checkpoints by their evaluations",
+        ),
+    )
 
 
 def require(options: Any, **rules: tuple[bool, str]) -> None:

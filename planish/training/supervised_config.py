@@ -35,6 +35,11 @@ class Config(RunOptions):
     )
     infrequent_evaluator_builders: Sequence[Callable[[], Evaluator]] = ()
 
+    @property
+    def eval_intervals(self) -> tuple[int, ...]:
+        """The numbers of steps between evaluations, 0 for never."""
+        return (self.eval_every, self.infrequent_eval_every)
+
 
 def check(config: Config) -> None:
     """Raise UserError for an invalid option. It runs before anything is loaded."""

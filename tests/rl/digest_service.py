@@ -173,7 +173,9 @@ class FakeTrainingClient:
 
     def save_weights_for_sampler(self, name: str, ttl_seconds: int | None = None) -> Any:
         self.service.count("save_weights_for_sampler")
-        return done(SimpleNamespace(path=f"tinker://{self.run_id}/sampler_weights/{name}"))
+        path = f"tinker://{self.run_id}/sampler_weights/{name}"
+        self.service.states[path] = self.weights
+        return done(SimpleNamespace(path=path))
 
 
 @dataclass
