@@ -228,7 +228,8 @@ class Unavailable(ServerError):
 def stopping() -> Unavailable:
     """Return the error for requests to a server that is stopping."""
     return Unavailable(
-        "the server is stopping; it resumes accepted requests at its next start",
+        "the server is stopping; send the request again. Accepted requests of the SDK resume at the "
+        "next start",
         _STOPPING_RETRY_SECONDS,
     )
 

@@ -55,6 +55,7 @@ from planish.server.results import (
     NotFound,
     ServerError,
     Tenant,
+    stopping,
 )
 from planish.server.scheduling import CachedAdapter
 from planish.service import CreateSampler, ReleaseSampler, Sample, SampledToken, SamplerInfo
@@ -160,6 +161,12 @@ class Samplers:
         """The unanswered samples, by request id."""
         self._ids_in_engine: set[str] = set()
         """The ids of the requests that run in the engine."""
+        self._connected_tasks: dict[asyncio.Task[SampleResponse], bool] = {}
+        """The samples of clients that keep their connection open. The value says whether the sample
+        has its turn.
+        """
+        self._ended_tasks: set[asyncio.Task[SampleResponse]] = set()
+        """The samples among them that were cancelled by a stop."""
         self._postponed_tasks: set[asyncio.Task[None]] = set()
         """Tasks that were cancelled by a stop. The next start runs their requests."""
 
@@ -426,7 +433,8 @@ class Samplers:
     async def sample(self, tenant: Tenant, operation: Sample) -> SampleResponse:
         """Sample for a client that keeps its connection open. The request is not journaled, but it
         waits for its tenant's turn like a journaled request. Cancelling this call cancels the
-        sample. Raise Gone if the sampler was closed.
+        sample. Raise Gone if the sampler was closed. Raise Unavailable if the server begins to stop
+        while the sample waits for its turn, or stops before the sample is finished.
         """
         sampler = self.get(operation.sampler_id)
         if sampler is None:
@@ -435,21 +443,46 @@ class Samplers:
         key = (
             "" if guard.is_inactive else await asyncio.to_thread(_guard_key, tenant.name, operation)
         )
-        async with (
-            self._slots(tenant.name, operation.num_samples, operation.prompt.length),
-            self.pinned(sampler),
-            guard.running(key),
-        ):
-            return await self._sample(tenant.name, operation)
+        task = asyncio.create_task(self._sample_in_turn(tenant.name, sampler, operation, key))
+        self._connected_tasks[task] = False
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if task in self._ended_tasks:
+                raise stopping() from None
+            raise
+        finally:
+            del self._connected_tasks[task]
+            self._ended_tasks.discard(task)
+
+    async def _sample_in_turn(
+        self, tenant: str, sampler: Sampler, operation: Sample, key: str
+    ) -> SampleResponse:
+        async with self._slots(tenant, operation.num_samples, operation.prompt.length):
+            task = asyncio.current_task()
+            assert task is not None
+            self._connected_tasks[task] = True
+            async with self.pinned(sampler), self._services.crash_guard.running(key):
+                return await self._sample(tenant, operation)
 
     async def stop(self, seconds: float) -> None:
         """Wait up to `seconds` for the samples in the engine. Waiting and unfinished samples run
-        again after the next start.
+        again after the next start. Those of clients that keep a connection open are not journaled,
+        and end with Unavailable.
         """
         await self._postpone(self._tasks.keys() - self._ids_in_engine)
-        if self._tasks:
-            await asyncio.wait(list(self._tasks.values()), timeout=seconds)
+        self._end([task for task, has_turn in self._connected_tasks.items() if not has_turn])
+        running = [*self._tasks.values(), *self._connected_tasks]
+        if running:
+            await asyncio.wait(running, timeout=seconds)
+        self._end(self._connected_tasks)
         await self._postpone(self._tasks)
+
+    def _end(self, tasks: Iterable[asyncio.Task[SampleResponse]]) -> None:
+        """End samples of connected clients with Unavailable."""
+        for task in tasks:
+            self._ended_tasks.add(task)
+            task.cancel()
 
     async def _postpone(self, request_ids: Iterable[str]) -> None:
         tasks = [self._tasks[request_id] for request_id in request_ids]

@@ -3,10 +3,9 @@ them on one socket.
 
 By default the process listens on the loopback interface. Any other address requires keys. The
 process finds configuration errors before it accepts requests: base models that cannot be served, a
-data directory in use, an unreadable key file. SIGINT or SIGTERM stops the server gracefully. New
-requests then get an error that makes clients retry, running requests are finished or kept in the
-journal, and the exit status is 0. A second signal kills the process at once. Acknowledged requests
-are in the journal even then.
+data directory in use, an unreadable key file. SIGINT or SIGTERM stops the server gracefully
+(http/graceful_stop.py), and the exit status is 0. A second signal kills the process at once.
+Acknowledged requests are in the journal even then.
 
 If the engine fails or hangs, the server stops too, and the exit status is `ENGINE_FAULT_STATUS`. A
 supervisor such as systemd or a container runtime then starts it again, and it repeats the
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import hashlib
 import logging
 import os
@@ -28,7 +26,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,11 +55,13 @@ from planish.model.listing import list_models
 from planish.model.sources import DEFAULT_MODEL, HUB_NAME, resolve_model
 from planish.model.weights import weight_files
 from planish.server.engine_client import WARMUP_SAMPLE, StallWatch
+from planish.server.garbage import GarbageCollector, freeze_objects
 from planish.server.http import routes_sampling
 from planish.server.http.access import AccessLog, RequestMetrics, set_up_logging
-from planish.server.http.app import STOP_SECONDS, create_app
+from planish.server.http.app import create_app
 from planish.server.http.connections import ConnectionLimits, ConnectionTable, protocol_class
 from planish.server.http.context import MAX_TOTAL_BODIES, HttpState, read_keys
+from planish.server.http.graceful_stop import RESPONSE_SECONDS, STOP_SECONDS, drain
 from planish.server.http.metrics_page import SubstitutedLosses, metrics_route
 from planish.server.http.routes_checkpoints import tokenizer_files
 from planish.server.openai import routes
@@ -101,11 +101,6 @@ the second if the system has no limit.
 """
 _TICKS_PER_SECOND = 10
 """How often uvicorn calls `on_tick`."""
-
-_GC_THRESHOLDS = (1000, 10, 1 << 30)
-"""The thresholds of garbage collection. The last one is so high that Python never starts a full
-collection. `GarbageCollector` starts the full collections.
-"""
 
 _GIL_SWITCH_SECONDS = 5e-5
 """Python's switch interval in seconds. The event loop takes the interpreter lock several times per
@@ -198,9 +193,8 @@ def _application(engine: Engine, checked: _CheckedOptions) -> Starlette:
 
 
 class _UvicornServer(uvicorn.Server):
-    """A uvicorn server that logs when it is ready and then loads the base models. When the server
-    stops, requests that wait for a result are answered at once. The server also stops after a fault
-    of the engine.
+    """A uvicorn server that logs when it is ready and then loads the base models. It stops as
+    described in http/graceful_stop.py, also after a fault of the engine.
     """
 
     def __init__(
@@ -220,7 +214,7 @@ class _UvicornServer(uvicorn.Server):
                 ws="none",
                 backlog=_ACCEPT_BATCH,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=STOP_SECONDS,
+                timeout_graceful_shutdown=RESPONSE_SECONDS,
             )
         )
         self.was_ready = False
@@ -246,7 +240,7 @@ class _UvicornServer(uvicorn.Server):
             for listener in sockets:
                 # uvicorn passed _ACCEPT_BATCH to asyncio, which also used it as the backlog.
                 listener.listen(_BACKLOG)
-            _freeze_objects()
+            freeze_objects()
             _log_ready(_url(sockets[0]), self._check_options)
             notify("READY=1")
             self._http.is_loading = True
@@ -290,8 +284,9 @@ class _UvicornServer(uvicorn.Server):
         _end_process_after(_STALL_EXIT_SECONDS)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Tell systemd that the server stops, and shut down."""
+        """Tell systemd that the server stops, finish the running work, and shut down."""
         notify("STOPPING=1")
+        await drain(self._http)
         await super().shutdown(sockets)
 
     def _load_models(self) -> None:
@@ -308,7 +303,7 @@ class _UvicornServer(uvicorn.Server):
                 _log.error("%s cannot be served: %s", name, error)
             else:
                 _log.info("%s loaded in %.1f s", name, time.monotonic() - begun)
-        _freeze_objects()
+        freeze_objects()
         self._http.is_loading = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -332,33 +327,6 @@ class _UvicornServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._http.stopping.set)
 
 
-class GarbageCollector:
-    """Runs full garbage collections while few objects exist.
-
-    A large JSON body becomes up to 131,072 objects and lists when it is decoded. While such bodies
-    exist, a full collection holds the interpreter lock for 70 to 200 ms, and no request is answered
-    during this time. So a collection waits until no such body is being decoded.
-    """
-
-    SECONDS = 30.0
-    """The minimum time between two collections."""
-    LATEST_SECONDS = 300.0
-    """A collection runs after this time even if a body is being decoded."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` returns seconds."""
-        self._clock = clock
-        self._last = clock()
-
-    def tick(self, is_busy: bool) -> None:
-        """Run a full collection if one is due. `is_busy`: a large body is being decoded."""
-        passed = self._clock() - self._last
-        has_new_objects = gc.get_count()[2] > 0
-        if has_new_objects and passed >= (self.LATEST_SECONDS if is_busy else self.SECONDS):
-            gc.collect()
-            self._last = self._clock()
-
-
 def _end_process_after(seconds: float) -> None:
     """End the process with ENGINE_FAULT_STATUS after `seconds`, even if its shutdown hangs."""
 
@@ -370,18 +338,6 @@ def _end_process_after(seconds: float) -> None:
     end = Timer(seconds, end_process)
     end.daemon = True
     end.start()
-
-
-def _freeze_objects() -> None:
-    """Exclude all present objects from garbage collection, and leave full collections to
-    `GarbageCollector`.
-
-    Modules and base models are about 250,000 objects and stay for the life of the process. Without
-    this, each full collection would hold the interpreter lock for 120 ms to examine them.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
 
 
 def _model_directories(mapping: Mapping[str, str]) -> dict[str, Path]:

@@ -137,10 +137,14 @@ class Server(Services):
             recovered.requests,
         )
 
-    async def stop(self, seconds: float) -> None:
+    async def drain(self, seconds: float) -> None:
         """Reject new requests, and wait up to `seconds` for the requests in the engine. Then take
-        snapshots of the models, and close. All other requests stay in the journal.
+        snapshots of the models. All other requests stay in the journal, and unfinished samples of
+        clients that wait on a connection end with Unavailable.
         """
+        if self.stopping.is_set():
+            return
+        self.stopping.set()
         self.engine.accepts_requests = False
         self.request_log.disk_faults.stop()
         for task in self._background_tasks:
@@ -148,11 +152,18 @@ class Server(Services):
         await asyncio.gather(*self._background_tasks, return_exceptions=True)
         deadline = time.monotonic() + seconds
         await asyncio.gather(self.samplers.stop(seconds), self._stop_models(seconds))
+        _log.info(
+            "finished running requests, %.1f s before the deadline", deadline - time.monotonic()
+        )
+
+    async def stop(self, seconds: float) -> None:
+        """Drain the server, unless that was done before, and close it."""
+        await self.drain(seconds)
         await asyncio.gather(self.sessions.stop(), self._recovery.stop())
         await self.engine.close()
         if self.engine.fault is None:
             await self.crash_guard.end()
-        _log.info("stopped, %.1f s before the deadline", deadline - time.monotonic())
+        _log.info("stopped")
         await asyncio.to_thread(self.store.close)
 
     async def _stop_models(self, seconds: float) -> None:
@@ -160,7 +171,6 @@ class Server(Services):
         a final snapshot of each loaded model. After `seconds`, give up on the rest. Queued requests
         stay in the journal.
         """
-        self.stopping.set()
         models = list(self.sessions.models.values())
         for model in models:
             model.in_flight.notify()

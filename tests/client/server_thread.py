@@ -107,4 +107,4 @@ def serving(
         try:
             yield ServerThread(url, network, server)
         finally:
-            app.state.http.stopping.set()
+            app.state.http.ending.set()

@@ -27,4 +27,4 @@ def serving(data: Path, name: str, model: str) -> Iterator[str]:
         try:
             yield url
         finally:
-            app.state.http.stopping.set()
+            app.state.http.ending.set()

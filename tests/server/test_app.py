@@ -1136,7 +1136,7 @@ def test_a_stop_ends_waiting_polls(tmp_path: Path, model_directory: Path):
         caller = Caller(client, "tml-any-key")
         accepted = caller.optim_step(caller.model(), 2)
         state = client.app.state.http  # type: ignore[attr-defined]
-        client.portal.call(state.stopping.set)  # type: ignore[union-attr]
+        client.portal.call(state.ending.set)  # type: ignore[union-attr]
         began = time.monotonic()
         caller.post("/retrieve_future", {"request_id": accepted["request_id"]}, 408)
         assert time.monotonic() - began < 30

@@ -118,7 +118,7 @@ def served(model_dir, tmp_path_factory) -> Iterator[Served]:
     app = create_app(server, HttpSettings(tokenizer_directories=models, tenants_by_key=KEYS), more)
     with serving_app(app, lifespan="on", log_level="warning") as url:
         yield Served(url, server, engine, load_tokenizer(model_dir))
-        app.state.http.stopping.set()
+        app.state.http.ending.set()
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from server_process import BASE_MODEL, COMMAND, START_TIMEOUT, ServerProcess, ru
 from starlette.applications import Starlette
 
 from planish.server import serve
+from planish.server.garbage import GarbageCollector
 from planish.server.http import access
 
 pytestmark = pytest.mark.slow
@@ -257,7 +258,7 @@ def test_a_full_garbage_collection_waits_for_large_bodies(monkeypatch, is_busy, 
     now, collections = [0.0], []
     monkeypatch.setattr(gc, "collect", lambda: collections.append(now[0]))
     monkeypatch.setattr(gc, "get_count", lambda: (5, 5, 1))
-    collector = serve.GarbageCollector(clock=lambda: now[0])
+    collector = GarbageCollector(clock=lambda: now[0])
     for second in range(int(2 * seconds) + 1):
         now[0] = float(second)
         collector.tick(is_busy)
@@ -268,7 +269,7 @@ def test_an_idle_server_collects_no_garbage(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(gc, "collect", lambda: pytest.fail("nothing was allocated"))
     monkeypatch.setattr(gc, "get_count", lambda: (5, 5, 0))
-    collector = serve.GarbageCollector(clock=lambda: now[0])
+    collector = GarbageCollector(clock=lambda: now[0])
     now[0] = 1e6
     collector.tick(is_busy=False)
 
@@ -331,6 +332,7 @@ import atexit, logging, sys, time
 
 atexit.register(lambda: log.error("logged after the threads of planish were stopped"))
 from planish.server import serve
+from planish.server.garbage import GarbageCollector
 from planish.server.http.access import set_up_logging
 
 set_up_logging("text", "info")

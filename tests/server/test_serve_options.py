@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from planish.engine.settings import EngineSettings
 from planish.errors import UnknownModelError, UserError
 from planish.server import serve
-from planish.server.http.app import STOP_SECONDS
+from planish.server.http.graceful_stop import STOP_SECONDS
 from planish.server.http.origins import is_loopback
 from planish.server.options import ServeOptions, options_of
 from planish.server.serve import MemoryPlan, cache_tokenizer, device_memory, memory_plan

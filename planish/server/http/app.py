@@ -45,6 +45,7 @@ from planish.server.http.context import (
     json_response,
     make_openai_error_body,
 )
+from planish.server.http.graceful_stop import STOP_SECONDS
 from planish.server.http.origins import cors_options
 from planish.server.results import Unavailable, client_error, retry_headers
 from planish.server.server import Server
@@ -57,8 +58,6 @@ _ROUTE_MODULES = (
     routes_checkpoints,
     downloads,
 )
-STOP_SECONDS = 30
-"""How long a shutdown waits for running requests, in seconds."""
 
 _log = logging.getLogger("planish.server")
 
@@ -66,8 +65,8 @@ _log = logging.getLogger("planish.server")
 def create_app(
     server: Server, settings: HttpSettings | None = None, other_routes: Sequence[Route] = ()
 ) -> Starlette:
-    """Return the application. Its lifespan starts and stops the server. Setting the event
-    `app.state.http.stopping` ends waiting polls.
+    """Return the application. Its lifespan starts and stops the server. Setting the events
+    `app.state.http.stopping` and `app.state.http.ending` stops it earlier (graceful_stop.py).
 
     `other_routes` are those of other protocols (openai.routes.routes, metrics_page.metrics_route).
     """
@@ -83,6 +82,7 @@ def create_app(
             yield
         finally:
             app.state.http.stopping.set()
+            app.state.http.ending.set()
             await server.stop(STOP_SECONDS)
 
     health = [Route(path, healthz, methods=["GET"]) for path in ("/healthz", API + "/healthz")]

@@ -33,10 +33,11 @@ from typing import Any
 
 import h11
 import orjson
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from planish.server.results import Tenant, Unavailable
+from planish.server.results import Tenant, Unavailable, retry_headers, stopping
 
 CONNECTION_SCOPE_KEY = "planish.connection"
 """The entry of an ASGI scope with the `Connection` of the request."""
@@ -54,6 +55,12 @@ _BUSY_RESPONSE = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 5\r\n"
     b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(_BUSY_BODY), _BUSY_BODY)
 )
+
+
+def _openai_error(message: str, kind: str) -> dict[str, str | None]:
+    return {"message": message, "type": kind, "param": None, "code": None}
+
+
 _INVALID_DETAIL = (
     "the request is not HTTP/1.1: its headers have more than 64 KiB, or a part of it is invalid"
 )
@@ -62,12 +69,7 @@ _INVALID_DETAIL = (
 _INVALID_BODY = orjson.dumps(
     {
         "detail": _INVALID_DETAIL,
-        "error": {
-            "message": _INVALID_DETAIL,
-            "type": "invalid_request_error",
-            "param": None,
-            "code": None,
-        },
+        "error": _openai_error(_INVALID_DETAIL, "invalid_request_error"),
     }
 )
 _INVALID_RESPONSE = (
@@ -377,8 +379,33 @@ async def _run(
 ) -> None:
     """Run the application for one request of a connection."""
     scope[CONNECTION_SCOPE_KEY] = connection
+    has_started = False
+
+    async def send_and_note(message: Message) -> None:
+        nonlocal has_started
+        has_started = True
+        await send(message)
+
     table.begin_request(connection)
     try:
-        await app(scope, receive, send)
+        await app(scope, receive, send_and_note)
+    except asyncio.CancelledError:
+        # uvicorn cancels the requests that are left at the end of a stop. Without this, it would
+        # log a traceback for each, and answer with plain text.
+        if has_started:
+            connection.close()
+            await asyncio.sleep(0)  # uvicorn notices the closed connection
+        else:
+            await _stopping_response()(scope, receive, send)
     finally:
         table.end_request(connection)
+
+
+def _stopping_response() -> Response:
+    """Return a response with the fields that the SDK reads and the fields that OpenAI clients read,
+    for a request that a stop has ended.
+    """
+    error = stopping()
+    body = {"detail": str(error), "error": _openai_error(str(error), "server_error")}
+    headers = {**retry_headers(error), "Connection": "close"}
+    return Response(orjson.dumps(body), error.status, headers, media_type="application/json")

@@ -175,7 +175,9 @@ class HttpState:
     """Decides whether the decoding of large bodies is slowed down for the sake of other tenants."""
     downloads: DownloadSlots = field(default_factory=DownloadSlots)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the server begins to stop, which ends waiting polls."""
+    """Set when the server begins to stop, which ends requests that wait for memory."""
+    ending: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a stopping server has finished its work, which ends waiting polls."""
     is_loading: bool = False
     """Whether the server is still loading base models. The server already accepts requests, and
     each request waits for its base model.
@@ -341,18 +343,15 @@ class RequestContext:
         async with self.body(limit) as body:
             yield await self.compute(len(body), lambda: Fields.of(body))
 
-    async def cancelled_by_stop(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of `work`. If the server begins to stop, cancel `work` and return
-        None.
-        """
-        working = asyncio.ensure_future(work)
-        stopping = asyncio.ensure_future(self.state.stopping.wait())
+    async def cancelled_by(self, event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+        """Return the result of `work`. If the event is set first, cancel `work` and return None."""
+        working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
         try:
-            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
             return working.result() if working.done() else None
         finally:
             working.cancel()
-            stopping.cancel()
+            waiting.cancel()
 
     async def compute(self, size: int, work: Callable[[], T]) -> T:
         """Return `work()`, which processes a body of `size` bytes. If the body is above 16 KiB,

@@ -74,8 +74,8 @@ async def create_sampling_session(context: RequestContext) -> Json:
     """Create a sampler."""
     async with context.fields() as fields:
         operation = create_sampler_from_json(fields)
-    sampler_id = await context.cancelled_by_stop(
-        context.open_server.samplers.create(context.tenant, operation)
+    sampler_id = await context.cancelled_by(
+        context.state.stopping, context.open_server.samplers.create(context.tenant, operation)
     )
     if sampler_id is None:  # the wait for memory was cancelled; a repeated request resumes it
         raise stopping()
@@ -153,7 +153,7 @@ async def _response_frames(
             asyncio.create_task(_answer_one(context, index, request, frames))
             for index, request in enumerate(requests)
         ),
-        asyncio.create_task(_end_frames_on_stop(context, frames)),
+        asyncio.create_task(_end_frames_at_the_end(context, frames)),
     ]
     try:
         num_unfinished = len(requests)
@@ -171,8 +171,10 @@ async def _response_frames(
             task.cancel()
 
 
-async def _end_frames_on_stop(context: RequestContext, frames: asyncio.Queue[Frame | None]) -> None:
-    await context.state.stopping.wait()
+async def _end_frames_at_the_end(
+    context: RequestContext, frames: asyncio.Queue[Frame | None]
+) -> None:
+    await context.state.ending.wait()
     frames.put_nowait(None)
 
 
@@ -259,12 +261,12 @@ async def retrieve_future(context: RequestContext) -> Answer:
 
 async def _wait_for_outcome(context: RequestContext, request_id: str) -> Outcome:
     """Return the answer of a request. Return TryAgain if the request has no answer after
-    `poll_seconds`, or as soon as the server begins to stop.
+    `poll_seconds`, or when a stopping server has finished its work.
     """
     waiting = context.server.request_log.outcome(
         context.tenant, request_id, context.state.settings.poll_seconds
     )
-    return await context.cancelled_by_stop(waiting) or TryAgain()
+    return await context.cancelled_by(context.state.ending, waiting) or TryAgain()
 
 
 def _result_response(done: Done, accepts_protobuf: bool) -> Response:

@@ -179,7 +179,9 @@ async def get_info(context: RequestContext) -> Json:
     """
     async with context.fields() as fields:
         model_id = fields.identifier("model_id")
-    info = await context.cancelled_by_stop(context.server.model_info(context.tenant, model_id))
+    info = await context.cancelled_by(
+        context.state.stopping, context.server.model_info(context.tenant, model_id)
+    )
     if info is None:  # the wait for the creation was cancelled
         raise stopping()
     tokenizer_id = info.model_data.tokenizer_id if context.is_local else None

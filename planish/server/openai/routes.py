@@ -95,6 +95,7 @@ def _post_route(
     models: OpenAIModels,
 ) -> Route:
     async def answer(context: RequestContext) -> Answer:
+        context.server.engine.check_open()
         async with context.body(MAX_SAMPLE_BODY) as body:
             context.request.state.body = body
             options = await context.compute(
