@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from planish.engine.constraints.cache import GrammarCache
 from planish.engine.memory import DeviceMemory, ModelMemory, gib
 from planish.engine.numerics import Numerics, describe_numerics
-from planish.engine.sampling.grammars import GrammarCache
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.settings import (
     EngineSettings,
@@ -82,12 +82,12 @@ class BaseModel:
         # Pass a method of `_LazyTokenizer`, because a method of this object would create a
         # reference cycle. Without one, the memory is freed with the last reference, not at a later
         # collection.
-        grammars = GrammarCache(self._tokenizer.load, config.vocab_size)
+        self.grammars = GrammarCache(self._tokenizer.load, config.vocab_size)
         self.sampler = Sampler(
             self.decoder,
             memory.sampler,
             self._tokenizer.decode,
-            grammars,
+            self.grammars,
             shares_prefixes=settings.share_prefix_cache,
             vocabulary_entry=self._tokenizer.vocabulary_entry,
         )

@@ -31,6 +31,7 @@ from planish.engine.checkpoints.store import (
     data_directory,
     name_taken_error,
 )
+from planish.engine.constraints.grammar import Grammar
 from planish.engine.engine_thread import EngineThread
 from planish.engine.memory import DeviceMemory, adapter_bytes
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype
@@ -235,6 +236,24 @@ class Engine:
     def check_sample(self, base_model: str, operation: Sample) -> None:
         """Raise UserError if the base model would reject this request; load the model if needed."""
         self._check_request(self._base_models.get(base_model), operation)
+
+    def prepare_constraint(
+        self, operation: Sample, base_model: str | None = None
+    ) -> Future[Grammar]:
+        """Compile the constraint of a request. While the caller keeps the result, neither
+        `check_sample` nor `submit` waits for the compilation.
+
+        `base_model` is loaded if needed. None: that of the request's sampler. If the future is
+        cancelled and no other request waits for the constraint, the compilation is ended.
+        """
+        constraint = operation.sampling_params.constraint
+        assert constraint is not None
+        base = (
+            self._session_by_id(operation.sampler_id).base
+            if base_model is None
+            else self._base_models.get(base_model)
+        )
+        return base.grammars.prepare(constraint, operation.cache_owner)
 
     def weights_fingerprint(self, base_model: str) -> str:
         """Return the fingerprint of the base model's weight files, which need not be loaded.

@@ -13,6 +13,8 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from planish.engine.constraints.cache import CHECK_TIMEOUT_SECONDS, timeout_error
+from planish.engine.constraints.grammar import Grammar
 from planish.engine.engine import Engine
 from planish.errors import CheckpointError, EngineClosedError
 from planish.server.results import stopping
@@ -86,11 +88,13 @@ class EngineClient:
         """Queue an operation. Errors of the submission are raised here, and later errors by the
         future.
         """
+        compiled = await self._compiled_constraint(operation)
         is_slow = isinstance(operation, CreateModel | CreateSampler | LoadWeights)
         future = await self._run_in_pool(
             self._load_threads if is_slow else self._submit_threads,
             lambda: self._engine.submit(operation),
         )
+        del compiled  # until here, so that the submission finds it compiled
         future.add_done_callback(self._note_outcome)
         return asyncio.wrap_future(future)
 
@@ -106,9 +110,13 @@ class EngineClient:
 
     async def check_sample(self, base_model: str, operation: Sample) -> None:
         """Raise ValueError if the sample request is invalid for every sampler of the base model.
-        The check runs in another thread, and loads the base model if necessary.
+        The check runs in another thread, and loads the base model if necessary. A constraint is
+        compiled without a thread that waits for it, so that the constraints of one tenant do not
+        delay the requests of others. If this call is cancelled, the compilation is ended.
         """
+        compiled = await self._compiled_constraint(operation, base_model)
         await self._run_in_thread(lambda: self._engine.check_sample(base_model, operation))
+        del compiled  # until here, so that the check finds it compiled
 
     async def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
         """Return the memory that an adapter takes for training and for sampling."""
@@ -209,6 +217,22 @@ class EngineClient:
         self._hide_directory(error)
         if isinstance(error, EngineClosedError) and not self._is_closed:
             self.fail(str(error))
+
+    async def _compiled_constraint(
+        self, operation: Operation[Any], base_model: str | None = None
+    ) -> Grammar | None:
+        """Return the compiled constraint of a sample request, and None for other operations. The
+        constraint stays compiled while the caller keeps it.
+        """
+        if not isinstance(operation, Sample) or operation.sampling_params.constraint is None:
+            return None
+        future = await self._run_in_thread(
+            lambda: self._engine.prepare_constraint(operation, base_model)
+        )
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), CHECK_TIMEOUT_SECONDS)
+        except TimeoutError:
+            raise timeout_error(operation.sampling_params.constraint) from None
 
     async def _run_in_thread(self, work: Callable[[], R]) -> R:
         return await self._run_in_pool(self._load_threads, work)

@@ -33,7 +33,7 @@ import jsonschema.validators
 import torch
 from referencing.exceptions import Unresolvable
 
-from planish.engine.sampling.grammars import GrammarCache
+from planish.engine.constraints.cache import GrammarCache
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.errors import UserError
 from planish.model.decoder import Decoder

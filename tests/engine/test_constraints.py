@@ -17,8 +17,14 @@ from backends import with_tiling
 from json_schema_samples import Case, check
 
 import planish
-from planish.engine.sampling import grammars as grammars_module
-from planish.engine.sampling.grammars import GrammarCache, GrammarState, wait_for_masks
+from planish.engine.constraints import cache as cache_module
+from planish.engine.constraints.cache import GrammarCache
+from planish.engine.constraints.grammar import (
+    Grammar,
+    GrammarState,
+    SampledTokens,
+    wait_for_masks,
+)
 from planish.engine.sampling.model_runner import EagerRunner, InputBatch
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.errors import UserError
@@ -191,7 +197,7 @@ def test_control_tokens_are_allowed_only_where_a_grammar_names_them(cache):
         (Constraint("lark", "start: x"), "unknown name"),
         (Constraint("lark", 'start: "a" <|nosuch|>'), "unknown special token"),
         (Constraint("regex", "(" * 5000 + ")" * 5000), "invalid regex"),
-        (Constraint("regex", "((a{1000}){1000}){1000}"), "too many expressions"),
+        (Constraint("regex", "((a{1000}){1000}){1000}"), "too many expressions|MiB of memory"),
     ],
 )
 def test_an_invalid_grammar_is_an_error_of_the_request(sampler, constraint, reason):
@@ -372,16 +378,16 @@ def test_a_grammar_that_explodes_fails_its_request_only(sampler, cache):
 
 def test_a_slow_mask_delays_only_its_own_sample(sampler, cache, monkeypatch):
     release = threading.Event()
-    advance = grammars_module._advance
+    advance = Grammar._advance
 
-    def slow(taken: Sequence[tuple[GrammarState, int]]) -> None:
-        if taken[0][0].owner == "slow":
+    def slow(self: Grammar, sampled: SampledTokens) -> None:
+        if self.owner == "slow":
             assert release.wait(120)
-        advance(taken)
+        advance(self, sampled)
 
     delayed = request(tokens(40), 2, owner="slow", constraint=JSON)
     expected = bits(run(sampler, delayed)[0])
-    monkeypatch.setattr(grammars_module, "_advance", slow)
+    monkeypatch.setattr(Grammar, "_advance", slow)
     waiting, other, plain = start(
         sampler,
         delayed,
@@ -413,40 +419,42 @@ def test_owners_share_no_grammars_and_each_has_a_limit(model_dir):
     cache.check(Constraint("regex", "a"), "first")
     cache.check(Constraint("regex", "a"), "second")
     assert len(cache) == 2
-    for number in range(grammars_module.MAX_GRAMMARS_PER_OWNER + 5):
+    for number in range(cache_module.MAX_GRAMMARS_PER_OWNER + 5):
         cache.check(Constraint("regex", f"a{number}"), "second")
-    assert len(cache) == grammars_module.MAX_GRAMMARS_PER_OWNER + 1
+    assert len(cache) == cache_module.MAX_GRAMMARS_PER_OWNER + 1
     # A grammar that was evicted after the check is compiled again.
     assert allowed_after(cache.new_state(Constraint("regex", "a0"), "second"))[0].sum() == 1
 
 
 def test_grammars_that_compile_without_end_delay_nobody(model_dir, monkeypatch):
     cache = GrammarCache(lambda: load_tokenizer(model_dir), VOCAB_SIZE)
-    monkeypatch.setattr(grammars_module, "COMPILE_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(cache_module, "CHECK_TIMEOUT_SECONDS", 0.05)
     release = threading.Event()
-    compile_grammar = GrammarCache._compile
+    new_grammar = GrammarCache._new_grammar
 
-    def slow(self: GrammarCache, constraint: Constraint) -> Any:
+    def slow(self: GrammarCache, owner: str, constraint: Constraint, *rest: Any) -> Any:
         if constraint.text.startswith("slow"):
             assert release.wait(30)
-        return compile_grammar(self, constraint)
+        return new_grammar(self, owner, constraint, *rest)
 
-    monkeypatch.setattr(GrammarCache, "_compile", slow)
-    for number in range(grammars_module.MAX_COMPILE_THREADS_PER_OWNER):
-        with pytest.raises(UserError, match=r"more than 0\.05 s to compile"):
-            cache.check(Constraint("regex", f"slow{number}"), "first")
-    with pytest.raises(UserError, match="to compile"):
+    monkeypatch.setattr(GrammarCache, "_new_grammar", slow)
+    slow_ones = [
+        Constraint("regex", f"slow{number}")
+        for number in range(cache_module.MAX_COMPILE_JOBS_PER_OWNER)
+    ]
+    waiting = [cache.prepare(constraint, "first") for constraint in slow_ones]
+    with pytest.raises(UserError, match=r"not compiled within 0\.05 s"):
         cache.check(Constraint("regex", "a"), "first")
-    monkeypatch.setattr(grammars_module, "COMPILE_TIMEOUT_SECONDS", 30)
+    monkeypatch.setattr(cache_module, "CHECK_TIMEOUT_SECONDS", 30)
     cache.check(Constraint("regex", "a"), "second")
     release.set()
-    for number in range(grammars_module.MAX_COMPILE_THREADS_PER_OWNER):
-        cache.check(Constraint("regex", f"slow{number}"), "first")
+    for future in waiting:
+        future.result(timeout=30)
     cache.check(Constraint("regex", "a"), "first")
 
 
 def test_the_cache_has_a_limit_for_all_owners(model_dir, monkeypatch):
-    monkeypatch.setattr(grammars_module, "MAX_GRAMMARS", 3)
+    monkeypatch.setattr(cache_module, "MAX_GRAMMARS", 3)
     cache = GrammarCache(lambda: load_tokenizer(model_dir), VOCAB_SIZE)
     for owner in "abcde":
         cache.check(Constraint("regex", "a"), owner)

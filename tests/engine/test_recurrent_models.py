@@ -15,8 +15,8 @@ from backends import with_tiling
 from transformers import AutoModelForCausalLM
 from variants import slow_after
 
-from planish.engine.sampling import grammars as grammars_module
-from planish.engine.sampling.grammars import GrammarCache
+from planish.engine.constraints.cache import GrammarCache
+from planish.engine.constraints.grammar import Grammar
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.engine.training.trainer import TrainerSettings
 from planish.errors import UserError
@@ -220,13 +220,13 @@ def test_a_late_mask_does_not_advance_a_state_twice(
 
     expected = sampled()
     assert max(rows) == 1 or "hello" in pattern
-    advance = grammars_module._advance
+    advance = Grammar._advance
 
-    def late(taken):
+    def late(self, sampled):
         time.sleep(0.05)
-        advance(taken)
+        advance(self, sampled)
 
-    monkeypatch.setattr(grammars_module, "_advance", late)
+    monkeypatch.setattr(Grammar, "_advance", late)
     found = sampled()
     for (one, logprobs), (other, others) in zip(found, expected, strict=True):
         assert one == other

@@ -8,6 +8,8 @@ from typing import Any, get_args
 
 from request_limits import BODIES, JSON_LIMITS, PROTOBUF_LIMITS, Limit
 
+from planish.engine.constraints import cache, refusals
+from planish.engine.constraints.worker import ProcessLimits
 from planish.server.openai import requests
 from planish.server.openai.models import MAX_CHARACTERS_PER_TOKEN, MAX_TOKENIZED_BYTES
 from planish.server.openai.openapi import openapi
@@ -90,6 +92,15 @@ def page() -> str:
         "These limits apply to all tenants together:\n",
         _table(("what", "setting", "default", "beyond it"), _settings(_SHARED)),
         "",
+        "## Constraints\n",
+        "Each constraint of a tenant is compiled in a process of its own, which also computes its "
+        "masks.",
+        "The kernel ends a process that exceeds a limit. Then the requests with this constraint "
+        "fail, and",
+        f"the tenant cannot use it for {refusals.REFUSAL_SECONDS / 60:g} minutes. On macOS only "
+        "the limits of time hold.\n",
+        _table(("what", "limit", "beyond it"), _constraint_rows()),
+        "",
         "## JSON requests\n",
         "`[]` stands for the items of a list, and `*` for the entries of an object.\n",
     ]
@@ -132,6 +143,57 @@ def page() -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _constraint_rows() -> list[tuple[str, str, str]]:
+    limits = ProcessLimits()
+    num_running = cache.NUM_COMPILE_THREADS + cache.NUM_MASK_THREADS
+    total_bytes = num_running * limits.memory_bytes + cache.MAX_RESTING_BYTES
+    return [
+        (
+            "memory of one process, in addition to the tokenizer that all share",
+            f"{limits.memory_bytes >> 20} MiB, and {limits.memory_bytes_per_token >> 10} KiB for "
+            "each token of its running samples",
+            "the process ends",
+        ),
+        ("CPU time of a compilation", f"{limits.compile_seconds:g} s", "the process ends"),
+        (
+            "CPU time of the tokens of one constraint",
+            f"{limits.step_seconds:g} s; each token adds {limits.seconds_per_token * 1000:g} ms, "
+            f"up to {limits.step_seconds:g} s",
+            "the process ends",
+        ),
+        (
+            "wait of a request for the compilation",
+            f"{cache.CHECK_TIMEOUT_SECONDS:g} s",
+            "400; the compilation ends if no other request waits for it",
+        ),
+        (
+            "compilations at a time",
+            f"{cache.NUM_COMPILE_THREADS}, and {cache.MAX_COMPILE_JOBS_PER_OWNER} of one tenant",
+            "they wait; tenants take turns",
+        ),
+        (
+            "processes that compute masks at a time",
+            f"{cache.NUM_MASK_THREADS}, and {cache.MAX_MASK_JOBS_PER_OWNER} of one tenant",
+            "they wait; tenants take turns",
+        ),
+        (
+            "compiled constraints without a running sample",
+            f"{cache.MAX_GRAMMARS}, and {cache.MAX_GRAMMARS_PER_OWNER} of one tenant",
+            "the least recently used end",
+        ),
+        (
+            "memory of all processes that do not run at the moment",
+            f"{cache.MAX_RESTING_BYTES >> 20} MiB, without that of the tokens",
+            "unused ones end, then the largest of the tenant with the most",
+        ),
+        (
+            "memory of all processes of a base model",
+            f"{total_bytes >> 20:,} MiB, without that of the tokens",
+            "this is the sum of the limits above",
+        ),
+    ]
 
 
 def _table(head: tuple[str, ...], rows: Any) -> str:

@@ -1178,7 +1178,7 @@ async def test_saving_a_checkpoint_again_does_not_disturb_waiting_requests(model
         async def saved() -> str:
             saving = SaveWeightsForSampler(model.model_id, "latest", overwrite=True)
             found = await models.find(TENANT, orjson.loads(await model.run(saving))["path"])
-            return await models.sampler_id_for(TENANT, found, [operation])
+            return await models.sampler_id(TENANT, found)
 
         turn = await server.sampling_queue.acquire_slots("somebody", 1, 0)
         old = await saved()
@@ -1197,10 +1197,7 @@ async def test_loading_a_model_does_not_block_other_requests(model_dir, data_dir
         operation = Sample("", ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1))
         is_loaded = threading.Event()
         monkeypatch.setattr(server.engine._engine, "check_sample", lambda *_: is_loaded.wait(100))
-        asked = [
-            asyncio.create_task(models.sampler_id_for(TENANT, served, [operation]))
-            for _ in range(50)
-        ]
+        asked = [asyncio.create_task(models.check(TENANT, served, [operation])) for _ in range(50)]
         try:
             await asyncio.sleep(0.1)
             assert await asyncio.wait_for(asyncio.to_thread(lambda: 1), 50)

@@ -30,10 +30,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from planish.engine.constraints.cache import GrammarCache
+from planish.engine.constraints.grammar import GrammarState, wait_for_masks
 from planish.engine.release_memory import clear_frames
 from planish.engine.sampling.adjustments import Adjustment, is_adjusted, sample_batch
 from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner
-from planish.engine.sampling.grammars import GrammarCache, GrammarState, wait_for_masks
 from planish.engine.sampling.model_runner import EagerRunner, InputBatch
 from planish.engine.sampling.prefix_cache import PrefixCache
 from planish.engine.sampling.prompt_scores import (

@@ -29,7 +29,7 @@ from planish.service import Sample
 from planish.types import SampledSequence, SampleResponse, StopReason
 
 if TYPE_CHECKING:  # These classes hold tensors, which the scheduler only passes on.
-    from planish.engine.sampling.grammars import GrammarState
+    from planish.engine.constraints.grammar import GrammarState
     from planish.engine.sampling.prompt_scores import PromptScores
     from planish.model.lora import LoraWeights
 

@@ -198,16 +198,13 @@ class OpenAIModels:
             info.checkpoint.time.timestamp(),
         )
 
-    async def sampler_id_for(
-        self, tenant: Tenant, model: ServedModel, operations: Sequence[Sample]
-    ) -> str:
-        """Return the id of a sampler of the model. Raise ValueError if an operation is invalid, and
-        TooManyRequests or Unavailable if the operations cannot be accepted now.
+    async def check(self, tenant: Tenant, model: ServedModel, operations: Sequence[Sample]) -> None:
+        """Raise ValueError if an operation is invalid, and TooManyRequests or Unavailable if the
+        operations cannot be accepted now. Cancelling the call ends the compilation of a constraint.
         """
         self.server.limits.check(tenant.name, 0)
         for operation in operations:
             await self.server.samplers.check(tenant, model.base_model, operation)
-        return await self._sampler_id(tenant, model)
 
     async def sample(self, tenant: Tenant, sampler_id: str, operation: Sample) -> SampleResponse:
         """Sample from the sampler `sampler_id`, which replaces `operation.sampler_id`. Cancelling
@@ -229,7 +226,8 @@ class OpenAIModels:
                 if sampler_id in self._replaced_samplers:
                     await self._close_when_idle(sampler_id)
 
-    async def _sampler_id(self, tenant: Tenant, model: ServedModel) -> str:
+    async def sampler_id(self, tenant: Tenant, model: ServedModel) -> str:
+        """Return the id of a sampler of the model."""
         tenant_samplers = self._samplers_by_tenant.setdefault(tenant.name, _TenantSamplers())
         async with tenant_samplers.lock:
             session_id = await self._session_id(tenant, tenant_samplers)

@@ -208,9 +208,10 @@ async def answer(
     parsed = await models.run_tokenizer(tenant, request, lambda: parse(model, options))
     check_answer_size(parsed.operations, model.tokenization.max_context)
     try:
-        sampler_id = await models.sampler_id_for(tenant, model, parsed.operations)
+        await while_connected(request, models.check(tenant, model, parsed.operations))
     except UserError as error:
         raise error_for_client(error, options) from None
+    sampler_id = await models.sampler_id(tenant, model)
     if options.stream:
         events = sample_events(models, tenant, sampler_id, parsed.operations)
         return stream_response(make_chunks(parsed, events))

@@ -1,0 +1,1 @@
+"""Constraints of samples: compiled, and their masks computed, in processes with limits."""
