@@ -21,7 +21,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from planish.errors import EngineClosedError, StorageError
 from planish.server.durable import journal
@@ -92,16 +92,13 @@ class Recovery:
 
     async def _add_model(self, row: ModelRow) -> None:
         rows = await self._services.store.read(journal.requests_of_model, row.id, row.last_snapshot)
-        queue: RequestQueue[QueueItem] = RequestQueue(row.last_snapshot + 1, row.passed)
+        queue: RequestQueue[QueueItem] = RequestQueue(row.last_snapshot + 1, row.skipped_below)
         unload_seq = None
-        # Older versions may have stored an unload request under the number of another request that
-        # arrived at the same moment.
-        for request_row in sorted(rows, key=lambda row: row.kind == "unload_model"):
+        for request_row in rows:
             if request_row.kind == "load_weights" and request_row.state in ("started", "done"):
                 self._repeatable_loads.add((row.id, request_row.seq))
             if request_row.kind == "unload_model":
-                unload_seq = max(request_row.seq, queue.unused_seq)
-                request_row = replace(request_row, seq=unload_seq)
+                unload_seq = request_row.seq
             is_unanswered = request_row.is_unanswered
             queue.add(
                 request_row.seq,

@@ -132,7 +132,7 @@ class Metrics:
         "planish_snapshot_models", "Number of models with a snapshot"
     )
     unnamed_sampler_bytes: int = metric(
-        "planish_ephemeral_bytes", "Bytes of the weights of unnamed samplers on disk"
+        "planish_unnamed_sampler_bytes", "Bytes of the weights of unnamed samplers on disk"
     )
     disk_is_full: bool = metric(
         "planish_disk_full",

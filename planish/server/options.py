@@ -16,7 +16,7 @@ from planish.model.weight_sizes import SCHEMES
 from planish.processes.arguments import argument_adder, parse_pairs
 from planish.server.http.access import LOG_LEVELS, LogFormat
 from planish.server.http.origins import check_origins, is_loopback
-from planish.server.settings import RENAMED_SETTINGS, HttpSettings, ServerSettings
+from planish.server.settings import HttpSettings, ServerSettings
 
 _log = logging.getLogger("planish.serve")
 
@@ -221,7 +221,6 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
 
 
 def _parse_settings(values_by_name: Mapping[str, str]) -> ServerSettings:
-    values_by_name = _replace_old_names(values_by_name)
     is_integer = {field.name: field.type == "int" for field in fields(ServerSettings)}
     unknown = sorted(values_by_name.keys() - is_integer.keys())
     if unknown:
@@ -232,21 +231,6 @@ def _parse_settings(values_by_name: Mapping[str, str]) -> ServerSettings:
         name: _parse_number(name, text, is_integer[name]) for name, text in values_by_name.items()
     }
     return ServerSettings(**values)
-
-
-def _replace_old_names(values_by_name: Mapping[str, str]) -> dict[str, str]:
-    """Replace the old names of settings, and log a warning for each."""
-    settings: dict[str, str] = {}
-    for old, value in values_by_name.items():
-        name = RENAMED_SETTINGS.get(old, old)
-        if name != old:
-            _log.warning(
-                "--set %s: this setting is now called %s; the old name will stop working", old, name
-            )
-        if name in settings:
-            raise UserError(f"--set names {name!r} twice, once by its old name; keep one")
-        settings[name] = value
-    return settings
 
 
 def _parse_number(name: str, text: str, is_integer: bool) -> float:

@@ -33,6 +33,7 @@ from planish.errors import (
     UserError,
 )
 from planish.server.durable.checkpoints import check_is_not_private, sampler_copy_path
+from planish.server.durable.crash_points import crash_point
 from planish.server.durable.quotas import ROW_BYTES, check_samplers
 from planish.server.durable.records import SamplerRow, select, update_row, upsert
 from planish.server.durable.request_log import (
@@ -44,7 +45,7 @@ from planish.server.durable.request_log import (
     new_request_row,
     run_uncancelled,
 )
-from planish.server.durable.store import Transaction, crash_point
+from planish.server.durable.store import Transaction
 from planish.server.results import (
     Abandoned,
     Accepted,

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from planish.errors import EngineClosedError, StorageError
+from planish.server.durable.crash_points import crash_point
 from planish.server.durable.quotas import check_sessions, row_bytes
 from planish.server.durable.records import (
     ModelRow,
@@ -35,7 +36,7 @@ from planish.server.durable.records import (
     upsert,
     utc_time,
 )
-from planish.server.durable.store import Store, Transaction, crash_point
+from planish.server.durable.store import Store, Transaction
 from planish.server.results import (
     Gone,
     KeyReused,
@@ -265,15 +266,15 @@ class Sessions:
             self._running_since = monotonic_now
         self._last_check = monotonic_now
         for row in list(self._open_rows.values()):
-            if max(row.seen, self._last_seen.get(row.id, 0)) > now + AHEAD_SECONDS:
+            if max(row.used, self._last_seen.get(row.id, 0)) > now + AHEAD_SECONDS:
                 self._last_seen[row.id] = now
-                self._open_rows[row.id] = replace(row, seen=now)
+                self._open_rows[row.id] = replace(row, used=now)
         if monotonic_now - self._running_since < min(now - oldest, _RECONNECT_SECONDS):
             return []
         return [
             row.id
             for row in self._open_rows.values()
-            if max(row.seen, self._last_seen.get(row.id, 0)) < oldest
+            if max(row.used, self._last_seen.get(row.id, 0)) < oldest
         ]
 
     async def write_last_seen(self) -> None:
@@ -284,9 +285,9 @@ class Sessions:
         seen, self._last_seen = self._last_seen, {}
         for session_id, last_seen in seen.items():
             if session_id in self._open_rows:
-                self._open_rows[session_id] = replace(self._open_rows[session_id], seen=last_seen)
+                self._open_rows[session_id] = replace(self._open_rows[session_id], used=last_seen)
         pairs = [(last_seen, session_id) for session_id, last_seen in seen.items()]
-        return lambda transaction: update_rows(transaction, SessionRow, "seen", pairs)
+        return lambda transaction: update_rows(transaction, SessionRow, "used", pairs)
 
     async def open_model(self, tenant: Tenant, model_id: str) -> ModelActor:
         """Return the tenant's model. Raise NotFound if the tenant has no such model, and Gone if

@@ -180,28 +180,6 @@ class ServerSettings(
     """
 
 
-RENAMED_SETTINGS = {
-    "gap_seconds": "missing_request_timeout",
-    "session_seconds": "session_timeout",
-    "result_seconds": "result_retention",
-    "reserve_bytes": "min_free_disk_bytes",
-    "training_share": "max_training_slots_per_tenant",
-    "sampling_share": "max_sampling_slots_per_tenant",
-    "ephemeral_bytes": "max_unnamed_sampler_bytes",
-    "idle_seconds": "adapter_idle_timeout",
-    "tokens_per_minute": "max_tokens_per_minute",
-    "storage_bytes": "max_storage_bytes",
-    "rejected_request_bytes": "max_rejected_request_bytes",
-    "result_bytes": "max_result_bytes",
-    "unnamed_sampler_bytes": "max_unnamed_sampler_bytes",
-    "journal_bytes": "max_gradient_request_bytes",
-    "replay_seconds": "max_replay_seconds",
-    "replay_bytes": "max_replay_bytes",
-    "replay_requests": "max_replay_requests",
-}
-"""Old names of settings, which `planish serve --set` accepts for one more release."""
-
-
 @dataclass(frozen=True)
 class HttpSettings:
     """Settings of the HTTP routes."""

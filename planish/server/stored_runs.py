@@ -120,8 +120,8 @@ class StoredRuns:
             user_metadata=metadata,
             training_bytes=0,
             sampling_bytes=0,
-            created=checkpoint_row.made,
-            used=checkpoint_row.made,
+            created=checkpoint_row.created,
+            used=checkpoint_row.created,
             closed=closed_reason,
             bytes=row_bytes(metadata),
         )

@@ -36,7 +36,7 @@ from power_loss import LOSSES, Disk
 from server_client import record, state
 from wire_client import WireClient
 
-from planish.server.durable.store import CRASH_POINTS
+from planish.server.durable.crash_points import CRASH_POINTS
 from planish.server.settings import ServerSettings
 from planish.testing import tiny_model
 

@@ -30,7 +30,7 @@ from server_client import make_core
 
 from planish.engine.checkpoints.store import CheckpointStore
 from planish.engine.engine import Engine
-from planish.server.durable import crash_guard, store
+from planish.server.durable import crash_guard, crash_points, store
 from planish.server.http.app import create_app
 from planish.server.settings import HttpSettings, ServerSettings
 from planish.service import ForwardBackward, Operation, Sample
@@ -130,7 +130,7 @@ def _serve(start: Start) -> None:
     if start.shim is not None:
         configure(*start.shim)
     if start.crash_at is not None:
-        store.arm_crash_point(start.crash_at)
+        crash_points.arm_crash_point(start.crash_at)
     if start.crash_after is not None:
         limit = time.process_time() + start.crash_after
         threading.Thread(target=_die_at, args=(limit, start.timer_mark), daemon=True).start()

@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from server_client import TENANT, Client, change_database, gradient, run, running
+from server_client import TENANT, Client, gradient, run, running
 
 from planish.engine.checkpoints.store import CheckpointStore
 from planish.errors import CheckpointError
@@ -308,9 +308,8 @@ async def test_a_checkpoint_that_seems_expired_is_not_replaced(model_dir, data_d
 
 
 @pytest.mark.parametrize("wrong", [3 * DAY, 10 * DAY])
-@pytest.mark.parametrize("has_recorded", [True, False])
 async def test_a_clock_that_is_ahead_at_the_start_deletes_nothing_early(
-    model_dir, data_dir, shifted, caplog, wrong, has_recorded
+    model_dir, data_dir, shifted, caplog, wrong
 ):
     """Neither a checkpoint, nor a session with its model, nor a result."""
     async with running(model_dir, data_dir) as server:
@@ -322,8 +321,6 @@ async def test_a_clock_that_is_ahead_at_the_start_deletes_nothing_early(
         ended = await server.sessions.create(TENANT, (await client_record(server, client)).spec)
         await server.sessions.finish(TENANT, ended, "success", None)
         await server.cleanup.clean()
-    if not has_recorded:  # by an older version
-        change_database(data_dir, "DELETE FROM meta WHERE key = 'clock'")
     shifted.seconds = wrong
     directory = directory_of(data_dir, path)
     async with running(model_dir, data_dir) as server:

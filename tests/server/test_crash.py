@@ -3,7 +3,7 @@
 import pytest
 from crash_run import CALM, SETTINGS, Kill, Round, differences, kills, run_round
 
-from planish.server.durable.store import CRASH_POINTS, arm_crash_point
+from planish.server.durable.crash_points import CRASH_POINTS, arm_crash_point
 
 pytestmark = pytest.mark.slow
 

@@ -45,7 +45,7 @@ class Life:
 
     async def marked(self) -> set[str]:
         found = await self.store.read(
-            lambda db: db.execute("SELECT id FROM under_way WHERE is_marked").fetchall()
+            lambda db: db.execute("SELECT id FROM crash_guard WHERE is_marked").fetchall()
         )
         return {row[0] for row in found}
 
@@ -274,6 +274,6 @@ async def test_an_abandoned_request_fails_and_an_abandoned_creation_closes_its_m
         )
         assert closed.startswith("the model could not be created")
         kept = await lived.store.read(
-            lambda db: db.execute("SELECT COUNT(*) FROM under_way").fetchone()[0]
+            lambda db: db.execute("SELECT COUNT(*) FROM crash_guard").fetchone()[0]
         )
         assert kept == 0

@@ -2,9 +2,7 @@
 
 import asyncio
 
-import orjson
 import pytest
-from older_databases import downgrade_to_3
 from server_client import TENANT, Client, running
 
 from planish.errors import StorageError, UserError
@@ -307,18 +305,8 @@ async def test_a_copy_that_fails_leaves_no_session(model_dir, data_dir):
         assert await rows(server, SessionRow) == before
 
 
-async def test_a_database_without_sizes_is_upgraded(tmp_path):
-    old = Store(tmp_path)
-    await old.write(
-        lambda transaction: transaction.execute(
-            "INSERT INTO sessions (id, tenant, spec, created, seen) VALUES ('a', 't', ?, 0, 0)",
-            [orjson.dumps({"x": "y" * 10_000}).decode()],
-        )
-    )
-    old.close()
-    downgrade_to_3(tmp_path)
+async def test_the_sum_of_sizes_reads_no_rows(tmp_path):
     store = Store(tmp_path)
-    assert 10_000 < await store.read(stored_bytes, "t") < 12_000
     plan = await store.read(
         lambda db: db.execute(
             "EXPLAIN QUERY PLAN SELECT SUM(bytes) FROM sessions WHERE tenant = ?", ["t"]

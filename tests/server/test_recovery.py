@@ -303,7 +303,7 @@ async def test_files_left_by_a_crash_are_removed_at_the_next_start(model_dir, da
     )
     change_database(
         data_dir,
-        "INSERT INTO checkpoints (path, tenant, run, bytes, made, user_metadata) VALUES (?, "
+        "INSERT INTO checkpoints (path, tenant, run, bytes, created, user_metadata) VALUES (?, "
         "'everybody', ?, 1, 1, '{}')",
         (lost.tinker_path, model.model_id),
     )
@@ -563,21 +563,7 @@ async def test_a_snapshot_is_not_recorded_if_a_sampler_before_it_could_not_be_sa
         assert (await model.step(steps + 1))["adam_step"] == last["adam_step"] + 1
 
 
-async def test_an_older_store_may_hold_two_requests_of_one_number(model_dir, data_dir):
-    async with running(model_dir, data_dir) as server:
-        client = await Client.start(server)
-        model = await client.model()
-        waiting = await model.submit(gradient(model.model_id), 2)
-        unloading = await server.unload_model(TENANT, model.model_id)
-    change_database(data_dir, "UPDATE requests SET seq = 2 WHERE id = ?", [unloading.request_id])
-    async with running(model_dir, data_dir) as server:
-        client.server = server
-        await model.submit(gradient(model.model_id), 1)
-        assert isinstance(await client.answer(waiting), Done)
-        assert isinstance(await client.answer(unloading.request_id), Done)
-
-
-async def test_a_step_whose_gradient_an_older_version_stored_as_failed_is_never_left_out(
+async def test_a_step_whose_gradient_is_stored_as_failed_is_never_left_out(
     model_dir, data_dir, caplog
 ):
     """The model is not loaded, because its state cannot be computed. Its checkpoints remain, and

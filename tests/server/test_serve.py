@@ -169,7 +169,9 @@ def test_readiness_follows_the_state_of_the_server(tmp_path: Path, model_dir: Pa
         assert said <= {"loading"}
         # each is an object, of kernels too
         assert any("loaded in" in line["message"] for line in records(server))
-    with running_server(tmp_path / "data", model_dir, "--set", "reserve_bytes=1000TiB") as server:
+    with running_server(
+        tmp_path / "data", model_dir, "--set", "min_free_disk_bytes=1000TiB"
+    ) as server:
         while (answer := httpx.get(f"{server.url}/readyz")).json() == {"status": "loading"}:
             pass
         assert (answer.status_code, answer.json()) == (503, {"status": "disk full"})

@@ -17,7 +17,7 @@ from planish.server.http.graceful_stop import STOP_SECONDS
 from planish.server.http.origins import is_loopback
 from planish.server.options import ServeOptions, options_of
 from planish.server.serve import MemoryPlan, cache_tokenizer, device_memory, memory_plan
-from planish.server.settings import RENAMED_SETTINGS, ServerSettings
+from planish.server.settings import ServerSettings
 from planish.testing import tiny_model
 
 
@@ -211,20 +211,6 @@ def test_limits_are_given_by_name():
     assert settings == ServerSettings(
         max_storage_bytes=3 << 29, adapter_idle_timeout=2.5, training_slots=10
     )
-
-
-def test_old_names_of_settings_work_with_a_warning(caplog):
-    settings = options_of(parsed("--set", "gap_seconds=5", "--set", "reserve_bytes=1GiB")).settings
-    assert settings == ServerSettings(missing_request_timeout=5, min_free_disk_bytes=1 << 30)
-    assert "gap_seconds: this setting is now called missing_request_timeout" in caplog.text
-    with pytest.raises(UserError, match="twice"):
-        options_of(parsed("--set", "gap_seconds=5", "--set", "missing_request_timeout=6"))
-
-
-def test_every_old_name_stands_for_a_setting_that_exists():
-    names = {field.name for field in fields(ServerSettings)}
-    assert set(RENAMED_SETTINGS.values()) <= names
-    assert not set(RENAMED_SETTINGS) & names
 
 
 def test_a_tokenizer_in_the_hubs_cache_is_found_without_a_network(

@@ -82,7 +82,7 @@ async def test_a_body_that_crashes_the_server_while_it_is_tokenized_is_abandoned
     body, innocent = b'{"prompt": "poison"}', b'{"prompt": "hello"}'
 
     async def marked(store: Store) -> list[str]:
-        query = "SELECT id FROM under_way WHERE is_marked"
+        query = "SELECT id FROM crash_guard WHERE is_marked"
         return [row[0] for row in await store.read(lambda db: db.execute(query).fetchall())]
 
     async def life(sent: bytes, is_killed: bool) -> str | None:

@@ -49,6 +49,7 @@ from planish.errors import (
     UnsupportedError,
     UserError,
 )
+from planish.server.durable.crash_points import crash_point
 from planish.server.durable.expiry_clock import ExpiryClock
 from planish.server.durable.links import LinkSigner
 from planish.server.durable.quotas import check_storage
@@ -60,7 +61,7 @@ from planish.server.durable.records import (
     select_checkpoint_page,
     update_row,
 )
-from planish.server.durable.store import PRIVATE_PREFIX, Store, Transaction, crash_point
+from planish.server.durable.store import PRIVATE_PREFIX, Store, Transaction
 from planish.server.engine_client import EngineClient
 from planish.server.results import Conflict, NoSuchCheckpoint, Page, Tenant
 from planish.server.settings import TenantSettings
@@ -124,7 +125,7 @@ class CheckpointCatalog:
         where, values = f"tenant = ? AND {_IS_UNEXPIRED}", [tenant.name, time.time()]
         if run_id is not None:
             where, values = f"{where} AND run = ?", [*values, run_id]
-        order = f"{where} ORDER BY made DESC, path LIMIT ? OFFSET ?"
+        order = f"{where} ORDER BY created DESC, path LIMIT ? OFFSET ?"
         (rows, is_truncated), total = await self._store.read(
             lambda connection: (
                 select_checkpoint_page(
@@ -157,7 +158,7 @@ class CheckpointCatalog:
         # "0" is the character after "/", so these bounds select the paths of one directory.
         where = (
             f"run = ? AND {_IS_UNEXPIRED} AND path > ? || '/' AND path < ? || '0' AND NOT "
-            "(path > ? AND path < ?) ORDER BY made DESC LIMIT 1"
+            "(path > ? AND path < ?) ORDER BY created DESC LIMIT 1"
         )
         external = f"tinker://{run_id}{_STORED_DIRECTORY}"
         newest: dict[str, Checkpoint] = {}

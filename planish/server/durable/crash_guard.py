@@ -268,19 +268,19 @@ def _count_crashes(transaction: Transaction) -> _EarlierRecords:
     transaction.execute("INSERT INTO meta VALUES (?, x'')", (_RUNNING_KEY,))
     earlier = _EarlierRecords(was_clean=not was_running)
     earlier.marked_keys = [
-        row[0] for row in transaction.execute("SELECT id FROM under_way WHERE is_marked")
+        row[0] for row in transaction.execute("SELECT id FROM crash_guard WHERE is_marked")
     ]
     transaction.execute(
-        "UPDATE under_way SET is_marked = 0, ends = ends + 1, ends_alone = ends_alone + (ends > 0 "
-        "AND ?) WHERE is_marked",
+        "UPDATE crash_guard SET is_marked = 0, crashes = crashes + 1, "
+        "sole_crashes = sole_crashes + (crashes > 0 AND ?) WHERE is_marked",
         (len(earlier.marked_keys) == 1,),
     )
-    transaction.execute("DELETE FROM under_way WHERE ends = 0")
-    for key, ends, ends_alone in transaction.execute(
-        "SELECT id, ends, ends_alone FROM under_way"
+    transaction.execute("DELETE FROM crash_guard WHERE crashes = 0")
+    for key, crashes, sole_crashes in transaction.execute(
+        "SELECT id, crashes, sole_crashes FROM crash_guard"
     ).fetchall():
-        if ends_alone < _MAX_SOLE_CRASHES:
-            earlier.crash_counts[key] = ends
+        if sole_crashes < _MAX_SOLE_CRASHES:
+            earlier.crash_counts[key] = crashes
         elif _fail_request(transaction, key):
             earlier.failed_ids.append(key)
             _forget(transaction, key)
@@ -311,24 +311,24 @@ def _fail_request(transaction: Transaction, request_id: str) -> bool:
 
 def _mark(transaction: Transaction, key: str) -> None:
     transaction.execute(
-        "INSERT INTO under_way VALUES (?, 1, 0, 0) ON CONFLICT (id) DO UPDATE SET is_marked = 1",
+        "INSERT INTO crash_guard VALUES (?, 1, 0, 0) ON CONFLICT (id) DO UPDATE SET is_marked = 1",
         (key,),
     )
 
 
 def _unmark(transaction: Transaction, key: str) -> None:
-    transaction.execute("UPDATE under_way SET is_marked = 0 WHERE id = ?", (key,))
+    transaction.execute("UPDATE crash_guard SET is_marked = 0 WHERE id = ?", (key,))
 
 
 def _forget(transaction: Transaction, key: str) -> None:
-    transaction.execute("DELETE FROM under_way WHERE id = ?", (key,))
+    transaction.execute("DELETE FROM crash_guard WHERE id = ?", (key,))
 
 
 def _clear_records(transaction: Transaction) -> None:
     transaction.execute("DELETE FROM meta WHERE key = ?", (_RUNNING_KEY,))
-    transaction.execute("DELETE FROM under_way WHERE ends_alone < ?", (_MAX_SOLE_CRASHES,))
+    transaction.execute("DELETE FROM crash_guard WHERE sole_crashes < ?", (_MAX_SOLE_CRASHES,))
     transaction.execute(
-        "UPDATE under_way SET is_marked = 0, ends_alone = ?", (_MAX_SOLE_CRASHES - 1,)
+        "UPDATE crash_guard SET is_marked = 0, sole_crashes = ?", (_MAX_SOLE_CRASHES - 1,)
     )
 
 

@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable
 
-from planish.server.durable.records import SessionRow, select
 from planish.server.durable.store import Store, Transaction
 
 _JUMP_SECONDS = 60.0
@@ -130,15 +129,8 @@ class ExpiryClock:
         query = f"SELECT value FROM meta WHERE key = '{_KEY}'"
         row = await store.read(lambda connection: connection.execute(query).fetchone())
         if row is not None:
-            # Older versions recorded another time as the second value. It is a valid uptime, since
-            # the origin of the uptime is arbitrary.
             earliest, uptime = (float(value) for value in row["value"].split())
             self.resume(earliest, uptime)
-            return
-        # An older version has recorded only the times of requests.
-        last = "1 ORDER BY seen DESC LIMIT 1"
-        for session in await store.read(select, SessionRow, last, omit="spec"):
-            self.resume(session.seen, 0.0)
 
     def record(self, transaction: Transaction) -> None:
         """Write the lower bound and the uptime to the database."""

@@ -11,8 +11,8 @@ failed optim_step clears the gradient. So only the first of several failed forwa
 matters, and a failed optim_step matters only if there is a gradient. Failed requests of all other
 kinds have no effect on the model.
 
-A model waits for missing sequence numbers, but not for numbers below `passed` in its row. So the
-deletion also raises `passed` above the numbers of the deleted requests.
+A model waits for missing sequence numbers, but not for numbers below `skipped_below` in its row. So the
+deletion also raises `skipped_below` above the numbers of the deleted requests.
 """
 
 from __future__ import annotations
@@ -147,11 +147,11 @@ def _redundant_failed_rows(source: Source, tenant: str) -> list[tuple[str, Answe
         row = AnsweredRow(*columns)
         aged_rows.append((row.finished or 0.0, owner, row))
     models = source.execute(
-        "SELECT id, COALESCE(snapshot_seq, -1), passed FROM models "
+        "SELECT id, COALESCE(snapshot_seq, -1), skipped_below FROM models "
         "WHERE tenant = ? AND closed IS NULL",
         [tenant],
     )
-    for model, snapshot, passed in models.fetchall():
+    for model, snapshot, skipped_below in models.fetchall():
         later_rows = source.execute(
             f"SELECT {_ANSWERED_ROW_COLUMNS} FROM requests WHERE owner = ? AND seq > ? "
             "ORDER BY seq",
@@ -159,7 +159,7 @@ def _redundant_failed_rows(source: Source, tenant: str) -> list[tuple[str, Answe
         )
         finished = 0.0
         for row in redundant_rows(
-            [AnsweredRow(*each) for each in later_rows], snapshot + 1, passed
+            [AnsweredRow(*each) for each in later_rows], snapshot + 1, skipped_below
         ):
             finished = max(finished, row.finished or 0.0)
             aged_rows.append((finished, model, row))
@@ -168,20 +168,20 @@ def _redundant_failed_rows(source: Source, tenant: str) -> list[tuple[str, Answe
 
 
 def redundant_rows(
-    rows: Sequence[AnsweredRow], next_seq: int, passed: int
+    rows: Sequence[AnsweredRow], next_seq: int, skipped_below: int
 ) -> Iterator[AnsweredRow]:
     """Yield the failed rows of one model that a replay does not need. The server may stop deleting
     rows at any point in this order: a replay still restores the same model.
 
     `rows` are the model's requests from number `next_seq` on, in the order of their numbers. The
     search ends at the first request that may still run: one without an answer, or a missing number
-    of at least `passed`.
+    of at least `skipped_below`.
     """
     has_gradient = False
     pending_failure: AnsweredRow | None = None
     """The forward_backward that makes the next optim_step fail."""
     for row in rows:
-        if row.finished is None or row.seq > max(next_seq, passed):
+        if row.finished is None or row.seq > max(next_seq, skipped_below):
             return
         next_seq = row.seq + 1
         if row.kind == "forward_backward" and not row.has_failed:
@@ -213,18 +213,18 @@ def _delete_rows(
     """
     excess = _failed_bytes(transaction, tenant) - limit
     ids: list[str] = []
-    passed_by_owner: defaultdict[str, int] = defaultdict(int)
+    skipped_by_owner: defaultdict[str, int] = defaultdict(int)
     for owner, row in rows:
         if excess <= 0:
             break
         excess -= row.bytes
         ids.append(row.id)
-        passed_by_owner[owner] = max(passed_by_owner[owner], row.seq + 1)
+        skipped_by_owner[owner] = max(skipped_by_owner[owner], row.seq + 1)
     ids_json = orjson.dumps(ids).decode()
     journal.delete_requests(transaction, "id IN (SELECT value FROM json_each(?))", [ids_json])
-    for owner, passed in passed_by_owner.items():
+    for owner, skipped_below in skipped_by_owner.items():
         transaction.execute(
-            "UPDATE models SET passed = MAX(passed, ?) WHERE id = ? AND closed IS NULL",
-            [passed, owner],
+            "UPDATE models SET skipped_below = MAX(skipped_below, ?) WHERE id = ? AND closed IS NULL",
+            [skipped_below, owner],
         )
     return _failed_bytes(transaction, tenant)

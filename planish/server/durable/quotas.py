@@ -22,7 +22,8 @@ SELECT (SELECT COALESCE(SUM(bytes), 0) FROM sessions WHERE tenant = ?1)
      + (SELECT COALESCE(SUM(bytes), 0) FROM checkpoints WHERE tenant = ?1)
      + (SELECT COALESCE(SUM(bytes), 0) FROM samplers
         WHERE tenant = ?1 AND closed IS NULL AND model IS NULL AND NOT EXISTS
-          (SELECT 1 FROM checkpoints WHERE path = model_path AND made <= created))
+          (SELECT 1 FROM checkpoints
+           WHERE path = model_path AND checkpoints.created <= samplers.created))
 """
 """A sampler has hard links to the files of its checkpoint. So the sampler's files count only if the
 checkpoint was deleted or replaced.

@@ -52,7 +52,7 @@ class SessionRow(Record):
     spec: str
     """The `SessionSpec` as JSON."""
     created: float
-    seen: float
+    used: float
     """When the session was last used."""
     ended: float | None = None
     """When the session ended; None while it is open."""
@@ -80,7 +80,7 @@ class ModelRow(Record):
     """Memory of one version of the adapter's weights for sampling, in bytes."""
     created: float
     used: float
-    passed: int = 0
+    skipped_below: int = 0
     """The model no longer waits for a missing request with a sequence number below this one."""
     snapshot_seq: int | None = None
     """The sequence number of the last request that the snapshot includes."""
@@ -156,7 +156,7 @@ class CheckpointRow(Record):
     """The id of the run that the checkpoint belongs to."""
     bytes: int
     """Size of the checkpoint on disk."""
-    made: float
+    created: float
     """When the checkpoint was saved."""
     expires: float | None
     """When the checkpoint expires; None if it never expires."""
@@ -173,9 +173,15 @@ class CheckpointRow(Record):
         run = CheckpointPath.parse(checkpoint.tinker_path).run_id
         expires = checkpoint.expires_at.timestamp() if checkpoint.expires_at else None
         metadata = json.dumps(checkpoint.user_metadata or {})
-        made = checkpoint.time.timestamp()
+        created = checkpoint.time.timestamp()
         return cls(
-            checkpoint.tinker_path, tenant, run, checkpoint.size_bytes or 0, made, expires, metadata
+            checkpoint.tinker_path,
+            tenant,
+            run,
+            checkpoint.size_bytes or 0,
+            created,
+            expires,
+            metadata,
         )
 
     @property
@@ -185,7 +191,7 @@ class CheckpointRow(Record):
         return Checkpoint(
             checkpoint_id=path.checkpoint_id,
             checkpoint_type=path.checkpoint_type,
-            time=utc_time(self.made),
+            time=utc_time(self.created),
             tinker_path=self.path,
             size_bytes=self.bytes,
             public=bool(self.public),

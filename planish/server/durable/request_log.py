@@ -27,11 +27,12 @@ from typing import Any, Literal, TypeVar
 from planish.errors import DamagedFileError, StorageError, is_out_of_memory, shortened
 from planish.server.durable import journal
 from planish.server.durable.crash_guard import CrashGuard
+from planish.server.durable.crash_points import crash_point
 from planish.server.durable.failed_requests import FailedRequests
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import update_row
 from planish.server.durable.retries import DiskFaults, retry_briefly
-from planish.server.durable.store import BODIES, DATABASE, Store, Transaction, crash_point
+from planish.server.durable.store import BODIES, DATABASE, Store, Transaction
 from planish.server.metrics import Counters
 from planish.server.results import (
     OUT_OF_MEMORY,

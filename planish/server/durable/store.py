@@ -13,24 +13,6 @@ until it succeeds. If a read or a write meets a damaged part of the database, `r
 raise StorageError and `write_with_retries` retries. The store never repairs or replaces a damaged
 part. If the database is missing but other files of a server exist, the store refuses to start. A
 new, empty database would name none of these files, so the start would delete them.
-
-The module also defines the tables of the database, and the crash points that tests use. Times are
-seconds since 1970. Rows of ended sessions and closed samplers expire (maintenance.py). Rows of
-models are never deleted.
-
-A request's id is `{model}:{seq_id}` for training (the creation is number 0) and
-`{sampler}:{seq_id}` for sampling. The states of a request:
-
-    accepted   The request is on disk, and has not run yet.
-    started    A save has checked that its name is free, or a load has copied its checkpoint. A
-               repeated run after a crash skips this check or copy.
-    done       The request has a result.
-    failed     The request ran, and has an error message.
-    refused    The request never ran, and has an error message. Its body could not be read, or a
-               request with an earlier number never arrived.
-
-The body of a training request is kept until a snapshot of its model includes the request. Bodies
-and results are the last columns, so that a query for other columns need not read past them.
 """
 
 from __future__ import annotations
@@ -41,7 +23,6 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import sqlite3
 import stat
 import threading
@@ -57,6 +38,8 @@ from filelock import FileLock, Timeout
 
 from planish.errors import DamagedFileError, StorageError, UserError
 from planish.files import make_directory, sync, write_remedy
+from planish.server.durable.crash_points import crash_point
+from planish.server.durable.schema import SCHEMA, VERSION
 from planish.server.metrics import DiskUsage
 from planish.server.results import OUT_OF_MEMORY
 
@@ -147,7 +130,7 @@ class Store:
     def __init__(self, directory: Path) -> None:
         """Open and lock the directory.
 
-        Raise UserError if another process uses it, or if its database is of a newer version. Raise
+        Raise UserError if another process uses it, or if its database has another version. Raise
         DamagedFileError if the database is damaged, or missing while other files of a server exist.
         Raise StorageError if the disk refuses access.
         """
@@ -417,16 +400,13 @@ class Store:
             "PRAGMA page_size = 16384; PRAGMA auto_vacuum = INCREMENTAL; PRAGMA journal_mode = WAL;"
         )
         version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version > VERSION:
+        if version == 0:
+            connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+        elif version != VERSION:
             raise UserError(
-                f"data_dir={self.directory}: its database was written by a newer planish (version "
-                f"{version}, here {VERSION}); update planish"
+                f"data_dir={self.directory}: its database has version {version}, and this planish "
+                f"reads version {VERSION}; use the planish that wrote it, or another data_dir"
             )
-        if version < VERSION:
-            script = (
-                "; ".join(UPGRADES[old] for old in range(version, VERSION)) if version else SCHEMA
-            )
-            connection.executescript(f"BEGIN; {script}; PRAGMA user_version = {VERSION}; COMMIT;")
         return connection
 
     def _connect(self) -> sqlite3.Connection:
@@ -620,159 +600,3 @@ def _resolve_futures(changes: list[_Change[Any]]) -> None:
             change.future.set_exception(change.error)
         else:
             change.future.set_result(change.result)
-
-
-VERSION = 6
-
-_CRASH_GUARD_TABLE = """
-CREATE TABLE under_way (
-    id TEXT PRIMARY KEY, is_marked INTEGER NOT NULL, ends INTEGER NOT NULL, ends_alone INTEGER NOT NULL
-) STRICT;
-"""
-"""The table of crash_guard.py: the marked requests and the suspects, with their crashes."""
-
-SCHEMA = """
-CREATE TABLE sessions (
-    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, spec TEXT NOT NULL,
-    created REAL NOT NULL, seen REAL NOT NULL, ended REAL, reason TEXT,
-    bytes INTEGER NOT NULL DEFAULT 0
-) STRICT;
-CREATE INDEX sessions_of_tenant ON sessions (tenant, created);
-
-CREATE TABLE models (
-    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, session TEXT NOT NULL,
-    base_model TEXT NOT NULL, lora TEXT NOT NULL, user_metadata TEXT NOT NULL,
-    created REAL NOT NULL, used REAL NOT NULL,
-    passed INTEGER NOT NULL DEFAULT 0,
-    snapshot_seq INTEGER, snapshot TEXT,
-    training_bytes INTEGER NOT NULL, sampling_bytes INTEGER NOT NULL,
-    arch TEXT, closed TEXT, bytes INTEGER NOT NULL DEFAULT 0
-) STRICT;
-CREATE INDEX models_of_tenant ON models (tenant, created);
-CREATE INDEX models_of_session ON models (session);
-
-CREATE TABLE samplers (
-    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, session TEXT NOT NULL,
-    base_model TEXT NOT NULL, model_path TEXT, model TEXT, seq INTEGER, source TEXT, memory_bytes INTEGER NOT NULL, bytes INTEGER NOT NULL DEFAULT 0,
-    created REAL NOT NULL, used REAL NOT NULL, closed TEXT
-) STRICT;
-CREATE INDEX samplers_of_session ON samplers (session);
-
-CREATE TABLE requests (
-    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, kind TEXT NOT NULL, owner TEXT NOT NULL, seq INTEGER NOT NULL,
-    state TEXT NOT NULL, digest BLOB, accepted REAL NOT NULL, finished REAL,
-    body_bytes INTEGER NOT NULL DEFAULT 0, result_bytes INTEGER NOT NULL DEFAULT 0, message TEXT, category TEXT,
-    error_class TEXT, body_file TEXT, result_file TEXT, body BLOB, result BLOB
-) STRICT;
-CREATE INDEX requests_of_owner ON requests (owner, seq);
-CREATE INDEX requests_by_age ON requests (finished, result_bytes) WHERE finished IS NOT NULL;
-CREATE INDEX requests_to_do ON requests (owner) WHERE finished IS NULL;
-
-CREATE TABLE checkpoints (
-    path TEXT PRIMARY KEY, tenant TEXT NOT NULL, run TEXT NOT NULL, public INTEGER NOT NULL DEFAULT 0,
-    bytes INTEGER NOT NULL, made REAL NOT NULL, expires REAL, user_metadata TEXT NOT NULL
-) STRICT;
-CREATE INDEX checkpoints_of_tenant ON checkpoints (tenant, made);
-CREATE INDEX checkpoints_of_run ON checkpoints (run, made);
-
-CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
-"""
-_QUOTA_INDEXES = """
-CREATE INDEX session_bytes ON sessions (tenant, bytes);
-CREATE INDEX open_sessions ON sessions (tenant) WHERE ended IS NULL;
-CREATE INDEX model_bytes ON models (tenant, bytes);
-CREATE INDEX open_models ON models (tenant, snapshot_seq, training_bytes) WHERE closed IS NULL;
-CREATE INDEX open_samplers ON samplers (tenant, model, model_path, created, bytes)
-    WHERE closed IS NULL;
-CREATE INDEX checkpoint_bytes ON checkpoints (tenant, bytes);
-"""
-"""With these indexes, the sums and counts of quotas.py need not read the rows, which may be
-large.
-"""
-_FAILED_INDEX = """
-CREATE INDEX failed_requests ON requests (tenant, LENGTH(CAST(message AS BLOB)))
-    WHERE state IN ('failed', 'refused');
-"""
-_EXPIRY_COLUMN = """
-ALTER TABLE checkpoints ADD COLUMN expires_at_uptime REAL;
-CREATE INDEX checkpoints_by_uptime ON checkpoints (expires_at_uptime, expires)
-    WHERE expires_at_uptime IS NOT NULL;
-"""
-SCHEMA += _CRASH_GUARD_TABLE + _QUOTA_INDEXES + _FAILED_INDEX + _EXPIRY_COLUMN
-
-UPGRADES = {
-    1: "ALTER TABLE requests ADD COLUMN error_class TEXT",
-    2: _CRASH_GUARD_TABLE,
-    3: """
-    ALTER TABLE sessions ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0;
-    ALTER TABLE models ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0;
-    UPDATE sessions SET bytes = 512 + LENGTH(CAST(spec AS BLOB));
-    UPDATE models SET bytes = 512 + 2 * LENGTH(CAST(user_metadata AS BLOB));
-    """
-    + _QUOTA_INDEXES,
-    4: _FAILED_INDEX,
-    5: _EXPIRY_COLUMN,
-}
-"""Maps a database version to the SQL that upgrades a database of this version to the next one."""
-
-
-CRASH_POINTS = (
-    "bodies written",
-    "before commit",
-    "after commit",
-    "before acknowledging",
-    "before running",
-    "before recording a result",
-    "loaded before replay",
-    "between replayed operations",
-    "save marked",
-    "saved before recording",
-    "pinned before recording",
-    "before snapshot",
-    "snapshot saved before recording",
-    "snapshot recorded before cleaning",
-    "sampler saved before recording",
-    "unloaded",
-    "checkpoint deleted before recording",
-    "session ended before cleaning",
-    "model closed before cleaning",
-    "sampler closed before cleaning",
-)
-"""Places in the code, before and after writes, at which a test can kill the process.
-PLANISH_CRASH_AT=NAME:N makes the process send SIGKILL to itself when it reaches NAME for the Nth
-time. Without the variable, a crash point costs one comparison.
-"""
-
-CRASH_ENVIRONMENT = "PLANISH_CRASH_AT"
-
-
-class _ArmedCrashPoint:
-    def __init__(self, setting: str) -> None:
-        self.name, _, count = setting.rpartition(":")
-        self.num_left = int(count)
-        if self.name not in CRASH_POINTS:
-            raise ValueError(
-                f"{CRASH_ENVIRONMENT}={setting!r}: give NAME:COUNT with one of "
-                f"{', '.join(CRASH_POINTS)}"
-            )
-
-
-_armed: _ArmedCrashPoint | None = None
-
-
-def arm_crash_point(setting: str) -> None:
-    """Make the process kill itself at the crash point that `setting` (NAME:COUNT) names."""
-    global _armed
-    _armed = _ArmedCrashPoint(setting)
-
-
-def crash_point(name: str) -> None:
-    """Kill the process if a test armed the crash point `name`. Otherwise do nothing."""
-    if _armed is not None and _armed.name == name:
-        _armed.num_left -= 1
-        if _armed.num_left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-if CRASH_ENVIRONMENT in os.environ:
-    arm_crash_point(os.environ[CRASH_ENVIRONMENT])

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from planish.errors import EngineClosedError, UserError
 from planish.server.durable.checkpoints import is_superseded, private_copy_path
+from planish.server.durable.crash_points import crash_point
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow
 from planish.server.durable.request_log import (
@@ -30,7 +31,6 @@ from planish.server.durable.request_log import (
     input_token_count,
 )
 from planish.server.durable.retries import retry_until_memory_suffices
-from planish.server.durable.store import crash_point
 from planish.server.models import replay, steps
 from planish.server.models.replay import AdapterState, ReplayCost
 from planish.server.models.request_queue import InFlight, QueueItem, RequestIntake, RequestQueue
@@ -116,7 +116,7 @@ class ModelActor:
     def skip_below(self, seq: int) -> None:
         """Skip all missing numbers below `seq`. The caller records `seq` in the database."""
         self.queue.skipped_below = seq
-        self.row = replace(self.row, passed=seq)
+        self.row = replace(self.row, skipped_below=seq)
 
     # The worker.
 

@@ -28,9 +28,10 @@ import orjson
 from planish.errors import CheckpointError, DamagedFileError, UserError
 from planish.server.durable import journal
 from planish.server.durable.checkpoints import private_copy_path, snapshot_name
+from planish.server.durable.crash_points import crash_point
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow, select, update_row
-from planish.server.durable.store import Store, Transaction, crash_point
+from planish.server.durable.store import Store, Transaction
 from planish.server.engine_client import EngineClient
 from planish.server.results import Failed
 from planish.server.services import Services
@@ -195,8 +196,7 @@ async def _run_again(
     except UserError as error:
         if not isinstance(operation, OptimStep):
             raise
-        # Earlier versions could store answers out of order. After a crash they ran the
-        # gradient again, and stored its failure beside the successful answer of its step.
+        # The first run applied the step. Without it, the model would get other weights.
         raise DamagedFileError(
             f"the journal contradicts itself: the first run applied {row.id}, but a request before "
             f"it is stored as failed, so the step cannot be repeated: {error}"

@@ -262,7 +262,7 @@ class RequestIntake:
             if first_row.kind == "load_weights" and self._unused_seq == 2:
                 skipped_below = RESTART_OFFSET + 1
                 await self._services.store.write(
-                    update_row, ModelRow, self._model.id, passed=skipped_below
+                    update_row, ModelRow, self._model.id, skipped_below=skipped_below
                 )
                 self._model.skip_below(skipped_below)
         return (
@@ -365,7 +365,7 @@ class RequestIntake:
         skipped_below = self._model.queue.skipped_below
 
         def refuse(transaction: Transaction) -> None:
-            update_row(transaction, ModelRow, self._model.id, passed=skipped_below)
+            update_row(transaction, ModelRow, self._model.id, skipped_below=skipped_below)
             for request in requests:
                 journal.write_answer(transaction, request.row, failure, time.time())
 

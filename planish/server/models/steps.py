@@ -20,9 +20,9 @@ from typing import Any
 
 from planish.errors import EngineClosedError, UserError
 from planish.server.durable.checkpoints import private_copy_path, sampler_name
+from planish.server.durable.crash_points import crash_point
 from planish.server.durable.records import ModelRow, update_row, upsert_checkpoint
 from planish.server.durable.request_log import QueuedRequest, TransactionHook, done_from_result
-from planish.server.durable.store import crash_point
 from planish.server.engine_client import EngineClient
 from planish.server.results import Done, Tenant
 from planish.server.samplers import Sampler
