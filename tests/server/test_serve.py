@@ -236,6 +236,10 @@ async def test_a_signal_during_the_start_stops_the_server_gracefully(monkeypatch
     async def shutdown(server: uvicorn.Server, sockets: object) -> None:
         stopped.append(sockets)
 
+    async def drain(http: object) -> None:
+        stopped.append(http)
+
+    monkeypatch.setattr(serve, "drain", drain)
     monkeypatch.setattr(uvicorn.Server, "startup", started)
     monkeypatch.setattr(uvicorn.Server, "shutdown", shutdown)
     app: Any = Starlette()
@@ -249,7 +253,7 @@ async def test_a_signal_during_the_start_stops_the_server_gracefully(monkeypatch
 
     await server.startup(["socket"])  # pyright: ignore[reportArgumentType]
     await asyncio.sleep(0)
-    assert stopped == [["socket"]]
+    assert stopped == [app.state.http, ["socket"]]
     assert server.was_ready
     assert app.state.http.stopping.is_set()
 

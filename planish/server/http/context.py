@@ -548,10 +548,7 @@ class ApiKeys:
         if self._tenants is None:
             return ANONYMOUS_TENANT
         if not key:
-            raise Unauthorized(
-                "this server needs a key: the tinker SDK takes it from TINKER_API_KEY (header "
-                "X-API-Key), OpenAI's clients from OPENAI_API_KEY (`Authorization: Bearer KEY`)"
-            )
+            raise Unauthorized("this server needs a key: set TINKER_API_KEY (header X-API-Key)")
         given_digest = _key_digest(key)
         matching_tenants = [
             tenant for digest, tenant in self._tenants if hmac.compare_digest(digest, given_digest)

@@ -47,8 +47,9 @@ from planish.server.openai.requests import (
     read_request,
 )
 from planish.server.openai.tokenizing import detokenize, tokenize
-from planish.server.results import Tenant
+from planish.server.results import Tenant, Unauthorized
 from planish.server.server import Server
+from planish.server.settings import HttpSettings
 from planish.wire.fields import Fields
 
 
@@ -119,7 +120,14 @@ def _authenticated(handler: Handler) -> Callable[[Request], Awaitable[Response]]
 
     async def answer(request: Request) -> Response:
         try:
-            context = authenticate(request, key_from_headers(request.headers))
+            key = key_from_headers(request.headers)
+            settings: HttpSettings = request.app.state.http.settings
+            if not key and settings.tenants_by_key is not None:
+                raise Unauthorized(
+                    "this server needs a key: give it to OpenAI's client as api_key or in "
+                    "OPENAI_API_KEY (header `Authorization: Bearer KEY`)"
+                )
+            context = authenticate(request, key)
             return to_response(await handler(context))
         except (ClientDisconnect, ClientGoneError):
             return Response(status_code=499)  # the client has disconnected and does not read this
