@@ -224,6 +224,33 @@ class ReleaseSampler(Operation[None]):
 
 
 @dataclass(frozen=True)
+class TextEnd:
+    """Where the text of a sample ends that a stop token or a stop string ended."""
+
+    token: int
+    """The number of tokens that belong to the text completely."""
+    num_bytes: int
+    """The number of bytes of the next token that belong to the text too."""
+    stop: int | str
+    """The stop token or the stop string."""
+
+
+@dataclass(frozen=True)
+class StopGate:
+    """Lets the stop strings and stop tokens of a request sleep at the start of each sample, for
+    example until the reasoning of a thinking model has ended.
+    """
+
+    new_tracker: Callable[[], Callable[[int], bool]]
+    """Creates the tracker of one sample. The engine calls the tracker with each token, until it
+    returns True. Then stop strings are searched in the text of this token and of later tokens. It
+    runs in the engine thread, so it must return fast.
+    """
+    open_ids: frozenset[int]
+    """The stop tokens that always end a sample."""
+
+
+@dataclass(frozen=True)
 class SampledToken:
     """One sampled token, for streaming."""
 
@@ -232,7 +259,13 @@ class SampledToken:
     token: int
     logprob: float
     topk: Sequence[tuple[int, float]]
-    """The `topk_sample_logprobs` most likely tokens, as (token id, logprob)."""
+    """The `topk_sample_logprobs` most likely tokens, as (token id, logprob), likeliest first."""
+    num_unsettled: int = 0
+    """The number of tokens at the end of the sample, this one included, that a stop string may
+    still remove from the text, completely or in part.
+    """
+    text_end: TextEnd | None = None
+    """Where the text ends, if this token ends the sample by a stop token or a stop string."""
 
 
 MAX_SAMPLES = 4096
@@ -270,6 +303,10 @@ class Sample(Operation[SampleResponse]):
     fast. If it raises, this operation fails.
 
     A client of a server rejects this option.
+    """
+    stop_gate: StopGate | None = field(default=None, repr=False, compare=False)
+    """Lets the stop strings and stop tokens sleep at the start of each sample. A client of a server
+    rejects this option.
     """
     cache_owner: str = field(default="", repr=False, compare=False)
     """Separates the caches of tenants: a request only uses cached prefixes and grammars of the same

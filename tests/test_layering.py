@@ -21,6 +21,7 @@ LAYERS = (
         "service",
         "files",
         "tokenizer",
+        "detokenizer",
         "testing",
     ),
     ("processes", "logtree", "sandbox"),

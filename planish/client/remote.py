@@ -238,6 +238,8 @@ class RemoteService:
                         "on_token: a server returns complete samples; use its /v1 endpoints to "
                         "stream tokens"
                     )
+                if operation.stop_gate is not None:
+                    raise UnsupportedError("stop_gate: only an engine in this process has it")
                 sampler = self._sampler(operation.sampler_id)
                 self._thread.spawn(self._sample_sender.sample, operation, sampler, future)
             case PublishSampler():

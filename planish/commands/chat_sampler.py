@@ -11,19 +11,22 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from planish.client.local import connect, resolve_server_url, start_engine
+from planish.detokenizer import Detokenizer
 from planish.errors import UserError, as_user_errors
 from planish.model.config import ModelConfig
 from planish.renderers import Renderer
-from planish.renderers.stream_parser import Reading, StreamedSample, marks_of, read_message
+from planish.renderers.messages import get_text_content, get_thinking_content
+from planish.renderers.stream_parser import SampleParser, message_parser
+from planish.renderers.termination import eos_ids
 from planish.runlog.checkpoints import choose_renderer
 from planish.runlog.run_directory import weights_of
-from planish.service import CreateSampler, Sample, Service
+from planish.service import CreateSampler, Sample, SampledToken, Service
 from planish.tokenizer import load_tokenizer
 from planish.types import SamplingParams
 
@@ -51,7 +54,6 @@ class Answer:
 
     message: Mapping[str, Any]
     """The message as the renderer parses it."""
-    reading: Reading
     num_tokens: int
     stop_reason: str
     """Why the answer ended: stop, length (max_tokens), or stopped (Ctrl-C)."""
@@ -89,29 +91,35 @@ class ChatSampler:
             temperature=temperature,
             seed=seed,
             stop=self.renderer.get_stop_sequences(),
+            # `parse_response` ends a message at these tokens too.
+            stop_token_ids=sorted(eos_ids(self.renderer.codec)),
         )
-        tokens: SimpleQueue[int | None] = SimpleQueue()
-        on_token = (lambda sampled: tokens.put(sampled.token)) if self.streams else None
+        tokens: SimpleQueue[SampledToken | None] = SimpleQueue()
+        on_token = tokens.put if self.streams else None
         future = self.service.submit(Sample(self.sampler_id, prompt, 1, params, on_token=on_token))
         future.add_done_callback(lambda _: tokens.put(None))
-        streamed_answer = _StreamedAnswer(
-            StreamedSample(read_message(self.renderer), (), marks_of(self.renderer)), show
-        )
+        streamed_answer = _StreamedAnswer(self._new_parser(), show)
         try:
             while (token := tokens.get()) is not None:
                 streamed_answer.add(token)
             [sequence] = future.result().sequences
         except KeyboardInterrupt:
             future.cancel()
-            return self._read(streamed_answer, "stopped")
-        streamed_answer.sample.tokens = list(sequence.tokens)
-        return self._read(streamed_answer, sequence.stop_reason)
+            streamed_answer.finish()
+            return self._answer(streamed_answer.tokens, "stopped")
+        answer = self._answer(sequence.tokens, sequence.stop_reason)
+        if self.streams:
+            streamed_answer.finish()
+        else:
+            streamed_answer.show_message(answer.message)
+        return answer
 
-    def _read(self, streamed_answer: _StreamedAnswer, stop_reason: str) -> Answer:
-        streamed_answer.finish()
-        tokens = streamed_answer.sample.tokens
+    def _new_parser(self) -> SampleParser:
+        return message_parser(self.renderer, Detokenizer.of_tokenizer(self.renderer.tokenizer))
+
+    def _answer(self, tokens: Sequence[int], stop_reason: str) -> Answer:
         message = self.renderer.parse_response(tokens).message
-        return Answer(message, streamed_answer.sample.whole(), len(tokens), stop_reason)
+        return Answer(message, len(tokens), stop_reason)
 
     def _max_answer_tokens(self, prompt_length: int, max_tokens: int) -> int:
         if self.context_window is None:
@@ -128,27 +136,40 @@ class ChatSampler:
 class _StreamedAnswer:
     """Parses the tokens of an answer and shows its text."""
 
-    sample: StreamedSample
+    parser: SampleParser
     show: ShowFunction
+    tokens: list[int] = field(default_factory=list)
+    """The tokens of the answer so far."""
     _has_text: bool = False
     _has_reasoning: bool = False
 
-    def add(self, token: int) -> None:
-        self.sample.add(token)
-        if self.sample.is_due:
-            self._show_reading(self.sample.delta())
+    def add(self, token: SampledToken) -> None:
+        self.tokens.append(token.token)
+        self.parser.add(token.token, token.num_unsettled, token.text_end)
+        self._show_parts()
 
     def finish(self) -> None:
-        self._show_reading(self.sample.rest())
+        self.parser.finish()
+        self._show_parts()
 
-    def _show_reading(self, reading: Reading) -> None:
-        self._has_reasoning = self._has_reasoning or bool(reading.reasoning)
-        if reading.content or reading.reasoning:
-            is_first_text = bool(reading.content) and not self._has_text
-            self.show(
-                AnswerPart(reading.content, reading.reasoning, is_first_text, self._has_reasoning)
-            )
-        self._has_text = self._has_text or bool(reading.content)
+    def show_message(self, message: Mapping[str, Any]) -> None:
+        """Show an answer that was not streamed."""
+        read: Any = message
+        calls = [call["raw_text"] for call in message.get("unparsed_tool_calls", ())]
+        text = "\n".join(filter(None, (get_text_content(read), *calls)))
+        self._show(text, get_thinking_content(read))
+
+    def _show_parts(self) -> None:
+        parts = self.parser.take()
+        text = "".join(part.text for part in parts if part.kind == "text")
+        self._show(text, "".join(part.text for part in parts if part.kind == "reasoning"))
+
+    def _show(self, text: str, reasoning: str) -> None:
+        self._has_reasoning = self._has_reasoning or bool(reasoning)
+        if text or reasoning:
+            is_first_text = bool(text) and not self._has_text
+            self.show(AnswerPart(text, reasoning, is_first_text, self._has_reasoning))
+        self._has_text = self._has_text or bool(text)
 
 
 @contextmanager

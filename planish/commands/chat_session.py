@@ -166,7 +166,7 @@ def check_temperature(temperature: float) -> None:
 
 def _note(answer: Answer) -> str:
     """Return a note about an answer: its tool calls, and why it ended early."""
-    functions = [call["function"] for call in answer.reading.calls]
+    functions = [call["function"] for call in answer.message.get("tool_calls", ())]
     lines = [f"calls {function['name']}({function['arguments']})" for function in functions]
     if answer.stop_reason == "length":
         lines.append(f"cut off after {answer.num_tokens} tokens; --max-tokens sets the limit")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from planish.renderers.codec import Codec, Control, Piece, split_text
+from planish.renderers.message_parts import MessageParser, ParseOptions, PlainParser
 from planish.renderers.messages import Capabilities, CheckedMessage
 from planish.renderers.termination import ParsedResponse, cut_at_stop
 from planish.renderers.tool_calls import as_text
@@ -74,6 +75,10 @@ class ChatFormat(Protocol):
         """Parse the sampled tokens of an assistant message."""
         ...
 
+    def message_parser(self, options: ParseOptions) -> MessageParser:
+        """Return a parser of one assistant message whose text arrives in pieces."""
+        ...
+
 
 class StopTokenFormat:
     """The methods of formats whose sampled messages end with a stop token. A format derives from
@@ -116,3 +121,9 @@ class StopTokenFormat:
         format overrides this method.
         """
         return {"role": "assistant", "content": as_text(pieces)}
+
+    def message_parser(self, options: ParseOptions) -> MessageParser:
+        """Return a parser of one assistant message whose text arrives in pieces: plain text, unless
+        a format overrides this method.
+        """
+        return PlainParser()

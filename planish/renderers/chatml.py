@@ -25,7 +25,9 @@ from typing import Any
 from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.codec import Control, Piece
 from planish.renderers.forms import THINK, THINK_END
+from planish.renderers.message_parts import MessageParser, ParseOptions
 from planish.renderers.messages import Capabilities, CheckedMessage
+from planish.renderers.tagged_parser import CallTags, TaggedParser, TextRules
 from planish.renderers.tool_calls import (
     CALL,
     CALL_TAGS,
@@ -41,6 +43,7 @@ from planish.renderers.tool_calls import (
 
 START, END = Control("<|im_start|>"), Control("<|im_end|>")
 EMPTY_THOUGHT: tuple[Piece, ...] = (THINK, "\n\n", THINK_END, "\n\n")
+THOUGHT_RULES = TextRules(around_reasoning="\n", after_reasoning="\n")
 REASONING_NOT_SAMPLED = (
     "it has reasoning, which this renderer never samples; use the renderer that thinks, or remove "
     "the thinking part"
@@ -121,6 +124,15 @@ class ChatML(StopTokenFormat):
         if self.thinking is Thinking.NONE:
             return {"role": "assistant", **read_calls(pieces)}
         return read_thought_message(pieces)
+
+    def message_parser(self, options: ParseOptions) -> MessageParser:
+        """Return a parser of one assistant message whose text arrives in pieces."""
+        return TaggedParser(
+            options,
+            CallTags(),
+            THOUGHT_RULES,
+            reads_reasoning=self.thinking is not Thinking.NONE,
+        )
 
     def _plain_turn(
         self, separator: tuple[Piece, ...], message: CheckedMessage, index: int

@@ -20,7 +20,9 @@ from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.chatml import read_call_section
 from planish.renderers.codec import Control, Piece
 from planish.renderers.forms import THINK, THINK_END, CallForm, ThoughtForm
+from planish.renderers.message_parts import MessageParser, ParseOptions
 from planish.renderers.messages import Capabilities, CheckedMessage
+from planish.renderers.tagged_parser import CallTags, OpenCall, TaggedParser
 from planish.renderers.tool_calls import raw_call_pieces, read_named_call
 
 BOS, EOS = Control("<｜begin▁of▁sentence｜>"), Control("<｜end▁of▁sentence｜>")
@@ -111,6 +113,11 @@ class DeepSeekV3(StopTokenFormat):
         """Return the sampled message that `pieces` contain."""
         return read_call_section(pieces, self.thinks, SECTION_TAGS, _read_call)
 
+    def message_parser(self, options: ParseOptions) -> MessageParser:
+        """Return a parser of one assistant message whose text arrives in pieces."""
+        calls = CallTags(CALL, CALL_END, _read_call, _open_call, (SEPARATOR,), (CALLS, CALLS_END))
+        return TaggedParser(options, calls, begins_in_reasoning=self.thinks)
+
     def _assistant_turn(
         self, message: CheckedMessage, index: int, is_last: bool, follows_tool: bool
     ) -> Turn:
@@ -133,6 +140,12 @@ def _read_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
     if not separator:
         return None, f"it has no {SEPARATOR.text}"
     return read_named_call(name.strip(), arguments)
+
+
+def _open_call(inner: str) -> OpenCall | None:
+    name, _, arguments = inner.partition(SEPARATOR.text)
+    arguments = arguments.lstrip()
+    return (name.strip(), arguments, None) if arguments else None
 
 
 def _call_pieces(message: CheckedMessage) -> list[Piece]:

@@ -16,14 +16,28 @@ package `openai-harmony`:
 """
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from planish.renderers.chat_format import StopTokenFormat, Turn
-from planish.renderers.codec import Control, Piece, split_text
+from planish.renderers.codec import Piece, split_text
 from planish.renderers.forms import CallForm, ThoughtForm
+from planish.renderers.harmony_parser import (
+    CALL,
+    CHANNEL,
+    CONSTRAIN,
+    END,
+    MESSAGE,
+    RETURN,
+    START,
+    TAGS,
+    HarmonyParser,
+    called_function,
+    channel_of,
+    looks_like_header,
+)
+from planish.renderers.message_parts import MessageParser, ParseOptions
 from planish.renderers.messages import Capabilities, CheckedMessage
 from planish.renderers.tool_calls import (
     answered_call,
@@ -36,16 +50,11 @@ from planish.renderers.tool_calls import (
 )
 from planish.renderers.typescript import harmony_namespace
 
-START, MESSAGE, END = Control("<|start|>"), Control("<|message|>"), Control("<|end|>")
-CHANNEL, CONSTRAIN = Control("<|channel|>"), Control("<|constrain|>")
-RETURN, CALL = Control("<|return|>"), Control("<|call|>")
-TAGS = tuple(tag.text for tag in (START, MESSAGE, END, CHANNEL, CONSTRAIN, RETURN, CALL))
 FINAL: tuple[Piece, ...] = (CHANNEL, "final", MESSAGE)
 CALL_HEADER: tuple[Piece, ...] = (CHANNEL, "commentary ", CONSTRAIN, "json", MESSAGE)
 HARMONY_CALLS = CallForm((" to=functions.",), CALL_HEADER, (), between=None, answer=FINAL)
 HARMONY_THOUGHT = ThoughtForm((CHANNEL, "analysis", MESSAGE), (END, START, "assistant"))
 CALLS_LINE = "Calls to these tools must go to the commentary channel: 'functions'."
-_RECIPIENT = re.compile(r"to=(\S+)")
 
 
 @dataclass(frozen=True)
@@ -127,9 +136,8 @@ class Harmony(StopTokenFormat):
             end = find_piece(pieces, END, START, start=position + 1)
             text = as_text(pieces[position + 1 : end])
             header_text = as_text(header)
-            recipient = _RECIPIENT.search(header_text.replace(CHANNEL.text, " "))
-            if recipient and recipient.group(1).startswith("functions."):
-                name = recipient.group(1).removeprefix("functions.")
+            name = called_function(header_text)
+            if name is not None:
                 call, error = read_named_call(name, text)
                 if call is not None:
                     calls.append(call)
@@ -137,7 +145,7 @@ class Harmony(StopTokenFormat):
                     call_header = header_text.removeprefix(START.text).removeprefix("assistant")
                     raw = call_header + MESSAGE.text + text
                     unparsed.append({"raw_text": raw, "error": str(error)})
-            elif _channel(header) == "analysis":
+            elif channel_of(header) == "analysis":
                 thoughts.append(text)
             else:
                 texts.append(text)
@@ -147,13 +155,16 @@ class Harmony(StopTokenFormat):
             # The model wrote plain text instead of the format, so the text is the answer. A short
             # text may also be the beginning of a header, which is not an answer.
             text = as_text(header)
-            looks_like_header = " to=".startswith(text[:4]) or isinstance(header[0], Control)
-            texts += [] if looks_like_header else [text]
+            texts += [] if looks_like_header(header) else [text]
         parts = [{"type": "thinking", "thinking": text} for text in thoughts if text]
         content: Any = "".join(texts)
         if parts:
             content = [*parts, *([{"type": "text", "text": content}] if content else [])]
         return {"role": "assistant", "content": content, **call_fields(calls, unparsed)}
+
+    def message_parser(self, options: ParseOptions) -> MessageParser:
+        """Return a parser of one assistant message whose text arrives in pieces."""
+        return HarmonyParser(options)
 
     def _system(self, has_tools: bool) -> str:
         lines = CALLS_LINE if has_tools else ""
@@ -202,9 +213,3 @@ def _assistant_turn(message: CheckedMessage, index: int, is_kept: bool, is_last:
     for number, part in enumerate(parts):
         output += [*((START, "assistant") if number else ()), *part]
     return Turn((START, "assistant"), tuple(output), index, sampled=True)
-
-
-def _channel(header: Sequence[Piece]) -> str:
-    at = find_piece(header, CHANNEL)
-    words = as_text(header[at + 1 : at + 2]).split()
-    return words[0] if words else ""

@@ -21,7 +21,9 @@ from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.chatml import REASONING_NOT_SAMPLED, read_call_section
 from planish.renderers.codec import Control, Piece
 from planish.renderers.forms import THINK, THINK_END, CallForm, Pattern, ThoughtForm
+from planish.renderers.message_parts import MessageParser, ParseOptions
 from planish.renderers.messages import Call, Capabilities, CheckedMessage
+from planish.renderers.tagged_parser import CallTags, OpenCall, TaggedParser
 from planish.renderers.tool_calls import (
     answered_call,
     last_answer_index,
@@ -118,6 +120,12 @@ class Kimi(StopTokenFormat):
             pieces, self.opens_think_block and self.thinks, SECTION_TAGS, _read_call
         )
 
+    def message_parser(self, options: ParseOptions) -> MessageParser:
+        """Return a parser of one assistant message whose text arrives in pieces."""
+        calls = CallTags(CALL, CALL_END, _read_call, _open_call, (ARGUMENTS,), (CALLS, CALLS_END))
+        begins_in_reasoning = self.opens_think_block and self.thinks
+        return TaggedParser(options, calls, begins_in_reasoning=begins_in_reasoning)
+
     def _header(self, role: str) -> tuple[Piece, ...]:
         return (ROLES[role], role, MIDDLE)
 
@@ -180,3 +188,10 @@ def _read_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
     if not separator or name is None:
         return None, f"it has no id before {ARGUMENTS.text}"
     return read_named_call(name.group(1), arguments, id_)
+
+
+def _open_call(inner: str) -> OpenCall | None:
+    id_, _, arguments = inner.partition(ARGUMENTS.text)
+    id_, arguments = id_.strip(), arguments.lstrip()
+    name = _ID.fullmatch(id_)
+    return None if name is None or not arguments else (name.group(1), arguments, id_)

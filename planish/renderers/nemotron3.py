@@ -23,8 +23,9 @@ from planish.renderers.chat_format import StopTokenFormat, Turn
 from planish.renderers.chatml import END, REASONING_NOT_SAMPLED, START, tool_turn
 from planish.renderers.codec import Piece
 from planish.renderers.forms import THINK, THINK_END, ThoughtForm
+from planish.renderers.message_parts import MessageParser, ParseOptions
 from planish.renderers.messages import Capabilities, CheckedMessage, last_user_index
-from planish.renderers.qwen3_5 import TAGS, read_thinking_message
+from planish.renderers.qwen3_5 import TAGS, read_thinking_message, xml_parser
 from planish.renderers.xml_calls import (
     TOOLS_CONCLUSION,
     TOOLS_INTRODUCTION,
@@ -100,6 +101,10 @@ class Nemotron3(StopTokenFormat):
     def read_message(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the sampled message that `pieces` contain."""
         return read_thinking_message(pieces, self.thinks)
+
+    def message_parser(self, options: ParseOptions) -> MessageParser:
+        """Return a parser of one assistant message whose text arrives in pieces."""
+        return xml_parser(options, self.thinks)
 
     @property
     def _line_break(self) -> tuple[str, ...]:

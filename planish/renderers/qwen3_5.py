@@ -32,7 +32,9 @@ from planish.renderers.chatml import (
 )
 from planish.renderers.codec import Piece
 from planish.renderers.forms import THINK, THINK_END, ThoughtForm
+from planish.renderers.message_parts import MessageParser, ParseOptions
 from planish.renderers.messages import Capabilities, CheckedMessage, last_user_index
+from planish.renderers.tagged_parser import CallTags, TaggedParser, TextRules
 from planish.renderers.tool_calls import CALL_TAGS, read_calls
 from planish.renderers.xml_calls import (
     TOOLS_CONCLUSION,
@@ -130,6 +132,10 @@ class Qwen35(StopTokenFormat):
         """Return the sampled message that `pieces` contain."""
         return read_thinking_message(pieces, self.thinks)
 
+    def message_parser(self, options: ParseOptions) -> MessageParser:
+        """Return a parser of one assistant message whose text arrives in pieces."""
+        return xml_parser(options, self.thinks)
+
     def _system(self, messages: Sequence[CheckedMessage]) -> tuple[Piece, ...]:
         """Return the pieces of the system message, () if it is left out."""
         first = messages[0]
@@ -187,3 +193,15 @@ def read_thinking_message(pieces: Sequence[Piece], begins_in_thought: bool) -> d
     message: dict[str, Any] = {"role": "assistant", **read_calls(rest, read_xml_call)}
     message["content"] = message["content"].strip()
     return with_thought(message, (thought or "").strip())
+
+
+def xml_parser(options: ParseOptions, begins_in_reasoning: bool) -> MessageParser:
+    """Return a parser of messages with XML tool calls. `begins_in_reasoning` says whether the
+    prompt opened the think block.
+    """
+    return TaggedParser(
+        options,
+        CallTags(read=read_xml_call, open=None),
+        TextRules(around_reasoning=None, after_reasoning=None, around_text=None),
+        begins_in_reasoning=begins_in_reasoning,
+    )

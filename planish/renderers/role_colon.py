@@ -9,10 +9,11 @@ trained with that message.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from planish.renderers.chat_format import Turn
 from planish.renderers.codec import Codec, Control, Piece
+from planish.renderers.message_parts import HeldText, MessageParser, ParseOptions, PartList
 from planish.renderers.messages import Capabilities, CheckedMessage
 from planish.renderers.termination import ParsedResponse, Termination, eos_ids
 
@@ -73,6 +74,10 @@ class RoleColon:
             body = body.removesuffix("\n\n")
         return ParsedResponse({"role": "assistant", "content": body.removeprefix(" ")}, ending)
 
+    def message_parser(self, options: ParseOptions) -> MessageParser:
+        """Return a parser of one assistant message whose text arrives in pieces."""
+        return RoleColonParser(begins_message=options.continues is None)
+
     def _turn(self, index: int, message: CheckedMessage) -> Turn:
         stops_early = message.role == "assistant" and STOP in message.text
         reason = f"its text contains the stop sequence {STOP!r}; remove that from the answer"
@@ -83,3 +88,29 @@ class RoleColon:
             sampled=True,
             untrainable_reason=reason if stops_early else None,
         )
+
+
+@dataclass
+class RoleColonParser:
+    """Parses messages of a transcript: plain text after a space."""
+
+    begins_message: bool = True
+    """Whether the sample begins the message. Then the space after the colon is left out."""
+    parts: PartList = field(default_factory=PartList)
+    tags: Sequence[str] = ()
+    has_begun_answer: bool = True
+
+    def __post_init__(self) -> None:
+        self._text = HeldText(lambda text: self.parts.add("text", text), "\n")
+
+    def feed(self, piece: str | Control) -> None:
+        """Add text."""
+        text = piece.text if isinstance(piece, Control) else piece
+        if self.begins_message and text:
+            text, self.begins_message = text.removeprefix(" "), False
+        self._text.feed(text)
+
+    def finish(self, stop: int | str | None) -> None:
+        """End the message. The blank line before the next role is not part of it."""
+        held = self._text.take_held()
+        self.parts.add("text", held if stop == STOP else held.removesuffix("\n\n"))

@@ -25,10 +25,18 @@ from datetime import date
 from typing import Any
 
 from planish.renderers.chat_format import StopTokenFormat, Turn
-from planish.renderers.chatml import END, REASONING_NOT_SAMPLED, START, read_thought_message
+from planish.renderers.chatml import (
+    END,
+    REASONING_NOT_SAMPLED,
+    START,
+    THOUGHT_RULES,
+    read_thought_message,
+)
 from planish.renderers.codec import Piece, split_text
 from planish.renderers.forms import THINK, THINK_END, ThoughtForm
+from planish.renderers.message_parts import MessageParser, ParseOptions
 from planish.renderers.messages import Capabilities, CheckedMessage
+from planish.renderers.tagged_parser import CallTags, TaggedParser
 from planish.renderers.tool_calls import CALL_TAGS, QWEN_CALLS, TOOLS_CONCLUSION, call_pieces
 
 TAGS = (THINK.text, THINK_END.text, *CALL_TAGS)
@@ -118,6 +126,10 @@ class SmolLM3(StopTokenFormat):
     def read_message(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the sampled message that `pieces` contain."""
         return read_thought_message(pieces)
+
+    def message_parser(self, options: ParseOptions) -> MessageParser:
+        """Return a parser of one assistant message whose text arrives in pieces."""
+        return TaggedParser(options, CallTags(), THOUGHT_RULES)
 
     def _thinks_in(self, messages: Sequence[CheckedMessage]) -> bool:
         """Return whether the model thinks in this conversation."""

@@ -119,7 +119,7 @@ def read_calls(
         inner = as_text(pieces[start + 1 : call_end])
         is_closed = call_end < len(pieces) and pieces[call_end] == end
         call, error = (
-            (read_call or _read_json_call)(inner) if is_closed else (None, "the call is not closed")
+            (read_call or read_json_call)(inner) if is_closed else (None, "the call is not closed")
         )
         if call is not None:
             calls.append(call)
@@ -192,7 +192,8 @@ def answered_call(messages: Sequence[CheckedMessage], index: int) -> Call | None
     return calls[index - first_result]
 
 
-def _read_json_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
+def read_json_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
+    """Read the text of a JSON call between its tags. Returns (call, None) or (None, error)."""
     call, error = _parse_json(inner)
     if error is not None:
         return None, error

@@ -13,7 +13,6 @@ from planish.commands.chat_session import ChatSession, LineResult, SamplingOptio
 from planish.commands.cli import main
 from planish.errors import UserError
 from planish.recipes.chat_sl import Options
-from planish.renderers.stream_parser import Reading
 from planish.runlog.model_renderer import model_renderer
 from planish.supervised.conversations import conversation_of
 from planish.testing import END_OF_TURN, tiny_model
@@ -31,7 +30,7 @@ class Echo:
         if text == "fail!":
             raise UserError("no room")
         show(AnswerPart(text))
-        return Answer({"role": "assistant", "content": text}, Reading(text), 3, "stop")
+        return Answer({"role": "assistant", "content": text}, 3, "stop")
 
 
 @pytest.fixture
@@ -175,11 +174,11 @@ def test_streamed_pieces_join_to_the_answer(speaking):
     pieces: list[AnswerPart] = []
     answer = speaking.answer(HELLO, 1.0, 48, 7, pieces.append)
     assert len(pieces) > 1
-    assert "".join(piece.text for piece in pieces) == answer.reading.content
+    assert "".join(piece.text for piece in pieces) == answer.message["content"]
     speaking.streams = False
     whole: list[AnswerPart] = []
     assert speaking.answer(HELLO, 1.0, 48, 7, whole.append) == answer
-    assert "".join(piece.text for piece in whole) == answer.reading.content
+    assert "".join(piece.text for piece in whole) == answer.message["content"]
     assert len(whole) == 1
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from planish.detokenizer import Detokenizer
 from planish.engine.sampling.prefix_cache import PrefixCache
 from planish.engine.sampling.scheduler import Prompt, Request, RunningSample, Scheduler
-from planish.engine.sampling.stopping import Detokenizer, StopCondition
+from planish.engine.sampling.stopping import StopCondition
 from planish.model.positions import CHUNK
 from planish.service import Sample
 from planish.types import ModelInput, SamplingParams

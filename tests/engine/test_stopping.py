@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from planish.engine.sampling.stopping import Detokenizer, StopCondition, StopMatcher
+from planish.detokenizer import Detokenizer
+from planish.engine.sampling.stopping import StopCondition, StopMatcher
+from planish.service import StopGate, TextEnd
 from planish.testing import tiny_model
 from planish.tokenizer import load_tokenizer
 from planish.types import SamplingParams
@@ -37,7 +39,7 @@ def condition_of(
 def end_of(tokens: Sequence[int], condition: StopCondition) -> int | None:
     """Return the number of tokens up to the one that meets the stop condition."""
     matcher = StopMatcher(condition)
-    return next((n for n in range(1, len(tokens) + 1) if matcher.is_met(tokens[:n])), None)
+    return next((n for n in range(1, len(tokens) + 1) if matcher.text_end(tokens[:n])), None)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_a_stop_string_is_found_with_a_sentencepiece_tokenizer(
 ):
     tokens = list(text.encode())
     matcher = StopMatcher(condition_of(stop, texts=Detokenizer(sentencepiece, vocabulary)))
-    met = [matcher.is_met(tokens[:n]) for n in range(1, len(tokens) + 1)]
+    met = [matcher.text_end(tokens[:n]) is not None for n in range(1, len(tokens) + 1)]
     assert met == [False] * (len(tokens) - 1) + [True]
 
 
@@ -107,7 +109,9 @@ def words(tokens: Sequence[int]) -> str:
 def test_matching_bytes_never_misses_a_stop_string(
     decoder: Callable[[Sequence[int]], str], vocabulary: Callable[[int], str | None]
 ):
-    """The reference decodes the whole window after every token."""
+    """The reference searches the bytes of the whole text, and where bytes are unknown, decodes the
+    whole window after every token.
+    """
     source = random.Random(1)
     alphabet = list("ab é€😀".encode())
     texts = Detokenizer(decoder, vocabulary)
@@ -123,12 +127,87 @@ def test_matching_bytes_never_misses_a_stop_string(
         condition = condition_of(stop, texts=texts, min_tokens=source.choice((0, 0, 5)))
         matcher = StopMatcher(condition)
         for end in range(1, len(tokens) + 1):
-            reference = end > condition.min_tokens and condition.contains_stop_string(tokens[:end])
-            assert matcher.is_met(tokens[:end]) == reference, (stop, tokens[:end])
+            searched = [texts.token_bytes(token) for token in tokens[condition.min_tokens : end]]
+            known = []
+            while searched and searched[-1] is not None:
+                known.insert(0, searched.pop())
+            reference = any(string.encode() in b"".join(known) for string in stop)
+            if searched and not reference:
+                found = condition.find_in_text(tokens[:end], condition.min_tokens)
+                reference = found is not None
+            assert (matcher.text_end(tokens[:end]) is not None) == reference, (stop, tokens[:end])
             met += reference
             if reference:
                 break
     assert met > 200
+
+
+@pytest.mark.parametrize("vocabulary", [as_written, lambda _: None])
+@pytest.mark.parametrize(
+    ("text", "stop", "min_tokens", "kept"),
+    [
+        ("one two", " two", 0, "one"),
+        ("two two two", "two", 1, "two "),
+        ("héé!", "é!", 0, "hé"),
+        ("xabcab", ["bc", "abc", "c"], 0, "x"),
+    ],
+)
+def test_the_matcher_says_where_the_text_ends(vocabulary, text, stop, min_tokens, kept):
+    texts = Detokenizer(decode, vocabulary)
+    tokens = list(text.encode())
+    matcher = StopMatcher(condition_of(stop, texts=texts, min_tokens=min_tokens))
+    for n in range(1, len(tokens) + 1):
+        end = matcher.text_end(tokens[:n])
+        if end is not None:
+            break
+        assert matcher.num_unsettled(tokens[:n]) <= n
+    assert end is not None
+    assert decode(tokens[: end.token]) == kept
+    assert end.num_bytes == 0
+    assert end.stop in ([stop] if isinstance(stop, str) else stop)
+
+
+def test_a_match_may_begin_within_a_token_and_span_tokens_without_text():
+    words = {0: "good-b", 1: "ye all", 2: ""}
+    texts = Detokenizer(lambda tokens: "".join(words[token] for token in tokens))
+    matcher = StopMatcher(condition_of("-bye", texts=texts))
+    assert matcher.text_end([0]) is None
+    assert matcher.num_unsettled([0]) == 1
+    assert matcher.text_end([0, 2]) is None
+    assert matcher.num_unsettled([0, 2]) == 2
+    assert matcher.text_end([0, 2, 1]) == TextEnd(0, 4, "-bye")
+
+
+def test_a_stop_token_ends_the_text_before_it():
+    assert StopMatcher(condition_of([300])).text_end([97, 300]) == TextEnd(1, 0, 300)
+
+
+def test_a_held_back_end_covers_every_later_match():
+    """Whatever was settled is never removed."""
+    source = random.Random(2)
+    for _ in range(300):
+        tokens = [source.choice(b"ab ") for _ in range(30)]
+        stop = ["".join(source.choice("ab ") for _ in range(4)) for _ in range(2)]
+        matcher = StopMatcher(condition_of(stop))
+        num_settled = 0
+        for n in range(1, len(tokens) + 1):
+            end = matcher.text_end(tokens[:n])
+            if end is not None:
+                assert end.token >= num_settled
+                break
+            num_settled = max(num_settled, n - matcher.num_unsettled(tokens[:n]))
+
+
+def test_stop_strings_sleep_while_the_gate_is_closed():
+    """The gate opens with the token `|`. The stop token 300 always ends the sample."""
+    gate = StopGate(lambda: lambda token: token == ord("|"), frozenset({300}))
+    params = SamplingParams(stop=["ab"], stop_token_ids=[99, 300])
+    condition = StopCondition.from_params(params, (), TEXTS)
+    tokens = list(b"abcab|xab")
+    matcher = StopMatcher(condition, gate)
+    ends = [matcher.text_end(tokens[:n]) for n in range(1, len(tokens) + 1)]
+    assert ends == [None] * (len(tokens) - 1) + [TextEnd(7, 0, "ab")]
+    assert StopMatcher(condition, gate).text_end([97, 300]) == TextEnd(1, 0, 300)
 
 
 @pytest.mark.parametrize(
@@ -173,21 +252,14 @@ def test_the_text_is_decoded_only_where_a_stop_string_ends():
         (near, "é".encode() * 300),
     ]:
         matcher = StopMatcher(condition_of(stop, texts=Detokenizer(counted, as_written)))
-        assert not any(matcher.is_met(text[:end]) for end in range(1, len(text) + 1))
+        assert not any(matcher.text_end(text[:end]) for end in range(1, len(text) + 1))
         assert sum(calls) <= 3 * len(set(text))
         calls.clear()
 
 
 def test_a_real_tokenizer_has_the_bytes_of_every_token(tmp_path: Path):
     tokenizer = load_tokenizer(tiny_model(tmp_path))
-    texts = Detokenizer(
-        lambda tokens: str(
-            tokenizer.decode(
-                list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        ),
-        lambda token: str(tokenizer.convert_ids_to_tokens(token)),
-    )
+    texts = Detokenizer.of_tokenizer(tokenizer)
     for text in ("a é日€😀\n\n", "".join(map(chr, range(32, 400)))):
         tokens = tokenizer.encode(text)
         found = [texts.token_bytes(token) for token in tokens]

@@ -9,7 +9,7 @@ import llguidance
 import llguidance.hf
 import pytest
 from family_tokenizers import family_tokenizer
-from streamed import streamed
+from streamed import Reading, streamed
 from test_renderer_templates import DATE, TOOLS, assert_equal, by_template
 
 from planish.renderers import Renderer, get_renderer
@@ -150,9 +150,8 @@ def test_answers_are_parsed_back_and_streamed(name):
         parsed = renderer.parse_response(tokens)
         assert parsed.termination.is_stop_sequence
         assert parsed.message == answer
-        deltas, whole = streamed(renderer, tokens)
-        assert "".join(delta.content for delta in deltas) == whole.content
-        assert "".join(delta.reasoning for delta in deltas) == whole.reasoning
+        _, whole = streamed(renderer, tokens)
+        assert whole == Reading.of_message(parsed.message)
         assert whole.reasoning == ("I\nthink." if name == "smollm3" else "")
         assert len(whole.calls) == len(answer.get("tool_calls", ()))
 

@@ -24,7 +24,9 @@ from http_thread import serving_app
 from server_client import TENANT, Client, running, sample
 
 from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
+from planish.detokenizer import Detokenizer
 from planish.engine.engine import Engine
+from planish.engine.sampling.stopping import StopCondition, StopMatcher
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
 from planish.renderers import get_renderer
@@ -56,14 +58,23 @@ class ScriptedEngine(Engine):
         if not isinstance(operation, Sample) or self.script is None:
             return super().submit(operation)
         answer: Future[Any] = Future()
+        texts = Detokenizer.of_tokenizer(load_tokenizer(self.tokenizer_directory(BASE)))
+        condition = StopCondition.from_params(operation.sampling_params, (), texts)
+        matcher = StopMatcher(condition, operation.stop_gate)
+        sampled: list[int] = []
         for token in self.script:
+            sampled.append(token)
+            text_end = matcher.text_end(sampled)
             if operation.on_token is not None:
-                operation.on_token(SampledToken(0, token, -1.0, ()))
+                num_unsettled = matcher.num_unsettled(sampled)
+                operation.on_token(SampledToken(0, token, -1.0, (), num_unsettled, text_end))
+            if text_end is not None:
+                break
         if self.error is not None:
             answer.set_exception(self.error)
         else:
-            logprobs = np.full(len(self.script), -1.0, np.float32)
-            sequence = SampledSequence("stop", "", np.array(self.script, np.int64), logprobs)
+            logprobs = np.full(len(sampled), -1.0, np.float32)
+            sequence = SampledSequence("stop", "", np.array(sampled, np.int64), logprobs)
             answer.set_result(SampleResponse(sequences=[sequence]))
         return answer
 

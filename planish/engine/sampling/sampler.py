@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from planish.detokenizer import Detokenizer
 from planish.engine.constraints.cache import GrammarCache
 from planish.engine.constraints.grammar import GrammarState, wait_for_masks
 from planish.engine.release_memory import clear_frames
@@ -44,7 +45,7 @@ from planish.engine.sampling.prompt_scores import (
 )
 from planish.engine.sampling.sampling_head import RowLayout, SamplingHead
 from planish.engine.sampling.scheduler import Prompt, Request, RunningSample, Scheduler
-from planish.engine.sampling.stopping import Detokenizer, StopCondition
+from planish.engine.sampling.stopping import StopCondition
 from planish.engine.sampling.token_sampling import sample_tokens, top_logprobs
 from planish.engine.sampling.validation import check_sample, max_tokens_of
 from planish.errors import NonFiniteError, UserError
@@ -71,7 +72,7 @@ from planish.model.kv_cache import (
 from planish.model.lora import AdapterRange, LoraWeights
 from planish.model.positions import CHUNK, SPAN, STATE_CHUNK, grown_capacity, sample_capacity
 from planish.model.transfer import on_device
-from planish.service import Sample, SampledToken
+from planish.service import Sample, SampledToken, TextEnd
 from planish.types import SampledSequence, SampleResponse, TopkLogprobs
 
 _MAX_MASK_WAIT_SECONDS = 0.02
@@ -848,16 +849,18 @@ class Sampler:
             sample.logprobs.append(logprob)
             if k:
                 sample.top_logprobs.append((top_ids[i][:k], top_values[i][:k]))
-            if sample.request.op.on_token is not None:
-                _call_on_token(sample, sample.request.op.on_token)
             try:
-                if sample.stop_matcher.is_met(sample.tokens):
-                    sample.stop_reason = "stop"
-                elif len(sample.tokens) == sample.request.max_tokens:
-                    sample.stop_reason = "length"
+                text_end = sample.stop_matcher.text_end(sample.tokens)
             except Exception as error:
                 # The tokenizer failed on these tokens, which belong to this request alone.
                 sample.request.fail(error)
+                continue
+            if text_end is not None:
+                sample.stop_reason = "stop"
+            elif len(sample.tokens) == sample.request.max_tokens:
+                sample.stop_reason = "length"
+            if sample.request.op.on_token is not None:
+                _call_on_token(sample, text_end, sample.request.op.on_token)
             if sample.stop_reason is not None:
                 stopped_samples.append(sample)
             elif sample.grammar is not None:
@@ -1022,16 +1025,21 @@ def _has_usable_mask(sample: RunningSample, grammar: GrammarState) -> bool:
     return not grammar.is_late
 
 
-def _call_on_token(sample: RunningSample, on_token: Callable[[SampledToken], None]) -> None:
-    """Call `on_token` with the sample's newest token.
+def _call_on_token(
+    sample: RunningSample, text_end: TextEnd | None, on_token: Callable[[SampledToken], None]
+) -> None:
+    """Call `on_token` with the sample's newest token. `text_end` is where the text ends, if the
+    token ends it.
 
     An exception in the callback fails this request only, not the batch.
     """
     if sample.request.future.done():
         return
     top = list(zip(*sample.top_logprobs[-1], strict=True)) if sample.top_logprobs else []
+    num_unsettled = 0 if sample.stop_reason else sample.stop_matcher.num_unsettled(sample.tokens)
+    token, logprob = sample.tokens[-1], sample.logprobs[-1]
     try:
-        on_token(SampledToken(sample.index, sample.tokens[-1], sample.logprobs[-1], top))
+        on_token(SampledToken(sample.index, token, logprob, top, num_unsettled, text_end))
     except BaseException as error:  # asyncio.CancelledError does not derive from Exception.
         sample.request.fail(error)
 

@@ -184,7 +184,7 @@ class RunningSample:
     stop_matcher: StopMatcher = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stop_matcher = StopMatcher(self.request.stop_condition)
+        self.stop_matcher = StopMatcher(self.request.stop_condition, self.request.op.stop_gate)
 
     @property
     def stored(self) -> int:

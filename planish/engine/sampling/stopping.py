@@ -4,16 +4,20 @@ A stop string may span several tokens, and tokens may be parts of characters. So
 matched as bytes. The matcher keeps the longest suffix of the text that is a prefix of a stop
 string. The bytes of each new token extend or shorten this suffix. So the cost of a token does not
 depend on the length of the text.
+
+The matcher also says where the text of a stopped sample ends, and which tokens a stop string may
+still remove. So nobody else has to search for stop strings.
 """
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from planish.detokenizer import REPLACEMENT_CHARACTER, Detokenizer
+from planish.service import StopGate, TextEnd
 from planish.types import SamplingParams
 
 _MAX_CACHE_ENTRIES = 4096
@@ -23,66 +27,15 @@ The stop strings of a request have at most 4,096 bytes together. While a text sp
 string, each token adds at most one entry. So spelling out all stop strings adds at most about one
 entry per byte of these strings.
 """
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-_REPLACEMENT_CHARACTER = "\ufffd"
-"""The character that decoding returns for bytes that are not valid UTF-8."""
 
 
-class Detokenizer:
-    """The text of single tokens of one tokenizer, as bytes."""
+@dataclass(frozen=True)
+class _ByteMatch:
+    """A stop string in the bytes of a text."""
 
-    def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        vocabulary_entry: Callable[[int], str | None] = lambda _: None,
-    ) -> None:
-        """Create an empty cache of token texts.
-
-        `decode` turns tokens into text. `vocabulary_entry` returns the raw vocabulary entry of a
-        token, such as "<0xE2>". The entry gives the bytes of a token that is only part of a UTF-8
-        character. Without `vocabulary_entry`, a text with such tokens is decoded again after every
-        token.
-        """
-        self.decode = decode
-        self._vocabulary_entry = vocabulary_entry
-        self._cache: dict[int, bytes | None] = {}
-
-    def token_bytes(self, token: int) -> bytes | None:
-        """Return the bytes that a token adds after other tokens, or None if they are unknown."""
-        try:
-            return self._cache[token]
-        except KeyError:
-            text_bytes = self._cache[token] = self._compute_token_bytes(token)
-            return text_bytes
-
-    def _compute_token_bytes(self, token: int) -> bytes | None:
-        # Some tokenizers drop the space at the start of a text, so look at the second token.
-        first, twice = self.decode([token]), self.decode([token, token])
-        text = twice[len(first) :]
-        if not twice.startswith(first) or (first and not text):
-            return None
-        if _REPLACEMENT_CHARACTER not in text:
-            return text.encode("utf-8", "surrogatepass")
-        entry = self._vocabulary_entry(token)
-        if entry is None:
-            return None
-        if byte := _BYTE_TOKEN.fullmatch(entry):
-            return bytes([int(byte[1], 16)])
-        if all(character in _BYTE_OF for character in entry):
-            return bytes(_BYTE_OF[character] for character in entry)
-        return None
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return the byte that each character means in byte-level BPE vocabularies, as in GPT-2."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + index): byte for index, byte in enumerate(others)
-    }
-
-
-_BYTE_OF = _byte_alphabet()
+    string: bytes
+    num_bytes: int
+    """The number of bytes from the beginning of the string to the end of the last token."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +50,7 @@ class StopCondition:
     strings: tuple[str, ...] = ()
     min_tokens: int = 0
     """Stop strings are searched only in the text after the first `min_tokens` tokens."""
-    _cache: dict[tuple[bytes, int], tuple[bytes, bool] | None] = field(
+    _cache: dict[tuple[bytes, int], tuple[bytes, _ByteMatch | None] | None] = field(
         default_factory=dict, repr=False, compare=False
     )
     """The cached results of `_advance`."""
@@ -143,12 +96,12 @@ class StopCondition:
         """
         return max(len(string) for string in self._sorted_strings) + 3
 
-    def advance(self, matched_suffix: bytes, token: int) -> tuple[bytes, bool] | None:
+    def advance(self, matched_suffix: bytes, token: int) -> tuple[bytes, _ByteMatch | None] | None:
         """Extend the suffix `matched_suffix` of a text by one token.
 
         `matched_suffix` is the longest suffix of the text that is a prefix of a stop string. Return
-        this suffix of the new text, and whether a stop string ends in the token. Return None if the
-        token's bytes are unknown.
+        this suffix of the new text, and the stop string that ends in the token. If several end
+        there, return the one that begins first. Return None if the token's bytes are unknown.
         """
         key = (matched_suffix, token)
         try:
@@ -159,15 +112,18 @@ class StopCondition:
             result = self._cache[key] = self._advance(matched_suffix, token)
             return result
 
-    def _advance(self, matched_suffix: bytes, token: int) -> tuple[bytes, bool] | None:
+    def _advance(self, matched_suffix: bytes, token: int) -> tuple[bytes, _ByteMatch | None] | None:
         token_bytes = self.detokenizer.token_bytes(token)
         if token_bytes is None:
             return None
         text, strings = matched_suffix + token_bytes, self._sorted_strings
-        is_match = any(
-            text.endswith(self._by_last_byte.get(byte, ()), 0, at)
+        matches = [
+            _ByteMatch(string, len(text) - at + len(string))
             for at, byte in enumerate(token_bytes, len(matched_suffix) + 1)
-        )
+            for string in self._by_last_byte.get(byte, ())
+            if text.endswith(string, 0, at)
+        ]
+        match = max(matches, key=lambda match: match.num_bytes, default=None)
         # The loop tries the suffixes of the text, the longest first. Each failed try shortens the
         # result by one byte, and each token lengthens it by at most the token's bytes. So over a
         # long text, the loop runs about once per byte.
@@ -175,35 +131,70 @@ class StopCondition:
             suffix = text[start:]
             index = bisect_left(strings, suffix)
             if index < len(strings) and strings[index].startswith(suffix):
-                return suffix, is_match
-        return b"", is_match
+                return suffix, match
+        return b"", match
 
-    def contains_stop_string(self, tokens: Sequence[int]) -> bool:
-        """Return whether the text of the last tokens contains a stop string."""
-        recent_tokens: list[int] = []
-        for token in reversed(tokens[self.min_tokens :]):
-            if self.detokenizer.token_bytes(token) != b"":
-                recent_tokens.append(token)
-                if len(recent_tokens) == self.window_size:
+    def position_of(self, tokens: Sequence[int], num_bytes: int) -> tuple[int, int]:
+        """Return where the last `num_bytes` bytes of a text begin: the index of a token, and the
+        number of its bytes before this position. The bytes of these tokens must be known.
+        """
+        index = len(tokens)
+        while num_bytes > 0:
+            index -= 1
+            num_bytes -= len(self.detokenizer.token_bytes(tokens[index]) or b"")
+        return index, -num_bytes
+
+    def find_in_text(self, tokens: Sequence[int], first: int) -> TextEnd | None:
+        """Return where the first stop string begins in the decoded text of the last tokens, or None
+        if there is none. Tokens before index `first` are not searched.
+
+        Use this only for tokens whose bytes are unknown, because it decodes `window_size` tokens.
+        """
+        window: list[int] = []
+        for index in range(len(tokens) - 1, first - 1, -1):
+            if self.detokenizer.token_bytes(tokens[index]) != b"":
+                window.append(index)
+                if len(window) == self.window_size:
                     break
-        recent_tokens.reverse()
+        window.reverse()
         # The window may start in the middle of a UTF-8 character, whose remaining bytes are at most
         # three tokens. So skip tokens until the text starts with a whole character.
         for num_skipped in range(4):
-            text = self.detokenizer.decode(recent_tokens[num_skipped:])
-            if any(string in text for string in self.strings):
-                return True
-            if not text.startswith(_REPLACEMENT_CHARACTER):
+            indices = window[num_skipped:]
+            text = self.detokenizer.decode([tokens[index] for index in indices])
+            found = [(at, string) for string in self.strings if (at := text.find(string)) >= 0]
+            if found:
+                at, string = min(found, key=lambda match: match[0])
+                return self._end_at(tokens, indices, at, string)
+            if not text.startswith(REPLACEMENT_CHARACTER):
                 break
-        return False
+        return None
+
+    def _end_at(
+        self, tokens: Sequence[int], indices: Sequence[int], at: int, string: str
+    ) -> TextEnd:
+        """Return the position of character `at` in the decoded text of tokens."""
+        begin = 0
+        for number, index in enumerate(indices, start=1):
+            text = self.detokenizer.decode([tokens[index] for index in indices[:number]])
+            if len(text) > at:
+                return TextEnd(index, len(text[begin:at].encode("utf-8", "surrogatepass")), string)
+            begin = len(text)
+        raise AssertionError("the position is outside of the text")
 
 
 class StopMatcher:
     """A matcher that detects when one sample meets its stop condition."""
 
-    def __init__(self, condition: StopCondition) -> None:
-        """Start before the first token of a sample."""
+    def __init__(self, condition: StopCondition, gate: StopGate | None = None) -> None:
+        """Start before the first token of a sample. While `gate` is closed, the matcher ignores
+        stop strings, and all stop tokens that are not in `gate.open_ids`.
+        """
         self._condition = condition
+        self._gate = None if gate is None else gate.new_tracker()
+        self._open_ids = condition.token_ids if gate is None else gate.open_ids
+        self._first_token = condition.min_tokens
+        """The index of the first token in which stop strings are searched."""
         self._matched_suffix = b""
         self._decode_until_length = 0
         """While the text has at most this number of tokens, its end is decoded after every token. A
@@ -211,26 +202,39 @@ class StopMatcher:
         token.
         """
 
-    def is_met(self, tokens: Sequence[int]) -> bool:
-        """Return whether the last of `tokens` completes a stop token or stop string.
-
-        The caller must call this method after every token. A match of the bytes is confirmed in the
-        decoded text, because some tokenizers decode the first token of a text differently from
-        later tokens.
+    def text_end(self, tokens: Sequence[int]) -> TextEnd | None:
+        """Return where the text ends if the last of `tokens` completes a stop token or a stop
+        string, and None otherwise. The caller must call this method after every token.
         """
         condition, token = self._condition, tokens[-1]
-        if token in condition.token_ids:
-            return True
-        if not condition.strings or len(tokens) <= condition.min_tokens:
-            return False
+        if self._gate is not None and self._gate(token):
+            self._gate = None
+            self._open_ids = condition.token_ids
+            self._first_token = max(self._first_token, len(tokens) - 1)
+        if token in condition.token_ids and token in self._open_ids:
+            return TextEnd(len(tokens) - 1, 0, token)
+        if not condition.strings or self._gate is not None or len(tokens) <= self._first_token:
+            return None
         advanced = condition.advance(self._matched_suffix, token)
         if advanced is None:
-            self._matched_suffix, self._decode_until_length = (
-                b"",
-                len(tokens) + condition.window_size,
-            )
-            return condition.contains_stop_string(tokens)
-        self._matched_suffix, is_match = advanced
-        return (
-            is_match or len(tokens) <= self._decode_until_length
-        ) and condition.contains_stop_string(tokens)
+            self._matched_suffix = b""
+            self._decode_until_length = len(tokens) + condition.window_size
+            return condition.find_in_text(tokens, self._first_token)
+        self._matched_suffix, match = advanced
+        if match is not None:
+            index, offset = condition.position_of(tokens, match.num_bytes)
+            return TextEnd(index, offset, match.string.decode("utf-8", "surrogatepass"))
+        if len(tokens) <= self._decode_until_length:
+            return condition.find_in_text(tokens, self._first_token)
+        return None
+
+    def num_unsettled(self, tokens: Sequence[int]) -> int:
+        """Return the number of tokens at the end of the sample that a stop string may still remove,
+        completely or in part.
+        """
+        if len(tokens) <= self._decode_until_length:
+            return min(self._condition.window_size, len(tokens) - self._first_token)
+        if not self._matched_suffix:
+            return 0
+        index, _ = self._condition.position_of(tokens, len(self._matched_suffix))
+        return len(tokens) - index

@@ -17,7 +17,6 @@ from inspect_ai.model import (
 
 from planish.errors import UnsupportedError
 from planish.renderers import Message, Renderer
-from planish.renderers.stream_parser import text_before
 from planish.types import SampledSequence
 
 
@@ -75,13 +74,19 @@ def make_choice(
 
 def _inspect_content(message: dict[str, Any], stop: Sequence[str]) -> Any:
     if isinstance(message["content"], str):
-        return text_before(message["content"], stop)
+        return _text_before(message["content"], stop)
     return [
         ContentReasoning(reasoning=part["thinking"])
         if part["type"] == "thinking"
-        else ContentText(text=text_before(part["text"], stop))
+        else ContentText(text=_text_before(part["text"], stop))
         for part in message["content"]
     ]
+
+
+def _text_before(text: str, stops: Sequence[str]) -> str:
+    """Return the text before the first of the stop strings."""
+    ends = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(ends)] if ends else text
 
 
 def _inspect_logprobs(sequence: SampledSequence, renderer: Renderer) -> list[Logprob]:

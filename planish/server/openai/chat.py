@@ -8,7 +8,7 @@ complete. The renderer rejects messages that its format cannot express.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,27 +17,28 @@ from starlette.responses import Response
 
 from planish.errors import UserError
 from planish.renderers import Renderer
+from planish.renderers.message_parts import MessagePart, ParseOptions
 from planish.renderers.messages import RENDERERS_WITH_TOOLS
 from planish.renderers.registry import with_effort, with_thinking
-from planish.renderers.stream_parser import Reading, StreamedSample, marks_of, read_message
+from planish.renderers.stream_parser import SampleParser, message_parser, stop_gate
 from planish.server.http.context import WrongParameterError
 from planish.server.openai.constraints import chat_constraint, constrains_calls
-from planish.server.openai.models import OpenAIModels, ServedModel, TokenTexts
+from planish.server.openai.logprobs import ScoredToken, chat_logprobs, scored_tokens
+from planish.server.openai.models import OpenAIModels, ServedModel
 from planish.server.openai.protocol import (
     Envelope,
-    PromptFinishedEvent,
-    TokenEvent,
+    SampledPrompt,
     Usage,
     answer,
     check_text,
+    error_events,
 )
 from planish.server.openai.requests import ChatRequest, TokenizeRequest, Tool
+from planish.server.openai.streaming import DONE_EVENT, server_sent_event
 from planish.server.results import Tenant
-from planish.service import Sample
+from planish.service import Sample, SampledToken, TextEnd
 from planish.types import ModelInput, SampledSequence, SampleResponse
 from planish.wire.pacing import pause_if_due
-
-TopTokens = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -47,20 +48,14 @@ class ParsedChat:
     model: ServedModel
     options: ChatRequest
     renderer: Renderer
-    stop_ids: frozenset[int]
     operations: list[Sample]
     """The one sample request."""
-    constrains_calls: bool
+    parse_options: ParseOptions
 
-    def new_sample_parser(self) -> StreamedSample:
+    def new_parser(self) -> SampleParser:
         """Return the parser of one sample."""
-        return StreamedSample(
-            read_message(self.renderer),
-            self.options.stop_strings,
-            marks_of(self.renderer),
-            frozenset(self.options.stop_token_ids),
-            self.constrains_calls,
-        )
+        detokenizer = self.model.tokenization.detokenizer
+        return message_parser(self.renderer, detokenizer, self.parse_options)
 
 
 async def chat_completions(
@@ -68,7 +63,7 @@ async def chat_completions(
 ) -> Response:
     """Answer a chat request, streamed or in one body."""
     return await answer(
-        models, tenant, request, options, _parse_chat, _stream_chunks, _response_body
+        models, tenant, request, options, _parse_chat, ChatStreamWriter, _response_body
     )
 
 
@@ -82,21 +77,28 @@ def _parse_chat(model: ServedModel, options: ChatRequest) -> ParsedChat:
     stop_strings = [mark for mark in stop_sequences if isinstance(mark, str)]
     prompt = build_prompt(model, renderer, options.messages, tools)
     constraint = chat_constraint(options, tools, renderer)
-    operation = Sample(
-        sampler_id="",
-        prompt=prompt,
-        num_samples=options.n,
-        sampling_params=options.sampling_params(stop_ids, stop_strings, constraint),
-        topk_sample_logprobs=options.num_top_logprobs or 0,
+    samples_thinking = renderer.format.capabilities.samples_thinking
+    parse_options = ParseOptions(
+        reads_calls=bool(tools),
+        has_valid_calls=constrains_calls(options, tools),
+        # Without reasoning, a constraint covers the whole text, which may contain any tag.
+        reads_reasoning=samples_thinking or constraint is None,
     )
-    return ParsedChat(
-        model=model,
-        options=options,
-        renderer=renderer,
-        stop_ids=stop_ids.union(options.stop_token_ids),
-        operations=[operation],
-        constrains_calls=constrains_calls(options, tools),
+    chat = ParsedChat(model, options, renderer, [], parse_options)
+    chat.operations.append(
+        Sample(
+            sampler_id="",
+            prompt=prompt,
+            num_samples=options.n,
+            sampling_params=options.sampling_params(stop_ids, stop_strings, constraint),
+            topk_sample_logprobs=options.num_top_logprobs or 0,
+            # Stop strings of a request apply to the answer, not to the reasoning before it.
+            stop_gate=stop_gate(chat.new_parser, stop_ids)
+            if samples_thinking and (options.stop or options.stop_token_ids)
+            else None,
+        )
     )
+    return chat
 
 
 def renderer_of(model: ServedModel, options: ChatRequest | TokenizeRequest) -> Renderer:
@@ -125,11 +127,14 @@ def renderer_of(model: ServedModel, options: ChatRequest | TokenizeRequest) -> R
         raise WrongParameterError(parameter, f"{parameter}: {error}") from None
 
 
-def _response_body(chat: ParsedChat, responses: Sequence[SampleResponse]) -> dict[str, Any]:
-    [response] = responses
-    choices = [_choice(chat, index, sequence) for index, sequence in enumerate(response.sequences)]
+def _response_body(chat: ParsedChat, prompts: Sequence[SampledPrompt]) -> dict[str, Any]:
+    [prompt] = prompts
+    choices = [
+        _choice(chat, index, sequence, prompt.text_ends.get(index))
+        for index, sequence in enumerate(prompt.response.sequences)
+    ]
     envelope = Envelope.new("chatcmpl", "chat.completion", chat.model.name)
-    body = envelope.body(choices, Usage.from_responses(chat.operations, responses))
+    body = envelope.body(choices, Usage.from_responses(chat.operations, [prompt.response]))
     return {**body, **_prompt_token_ids(chat)}
 
 
@@ -139,28 +144,43 @@ def _prompt_token_ids(chat: ParsedChat) -> dict[str, Any]:
     return {"prompt_token_ids": chat.operations[0].prompt.to_ints()}
 
 
-def _choice(chat: ParsedChat, index: int, sequence: SampledSequence) -> dict[str, Any]:
-    parser = chat.new_sample_parser()
-    parser.tokens = sequence.tokens
-    reading = parser.whole()
+def _choice(
+    chat: ParsedChat, index: int, sequence: SampledSequence, text_end: TextEnd | None
+) -> dict[str, Any]:
+    parser = chat.new_parser()
+    parser.add_all(sequence.tokens, text_end)
+    parts = parser.take()
+    content, reasoning = (_joined(parts, kind) for kind in ("text", "reasoning"))
     # A sample that ends early may leave a call with incomplete arguments, as in OpenAI's API.
-    calls = [*reading.calls, *([reading.open_call] if reading.open_call else [])]
+    calls = [
+        _call(part, "".join(one.text for one in parts if _continues(one, part)))
+        for part in parts
+        if part.kind == "call"
+    ]
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": reading.content or (None if calls else ""),
+        "content": content or (None if calls else ""),
     }
-    if reading.reasoning:
-        message["reasoning_content"] = reading.reasoning
+    if reasoning:
+        message["reasoning_content"] = reasoning
     if calls:
-        message["tool_calls"] = [_call(call) for call in calls]
+        message["tool_calls"] = calls
     ids = {"token_ids": sequence.tokens} if chat.options.return_token_ids else {}
     return {
         "index": index,
         "message": {**message, "refusal": None},
-        "logprobs": _logprobs(chat, _scored_tokens(sequence)),
+        "logprobs": _logprobs(chat, scored_tokens(sequence)),
         "finish_reason": _finish_reason(sequence, bool(calls)),
         **ids,
     }
+
+
+def _joined(parts: Sequence[MessagePart], kind: str) -> str:
+    return "".join(part.text for part in parts if part.kind == kind)
+
+
+def _continues(part: MessagePart, call: MessagePart) -> bool:
+    return part.kind == "arguments" and part.call == call.call
 
 
 @dataclass
@@ -169,42 +189,35 @@ class _ChoiceStream:
 
     chat: ParsedChat
     index: int
-    parser: StreamedSample
+    parser: SampleParser
     unsent_tokens: list[ScoredToken] = field(default_factory=list)
     """The sampled tokens that no chunk contains yet."""
-    num_sent_calls: int = 0
-    """The number of complete tool calls sent so far. It is also the index of the open call."""
-    sent_arguments: str | None = None
-    """The part of the open call's arguments that was sent. None if there is no open call."""
+    has_calls: bool = False
 
-    def chunks(self, reading: Reading) -> Iterator[dict[str, Any]]:
-        """Yield stream choices with the text and the tool calls that `reading` adds. As in OpenAI's
-        API, the first choice of a call has the function's name, and the next choices have parts of
-        the arguments.
+    def add(self, token: SampledToken) -> None:
+        """Add a token."""
+        self.parser.add(token.token, token.num_unsettled, token.text_end)
+        self.unsent_tokens.append(ScoredToken.of_sample(token))
+
+    def choices(self) -> Iterator[dict[str, Any]]:
+        """Yield stream choices with the parts of the message that no chunk contains yet. As in
+        OpenAI's API, the first choice of a call has the function's name, and the next choices have
+        parts of the arguments.
         """
-        delta = {"reasoning_content": reading.reasoning, "content": reading.content}
+        parts = self.parser.take()
+        delta = {
+            "reasoning_content": _joined(parts, "reasoning"),
+            "content": _joined(parts, "text"),
+        }
         if delta := {name: text for name, text in delta.items() if text}:
             yield self.choice(delta)
-        for call in reading.calls:
-            yield from self._call_chunks(call["function"])
-            self.num_sent_calls, self.sent_arguments = self.num_sent_calls + 1, None
-        if reading.open_call is not None:
-            yield from self._call_chunks(reading.open_call["function"])
-
-    def _call_chunks(self, function: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-        """Yield the choices for the part of a call that was not sent yet. `function` is the name of
-        the function and the arguments that were sampled so far.
-        """
-        if self.sent_arguments is None:
-            first_part = _call({"function": {**function, "arguments": ""}})
-            yield self.choice({"tool_calls": [{"index": self.num_sent_calls, **first_part}]})
-            self.sent_arguments = ""
-        arguments = function["arguments"]
-        if len(arguments) > len(self.sent_arguments) and arguments.startswith(self.sent_arguments):
-            unsent_arguments = arguments[len(self.sent_arguments) :]
-            part = {"index": self.num_sent_calls, "function": {"arguments": unsent_arguments}}
-            yield self.choice({"tool_calls": [part]})
-            self.sent_arguments += unsent_arguments
+        for part in parts:
+            if part.kind == "call":
+                self.has_calls = True
+                yield self.choice({"tool_calls": [{"index": part.call, **_call(part, "")}]})
+            elif part.kind == "arguments":
+                call = {"index": part.call, "function": {"arguments": part.text}}
+                yield self.choice({"tool_calls": [call]})
 
     def choice(self, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         """Return a choice with `delta`, and with the tokens that no earlier chunk contains."""
@@ -223,45 +236,65 @@ class _ChoiceStream:
         }
 
 
-async def _stream_chunks(
-    chat: ParsedChat, events: AsyncIterator[TokenEvent | PromptFinishedEvent]
-) -> AsyncIterator[dict[str, Any]]:
-    envelope = Envelope.new("chatcmpl", "chat.completion.chunk", chat.model.name)
-    choice_streams = [
-        _ChoiceStream(chat, index, chat.new_sample_parser()) for index in range(chat.options.n)
-    ]
-    for stream in choice_streams:
-        yield {
-            **envelope.body([stream.choice({"role": "assistant", "content": ""})]),
-            **_prompt_token_ids(chat),
-        }
-    async for event in events:
-        if isinstance(event, TokenEvent):
-            stream = choice_streams[event.token.sample]
-            stream.parser.add(event.token.token)
-            stream.unsent_tokens.append(
-                ScoredToken(event.token.token, event.token.logprob, event.token.topk)
-            )
-            if stream.parser.is_due:
-                for choice in stream.chunks(stream.parser.delta()):
-                    yield envelope.body([choice])
-            continue
-        for stream, sequence in zip(choice_streams, event.response.sequences, strict=True):
-            for choice in stream.chunks(stream.parser.rest()):
-                yield envelope.body([choice])
-            has_calls = stream.num_sent_calls > 0 or stream.sent_arguments is not None
-            reason = _finish_reason(sequence, has_calls)
-            yield envelope.body([stream.choice({}, reason)])
-        if chat.options.include_usage:
-            yield envelope.body([], Usage.from_responses(chat.operations, [event.response]))
+class ChatStreamWriter:
+    """Writes the chunks of a streamed chat completion."""
+
+    def __init__(self, chat: ParsedChat) -> None:
+        """`chat` is the parsed request."""
+        self._chat = chat
+        self._envelope = Envelope.new("chatcmpl", "chat.completion.chunk", chat.model.name)
+        self._choices = [
+            _ChoiceStream(chat, index, chat.new_parser()) for index in range(chat.options.n)
+        ]
+        self._changed: dict[int, _ChoiceStream] = {}
+        """The choices with new tokens."""
+        self._usage: Usage | None = None
+
+    def begin(self) -> Iterator[bytes]:
+        """Yield the first chunk of each choice."""
+        for choice in self._choices:
+            body = self._envelope.body([choice.choice({"role": "assistant", "content": ""})])
+            yield server_sent_event({**body, **_prompt_token_ids(self._chat)})
+
+    def add(self, prompt_index: int, token: SampledToken) -> None:
+        """Add a token."""
+        choice = self._choices[token.sample]
+        choice.add(token)
+        self._changed[token.sample] = choice
+
+    def flush(self) -> Iterator[bytes]:
+        """Yield chunks with what the new tokens add."""
+        changed, self._changed = self._changed, {}
+        for choice in changed.values():
+            for body in choice.choices():
+                yield self._envelope.event([body])
+
+    def finish_prompt(self, prompt_index: int, response: SampleResponse) -> Iterator[bytes]:
+        """Yield the last chunks of all choices."""
+        for choice, sequence in zip(self._choices, response.sequences, strict=True):
+            choice.parser.finish()
+            for body in choice.choices():
+                yield self._envelope.event([body])
+            reason = _finish_reason(sequence, choice.has_calls)
+            yield self._envelope.event([choice.choice({}, reason)])
+        self._usage = Usage.from_responses(self._chat.operations, [response])
+
+    def end(self) -> Iterator[bytes]:
+        """Yield the chunk with the token counts, if the request asks for them."""
+        if self._chat.options.include_usage:
+            yield self._envelope.event([], self._usage)
+        yield DONE_EVENT
+
+    def fail(self, error: Exception) -> Iterator[bytes]:
+        """Yield the error as an event."""
+        return error_events(error)
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
+def _call(call: MessagePart, arguments: str) -> dict[str, Any]:
     return {
-        "id": f"call_{secrets.token_hex(12)}",
+        "id": call.call_id or f"call_{secrets.token_hex(12)}",
         "type": "function",
-        "function": {"name": function["name"], "arguments": function["arguments"]},
+        "function": {"name": call.text, "arguments": arguments},
     }
 
 
@@ -271,44 +304,11 @@ def _finish_reason(sequence: SampledSequence, has_calls: bool) -> str:
     return "tool_calls" if has_calls else "stop"
 
 
-@dataclass(frozen=True)
-class ScoredToken:
-    """A sampled token with its logprob, and the top tokens at its position."""
-
-    token: int
-    logprob: float
-    top: TopTokens
-
-
-def _scored_tokens(sequence: SampledSequence) -> list[ScoredToken]:
-    top_tokens = sequence.topk_logprobs or [()] * len(sequence.tokens)
-    return [
-        ScoredToken(token, logprob, top or ())
-        for token, logprob, top in zip(sequence.tokens, sequence.logprobs, top_tokens, strict=True)
-    ]
-
-
 def _logprobs(chat: ParsedChat, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
-    """Return the `logprobs` object for `tokens`, without stop tokens. Return None if the request
-    did not ask for logprobs.
-    """
+    """Return the `logprobs` object for `tokens`, or None if the request does not ask for it."""
     if chat.options.num_top_logprobs is None:
         return None
-    token_texts = chat.model.tokenization.token_texts
-    entries = [
-        {
-            **_token_entry(token_texts, one.token, one.logprob),
-            "top_logprobs": [_token_entry(token_texts, *other) for other in one.top],
-        }
-        for one in tokens
-        if one.token not in chat.stop_ids
-    ]
-    return {"content": entries, "refusal": None}
-
-
-def _token_entry(token_texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
-    text, token_bytes = token_texts.decode_token(token)
-    return {"token": text, "logprob": logprob, "bytes": list(token_bytes)}
+    return chat_logprobs(chat.model.tokenization.detokenizer, tokens)
 
 
 # Clients copy earlier answers into the conversation, including these fields. planish ignores them

@@ -8,32 +8,40 @@ samples no tokens.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from planish.renderers.stream_parser import StreamedSample, read_text
+from planish.renderers.stream_parser import SampleParser, text_parser
 from planish.server.http.context import (
     UnsupportedParameterError,
     WrongParameterError,
 )
 from planish.server.openai.constraints import text_constraint
-from planish.server.openai.models import OpenAIModels, ServedModel, TokenTexts
+from planish.server.openai.logprobs import (
+    CompletionLogprobs,
+    ScoredToken,
+    score_tokens,
+    scored_tokens,
+)
+from planish.server.openai.models import OpenAIModels, ServedModel
 from planish.server.openai.protocol import (
     Envelope,
-    PromptFinishedEvent,
-    TokenEvent,
+    SampledPrompt,
     Usage,
     answer,
     check_text,
+    error_events,
 )
 from planish.server.openai.requests import CompletionRequest, TokenIds
+from planish.server.openai.streaming import DONE_EVENT
 from planish.server.results import Tenant
-from planish.service import Sample
+from planish.service import Sample, SampledToken
 from planish.types import ModelInput, SampledSequence, SampleResponse
+from planish.wire.pacing import pause_if_due
 
 _MAX_CHARACTERS = 8 << 20
 """Maximum number of characters in all prompts of a request together. If the model's limit for one
@@ -52,13 +60,15 @@ class ParsedCompletion:
     prompt_texts: list[str]
     """The text of each prompt."""
 
-    def new_sample_parser(self) -> StreamedSample:
+    def new_parser(self) -> SampleParser:
         """Return the parser of one sample."""
-        return StreamedSample(
-            read_text(self.model.tokenization.codec, self.model.tokenization.eos_token_ids),
-            self.options.stop_strings,
-            stop_ids=frozenset(self.options.stop_token_ids),
-        )
+        tokenization = self.model.tokenization
+        return text_parser(tokenization.detokenizer, tokenization.special_ids)
+
+    def new_logprobs(self) -> CompletionLogprobs:
+        """Return an empty list of logprobs."""
+        tokenization = self.model.tokenization
+        return CompletionLogprobs(tokenization.detokenizer, tokenization.special_ids)
 
 
 async def completions(
@@ -66,7 +76,7 @@ async def completions(
 ) -> Response:
     """Answer a completion request, streamed or in one body."""
     return await answer(
-        models, tenant, request, options, _parse_completion, _stream_chunks, _response_body
+        models, tenant, request, options, _parse_completion, CompletionStreamWriter, _response_body
     )
 
 
@@ -132,53 +142,23 @@ def _parse_prompt(value: str | TokenIds, model: ServedModel) -> Prompt:
     return prompt
 
 
-@dataclass
-class CompletionLogprobs:
-    """The `logprobs` object of a choice: four parallel lists with one entry per token."""
-
-    tokens: list[str] = field(default_factory=list)
-    token_logprobs: list[float | None] = field(default_factory=list)
-    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
-    text_offset: list[int] = field(default_factory=list)
-    text_length: int = 0
-    """Length of the text of all tokens so far, in characters."""
-
-    def add(self, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
-        """Add a token."""
-        self.tokens.append(text)
-        self.token_logprobs.append(logprob)
-        self.top_logprobs.append(top)
-        self.text_offset.append(self.text_length)
-        self.text_length += len(text)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the four lists."""
-        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        return {name: getattr(self, name) for name in names}
-
-    def take_json(self) -> dict[str, Any]:
-        """Return the four lists with the entries added since the last call, and empty the lists."""
-        body = self.to_json()
-        self.tokens, self.token_logprobs, self.top_logprobs, self.text_offset = [], [], [], []
-        return body
-
-
 def _response_body(
-    completion: ParsedCompletion, responses: Sequence[SampleResponse]
+    completion: ParsedCompletion, prompts: Sequence[SampledPrompt]
 ) -> dict[str, Any]:
     choices = [
         choice
-        for prompt_index, response in enumerate(responses)
-        for choice in _choices(completion, prompt_index, response)
+        for prompt_index, prompt in enumerate(prompts)
+        for choice in _choices(completion, prompt_index, prompt)
     ]
     envelope = Envelope.new("cmpl", "text_completion", completion.model.name)
+    responses = [prompt.response for prompt in prompts]
     return envelope.body(choices, Usage.from_responses(completion.operations, responses))
 
 
 def _choices(
-    completion: ParsedCompletion, prompt_index: int, response: SampleResponse
+    completion: ParsedCompletion, prompt_index: int, prompt: SampledPrompt
 ) -> list[dict[str, Any]]:
-    n = completion.options.n
+    n, response = completion.options.n, prompt.response
     prompt_text = completion.prompt_texts[prompt_index] if completion.options.echo else ""
     if not response.sequences:
         body = {
@@ -190,18 +170,23 @@ def _choices(
         return [{"index": prompt_index * n + index, **body} for index in range(n)]
     choices = []
     for index, sequence in enumerate(response.sequences):
-        parser = completion.new_sample_parser()
-        parser.tokens = sequence.tokens
+        parser = completion.new_parser()
+        parser.add_all(sequence.tokens, prompt.text_ends.get(index))
         choices.append(
             {
                 "index": prompt_index * n + index,
-                "text": prompt_text + parser.whole().content,
+                "text": prompt_text + _text(parser),
                 "logprobs": _choice_logprobs(completion, prompt_index, response, sequence),
                 "finish_reason": sequence.stop_reason,
                 **_token_ids(completion, prompt_index, sequence.tokens),
             }
         )
     return choices
+
+
+def _text(parser: SampleParser) -> str:
+    """Return the text that a parser has parsed since the last call."""
+    return "".join(part.text for part in parser.take())
 
 
 def _token_ids(
@@ -227,77 +212,100 @@ def _choice_logprobs(
 ) -> dict[str, Any] | None:
     if completion.options.logprobs is None:
         return None
-    tokenization, scores = completion.model.tokenization, CompletionLogprobs()
+    scores = completion.new_logprobs()
     if completion.options.echo:
         tokens = completion.operations[prompt_index].prompt.to_ints()
-        logprobs = response.prompt_logprobs or [None] * len(tokens)
-        top_tokens = response.topk_prompt_logprobs or [None] * len(tokens)
-        for token, logprob, top in zip(tokens, logprobs, top_tokens, strict=True):
-            text = tokenization.token_texts.decode_token(token)[0]
-            # A BOS token that the tokenizer added is not part of the client's text.
-            is_added = not scores.tokens and not completion.prompt_texts[prompt_index].startswith(
-                text
-            )
-            scores.add(
-                "" if is_added else text, logprob, _top_logprobs(tokenization.token_texts, top)
-            )
+        scores.add_prompt(
+            completion.prompt_texts[prompt_index],
+            score_tokens(tokens, response.prompt_logprobs, response.topk_prompt_logprobs),
+        )
     if sequence is not None:
-        top_tokens = sequence.topk_logprobs or [None] * len(sequence.tokens)
-        for token, logprob, top in zip(sequence.tokens, sequence.logprobs, top_tokens, strict=True):
-            if token not in tokenization.eos_token_ids:
-                scores.add(
-                    tokenization.token_texts.decode_token(token)[0],
-                    logprob,
-                    _top_logprobs(tokenization.token_texts, top),
-                )
-    return scores.to_json()
+        for one in scored_tokens(sequence):
+            pause_if_due()
+            scores.add(one)
+    return scores.take_json()
 
 
-def _top_logprobs(
-    token_texts: TokenTexts, top: Sequence[tuple[int, float]] | None
-) -> dict[str, float] | None:
-    """Map the texts of the top tokens to their logprobs. If two tokens have the same text, the
-    result contains the likelier one.
-    """
-    if not top:
-        return None
-    return {token_texts.decode_token(token)[0]: logprob for token, logprob in reversed(top)}
+@dataclass
+class _ChoiceStream:
+    """The state of one sample while its text is streamed."""
+
+    completion: ParsedCompletion
+    index: int
+    parser: SampleParser
+    scores: CompletionLogprobs
+    unsent_tokens: list[int] = field(default_factory=list)
+    """The sampled tokens that no chunk contains yet."""
+    is_first: bool = True
+    """Whether no chunk was sent yet."""
+
+    def add(self, token: SampledToken) -> None:
+        """Add a token."""
+        self.parser.add(token.token, token.num_unsettled, token.text_end)
+        self.unsent_tokens.append(token.token)
+        if self.completion.options.logprobs is not None:
+            self.scores.add(ScoredToken.of_sample(token))
+
+    def choice(self, text: str, reason: str | None = None) -> dict[str, Any]:
+        """Return a choice with `text`, and with the tokens that no earlier chunk contains."""
+        options = self.completion.options
+        logprobs = None if options.logprobs is None else self.scores.take_json()
+        body = {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        tokens, self.unsent_tokens = self.unsent_tokens, []
+        ids = _token_ids(self.completion, self.index // options.n, tokens, self.is_first)
+        self.is_first = False
+        return {**body, **ids}
 
 
-async def _stream_chunks(
-    completion: ParsedCompletion, events: AsyncIterator[TokenEvent | PromptFinishedEvent]
-) -> AsyncIterator[dict[str, Any]]:
-    envelope = Envelope.new("cmpl", "text_completion", completion.model.name)
-    n, tokenization = completion.options.n, completion.model.tokenization
-    parsers = [completion.new_sample_parser() for _ in range(n * len(completion.operations))]
-    scores = [CompletionLogprobs() for _ in parsers]
-    num_sent_tokens = [0] * len(parsers)
-    responses: list[SampleResponse] = []
+class CompletionStreamWriter:
+    """Writes the chunks of a streamed text completion."""
 
-    def chunk(index: int, text: str, reason: str | None = None) -> dict[str, Any]:
-        logprobs = None if completion.options.logprobs is None else scores[index].take_json()
-        body = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        tokens, begin = parsers[index].tokens, num_sent_tokens[index]
-        num_sent_tokens[index] = len(tokens)
-        ids = _token_ids(completion, index // n, list(tokens[begin:]), begin == 0)
-        return envelope.body([{**body, **ids}])
+    def __init__(self, completion: ParsedCompletion) -> None:
+        """`completion` is the parsed request."""
+        self._completion = completion
+        self._envelope = Envelope.new("cmpl", "text_completion", completion.model.name)
+        self._choices = [
+            _ChoiceStream(completion, index, completion.new_parser(), completion.new_logprobs())
+            for index in range(completion.options.n * len(completion.operations))
+        ]
+        self._changed: dict[int, _ChoiceStream] = {}
+        """The choices with new tokens."""
+        self._responses: list[SampleResponse] = []
 
-    async for event in events:
-        match event:
-            case TokenEvent(prompt_index, token):
-                index = prompt_index * n + token.sample
-                parsers[index].add(token.token)
-                if token.token not in tokenization.eos_token_ids:
-                    scores[index].add(
-                        tokenization.token_texts.decode_token(token.token)[0],
-                        token.logprob,
-                        _top_logprobs(tokenization.token_texts, token.topk),
-                    )
-                if parsers[index].is_due and (text := parsers[index].delta().content):
-                    yield chunk(index, text)
-            case PromptFinishedEvent(prompt_index, response):
-                responses.append(response)
-                for index, sequence in enumerate(response.sequences, start=prompt_index * n):
-                    yield chunk(index, parsers[index].rest().content, sequence.stop_reason)
-    if completion.options.include_usage:
-        yield envelope.body([], Usage.from_responses(completion.operations, responses))
+    def begin(self) -> Iterator[bytes]:
+        """Yield nothing: the first chunk of a choice has text."""
+        return iter(())
+
+    def add(self, prompt_index: int, token: SampledToken) -> None:
+        """Add a token."""
+        index = prompt_index * self._completion.options.n + token.sample
+        choice = self._choices[index]
+        choice.add(token)
+        self._changed[index] = choice
+
+    def flush(self) -> Iterator[bytes]:
+        """Yield chunks with the text that the new tokens add."""
+        changed, self._changed = self._changed, {}
+        for choice in changed.values():
+            if text := _text(choice.parser):
+                yield self._envelope.event([choice.choice(text)])
+
+    def finish_prompt(self, prompt_index: int, response: SampleResponse) -> Iterator[bytes]:
+        """Yield the last chunks of the choices of a prompt."""
+        self._responses.append(response)
+        begin = prompt_index * self._completion.options.n
+        for choice, sequence in zip(self._choices[begin:], response.sequences, strict=False):
+            choice.parser.finish()
+            body = choice.choice(_text(choice.parser), sequence.stop_reason)
+            yield self._envelope.event([body])
+
+    def end(self) -> Iterator[bytes]:
+        """Yield the chunk with the token counts, if the request asks for them."""
+        if self._completion.options.include_usage:
+            usage = Usage.from_responses(self._completion.operations, self._responses)
+            yield self._envelope.event([], usage)
+        yield DONE_EVENT
+
+    def fail(self, error: Exception) -> Iterator[bytes]:
+        """Yield the error as an event."""
+        return error_events(error)

@@ -8,33 +8,29 @@ sampler is closed.
 Requests are not journaled, because a client's connection ends when the process ends. Otherwise
 these requests are treated like journaled requests: they wait for their tenant's turn, count against
 the tenant's limits, and load their sampler if necessary.
-
-The module also converts single tokens to text and bytes, for lists of logprobs. A token may be only
-a part of a character. The token's text then contains a replacement character, but its bytes are
-exact: the concatenated bytes of consecutive tokens are valid UTF-8. A byte-level vocabulary writes
-each byte as one character. Other vocabularies write text, or `<0x0A>` for a byte.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
 from starlette.requests import Request
 
+from planish.detokenizer import Detokenizer, special_token_ids
 from planish.errors import UnknownModelError
 from planish.model.config import ModelConfig
 from planish.renderers import FORMATS, Renderer, get_renderer, recommended_renderer_name
 from planish.renderers.codec import Codec
 from planish.renderers.termination import eos_ids
 from planish.server.http.context import HttpState, ModelNotFoundError
+from planish.server.openai.streaming import OpenStreams
 from planish.server.results import Gone, NotFound, SessionSpec, Tenant
 from planish.server.scheduling import FairQueue
 from planish.server.server import Server
@@ -74,7 +70,9 @@ class ModelTokenization:
         tokenizer = load_tokenizer(directory)
         self.tokenizer: ModelTokenizer = tokenizer
         self.codec = Codec(self.tokenizer)
-        self.token_texts = TokenTexts(self.tokenizer)
+        self.detokenizer = Detokenizer.of_tokenizer(self.tokenizer)
+        self.special_ids = special_token_ids(self.tokenizer)
+        """Tokens that are left out of the text of a completion."""
         config = ModelConfig.from_directory(directory)
         self.eos_token_ids = frozenset(config.eos_token_ids) | eos_ids(self.codec)
         """Tokens that end a sequence."""
@@ -150,6 +148,7 @@ class OpenAIModels:
         self._replaced_samplers: set[str] = set()
         """Samplers to be closed when their running requests end."""
         self._tokenizing_queue = FairQueue(MAX_TOKENIZED_BYTES, MAX_TOKENIZED_BYTES // 2)
+        self.open_streams = OpenStreams()
 
     async def run_tokenizer(self, tenant: Tenant, request: Request, work: Callable[[], R]) -> R:
         """Return the result of `work()`, which tokenizes the texts of a request. `work` runs in a
@@ -288,46 +287,3 @@ class OpenAIModels:
                     ModelTokenization, name, self._directories[name]
                 )
             return self._tokenizations[name]
-
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Map each character of byte-level BPE (GPT-2 and its successors) to the byte it encodes."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + rank): byte for rank, byte in enumerate(others)
-    }
-
-
-_BYTE_OF_CHARACTER = _byte_level_alphabet()
-
-
-class TokenTexts:
-    """The text and the bytes of each token of a tokenizer."""
-
-    def __init__(self, tokenizer: ModelTokenizer) -> None:
-        """`tokenizer` is a tokenizer of `transformers`."""
-        self._tokenizer = tokenizer
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._is_byte_level = "ByteLevel" in repr(getattr(backend, "decoder", None))
-        self._special_ids = set(getattr(tokenizer, "added_tokens_decoder", {}))
-        self.decode_token = lru_cache(maxsize=1 << 16)(self._decode_token)
-
-    def _decode_token(self, token: int) -> tuple[str, bytes]:
-        """Return the text and the bytes of one token."""
-        text = self._tokenizer.decode(
-            [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text, self._bytes(token, text)
-
-    def _bytes(self, token: int, text: str) -> bytes:
-        raw_token = self._tokenizer.convert_ids_to_tokens(token)
-        if token in self._special_ids or not isinstance(raw_token, str):
-            return text.encode()
-        if self._is_byte_level and all(character in _BYTE_OF_CHARACTER for character in raw_token):
-            return bytes(_BYTE_OF_CHARACTER[character] for character in raw_token)
-        byte = _BYTE_TOKEN.fullmatch(raw_token)
-        return bytes([int(byte.group(1), 16)]) if byte else text.encode()

@@ -8,22 +8,28 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from planish.errors import UserError
-from planish.server.http.context import WrongParameterError, json_response, openai_error_body
+from planish.server.http.context import RequestContext, WrongParameterError, openai_error_body
 from planish.server.openai.constraints import error_for_client
 from planish.server.openai.models import OpenAIModels, ServedModel
 from planish.server.openai.requests import GenerationRequest
+from planish.server.openai.streaming import (
+    DONE_EVENT,
+    StreamWriter,
+    server_sent_event,
+    stream_samples,
+)
 from planish.server.results import Tenant
-from planish.service import Sample, SampledToken
+from planish.service import Sample, SampledToken, TextEnd
 from planish.types import SampleResponse
 from planish.wire.pacing import pause_if_due
 
@@ -107,21 +113,14 @@ class ClientGoneError(Exception):
 
 
 @dataclass(frozen=True)
-class TokenEvent:
-    """An event: a token was sampled."""
+class SampledPrompt:
+    """The samples of one prompt."""
 
-    prompt_index: int
-    """Index of the prompt."""
-    token: SampledToken
-
-
-@dataclass(frozen=True)
-class PromptFinishedEvent:
-    """An event: all samples of one prompt are finished."""
-
-    prompt_index: int
-    """Index of the prompt."""
     response: SampleResponse
+    text_ends: Mapping[int, TextEnd]
+    """Where the text of each sample ends that a stop token or a stop string ended, by the sample's
+    index.
+    """
 
 
 @dataclass(frozen=True)
@@ -169,6 +168,10 @@ class Envelope:
         """Return an envelope with a new id."""
         return cls(object_type, model, f"{prefix}-{secrets.token_hex(12)}", int(time.time()))
 
+    def event(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
+        """Return an event of a stream with these choices."""
+        return server_sent_event(self.body(choices, usage))
+
     def body(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
         """Return a response body or stream chunk with these choices."""
         fields = {
@@ -196,38 +199,50 @@ async def answer(
     request: Request,
     options: R,
     parse: Callable[[ServedModel, R], P],
-    make_chunks: Callable[
-        [P, AsyncIterator[TokenEvent | PromptFinishedEvent]], AsyncIterator[dict[str, Any]]
-    ],
-    make_body: Callable[[P, Sequence[SampleResponse]], dict[str, Any]],
+    make_writer: Callable[[P], StreamWriter],
+    make_body: Callable[[P, Sequence[SampledPrompt]], dict[str, Any]],
 ) -> Response:
-    """Parse a request, sample its prompts, and answer it: with the chunks of
-    `make_chunks` if `options.stream` is true, otherwise with the body that `make_body` returns.
+    """Parse a request, sample its prompts, and answer it: with the events of the writer that
+    `make_writer` returns if `options.stream` is true, otherwise with the body that `make_body`
+    returns.
     """
     model = await models.find(tenant, options.model)
     parsed = await models.run_tokenizer(tenant, request, lambda: parse(model, options))
-    check_answer_size(parsed.operations, model.tokenization.max_context)
+    operations = parsed.operations
+    check_answer_size(operations, model.tokenization.max_context)
     try:
-        await while_connected(request, models.check(tenant, model, parsed.operations))
+        await while_connected(request, models.check(tenant, model, operations))
     except UserError as error:
         raise error_for_client(error, options) from None
     sampler_id = await models.sampler_id(tenant, model)
     if options.stream:
-        events = sample_events(models, tenant, sampler_id, parsed.operations)
-        return stream_response(make_chunks(parsed, events))
-    sampling = sample_all(models, tenant, sampler_id, parsed.operations)
-    responses = await while_connected(request, sampling)
-    return json_response(await asyncio.to_thread(make_body, parsed, responses))
+        return stream_samples(
+            models.open_streams,
+            tenant,
+            lambda operation: asyncio.create_task(models.sample(tenant, sampler_id, operation)),
+            operations,
+            make_writer(parsed),
+        )
+    sampling = sample_all(models, tenant, sampler_id, operations)
+    prompts = await while_connected(request, sampling)
+    size = sum(
+        len(sequence.tokens_np) * (_TOKEN_BYTES + _LOGPROB_BYTES * operation.topk_sample_logprobs)
+        for operation, prompt in zip(operations, prompts, strict=True)
+        for sequence in prompt.response.sequences
+    )
+    context = RequestContext(request, request.app.state.http, tenant)
+    body = await context.compute(size, lambda: orjson.dumps(make_body(parsed, prompts)))
+    return Response(body, media_type="application/json")
 
 
 async def sample_all(
     models: OpenAIModels, tenant: Tenant, sampler_id: str, operations: Sequence[Sample]
-) -> list[SampleResponse]:
+) -> list[SampledPrompt]:
     """Return the samples of every prompt. If one fails, cancel the others and raise its error."""
     try:
         async with asyncio.TaskGroup() as task_group:
             tasks = [
-                task_group.create_task(models.sample(tenant, sampler_id, operation))
+                task_group.create_task(_sample_prompt(models, tenant, sampler_id, operation))
                 for operation in operations
             ]
     except BaseExceptionGroup as group:
@@ -235,41 +250,17 @@ async def sample_all(
     return [task.result() for task in tasks]
 
 
-async def sample_events(
-    models: OpenAIModels, tenant: Tenant, sampler_id: str, operations: Sequence[Sample]
-) -> AsyncIterator[TokenEvent | PromptFinishedEvent]:
-    """Yield tokens as they are sampled, and each prompt's samples when they are finished. Closing
-    the iterator cancels the unfinished samples.
-    """
-    events: asyncio.Queue[TokenEvent | asyncio.Task[SampleResponse]] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    prompt_indices: dict[asyncio.Task[SampleResponse], int] = {}
+async def _sample_prompt(
+    models: OpenAIModels, tenant: Tenant, sampler_id: str, operation: Sample
+) -> SampledPrompt:
+    text_ends: dict[int, TextEnd] = {}
 
-    def with_listener(index: int, operation: Sample) -> Sample:
-        def on_token(token: SampledToken) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, TokenEvent(index, token))
+    def on_token(token: SampledToken) -> None:
+        if token.text_end is not None:
+            text_ends[token.sample] = token.text_end
 
-        return replace(operation, on_token=on_token)
-
-    for index, operation in enumerate(operations):
-        task = asyncio.create_task(
-            models.sample(tenant, sampler_id, with_listener(index, operation))
-        )
-        prompt_indices[task] = index
-        task.add_done_callback(events.put_nowait)
-    try:
-        num_unfinished = len(prompt_indices)
-        while num_unfinished:
-            event = await events.get()
-            if isinstance(event, TokenEvent):
-                yield event
-            else:
-                num_unfinished -= 1
-                yield PromptFinishedEvent(prompt_indices[event], event.result())
-    finally:
-        for task in prompt_indices:
-            task.cancel()
-        await asyncio.gather(*prompt_indices, return_exceptions=True)
+    response = await models.sample(tenant, sampler_id, replace(operation, on_token=on_token))
+    return SampledPrompt(response, text_ends)
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
@@ -295,23 +286,9 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
-def stream_response(bodies: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
-    """Return server-sent events in OpenAI's format. An error during the stream is sent as an event,
-    because the status line has already been sent.
+def error_events(error: Exception) -> Iterator[bytes]:
+    """Yield the events that end a stream with an error. The status line was sent before the error,
+    so the error is an event.
     """
-
-    async def events() -> AsyncIterator[bytes]:
-        try:
-            async for body in bodies:
-                yield _server_sent_event(body)
-        except Exception as error:
-            yield _server_sent_event(openai_error_body(error))
-        yield b"data: [DONE]\n\n"
-
-    return StreamingResponse(
-        events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-    )
-
-
-def _server_sent_event(body: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(body) + b"\n\n"
+    yield server_sent_event(openai_error_body(error))
+    yield DONE_EVENT
