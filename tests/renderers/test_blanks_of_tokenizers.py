@@ -2,18 +2,14 @@
 separately get no such blank.
 """
 
-import json
-
 import pytest
 from family_tokenizers import CORPUS
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from sentencepiece_tokenizer import BYTES, sentencepiece_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from planish.renderers import get_renderer
 from planish.renderers.termination import Termination
 
-MARKS = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 MESSAGES = [
     {"role": "user", "content": "What is 6 times 7?"},
     {"role": "assistant", "content": "It is 42."},
@@ -23,38 +19,9 @@ MESSAGES = [
 TEXT = "User: What is 6 times 7?\n\nAssistant: It is 42.\n\nUser:   Fine </s> yes\n\n\nAssistant:"
 
 
-def spm_tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer that puts a blank before each text, as in Llama 2 and Mistral 7B ("each"),
-    or before the first one ("first").
-    """
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    if kind == "first":
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    else:
-        tokenizer.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
-    undo = [
-        decoders.Replace("▁", " "),
-        decoders.ByteFallback(),
-        decoders.Fuse(),
-        decoders.Strip(" ", 1, 0),
-    ]
-    tokenizer.decoder = decoders.Sequence(undo)
-    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=MARKS + BYTES, show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    spec = json.loads(tokenizer.to_str())
-    # bytes are plain
-    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] in MARKS]
-    tokenizer = Tokenizer.from_str(json.dumps(spec))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
-
-
 @pytest.fixture(scope="module", params=["first", "each"])
 def tokenizer(request) -> PreTrainedTokenizerFast:
-    return spm_tokenizer(request.param)
+    return sentencepiece_tokenizer(request.param, CORPUS)
 
 
 def written(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:

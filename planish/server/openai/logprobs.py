@@ -29,6 +29,16 @@ class ScoredToken:
     """None for the first token of a prompt."""
     top: TopTokens | None = None
 
+    @property
+    def top_tokens(self) -> TopTokens:
+        """The top tokens. The logprob of the token itself is `logprob`, because the last bits of
+        the engine's two values may differ.
+        """
+        return [
+            (token, self.logprob if token == self.token and self.logprob is not None else logprob)
+            for token, logprob in self.top or ()
+        ]
+
     @classmethod
     def of_sample(cls, token: SampledToken) -> ScoredToken:
         """Return a token of a stream."""
@@ -63,7 +73,7 @@ def chat_logprobs(detokenizer: Detokenizer, tokens: Iterable[ScoredToken]) -> di
     entries = []
     for one in tokens:
         pause_if_due()
-        top = [_chat_entry(detokenizer, *other) for other in one.top or ()]
+        top = [_chat_entry(detokenizer, *other) for other in one.top_tokens]
         entries.append({**_chat_entry(detokenizer, one.token, one.logprob), "top_logprobs": top})
     return {"content": entries, "refusal": None}
 
@@ -134,6 +144,6 @@ class CompletionLogprobs:
         if one.logprob is None:
             return None
         top: dict[str, float] = {}
-        for token, logprob in (*(one.top or ()), (one.token, one.logprob)):
+        for token, logprob in (*one.top_tokens, (one.token, one.logprob)):
             top.setdefault(token_text(self.detokenizer, token), logprob)
         return top
