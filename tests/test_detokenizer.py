@@ -47,7 +47,8 @@ def test_a_space_at_the_start_is_kept_if_the_text_continues(kind: str, tmp_path:
     tokenizer = sentencepiece_tokenizer(kind)
     texts = Detokenizer.of_tokenizer(tokenizer)
     tokens = tokenizer.encode("The answer is 東京 42.", add_special_tokens=False)
-    bos = tokenizer.convert_tokens_to_ids("<s>")
+    bos = tokenizer.bos_token_id
+    assert isinstance(bos, int)
     for begins_text, expected in (
         (False, " The answer is 東京 42."),
         (True, "The answer is 東京 42."),

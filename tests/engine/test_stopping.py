@@ -155,16 +155,14 @@ def test_matching_bytes_never_misses_a_stop_string(
 def test_the_matcher_says_where_the_text_ends(vocabulary, text, stop, min_tokens, kept):
     texts = Detokenizer(decode, vocabulary)
     tokens = list(text.encode())
-    matcher = StopMatcher(condition_of(stop, texts=texts, min_tokens=min_tokens))
-    for n in range(1, len(tokens) + 1):
-        end = matcher.text_end(tokens[:n])
-        if end is not None:
-            break
-        assert matcher.num_unsettled(tokens[:n]) <= n
+    end = end_of(tokens, condition_of(stop, texts=texts, min_tokens=min_tokens))
     assert end is not None
-    assert decode(tokens[: end.token]) == kept
-    assert end.num_bytes == 0
-    assert end.stop in ([stop] if isinstance(stop, str) else stop)
+    matcher = StopMatcher(condition_of(stop, texts=texts, min_tokens=min_tokens))
+    found = [matcher.text_end(tokens[:n]) for n in range(1, end + 1)][-1]
+    assert found is not None
+    assert decode(tokens[: found.token]) == kept
+    assert found.num_bytes == 0
+    assert found.stop in ([stop] if isinstance(stop, str) else stop)
 
 
 def test_a_match_may_begin_within_a_token_and_span_tokens_without_text():
