@@ -614,6 +614,10 @@ class SupportedModel:
     max_context_length: int | None = None
     trainable: bool = True
     sampleable: bool = True
+    vocab_size: int | None = None
+    """The number of token ids, which may be larger than the tokenizer's. The tinker SDK does not
+    have this field.
+    """
 
 
 @dataclass(frozen=True)
@@ -622,16 +626,16 @@ class GetServerCapabilitiesResponse:
 
     supported_models: list[SupportedModel]
 
+    def model(self, model_name: str) -> SupportedModel | None:
+        """Return the model of this name; None if the service does not list it."""
+        return next(
+            (model for model in self.supported_models if model.model_name == model_name), None
+        )
+
     def context_length_of(self, model_name: str) -> int | None:
         """Return the context length of a model in tokens; None if it is not known."""
-        return next(
-            (
-                model.max_context_length
-                for model in self.supported_models
-                if model.model_name == model_name
-            ),
-            None,
-        )
+        model = self.model(model_name)
+        return None if model is None else model.max_context_length
 
 
 CheckpointType = Literal["training", "sampler"]

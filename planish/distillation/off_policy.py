@@ -74,7 +74,11 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
 async def _run(config: Config, service_client: ServiceClient) -> Path:
     config = chz.replace(config, teacher_config=pin_checkpoint(config.teacher_config))
     teacher = await teacher_client(
-        config.teacher_config, service_client, config.model_name, "teacher_config"
+        config.teacher_config,
+        service_client,
+        config.model_name,
+        config.renderer_name,
+        "teacher_config",
     )
     await require_topk(teacher, config.topk)
     config = await limit_to_context(

@@ -44,6 +44,18 @@ class Config(rl.Config):
         default=1.0, doc="coefficient of the teachers' KL term in the advantages"
     )
 
+    def scoring_models(self) -> dict[str, str]:
+        """Return the base models of the teachers, by the option that names each."""
+        return {
+            teacher_option(index): part.teacher_config.base_model
+            for index, part in enumerate(self.dataset_builder.parts)
+        }
+
+
+def teacher_option(index: int) -> str:
+    """Return the name of the option with the teacher of part `index`."""
+    return f"dataset_builder.parts.{index}.teacher_config"
+
 
 async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
     """Train in this process, on a server (`base_url`), or with the given service client. Return the
@@ -67,7 +79,8 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
             part.teacher_config,
             service_client,
             config.model_name,
-            f"dataset_builder.parts.{index}.teacher_config",
+            config.renderer_name,
+            teacher_option(index),
         )
     return await train(
         config,

@@ -5,16 +5,18 @@ token ids, so both must have the same vocabulary. This is checked before trainin
 """
 
 import asyncio
-from collections.abc import Mapping
+import logging
 from typing import Any
 
 import chz
 
 from planish import ServiceClient
-from planish.errors import UserError
+from planish.runlog.checkpoint_info import find_checkpoint, recorded_renderer_name
+from planish.runlog.checkpoints import choose_renderer
 from planish.runlog.run_directory import checkpoint_of
-from planish.training.rl_config import KLReferenceConfig
-from planish.training.train_rl import policy_client
+from planish.training.scoring_models import KLReferenceConfig, scoring_client
+
+logger = logging.getLogger(__name__)
 
 
 @chz.chz
@@ -32,42 +34,50 @@ def pin_checkpoint(teacher: TeacherConfig) -> TeacherConfig:
 
 
 async def teacher_client(
-    teacher: TeacherConfig, service_client: ServiceClient, student_model: str, option: str
+    teacher: TeacherConfig,
+    service_client: ServiceClient,
+    student_model: str,
+    renderer_name: str | None,
+    option: str,
 ) -> Any:
     """Return a sampling client of the teacher. Raise UserError, which names `option`, if the
     vocabulary is not the student's.
+
+    `renderer_name` is the chat format of the student's prompts; None = that of `student_model`. A
+    warning reports that the teacher has another chat format, because it then scores texts that it
+    was not trained on.
     """
-    client = await policy_client(teacher, service_client, option)
-    await require_one_vocabulary(student_model, teacher.base_model, service_client, option)
+    client = await scoring_client(teacher, service_client, student_model, option)
+    student_format, teacher_format = await asyncio.to_thread(
+        _renderer_names, teacher, client, service_client, student_model, renderer_name
+    )
+    if student_format != teacher_format:
+        logger.warning(
+            "%s: the prompts have the chat format %s, and the teacher %s has %s: the teacher "
+            "scores texts in a format that is not its own; give renderer_name, or another teacher",
+            option,
+            student_format,
+            teacher.load_checkpoint_path or teacher.base_model,
+            teacher_format,
+        )
     return client
 
 
-async def require_one_vocabulary(
-    student_model: str, other_model: str, service_client: ServiceClient, option: str
-) -> None:
-    """Raise UserError, which names `option`, unless the base models `student_model` and
-    `other_model` have the same vocabulary.
+def _renderer_names(
+    teacher: TeacherConfig,
+    teacher_client: Any,
+    service_client: ServiceClient,
+    student_model: str,
+    renderer_name: str | None,
+) -> tuple[str, str]:
+    """Return the names of the student's and the teacher's renderers. A checkpoint has the renderer
+    that its run recorded.
     """
-    if other_model == student_model:
-        return
-    clients = [
-        await service_client.create_sampling_client_async(base_model=name)
-        for name in (student_model, other_model)
-    ]
-    tokenizers = [await asyncio.to_thread(client.get_tokenizer) for client in clients]
-    difference = vocabulary_difference(*(tokenizer.get_vocab() for tokenizer in tokenizers))
-    if difference is not None:
-        raise UserError(
-            f"{option}: the vocabulary of {student_model} is not that of {other_model} "
-            f"({difference}); give a model with the tokenizer of model_name"
-        )
-
-
-def vocabulary_difference(first: Mapping[str, int], second: Mapping[str, int]) -> str | None:
-    """Describe the differing token with the lowest id. None if the vocabularies are equal."""
-    differing = first.items() ^ second.items()
-    if not differing:
-        return None
-    token, _ = min(differing, key=lambda item: (item[1], item[0]))
-    ids = [str(vocabulary.get(token, "missing")) for vocabulary in (first, second)]
-    return f"the id of token {token!r} is {ids[0]} in the first and {ids[1]} in the second"
+    tokenizer = teacher_client.get_tokenizer()
+    recorded_name = None
+    if teacher.load_checkpoint_path is not None:
+        path = checkpoint_of(teacher.load_checkpoint_path)
+        recorded_name = recorded_renderer_name(find_checkpoint(service_client, path))
+    # The vocabularies are equal, so either tokenizer does.
+    student = choose_renderer(renderer_name, student_model, tokenizer)
+    return student.name, choose_renderer(recorded_name, teacher.base_model, tokenizer).name

@@ -288,15 +288,13 @@ class BaseModels:
             )
         return self._directories.setdefault(name, resolve_model(name, self._mapping))
 
-    def loaded_contexts(self) -> dict[str, int]:
-        """Return the context size in tokens of each loaded model, by every name in use."""
+    def loaded_configs(self) -> dict[str, ModelConfig]:
+        """Return the config of each loaded model, by every name in use."""
         # Read without the locks, because a lock stays locked while a model is being loaded.
         loaded = {
             name: self._loaded.get(directory) for name, directory in list(self._directories.items())
         }
-        return {
-            name: model.config.max_context for name, model in loaded.items() if model is not None
-        }
+        return {name: model.config for name, model in loaded.items() if model is not None}
 
     @property
     def mapping(self) -> dict[str, str]:

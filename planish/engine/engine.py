@@ -186,11 +186,11 @@ class Engine:
         usable_models = [
             entry for entry in list_models(self._base_models.mapping) if entry.problem is None
         ]
-        contexts = {
-            entry.name: _max_context_of(entry.path) for entry in usable_models
-        } | self._base_models.loaded_contexts()
+        configs = {
+            entry.name: _config_of(entry.path) for entry in usable_models
+        } | self._base_models.loaded_configs()
         return GetServerCapabilitiesResponse(
-            [SupportedModel(name, context) for name, context in contexts.items()]
+            [_supported_model(name, config) for name, config in configs.items()]
         )
 
     def sampler_info(self, sampler_id: str) -> SamplerInfo:
@@ -556,7 +556,11 @@ def _describe_shape(lora: LoraConfig) -> str:
     return f"rank {lora.rank} with {', '.join(module_groups)}"
 
 
-def _max_context_of(path: Path | None) -> int | None:
-    return (
-        ModelConfig.from_directory(path).max_context if path is not None and path.is_dir() else None
-    )
+def _config_of(path: Path | None) -> ModelConfig | None:
+    return ModelConfig.from_directory(path) if path is not None and path.is_dir() else None
+
+
+def _supported_model(name: str, config: ModelConfig | None) -> SupportedModel:
+    if config is None:
+        return SupportedModel(name)
+    return SupportedModel(name, config.max_context, vocab_size=config.vocab_size)

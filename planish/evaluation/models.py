@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from planish import SamplingClient, ServiceClient
-from planish.errors import PlanishError, UnknownModelError
+from planish.errors import UnknownModelError
 from planish.model.weights import weights_fingerprint
 from planish.renderers import Renderer
+from planish.runlog.checkpoint_info import find_checkpoint, recorded_renderer_name
 from planish.runlog.checkpoints import choose_renderer
 from planish.runlog.run_directory import weights_of
-from planish.types import Checkpoint, CheckpointPath
 
 CHECKPOINT_SCHEMES = ("tinker://", "planish://")
 
@@ -46,38 +46,16 @@ def open_model(
     client = service_client.create_sampling_client(**source)
     base_model = client.get_base_model()
     tokenizer = client.get_tokenizer()
-    checkpoint = _find_checkpoint(service_client, resolved) if is_checkpoint else None
-    trained_renderer_name = (
-        (checkpoint.user_metadata or {}).get("renderer_name") if checkpoint else None
+    checkpoint = find_checkpoint(service_client, resolved) if is_checkpoint else None
+    renderer = choose_renderer(
+        renderer_name or recorded_renderer_name(checkpoint), base_model, tokenizer
     )
-    renderer = choose_renderer(renderer_name or trained_renderer_name, base_model, tokenizer)
     if is_checkpoint:
         weights = checkpoint.time.isoformat() if checkpoint else None
     else:
         weights = _fingerprint(Path(tokenizer.name_or_path))
     context_window = service_client.get_server_capabilities().context_length_of(base_model)
     return OpenedModel(resolved, client, renderer, context_window, weights)
-
-
-def _find_checkpoint(service_client: ServiceClient, path: str) -> Checkpoint | None:
-    """Return the checkpoint as its run lists it; None if the list cannot be read."""
-    try:
-        parsed = CheckpointPath.parse(path)
-        checkpoints = (
-            service_client.create_rest_client().list_checkpoints(parsed.run_id).result().checkpoints
-        )
-    except (PlanishError, ValueError):
-        # These weights were saved elsewhere: they can be sampled from, but their run is not listed
-        # here.
-        return None
-    return next(
-        (
-            checkpoint
-            for checkpoint in checkpoints
-            if checkpoint.checkpoint_id == parsed.checkpoint_id
-        ),
-        None,
-    )
 
 
 def _fingerprint(directory: Path) -> str | None:

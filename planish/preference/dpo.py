@@ -26,7 +26,6 @@ import numpy as np
 import torch
 
 from planish import ServiceClient, TrainingClient
-from planish.distillation.teachers import require_one_vocabulary
 from planish.errors import UserError
 from planish.files import write_atomically
 from planish.preference.datasets import PairGradient, pairs_of
@@ -41,6 +40,7 @@ from planish.supervised.types import SupervisedDataset
 from planish.training import supervised_config as supervised
 from planish.training.run_loop import open_client
 from planish.training.run_options import require
+from planish.training.scoring_models import require_one_vocabulary
 from planish.training.supervised_context import limit_to_context
 from planish.training.train_supervised import train
 from planish.types import Datum, ModelInput

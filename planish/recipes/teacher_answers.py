@@ -166,7 +166,9 @@ async def write_answers(
     lock = lock_directory(path.parent, "log_path", "this run")
     try:
         sampler = TeacherSampler(
-            await teacher_client(teacher, service_client, options.model_name, "teacher_model"),
+            await teacher_client(
+                teacher, service_client, options.model_name, renderer.name, "teacher_model"
+            ),
             renderer,
             options.max_tokens,
             options.temperature,

@@ -16,18 +16,9 @@ from planish.rl.rollout.strategy import RolloutStrategy, strategy_from
 from planish.rl.types import RLDatasetBuilder
 from planish.service import complete_config
 from planish.training.run_options import RunOptions, check_run, require, require_at_least
+from planish.training.scoring_models import KLReferenceConfig
 
 RL_LOSSES = ("importance_sampling", "ppo", "cispo", "gspo", "dro")
-
-
-@chz.chz
-class KLReferenceConfig:
-    """The reference policy of the KL penalty."""
-
-    base_model: str
-    load_checkpoint_path: str | None = chz.field(
-        default=None, doc="checkpoint of the reference; none = the base model itself"
-    )
 
 
 @chz.chz
@@ -132,6 +123,11 @@ class Config(RolloutOptions, LossOptions, RunOptions):
         trains on it.
         """
         return self.async_config.max_steps_off_policy if self.async_config else 0
+
+    def scoring_models(self) -> dict[str, str]:
+        """Return the base models that score the policy's tokens, by the option that names each."""
+        reference = self.kl_reference_config
+        return {} if reference is None else {"kl_reference_config": reference.base_model}
 
     @property
     def groups_per_batch(self) -> int | None:

@@ -7,6 +7,7 @@ import chz
 
 from planish import ServiceClient
 from planish.supervised.types import ChatDatasetBuilder
+from planish.training.scoring_models import model_info
 from planish.training.supervised_config import Config
 
 C = TypeVar("C", bound=Config)
@@ -28,16 +29,7 @@ async def limit_to_context(
     max_length = builder.common_config.max_length
     limits = []
     for name, extra_tokens in ((config.model_name, 0), *other_models):
-        context_window = (await service_client.get_server_capabilities_async()).context_length_of(
-            name
-        )
-        if context_window is None:
-            # The service knows the context of a model that is named by its directory only after it
-            # has loaded the model.
-            await service_client.create_sampling_client_async(base_model=name)
-            context_window = (
-                await service_client.get_server_capabilities_async()
-            ).context_length_of(name)
+        context_window = (await model_info(service_client, name)).max_context_length
         if context_window is not None:
             limits.append((context_window - extra_tokens, name))
     if not limits or (max_length is not None and max_length <= min(limits)[0]):

@@ -20,11 +20,11 @@ from planish.rl.kl import AdvantageShaping, KLPenalty
 from planish.rl.rollout.evaluation import RLTestSetEvaluator
 from planish.rl.types import RLDataset
 from planish.runlog.evaluators import Evaluator
-from planish.runlog.run_directory import checkpoint_of
-from planish.training.rl_config import Config, KLReferenceConfig, check
+from planish.training.rl_config import Config, check
 from planish.training.rl_learner import RLLearner
 from planish.training.run_loop import RunLoop, open_client, run_training
 from planish.training.run_options import resumable_options, run_in_place_of_training
+from planish.training.scoring_models import scoring_client, shared_context_window
 
 
 async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
@@ -73,10 +73,11 @@ async def train(
             await asyncio.to_thread(loop.training_client.get_tokenizer),
         )
         files.remove_from(loop.start.batch)
-        capabilities = await service_client.get_server_capabilities_async()
-        context_window = capabilities.context_length_of(config.model_name)
+        context_window, smallest_model = await shared_context_window(
+            service_client, config.model_name, config.scoring_models()
+        )
         for prompts in (dataset, *(evaluator.dataset for evaluator in rl_test_sets(evaluators))):
-            require_prompt_fits(prompts.longest_prompt(), context_window, config.model_name)
+            require_prompt_fits(prompts.longest_prompt(), context_window, smallest_model)
         return RLLearner(
             loop,
             config,
@@ -183,27 +184,10 @@ async def kl_penalty(config: Config, service_client: ServiceClient) -> KLPenalty
     """Return the KL penalty of the options; None without a reference policy."""
     if config.kl_reference_config is None:
         return None
-    reference = await policy_client(config.kl_reference_config, service_client, "kl_reference")
+    reference = await scoring_client(
+        config.kl_reference_config,
+        service_client,
+        config.model_name,
+        "kl_reference_config",
+    )
     return KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor)
-
-
-async def policy_client(
-    policy: KLReferenceConfig, service_client: ServiceClient, option: str
-) -> Any:
-    """Return a sampling client of `policy`. Raises UserError if the policy's checkpoint is not
-    found or belongs to another base model. `option` is the option that the error names.
-    """
-    if policy.load_checkpoint_path is None:
-        return await service_client.create_sampling_client_async(base_model=policy.base_model)
-    try:
-        path = checkpoint_of(policy.load_checkpoint_path)
-    except UserError as error:
-        raise UserError(f"{option}: {error}") from error
-    client = await service_client.create_sampling_client_async(model_path=path)
-    if client.get_base_model() != policy.base_model:
-        raise UserError(
-            f"{option}: {policy.load_checkpoint_path} was trained on the base model "
-            f"{client.get_base_model()}, not on "
-            f"{policy.base_model}; give the checkpoint's base model"
-        )
-    return client

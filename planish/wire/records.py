@@ -92,6 +92,7 @@ def capabilities_from_json(fields: Fields) -> GetServerCapabilitiesResponse:
                 model.optional(model.integer, "max_context_length"),
                 model.optional(model.boolean, "trainable", True),
                 model.optional(model.boolean, "sampleable", True),
+                model.optional(model.integer, "vocab_size"),
             )
             for model in fields.objects("supported_models")
         ]

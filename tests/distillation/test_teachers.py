@@ -10,9 +10,9 @@ from planish.distillation.teachers import (
     TeacherConfig,
     pin_checkpoint,
     teacher_client,
-    vocabulary_difference,
 )
 from planish.errors import UserError
+from planish.training.scoring_models import vocabulary_difference
 
 
 def test_the_first_difference_of_two_vocabularies_is_named():
@@ -34,9 +34,43 @@ def other_vocabulary(models, tmp_path):
     return str(directory)
 
 
+def taught_by(client, models, renderer_name, **teacher):
+    """Return a sampling client of a teacher of models[0]."""
+    config = TeacherConfig(**{"base_model": models[1], **teacher})
+    return asyncio.run(teacher_client(config, client, models[0], renderer_name, "teacher_config"))
+
+
+def test_a_teacher_with_the_student_s_renderer_is_not_reported(client, models, caplog):
+    taught_by(client, models, None)
+    taught_by(client, models, "qwen3_instruct")
+    assert caplog.text == ""
+
+
+def test_a_teacher_with_another_renderer_is_reported(client, models, caplog):
+    taught_by(client, models, "role_colon")
+    message = (
+        f"teacher_config: the prompts have the chat format role_colon, and the teacher {models[1]} "
+        "has qwen3_instruct: the teacher scores texts in a format that is not its own"
+    )
+    assert message in caplog.text
+
+
+def test_a_checkpoint_has_the_renderer_that_its_run_recorded(client, models, caplog):
+    training_client = client.create_lora_training_client(
+        base_model=models[1], rank=2, seed=0, user_metadata={"renderer_name": "role_colon"}
+    )
+    path = training_client.save_state("x").result().path
+    taught_by(client, models, "role_colon", load_checkpoint_path=path)
+    assert caplog.text == ""
+    taught_by(client, models, None, load_checkpoint_path=path)
+    assert f"the teacher {path} has role_colon" in caplog.text
+
+
 def test_another_base_model_with_the_same_tokens_may_teach(client, models):
     found = asyncio.run(
-        teacher_client(TeacherConfig(base_model=models[1]), client, models[0], "teacher_config")
+        teacher_client(
+            TeacherConfig(base_model=models[1]), client, models[0], None, "teacher_config"
+        )
     )
     assert found.get_base_model() == models[1]
 
@@ -45,7 +79,11 @@ def test_a_teacher_with_another_tokenizer_is_rejected(client, models, other_voca
     with pytest.raises(UserError, match=r"teacher_config: the vocabulary of .*'<(think|muse)>'"):
         asyncio.run(
             teacher_client(
-                TeacherConfig(base_model=other_vocabulary), client, models[0], "teacher_config"
+                TeacherConfig(base_model=other_vocabulary),
+                client,
+                models[0],
+                None,
+                "teacher_config",
             )
         )
 
@@ -59,13 +97,13 @@ def test_a_checkpoint_of_another_base_model_is_rejected(client, models):
     )
     teacher = TeacherConfig(base_model=models[0], load_checkpoint_path=path)
     with pytest.raises(UserError, match="give the checkpoint's base model"):
-        asyncio.run(teacher_client(teacher, client, models[0], "teacher_config"))
+        asyncio.run(teacher_client(teacher, client, models[0], None, "teacher_config"))
 
 
 def test_a_path_of_neither_checkpoint_nor_run_is_rejected(client, models, tmp_path):
     teacher = TeacherConfig(base_model=models[0], load_checkpoint_path=str(tmp_path))
     with pytest.raises(UserError, match="teacher_config: .* is neither the path of a checkpoint"):
-        asyncio.run(teacher_client(teacher, client, models[0], "teacher_config"))
+        asyncio.run(teacher_client(teacher, client, models[0], None, "teacher_config"))
 
 
 def test_a_run_directory_is_its_newest_state(tmp_path):

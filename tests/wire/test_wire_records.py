@@ -57,13 +57,14 @@ def test_weights_info_round_trip():
 
 def test_capabilities_round_trip():
     ours = GetServerCapabilitiesResponse(
-        [SupportedModel("a", 2048), SupportedModel("b", None, trainable=False)]
+        [SupportedModel("a", 2048, vocab_size=272), SupportedModel("b", None, trainable=False)]
     )
     body = records.capabilities_to_json(ours)
     theirs = sdk.GetServerCapabilitiesResponse.model_validate(body)
-    assert [vars(model) for model in theirs.supported_models] == [
-        vars(model) for model in ours.supported_models
-    ]
+    assert [
+        vars(model) | {"vocab_size": size}
+        for model, size in zip(theirs.supported_models, (272, None), strict=True)
+    ] == [vars(model) for model in ours.supported_models]
     assert records.capabilities_from_json(of(body)) == ours
 
 

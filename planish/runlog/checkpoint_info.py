@@ -1,0 +1,32 @@
+"""What a service knows of a checkpoint: when it was saved, and the metadata of its run."""
+
+from planish import ServiceClient
+from planish.errors import PlanishError
+from planish.types import Checkpoint, CheckpointPath
+
+
+def find_checkpoint(service_client: ServiceClient, path: str) -> Checkpoint | None:
+    """Return the checkpoint as its run lists it; None if the list cannot be read."""
+    try:
+        parsed = CheckpointPath.parse(path)
+        checkpoints = (
+            service_client.create_rest_client().list_checkpoints(parsed.run_id).result().checkpoints
+        )
+    except (PlanishError, ValueError):
+        # These weights were saved elsewhere: they can be sampled from, but their run is not listed
+        # here.
+        return None
+    return next(
+        (
+            checkpoint
+            for checkpoint in checkpoints
+            if checkpoint.checkpoint_id == parsed.checkpoint_id
+        ),
+        None,
+    )
+
+
+def recorded_renderer_name(checkpoint: Checkpoint | None) -> str | None:
+    """Return the renderer that the checkpoint's run recorded; None if it is not known."""
+    metadata = checkpoint.user_metadata if checkpoint is not None else None
+    return (metadata or {}).get("renderer_name")
