@@ -366,12 +366,7 @@ def _read_call(call: Any, where: str, xml_renderer: str | None) -> Call:
             f"{where}: give {{'type': 'function', 'function': {{'name': ..., 'arguments': "
             f"'{{...}}'}}}}"
         )
-    # The chat templates write the name between quotes as it is, so it must need no escaping.
-    if not name or json.dumps(name, ensure_ascii=False) != f'"{name}"':
-        raise ValueError(
-            f"{where}: the function name {name!r} is empty or needs escaping in JSON; rename the "
-            "function"
-        )
+    _check_function_name(name, where)
     arguments = function.get("arguments")
     id_ = _read_optional_text(call, "id", where)
     if isinstance(arguments, Mapping):
@@ -390,6 +385,17 @@ def _read_call(call: Any, where: str, xml_renderer: str | None) -> Call:
             f"'{{\"x\": 1}}', or remove a call that max_tokens cut off"
         )
     return Call(name, arguments, id_)
+
+
+def _check_function_name(name: str, where: str) -> None:
+    """Raise ValueError unless a name can be written between quotation marks as it is. The chat
+    templates and the grammars of calls write it so.
+    """
+    if not name or json.dumps(name, ensure_ascii=False) != f'"{name}"':
+        raise ValueError(
+            f"{where}: the function name {name!r} is empty or needs escaping in JSON; rename the "
+            "function"
+        )
 
 
 def _is_object(text: str) -> bool:
@@ -429,6 +435,7 @@ def tool_json(tool: Any, where: str) -> str:
         raise ValueError(
             f"{where}: give {{'name': ..., 'description': ..., 'parameters': {{JSON schema}}}}"
         )
+    _check_function_name(spec["name"], where)
     try:
         return json.dumps({"type": "function", "function": dict(spec)}, ensure_ascii=False)
     except TypeError as error:

@@ -93,6 +93,46 @@ def find_piece(pieces: Sequence[Piece], *wanted: Control, start: int = 0) -> int
     return next((at for at in range(start, len(pieces)) if pieces[at] in wanted), len(pieces))
 
 
+_REST_OF_STRING = re.compile(r'(?:[^"\\\x00-\x1f]|\\.)*\\?')
+"""The rest of a JSON string, without the quotation mark at its end."""
+
+
+def _find_call_end(pieces: Sequence[Piece], tags: Sequence[Control], start: int) -> int:
+    """Return the index of the first of `tags`, from `start` on, that is outside of the strings of a
+    JSON text. Return len(pieces) if there is none.
+
+    A string cannot contain a line break. So where a quotation mark is missing, the tag after the
+    next line break ends the call, and what follows is read as usual.
+    """
+    first_tag: int | None = None
+    in_string = False
+    for index in range(start, len(pieces)):
+        piece = pieces[index]
+        if isinstance(piece, Control) and piece in tags:
+            if not in_string:
+                return index
+            first_tag = index if first_tag is None else first_tag
+            continue
+        text, position = as_text([piece]), 0
+        while position < len(text):
+            if not in_string:
+                quote = text.find('"', position)
+                in_string, position = quote >= 0, quote + 1 if quote >= 0 else len(text)
+                continue
+            found = _REST_OF_STRING.match(text, position)
+            assert found is not None
+            position = found.end()
+            if position < len(text):
+                if text[position] != '"':  # a line break or another control character
+                    return (
+                        first_tag
+                        if first_tag is not None
+                        else find_piece(pieces, *tags, start=index)
+                    )
+                in_string, position = False, position + 1
+    return len(pieces)
+
+
 ReadCall = Callable[[str], tuple[dict[str, Any] | None, str | None]]
 """Reads the text of a call between its tags. Returns (call, None) or (None, error)."""
 
@@ -104,7 +144,8 @@ def read_calls(
     end: Control = CALL_END,
 ) -> dict[str, Any]:
     """Parse the text and the tool calls of a sampled message. Returns a dictionary with `content`
-    and, if there are any, `tool_calls` and `unparsed_tool_calls`.
+    and, if there are any, `tool_calls` and `unparsed_tool_calls`. Without `read_call`, calls are
+    JSON, and tags inside of its strings are text.
     """
     start = find_piece(pieces, begin)
     if start == len(pieces):
@@ -115,7 +156,10 @@ def read_calls(
     calls: list[dict[str, Any]] = []
     unparsed: list[dict[str, str]] = []
     while start < len(pieces):
-        call_end = find_piece(pieces, begin, end, start=start + 1)
+        if read_call is None:
+            call_end = _find_call_end(pieces, (begin, end), start + 1)
+        else:
+            call_end = find_piece(pieces, begin, end, start=start + 1)
         inner = as_text(pieces[start + 1 : call_end])
         is_closed = call_end < len(pieces) and pieces[call_end] == end
         call, error = (

@@ -155,6 +155,16 @@ def call(name: str, arguments: str) -> dict:
             "a\nb",
             [call("f", "{}"), call("g", '{"s": "}\\"}"}')],
         ),
+        (  # tags in strings are text
+            '<tool_call>\n{"name": "f", "arguments": {"s": "\\"</tool_call>\\\\"}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "g", "arguments": {"<tool_call>": "</tool_call>"}}\n</tool_call>'
+            "\nb",
+            "\nb",
+            [
+                call("f", '{"s": "\\"</tool_call>\\\\"}'),
+                call("g", '{"<tool_call>": "</tool_call>"}'),
+            ],
+        ),
     ],
 )
 @pytest.mark.parametrize("family", ["qwen", "smollm2"])
@@ -191,6 +201,31 @@ def test_invalid_tool_calls_are_kept_and_rendered_unchanged(inner, error):
     question = {"role": "user", "content": "a"}
     again = INSTRUCT.build_supervised_example([question, message])[0].to_ints()
     assert again[-len(tokens) :] == tokens
+
+
+@pytest.mark.parametrize("end", ["", "</tool_call>", "\\"])
+def test_a_call_that_ends_in_a_string_is_not_closed(end):
+    text = f'<tool_call>\n{{"name": "f", "arguments": {{"s": "a</tool_call>b{end}'
+    message, _ = INSTRUCT.parse_response(sampled(INSTRUCT, text))
+    assert message["content"] == ""
+    [unparsed] = message["unparsed_tool_calls"]
+    assert unparsed == {"raw_text": text, "error": "the call is not closed"}
+
+
+def test_a_missing_quotation_mark_spoils_only_its_call():
+    bad = '<tool_call>\n{"name": "f", "arguments": {"s": "a}}\n</tool_call>'
+    good = '<tool_call>\n{"name": "g", "arguments": {"s": "b"}}\n</tool_call>'
+    message, _ = INSTRUCT.parse_response(sampled(INSTRUCT, f"{bad}\n{good}<|im_end|>"))
+    assert message["tool_calls"] == [call("g", '{"s": "b"}')]
+    [unparsed] = message["unparsed_tool_calls"]
+    assert unparsed["raw_text"] == bad
+
+
+@pytest.mark.parametrize("name", ['say "hi"', "a\\b", "a\nb", ""])
+def test_a_tool_whose_name_needs_escaping_cannot_be_offered(name):
+    """A call of it could not be parsed."""
+    with pytest.raises(ValueError, match="name"):
+        INSTRUCT.create_conversation_prefix_with_tools([{"name": name, "parameters": {}}])
 
 
 def test_an_unclosed_tool_call_is_unparsed():

@@ -22,7 +22,7 @@ from planish.server.openai import routes
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
 
-BASE = "tiny/base"
+BASE, CHAT = "tiny/base", "Qwen/Qwen3-4B-Instruct-2507"
 KEYS = {"tml-first": "first", "tml-second": "second"}
 WAIT = 60.0
 
@@ -61,12 +61,15 @@ class Served:
 @pytest.fixture(scope="module")
 def served(model_dir, tmp_path_factory) -> Iterator[Served]:
     data = tmp_path_factory.mktemp("constraints")
-    engine = Engine({BASE: str(model_dir)}, data, EngineSettings(dtype="float32"))
-    server = Server(engine, data, [BASE])
+    models: dict[str, Path] = dict.fromkeys((BASE, CHAT), model_dir)
+    engine = Engine(
+        {name: str(path) for name, path in models.items()}, data, EngineSettings(dtype="float32")
+    )
+    server = Server(engine, data, list(models))
     app = create_app(
         server,
-        HttpSettings(tokenizer_directories={BASE: model_dir}, tenants_by_key=KEYS),
-        routes.routes(server, {BASE: model_dir}),
+        HttpSettings(tokenizer_directories=models, tenants_by_key=KEYS),
+        routes.routes(server, models),
     )
     with serving_app(app, lifespan="on", log_level="warning") as url:
         yield Served(url, engine._base_models.get(BASE).grammars)
@@ -122,6 +125,41 @@ def test_a_compilation_ends_when_its_client_disconnects(served, stream, number):
         connection.sendall(head.encode() + body)
         wait_until(served.processes)
     wait_until(lambda: not served.processes())
+
+
+@pytest.mark.parametrize("text", ["a</tool_call>b", "<tool_call>", '"</tool_call>\\', "<|im_end|>"])
+def test_a_tag_in_an_argument_is_text(served, text):
+    parameters = {"type": "object", "properties": {"s": {"const": text}}, "required": ["s"]}
+    tool = {"type": "function", "function": {"name": "say", "parameters": parameters}}
+    options: Any = {
+        "model": CHAT,
+        "messages": [{"role": "user", "content": "Hello"}],
+        "tools": [tool],
+        "tool_choice": {"type": "function", "function": {"name": "say"}},
+        "max_tokens": 200,
+        "seed": 1,
+    }
+    with served.client() as client:
+        [choice] = client.chat.completions.create(**options).choices
+        chunks = list(client.chat.completions.create(**options, stream=True))
+    [call] = choice.message.tool_calls
+    assert json.loads(call.function.arguments)["s"] == text
+    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(part.function.arguments for part in parts) == call.function.arguments
+    assert not choice.message.content
+    assert not any(chunk.choices[0].delta.content for chunk in chunks)
+
+
+@pytest.mark.parametrize("name", ['say "hi"', "a.b", "ä", "a" * 65, "a\n", ""])
+def test_a_tool_has_a_name_of_letters_and_digits(served, name):
+    tool: Any = {"type": "function", "function": {"name": name}}
+    with served.client() as client, pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model=CHAT, messages=[{"role": "user", "content": "Hello"}], tools=[tool]
+        )
+    assert caught.value.param == "tools"
+    assert "tools[0].function.name=" in str(caught.value)
+    assert "[a-zA-Z0-9_-]{1,64}" in str(caught.value)
 
 
 def wait_until(condition: Any) -> None:

@@ -45,6 +45,8 @@ def _integral_float_to_int(value: Any) -> Any:
 Integer = Annotated[int, BeforeValidator(_integral_float_to_int)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+"""OpenAI's rule for the names of functions. Every chat format can write such a name as it is."""
 NonEmptyString = Annotated[str, Field(min_length=1)]
 NoOpParams = Mapping[str, tuple[tuple[Any, ...], str]]
 """Maps an unsupported parameter to (no-op values, remedy). A no-op value does not change the
@@ -269,7 +271,7 @@ class Function(StrictModel):
     """A function that the model may call. Further keys are shown to the model."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    name: Annotated[str, Field(min_length=1)]
+    name: FunctionName
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, Field(description="A JSON schema.")] = None
     strict: bool | None = None
@@ -282,17 +284,17 @@ class Tool(StrictModel):
     function: Function
 
 
-class FunctionName(StrictModel):
+class NamedFunction(StrictModel):
     """The name of a function."""
 
-    name: str
+    name: FunctionName
 
 
 class NamedTool(StrictModel):
     """The tool that the model must use."""
 
     type: Literal["function"]
-    function: FunctionName
+    function: NamedFunction
 
 
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
