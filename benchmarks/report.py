@@ -263,6 +263,7 @@ def table(heads: Row, rows: Sequence[Row]) -> str:
 
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "bench": peers_table,
+    "amx": peers_table,
     "avx2": peers_table,
     "avx2-iteration": peers_table,
     "float32": peers_table,
