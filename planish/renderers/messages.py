@@ -156,6 +156,8 @@ class CheckedMessage:
     """On a tool result: the name of the function, if it is given."""
     call_id: str = ""
     """On a tool result: the id of the call, if it is given."""
+    has_inline_thinking: bool = False
+    """Whether the thinking was a think block at the start of the content, a string."""
 
 
 def get_text_content(message: Mapping[str, Any]) -> str:
@@ -238,7 +240,19 @@ def _read(
     trainable = message.get("trainable")
     if trainable is not None and not isinstance(trainable, bool):
         raise ValueError(f"{where}['trainable']={trainable!r}; give True or False")
-    return CheckedMessage(role, text, thinking, calls, unparsed, tools, trainable, name, call_id)
+    is_inline = isinstance(message.get("content"), str) and message.get("reasoning_content") is None
+    return CheckedMessage(
+        role,
+        text,
+        thinking,
+        calls,
+        unparsed,
+        tools,
+        trainable,
+        name,
+        call_id,
+        has_inline_thinking=thinking is not None and is_inline,
+    )
 
 
 def _read_optional_text(message: Mapping[str, Any], key: str, where: str) -> str:

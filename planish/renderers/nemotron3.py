@@ -128,7 +128,7 @@ class Nemotron3(StopTokenFormat):
                 # The template removes everything up to `</think>`, but not the line break after
                 # this tag.
                 think_block = self._line_break
-            elif thought.strip() and not self.is_ultra:
+            elif (thought.strip() or (calls and not is_kept)) and not self.is_ultra:
                 text = text.lstrip()
             if self.thinks:
                 reason = (

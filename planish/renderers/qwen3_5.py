@@ -2,7 +2,8 @@ r"""Qwen3.5, Qwen3.6 and Qwen3.8: ChatML with open think blocks and XML tool cal
 
 The rules follow the models' chat templates:
 
-* The text of every message is trimmed.
+* The text of every message is trimmed. In Qwen3.5 and Qwen3.6, the text after a think block that is
+  part of a string keeps the spaces at its start.
 * A prompt ends with `<think>\n`, or with an empty think block if thinking is disabled.
 * An assistant message after the last user message has a think block, which is empty without
   reasoning. Earlier messages have one only if history is preserved (the default of Qwen3.8).
@@ -176,6 +177,8 @@ class Qwen35(StopTokenFormat):
         elif has_think_block:
             header = (*header, *EMPTY_THOUGHT)
         text = message.text.strip()
+        if text and message.has_inline_thinking and self.effort is None:
+            text = message.text.rstrip()
         calls: list[Piece] = []
         has_json_values = self.preserves_thinking or self.effort is not None
         value_text = json_text if has_json_values else python_text

@@ -372,6 +372,46 @@ def test_qwen_writes_boolean_arguments_as_its_template_does(name, text):
     assert f"<parameter=a>\n{text}\n</parameter>" in sampled
 
 
+ADD = [{"type": "function", "function": {"name": "now", "arguments": "{}"}}]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "written"),
+    [
+        # Before the last question, next to a call.
+        (
+            "nemotron3",
+            {"content": " \n  Wait. ", "tool_calls": ADD},
+            "<think></think>Wait.\n<tool_",
+        ),
+        (
+            "nemotron3_ultra",
+            {"content": "  Wait. ", "tool_calls": ADD},
+            "<think></think>  Wait. \n<tool_",
+        ),
+        ("nemotron3", {"content": "  Yes. "}, "<think></think>  Yes.<|im_end|>"),
+        ("qwen3_5", {"content": "  Wait. ", "tool_calls": ADD}, "assistant\nWait.\n\n<tool_"),
+        # After a think block in a string, Qwen3.5 removes line breaks, but no spaces.
+        ("qwen3_5", {"content": "<think>\nA\n</think>\n\n  Yes. "}, "assistant\n  Yes.<|im_end|>"),
+        (
+            "qwen3_5_preserve_thinking",
+            {"content": "<think>\nA\n</think>\n\n  Wait. ", "tool_calls": ADD},
+            "<think>\nA\n</think>\n\n  Wait.\n\n<tool_",
+        ),
+        (
+            "qwen3_5_preserve_thinking",
+            {"content": "  Yes. ", "reasoning_content": "A"},
+            "<think>\nA\n</think>\n\nYes.<|im_end|>",
+        ),
+    ],
+)
+def test_spaces_around_answers_follow_the_chat_template(name, answer, written):
+    """The texts are those of the templates as TRL stores them."""
+    messages = [user("Hi."), {"role": "assistant", **answer}, user("And now?")]
+    tokens = MADE[name].build_generation_prompt(messages).to_ints()
+    assert written in MADE[name].tokenizer.decode(tokens)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_thinking_can_be_switched_within_a_family(name):
     renderer = MADE[name]

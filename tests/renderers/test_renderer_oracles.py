@@ -8,6 +8,7 @@ read, in an environment with these packages.
 import importlib.util
 import json
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ from oracle_cases import (
     is_of_a_family,
     planish_messages,
     template_messages,
+    user,
     with_tools,
 )
 
 from planish.renderers import FORMATS, Renderer, get_renderer, recommended_renderer_name
-from planish.renderers.templates import render_template
+from planish.renderers.templates import format_text, render_template
 
 cookbook = pytest.importorskip("tinker_cookbook.renderers")
 pytestmark = pytest.mark.filterwarnings("ignore:use_system_prompt=True:UserWarning")
@@ -125,6 +127,55 @@ def test_tokens_equal_the_chat_template(name, case):
     theirs = split_empty_thought(renderer, by_template(name, case), case)
     assert renderer.tokenizer.decode(ours(renderer, case)) == renderer.tokenizer.decode(theirs)
     assert ours(renderer, case) == theirs
+
+
+SPACED = ("", "x", " x", "x ", "\n x", "\n\nx\n", "  x  y ", " ", "\tx")
+THOUGHTS = (None, "t", " t ", "\nt\n", " ", "\n a\n\nb \n")
+
+
+def spaced_conversation(rng: random.Random, inline: bool) -> list[dict[str, Any]]:
+    """Return random turns of answers and calls with spaces around their texts and reasoning.
+
+    `inline`: the reasoning is a think block in the content.
+    """
+    messages: list[dict[str, Any]] = []
+    for _ in range(rng.randint(1, 3)):
+        messages.append(user(rng.choice(("q", " q ", "\nq"))))
+        num_steps = rng.randint(0, 2)
+        for step in range(num_steps + 1):
+            message: dict[str, Any] = {"role": "assistant", "content": rng.choice(SPACED)}
+            thought = rng.choice(THOUGHTS)
+            if thought is not None and inline:
+                message["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"
+            elif thought is not None:
+                message["reasoning_content"] = thought
+            messages.append(message)
+            if step < num_steps:
+                arguments = {"a": rng.choice(SPACED)}
+                function = {"name": "add", "arguments": arguments}
+                message["tool_calls"] = [{"type": "function", "function": function}]
+                messages.append({"role": "tool", "content": rng.choice(SPACED)})
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("name", "inline"),
+    [
+        *((name, False) for name in TEMPLATES),
+        *((name, True) for name in TEMPLATES if name.startswith("qwen3_5")),
+    ],
+)
+def test_spaces_equal_those_of_the_chat_template(name, inline):
+    file, options = TEMPLATES[name]
+    rng, template = random.Random(0), template_text(file)
+    for _ in range(100):
+        messages = spaced_conversation(rng, inline)
+        ours = json.loads(json.dumps(messages))
+        for message in ours:
+            for call in message.get("tool_calls", ()):
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+        theirs = render_template(template, messages, False, **options).removesuffix("\n")
+        assert format_text(FORMATS[name](None), ours, False) == theirs
 
 
 def of_cookbook(name: str, case: str) -> list[int]:
