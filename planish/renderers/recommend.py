@@ -7,6 +7,7 @@ the model family decides. An unknown model is an error that lists the renderers.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from planish.renderers.templates import (
     render_template,
     writes_like,
     writes_reasoning_like,
+    writes_tools_like,
 )
 
 RENDERERS_BY_NAME: tuple[tuple[str, str], ...] = (
@@ -60,6 +62,7 @@ RENDERERS_BY_NAME: tuple[tuple[str, str], ...] = (
 )
 """Model names without their organisation, in lower case, and their renderers."""
 
+_SPECIAL_TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _FP8 = re.compile(r"-fp8(-dynamic|-block)?$")
 """How the names of fp8 checkpoints end. They have the renderers of the original models."""
 
@@ -113,27 +116,36 @@ def _renderer_of_directory(path: Path) -> str:
             f"{_choose_hint()}"
         )
     tokenizer_config = _read_optional_json(path / "tokenizer_config.json") or {}
-    bos = _token_text(tokenizer_config.get("bos_token"))
-    prompt_text = render_template(template, [HELLO], True, bos or BOS)
+    special_tokens = _special_tokens(path, tokenizer_config)
+    prompt_text = render_template(template, [HELLO], True, **{"bos_token": BOS} | special_tokens)
     if START in prompt_text and EOT in prompt_text:
         # Templates of Llama 3.1 and later add a dated preamble, so their text never equals that of
         # the llama3 renderer. The marks are unique to the family.
         return "llama3"
     if "<|im_end|>" in prompt_text and _is_base(path, tokenizer_config, config):
         return "role_colon"
+    special_tokens = {"bos_token": "", **special_tokens}
     matches = [
         (name, chat_format)
-        for name, chat_format in _candidates(template, bos)
-        if writes_like(template, chat_format, bos)
+        for name, chat_format in _candidates(template, special_tokens).items()
+        if writes_like(template, chat_format, special_tokens)
     ]
+    if not matches:
+        raise UnknownModelError(
+            f"the chat template in {path} writes the format of no renderer of planish; "
+            f"{_choose_hint()}"
+        )
+    text_renderer = matches[0][0]
+    matches = [match for match in matches if writes_tools_like(template, match[1], special_tokens)]
+    if not matches:
+        raise UnknownModelError(
+            f"the chat template in {path} writes text as renderer {text_renderer} does, but tools "
+            f"and their calls in a form that no renderer of planish has; {_choose_hint()}"
+        )
     # The formats of one family may differ only in how they write reasoning. So prefer a format that
     # also writes reasoning like the template.
-    matches.sort(key=lambda candidate: not writes_reasoning_like(template, candidate[1], bos))
-    if matches:
-        return matches[0][0]
-    raise UnknownModelError(
-        f"the chat template in {path} writes the format of no renderer of planish; {_choose_hint()}"
-    )
+    matches.sort(key=lambda match: not writes_reasoning_like(template, match[1], special_tokens))
+    return _RENDERER_BY_NAME_OF.get(matches[0][0], matches[0][0])
 
 
 _TEMPLATE_RENDERERS = (
@@ -149,24 +161,31 @@ _TEMPLATE_RENDERERS = (
     "gpt_oss_medium_reasoning",
     "deepseekv3",
     "kimi_k2",
+    "kimi_k25",
     "nemotron3",
     "nemotron3_ultra",
+    "mistral",
 )
 """The renderers that write what a chat template writes by default."""
 
 
-def _candidates(template: str, bos: str) -> list[tuple[str, ChatFormat]]:
+_RENDERER_BY_NAME_OF = {"gpt_oss_medium_reasoning": "gpt_oss_no_sysprompt"}
+"""The renderers that models get by name, where these do not write what the template writes by
+default. The template of gpt-oss writes the current date, so prompts would not be reproducible.
+"""
+
+
+def _candidates(template: str, special_tokens: Mapping[str, str]) -> dict[str, ChatFormat]:
     formats = {name: FORMATS[name](None) for name in _TEMPLATE_RENDERERS}
-    formats["chatml"] = ChatML(default_system=default_system_message(template, bos))
-    # The probes have no tools, so they cannot tell two formats apart that differ only in their tool
-    # calls. A format with XML calls is a candidate only if the template contains such calls.
-    return [
-        (name, chat_format)
-        for name, chat_format in formats.items()
-        if "<function=" in template
-        or chat_format.capabilities.calls is None
-        or not chat_format.capabilities.calls.xml
-    ]
+    formats["chatml"] = ChatML(default_system=default_system_message(template, special_tokens))
+    return formats
+
+
+def _special_tokens(path: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """Return the texts of the special tokens that a chat template may use, by role."""
+    tokens = (_read_optional_json(path / "special_tokens_map.json") or {}) | tokenizer_config
+    texts = {role: _token_text(tokens.get(role)) for role in _SPECIAL_TOKEN_ROLES}
+    return {role: text for role, text in texts.items() if text}
 
 
 def _is_base(path: Path, tokenizer_config: dict[str, Any], config: dict[str, Any]) -> bool:

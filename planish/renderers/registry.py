@@ -28,8 +28,8 @@ def _chatml(tokenizer: ModelTokenizer) -> ChatFormat:
     template = chat_template_of(tokenizer)
     if template is None:
         return ChatML()
-    bos = getattr(tokenizer, "bos_token", None) or ""
-    return ChatML(default_system=default_system_message(template, bos))
+    special_tokens = {"bos_token": "", **getattr(tokenizer, "special_tokens_map", {})}
+    return ChatML(default_system=default_system_message(template, special_tokens))
 
 
 def _role_colon(tokenizer: ModelTokenizer) -> ChatFormat:

@@ -5,6 +5,7 @@ is read from a template's output. The renderer of a local model is the one that 
 as the template for all probes. `transformers` runs the templates in jinja2's sandbox.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,28 +17,53 @@ from planish.renderers.messages import read_messages
 from planish.renderers.tool_calls import as_text
 from planish.tokenizer import ModelTokenizer
 
-HELLO = {"role": "user", "content": "Hello."}
-ANSWER = {"role": "assistant", "content": "Good day."}
-SYSTEM = {"role": "system", "content": "Be brief."}
-AGAIN = {"role": "user", "content": "And now?"}
-PROBES: tuple[tuple[Sequence[Mapping[str, str]], bool], ...] = (
+HELLO: Mapping[str, Any] = {"role": "user", "content": "Hello."}
+ANSWER: Mapping[str, Any] = {"role": "assistant", "content": "Good day."}
+SYSTEM: Mapping[str, Any] = {"role": "system", "content": "Be brief."}
+AGAIN: Mapping[str, Any] = {"role": "user", "content": "And now?"}
+PROBES: tuple[tuple[Sequence[Mapping[str, Any]], bool], ...] = (
     ((HELLO,), True),
     ((SYSTEM, HELLO), True),
     ((HELLO, ANSWER, AGAIN), True),
     ((SYSTEM, HELLO, ANSWER), False),
 )
 """Probe conversations, each with the value of add_generation_prompt."""
+TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "probe_weather",
+        "description": "Returns the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "A city."}},
+            "required": ["city"],
+        },
+    },
+}
+_CALLS = [
+    {
+        "type": "function",
+        "id": "call12345",
+        "function": {"name": "probe_weather", "arguments": {"city": "Rome"}},
+    }
+]
+TOOL_PROBES: tuple[tuple[Sequence[Mapping[str, Any]], bool], ...] = (
+    ((SYSTEM, HELLO), True),
+    ((SYSTEM, HELLO, {"role": "assistant", "content": "", "tool_calls": _CALLS}), False),
+)
+"""Probe conversations with the tool TOOL, each with the value of add_generation_prompt."""
 
 
 def render_template(
     template: str,
     messages: Sequence[Mapping[str, Any]],
     prompt: bool,
-    bos_token: str = "",
     **names: Any,
 ) -> str:
-    """Render a chat template. Raises DamagedFileError if it is not a valid template or rejects the
-    messages.
+    """Render a chat template.
+
+    `names`: the values of further names in the template, such as `tools`, `bos_token` and
+    `eos_token`. Raises DamagedFileError if it is not a valid template or rejects the messages.
     """
     # Imported here, because the import of transformers takes a second.
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -47,7 +73,6 @@ def render_template(
             [[dict(message) for message in messages]],
             chat_template=template,
             add_generation_prompt=prompt,
-            bos_token=bos_token,
             **names,
         )
         return text
@@ -82,9 +107,12 @@ def choose_template(template: Any) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def default_system_message(template: str, bos_token: str = "") -> str | None:
-    """Return the system message that a ChatML template adds to a conversation without one."""
-    text = render_template(template, [HELLO], True, bos_token)
+def default_system_message(template: str, special_tokens: Mapping[str, str] = {}) -> str | None:
+    """Return the system message that a ChatML template adds to a conversation without one.
+
+    `special_tokens`: the special tokens by role, such as {"eos_token": "<|im_end|>"}.
+    """
+    text = render_template(template, [HELLO], True, **special_tokens)
     before, separator, _ = text.partition(f"<|im_start|>user\n{HELLO['content']}<|im_end|>")
     if not separator:
         return None
@@ -92,21 +120,50 @@ def default_system_message(template: str, bos_token: str = "") -> str | None:
     return rest.partition("<|im_end|>")[0] if separator else None
 
 
-def writes_like(template: str, chat_format: ChatFormat, bos_token: str = "") -> bool:
-    """Return whether the format's text equals the template's on every probe."""
-    for messages, prompt in PROBES:
-        format_output = format_text(chat_format, messages, prompt)
-        template_output = render_template(template, messages, prompt, bos_token)
-        # A ChatML template writes a line break after the last message. In planish that line break
-        # begins the next header.
-        if template_output not in (
-            (format_output,) if prompt else (format_output, format_output + "\n")
-        ):
+def writes_like(
+    template: str, chat_format: ChatFormat, special_tokens: Mapping[str, str] = {}
+) -> bool:
+    """Return whether the format's text equals the template's on every probe without tools.
+
+    A template that rejects a probe, such as one with a system message, does not.
+    """
+    return all(
+        _is_same(
+            format_text(chat_format, messages, prompt),
+            _rendered(template, messages, prompt, special_tokens),
+            prompt,
+        )
+        for messages, prompt in PROBES
+    )
+
+
+def writes_tools_like(
+    template: str, chat_format: ChatFormat, special_tokens: Mapping[str, str] = {}
+) -> bool:
+    """Return whether the format's text equals the template's on every probe with tools.
+
+    Probes are left out if the format has no tools, or if the template does not write them.
+    """
+    if not chat_format.capabilities.tools:
+        return True
+    for messages, prompt in TOOL_PROBES:
+        template_output = _rendered(template, messages, prompt, special_tokens, tools=[dict(TOOL)])
+        if template_output is None or TOOL["function"]["name"] not in template_output:
+            continue
+        own = [{**messages[0], "tools": [TOOL]}, *map(_with_json_arguments, messages[1:])]
+        # In the calls of gpt-oss, planish follows openai-harmony, which has one more token.
+        format_output, template_output = (
+            text.replace("<|constrain|>", "")
+            for text in (format_text(chat_format, own, prompt), template_output)
+        )
+        if not _is_same(format_output, template_output, prompt):
             return False
     return True
 
 
-def writes_reasoning_like(template: str, chat_format: ChatFormat, bos_token: str = "") -> bool:
+def writes_reasoning_like(
+    template: str, chat_format: ChatFormat, special_tokens: Mapping[str, str] = {}
+) -> bool:
     """Return whether the format's text of an answer with reasoning equals the template's."""
     if not chat_format.capabilities.thinking:
         return False
@@ -116,10 +173,48 @@ def writes_reasoning_like(template: str, chat_format: ChatFormat, bos_token: str
     )
     # The template of gpt-oss reads the reasoning from the key `thinking`.
     answer = {**ANSWER, "reasoning_content": thought, "thinking": thought}
-    return render_template(template, [HELLO, answer], False, bos_token) in (
-        format_output,
-        format_output + "\n",
+    return _is_same(
+        format_output, _rendered(template, [HELLO, answer], False, special_tokens), False
     )
+
+
+def _rendered(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    prompt: bool,
+    special_tokens: Mapping[str, str],
+    **names: Any,
+) -> str | None:
+    """Return the template's text, or None if it rejects the messages."""
+    try:
+        return render_template(template, messages, prompt, **special_tokens, **names)
+    except DamagedFileError:
+        return None
+
+
+def _is_same(format_output: str, template_output: str | None, prompt: bool) -> bool:
+    # A ChatML template writes a line break after the last message. In planish that line break
+    # begins the next header.
+    return template_output == format_output or (
+        not prompt and template_output == f"{format_output}\n"
+    )
+
+
+def _with_json_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose calls have their arguments as JSON text, as in planish."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"]),
+            },
+        }
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def format_text(

@@ -7,7 +7,7 @@ import pytest
 from family_tokenizers import family_tokenizer, template
 from oracle_cases import family_of, is_of_a_family
 
-from planish.errors import DamagedFileError, PlanishError
+from planish.errors import DamagedFileError, PlanishError, UnknownModelError
 from planish.renderers import FORMATS, get_renderer, recommended_renderer_name
 from planish.testing import tiny_model
 
@@ -194,6 +194,71 @@ def test_a_saved_tokenizer_of_each_family_is_recognised(tmp_path):
         # The same model, if generation ended with the end of the text: a base model.
         (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos, 0]}))
         assert recommended_renderer_name(path) == renderer
+
+
+CODER = """{%- if tools %}
+    {{- '<|im_start|>system\n' + messages[0].content + '\n\n# Tools\n\n<tools>' }}
+    {%- for tool in tools %}{{- '\n<function>\n<name>' + tool.function.name + '</name>' }}{%- endfor %}
+    {{- '\n</tools><|im_end|>\n' }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>\n<function=' + call.function.name + '>\n</function>\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+"""Text as Qwen3 Instruct 2507 writes it, and tools in XML, as in Qwen3-Coder."""
+
+
+def test_a_template_with_another_form_of_tools_is_rejected(tmp_path):
+    """qwen3_instruct writes the same text, but calls as JSON."""
+    path = model_directory(tmp_path, "qwen3_moe", CODER, eos_token="<|im_end|>")
+    with pytest.raises(
+        ValueError, match=r"text as renderer qwen3_instruct does, but tools.*chatml"
+    ):
+        recommended_renderer_name(path)
+    without_tools = CODER.replace("{%- if tools %}", "{%- if false %}").replace(
+        "message.tool_calls or []", "[]"
+    )
+    (path / "chat_template.jinja").write_text(without_tools)
+    assert recommended_renderer_name(path) == "qwen3_instruct"
+
+
+ENDS_WITH_EOS = """{%- for message in messages %}
+    {%- if message.role == 'system' %}{{- raise_exception('no system role') }}{%- endif %}
+    {{- bos_token + message.role + ': ' + message.content + eos_token }}
+{%- endfor %}"""
+
+
+def test_templates_with_end_tokens_and_without_system_messages_are_not_damaged(tmp_path):
+    """Such a template is intact, but no renderer writes its format."""
+    tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    path = model_directory(tmp_path, "mistral", ENDS_WITH_EOS, **tokens)
+    with pytest.raises(UnknownModelError, match="writes the format of no renderer"):
+        recommended_renderer_name(path)
+    chatml = template("qwen3_instruct_2507").replace("'<|im_end|>\\n'", "eos_token + '\\n'")
+    assert "eos_token" in chatml
+    path = model_directory(tmp_path, "qwen3", chatml, eos_token="<|im_end|>")
+    assert recommended_renderer_name(path) == "qwen3_instruct"
+    # transformers once wrote the special tokens to a file of their own.
+    path = model_directory(tmp_path, "qwen3", chatml)
+    (path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    assert recommended_renderer_name(path) == "qwen3_instruct"
+
+
+def test_chatml_reads_its_system_message_from_a_template_with_an_end_token():
+    tokenizer = family_tokenizer("qwen", "qwen2_5")
+    tokenizer.chat_template = template("qwen2_5").replace(
+        "<|im_end|>\\n' }}", "' + eos_token + '\\n' }}"
+    )
+    assert "eos_token" in tokenizer.chat_template
+    renderer = get_renderer("chatml", tokenizer)
+    prompt = renderer.build_generation_prompt([{"role": "user", "content": "Hi."}])
+    assert "created by Alibaba Cloud" in tokenizer.decode(prompt.to_ints())
 
 
 def test_the_tiny_test_model_is_recognised(tmp_path):

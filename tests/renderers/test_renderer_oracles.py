@@ -211,7 +211,7 @@ def of_cookbook(name: str, case: str) -> list[int]:
         ("nemotron_3_super", "nemotron3"),
         ("nemotron_3_ultra", "nemotron3_ultra"),
         ("nemotron_3_5_lightning", "nemotron3_ultra"),
-        ("gptoss", "gpt_oss_medium_reasoning"),
+        ("gptoss", "gpt_oss_no_sysprompt"),
         ("qwen3", "qwen3"),
         ("qwen3_instruct_2507", "qwen3_instruct"),
         ("qwen2_5", "chatml"),
