@@ -12,7 +12,8 @@
     |                                    step was rejected
     |- EngineClosedError (RuntimeError)  the engine was closed, or stopped after an earlier error
     |- StorageError (OSError)            a write to disk failed; existing files are undamaged
-    `- UnjudgedAnswerError               a grader cannot tell whether an answer is right
+    |- UnjudgedAnswerError               a grader cannot judge an answer, which counts as wrong
+    `- AbstainError                      a grader cannot judge an answer, which is left out
 
 The classes also derive from the built-in exceptions in parentheses, so `except ValueError` and
 `except OSError` catch them.
@@ -80,8 +81,18 @@ class StorageError(PlanishError, OSError):
 
 
 class UnjudgedAnswerError(PlanishError):
-    """A grader cannot tell whether an answer is right. The environment then counts the answer as
-    wrong. Any other error of a grader ends the rollout.
+    """A grader cannot judge an answer because of the answer's text. A ProblemEnv counts the answer
+    as wrong, since a policy must not profit from such texts.
+    """
+
+
+class AbstainError(PlanishError):
+    """A grader abstains: it cannot judge an answer for a reason outside of the answer, such as a
+    judge that does not reply. The answer is left out of its group, so it has no effect on the
+    baseline, the advantages and the metrics. The metric env/<tag>/abstained counts such answers.
+
+    An exception leaves the return types of graders as they are. A value such as None would be
+    indistinguishable from a forgotten `return`.
     """
 
 

@@ -236,6 +236,8 @@ def _print(console: Console, group: TrajectoryGroup) -> None:
         ):
             console.print(Text(line), soft_wrap=True)
         console.print(Text(f"total reward {totals[index]:.4g}", style="bold"))
+    if group.num_abstained:
+        console.print(Text(f"left out because their grader abstained: {group.num_abstained}"))
 
 
 def _outcome_lines(trajectory: Trajectory, group_reward: float, metrics: Any) -> Sequence[str]:

@@ -1,12 +1,13 @@
 """Ask a model one question: sample answers, or score the given choices."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from string import ascii_uppercase as LETTERS
 from typing import Any
 
 from planish import SamplingClient
 from planish.completers import derived_seed
+from planish.errors import UserError
 from planish.evaluation.types import (
     ChosenAnswer,
     Question,
@@ -16,8 +17,10 @@ from planish.evaluation.types import (
     ScoredChoice,
     Verdict,
 )
+from planish.processes.blocking import call_function
 from planish.processes.interruption import gather_or_cancel
 from planish.renderers import Message, Renderer, get_text_content
+from planish.rl.rewards import read_bool
 from planish.types import ModelInput, SamplingParams
 
 
@@ -49,6 +52,17 @@ def render_choices(question: Question, renderer: Renderer) -> RenderedQuestion:
         tokens, _ = renderer.build_supervised_example([*question.messages, answer])
         messages.append(tokens.to_ints()[prompt.length :])
     return RenderedQuestion(question, prompt, tuple(messages))
+
+
+async def grade(task: SampledTask, question: Question, text: str) -> Verdict:
+    """Return the verdict of the task's grader, which runs in a thread unless it is async. Raises
+    UserError if the grader returns anything else.
+    """
+    name = f"grade of the task {task.name}"
+    verdict: Any = await call_function(partial(task.grade, question, text))
+    if not isinstance(verdict, Verdict):
+        raise UserError(f"{name} returned {verdict!r}; return a planish.evaluation.Verdict")
+    return replace(verdict, correct=read_bool(verdict.correct, f"{name} returned correct="))
 
 
 @dataclass(frozen=True)
@@ -89,16 +103,18 @@ class Answerer:
         response = await self.sampling_client.sample_async(
             prompt=prompt, num_samples=sampling.samples, sampling_params=params
         )
-        answers = []
-        for index, sequence in enumerate(response.sequences):
-            message, _ = self.renderer.parse_response(sequence.tokens)
-            verdict = await task.grade(question, get_text_content(message))  # type: ignore[arg-type]
-            answers.append(
-                self._sampled_answer(
-                    rendered, index, list(sequence.tokens), sequence.stop_reason, verdict
-                )
+        messages = [self.renderer.parse_response(seq.tokens).message for seq in response.sequences]
+        verdicts = await gather_or_cancel(
+            grade(task, question, get_text_content(message)) for message in messages
+        )
+        return [
+            self._sampled_answer(
+                rendered, index, list(sequence.tokens), sequence.stop_reason, verdict
             )
-        return answers
+            for index, (sequence, verdict) in enumerate(
+                zip(response.sequences, verdicts, strict=True)
+            )
+        ]
 
     async def choose(self, rendered: RenderedQuestion) -> ChosenAnswer:
         """Score each choice of a question by the logprob of its message.

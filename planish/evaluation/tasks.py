@@ -28,7 +28,7 @@ class TaskKind:
     """Converts a row to a question. The other arguments are the row's location, for error messages,
     and the question's number.
     """
-    grade: Callable[[Question, str], Awaitable[Verdict]] | None
+    grade: Callable[[Question, str], Verdict | Awaitable[Verdict]] | None
     """Grades an answer; None for tasks that compare the logprobs of choices."""
 
 

@@ -44,7 +44,8 @@ class SampledTask:
     digest: str
     """SHA-256 of all questions of the source, to check that two evaluations ask the same."""
     questions: Sequence[Question]
-    grade: Callable[[Question, str], Awaitable[Verdict]]
+    grade: Callable[[Question, str], Verdict | Awaitable[Verdict]]
+    """Grades an answer. A plain function runs in a thread, so it must be thread-safe."""
     """Grades the text of the model's message."""
 
 

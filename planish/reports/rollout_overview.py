@@ -141,7 +141,7 @@ def _reward_facts(finite_rewards: Sequence[float], num_trajectories: int) -> lis
 def _reward_class_counts(rewards_P_G: Sequence[Sequence[float]]) -> str:
     if not any(len(rewards_G) > 1 for rewards_G in rewards_P_G):
         return ""
-    class_counts = Counter(reward_class(rewards_G) for rewards_G in rewards_P_G)
+    class_counts = Counter(reward_class(rewards_G) for rewards_G in rewards_P_G if rewards_G)
     return ", ".join(
         f"{class_counts[group_class]} {group_class}"
         for group_class in ("mixed", "all good", "all bad")
@@ -208,6 +208,9 @@ def _stop_reason_facts(
     failed = sum(len(rollout.group.rollout_errors) for rollout in groups)
     if failed:
         facts.append(Fact("failed attempts", str(failed), "retried or left out"))
+    abstained = sum(rollout.group.num_abstained for rollout in groups)
+    if abstained:
+        facts.append(Fact("left out", str(abstained), "their grader abstained"))
     return facts
 
 

@@ -76,7 +76,8 @@ def rollout_page(
     rollouts_file: str | None = None,
 ) -> str:
     """Return the page as HTML. Its head summarises all `groups`; the rest shows the first
-    `num_shown` groups, and then `sections`.
+    `num_shown` groups, and then `sections`. Groups without trajectories, because their grader
+    abstained, are not shown.
 
     `advantages_P_G` has a row for each of `groups`; None if the groups are not trained on. `files`
     are names of files in the same directory, to which the page links. `rollouts_file` is the one
@@ -87,6 +88,7 @@ def rollout_page(
     group_views = [
         group_view(rollout, advantages_G, detokenizer)
         for rollout, advantages_G in groups_with_advantages[:num_shown]
+        if rollout.group.trajectories_G
     ]
     trees = [rollout.tree for rollout in groups[:num_shown] if rollout.tree is not None]
     return _TEMPLATES.get_template("rollout_page.html").render(

@@ -3,7 +3,8 @@
 Legend: G trajectories of a group.
 
 Each estimator is a pure function of the total rewards of one group. To add one, write a function
-and add it to `ADVANTAGES`. If all rewards of a group are equal, all advantages are 0.
+and add it to `ADVANTAGES`. If all rewards of a group are equal, all advantages are 0. A group is
+empty if its grader abstained from all answers.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ def standardised(rewards_G: Sequence[float]) -> list[float]:
     GRPO as published (Shao et al. 2024).
     """
     centred_G = mean_centred(rewards_G)
+    if not centred_G:
+        return []
     std = (sum(value * value for value in centred_G) / len(centred_G)) ** 0.5
     return [value / (std + 1e-6) for value in centred_G]
 

@@ -20,6 +20,7 @@ from typing import ClassVar, TypeAlias, TypedDict
 import chz
 
 from planish.completers import StopCondition, TokensWithLogprobs
+from planish.errors import AbstainError
 from planish.types import ModelInput
 from planish.types import StopReason as SamplerStopReason
 
@@ -140,6 +141,10 @@ class TrajectoryGroup:
     """Rewards of `EnvGroupBuilder.compute_group_rewards`, in addition to those of the turns."""
     metrics_G: list[Metrics]
     rollout_errors: list[RolloutError] = field(default_factory=list)
+    num_abstained: int = 0
+    """Number of trajectories that were left out because their grader abstained (AbstainError). If
+    it abstained from all, the group has no trajectories.
+    """
 
     def get_total_rewards(self) -> list[float]:
         """Return for each trajectory the sum of its turns' rewards and its group reward."""
@@ -165,9 +170,12 @@ class EnvGroupBuilder(ABC):
 
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
-    ) -> list[tuple[float, Metrics]]:
+    ) -> Sequence[tuple[float, Metrics] | AbstainError]:
         """Return a further reward and metrics for each trajectory, after all have ended. By
         default they are 0 and {}.
+
+        An AbstainError in place of such a pair leaves the trajectory out of the group. If the
+        method raises AbstainError, all trajectories are left out.
         """
         return [(0.0, {}) for _ in trajectory_group]
 
@@ -197,7 +205,7 @@ class WrappedGroup(EnvGroupBuilder):
 
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
-    ) -> list[tuple[float, Metrics]]:
+    ) -> Sequence[tuple[float, Metrics] | AbstainError]:
         """Return the rewards and metrics of the other group."""
         return await self.inner.compute_group_rewards(trajectory_group, env_group)
 

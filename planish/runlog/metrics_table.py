@@ -29,7 +29,7 @@ _DETAIL = re.compile(
     r"|(.+/)?env/.+/(total_\w+|ob_tokens_per_turn|stop/completed|by_group/frac_(all|degenerate)\w*)"
 )
 _RARE_EVENT = re.compile(
-    r"(.+/)?env/.+/(stop/\w+|unjudged|tool_errors)|num_(truncated|left_out)|rollout_errors/.+"
+    r"(.+/)?env/.+/(stop/\w+|unjudged|abstained|tool_errors)|num_(truncated|left_out)|rollout_errors/.+"
 )
 MIN_TIME_FRACTION = 0.05
 """A span is shown if it takes at least this share of the step's time."""

@@ -20,12 +20,14 @@ error), tool_calls/NAME for each tool, and the metrics of the tools and the rewa
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any, TypeAlias, cast
 
 import chz
 
 from planish.errors import UserError
+from planish.processes.blocking import call_function
 from planish.renderers import Message, Renderer, get_text_content
 from planish.renderers.renderer import Messages, with_tools
 from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
@@ -35,18 +37,16 @@ from planish.rl.limits import (
     TerminationRewardPolicy,
     ToolExecution,
 )
+from planish.rl.rewards import Reward, function_name, read_graded
 from planish.rl.rollout.group_rollout import time_limit
 from planish.rl.types import Logs, Metrics, StopReason
-from planish.tool_use.blocking import call_function
 from planish.tool_use.toolbox import CallResult, Toolbox
 from planish.tool_use.tools import Tool, tool_spec
 
 RewardResult: TypeAlias = tuple[float, Metrics]
-RewardFn: TypeAlias = Callable[
-    [list[Message]], float | RewardResult | Awaitable[float] | Awaitable[RewardResult]
-]
-"""Takes the messages of the whole episode and returns a reward, or a reward and metrics. A plain
-function runs in a thread.
+RewardFn: TypeAlias = Callable[[list[Message]], Reward | Awaitable[Reward]]
+"""Takes a copy of the messages of the whole episode and returns a reward (see `Reward`). A plain
+function runs in a thread. Raise AbstainError to leave the episode out of its group.
 """
 
 MAX_TURNS = 5
@@ -162,10 +162,9 @@ class AgentToolMessageEnv(MessageEnv):
         async with time_limit(
             "grader_timeout_seconds", policy.grader_timeout_seconds if policy else None
         ):
-            result = await call_function(partial(self.reward_fn, list(messages)))
-        reward_value, metrics = result if isinstance(result, tuple) else (result, {})
-        reward = float(reward_value)
-        return (reward if policy is None else policy.clamp(reward, reason)), dict(metrics)
+            result = await call_function(partial(self.reward_fn, deepcopy(messages)))
+        reward, metrics = read_graded(result, function_name(self.reward_fn))
+        return (reward if policy is None else policy.clamp(reward, reason)), metrics
 
     def _metrics(self, num_calls: int, results: Sequence[CallResult]) -> Metrics:
         metrics: Metrics = {

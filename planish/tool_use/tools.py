@@ -13,9 +13,9 @@ from types import FunctionType, MethodType
 from typing import Any, Protocol, overload, runtime_checkable
 
 from planish.errors import UserError
+from planish.processes.blocking import call_function
 from planish.renderers import ToolSpec
 from planish.rl.types import Metrics
-from planish.tool_use.blocking import call_function
 from planish.tool_use.parameters import read_docstring, read_parameters
 
 

@@ -15,12 +15,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from planish import SamplingClient, ServiceClient
 from planish.client.local import models_used_together
 from planish.files import write_atomically
+from planish.processes.blocking import call_function
 from planish.processes.interruption import Interrupted, Interruption, first_error, run_uncancelled
 from planish.runlog.checkpoints import RunCheckpoints, RunStart, recipe_metadata, start_training
 from planish.runlog.console import StepDisplay
@@ -163,15 +165,16 @@ class RunLoop:
         self, evaluator: Evaluator, sampling_client: SamplingClient | None
     ) -> Metrics:
         """Return the metrics of one evaluator. It gets the training client or the sampling client,
-        depending on its class.
+        depending on its class. An evaluator whose __call__ is not async runs in a thread.
         """
         name = evaluator_name(evaluator)
         with self.display.evaluation(name):
             if isinstance(evaluator, TrainingClientEvaluator):
-                result = await evaluator(self.training_client)
+                call = partial(evaluator, self.training_client)
             else:
                 assert sampling_client is not None
-                result = await evaluator(sampling_client)
+                call = partial(evaluator, sampling_client)
+            result = await call_function(call)
             return validate_metrics(result, f"the evaluator {name}")
 
     def log_step(

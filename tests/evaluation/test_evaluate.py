@@ -5,6 +5,7 @@ question is sent.
 import asyncio
 import json
 import re
+import threading
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from metric_tables import definition_of
 
 from planish.datasets.process_grader import SharedGrader
 from planish.errors import UserError
-from planish.evaluation import Sampling, TaskEvaluator, boxed, evaluate, load_task
+from planish.evaluation import Sampling, TaskEvaluator, Verdict, boxed, evaluate, load_task
 from planish.evaluation.metrics import with_log_names
 
 DRAWN = Sampling(samples=4, max_tokens=200, temperature=0.8, seed=5)
@@ -294,3 +295,34 @@ def test_the_evaluator_of_a_training_loop(tokenizer, sums, capitals):
     )
     for key in [*metrics, *asyncio.run(scored(cast(Any, FakeSampler(tokenizer))))]:
         assert definition_of(key, "evaluation.md") is not None, key
+
+
+def test_plain_graders_run_at_the_same_time(tokenizer, sums):
+    """The grader of each of a question's four answers waits for the other three."""
+    barrier = threading.Barrier(4)
+
+    def grade(question, text):
+        barrier.wait(60)
+        return Verdict(True, text)
+
+    task = replace(load_task("gsm8k", sums, limit=2), grade=grade)
+    results = measured(FakeSampler(tokenizer, lucky_sum), task, DRAWN, concurrency=1)
+    assert results.metrics["num_correct"] == 8
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "grade of the task gsm8k returned None; return a planish.evaluation.Verdict"),
+        (True, "grade of the task gsm8k returned True; return a"),
+        (
+            Verdict(cast(Any, (False, "why")), None),
+            r"returned correct=\(False, 'why'\); return True",
+        ),
+        (Verdict(cast(Any, None), None), "returned correct=None; return True or False"),
+    ],
+)
+def test_a_grader_must_return_a_verdict(tokenizer, sums, returned, message):
+    task = replace(load_task("gsm8k", sums, limit=1), grade=lambda question, text: returned)
+    with pytest.raises(UserError, match=message):
+        measured(FakeSampler(tokenizer, lucky_sum), task, DRAWN)

@@ -41,6 +41,7 @@ def test_each_rollout_metric_equals_its_definition():
     metrics = environment_metrics([first, second])
     assert metrics == {
         "env/all/reward/total": pytest.approx((1 + 0 + 0.6 + 0.6) / 4),
+        "env/all/abstained": 0.0,
         "env/all/ac_tokens_per_turn": (2 + 4 + 6 + 1 + 3) / 5,
         "env/all/ob_tokens_per_turn": (4 + 8 + 4 + 2 + 2) / 5,
         "env/all/turns_per_episode": 5 / 4,

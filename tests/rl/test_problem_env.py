@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from byte_chat import END, ScriptedPolicy, tokens_of
 
 from planish import logtree
@@ -105,15 +106,45 @@ class Judged(Sum):
         return self.verdict
 
 
-@pytest.mark.parametrize("verdict", [0.5, 2, np.float32(0.25), "No"])
+class Formed(Judged):
+    """Returns the given verdict on the format."""
+
+    def check_answer(self, sample_str):
+        return True
+
+    def check_format(self, sample_str):
+        return self.verdict
+
+
+NO_VERDICTS = [
+    *(0.5, 2, -1, np.float32(0.25), float("nan"), 1 + 0j),
+    *("No", "", "True", b"", None, re.match("a", "a"), re.match("a", "b"), object()),
+    *((False, "why"), (True,), [0.0], [], {"correct": False}, {}, {1}, range(1)),
+    *(np.array([True]), np.array([[0]]), torch.tensor([1.0]), torch.tensor(0.5)),
+]
+
+
+@pytest.mark.parametrize("verdict", NO_VERDICTS, ids=repr)
 def test_a_verdict_must_be_a_bool(renderer, verdict):
     with pytest.raises(UserError, match=r"Judged.check_answer returned .*return True or False"):
         answered(Judged(verdict, renderer), f"= 5{END}")
+    with pytest.raises(UserError, match=r"Formed.check_format returned .*return True or False"):
+        answered(Formed(verdict, renderer), f"= 5{END}")
 
 
-@pytest.mark.parametrize("verdict", [1, 1.0, np.bool_(True), re.match("a", "a")])
-def test_a_truthy_verdict_counts_as_correct(renderer, verdict):
+@pytest.mark.parametrize("verdict", [1, 1.0, True, np.bool_(True), np.int8(1), torch.tensor(True)])
+def test_a_true_verdict_counts_as_correct(renderer, verdict):
     assert answered(Judged(verdict, renderer), f"= 5{END}").reward == 1.0
+
+
+@pytest.mark.parametrize("verdict", [0, 0.0, False, np.bool_(False), torch.tensor(0)])
+def test_a_false_verdict_counts_as_wrong(renderer, verdict):
+    assert answered(Judged(verdict, renderer), f"= 5{END}").reward == 0.0
+
+
+def test_a_check_without_a_return_statement_is_named(renderer):
+    with pytest.raises(UserError, match=r"Judged\.check_answer returned None.*without a return st"):
+        answered(Judged(None, renderer), f"= 5{END}")
 
 
 def test_the_stop_reason_of_a_problem_is_reported(renderer):

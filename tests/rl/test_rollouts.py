@@ -490,8 +490,8 @@ class BadGrades(Group):
             [(0.0, {}), (0.0, {"won": [1]})] * 2,
             r"for trajectory 1, returned the metric won=\[1\]; return a number",
         ),
-        ([("much", {})] * 4, "returned the reward 'much' for trajectory 0"),
-        ([(0.0, {}), (float("nan"), {})] * 2, "returned the reward nan for trajectory 1"),
+        ([("much", {})] * 4, "returned reward='much' for trajectory 0"),
+        ([(0.0, {}), (float("nan"), {})] * 2, "returned reward=nan for trajectory 1"),
     ],
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)

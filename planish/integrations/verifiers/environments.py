@@ -37,6 +37,7 @@ from planish.integrations.verifiers.messages import (
 from planish.renderers import Message, Renderer
 from planish.renderers.renderer import with_tools
 from planish.rl.environments.conversation import Conversation
+from planish.rl.rewards import read_reward
 from planish.rl.types import (
     Action,
     ActionExtra,
@@ -49,6 +50,7 @@ from planish.rl.types import (
     StopReason,
     Trajectory,
 )
+from planish.runlog.evaluators import validate_metrics
 from planish.types import ModelInput
 
 _STOP_REASONS = {
@@ -291,5 +293,6 @@ class VerifiersGroup(EnvGroupBuilder):
 def _reward_and_metrics(state: Any) -> tuple[float, Metrics]:
     if not state["trajectory"]:
         return 0.0, {}
-    metrics = {name: float(value) for name, value in (state["metrics"] or {}).items()}
-    return float(state["reward"]), {**metrics, "truncated": float(state["is_truncated"])}
+    metrics = validate_metrics(state["metrics"] or {}, "the rubric")
+    reward = read_reward(state["reward"], "the rubric")
+    return reward, {**metrics, "truncated": float(state["is_truncated"])}

@@ -34,7 +34,7 @@ from planish.renderers import Message, Renderer
 from planish.rl.environments.conversation import Conversation
 from planish.rl.environments.message_turn import Turn, TurnOutcome, log_turn
 from planish.rl.limits import ParseErrorPolicy, RolloutLimits
-from planish.rl.rollout.single_rollout import validate_done
+from planish.rl.rewards import read_bool, read_graded, read_reward
 from planish.rl.types import (
     Action,
     ActionExtra,
@@ -292,14 +292,15 @@ class EnvFromMessageEnv(Env):
                 "MessageStepResult"
             )
         replies = self._conversation.replies(turn.message, step.next_messages)
+        where = f" in turn {self._num_turns}"
         outcome = TurnOutcome(
-            step.reward,
+            read_reward(step.reward, name, where),
             metrics=step.metrics,
             logs=step.logs,
             next_stop_condition=step.next_stop_condition,
             replies=step.next_messages if replies is None else replies,
         )
-        if validate_done(step.episode_done, name, f" in turn {self._num_turns}"):
+        if read_bool(step.episode_done, f"{name} returned episode_done=", where):
             return replace(outcome, stop_reason=step.stop_reason or StopReason.COMPLETED)
         self._conversation.update(turn.message, turn.action, step.next_messages)
         return outcome
@@ -319,7 +320,8 @@ class EnvFromMessageEnv(Env):
 
     async def _stop_by_limit(self, outcome: TurnOutcome, reason: StopReason) -> TurnOutcome:
         """Return the outcome of a turn that is the last one because of a limit."""
-        reward, metrics = await self.message_env.stopped_by_limit(reason)
+        name = f"{type(self.message_env).__name__}.stopped_by_limit"
+        reward, metrics = read_graded(await self.message_env.stopped_by_limit(reason), name)
         return replace(
             outcome,
             reward=outcome.reward + reward,

@@ -3,21 +3,29 @@
     reward = format_coef * (format - 1) + correct
 
 `format` is 1 if the answer ends with a stop sequence and `check_format` returns True. So a wrong
-format costs `format_coef`, and a right format alone earns nothing. An answer that the grader cannot
-judge counts as wrong; the metric `unjudged` counts such answers.
+format costs `format_coef`, and a right format alone earns nothing.
+
+A check that raises UnjudgedAnswerError cannot judge the answer because of the answer's text. The
+answer then counts as wrong, and the metric `unjudged` counts it. A check that raises AbstainError
+cannot judge the answer for another reason. The answer is then left out of its group.
+
+Both checks may be async. A plain check runs in a thread of its own, so that it may block. Checks
+must be thread-safe, because several answers are graded at the same time.
 """
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from planish import logtree
 from planish.completers import StopCondition
-from planish.errors import UnjudgedAnswerError, UserError
+from planish.errors import AbstainError, UnjudgedAnswerError, UserError
+from planish.processes.blocking import call_function
 from planish.renderers import Message, Renderer, get_text_content
 from planish.renderers.renderer import Messages
+from planish.rl.rewards import read_verdict
 from planish.rl.types import (
     Action,
     ActionExtra,
@@ -77,9 +85,7 @@ class ProblemEnv(Env):
 
     @abstractmethod
     def check_answer(self, sample_str: str) -> bool | Awaitable[bool]:
-        """Return whether the text of the policy's message is right, as a bool and not a score. Make
-        a slow check an async method.
-        """
+        """Return whether the text of the policy's message is right, as a bool and not a score."""
 
     @abstractmethod
     def check_format(self, sample_str: str) -> bool:
@@ -98,16 +104,16 @@ class ProblemEnv(Env):
         """Grade the answer and end the episode."""
         message, termination = self.renderer.parse_response(action)
         text = get_text_content(message)
-        needs_stop_sequence = self.require_stop_sequence_for_format
-        has_ended = termination.is_stop_sequence if needs_stop_sequence else termination.is_clean
-        format_score = float(has_ended and self._is_true("check_format", self.check_format(text)))
-        verdict = await self._grade(text)
-        correct = float(bool(verdict))
-        reward = self.format_coef * (format_score - 1.0) + correct
         with logtree.scope_header("Prompt"):
             logtree.conversation(self._messages())
         with logtree.scope_header("Policy Response"):
             logtree.conversation([message])
+        needs_stop_sequence = self.require_stop_sequence_for_format
+        has_ended = termination.is_stop_sequence if needs_stop_sequence else termination.is_clean
+        format_score = float(has_ended and await self._call("check_format", text))
+        verdict = await self._grade(text)
+        correct = float(bool(verdict))
+        reward = self.format_coef * (format_score - 1.0) + correct
         with logtree.scope_header("Reward"):
             logtree.table_from_dict(
                 {
@@ -124,23 +130,14 @@ class ProblemEnv(Env):
     async def _grade(self, text: str) -> bool | None:
         """Return whether the answer is right; None if the grader cannot judge it."""
         try:
-            verdict = self.check_answer(text)
-            verdict = await verdict if inspect.isawaitable(verdict) else verdict
+            return await self._call("check_answer", text)
         except UnjudgedAnswerError:
             return None
-        return self._is_true("check_answer", verdict)
 
-    def _is_true(self, method: str, verdict: Any) -> bool:
-        """Return `verdict` as a bool. Raises UserError for texts and for numbers other than 0 and
-        1: Python would treat a score of 0.5 or a text "No" as True.
-        """
-        value = verdict.item() if hasattr(verdict, "item") else verdict
-        if isinstance(value, str) or (isinstance(value, (int, float)) and value not in (0, 1)):
-            raise UserError(
-                f"{type(self).__name__}.{method} returned {value!r}; return True or False "
-                "(for scores there is RewardEnv)"
-            )
-        return bool(value)
+    async def _call(self, method: str, text: str) -> bool:
+        """Return the verdict of a check, which runs in a thread unless it is async."""
+        verdict = await call_function(partial(getattr(self, method), text))
+        return read_verdict(verdict, f"{type(self).__name__}.{method}")
 
     def _messages(self) -> list[Message]:
         return [*self.convo_prefix, {"role": "user", "content": self.get_question()}]
@@ -170,7 +167,7 @@ class ProblemGroupBuilder(EnvGroupBuilder):
 
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
-    ) -> list[tuple[float, Metrics]]:
+    ) -> Sequence[tuple[float, Metrics] | AbstainError]:
         """Return no further reward, and the metrics of each episode."""
         if self.episode_metrics is None:
             return [(0.0, {}) for _ in env_group]

@@ -4,15 +4,20 @@
 
     builder = RewardDatasetBuilder(dataset="questions.jsonl", reward=reward, model_name=MODEL)
 
-The function takes the text of the answer and the row of the question. It returns a finite number,
-or a dict of named numbers, whose sum is the reward. Each named number is also a metric. The
-function may be async.
+The function takes the text of the answer and a copy of the row of the question. It returns a finite
+number, or a dict of named numbers, whose sum is the reward. Each named number is also a metric. A
+pair of a number and a dict of metrics is possible too. If the function raises AbstainError, the
+answer is left out of its group.
+
+The function may be async. A plain function runs in a thread of its own, so that it may block. It
+must be thread-safe, because several answers are graded at the same time.
 """
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import chz
@@ -21,10 +26,11 @@ from planish import logtree
 from planish.completers import StopCondition
 from planish.datasets.rows import has_split, rows_with_locations
 from planish.errors import UserError
+from planish.processes.blocking import call_function
 from planish.renderers import Message, Renderer, get_text_content
 from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.environments.problem_env import final_step
-from planish.rl.rollout.single_rollout import validate_reward
+from planish.rl.rewards import Reward, function_name, read_graded
 from planish.rl.types import (
     Action,
     ActionExtra,
@@ -35,7 +41,6 @@ from planish.rl.types import (
 )
 
 Row: TypeAlias = Mapping[str, Any]
-Reward: TypeAlias = float | Mapping[str, float]
 Question: TypeAlias = tuple[list[Message], Row]
 """The conversation up to the answer, and the row that it is from."""
 RewardFunction: TypeAlias = Callable[[str, Row], Reward | Awaitable[Reward]]
@@ -50,7 +55,7 @@ class RewardEnv(Env):
     """The conversation up to the answer."""
     row: Row
     reward: RewardFunction
-    """Called with the text of the answer and `row`."""
+    """Called with the text of the answer and a copy of `row`."""
 
     async def initial_observation(self) -> tuple[Observation, StopCondition]:
         """Return the prompt with the messages, and the renderer's stop sequences."""
@@ -62,25 +67,17 @@ class RewardEnv(Env):
         that is not a number, and NonFiniteError for one that is not finite.
         """
         message, termination = self.renderer.parse_response(action)
-        returned = self.reward(get_text_content(message), self.row)
-        result = await returned if inspect.isawaitable(returned) else returned
-        name = getattr(self.reward, "__name__", "the reward function")
-        metrics = {"ended": float(termination.is_clean)}
-        if isinstance(result, Mapping):
-            components = {
-                str(key): validate_reward(value, f"{name}, {key}") for key, value in result.items()
-            }
-            if "ended" in components:
-                raise UserError(
-                    f"{name} returned a part 'ended', which is already the name of a metric; "
-                    "rename it"
-                )
-            metrics |= components
-            reward = validate_reward(sum(components.values()), name)
-        else:
-            reward = validate_reward(result, name)
         with logtree.scope_header("Conversation"):
             logtree.conversation([*self.messages, message])
+        # All answers to a question share its row, and a function may change what it gets.
+        call = partial(self.reward, get_text_content(message), deepcopy(self.row))
+        name = function_name(self.reward)
+        reward, metrics = read_graded(await call_function(call), name)
+        if "ended" in metrics:
+            raise UserError(
+                f"{name} returned a part 'ended', which is already the name of a metric; rename it"
+            )
+        metrics = {"ended": float(termination.is_clean), **metrics}
         with logtree.scope_header("Reward"):
             logtree.table_from_dict({**metrics, "reward": reward})
         return final_step(self.renderer, reward, extra, metrics)

@@ -6,6 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from planish import SamplingClient
 from planish.completers import TinkerTokenCompleter, derived_seed
+from planish.errors import AbstainError
 from planish.processes.interruption import gather_or_cancel
 from planish.rl.rollout.metrics import environment_metrics, repeated_sample_metrics
 from planish.rl.rollout.rollouts import GroupRollout
@@ -39,9 +40,9 @@ class RepeatedGroup(EnvGroupBuilder):
 
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
-    ) -> list[tuple[float, Metrics]]:
+    ) -> list[tuple[float, Metrics] | AbstainError]:
         """Return the rewards and metrics of each group's trajectories."""
-        grades: dict[int, tuple[float, Metrics]] = {}
+        grades: dict[int, tuple[float, Metrics] | AbstainError] = {}
         for index, inner in enumerate(self.inners):
             own = [
                 (trajectory, env)
@@ -50,7 +51,11 @@ class RepeatedGroup(EnvGroupBuilder):
             ]
             if own:
                 trajectories, envs = map(list, zip(*own, strict=True))
-                graded = await inner.compute_group_rewards(trajectories, envs)
+                graded: Sequence[tuple[float, Metrics] | AbstainError]
+                try:
+                    graded = await inner.compute_group_rewards(trajectories, envs)
+                except AbstainError as error:
+                    graded = [error] * len(envs)
                 grades |= {id(env): grade for env, grade in zip(envs, graded, strict=True)}
         return [grades[id(env)] for env in env_group]
 

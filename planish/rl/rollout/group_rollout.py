@@ -9,6 +9,10 @@ The environments of a builder with `plays_together = True` interact. If one of t
 rollouts of the group are cancelled, and a retry makes all environments anew. No trajectory is left
 out.
 
+A trajectory whose grader abstains (AbstainError) is left out without a retry. It counts as
+successful, because nothing failed. If the environments of a group interact, all its trajectories
+are left out.
+
 The seed of a first attempt does not depend on failures. Each retry has a seed of its own, since the
 same samples may lead to the same failure.
 """
@@ -24,7 +28,7 @@ from typing import TypeVar
 
 from planish import logtree
 from planish.completers import TokenCompleter, derived_seed
-from planish.errors import EngineClosedError, UserError
+from planish.errors import AbstainError, EngineClosedError, UserError
 from planish.processes.interruption import exits_as_errors, first_error
 from planish.rl.rollout.single_rollout import OnTurn, do_single_rollout
 from planish.rl.rollout.strategy import RolloutStrategy
@@ -54,6 +58,8 @@ class GroupRun:
     on_turn: OnTurn | None = None
     failures: list[RolloutError] = field(default_factory=list)
     """All failed attempts so far, whether or not a retry succeeded."""
+    num_abstained: int = 0
+    """Number of trajectories that were left out because their grader abstained."""
 
     def __post_init__(self) -> None:
         self.rules = self.strategy.rules(1)
@@ -64,8 +70,8 @@ class GroupRun:
         self._make_envs_lock = asyncio.Lock()
 
     async def run(self) -> list[FinishedRollout]:
-        """Return the finished rollouts in the order of the environments. If too few rollouts
-        succeed, the error of a failed one is raised.
+        """Return the finished rollouts in the order of the environments, without those whose grader
+        abstained. If too few rollouts succeed, the error of a failed one is raised.
         """
         envs = await self.retry(self._make_envs)
         self.rules = self.strategy.rules(len(envs))
@@ -83,9 +89,17 @@ class GroupRun:
         while True:
             try:
                 return await work()
+            except AbstainError:
+                raise
             except Exception as error:
                 if not self._use_retry(error):
                     raise
+
+    def abstain(self, error: AbstainError, consequence: str, count: int = 1) -> None:
+        """Count `count` trajectories that are left out because a grader abstained."""
+        self.num_abstained += count
+        logger.info("a grader abstained, so %s: %s", consequence, error)
+        logtree.log_text(f"A grader abstained, so {consequence}: {error}")
 
     async def _run_one(self, index: int, env: Env) -> FinishedRollout | None:
         """Return a rollout, after retries if necessary; None if it failed and is left out."""
@@ -94,6 +108,10 @@ class GroupRun:
                 if attempt > 0:
                     env = (await self._make_envs())[index]
                 finished = await self._attempt(index, env, attempt)
+            except AbstainError as error:
+                self._num_successful += 1
+                self.abstain(error, f"trajectory {index} is left out")
+                return None
             except Exception as error:
                 if not self._use_retry(
                     error, is_needed=self._num_successful < self.rules.min_successful
@@ -115,6 +133,9 @@ class GroupRun:
                             tasks.create_task(self._attempt(i, env, attempt))
                             for i, env in enumerate(envs)
                         ]
+            except AbstainError as error:
+                self.abstain(error, "all trajectories are left out", len(envs))
+                return []
             except Exception as error:
                 if not self._use_retry(error):
                     raise

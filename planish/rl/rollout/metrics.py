@@ -58,7 +58,7 @@ def _metrics_by_tag(
 
 
 def _pass_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
-    verdicts_P_G = [_verdicts(group.group) for group in groups_P]
+    verdicts_P_G = [_verdicts(group.group) for group in groups_P if group.group.trajectories_G]
     if all(verdict is None for verdicts_G in verdicts_P_G for verdict in verdicts_G):
         return {}
     counts_P = [(len(verdicts_G), verdicts_G.count(True)) for verdicts_G in verdicts_P_G]
@@ -89,6 +89,12 @@ def verdict(metric_dicts: Iterable[Mapping[str, float]]) -> bool | None:
 
 
 def _group_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
+    num_abstained = sum(group.group.num_abstained for group in groups_P)
+    num_episodes = sum(len(group.group.trajectories_G) for group in groups_P)
+    abstained: Metrics = {"abstained": num_abstained / (num_abstained + num_episodes)}
+    if num_episodes == 0:
+        return abstained
+    groups_P = [group for group in groups_P if group.group.trajectories_G]
     turns = _turns(groups_P)
     means = _means(
         [
@@ -96,12 +102,16 @@ def _group_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
             *(m for group in groups_P for m in group.group.metrics_G),
         ]
     )
-    return means | group_metrics(
-        [group.group.get_total_rewards() for group in groups_P],
-        num_turns=len(turns),
-        action_tokens=sum(len(turn.ac.tokens) for turn in turns),
-        observation_tokens=sum(turn.ob.length for turn in turns),
-        cached_tokens=sum(turn.ac.prompt_cache_hit_tokens for turn in turns),
+    return (
+        means
+        | abstained
+        | group_metrics(
+            [group.group.get_total_rewards() for group in groups_P],
+            num_turns=len(turns),
+            action_tokens=sum(len(turn.ac.tokens) for turn in turns),
+            observation_tokens=sum(turn.ob.length for turn in turns),
+            cached_tokens=sum(turn.ac.prompt_cache_hit_tokens for turn in turns),
+        )
     )
 
 

@@ -12,7 +12,6 @@ the first attempt of trajectory g samples with `policy.seeded(derived_seed(seed,
 """
 
 import logging
-import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,9 +19,10 @@ from typing import Any
 
 from planish import logtree
 from planish.completers import TokenCompleter
-from planish.errors import NonFiniteError, UserError
+from planish.errors import AbstainError, UserError
 from planish.processes.interruption import run_uncancelled
 from planish.rl.limits import TerminationRewardPolicy
+from planish.rl.rewards import read_reward
 from planish.rl.rollout.group_rollout import (
     FinishedRollout,
     GroupRun,
@@ -33,7 +33,7 @@ from planish.rl.rollout.group_rollout import (
 )
 from planish.rl.rollout.single_rollout import OnTurn, do_single_rollout
 from planish.rl.rollout.strategy import FailFast, FailureRules, RolloutStrategy
-from planish.rl.types import EnvGroupBuilder, Metrics, RolloutError, TrajectoryGroup
+from planish.rl.types import EnvGroupBuilder, Metrics, RolloutError, Trajectory, TrajectoryGroup
 from planish.runlog.evaluators import validate_metrics
 
 __all__ = ["GroupRollout", "OnTurn", "do_group_rollout", "do_single_rollout"]
@@ -51,7 +51,7 @@ class GroupRollout:
     """Index in its batch."""
     tags: list[str]
     group: TrajectoryGroup
-    """The trajectories, at least one."""
+    """The trajectories; none if the grader abstained from all of them."""
     sampler_step: int | None
     """Optimizer step of the weights that sampled the group."""
     tree: logtree.Node | None
@@ -75,7 +75,8 @@ async def do_group_rollout(
     """Roll out and grade one group; return None if the strategy dropped it. The default strategy is
     FailFast().
 
-    Failed attempts are appended to `failures`, also if the group is dropped. They are also in the
+    A trajectory whose grader abstained is missing from the group, and counted in its
+    `num_abstained`. Failed attempts are appended to `failures`, also if the group is dropped. They are also in the
     `rollout_errors` of the returned group. With `termination.zero_reward_on_limit`, the group
     reward of a trajectory that a limit ended is lowered so that its total reward is at most 0.
     """
@@ -83,9 +84,15 @@ async def do_group_rollout(
     try:
         async with cleanup_after(builder, run.rules):
             rollouts_G = await run.run()
-            grades_G = await run.retry(
+            graded_G = await run.retry(
                 lambda: grade_group(builder, rollouts_G, termination or TerminationRewardPolicy())
             )
+            kept_G: list[tuple[Trajectory, Grade]] = []
+            for finished, grade in zip(rollouts_G, graded_G, strict=True):
+                if isinstance(grade, AbstainError):
+                    run.abstain(grade, "one trajectory of the group is left out")
+                else:
+                    kept_G.append((finished.trajectory, grade))
     except Exception as error:
         if not run.rules.drops_group or not is_retryable(error):
             raise
@@ -95,10 +102,11 @@ async def do_group_rollout(
         if failures is not None:
             failures += run.failures
     return TrajectoryGroup(
-        [finished.trajectory for finished in rollouts_G],
-        [reward for reward, _ in grades_G],
-        [metrics for _, metrics in grades_G],
+        [trajectory for trajectory, _ in kept_G],
+        [reward for _, (reward, _) in kept_G],
+        [metrics for _, (_, metrics) in kept_G],
         run.failures,
+        run.num_abstained,
     )
 
 
@@ -106,8 +114,10 @@ async def grade_group(
     builder: EnvGroupBuilder,
     rollouts_G: list[FinishedRollout],
     termination: TerminationRewardPolicy,
-) -> list[Grade]:
-    """Return the group reward and metrics of each trajectory, clamped by `termination`."""
+) -> list[Grade | AbstainError]:
+    """Return the group reward and metrics of each trajectory, clamped by `termination`, or an
+    AbstainError.
+    """
     skipped_G = [
         termination.skips_grading(finished.trajectory.stop_reason) for finished in rollouts_G
     ]
@@ -116,21 +126,25 @@ async def grade_group(
         for finished, is_skipped in zip(rollouts_G, skipped_G, strict=True)
         if not is_skipped
     ]
-    grades: list[Grade] = []
+    grades: list[Grade | AbstainError] = []
     if graded_G:
-        with error_context("compute_group_rewards", builder):
-            async with time_limit("grader_timeout_seconds", termination.grader_timeout_seconds):
-                returned = await builder.compute_group_rewards(
-                    [finished.trajectory for finished in graded_G],
-                    [finished.env for finished in graded_G],
-                )
+        returned: Any
+        try:
+            with error_context("compute_group_rewards", builder):
+                async with time_limit("grader_timeout_seconds", termination.grader_timeout_seconds):
+                    returned = await builder.compute_group_rewards(
+                        [finished.trajectory for finished in graded_G],
+                        [finished.env for finished in graded_G],
+                    )
+        except AbstainError as error:
+            returned = [error] * len(graded_G)
         grades = validate_grades(returned, builder, len(graded_G))
     remaining_grades = iter(grades)
-    grades_G: list[Grade] = [
+    grades_G: list[Grade | AbstainError] = [
         (0.0, {}) if is_skipped else next(remaining_grades) for is_skipped in skipped_G
     ]
     return [
-        clamp_reward(grade, finished, termination)
+        grade if isinstance(grade, AbstainError) else clamp_reward(grade, finished, termination)
         for grade, finished in zip(grades_G, rollouts_G, strict=True)
     ]
 
@@ -148,10 +162,12 @@ def clamp_reward(
     return (reward if clamped_total == total else clamped_total - trajectory.step_rewards), metrics
 
 
-def validate_grades(returned: Any, builder: EnvGroupBuilder, size: int) -> list[Grade]:
+def validate_grades(
+    returned: Any, builder: EnvGroupBuilder, size: int
+) -> list[Grade | AbstainError]:
     """Return the result of `compute_group_rewards` as grades. Raises UserError unless there is one
-    (reward, metrics) for each of `size` trajectories, and NonFiniteError for a reward that is not
-    finite.
+    (reward, metrics) or AbstainError for each of `size` trajectories, and NonFiniteError for a
+    reward that is not finite.
     """
     name = f"compute_group_rewards of {type(builder).__qualname__}"
     remedy = "return one (reward, metrics) for each trajectory"
@@ -161,25 +177,18 @@ def validate_grades(returned: Any, builder: EnvGroupBuilder, size: int) -> list[
         raise UserError(
             f"{name} returned {len(returned)} rewards for {size} trajectories; {remedy}"
         )
-    grades: list[Grade] = []
+    grades: list[Grade | AbstainError] = []
     for index, grade in enumerate(returned):
+        if isinstance(grade, AbstainError):
+            grades.append(grade)
+            continue
         if (
             not isinstance(grade, list | tuple)
             or len(grade) != 2
             or not isinstance(grade[1], Mapping)
         ):
             raise UserError(f"{name} returned {grade!r} for trajectory {index}; {remedy}")
-        try:
-            reward = float(grade[0])
-        except (TypeError, ValueError):
-            raise UserError(
-                f"{name} returned the reward {grade[0]!r} for trajectory {index}; return a number"
-            ) from None
-        if not math.isfinite(reward):
-            raise NonFiniteError(
-                f"{name} returned the reward {reward} for trajectory {index}; return a finite "
-                "number"
-            )
+        reward = read_reward(grade[0], name, f" for trajectory {index}")
         grades.append((reward, validate_metrics(grade[1], f"{name}, for trajectory {index},")))
     return grades
 

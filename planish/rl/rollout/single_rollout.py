@@ -19,15 +19,15 @@ The rollout opens no log scope and starts no task, so the environment logs to th
 
 import asyncio
 import inspect
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from planish.completers import StopCondition, TokenCompleter, TokensWithLogprobs
-from planish.errors import NonFiniteError, UserError
+from planish.errors import UserError
 from planish.rl.limits import RolloutLimits
+from planish.rl.rewards import read_bool, read_graded, read_reward
 from planish.rl.types import (
     Env,
     InitialObservationOverflow,
@@ -54,7 +54,7 @@ async def do_single_rollout(
     initial = await env.initial_observation()
     if isinstance(initial, InitialObservationOverflow):
         name = f"{type(env).__name__}.initial_observation"
-        reward = validate_reward(initial.reward, name)
+        reward = read_reward(initial.reward, name)
         metrics = validate_metrics(initial.metrics, name)
         last_turn = transition_without_action(
             ModelInput.empty(), reward, StopReason.CONTEXT_OVERFLOW, metrics, initial.logs
@@ -150,8 +150,9 @@ def validate_step_result(result: Any, env: Env, turn: int) -> StepResult:
         raise UserError(
             f"{name} returned a {kind} in turn {turn}; return a planish.rl.types.StepResult"
         )
-    reward = validate_reward(result.reward, name, f" in turn {turn}")
-    is_done = validate_done(result.episode_done, name, f" in turn {turn}")
+    where = f" in turn {turn}"
+    reward = read_reward(result.reward, name, where)
+    is_done = read_bool(result.episode_done, f"{name} returned episode_done=", where)
     if not is_done:
         check_observation(
             result.next_observation, f"{name} returned a next_observation, in turn {turn}, that"
@@ -161,7 +162,10 @@ def validate_step_result(result: Any, env: Env, turn: int) -> StepResult:
             f"{name} returned stop_reason={result.stop_reason!r}; return {', '.join(StopReason)}"
         )
     metrics = validate_metrics(result.metrics, f"{name}, in turn {turn},")
-    return replace(result, reward=reward, episode_done=is_done, metrics=metrics)
+    is_trained = read_bool(result.train_on_action, f"{name} returned train_on_action=", where)
+    return replace(
+        result, reward=reward, episode_done=is_done, metrics=metrics, train_on_action=is_trained
+    )
 
 
 def check_observation(observation: Any, what: str) -> None:
@@ -171,31 +175,6 @@ def check_observation(observation: Any, what: str) -> None:
             f"{what} is a {type(observation).__name__}; give a ModelInput, such as "
             "ModelInput.from_ints(tokens)"
         )
-
-
-def validate_done(episode_done: Any, name: str, where: str) -> bool:
-    """Return `episode_done` as a bool. Raises UserError for values other than True, False, 0 and 1:
-    Python would treat None as False and any non-empty text as True.
-    """
-    value = episode_done.item() if hasattr(episode_done, "item") else episode_done
-    if value not in (0, 1):
-        raise UserError(
-            f"{name} returned episode_done={episode_done!r}{where}; return True or False"
-        )
-    return bool(value)
-
-
-def validate_reward(reward: Any, name: str, where: str = "") -> float:
-    """Return a reward as a float. Raises UserError if it is not a number, and NonFiniteError if it
-    is not finite. `name` and `where` name its source in the message.
-    """
-    try:
-        value = float(reward)
-    except (TypeError, ValueError):
-        raise UserError(f"{name} returned reward={reward!r}{where}; return a number") from None
-    if not math.isfinite(value):
-        raise NonFiniteError(f"{name} returned reward={value}{where}; return a finite number")
-    return value
 
 
 def make_transition(
@@ -233,12 +212,10 @@ async def timeout_transition(env: Env, observation: Observation) -> Transition:
     """Return the last turn of an episode whose time was over before the policy had answered."""
     reason = StopReason.ROLLOUT_TIMEOUT
     grade = getattr(env, "stopped_by_limit", None)
-    reward, metrics = (0.0, {}) if grade is None else await grade(reason)
-    logs: Logs = {"rollout_timeout": "the time was over before the policy had answered"}
     name = f"{type(env).__name__}.stopped_by_limit"
-    return transition_without_action(
-        observation, validate_reward(reward, name), reason, validate_metrics(metrics, name), logs
-    )
+    reward, metrics = (0.0, {}) if grade is None else read_graded(await grade(reason), name)
+    logs: Logs = {"rollout_timeout": "the time was over before the policy had answered"}
+    return transition_without_action(observation, reward, reason, metrics, logs)
 
 
 def stop_metrics(reason: StopReason) -> Metrics:
