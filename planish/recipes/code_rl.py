@@ -28,6 +28,7 @@ from planish.recipes.code_datasets import (
 )
 from planish.recipes.code_env import Rules, process_sandbox
 from planish.recipes.rl_options import RLOptions, run
+from planish.rl.environments.difficulty import DifficultyOptions
 from planish.rl.types import RLDatasetBuilder
 from planish.sandbox import Limits
 from planish.sandbox.limits import MIB
@@ -95,7 +96,7 @@ class ProgramLimits:
 
 
 @chz.chz
-class Options(ProgramLimits, ProblemOptions, RLOptions):
+class Options(ProgramLimits, ProblemOptions, DifficultyOptions, RLOptions):
     """Options of the recipe."""
 
     log_path: str = "/tmp/planish-examples/code_rl"

@@ -32,6 +32,7 @@ from planish.recipes.reasoning_tasks import check_name
 from planish.recipes.rl_options import RLOptions, run
 from planish.recipes.sums import SumDatasetBuilder
 from planish.rl.environments.boxed_problems import BoxedProblemDatasetBuilder
+from planish.rl.environments.difficulty import DifficultyOptions
 from planish.rl.types import RLDatasetBuilder
 
 ARITHMETIC = "arithmetic"
@@ -49,7 +50,7 @@ ENV_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 @chz.chz
-class Options(RLOptions):
+class Options(DifficultyOptions, RLOptions):
     """Options of the recipe. `options_for` makes them with the defaults of an env."""
 
     env: str = chz.field(

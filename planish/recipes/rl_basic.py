@@ -23,6 +23,7 @@ from planish import ServiceClient
 from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
 from planish.rl.environments.boxed_problems import BoxedProblemDatasetBuilder
+from planish.rl.environments.difficulty import DifficultyOptions
 
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {
@@ -37,7 +38,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @chz.chz
-class Options(RLOptions):
+class Options(DifficultyOptions, RLOptions):
     """Options of the recipe."""
 
     log_path: str = "/tmp/planish-examples/rl_basic"

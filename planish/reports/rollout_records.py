@@ -37,6 +37,12 @@ class TrajectoryRecord:
     """None if the trajectory is not trained on."""
     turns: list[TurnRecord]
 
+    @property
+    def initial_prompt(self) -> Observation:
+        """The prompt of the first turn."""
+        turns = self.trajectory.transitions
+        return turns[0].ob if turns else self.trajectory.final_ob
+
 
 def trajectory_records(
     rollout: GroupRollout, advantages_G: Sequence[float] | None = None

@@ -12,6 +12,7 @@ from planish.logtree.nodes import plain
 from planish.reports.rollout_records import TrajectoryRecord, TurnRecord, trajectory_records
 from planish.reports.rollout_tokens import DisplayDetokenizer
 from planish.rl.rollout.rollouts import GroupRollout
+from planish.rl.types import prompt_id
 
 SCHEMA_VERSION = 1
 """Version of the fields of both kinds of rows."""
@@ -26,6 +27,7 @@ def summary_rows(
             yield plain(
                 {
                     **_row_key_fields(split, iteration, rollout, record),
+                    "prompt_id": prompt_id(record.initial_prompt),
                     "sampling_client_step": rollout.sampler_step,
                     "total_reward": record.total_reward,
                     "final_reward": record.group_reward,

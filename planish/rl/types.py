@@ -11,7 +11,9 @@ Metrics are for reports only. The training loop reads other fields, such as the 
 trajectory and `train_on_action` of a turn.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -216,6 +218,12 @@ class WrappedGroup(EnvGroupBuilder):
     def logging_tags(self) -> list[str]:
         """Return the tags of the other group."""
         return self.inner.logging_tags()
+
+
+def prompt_id(prompt: ModelInput) -> str:
+    """Return a text that identifies a prompt by its tokens, for files: 16 hexadecimal digits."""
+    tokens = array("q", prompt.to_ints())
+    return hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from planish.reports.rollout_files import (
     find_rollout_texts,
     split_label,
 )
-from planish.rl.types import RolloutError, Trajectory
+from planish.rl.types import RolloutError, Trajectory, prompt_id
 from planish.types import ModelInput
 
 
@@ -246,6 +246,7 @@ def test_summaries_have_one_row_per_trajectory(files):
         "group_idx": 0,
         "traj_idx": 2,
         "tags": ["sums"],
+        "prompt_id": prompt_id(rollouts[0].group.trajectories_G[2].transitions[0].ob),
         "sampling_client_step": 7,
         "total_reward": 1.0,
         "final_reward": 0.0,

@@ -17,6 +17,7 @@ from planish.rl.environments.datasets import (
     ProblemDataset,
     evaluation_dataset,
 )
+from planish.rl.environments.difficulty import DifficultyOptions, select_by_difficulty
 from planish.rl.environments.problem_env import ProblemGroupBuilder
 from planish.rl.environments.prompt_selection import (
     Selection,
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 @chz.chz
-class ProblemDatasetBuilder(RLDatasetBuilder):
+class ProblemDatasetBuilder(DifficultyOptions, RLDatasetBuilder):
     """Options of a dataset whose groups are attempts at one problem each.
 
     A subclass makes the environment of a problem in `make_env`. Its `__call__` returns two
@@ -103,6 +104,11 @@ class ProblemDatasetBuilder(RLDatasetBuilder):
         """Return the training set of problems that `sample_problem` makes, given a generator.
         Problems whose prompts have more than `max_prompt_tokens` tokens are replaced by others.
         """
+        if self.difficulty_from is not None:
+            raise UserError(
+                f"difficulty_from={self.difficulty_from}: these problems are generated without end "
+                "and have no earlier results; leave it out"
+            )
         num_replaced = 0
 
         def sample_group(rng: random.Random) -> ProblemGroupBuilder:
@@ -141,20 +147,25 @@ class ProblemDatasetBuilder(RLDatasetBuilder):
     def selected(
         self, problems: Sequence[P], split: str, places: Sequence[str] | None = None
     ) -> Selection[P]:
-        """Return the problems whose prompts have at most `max_prompt_tokens` tokens. A warning
-        counts the others. `places` are the names of the problems in messages, such as file and
+        """Return the problems whose prompts have at most `max_prompt_tokens` tokens and, for the
+        split "train", whose earlier success rates are in the range of `difficulty_from`. Warnings
+        count the others. `places` are the names of the problems in messages, such as file and
         line; None = their numbers.
 
         Raises UserError for a prompt that cannot be rendered, and if no problem is left.
         """
+        indices: Sequence[int] = range(len(problems))
+        if split == "train" and self.difficulty_from is not None:
+            indices = select_by_difficulty(problems, self._prompt, self)
 
-        def place_of(index: int) -> str:
+        def place_of(position: int) -> str:
+            index = indices[position]
             if places is not None:
                 return places[index]
             return f"{split} problem {index + 1} ({problems[index]!r:.100})"
 
         return select_problems(
-            problems,
+            [problems[index] for index in indices],
             self._prompt,
             place_of,
             split=split,

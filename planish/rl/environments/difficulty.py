@@ -1,0 +1,133 @@
+"""Select training problems by how often earlier answers to them were right.
+
+    success rate of a problem = right answers / answers
+
+The answers are those in the rollout summaries of a run (`*_rollout_summaries.jsonl`), of training
+and of evaluations. An answer is right if its metric `correct` is 1. A problem and its answers are
+matched by the tokens of the first prompt (`prompt_id`). So the earlier run needs the same questions,
+instructions, worked examples and chat format.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from planish.errors import DamagedFileError, UserError
+from planish.files import read_rows
+from planish.rl.rollout.metrics import verdict
+from planish.rl.types import prompt_id
+from planish.types import ModelInput
+
+SUMMARIES = "_rollout_summaries.jsonl"
+
+logger = logging.getLogger(__name__)
+
+
+@chz.chz
+class DifficultyOptions:
+    """Which training problems are used, by the success rate of earlier answers."""
+
+    difficulty_from: str | None = chz.field(
+        default=None,
+        doc="earlier results that select training problems: a run directory, or one of its files "
+        "*_rollout_summaries.jsonl; none = use all problems",
+    )
+    min_success_rate: float = chz.field(
+        default=0.0, doc="lowest success rate of problems selected by difficulty_from"
+    )
+    max_success_rate: float = chz.field(
+        default=1.0, doc="highest success rate of problems selected by difficulty_from"
+    )
+
+    @chz.validate
+    def _is_range(self) -> None:
+        low, high = self.min_success_rate, self.max_success_rate
+        if not 0 <= low <= high <= 1:
+            raise UserError(
+                f"min_success_rate={low}, max_success_rate={high}: give numbers from 0 to 1, the "
+                "lower one first"
+            )
+        if self.difficulty_from is None and (low, high) != (0, 1):
+            raise UserError(
+                f"min_success_rate={low}, max_success_rate={high}: give difficulty_from too, the "
+                "earlier results, or leave them out"
+            )
+
+
+def select_by_difficulty(
+    problems: Sequence[Any],
+    prompt_of: Callable[[Any], ModelInput | None],
+    options: DifficultyOptions,
+) -> list[int]:
+    """Return the indices of the problems whose success rate is from `min_success_rate` to
+    `max_success_rate`. A warning counts the others.
+
+    Raises UserError if there are no earlier results, or if no problem is left.
+    """
+    assert options.difficulty_from is not None
+    rates = success_rates(options.difficulty_from)
+    selected, num_unknown = [], 0
+    for index, problem in enumerate(problems):
+        prompt = prompt_of(problem)
+        rate = rates.get(prompt_id(prompt)) if prompt is not None else None
+        if rate is None:
+            num_unknown += 1
+        elif options.min_success_rate <= rate <= options.max_success_rate:
+            selected.append(index)
+    summary = (
+        f"difficulty_from={options.difficulty_from}: of {len(problems)} training problems, "
+        f"{len(selected)} are used, {len(problems) - len(selected) - num_unknown} have a success "
+        f"rate outside {options.min_success_rate:g} to {options.max_success_rate:g}, and "
+        f"{num_unknown} have no earlier answers and are left out"
+    )
+    if not selected:
+        raise UserError(
+            f"{summary}; give a wider range, or the results of a run with the same prompts"
+        )
+    logger.warning("%s", summary)
+    return selected
+
+
+def success_rates(source: str) -> dict[str, float]:
+    """Return the success rate of each prompt, by its id, in a run directory or a file of rollout
+    summaries. Raises UserError if there are none, or if no answer has the metric `correct`.
+    """
+    counts: dict[str, list[int]] = {}
+    has_verdicts = False
+    for path in _summary_files(Path(source).expanduser()):
+        for row in read_rows(path):
+            try:
+                found = verdict(
+                    [*(step["metrics"] for step in row["steps"]), row["trajectory_metrics"]]
+                )
+                count = counts.setdefault(row["prompt_id"], [0, 0])
+            except (KeyError, TypeError) as error:
+                raise DamagedFileError(
+                    f"difficulty_from={source}: {path} has a row that is no rollout summary "
+                    f"({error!r}); give another file"
+                ) from error
+            has_verdicts |= found is not None
+            count[0] += found is True
+            count[1] += 1
+    if not has_verdicts:
+        raise UserError(
+            f"difficulty_from={source}: no answer there has the metric correct; give the results "
+            "of environments that report it"
+        )
+    return {key: num_right / num_answers for key, (num_right, num_answers) in counts.items()}
+
+
+def _summary_files(source: Path) -> list[Path]:
+    if source.is_file():
+        return [source]
+    # A run in the flat layout also has links to these files in folders.
+    files = sorted(source.glob(f"*{SUMMARIES}")) or sorted(source.glob(f"iteration_*/*{SUMMARIES}"))
+    if not files:
+        raise UserError(
+            f"difficulty_from={source}: there is no file *{SUMMARIES}; give the directory of a run "
+            "with rollout_json_export, or such a file"
+        )
+    return files
