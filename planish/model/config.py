@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
 from planish.model.fp8_config import Fp8Config, read_fp8
-from planish.model.json_fields import positive_float, positive_int
+from planish.model.json_fields import optional_object, positive_float, positive_int
 from planish.model.rope_config import (
     LayerRopeSource,
     RopeConfig,
@@ -83,6 +83,14 @@ MODEL_TYPES = {
 
 PARTIAL_ROPE_FAMILIES: tuple[Family, ...] = ("phi3", "qwen3_5", "qwen3_5_moe")
 """The families whose RoPE may rotate only a part of each head."""
+
+MAX_CONFIG_BYTES = 16 << 20
+"""The maximum size of a JSON file of settings."""
+MAX_CONTEXT = 1 << 22
+"""The maximum of max_position_embeddings, in tokens."""
+MAX_LAYERS = 1024
+MAX_EXPERTS = 1 << 18
+"""The maximum number of experts in all layers together."""
 
 _QWEN3_5_DEFAULTS = {
     "num_key_value_heads": 4,
@@ -338,6 +346,16 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Raise UnsupportedError or DamagedFileError if the values contradict each other."""
+        for name, value, maximum in (
+            (
+                "num_experts times num_hidden_layers",
+                self.num_experts * self.num_layers,
+                MAX_EXPERTS,
+            ),
+            ("the context length", self.max_context, MAX_CONTEXT),
+        ):
+            if value > maximum:
+                raise UnsupportedError(f"{name} is {value:,}; planish supports at most {maximum:,}")
         if self.query_scalar is not None and (not self.qk_norm or self.joint_qk_norm):
             raise UnsupportedError(
                 f"query_pre_attn_scalar is {self.query_scalar}; planish supports this field only "
@@ -387,6 +405,12 @@ class ModelConfig:
             fields = text_fields(fields)
             if not fields.get("quantization_config"):
                 fields |= _modelopt_fields(directory)
+            # Before lists with one entry for each layer are made.
+            if positive_int({"num_hidden_layers": 1, **fields}, "num_hidden_layers") > MAX_LAYERS:
+                raise UnsupportedError(
+                    f"num_hidden_layers is {fields['num_hidden_layers']:,}; planish supports at "
+                    f"most {MAX_LAYERS:,}"
+                )
             family = FAMILIES[
                 fields["architectures"][0] if is_multimodal(outer_fields) else architecture
             ]
@@ -424,11 +448,22 @@ class ModelConfig:
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise DamagedFileError if it contains anything else."""
+def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises DamagedFileError if the file contains anything else, is nested too deeply, or has more
+    than `max_bytes`.
+    """
+    with open(path, "rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise DamagedFileError(
+            f"{path} has more than {max_bytes:,} bytes, the maximum for such a file; copy it from "
+            "the model again"
+        )
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
         raise DamagedFileError(
             f"{path} is not JSON ({error}); copy it from the model again"
         ) from error
@@ -439,10 +474,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _architecture(fields: Mapping[str, Any], directory: Path) -> str:
     """Return the supported architecture that config.json names, or raise UnsupportedError."""
-    model_type = fields.get("model_type")
+    model_type, listed = fields.get("model_type"), fields.get("architectures") or []
+    if not isinstance(model_type, str | None) or not (
+        isinstance(listed, list) and all(isinstance(name, str) for name in listed)
+    ):
+        raise DamagedFileError(
+            f"{directory}/config.json: architectures is {listed!r} and model_type {model_type!r}; "
+            "they must be a list of names and a name. Copy it from the model again"
+        )
     model_types = {name: MODEL_TYPES.get(name, family) for name, family in FAMILIES.items()}
     model_types |= {name: outer_type for name, (outer_type, _) in MULTIMODAL_ARCHITECTURES.items()}
-    architectures = fields.get("architectures") or [
+    architectures = listed or [
         name for name, outer_type in model_types.items() if outer_type == model_type
     ]
     for name in architectures:
@@ -570,14 +612,11 @@ def _has_mxfp4_experts(fields: Mapping[str, Any], family: Family) -> bool:
 
 def _quant_method(fields: Mapping[str, Any]) -> str | None:
     """Return the quant_method of a checkpoint that is quantized, else None."""
-    quantization = fields.get("quantization_config") or {}
-    if not isinstance(quantization, Mapping):
-        raise TypeError(f"quantization_config is {quantization!r}, not an object")
-    return quantization.get("quant_method")
+    return optional_object(fields, "quantization_config").get("quant_method")
 
 
 def _fp8_config(fields: Mapping[str, Any], family: Family) -> Fp8Config | None:
-    quantization = fields.get("quantization_config")
+    quantization = optional_object(fields, "quantization_config")
     return (
         read_fp8(quantization) if quantization and not _has_mxfp4_experts(fields, family) else None
     )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planish.errors import UnsupportedError
+from planish.model.json_fields import optional_object
 
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 """The last part of the names of a weight's scales."""
@@ -71,11 +72,13 @@ def _read_transformers(quantization: Mapping[str, Any]) -> Fp8Config:
 def _read_compressed_tensors(quantization: Mapping[str, Any]) -> Fp8Config:
     if quantization.get("format") not in ("float-quantized", "naive-quantized"):
         raise _unsupported_error(quantization, f"format {quantization.get('format')!r}")
-    if (sparsity := quantization.get("sparsity_config")) and sparsity.get("format") != "dense":
+    sparsity = optional_object(quantization, "sparsity_config")
+    if sparsity and sparsity.get("format") != "dense":
         raise _unsupported_error(quantization, f"sparsity_config {sparsity.get('format')!r}")
     blocks = set()
-    for group in (quantization.get("config_groups") or {}).values():
-        weights = group.get("weights") or {}
+    groups = optional_object(quantization, "config_groups")
+    for name in groups:
+        weights = optional_object(optional_object(groups, name), "weights")
         if (weights.get("type"), weights.get("num_bits")) != ("float", 8):
             raise _unsupported_error(
                 quantization,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planish.errors import UnsupportedError
-from planish.model.json_fields import positive_float, positive_int, raise_missing
+from planish.model.json_fields import optional_object, positive_float, positive_int, raise_missing
 
 _ORIGINAL_CONTEXT_KEY = "original_max_position_embeddings"
 
@@ -120,7 +120,7 @@ def read_rope(fields: Mapping[str, Any], source: LayerRopeSource | None = None) 
         # transformers ignores this field at the top level if layer types differ in RoPE.
         fields = {**fields, _ORIGINAL_CONTEXT_KEY: None}
         if source.layer_type in parameters:
-            parameters = parameters[source.layer_type] or {}
+            parameters = dict(optional_object(parameters, source.layer_type))
         elif not source.has_rope_scaling:
             parameters = {}
     settings = {name: value for name, value in parameters.items() if value is not None}

@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # importing torch takes seconds, and commands that list model
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 128 << 20
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 FP8_DTYPE = "F8_E4M3"
 _SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0")
@@ -209,18 +210,19 @@ def weights_fingerprint(directory: Path) -> str:
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
-    weight_map = read_json(directory / INDEX_FILE).get("weight_map")
+    weight_map = read_json(directory / INDEX_FILE, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise DamagedFileError(
             f"{directory / INDEX_FILE} has no weight_map; copy it from the model again"
         )
-    for file in set(weight_map.values()):
-        # The index was downloaded, so a name in it must not point outside the directory.
-        if not isinstance(file, str) or Path(file).name != file:
+    # The index was downloaded, so a name in it must not point outside the directory.
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file or "\0" in file:
             raise DamagedFileError(
                 f"{directory / INDEX_FILE} names {file!r}, which must be a file name without a "
                 "directory; download the index again"
             )
+    for file in set(weight_map.values()):
         if not (directory / file).is_file():
             raise DamagedFileError(
                 f"{directory / file} is missing, but {INDEX_FILE} names it; finish the download"

@@ -2,18 +2,16 @@
 
 Templates are programs, and different sources can have the same effect. So a default system message
 is read from a template's output. The renderer of a local model is the one that writes the same text
-as the template for all probes. `transformers` runs the templates in jinja2's sandbox.
+as the template for all probes.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-
-from planish.errors import DamagedFileError
 from planish.renderers.chat_format import ChatFormat
 from planish.renderers.messages import read_messages
+from planish.renderers.template_process import template_process
 from planish.renderers.tool_calls import as_text
 from planish.tokenizer import ModelTokenizer
 
@@ -60,27 +58,20 @@ def render_template(
     prompt: bool,
     **names: Any,
 ) -> str:
-    """Render a chat template.
+    """Render a chat template, in a process with limited time and memory.
 
     `names`: the values of further names in the template, such as `tools`, `bos_token` and
-    `eos_token`. Raises DamagedFileError if it is not a valid template or rejects the messages.
+    `eos_token`. Raises DamagedFileError if it is not a valid template or exceeds the limits, and
+    its subclass TemplateRefusedError if it rejects the messages.
     """
-    # Imported here, because the import of transformers takes a second.
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    try:
-        [text], _ = render_jinja_template(
-            [[dict(message) for message in messages]],
-            chat_template=template,
-            add_generation_prompt=prompt,
-            **names,
-        )
-        return text
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise DamagedFileError(
-            f"the chat template cannot be rendered ({error}); name the renderer yourself, and for "
-            "chatml its default_system"
-        ) from error
+    variables = {
+        "messages": [dict(message) for message in messages],
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": prompt,
+        **names,
+    }
+    return template_process.render(template, variables)
 
 
 def chat_template_of(tokenizer: ModelTokenizer) -> str | None:

@@ -156,7 +156,7 @@ def read_manifest(directory: Path) -> Manifest:
                 f"the file has {size:,} bytes, more than the limit {MAX_MANIFEST_BYTES:,}"
             )
         return Manifest.from_json(path.read_text())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFileError(
             f"{path} cannot be used ({error}); use another checkpoint"
         ) from error

@@ -1,0 +1,127 @@
+"""The main program of the process that renders chat templates (template_process.py).
+
+It reads one request per line, a JSON object with the template and its variables, and answers each
+with one line, {"text": TEXT} or {"error": REASON}. The kernel limits its memory, and its CPU time
+for each request. It imports nothing from planish, so that it starts fast, and ends when standard
+input ends or no request comes for some seconds.
+"""
+
+import json
+import resource
+import select
+import sys
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+
+CPU_SECONDS = 2
+MEMORY_BYTES = 1 << 30
+MAX_TEXT_LENGTH = 4 << 20
+IDLE_SECONDS = 20.0
+
+
+class GenerationBlocks(jinja2.ext.Extension):
+    """The tag `generation` of transformers, which marks the assistant's text and writes nothing."""
+
+    tags: ClassVar = {"generation"}
+
+    def parse(self, parser: Any) -> Any:
+        """Return the statements between the tags, in a scope of their own."""
+        line = next(parser.stream).lineno
+        statements = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        return jinja2.nodes.Scope(statements, lineno=line)
+
+
+class TemplateError(jinja2.TemplateError):
+    """A template refused the conversation with `raise_exception`."""
+
+
+def raise_exception(message: object) -> None:
+    """Refuse the conversation; templates call this function."""
+    raise TemplateError(str(message))
+
+
+def to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON without HTML's escapes, as the filter `tojson` of transformers does."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def strftime_now(text: str) -> str:
+    """Return the present time in a format; templates call this function."""
+    return datetime.now().strftime(text)
+
+
+@lru_cache(8)
+def compiled(template: str) -> Any:
+    """Compile a template in the environment of transformers."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[GenerationBlocks, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    return environment.from_string(template)
+
+
+def render(template: str, names: dict[str, Any]) -> str:
+    """Return the template's text. Raises ValueError if the text is too long."""
+    pieces: list[str] = []
+    length = 0
+    for piece in compiled(template).generate(names):
+        pieces.append(piece)
+        length += len(piece)
+        if length > MAX_TEXT_LENGTH:
+            raise ValueError(f"it writes more than {MAX_TEXT_LENGTH:,} characters")
+    return "".join(pieces)
+
+
+def answer(request: dict[str, Any]) -> dict[str, str]:
+    """Return the reply to a request."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = int(usage.ru_utime + usage.ru_stime) + 1 + CPU_SECONDS
+    # The kernel ends the process at this limit: one operation on huge numbers cannot be interrupted.
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+    try:
+        return {"text": render(**request)}
+    except TemplateError as error:
+        return {"error": str(error), "kind": "refused"}
+    except MemoryError:
+        return {"error": f"it needs more than {MEMORY_BYTES:,} bytes of memory"}
+    except RecursionError:
+        return {"error": "it is nested too deeply"}
+    except Exception as error:  # a template can raise whatever Python's operators raise
+        return {"error": f"{type(error).__name__}: {error}"[:2000]}
+
+
+def main() -> None:
+    """Answer requests until standard input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while select.select([sys.stdin], [], [], IDLE_SECONDS)[0]:
+        line = sys.stdin.readline()
+        if not line:
+            return
+        sys.stdout.write(json.dumps(answer(json.loads(line))) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
