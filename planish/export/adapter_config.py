@@ -57,6 +57,10 @@ class AdapterConfig:
         path = directory / ADAPTER_CONFIG_FILE
         fields = read_json(path)
         _check_plain_lora(fields, path)
+        if not isinstance(name := fields.get("base_model_name_or_path"), str | None):
+            raise DamagedFileError(
+                f"{path}: base_model_name_or_path is {name!r}, not a string; get the adapter again"
+            )
         patterns = {}
         for name, check in (("rank_pattern", _check_rank), ("alpha_pattern", _check_alpha)):
             patterns[name] = ModulePatterns(f"{path}: {name}", fields.get(name))
@@ -83,12 +87,7 @@ class AdapterConfig:
     @property
     def base_model(self) -> str | None:
         """The name of the base model, or None."""
-        name = self.fields.get("base_model_name_or_path")
-        if not isinstance(name, str | None):
-            raise DamagedFileError(
-                f"{self.path}: base_model_name_or_path is {name!r}, not a string; get the adapter "
-                "again"
-            )
+        name: str | None = self.fields.get("base_model_name_or_path")
         return name
 
     def rank_of(self, module: str) -> int:

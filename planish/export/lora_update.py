@@ -187,7 +187,7 @@ def _read_header(path: Path) -> tuple[dict[str, StoredPair], dict[str, StoredTen
     """Return the pairs of matrices by module, and all other tensors by name."""
     try:
         handle = safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it cannot be mapped
         raise DamagedFileError(f"{path} cannot be read ({error}); get the adapter again") from error
     matrices: dict[str, dict[str, StoredTensor]] = {}
     other_tensors: dict[str, StoredTensor] = {}

@@ -419,8 +419,8 @@ class ModelConfig:
                 fields["rope_parameters"] = _ROPE_DEFAULTS[family]
             _reject_unsupported(fields, family)
             return _config_from_fields(fields, family, eos_token_ids)
-        except UnsupportedError as error:
-            raise UnsupportedError(f"{directory}/config.json: {error}") from error
+        except (UnsupportedError, DamagedFileError) as error:
+            raise type(error)(f"{directory}/config.json: {error}") from error
         except (KeyError, TypeError) as error:
             raise DamagedFileError(
                 f"{directory}/config.json is incomplete or wrong: {error.args[0]}. "

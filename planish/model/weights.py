@@ -233,7 +233,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
 def _open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it cannot be mapped
         raise DamagedFileError(
             f"{path} cannot be read ({error}): the file is truncated or damaged. Download it again"
         ) from error

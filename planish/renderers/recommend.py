@@ -11,8 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from planish.errors import UnknownModelError
-from planish.model.config import FAMILIES, MODEL_TYPES, MULTIMODAL_ARCHITECTURES, read_json
+from planish.errors import DamagedFileError, UnknownModelError
+from planish.model.config import (
+    FAMILIES,
+    MAX_CONFIG_BYTES,
+    MODEL_TYPES,
+    MULTIMODAL_ARCHITECTURES,
+    read_json,
+)
 from planish.renderers.chat_format import ChatFormat
 from planish.renderers.chatml import ChatML
 from planish.renderers.llama3 import BOS, EOT, START
@@ -63,6 +69,8 @@ RENDERERS_BY_NAME: tuple[tuple[str, str], ...] = (
 """Model names without their organisation, in lower case, and their renderers."""
 
 _SPECIAL_TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
+MAX_TOKENIZER_BYTES = 256 << 20
+"""The maximum size of a tokenizer.json."""
 _FP8 = re.compile(r"-fp8(-dynamic|-block)?$")
 """How the names of fp8 checkpoints end. They have the renderers of the original models."""
 
@@ -198,14 +206,20 @@ def _is_base(path: Path, tokenizer_config: dict[str, Any], config: dict[str, Any
     for source in (config, generation):
         value = source.get("eos_token_id")
         ids.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
-    names = {
-        str(id_): _token_text(token)
-        for id_, token in tokenizer_config.get("added_tokens_decoder", {}).items()
-    }
-    names |= {
-        str(token["id"]): token["content"]
-        for token in (_read_optional_json(path / "tokenizer.json") or {}).get("added_tokens", [])
-    }
+    tokenizer = _read_optional_json(path / "tokenizer.json", MAX_TOKENIZER_BYTES) or {}
+    try:
+        names = {
+            str(id_): _token_text(token)
+            for id_, token in (tokenizer_config.get("added_tokens_decoder") or {}).items()
+        }
+        names |= {
+            str(token["id"]): token["content"] for token in tokenizer.get("added_tokens") or []
+        }
+    except (AttributeError, KeyError, TypeError) as error:
+        raise DamagedFileError(
+            f"the added tokens in {path}/tokenizer_config.json or tokenizer.json are malformed "
+            f"({error!r}); copy both from the model again, or {_choose_hint()}"
+        ) from error
     eos_texts = {names[str(id_)] for id_ in ids if str(id_) in names} | {
         _token_text(tokenizer_config.get("eos_token"))
     } - {""}
@@ -215,7 +229,15 @@ def _is_base(path: Path, tokenizer_config: dict[str, Any], config: dict[str, Any
 def _read_chat_template(path: Path) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            if file.stat().st_size > MAX_CONFIG_BYTES:
+                raise ValueError(f"it has more than {MAX_CONFIG_BYTES:,} bytes")
+            return file.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise DamagedFileError(
+                f"{file} cannot be read ({error}); copy it from the model again, or "
+                f"{_choose_hint()}"
+            ) from error
     separate = _read_optional_json(path / "chat_template.json") or {}
     tokenizer_config = _read_optional_json(path / "tokenizer_config.json") or {}
     return choose_template(separate.get("chat_template") or tokenizer_config.get("chat_template"))
@@ -227,5 +249,5 @@ def _token_text(token: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _read_optional_json(path: Path) -> dict[str, Any] | None:
-    return read_json(path) if path.is_file() else None
+def _read_optional_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any] | None:
+    return read_json(path, max_bytes) if path.is_file() else None

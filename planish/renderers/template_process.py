@@ -25,7 +25,9 @@ _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class TemplateRefusedError(DamagedFileError):
-    """A template rejected a conversation, as templates do with roles that they do not know."""
+    """A template rejected a conversation, as templates do with roles that they do not know, or
+    failed on it.
+    """
 
 
 class TemplateProcess:
@@ -38,8 +40,8 @@ class TemplateProcess:
     def render(self, template: str, names: dict[str, Any]) -> str:
         """Return the text that a template writes with the variables `names`.
 
-        Raises TemplateRefusedError if the template rejects its variables, and DamagedFileError if
-        it cannot be rendered within the limits.
+        Raises TemplateRefusedError if the template rejects its variables or fails on them, and
+        DamagedFileError if it is no template or exceeds the limits.
         """
         request = json.dumps({"template": template, "names": names}) + "\n"
         with self._lock:

@@ -12,7 +12,7 @@ import select
 import sys
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -28,7 +28,7 @@ IDLE_SECONDS = 20.0
 class GenerationBlocks(jinja2.ext.Extension):
     """The tag `generation` of transformers, which marks the assistant's text and writes nothing."""
 
-    tags: ClassVar = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
     def parse(self, parser: Any) -> Any:
         """Return the statements between the tags, in a scope of their own."""
@@ -37,13 +37,20 @@ class GenerationBlocks(jinja2.ext.Extension):
         return jinja2.nodes.Scope(statements, lineno=line)
 
 
-class TemplateError(jinja2.TemplateError):
-    """A template refused the conversation with `raise_exception`."""
+class TextLimitError(Exception):
+    """A template writes too long a text."""
+
+
+REASONS: dict[type[Exception], str] = {
+    MemoryError: f"it needs more than {MEMORY_BYTES:,} bytes of memory",
+    RecursionError: "it is nested too deeply",
+    TextLimitError: f"it writes more than {MAX_TEXT_LENGTH:,} characters",
+}
 
 
 def raise_exception(message: object) -> None:
     """Refuse the conversation; templates call this function."""
-    raise TemplateError(str(message))
+    raise jinja2.TemplateError(str(message))
 
 
 def to_json(
@@ -82,14 +89,14 @@ def compiled(template: str) -> Any:
 
 
 def render(template: str, names: dict[str, Any]) -> str:
-    """Return the template's text. Raises ValueError if the text is too long."""
+    """Return the template's text. Raises TextLimitError if it is too long."""
     pieces: list[str] = []
     length = 0
     for piece in compiled(template).generate(names):
         pieces.append(piece)
         length += len(piece)
         if length > MAX_TEXT_LENGTH:
-            raise ValueError(f"it writes more than {MAX_TEXT_LENGTH:,} characters")
+            raise TextLimitError
     return "".join(pieces)
 
 
@@ -101,14 +108,11 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
     try:
         return {"text": render(**request)}
-    except TemplateError as error:
-        return {"error": str(error), "kind": "refused"}
-    except MemoryError:
-        return {"error": f"it needs more than {MEMORY_BYTES:,} bytes of memory"}
-    except RecursionError:
-        return {"error": "it is nested too deeply"}
+    except (MemoryError, RecursionError, TextLimitError, jinja2.TemplateSyntaxError) as error:
+        return {"error": REASONS.get(type(error), str(error))}
     except Exception as error:  # a template can raise whatever Python's operators raise
-        return {"error": f"{type(error).__name__}: {error}"[:2000]}
+        reason = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
+        return {"error": reason[:2000], "kind": "refused"}
 
 
 def main() -> None:

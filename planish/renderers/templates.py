@@ -11,7 +11,7 @@ from typing import Any
 
 from planish.renderers.chat_format import ChatFormat
 from planish.renderers.messages import read_messages
-from planish.renderers.template_process import template_process
+from planish.renderers.template_process import TemplateRefusedError, template_process
 from planish.renderers.tool_calls import as_text
 from planish.tokenizer import ModelTokenizer
 
@@ -62,7 +62,7 @@ def render_template(
 
     `names`: the values of further names in the template, such as `tools`, `bos_token` and
     `eos_token`. Raises DamagedFileError if it is not a valid template or exceeds the limits, and
-    its subclass TemplateRefusedError if it rejects the messages.
+    its subclass TemplateRefusedError if it rejects the messages or fails on them.
     """
     variables = {
         "messages": [dict(message) for message in messages],
@@ -179,7 +179,7 @@ def _rendered(
     """Return the template's text, or None if it rejects the messages."""
     try:
         return render_template(template, messages, prompt, **special_tokens, **names)
-    except DamagedFileError:
+    except TemplateRefusedError:
         return None
 
 

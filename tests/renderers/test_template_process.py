@@ -17,7 +17,7 @@ from planish.renderers.template_process import (
 from planish.renderers.templates import PROBES, render_template
 
 TEMPLATES = sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))
-TOOL = {
+TOOL: Any = {
     "type": "function",
     "function": {"name": "f", "parameters": {"type": "object", "properties": {"é": {}}}},
 }
@@ -40,7 +40,10 @@ def test_the_text_is_that_of_transformers(path):
                 with pytest.raises(DamagedFileError):
                     render_template(template, messages, prompt, tools=tools, bos_token="<bos>")
                 continue
-            assert render_template(template, messages, prompt, tools=tools, bos_token="<bos>") == expected
+            assert (
+                render_template(template, messages, prompt, tools=tools, bos_token="<bos>")
+                == expected
+            )
 
 
 SCOPES = [

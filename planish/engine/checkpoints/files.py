@@ -92,6 +92,9 @@ class Manifest:
             raise ValueError(
                 f"its format is {found!r}, and this planish reads format {MANIFEST_FORMAT}"
             )
+        for name in ("base_model", "architecture", "weights"):
+            if not isinstance(fields[name], str):
+                raise TypeError(f"{name} is {fields[name]!r}, not a string")
         expires_at = fields.pop("expires_at")
         return cls(
             lora=LoraConfig(**fields.pop("lora")),
