@@ -54,6 +54,14 @@ class UnknownModelError(UserError):
     """No base model of this name was found. The message lists the places that were searched."""
 
 
+class ContextLengthError(UserError):
+    """A prompt, or a prompt and the tokens to sample, exceed the context of the model. The wording
+    of the messages is OpenAI's, because agents look for it to decide that they must truncate.
+    """
+
+    code = "context_length_exceeded"
+
+
 class UnsupportedError(UserError):
     """A feature that similar libraries have and planish does not. It is rejected, never ignored."""
 

@@ -34,6 +34,7 @@ from planish.engine.checkpoints.store import CheckpointStore, data_directory
 from planish.errors import UnsupportedError, UserError
 from planish.model.weight_sizes import SCHEMES
 from planish.processes.arguments import AddArgument, argument_adder
+from planish.server.durable.store import DATABASE
 
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d{1,9})([smhd]?)")
@@ -133,9 +134,15 @@ def _import(arguments: argparse.Namespace) -> None:
         raise UnsupportedError(
             "an adapter can be imported only into a directory of this machine; leave --base-url out"
         )
+    data_dir = data_directory(arguments.data_dir)
+    if (data_dir / DATABASE).exists():
+        raise UserError(
+            f"{data_dir} is the data directory of a server, which would not know the checkpoint; "
+            "start the server and give --base-url"
+        )
     adapter = import_adapter(
         arguments.directory.expanduser(),
-        CheckpointStore(data_directory(arguments.data_dir)),
+        CheckpointStore(data_dir),
         base_model=arguments.base_model,
         quantize=arguments.quantize,
         run_id=arguments.run,

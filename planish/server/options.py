@@ -47,6 +47,7 @@ class ServeOptions:
     log_level: str = "info"
     allowed_origins: tuple[str, ...] = ()
     public_url: str | None = None
+    truncate_max_tokens: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -100,6 +101,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         dest="allowed_origins",
+    )
+    add(
+        "--truncate-max-tokens",
+        "lower max_tokens in requests of OpenAI clients to what the model's context leaves, instead "
+        "of rejecting such a request",
+        action="store_true",
     )
     _add_engine_arguments(parser)
     add(
@@ -217,6 +224,7 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
         log_level=arguments.log_level,
         allowed_origins=tuple(arguments.allowed_origins),
         public_url=arguments.public_url,
+        truncate_max_tokens=arguments.truncate_max_tokens,
     )
 
 

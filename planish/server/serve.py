@@ -178,7 +178,12 @@ def _application(engine: Engine, checked: _CheckedOptions) -> Starlette:
     options, models = checked.options, checked.models
     server = Server(engine, checked.data_dir, list(models), options.settings)
     http = HttpSettings(
-        options.poll_seconds, models, checked.keys, options.allowed_origins, options.public_url
+        options.poll_seconds,
+        models,
+        checked.keys,
+        options.allowed_origins,
+        options.public_url,
+        options.truncate_max_tokens,
     )
     registry = CollectorRegistry()
     registry.register(SubstitutedLosses(engine.substitutions))

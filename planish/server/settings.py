@@ -199,3 +199,5 @@ class HttpSettings:
     public_url: str | None = None
     """The URL at which clients reach the server, for download links. None: the URL of the request.
     """
+    truncate_max_tokens: bool = False
+    """Whether `max_tokens` of OpenAI clients is lowered to what the model's context leaves."""

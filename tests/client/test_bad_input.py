@@ -298,16 +298,16 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
     ("half a sample", lambda c: sample(c, n=0.5), "num_samples"),
     ("params of another kind", lambda c: sample(c, params={"max_tokens": 3}), "sampling_params"),
     ("no room", lambda c: sample(c, params=SamplingParams(max_tokens=2047)), "3 tokens.*2047"),
-    ("long prompt", lambda c: sample(c, ModelInput.from_ints([1] * 2049)), "2049 tokens.*2048"),
+    ("long prompt", lambda c: sample(c, ModelInput.from_ints([1] * 2049)), "2048.*2049 tokens"),
     (
         "full prompt",
         lambda c: sample(c, ModelInput.from_ints([1] * 2048)),
-        "2048 tokens fill the model's context",
+        "maximum context length is 2048 tokens. The prompt has as many",
     ),
     (
         "full prompt, any length",
         lambda c: sample(c, ModelInput.from_ints([1] * 2048), params=SamplingParams()),
-        "2048 tokens fill the model's context",
+        "maximum context length is 2048 tokens. The prompt has as many",
     ),
     (
         "stop token",

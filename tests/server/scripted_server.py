@@ -109,8 +109,10 @@ class Served:
 
 
 @contextmanager
-def serving(models: Mapping[str, Path], data: Path) -> Iterator[Served]:
-    """Serve `models`, whose directories have one tokenizer, with the data directory `data`."""
+def serving(models: Mapping[str, Path], data: Path, **settings: Any) -> Iterator[Served]:
+    """Serve `models`, whose directories have one tokenizer, with the data directory `data`.
+    `settings` are those of HttpSettings.
+    """
     engine = ScriptedEngine(
         {name: str(path) for name, path in models.items()},
         data,
@@ -118,7 +120,9 @@ def serving(models: Mapping[str, Path], data: Path) -> Iterator[Served]:
     )
     server = Server(engine, data, list(models))
     more = [*routes_sampling.PLANISH_ROUTES, *routes.routes(server, models)]
-    app = create_app(server, HttpSettings(tokenizer_directories=models, tenants_by_key=KEYS), more)
+    app = create_app(
+        server, HttpSettings(tokenizer_directories=models, tenants_by_key=KEYS, **settings), more
+    )
     with serving_app(app, lifespan="on", log_level="warning") as url:
         yield Served(url, server, engine, load_tokenizer(next(iter(models.values()))))
         app.state.http.ending.set()

@@ -912,10 +912,10 @@ def test_unsupported_parameters_are_rejected(client, options, param):
         ({"echo": True, "stream": True}, "echo"),
         ({"logprobs": 21}, "logprobs"),
         ({"prompt": [10**6]}, None),
-        ({"prompt": "x" * 3000}, None),
+        ({"prompt": "x" * 3000}, "prompt"),
         ({"prompt": "x" * (8 << 20)}, "prompt"),
         ({"prompt": ["x" * 9000] * 1000}, "prompt"),
-        ({"max_tokens": 5000}, None),
+        ({"max_tokens": 5000}, "prompt"),
         ({"prompt": ["x"] * 1024, "n": 128, "max_tokens": 1000}, "n"),
         ({"prompt": ["x"] * 1000, "n": 8, "max_tokens": 100, "logprobs": 20}, "n"),
         ({"prompt": ["x" * 1500] * 400, "echo": True, "max_tokens": 0, "logprobs": 20}, "n"),
@@ -938,7 +938,7 @@ def test_messages_with_more_text_than_the_context_are_rejected_before_tokenizing
     answer = http.post("/v1/chat/completions", json={"model": BASE, "messages": messages})
     error = answer.json()["error"]
     assert answer.status_code == 400
-    assert "the limit for this model's context is" in error["message"]
+    assert "this model's maximum context length is at most" in error["message"]
     assert error["param"] == "messages"
 
 

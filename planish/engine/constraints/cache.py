@@ -323,10 +323,20 @@ def timeout_error(constraint: Constraint) -> UserError:
     )
 
 
+_REASONS = {
+    "NoExtensionBias": "a `$ref` in the schema leads back to itself, and there is no object or array "
+    "in between that could end the recursion; let it refer to a schema with a type",
+    "coerce_one_of": "the alternatives of a `oneOf` may overlap, which a strict schema cannot "
+    "express; use `anyOf`, or leave strict out, which treats `oneOf` as `anyOf`",
+}
+"""Explanations of llguidance's messages that do not name the cause in the schema. The keys are
+parts of its messages.
+"""
+
+
 def _unusable_error(constraint: Constraint, reason: str) -> UserError:
-    return UserError(
-        f"SamplingParams.constraint of kind {constraint.kind} cannot be used: {reason}"
-    )
+    known = next((text for part, text in _REASONS.items() if part in reason), reason)
+    return UserError(f"SamplingParams.constraint of kind {constraint.kind} cannot be used: {known}")
 
 
 def _refused_error(constraint: Constraint, reason: str) -> UserError:

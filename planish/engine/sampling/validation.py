@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from planish.engine.sampling.adjustments import is_adjusted
 from planish.engine.sampling.prompt_scores import wants_prompt_scores
-from planish.errors import UserError
+from planish.errors import ContextLengthError, UserError
 from planish.model.config import ModelConfig
 from planish.service import Sample
 
@@ -34,22 +34,18 @@ def check_sample(op: Sample, config: ModelConfig) -> None:
             "prompt is empty; give at least one token (the model's BOS token, for instance)"
         )
     _check_vocabulary("prompt", tokens, config.vocab_size)
-    if len(tokens) > config.max_context:
-        raise UserError(
-            f"the prompt has {len(tokens)} tokens, but the model's context has "
-            f"{config.max_context}; shorten the prompt"
+    max_tokens, length = max_tokens_of(op, config), len(tokens)
+    limit = f"this model's maximum context length is {config.max_context} tokens"
+    if length > config.max_context:
+        raise ContextLengthError(f"{limit}, but the prompt has {length} tokens; shorten the prompt")
+    if not op.prompt_only and length == config.max_context:
+        raise ContextLengthError(
+            f"{limit}. The prompt has as many, so no token can be sampled; shorten the prompt"
         )
-    max_tokens = max_tokens_of(op, config)
-    if not op.prompt_only and len(tokens) == config.max_context:
-        raise UserError(
-            f"the prompt's {len(tokens)} tokens fill the model's context, so no token can be "
-            "sampled; shorten the prompt"
-        )
-    if not op.prompt_only and len(tokens) + max_tokens > config.max_context:
-        raise UserError(
-            f"the prompt's {len(tokens)} tokens leave {config.max_context - len(tokens)} of the "
-            f"context's {config.max_context} tokens, but max_tokens={max_tokens} is more; shorten "
-            "the prompt or lower max_tokens"
+    if not op.prompt_only and length + max_tokens > config.max_context:
+        raise ContextLengthError(
+            f"{limit}. The prompt's {length} tokens leave {config.max_context - length}, but "
+            f"max_tokens={max_tokens} is more; shorten the prompt or lower max_tokens"
         )
     _check_stop_ids(op.sampling_params.stop, config.vocab_size)
     _check_vocabulary(

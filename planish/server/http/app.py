@@ -135,7 +135,7 @@ async def readyz(request: Request) -> Response:
 
 async def _no_endpoint(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    method_and_path = f"{request.method} {request.url.path}"[:200]
+    method_and_path = f"{request.method} {request.scope['path']}"[:200]
     detail = {
         404: f"there is no endpoint {method_and_path}",
         405: f"{method_and_path}: the path does not support this method; "
@@ -144,7 +144,11 @@ async def _no_endpoint(request: Request, error: Exception) -> Response:
     headers = {"Allow": _allowed_methods(request)} if error.status_code == 405 else None
     if request.url.path.startswith("/api/"):
         return json_response({"detail": detail}, error.status_code, headers)
-    if not request.url.path.startswith("/v1/"):
+    if "//" in request.scope["path"]:
+        detail += (
+            "; the path has two slashes in a row, so remove the one at the end of the base_url"
+        )
+    elif not request.url.path.startswith("/v1/"):
         detail += (
             "; the endpoints for OpenAI's clients start with /v1, so their base_url must end with "
             "/v1"

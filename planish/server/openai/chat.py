@@ -311,9 +311,10 @@ def _logprobs(chat: ParsedChat, tokens: Sequence[ScoredToken]) -> dict[str, Any]
     return chat_logprobs(chat.model.tokenization.detokenizer, tokens)
 
 
-# Clients copy earlier answers into the conversation, including these fields. planish ignores them
-# if they are empty or null.
-_ANSWER_FIELDS = ("refusal", "audio", "annotations", "function_call")
+# Clients copy earlier answers into the conversation, including these fields. planish ignores the
+# first group if they are empty or null. The second group describes an answer and is not part of it.
+_ANSWER_FIELDS = ("refusal", "audio", "function_call")
+_DESCRIPTIVE_FIELDS = ("id", "annotations", "provider_specific_fields")
 
 
 def build_prompt(
@@ -356,8 +357,13 @@ def _normalize_message(original: Mapping[str, Any]) -> dict[str, Any]:
     message = {
         key: value
         for key, value in original.items()
-        if not (key in _ANSWER_FIELDS and not value) and value is not None
+        if not (key in _ANSWER_FIELDS and not value)
+        and key not in _DESCRIPTIVE_FIELDS
+        and value is not None
     }
+    if message.get("refusal") and not message.get("content"):
+        # A refusal is what the assistant said, in a field of its own.
+        message["content"] = message.pop("refusal")
     if message.get("role") == "developer":
         message["role"] = "system"
     if message.get("role") != "tool":

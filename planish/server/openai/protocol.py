@@ -17,7 +17,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from planish.errors import UserError
+from planish.errors import ContextLengthError, UserError
 from planish.server.http.context import RequestContext, WrongParameterError, openai_error_body
 from planish.server.openai.constraints import error_for_client
 from planish.server.openai.models import OpenAIModels, ServedModel
@@ -40,6 +40,7 @@ P = TypeVar("P", bound="ParsedRequest")
 
 _MAX_ANSWER_BYTES = 1 << 30
 """Limit for the memory of one answer, in bytes."""
+_TRUNCATION_REMEDY = ", or give truncate_max_tokens=true, which lowers it to what is left"
 _TOKEN_BYTES, _LOGPROB_BYTES = 32, 300
 """Estimated bytes of memory for one sampled token, and for one logprob with the token's text."""
 
@@ -52,11 +53,26 @@ def check_text(name: str, value: Any, max_characters: int) -> None:
     """
     size = _characters(value)
     if size > max_characters:
-        raise WrongParameterError(
+        raise context_error(
             name,
-            f"{name} has {size:,} characters, and the limit for this model's context is "
-            f"{max_characters:,}; shorten it",
+            f"this model's maximum context length is at most {max_characters:,} characters, but "
+            f"{name} has {size:,}; shorten it",
         )
+
+
+def context_error(name: str, message: str) -> WrongParameterError:
+    """Return the error for a parameter that is too long for the model's context."""
+    error = WrongParameterError(name, message)
+    error.code = ContextLengthError.code
+    return error
+
+
+def truncate_max_tokens(operation: Sample, max_context: int) -> Sample:
+    """Return the operation with at most as many new tokens as the model's context leaves."""
+    params, left = operation.sampling_params, max_context - operation.prompt.length
+    if params.max_tokens is None or params.max_tokens <= left or left < 1:
+        return operation
+    return replace(operation, sampling_params=replace(params, max_tokens=left))
 
 
 def _characters(value: Any) -> int:
@@ -208,10 +224,19 @@ async def answer(
     """
     model = await models.find(tenant, options.model)
     parsed = await models.run_tokenizer(tenant, request, lambda: parse(model, options))
-    operations = parsed.operations
-    check_answer_size(operations, model.tokenization.max_context)
+    operations, max_context = parsed.operations, model.tokenization.max_context
+    if options.truncate_max_tokens is None:
+        truncates = request.app.state.http.settings.truncate_max_tokens
+    else:
+        truncates = options.truncate_max_tokens
+    if truncates:
+        operations = [truncate_max_tokens(operation, max_context) for operation in operations]
+    check_answer_size(operations, max_context)
     try:
         await while_connected(request, models.check(tenant, model, operations))
+    except ContextLengthError as error:
+        remedy = _TRUNCATION_REMEDY if "max_tokens" in str(error) else ""
+        raise context_error(options.text_parameter, f"{error}{remedy}") from None
     except UserError as error:
         raise error_for_client(error, options) from None
     sampler_id = await models.sampler_id(tenant, model)

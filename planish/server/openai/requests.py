@@ -47,6 +47,8 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 """OpenAI's rule for the names of functions. Every chat format can write such a name as it is."""
+NoLimit = Literal[-1]
+"""The value of max_tokens with which an answer may fill the context."""
 NonEmptyString = Annotated[str, Field(min_length=1)]
 NoOpParams = Mapping[str, tuple[tuple[Any, ...], str]]
 """Maps an unsupported parameter to (no-op values, remedy). A no-op value does not change the
@@ -70,7 +72,6 @@ _SAMPLING_NO_OP_PARAMS: NoOpParams = {
     "length_penalty": ((1,), "there is no beam search; leave it out"),
     "use_beam_search": ((False,), "there is no beam search; leave it out"),
     "best_of": ((1,), "every choice is returned; leave it out"),
-    "ignore_eos": ((False,), "an end-of-sequence token ends the answer; leave it out"),
     "store": ((False,), "nothing is stored; leave it out or give false"),
     "service_tier": (("auto", "default"), "there is one tier; leave it out"),
     "priority": ((0,), "all requests have one priority; leave it out"),
@@ -208,6 +209,16 @@ class GenerationRequest(Request):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    ignore_eos: bool = False
+    truncate_max_tokens: Annotated[
+        bool | None,
+        Field(
+            description="Lower max_tokens to what the context leaves, instead of rejecting the "
+            "request. The default is an option of the server."
+        ),
+    ] = None
+    text_parameter: ClassVar[str]
+    """The parameter with the text of the request."""
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -238,7 +249,7 @@ class GenerationRequest(Request):
         constraint: Constraint | None,
     ) -> SamplingParams:
         """Return the sampling parameters. `extra_stop_ids` and `extra_stop_strings` are added to
-        the stop tokens and stop strings of the request. Raise WrongParameterError if a parameter is
+        the stop tokens and stop strings of the request; the ids only without `ignore_eos`. Raise WrongParameterError if a parameter is
         invalid.
         """
         try:
@@ -246,7 +257,9 @@ class GenerationRequest(Request):
                 max_tokens=None if self.max_new_tokens is None else max(1, self.max_new_tokens),
                 seed=self.seed,
                 stop=[*extra_stop_strings, *self.stop_strings],
-                stop_token_ids=sorted({*extra_stop_ids, *self.stop_token_ids}),
+                stop_token_ids=sorted(
+                    {*(() if self.ignore_eos else extra_stop_ids), *self.stop_token_ids}
+                ),
                 temperature=self.temperature,
                 top_k=self.top_k or -1,
                 top_p=self.top_p,
@@ -312,8 +325,9 @@ class ChatRequest(GenerationRequest):
 
     no_op_params: ClassVar[NoOpParams] = {**_SAMPLING_NO_OP_PARAMS, **_CHAT_NO_OP_PARAMS}
     messages: Messages
-    max_completion_tokens: Annotated[Integer, Field(ge=1)] | None = None
-    max_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    text_parameter: ClassVar[str] = "messages"
+    max_completion_tokens: NoLimit | Annotated[Integer, Field(ge=1)] | None = None
+    max_tokens: NoLimit | Annotated[Integer, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Tools = []
@@ -325,7 +339,8 @@ class ChatRequest(GenerationRequest):
     @property
     def max_new_tokens(self) -> int | None:
         """`max_completion_tokens`, or else the older `max_tokens`."""
-        return self.max_completion_tokens or self.max_tokens
+        limit = self.max_completion_tokens or self.max_tokens
+        return None if limit == -1 else limit
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -353,14 +368,15 @@ class CompletionRequest(GenerationRequest):
             list[str | TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)
         ]
     )
-    max_tokens: Annotated[Integer, Field(ge=0)] = _DEFAULT_COMPLETION_TOKENS
+    text_parameter: ClassVar[str] = "prompt"
+    max_tokens: NoLimit | Annotated[Integer, Field(ge=0)] = _DEFAULT_COMPLETION_TOKENS
     logprobs: Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool = False
 
     @property
     def max_new_tokens(self) -> int | None:
         """`max_tokens`, by default 16."""
-        return self.max_tokens
+        return None if self.max_tokens == -1 else self.max_tokens
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -433,21 +449,45 @@ def _json_types(value: Any) -> tuple[type, ...]:
 
 
 def _validation_error(values: Mapping[str, Any], error: ValidationError) -> WrongParameterError:
-    """Return the error for the first fault that pydantic found. pydantic's path to a fault also
-    contains names of union branches. Only the steps that exist in the body are shown.
+    """Return the error for the fault that pydantic found. pydantic's path to a fault also contains
+    names of union branches. Only the steps that exist in the body are shown.
+
+    If a value fits no branch of a union, pydantic reports the faults of all branches. The fault of
+    the branch that the client most probably meant is returned: the one deepest in the body, and
+    among these one that is not about the type of the value.
     """
-    first = error.errors(include_url=False, include_context=False)[0]
-    name = str(first["loc"][0])
-    if first["type"] == "missing" and len(first["loc"]) == 1:
-        return WrongParameterError(name, f"{name} is missing")
-    path, value = name, values.get(name)
-    for step in first["loc"][1:]:
-        if isinstance(step, int) and isinstance(value, list):
-            path, value = f"{path}[{step}]", value[step]
+    faults = error.errors(include_url=False, include_context=False)
+    faults = [one for one in faults if one["loc"][0] == faults[0]["loc"][0]]
+    located = [(*_locate(values, one["loc"]), one) for one in faults]
+    path, depth, value, fault = min(
+        located, key=lambda one: (-one[1], one[3]["type"].endswith(_BRANCH_FAULTS))
+    )
+    name = str(fault["loc"][0])
+    if fault["type"] == "missing":
+        missing = str(fault["loc"][-1])
+        return WrongParameterError(
+            name, f"{path if depth == 0 else f'{path}.{missing}'} is missing"
+        )
+    text = fault["msg"][0].lower() + fault["msg"][1:]
+    return WrongParameterError(name, f"{path}={shown(value)}: {text}")
+
+
+_BRANCH_FAULTS = ("_type", "literal_error", "union_tag_invalid")
+"""The ends of the names of faults that say that a value belongs to another branch of a union."""
+
+
+def _locate(values: Mapping[str, Any], location: tuple[int | str, ...]) -> tuple[str, int, Any]:
+    """Return the path of a fault in the body, the number of its steps after the parameter's name,
+    and the value there.
+    """
+    path, depth = str(location[0]), 0
+    value = values.get(path)
+    for step in location[1:]:
+        if isinstance(step, int) and isinstance(value, list) and step < len(value):
+            path, value, depth = f"{path}[{step}]", value[step], depth + 1
         elif isinstance(value, dict) and step in value:
-            path, value = f"{path}.{str(step)[:100]}", value[step]
-    fault = first["msg"][0].lower() + first["msg"][1:]
-    return WrongParameterError(name, f"{path}={shown(value)}: {fault}")
+            path, value, depth = f"{path}.{str(step)[:100]}", value[step], depth + 1
+    return path, depth, value
 
 
 def request_schemas(request_types: Sequence[type[Request]]) -> dict[str, Any]:

@@ -1,0 +1,212 @@
+"""Requests that clients of other servers send: how much text fits, options of other servers, keys
+that clients copy into messages, and errors that name what is wrong.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from scripted_server import BASE, CHAT, HELLO, Served, serving
+
+from planish.testing import EOS_TOKEN_ID
+
+CONTEXT = 2048
+
+
+@pytest.fixture(scope="module")
+def served(model_dir, tmp_path_factory) -> Iterator[Served]:
+    models: dict[str, Path] = dict.fromkeys((BASE, CHAT), model_dir)
+    with serving(models, tmp_path_factory.mktemp("openai")) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def http(served: Served) -> Iterator[httpx.Client]:
+    with served.http() as http:
+        yield http
+
+
+def complete(http: httpx.Client, **options: Any) -> dict[str, Any]:
+    body = {"model": BASE, "prompt": [1, 2], "max_tokens": 2, **options}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def error_of(http: httpx.Client, path: str = "/v1/completions", **options: Any) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": BASE, "prompt": [1, 2], "max_tokens": 2}
+    if "chat" in path:
+        body = {"model": CHAT, "messages": HELLO, "max_tokens": 2}
+    answer = http.post(path, json={**body, **options})
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "param"),
+    [
+        ("/v1/completions", {"prompt": [1] * (CONTEXT + 1)}, "prompt"),
+        ("/v1/completions", {"prompt": [1] * CONTEXT}, "prompt"),
+        ("/v1/completions", {"prompt": [1] * (CONTEXT - 1)}, "prompt"),
+        ("/v1/completions", {"prompt": "x" * 100_000}, "prompt"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x" * (CONTEXT + 1)}]},
+            "messages",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x" * 100_000}]},
+            "messages",
+        ),
+        ("/v1/chat/completions", {"max_tokens": 65_535}, "messages"),
+    ],
+)
+def test_a_text_that_exceeds_the_context_has_openais_code(http, path, options, param):
+    """Agents look for the code or the wording, and truncate the conversation then."""
+    error = error_of(http, path, **options)
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == param
+    assert "this model's maximum context length is" in error["message"]
+
+
+def test_max_tokens_can_be_lowered_to_what_the_context_leaves(served: Served, http: httpx.Client):
+    prompt = [1] * (CONTEXT - 3)
+    options = {"prompt": prompt, "max_tokens": 65_535, "seed": 1, "stop_token_ids": []}
+    assert "truncate_max_tokens" in error_of(http, **options)["message"]
+    answer = complete(http, **options, truncate_max_tokens=True, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 3
+    assert error_of(http, prompt=[1] * CONTEXT, truncate_max_tokens=True)["code"] == (
+        "context_length_exceeded"
+    )
+
+
+def test_the_server_may_lower_max_tokens(model_dir: Path, tmp_path: Path):
+    with (
+        serving({BASE: model_dir}, tmp_path, truncate_max_tokens=True) as served,
+        served.http() as http,
+    ):
+        options = {"prompt": [1] * (CONTEXT - 3), "max_tokens": 65_535}
+        assert complete(http, **options, ignore_eos=True)["usage"]["completion_tokens"] == 3
+        error_of(http, **options, truncate_max_tokens=False)
+
+
+def test_minus_one_is_no_limit(http: httpx.Client):
+    prompt = [1] * (CONTEXT - 40)
+    options = {"prompt": prompt, "ignore_eos": True}
+    assert complete(http, **options, max_tokens=-1)["usage"]["completion_tokens"] == 40
+    for name in ("max_tokens", "max_completion_tokens"):
+        body = {"model": CHAT, "messages": HELLO, name: -1, "stop": ["e"]}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+    assert error_of(http, "/v1/chat/completions", max_tokens=0)["param"] == "max_tokens"
+    assert error_of(http, max_tokens=-2)["param"] == "max_tokens"
+
+
+def test_ignore_eos_samples_beyond_the_end_token(served: Served, http: httpx.Client):
+    options = {"max_tokens": 3000, "seed": 3, "temperature": 2.0, "truncate_max_tokens": True}
+    short = complete(http, **options, return_token_ids=True)["choices"][0]
+    assert short["finish_reason"] == "stop", "the seed must lead to an end token"
+    assert short["token_ids"][-1] == EOS_TOKEN_ID
+    long = complete(http, **options, return_token_ids=True, ignore_eos=True)["choices"][0]
+    assert long["finish_reason"] == "length"
+    assert long["token_ids"][: len(short["token_ids"])] == short["token_ids"]
+    assert len(long["token_ids"]) == CONTEXT - 2
+    assert long["text"].startswith(short["text"])
+    assert len(long["text"]) > len(short["text"])
+
+
+def test_an_empty_list_of_stops_is_no_stop(http: httpx.Client):
+    options = {"seed": 1, "max_tokens": 20}
+    assert (
+        complete(http, **options, stop=[])["choices"][0]["text"]
+        == complete(http, **options)["choices"][0]["text"]
+    )
+
+
+COPIED: dict[str, Any] = {
+    "id": "msg_1",
+    "annotations": [{"type": "url_citation"}],
+    "refusal": None,
+    "provider_specific_fields": {"a": 1},
+}
+
+
+def test_keys_that_clients_copy_from_answers_change_nothing(served: Served, http: httpx.Client):
+    def prompt_of(**copied: Any) -> list[int]:
+        messages = [*HELLO, {"role": "assistant", "content": "Hi", **copied}, *HELLO]
+        answer = http.post("/tokenize", json={"model": CHAT, "messages": messages})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["tokens"]
+
+    assert prompt_of(**COPIED) == prompt_of()
+    assert prompt_of(content=None, refusal="Hi") == prompt_of()
+    for wrong in ({"refusal": "No"}, {"invented": 1}):
+        messages = [*HELLO, {"role": "assistant", "content": "Hi", **wrong}, *HELLO]
+        error = error_of(http, "/v1/chat/completions", messages=messages)
+        assert next(iter(wrong)) in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop": [str(n) for n in range(17)]}, "at most 16 items"),
+        ({"stop": ["a", ""]}, r"stop[1]='': string should have at least 1 character"),
+        ({"stop": ["a", 1]}, "stop[1]=1: input should be a valid string"),
+        ({"prompt": [[1], ["a"]]}, "prompt[1][0]='a': input should be a valid integer"),
+        ({"prompt": [1, -2]}, "prompt[1]=-2"),
+        ({"max_tokens": "5"}, "max_tokens='5'"),
+        ({"guided_choice": ["a", ""]}, "guided_choice[1]=''"),
+    ],
+)
+def test_the_fault_of_the_meant_form_is_reported(http: httpx.Client, options, message: str):
+    """17 stops were "input should be a valid string"."""
+    assert message in error_of(http, **options)["message"]
+
+
+def test_a_tool_choice_without_a_name_is_reported(http: httpx.Client):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    choice = {"type": "function", "function": {}}
+    error = error_of(http, "/v1/chat/completions", tools=tools, tool_choice=choice)
+    assert error["message"] == "tool_choice.function.name is missing"
+
+
+@pytest.mark.parametrize(
+    ("schema", "strict", "message"),
+    [
+        ({"$defs": {"n": {"$ref": "#/$defs/n"}}, "$ref": "#/$defs/n"}, False, "back to itself"),
+        (
+            {
+                "oneOf": [
+                    {"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab"
+                ]
+            },
+            True,
+            "use `anyOf`, or leave strict out",
+        ),
+    ],
+)
+def test_errors_of_schemas_name_the_keyword(http: httpx.Client, schema, strict, message: str):
+    named = {"name": "a", "schema": schema, "strict": strict}
+    error = error_of(http, response_format={"type": "json_schema", "json_schema": named})
+    assert message in error["message"]
+    assert error["param"] == "response_format"
+
+
+@pytest.mark.parametrize("path", ["//v1/chat/completions", "/v1//chat/completions"])
+def test_two_slashes_are_named(served: Served, path: str):
+    answer = httpx.post(f"{served.url}{path}", json={})
+    assert answer.status_code == 404
+    message = answer.json()["error"]["message"]
+    assert f"POST {path}; the path has two slashes" in message
+
+
+def test_a_missing_key_names_the_header_of_openais_clients(served: Served):
+    for headers in ({}, {"Authorization": "tml-first"}):
+        answer = httpx.get(f"{served.url}/v1/models", headers=headers)
+        assert answer.status_code == 401
+        assert "Authorization: Bearer KEY" in answer.json()["error"]["message"]
+    with pytest.raises(openai.AuthenticationError, match="unknown"), served.client("no") as client:
+        client.models.list()
