@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from planish.errors import DamagedFileError, UnknownModelError
+from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -61,7 +61,8 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a model directory as a tokenizer of `transformers`.
 
     Raises UnknownModelError if `directory` is not a directory or holds no tokenizer, and
-    DamagedFileError if its files cannot be read or require code from the checkpoint.
+    DamagedFileError if its files cannot be read or require code from the checkpoint. Raises
+    UnsupportedError if tokenizer.model is the only file and cannot be converted.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -69,9 +70,11 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
             f"no tokenizer at {directory}: it is not a directory; name a local Hugging Face model "
             "directory"
         )
-    if not any(
-        (directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
-    ):
+    has_fast_tokenizer = (directory / "tokenizer.json").is_file()
+    model_file = directory / "tokenizer.model"
+    if not has_fast_tokenizer and model_file.is_file():
+        return _load_sentencepiece(model_file)
+    if not has_fast_tokenizer and not (directory / "tokenizer_config.json").is_file():
         raise UnknownModelError(
             f"no tokenizer in {directory}: tokenizer.json and tokenizer_config.json are missing; "
             "copy them there"
@@ -85,6 +88,36 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
             "tokenizer_config.json from the model again (a tokenizer that runs code of its own "
             "must be converted to tokenizer.json)"
         ) from error
+
+
+_PROBE = "The capital of France is Paris."
+
+
+def _load_sentencepiece(model_file: Path) -> "PreTrainedTokenizerBase":
+    """Load a tokenizer that only has tokenizer.model, which transformers converts."""
+    remedy = "copy tokenizer.json from the model, or from another model with the same tokenizer"
+    try:
+        from sentencepiece import SentencePieceProcessor  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise UnsupportedError(
+            f"the tokenizer in {model_file.parent} is only a SentencePiece model (tokenizer.model), "
+            "and the package sentencepiece, which reads it, is not installed; run "
+            f"`pip install sentencepiece`, or {remedy}"
+        ) from None
+    try:
+        tokenizer = _load(model_file.parent)
+        expected = SentencePieceProcessor(model_file=str(model_file)).encode(_PROBE)
+    except Exception as error:  # sentencepiece and transformers raise bare exceptions
+        raise DamagedFileError(
+            f"{model_file} cannot be read with sentencepiece ({error}); {remedy}"
+        ) from error
+    if tokenizer.encode(_PROBE, add_special_tokens=False) != expected:
+        # Without tokenizer_class in tokenizer_config.json, transformers may convert it wrongly.
+        raise UnsupportedError(
+            f"transformers converts {model_file} to a tokenizer that gives other tokens than "
+            f"sentencepiece; {remedy}"
+        )
+    return tokenizer
 
 
 def _load(directory: Path) -> "PreTrainedTokenizerBase":

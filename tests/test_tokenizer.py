@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from planish.errors import DamagedFileError, UnknownModelError
+from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
 from planish.testing import (
     CHAT_TEMPLATE,
     SPECIAL_TOKENS,
@@ -117,3 +117,36 @@ def test_importing_the_module_loads_neither_torch_nor_transformers():
         "sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_sentencepiece_model_alone_needs_its_package(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.model").write_bytes(b"a SentencePiece model")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=r"pip install sentencepiece.*tokenizer\.json"):
+            load_tokenizer(tmp_path)
+        (tmp_path / "tokenizer_config.json").write_text("{}")
+
+
+def test_a_converted_sentencepiece_model_gives_the_tokens_of_sentencepiece(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    text = "The capital of France is Paris. A word or two, and 12 more words for a model. " * 20
+    (tmp_path / "text").write_text("\n".join(text.split(". ")))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "tokenizer"),
+        model_type="bpe",
+        vocab_size=340,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    sentence = "The words of France"
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode(sentence, add_special_tokens=False) == processor.encode(sentence)
+    # transformers converts the file wrongly if it does not know its class.
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UnsupportedError, match="other tokens than sentencepiece"):
+        load_tokenizer(tmp_path)
