@@ -37,8 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--data PLACE",
-        "questions: a JSONL or parquet file, a directory with test.jsonl, or a hub name",
+        "questions: a file, a directory with test.jsonl, or a hub name",
     )
+    add("--split NAME", "name of the split of --data (default: test)")
     add("--limit N", "evaluate only the first N questions (default: all)", type=int)
     add("--samples N", f"number of answers per question (default: {default.samples})", type=int)
     add("--k K,...", "values of k for pass@k (default: 1)", type=_parse_k_values)
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the evaluation and print its metrics. Return the exit status."""
-    task = load_task(arguments.task, arguments.data, limit=arguments.limit)
+    task = load_task(arguments.task, arguments.data, limit=arguments.limit, split=arguments.split)
     sampling = _sampling_options(arguments)
     # Check the options before a model is loaded.
     resolve_sampling(task, sampling, arguments.k, arguments.concurrency)

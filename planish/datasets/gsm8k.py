@@ -31,6 +31,8 @@ WORKED_EXAMPLE = (
 the box.
 """
 
+WORKED_ANSWER = re.compile(r"(?:^|\n)####[ \t]*\$?[-+]?[\d.,/]*\d%?\s*\Z")
+"""Matches the end of a worked solution: #### and a number on the last line."""
 CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
 
 Conversation = list[dict[str, Any]]
@@ -52,11 +54,7 @@ def load_problems(dataset: str, split: str) -> list[Problem]:
 
     Raise UserError if there are none, or if a row has another format.
     """
-    rows = load_rows(dataset, split)
-    return [
-        read_problem(row, f"the dataset {dataset}, {split} row {number}")
-        for number, row in enumerate(rows, start=1)
-    ]
+    return [read_problem(row, row.location) for row in load_rows(dataset, split)]
 
 
 def problem_prompt(problem: Problem) -> Conversation:
@@ -72,6 +70,14 @@ def worked_example(suffix: str) -> Conversation:
         {"role": "user", "content": question_text},
         {"role": "assistant", "content": answer["content"]},
     ]
+
+
+def is_gsm8k(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is a question with a worked solution in the form of GSM8K: the last line
+    of "answer" is #### and a number. Any other answer is a text that stays as it is.
+    """
+    answer = row.get("answer")
+    return isinstance(answer, str) and WORKED_ANSWER.search(answer) is not None
 
 
 def read_problem(row: Mapping[str, Any], where: str) -> Problem:

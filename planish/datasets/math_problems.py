@@ -23,7 +23,10 @@ from typing import Any
 
 from planish.datasets.grading import extract_boxed
 from planish.datasets.gsm8k import QUESTION_SUFFIX, Problem, read_problem
+from planish.datasets.layouts import REFUSED_COLUMNS, check_refused
+from planish.datasets.row_files import Row
 from planish.datasets.rows import has_split, hold_out, load_rows
+from planish.datasets.unused_columns import UnusedColumns
 from planish.errors import UserError
 
 BOX_SUFFIX = r" Write the final answer inside \boxed{}."
@@ -41,7 +44,7 @@ MATH_500 = "HuggingFaceH4/MATH-500"
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+([^\s{$]+?)[.$]*(?:\s|$)")
 r"""Matches \boxed 5, without braces, as a few published solutions write it."""
 
-Row = Mapping[str, Any]
+Columns = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,13 @@ class ProblemCollection:
 
     name: str
     hub_name: str
-    read: Callable[[Row, str], Problem | None]
+    read: Callable[[Columns, str], Problem | None]
     """Reads a row as a problem; None if it has no usable answer.
 
     Raises UserError, which names the row by the second argument, for other formats.
     """
+    columns: tuple[str, ...]
+    """The columns that are used. Other columns are named in a warning."""
     suffix: str
     """The instruction after each question."""
     has_test_split: bool = True
@@ -72,23 +77,31 @@ class ProblemSplits:
 
 
 def load_splits(
-    collection: ProblemCollection, dataset: str | None, *, eval_problems: int | None, seed: int = 0
+    collection: ProblemCollection,
+    dataset: str | None,
+    *,
+    eval_problems: int | None,
+    seed: int = 0,
+    train_split: str | None = None,
+    test_split: str | None = None,
 ) -> ProblemSplits:
     """Load the problems for training, and the first `eval_problems` of the test split (None: all).
+    `planish.datasets.split_names` describes the names of the splits.
 
     If there is no test split, `eval_problems` random problems, chosen by `seed`, are held out of
     training. With None, no problem is held out then.
     """
     location = dataset or collection.hub_name
-    rows = hendrycks_train_rows() if location == HENDRYCKS_MATH else load_rows(location, "train")
-    train, notes = read_problems(collection, rows, f"dataset={location}, train")
-    if has_test_split(collection, dataset):
+    is_hendrycks = location == HENDRYCKS_MATH and train_split is None
+    train_name, test_name = train_split or "train", test_split or "test"
+    rows = hendrycks_train_rows() if is_hendrycks else load_rows(location, train_name)
+    train, notes = read_problems(collection, rows, f"dataset={location}, {train_name}")
+    if test_split is not None or has_test_split(collection, dataset):
         if eval_problems == 0:
             return ProblemSplits(train, [], notes)
-        test_rows = load_rows(MATH_500 if location == HENDRYCKS_MATH else location, "test")[
-            :eval_problems
-        ]
-        test, more_notes = read_problems(collection, test_rows, f"dataset={location}, test")
+        test_location = MATH_500 if location == HENDRYCKS_MATH and test_split is None else location
+        test_rows = load_rows(test_location, test_name)[:eval_problems]
+        test, more_notes = read_problems(collection, test_rows, f"dataset={location}, {test_name}")
         return ProblemSplits(train, test, [*notes, *more_notes])
     if eval_problems is None:
         note = (
@@ -117,7 +130,7 @@ def has_test_split(collection: ProblemCollection, dataset: str | None) -> bool:
     return not path.is_file()
 
 
-def hendrycks_train_rows() -> list[dict[str, Any]]:
+def hendrycks_train_rows() -> list[Row]:
     """Return the 12,000 problems in both splits of MATH that are not in MATH-500."""
     test_problems = {row["problem"] for row in load_rows(MATH_500, "test")}
     rows = [
@@ -135,9 +148,12 @@ def read_problems(
     """Read rows as problems, and return a note if some have no usable answer. Raises UserError if
     none has.
     """
-    results = [
-        collection.read(row, f"{where} row {number}") for number, row in enumerate(rows, start=1)
-    ]
+    unused = UnusedColumns(where)
+    for row in rows:
+        check_refused(row, REFUSED_COLUMNS, row.location)
+        unused.add(row, collection.columns, row.location)
+    unused.warn()
+    results = [collection.read(row, row.location) for row in rows]
     problems = [problem for problem in results if problem is not None]
     num_left_out = len(results) - len(problems)
     if not problems:
@@ -150,14 +166,14 @@ def read_problems(
     ] * (num_left_out > 0)
 
 
-def read_math(row: Row, where: str) -> Problem | None:
+def read_math(row: Columns, where: str) -> Problem | None:
     """Read a row of MATH."""
     question, solution = text_field(row, "problem", where), text_field(row, "solution", where)
     answer = math_answer(row, where)
     return Problem(question, answer, solution) if answer else None
 
 
-def math_answer(row: Row, where: str) -> str | None:
+def math_answer(row: Columns, where: str) -> str | None:
     """Return the field "answer", unboxed if necessary, or else the content of the last box of
     "solution".
     """
@@ -165,12 +181,12 @@ def math_answer(row: Row, where: str) -> str | None:
     return boxed_answer(answer) or answer or boxed_answer(text_field(row, "solution", where))
 
 
-def read_polaris(row: Row, where: str) -> Problem | None:
+def read_polaris(row: Columns, where: str) -> Problem | None:
     """Read a row of Polaris."""
     return problem_with_answer(text_field(row, "problem", where), text_field(row, "answer", where))
 
 
-def read_deepmath(row: Row, where: str) -> Problem | None:
+def read_deepmath(row: Columns, where: str) -> Problem | None:
     """Read a row of DeepMath."""
     return problem_with_answer(
         text_field(row, "question", where), text_field(row, "final_answer", where)
@@ -188,7 +204,7 @@ def problem_with_answer(question: str, answer: str) -> Problem | None:
     )
 
 
-def text_field(row: Row, name: str, where: str) -> str:
+def text_field(row: Columns, name: str, where: str) -> str:
     """Return a field as text, stripped; numbers keep their notation. Raise UserError for other
     types.
     """
@@ -212,17 +228,27 @@ def boxed_answer(solution: str) -> str | None:
 COLLECTIONS = {
     collection.name: collection
     for collection in (
-        ProblemCollection("gsm8k", "openai/gsm8k", read_problem, QUESTION_SUFFIX),
-        ProblemCollection("math", HENDRYCKS_MATH, read_math, BOX_SUFFIX),
+        ProblemCollection(
+            "gsm8k", "openai/gsm8k", read_problem, ("question", "answer"), QUESTION_SUFFIX
+        ),
+        ProblemCollection(
+            "math", HENDRYCKS_MATH, read_math, ("problem", "solution", "answer"), BOX_SUFFIX
+        ),
         ProblemCollection(
             "polaris",
             "POLARIS-Project/Polaris-Dataset-53K",
             read_polaris,
+            ("problem", "answer"),
             BOX_SUFFIX,
             has_test_split=False,
         ),
         ProblemCollection(
-            "deepmath", "zwhe99/DeepMath-103K", read_deepmath, BOX_SUFFIX, has_test_split=False
+            "deepmath",
+            "zwhe99/DeepMath-103K",
+            read_deepmath,
+            ("question", "final_answer"),
+            BOX_SUFFIX,
+            has_test_split=False,
         ),
     )
 }

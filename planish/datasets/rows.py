@@ -3,42 +3,71 @@
 A dataset is named in one of three ways:
 
     hub name     "openai/gsm8k", or "NAME:CONFIG"
-    directory    with train and test files: train.jsonl, test.jsonl, or parquet
-    file         one JSONL or parquet file, which is the train split
+    directory    with one or more files for each split: train.jsonl, test-00000-of-00002.parquet;
+                 or as `save_to_disk` of the library `datasets` writes it
+    file         one file, which is the train split
 
-A directory may also have the layout of a hub dataset: its files are in `data`, or each
-configuration has a folder. "DIRECTORY:CONFIG" chooses a configuration. Rows of a hub dataset are
-read from disk on access; rows of files are held in memory.
+planish/datasets/row_files.py lists the formats of files. A directory may also have the layout of a
+hub dataset: its files are in `data`, or each configuration has a folder. "DIRECTORY:CONFIG" chooses
+a configuration. Rows of a hub dataset and of `save_to_disk` are read from disk on access; rows of
+files are held in memory. Every row knows where it is (`Row.location`).
 """
 
-import json
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from planish.datasets.arrow_rows import ArrowRows
+from planish.datasets.row_files import FILE_SUFFIXES, Row, is_data_file, read_file
 from planish.errors import UserError
 
 HUB_CONFIGS = {"openai/gsm8k": "main"}
 """The default configurations of hub datasets that need one."""
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 
-Row = dict[str, Any]
 _log = logging.getLogger(__name__)
 _DEFAULT_CONFIGS = ("data", "main", "default", "plain_text")
 """Folders that are read if no configuration is named, in this order."""
+_SAVED_SPLITS, _SAVED_TABLE = "dataset_dict.json", "state.json"
+"""Files of a directory that `save_to_disk` has written, with several splits or without splits."""
 _warned_datasets: set[str] = set()
 """Datasets for which the warning about a directory with a hub name was logged."""
 
 
+class TableRows(Sequence[Row]):
+    """The rows of a `datasets.Dataset`, read from disk on access."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self._rows = ArrowRows(dataset)
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, position: Any) -> Any:
+        if isinstance(position, slice):
+            return [self[index] for index in range(len(self))[position]]
+        index = range(len(self))[position]
+        return self._row(index, self._rows[index])
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self._row(index, columns) for index, columns in enumerate(self._rows))
+
+    def _row(self, index: int, columns: dict[str, Any]) -> Row:
+        return Row(columns, f"{self._name}, row {index + 1}")
+
+
 def open_rows(dataset: str, split: str) -> Sequence[Row]:
-    """Return the rows of one split ("train" or "test"). Raise UserError if there are none."""
-    files = _local_files(dataset, split)
-    if files is not None:
-        rows = [row for file in files for _, row in _rows_with_locations(file)]
+    """Return the rows of one split, such as "train". Raise UserError if there are none."""
+    path, config = _local_path(dataset)
+    rows: Sequence[Row]
+    if _is_saved(path):
+        rows = _open_saved(path, split)
+    elif (files := _local_files(path, config, dataset, split)) is not None:
+        rows = [row for file in files for row in read_file(file)]
     elif _is_path(dataset):
-        raise UserError(f"the dataset {dataset}: no such file or directory; check the path")
+        raise UserError(_unreadable_path(dataset))
     else:
         rows = _open_on_hub(dataset, split)
     if not len(rows):
@@ -48,24 +77,9 @@ def open_rows(dataset: str, split: str) -> Sequence[Row]:
     return rows
 
 
-def rows_with_locations(dataset: str, split: str) -> list[tuple[str, Row]]:
-    """Return the rows of one split, each with its place for error messages.
-
-    The place is file and line where there are lines, otherwise the number of the row.
-    """
-    files = _local_files(dataset, split)
-    if files is None:
-        rows = open_rows(dataset, split)
-        return [
-            (f"the dataset {dataset}, {split} row {number}", dict(row))
-            for number, row in enumerate(rows, start=1)
-        ]
-    return [row for file in files for row in _rows_with_locations(file)]
-
-
 def load_rows(dataset: str, split: str) -> list[Row]:
     """Return the rows of one split as a list in memory."""
-    return [dict(row) for row in open_rows(dataset, split)]
+    return list(open_rows(dataset, split))
 
 
 def has_split(dataset: str, split: str) -> bool:
@@ -74,6 +88,8 @@ def has_split(dataset: str, split: str) -> bool:
     A single file has only "train". For a hub name this asks the hub.
     """
     path, config = _local_path(dataset)
+    if _is_saved(path):
+        return split in _saved_splits(path)
     if path.is_dir():
         return bool(_find_split_files(path, split, config))
     if path.is_file() or _is_path(dataset):
@@ -89,7 +105,11 @@ def has_split(dataset: str, split: str) -> bool:
 
 def _is_path(dataset: str) -> bool:
     """Return whether `dataset` must be a path, even if nothing exists there."""
-    return Path(dataset).suffix in FILE_SUFFIXES or dataset.startswith((".", "/", "~"))
+    return is_data_file(dataset) or dataset.startswith((".", "/", "~"))
+
+
+def _unreadable_path(dataset: str) -> str:
+    return f"the dataset {dataset}: no such file or directory; check the path"
 
 
 def _local_path(dataset: str) -> tuple[Path, str | None]:
@@ -101,21 +121,28 @@ def _local_path(dataset: str) -> tuple[Path, str | None]:
     return path, None
 
 
-def _local_files(dataset: str, split: str) -> Sequence[Path] | None:
+def _local_files(path: Path, config: str | None, dataset: str, split: str) -> Sequence[Path] | None:
     """Return the files of a split; None if the dataset is not a file or directory."""
-    path, config = _local_path(dataset)
     if path.is_dir():
         hides_hub = not _is_path(dataset) and "/" in dataset
         if hides_hub and dataset not in _warned_datasets:
             _warned_datasets.add(dataset)
             _log.warning("dataset %s: the directory of this name is read, not the hub", dataset)
         return _require_split_files(path, split, config, hides_hub=hides_hub)
-    if path.is_file() and split != "train":
+    if not path.is_file():
+        return None
+    if split != "train":
         raise UserError(
-            f"the dataset {path} is one file and has no {split} split; give a directory with "
-            f"train.jsonl and {split}.jsonl, or turn evaluation off (eval_problems=0)"
+            f"the dataset {path} is one file, which is the train split, and has no {split} split; "
+            f"give a directory with train.jsonl and {split}.jsonl, or turn evaluation off "
+            "(eval_problems=0)"
         )
-    return [path] if path.is_file() else None
+    if not is_data_file(path.name):
+        raise UserError(
+            f"the dataset {path}: its format is not known by its name; give a file that ends in "
+            f"{', '.join(FILE_SUFFIXES)}"
+        )
+    return [path]
 
 
 def _require_split_files(
@@ -126,7 +153,7 @@ def _require_split_files(
         data_files = sorted(
             entry.relative_to(directory).as_posix()
             for entry in directory.rglob("*")
-            if entry.suffix in FILE_SUFFIXES
+            if is_data_file(entry.name)
         )
         file_list = (
             ", ".join(data_files[:8]) + (", ..." if len(data_files) > 8 else "") or "no data files"
@@ -134,7 +161,8 @@ def _require_split_files(
         raise UserError(
             f"the dataset {directory} has no {split}.jsonl (or {split}*.parquet), neither in the "
             f"directory itself nor in {'its folder ' + config if config else 'a folder of it'}; "
-            f"found {file_list}. Add that file, or name a configuration: DIRECTORY:CONFIG"
+            f"found {file_list}. Add that file, name the split (train_split=..., test_split=...), or "
+            "name a configuration: DIRECTORY:CONFIG"
             + ("; rename the directory to read the hub's dataset of its name" if hides_hub else "")
         )
     return files
@@ -164,56 +192,51 @@ def _find_split_files(directory: Path, split: str, config: str | None = None) ->
 
 def _files_in_folder(folder: Path, split: str) -> Sequence[Path]:
     """Return files such as train.jsonl or train-00000-of-00002.parquet, or train/0000.parquet, the
-    layout of the hub's own conversions.
+    layout of the hub's own conversions. Raise UserError for a split in several formats.
     """
+    by_suffix: dict[str, list[Path]] = {}
     for suffix in FILE_SUFFIXES:
         patterns = (f"{split}{suffix}", f"{split}-*{suffix}", f"{split}/*{suffix}")
         files = sorted({path for pattern in patterns for path in folder.glob(pattern)})
         if files:
-            return files
-    return []
-
-
-def _rows_with_locations(path: Path) -> list[tuple[str, Row]]:
-    if path.suffix == ".parquet":
-        return [
-            (f"{path}, row {number}", row)
-            for number, row in enumerate(_read_parquet(path), start=1)
-        ]
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
+            by_suffix[suffix] = files
+    if len(by_suffix) > 1:
+        names = ", ".join(files[0].name for files in by_suffix.values())
         raise UserError(
-            f"{path} is not UTF-8 text ({error}); give JSON lines or a .parquet file"
-        ) from error
-    numbered_lines = [
-        (f"{path}, line {number}", line)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
-    return [(where, _parse(line, where)) for where, line in numbered_lines]
+            f"{folder} has its {split} split in several formats: {names}; keep one of them"
+        )
+    return next(iter(by_suffix.values()), [])
 
 
-def _parse(line: str, where: str) -> Row:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON ({error}); write one object per line") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{where} is not a JSON object; write one object per line")
-    return row
+def _is_saved(path: Path) -> bool:
+    """Return whether `save_to_disk` of the library `datasets` has written a directory."""
+    return (path / _SAVED_SPLITS).is_file() or (path / _SAVED_TABLE).is_file()
 
 
-def _read_parquet(path: Path) -> list[Row]:
-    from pyarrow import ArrowException  # imported here, because this takes most of a second
-    from pyarrow.parquet import read_table
+def _saved_splits(path: Path) -> Sequence[str]:
+    """Return the splits of a directory that `save_to_disk` has written; one table is "train"."""
+    if not (path / _SAVED_SPLITS).is_file():
+        return ["train"]
+    return sorted(entry.parent.name for entry in path.glob(f"*/{_SAVED_TABLE}"))
 
-    try:
-        return read_table(path).to_pylist()
-    except (ArrowException, OSError) as error:
+
+def _open_saved(path: Path, split: str) -> Sequence[Row]:
+    from datasets import load_from_disk  # takes seconds; other files do not need it
+
+    splits = _saved_splits(path)
+    if split not in splits:
         raise UserError(
-            f"{path} cannot be read as parquet ({error}); download the file again"
+            f"the dataset {path} has no {split} split; it has {', '.join(splits)} (train_split=... "
+            "and test_split=... name others)"
+        )
+    is_table = (path / _SAVED_TABLE).is_file()
+    try:
+        table = load_from_disk(str(path if is_table else path / split))
+    except Exception as error:  # damaged files: of json, of pyarrow, of datasets
+        raise UserError(
+            f"the dataset {path} cannot be read ({_first_line(error)}); save it again"
         ) from error
+    return TableRows(table, str(path) if is_table else f"{path}, {split}")
 
 
 def _open_on_hub(dataset: str, split: str) -> Sequence[Row]:
@@ -221,7 +244,7 @@ def _open_on_hub(dataset: str, split: str) -> Sequence[Row]:
 
     name, config = _hub_name(dataset)
     try:
-        return load_dataset(name, config, split=split)  # type: ignore[return-value]
+        return TableRows(load_dataset(name, config, split=split), f"dataset {dataset}, {split}")
     except Exception as error:
         # No network, no such dataset or no permission: their many error types differ between
         # releases.
@@ -234,11 +257,15 @@ def _hub_name(dataset: str) -> tuple[str, str | None]:
 
 
 def _hub_error(dataset: str, requested: str, error: Exception) -> UserError:
-    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return UserError(
-        f"the dataset {dataset}: the hub did not give {requested} ({first_line}); check the name, "
-        "or give a local directory with train.jsonl and test.jsonl"
+        f"the dataset {dataset}: the hub did not give {requested} ({_first_line(error)}); check "
+        "the name and the names of its splits (train_split=..., test_split=...), or give a local "
+        "directory with train.jsonl and test.jsonl"
     )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def hold_out(

@@ -1,8 +1,7 @@
 """Prompts without rewards: the student answers them, and a teacher scores the answers.
 
-A prompt is a conversation whose next message is the assistant's. A row has "prompt" (a text or
-messages), "question", or a whole conversation ("messages", "conversations"). The last answer of a
-whole conversation is removed.
+A prompt is a conversation whose next message is the assistant's. docs/data.md lists the layouts of
+rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,10 @@ import chz
 
 from planish import logtree
 from planish.completers import StopCondition
+from planish.datasets.layouts import PROMPTS, prompt_of
+from planish.datasets.messages import Conversation, Message, location_of
 from planish.datasets.rows import open_rows
+from planish.datasets.unused_columns import UnusedColumns
 from planish.errors import UserError
 from planish.renderers import Renderer
 from planish.renderers.messages import read_messages
@@ -27,39 +29,24 @@ from planish.rl.types import (
     RLDataset,
     StepResult,
 )
-from planish.supervised.conversations import Conversation, conversation_of
-
-
-def read_prompt(row: Mapping[str, Any], where: str) -> Conversation:
-    """Return the messages of a row up to the answer. Raise UserError, which names `where`, for a
-    row of another form.
-    """
-    if "question" in row and "messages" not in row:
-        row = {"prompt": row["question"]}
-    if "prompt" in row:
-        row = {"prompt": row["prompt"], "completion": ""}
-    messages = conversation_of(row, where)
-    if messages[-1].get("role") == "assistant":
-        messages = messages[:-1]
-    if not messages or messages[-1].get("role") not in ("user", "tool"):
-        raise UserError(
-            f"{where}: there is no question; give a conversation with a user message before the "
-            "answer"
-        )
-    return messages
 
 
 def load_prompts(
-    dataset: str, renderer: Renderer, prefix: Sequence[Mapping[str, Any]] = ()
+    dataset: str,
+    renderer: Renderer,
+    prefix: Sequence[Mapping[str, Any]] = (),
+    split: str | None = None,
 ) -> list[Conversation]:
-    """Return the prompts of a hub name, a directory or a file. Raise UserError for a prompt that
-    the chat format cannot express after `prefix`.
+    """Return the prompts of a split (None = train) of a hub name, a directory or a file. Raise
+    UserError for a prompt that the chat format cannot express after `prefix`.
     """
     prompts = []
-    for number, row in enumerate(open_rows(dataset, "train"), start=1):
-        where = f"dataset={dataset}, train row {number}"
-        prompts.append(read_prompt(row, where))
-        check_prompt([*prefix, *prompts[-1]], renderer, where)
+    unused = UnusedColumns(dataset)
+    for row in open_rows(dataset, split or "train"):
+        prompts.append(prompt_of(row, row.location))
+        unused.add_layout(row, PROMPTS, row.location)
+        check_prompt([*prefix, *prompts[-1]], renderer, row.location)
+    unused.warn()
     return prompts
 
 
@@ -76,7 +63,7 @@ class PromptOnlyEnv(Env):
     """An episode with one prompt, one answer and reward 0."""
 
     renderer: Renderer
-    messages: Conversation
+    messages: list[Message]
 
     async def initial_observation(self) -> tuple[Observation, StopCondition]:
         prompt = self.renderer.build_generation_prompt(self.messages)
@@ -92,17 +79,19 @@ class PromptOnlyDatasetBuilder(ProblemDatasetBuilder):
     """Builds a training set of prompts. There is no test set, because prompts have no rewards."""
 
     dataset: str = chz.field(doc="hub name, local directory or file; its train split")
+    train_split: str | None = chz.field(
+        default=None, doc="dataset: name of the split to train on; none = train"
+    )
     group_size: int = chz.field(default=4, doc="answers per prompt")
     max_prompt_tokens: int | None = chz.field(
         default=1024, doc="maximum tokens in a prompt; longer ones are left out and counted"
     )
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
-        prompts = load_prompts(self.dataset, self.renderer)
-        places = [f"dataset={self.dataset}, train row {n + 1}" for n in range(len(prompts))]
-        return self.shuffled(prompts, places=places), None
+        prompts = load_prompts(self.dataset, self.renderer, split=self.train_split)
+        return self.shuffled(prompts, places=list(map(location_of, prompts))), None
 
-    def make_env(self, problem: Conversation) -> PromptOnlyEnv:
+    def make_env(self, problem: list[Message]) -> PromptOnlyEnv:
         """Return the environment of one answer."""
         return PromptOnlyEnv(self.renderer, problem)
 

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from planish.completers import SamplesTokens, TinkerTokenCompleter, derived_seed
+from planish.datasets.messages import Message
 from planish.errors import DamagedFileError, UserError
 from planish.files import RowFile, differences, read_rows, write_atomically
 from planish.processes.interruption import gather_or_cancel
 from planish.renderers import Renderer
 from planish.runlog.console import Stage, StepDisplay
-from planish.supervised.conversations import Conversation
 
 PROMPTS_PER_CHUNK = 64
 
@@ -45,7 +45,7 @@ class TeacherSampler:
     prefix: Sequence[Mapping[str, Any]] = ()
     context_window: int | None = None
 
-    async def answer(self, index: int, messages: Conversation) -> Row | None:
+    async def answer(self, index: int, messages: list[Message]) -> Row | None:
         """Return the row of a prompt; None if it is left out."""
         prompt = self.renderer.build_generation_prompt([*self.prefix, *messages])
         if self.context_window is not None and prompt.length >= self.context_window:
@@ -127,7 +127,7 @@ class SampledFile:
 
 async def sample_conversations(
     sampler: TeacherSampler,
-    prompts: Sequence[Conversation],
+    prompts: Sequence[list[Message]],
     path: str | Path,
     origin: Mapping[str, Any],
 ) -> SampledFile:
@@ -162,7 +162,7 @@ async def sample_conversations(
 
 
 async def answers_to(
-    sampler: TeacherSampler, prompts: Sequence[Conversation], indices: Iterable[int], stage: Stage
+    sampler: TeacherSampler, prompts: Sequence[list[Message]], indices: Iterable[int], stage: Stage
 ) -> list[Row | None]:
     """Sample the answers concurrently. Return one row per index, or None if it is left out."""
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planish.datasets.rows import rows_with_locations
+from planish.datasets.layouts import REFUSED_COLUMNS, check_refused
+from planish.datasets.rows import load_rows
+from planish.datasets.unused_columns import UnusedColumns
 from planish.errors import UserError
 from planish.evaluation.boxed import grade_boxed, gsm8k_question, math_question
 from planish.evaluation.multiple_choice import grade_letter, lettered_question, unlisted_question
@@ -22,6 +24,8 @@ class TaskKind:
 
     row_fields: str
     """The fields of a row, for error messages."""
+    columns: tuple[str, ...]
+    """The columns that are used. Other columns are named in a warning."""
     hub_name: str | None
     """The hub name of the data; None if the user has to name the data."""
     read_question: Callable[[Mapping[str, Any], str, int], Question]
@@ -34,28 +38,50 @@ class TaskKind:
 
 TASKS: dict[str, TaskKind] = {
     "gsm8k": TaskKind(
-        '"question", "answer" (after ####)', "openai/gsm8k", gsm8k_question, grade_boxed
+        '"question", "answer" (after ####)',
+        ("question", "answer"),
+        "openai/gsm8k",
+        gsm8k_question,
+        grade_boxed,
     ),
     "math500": TaskKind(
-        '"problem", "answer" or "solution"', "HuggingFaceH4/MATH-500", math_question, grade_boxed
+        '"problem", "answer" or "solution"',
+        ("problem", "answer", "solution"),
+        "HuggingFaceH4/MATH-500",
+        math_question,
+        grade_boxed,
     ),
     "multiple_choice": TaskKind(
-        '"question", "choices", "answer"', None, lettered_question, grade_letter
+        '"question", "choices", "answer"',
+        ("question", "choices", "answer"),
+        None,
+        lettered_question,
+        grade_letter,
     ),
     "multiple_choice_logprobs": TaskKind(
-        '"question", "choices", "answer"', None, unlisted_question, None
+        '"question", "choices", "answer"',
+        ("question", "choices", "answer"),
+        None,
+        unlisted_question,
+        None,
     ),
 }
 """Add a task of your own here: `TASKS["mine"] = TaskKind(...)`."""
 
 
 def load_task(
-    name: str, data: str | Path | None = None, *, limit: int | None = None, title: str | None = None
+    name: str,
+    data: str | Path | None = None,
+    *,
+    limit: int | None = None,
+    title: str | None = None,
+    split: str | None = None,
 ) -> Task:
     """Load the questions of a task: all of `data`, or the first `limit`.
 
-    `data` is a JSONL or parquet file, a directory with a test split, or a hub name; None is the
-    published test set. `title` replaces `name` as the task's name in metrics and files.
+    `data` is a file, a directory with a test split, or a hub name (docs/data.md); None is the
+    published test set. `split` names another split than test. `title` replaces `name` as the task's
+    name in metrics and files.
     """
     kind = TASKS.get(name)
     if kind is None:
@@ -70,10 +96,16 @@ def load_task(
         raise UserError(
             f"limit={limit}: give a whole number of at least 1, or leave it out for all questions"
         )
-    rows = rows_with_locations(dataset, "train" if Path(dataset).expanduser().is_file() else "test")
+    is_file = Path(dataset).expanduser().is_file()
+    rows = load_rows(dataset, split or ("train" if is_file else "test"))
     questions = [
-        kind.read_question(row, where, number) for number, (where, row) in enumerate(rows, start=1)
+        kind.read_question(row, row.location, number) for number, row in enumerate(rows, start=1)
     ]
+    unused = UnusedColumns(dataset)
+    for row in rows:
+        check_refused(row, REFUSED_COLUMNS, row.location)
+        unused.add(row, kind.columns, row.location)
+    unused.warn()
     if not questions:
         raise UserError(f"task {name}: {dataset} has no rows; give data with {kind.row_fields}")
     task_fields = (title or name, dataset, _digest(questions), questions[:limit])

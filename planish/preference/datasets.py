@@ -2,11 +2,13 @@
 one.
 
 A batch alternates between them: chosen, rejected, chosen, rejected, ... Every token of an answer
-has weight 1, so the weighted sum of logprobs is the logprob of the answer. Ties are left out when
-the data are read. Both conversations are truncated at `max_length` tokens. If that leaves no token
-of an answer, the pair is left out and counted.
+has weight 1, so the weighted sum of logprobs is the logprob of the answer. Ties and
+pairs of equal answers, from which nothing can be learned, are left out and counted before training.
+Both conversations are truncated at `max_length` tokens. If that leaves no token
+of an answer, or the same tokens of both, the pair is left out and counted.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +16,12 @@ from typing import Any
 
 import chz
 
+from planish.datasets.layouts import COMPARISONS
+from planish.datasets.split_names import SplitNames
 from planish.errors import UserError
 from planish.preference.types import LabeledComparison, Messages, read_comparison
 from planish.renderers import Renderer, TrainOnWhat
-from planish.supervised.datasets import RowDataset, read_splits
+from planish.supervised.datasets import RowDataset, read_splits, row_splits
 from planish.supervised.objective import Metrics
 from planish.supervised.rendering import conversation_to_data
 from planish.supervised.types import (
@@ -27,6 +31,8 @@ from planish.supervised.types import (
     SupervisedDataset,
 )
 from planish.types import Datum
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,8 @@ def comparison_to_data(
 ) -> Batch:
     """Return the datums of the chosen and the rejected answer. Raise UserError for a tie.
 
-    The batch is empty, with left_out = 1, if `max_length` leaves nothing of one of the answers.
+    The batch is empty, with left_out = 1, if `max_length` leaves nothing of one of the answers, or
+    if the two are equal, in the data or after truncation.
     """
     if labeled.ranked is None:
         raise UserError("a tie has no preferred answer; leave it out")
@@ -94,7 +101,16 @@ def comparison_to_data(
     ]
     if any(len(batch) != 1 for batch in batches):
         return Batch(num_left_out=1)
-    return Batch.concatenate(batches)
+    pair = Batch.concatenate(batches)
+    return Batch(num_left_out=1) if _has_equal_tokens(pair[0], pair[1]) else pair
+
+
+def _has_equal_tokens(first: Datum, second: Datum) -> bool:
+    """Return whether two datums have the same tokens, including the last target."""
+    return first.model_input.to_ints() == second.model_input.to_ints() and (
+        first.loss_fn_inputs["target_tokens"].tolist()
+        == second.loss_fn_inputs["target_tokens"].tolist()
+    )
 
 
 class ComparisonBuilder(ABC):
@@ -106,10 +122,9 @@ class ComparisonBuilder(ABC):
 
 
 @chz.chz
-class ComparisonBuilderFromRows(ComparisonBuilder):
-    """Comparisons from a hub dataset, a directory, or one file.
-
-    `planish.preference.types.read_comparison` lists the supported formats of rows.
+class ComparisonBuilderFromRows(SplitNames, ComparisonBuilder):
+    """Comparisons from a hub dataset, a directory, or one file; docs/data.md lists the layouts of
+    rows.
     """
 
     dataset: str
@@ -119,12 +134,15 @@ class ComparisonBuilderFromRows(ComparisonBuilder):
     shuffle_seed: int | None = 0
 
     def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
-        return read_splits(self.dataset, self.test_size, self.shuffle_seed, read_comparison)
+        splits = row_splits(
+            self.dataset, self.test_size, self.shuffle_seed, self.train_split, self.test_split
+        )
+        return read_splits(self.dataset, splits, read_comparison, COMPARISONS)
 
 
 @chz.chz
 class ComparisonBuilderFromJsonl(ComparisonBuilder):
-    """Comparisons from one or two JSONL files."""
+    """Comparisons from one or two files."""
 
     train_path: str
     test_path: str | None = None
@@ -157,7 +175,11 @@ class DPODatasetBuilderFromComparisons(ChatDatasetBuilder):
             return comparison_to_data(labeled, renderer, config.max_length)
 
         return RowDataset.from_splits(
-            without_ties(train), without_ties(test), config.batch_size, to_batch, self.shuffle_seed
+            distinct_pairs(train, "train"),
+            distinct_pairs(test, "test"),
+            config.batch_size,
+            to_batch,
+            self.shuffle_seed,
         )
 
 
@@ -174,12 +196,48 @@ def check_comparisons(
             try:
                 renderer.check_supervised_examples(conversation, TrainOnWhat.CUSTOMIZED)
             except ValueError as error:
-                raise UserError(f"{split} comparison {index}: {error}") from error
+                where = labeled.location or f"{split} comparison {index}"
+                raise UserError(f"{where}: {error}") from error
 
 
-def without_ties(comparisons: Sequence[LabeledComparison]) -> list[LabeledComparison]:
-    """Return the comparisons that have a preferred answer."""
-    return [labeled for labeled in comparisons if labeled.ranked is not None]
+def without_identical(
+    comparisons: Sequence[LabeledComparison], split: str
+) -> list[LabeledComparison]:
+    """Return the comparisons whose answers differ, and the ties. A warning counts the others."""
+    distinct = [
+        labeled for labeled in comparisons if labeled.label == "Tie" or not labeled.is_identical
+    ]
+    if len(distinct) < len(comparisons):
+        kept = set(map(id, distinct))
+        first = next(labeled for labeled in comparisons if id(labeled) not in kept)
+        _log.warning(
+            "%d of %d %s pairs have two equal answers and are left out%s",
+            len(comparisons) - len(distinct),
+            len(comparisons),
+            split,
+            f", the first in {first.location}" if first.location else "",
+        )
+    return distinct
+
+
+def without_ties(comparisons: Sequence[LabeledComparison], split: str) -> list[LabeledComparison]:
+    """Return the comparisons that have a preferred answer. A message counts the others."""
+    ranked = [labeled for labeled in comparisons if labeled.ranked is not None]
+    if len(ranked) < len(comparisons):
+        _log.warning(
+            "%d of %d %s comparisons are ties and are left out",
+            len(comparisons) - len(ranked),
+            len(comparisons),
+            split,
+        )
+    return ranked
+
+
+def distinct_pairs(comparisons: Sequence[LabeledComparison], split: str) -> list[LabeledComparison]:
+    """Return the comparisons that have a preferred answer, which differs from the other one.
+    Warnings count the comparisons that are left out.
+    """
+    return without_identical(without_ties(comparisons, split), split)
 
 
 def require_answers_alone(config: ChatDatasetBuilderCommonConfig) -> None:

@@ -2,7 +2,8 @@
 
 For the chat form, each comparison is shown in a random order. Otherwise rows of "chosen" and
 "rejected" would teach the model that the first answer is always better. The chat form learns ties
-as the label Tie, and Bradley-Terry leaves them out. Evaluation sets hold no ties.
+as the label Tie, and Bradley-Terry leaves them out. Evaluation sets hold no ties. Pairs of equal
+answers are left out and counted.
 """
 
 import random
@@ -12,7 +13,12 @@ import chz
 
 from planish.errors import UserError
 from planish.preference.bradley_terry import QUESTION
-from planish.preference.datasets import ComparisonBuilder, require_answers_alone, without_ties
+from planish.preference.datasets import (
+    ComparisonBuilder,
+    distinct_pairs,
+    require_answers_alone,
+    without_identical,
+)
 from planish.preference.forms import Form, Kind, form_of
 from planish.preference.splits import PreferenceSplits, split_by_prompt
 from planish.preference.types import LabeledComparison
@@ -69,12 +75,15 @@ class PreferenceDatasetBuilder(ChatDatasetBuilder):
         check_form(train, form, "train")
         check_form(test, form, "test")
         train_comparisons = (
-            without_ties(train)
+            distinct_pairs(train, "train")
             if self.kind == "bradley_terry"
-            else swap_randomly(train, self.shuffle_seed)
+            else swap_randomly(without_identical(train, "train"), self.shuffle_seed)
         )
         return split_by_prompt(
-            train_comparisons, without_ties(test), self.calibration_size, self.shuffle_seed
+            train_comparisons,
+            distinct_pairs(test, "test"),
+            self.calibration_size,
+            self.shuffle_seed,
         )
 
 
@@ -84,7 +93,8 @@ def check_form(comparisons: Sequence[LabeledComparison], form: Form, split: str)
         try:
             form.check(labeled)
         except ValueError as error:
-            raise UserError(f"{split} comparison {index}: {error}") from error
+            where = labeled.location or f"{split} comparison {index}"
+            raise UserError(f"{where}: {error}") from error
 
 
 def swap_randomly(comparisons: Sequence[LabeledComparison], seed: int) -> list[LabeledComparison]:

@@ -3,19 +3,19 @@ any chat or comparison dataset.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import chz
 
-from planish.errors import UserError
+from planish.datasets.layouts import PROMPTS, prompt_of
+from planish.datasets.messages import location_of
+from planish.datasets.split_names import SplitNames
 from planish.preference.datasets import ComparisonBuilder
-from planish.preference.types import Messages, read_comparison
+from planish.preference.types import Messages
 from planish.renderers import Renderer
 from planish.rl.environments.prompt_selection import Selection, select_problems
-from planish.supervised.conversations import conversation_of, messages_of
-from planish.supervised.datasets import read_splits
+from planish.supervised.datasets import read_splits, row_splits
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class PromptsOfComparisons(PromptBuilder):
 
 
 @chz.chz
-class PromptsFromRows(PromptBuilder):
-    """Prompts from a hub dataset, a directory, or one file; `read_prompt` lists the formats of
+class PromptsFromRows(SplitNames, PromptBuilder):
+    """Prompts from a hub dataset, a directory, or one file; docs/data.md lists the layouts of
     rows.
     """
 
@@ -61,27 +61,10 @@ class PromptsFromRows(PromptBuilder):
     shuffle_seed: int | None = 0
 
     def __call__(self) -> Prompts:
-        return Prompts(*read_splits(self.dataset, self.test_size, self.shuffle_seed, read_prompt))
-
-
-def read_prompt(row: Mapping[str, Any], where: str) -> Messages:
-    """Return the prompt of a row.
-
-    A row may be a comparison (planish/preference/types.py), a {"prompt"} alone, or a chat
-    (planish/supervised/conversations.py), whose last answer is dropped. Raises UserError, which
-    names the row by `where`, if the row has no prompt.
-    """
-    if "comparison" in row or ("chosen" in row and "rejected" in row):
-        return read_comparison(row, where).comparison.prompt_conversation
-    if "prompt" in row and "completion" not in row:
-        conversation = messages_of(row["prompt"], "user", f'{where}, "prompt"')
-    else:
-        conversation = conversation_of(row, where)
-    while conversation and conversation[-1].get("role") == "assistant":
-        conversation = conversation[:-1]
-    if not conversation:
-        raise UserError(f"{where}: there is no prompt before the answer; give rows with a prompt")
-    return conversation
+        splits = row_splits(
+            self.dataset, self.test_size, self.shuffle_seed, self.train_split, self.test_split
+        )
+        return Prompts(*read_splits(self.dataset, splits, prompt_of, PROMPTS))
 
 
 def fitting_prompts(
@@ -96,7 +79,7 @@ def fitting_prompts(
     return select_problems(
         prompts,
         renderer.build_generation_prompt,
-        lambda index: f"{split} prompt {index + 1}",
+        lambda index: location_of(prompts[index]) or f"{split} prompt {index + 1}",
         split=split,
         max_prompt_tokens=max_tokens,
     )

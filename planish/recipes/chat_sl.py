@@ -6,8 +6,7 @@
     python -m planish.recipes.chat_sl dataset=chats.jsonl test_size=100    your own file
 
 `dataset` is one of the names below, any other hub name, a directory with train and test files, or
-one file. Rows have "messages", ShareGPT's "conversations", TRL's "prompt" and "completion", or
-"question" and "answer". The first of these forms that a row has is used.
+one file. docs/data.md lists the layouts of rows.
 """
 
 import sys
@@ -38,7 +37,7 @@ class Options(SLOptions):
     log_path: str = "/tmp/planish-examples/chat_sl"
     dataset: str = chz.field(
         default="no_robots",
-        doc=f"{', '.join(HUB_NAMES)}, a hub name, a local directory or a JSONL file",
+        doc=f"{', '.join(HUB_NAMES)}, a hub name, a local directory or a file",
     )
     batch_size: int = 16
     max_length: int = 1024

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import chz
 
+from planish.datasets.layouts import REFUSED_COLUMNS, check_refused
 from planish.datasets.rows import has_split, hold_out, load_rows
 from planish.errors import UserError
 from planish.recipes.code_env import (
@@ -177,9 +178,10 @@ class CodeDatasetBuilder(AttemptsBuilder):
     def _problems(self, split: str) -> list[CodeProblem]:
         where = f"dataset={self.dataset}, {split}"
         rows = load_rows(self.dataset, split)
+        for row in rows:
+            check_refused(row, REFUSED_COLUMNS, row.location)
         problems_or_none = [
-            read_problem(row, f"{where} row {number}", self.shown_tests, self.max_tests)
-            for number, row in enumerate(rows, start=1)
+            read_problem(row, row.location, self.shown_tests, self.max_tests) for row in rows
         ]
         problems = [problem for problem in problems_or_none if problem is not None]
         if not problems:

@@ -21,6 +21,7 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
+from planish.datasets.split_names import SplitNames
 from planish.errors import UserError
 from planish.preference import dpo
 from planish.preference.datasets import (
@@ -55,11 +56,11 @@ class GeneratedPairsBuilder(ComparisonBuilder):
 
 
 @chz.chz
-class Options(dpo.PairLossOptions, RecipeOptions):
+class Options(dpo.PairLossOptions, SplitNames, RecipeOptions):
     """Options of the recipe."""
 
     dataset: str | None = chz.field(
-        default=None, doc="hub name, local directory or JSONL file; none = generated pairs"
+        default=None, doc="hub name, local directory or file; none = generated pairs"
     )
     test_size: int | None = chz.field(
         default=64, doc="number of test pairs; none = the whole test split, 0 = no evaluation"
@@ -107,6 +108,7 @@ def comparisons(options: Options) -> ComparisonBuilder:
             "is for generated pairs, and dataset is given; leave it out",
         )
         return training_run.build(ComparisonBuilderFromRows, options, shuffle_seed=options.seed)
+    training_run.reject_unused(options, *training_run.SPLITS_OF_DATASET)
     kind = options.pairs or DEFAULT_PAIRS
     if kind not in KINDS:
         raise UserError(f"pairs={kind}: give {' or '.join(KINDS)}")

@@ -25,6 +25,7 @@ import chz
 
 from planish import ServiceClient
 from planish.datasets.math_problems import COLLECTIONS
+from planish.datasets.split_names import SplitNames
 from planish.errors import UserError
 from planish.recipes import training_run
 from planish.recipes.reasoning_problems import TaskDatasetBuilder
@@ -50,7 +51,7 @@ ENV_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 @chz.chz
-class Options(DifficultyOptions, RLOptions):
+class Options(DifficultyOptions, SplitNames, RLOptions):
     """Options of the recipe. `options_for` makes them with the defaults of an env."""
 
     env: str = chz.field(
@@ -131,6 +132,8 @@ def check(options: Options) -> None:
         check_task(options.env)
     for name, kinds in {
         "dataset": COLLECTIONS,
+        "train_split": COLLECTIONS,
+        "test_split": COLLECTIONS,
         "max_operand": [ARITHMETIC],
         "task": [REASONING_GYM],
         "shown_examples": [REASONING_GYM],

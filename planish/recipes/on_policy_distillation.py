@@ -42,6 +42,8 @@ class Source:
 
     env: str = chz.field(default=math_rl.ARITHMETIC, doc="as in the run's own options")
     dataset: str | None = None
+    train_split: str | None = None
+    test_split: str | None = None
     max_operand: int | None = None
     task: dict[str, Any] = chz.field(default_factory=dict)
     shown_examples: int | None = None
@@ -157,7 +159,7 @@ def check(options: Options) -> None:
     envs = {source.env for source in sources}
     if envs == {PROMPTS}:
         reason = "is not used, because prompts have no tests; leave it out"
-        training_run.reject_unused(options, ("eval_problems",), reason)
+        training_run.reject_unused(options, ("eval_problems", "test_split"), reason)
     if options.advantage != "none" and envs == {PROMPTS}:
         raise UserError(f"advantage={options.advantage}: prompts have no rewards; leave it out")
 

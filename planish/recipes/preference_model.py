@@ -22,6 +22,7 @@ from typing import Any, Literal
 import chz
 
 from planish import ServiceClient
+from planish.datasets.split_names import SplitNames
 from planish.errors import UserError
 from planish.preference import model_training
 from planish.preference.bradley_terry import QUESTION
@@ -59,11 +60,11 @@ class PreferenceModelOptions:
 
 
 @chz.chz
-class ComparisonOptions:
+class ComparisonOptions(SplitNames):
     """Where the comparisons come from, and how many are for the test."""
 
     dataset: str | None = chz.field(
-        default=None, doc="hub name, local directory or JSONL file of comparisons; none = pairs"
+        default=None, doc="hub name, local directory or file of comparisons; none = pairs"
     )
     pairs: PairsKind | None = chz.field(
         default=None,
@@ -136,6 +137,7 @@ def comparisons(options: Options) -> ComparisonBuilder:
             options, generated_options, "is for generated pairs, and dataset is given; leave it out"
         )
         return training_run.build(ComparisonBuilderFromRows, options, shuffle_seed=options.seed)
+    training_run.reject_unused(options, *training_run.SPLITS_OF_DATASET)
     if options.test_size is None:
         raise UserError("test_size=none: only a dataset has a test split of its own; give a number")
     split = {"test_size": options.test_size, "seed": options.seed}

@@ -19,13 +19,13 @@ from pathlib import Path
 import chz
 
 from planish import ServiceClient
+from planish.datasets.messages import Message
 from planish.errors import UserError
 from planish.recipes import teacher_answers, training_run
 from planish.recipes.sl_options import learning_rate
 from planish.recipes.sums import worked_examples
 from planish.recipes.teacher_answers import SUMS, TeacherOptions
 from planish.recipes.training_run import run_main
-from planish.supervised.conversations import Conversation
 from planish.training import train_supervised
 from planish.training.supervised_config import Config
 from planish.training.supervised_config import check as check_config
@@ -64,7 +64,7 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     return run_main(answered, config, service_client, [options.teacher_model])
 
 
-def long_prompt(options: Options) -> Conversation:
+def long_prompt(options: Options) -> list[Message]:
     """Return the messages that only the teacher sees. Raises UserError if `prompt` is missing or
     not valid.
     """

@@ -20,6 +20,7 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
+from planish.datasets.split_names import SplitNames
 from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
 from planish.rl.environments.boxed_problems import BoxedProblemDatasetBuilder
@@ -38,11 +39,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @chz.chz
-class Options(DifficultyOptions, RLOptions):
+class Options(DifficultyOptions, SplitNames, RLOptions):
     """Options of the recipe."""
 
     log_path: str = "/tmp/planish-examples/rl_basic"
-    dataset: str = chz.field(default="openai/gsm8k", doc="hub name, local directory or JSONL file")
+    dataset: str = chz.field(default="openai/gsm8k", doc="hub name, local directory or file")
     batch_size: int = chz.field(default=16, doc="problems per step")
     group_size: int = chz.field(default=8, doc="answers per problem")
     eval_problems: int | None = chz.field(

@@ -30,6 +30,7 @@ from planish import AdamParams, Datum, ModelInput, SamplingParams
 from planish.completers import derived_seed
 from planish.datasets.grading import Grader, GradingError
 from planish.datasets.gsm8k import Problem, load_problems, problem_prompt
+from planish.datasets.split_names import SplitNames
 from planish.model.sources import DEFAULT_MODEL
 from planish.processes.interruption import StopRequest
 from planish.recipes import training_run
@@ -74,11 +75,11 @@ CONSOLE_METRICS = {
 
 
 @chz.chz
-class Config(CheckpointOptions, StartOptions):
+class Config(SplitNames, CheckpointOptions, StartOptions):
     """Options of the recipe."""
 
     model_name: str = chz.field(default=DEFAULT_MODEL, doc="base model: a name or a directory")
-    dataset: str = chz.field(default="openai/gsm8k", doc="hub name, local directory or JSONL file")
+    dataset: str = chz.field(default="openai/gsm8k", doc="hub name, local directory or file")
     log_path: str = chz.field(
         default="/tmp/planish-examples/rl-loop", doc="directory of the run's files"
     )
@@ -114,9 +115,10 @@ def main(config: Config) -> Path:
 
 def train(config: Config, service_client: planish.ServiceClient) -> Path:
     """Train with a given service client and return the run directory."""
-    problems, test_problems = load_problems(config.dataset, "train"), []
+    problems, test_problems = load_problems(config.dataset, config.train_split or "train"), []
     if config.eval_problems:
-        test_problems = load_problems(config.dataset, "test")[: config.eval_problems]
+        test_problems = load_problems(config.dataset, config.test_split or "test")
+        test_problems = test_problems[: config.eval_problems]
     require_batch(config, problems)
     with (
         RunDirectory(config.log_path, chz.asdict(config), may_change=RESUMABLE_OPTIONS) as run,

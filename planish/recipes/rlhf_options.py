@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import chz
 
 from planish import ServiceClient
+from planish.datasets.split_names import SplitNames
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
 from planish.preference import model_training
@@ -57,11 +58,11 @@ SFT, PREFERENCE_MODEL, RL, EVALUATION = "sft", "preference_model", "rl", "evalua
 
 
 @chz.chz
-class SFTStage(ScheduleOptions):
+class SFTStage(SplitNames, ScheduleOptions):
     """Options of the supervised training."""
 
     dataset: str | None = chz.field(
-        default=None, doc="conversations: hub name, directory or JSONL file; none = generated sums"
+        default=None, doc="conversations: hub name, directory or file; none = generated sums"
     )
     test_size: int | None = chz.field(
         default=64, doc="number of test conversations in dataset; none = the whole test split"
@@ -76,12 +77,12 @@ class SFTStage(ScheduleOptions):
 
 
 @chz.chz
-class PreferenceStage(preference_model.PreferenceModelOptions, ScheduleOptions):
+class PreferenceStage(SplitNames, preference_model.PreferenceModelOptions, ScheduleOptions):
     """Options of the training of the preference model."""
 
     kind: Kind = "bradley_terry"
     dataset: str | None = chz.field(
-        default=None, doc="comparisons: hub name, directory or JSONL file; none = generated sums"
+        default=None, doc="comparisons: hub name, directory or file; none = generated sums"
     )
     test_size: int | None = chz.field(
         default=64, doc="number of test pairs in dataset; none = the whole test split"
@@ -92,12 +93,12 @@ class PreferenceStage(preference_model.PreferenceModelOptions, ScheduleOptions):
 
 
 @chz.chz
-class PromptOptions(TournamentOptions):
+class PromptOptions(SplitNames, TournamentOptions):
     """The prompts of the RL stage, and how answers to a prompt are compared."""
 
     dataset: str | None = chz.field(
         default=None,
-        doc="prompts: hub name, directory or JSONL file; none = those of the comparisons",
+        doc="prompts: hub name, directory or file; none = those of the comparisons",
     )
     test_size: int | None = chz.field(
         default=64, doc="number of test prompts in dataset; none = the whole test split"
@@ -210,6 +211,14 @@ def check(options: Options) -> None:
             "preference.dataset (and rl.dataset, if the prompts are not those of the "
             "comparisons), or none of them for generated sums"
         )
+    stages = {"sft": options.sft, "preference": options.preference, "rl": options.rl}
+    for name, stage in stages.items():
+        if stage.dataset is None:
+            training_run.reject_unused(
+                stage,
+                ("train_split", "test_split"),
+                f"names a split of {name}.dataset, which is not given; leave it out",
+            )
     if options.generates_sums and options.sums.test_size == 0:
         raise UserError("sums.test_size=0: give at least 1; policies are compared on held-out sums")
     if options.test_prompts is not None and options.test_prompts < 1:

@@ -23,6 +23,7 @@ import chz
 
 from planish import ServiceClient
 from planish.completers import MessageCompleter, TinkerMessageCompleter
+from planish.datasets.split_names import SplitNames
 from planish.errors import UserError
 from planish.integrations.openai_endpoint import ChatEndpoint
 from planish.recipes import training_run
@@ -30,10 +31,10 @@ from planish.recipes.rl_options import RLOptions, run
 from planish.recipes.rubric_sums import NUM_EXAMPLE_VERDICTS, generated_rubrics
 from planish.rubric.env import UNFINISHED_REWARD, RubricDatasetBuilder, RubricRows
 from planish.rubric.grading import Grader
-from planish.rubric.rubrics import read_rubric_row
+from planish.rubric.rubrics import RUBRICS, read_rubric_row
 from planish.runlog.model_renderer import learn_renderer
 from planish.runlog.run_directory import checkpoint_of, model_argument
-from planish.supervised.datasets import read_splits
+from planish.supervised.datasets import read_splits, row_splits
 from planish.training.run_loop import open_client
 
 DEFAULT_LARGEST = 20
@@ -84,12 +85,12 @@ class JudgeOptions:
 
 
 @chz.chz
-class Options(JudgeOptions, RLOptions):
+class Options(JudgeOptions, SplitNames, RLOptions):
     """Options of the recipe."""
 
     log_path: str = "/tmp/planish-examples/rubric"
     dataset: str | None = chz.field(
-        default=None, doc="hub name, local directory or JSONL file; none = generated sums"
+        default=None, doc="hub name, local directory or file; none = generated sums"
     )
     test_size: int | None = chz.field(
         default=64,
@@ -210,15 +211,28 @@ def make_row_reader(options: Options) -> Callable[[], RubricRows]:
         )
     else:
         rows = partial(
-            rows_of_dataset, options.dataset, test_size=options.test_size, seed=options.seed
+            rows_of_dataset,
+            options.dataset,
+            test_size=options.test_size,
+            seed=options.seed,
+            train_split=options.train_split,
+            test_split=options.test_split,
         )
     rows()
     return rows
 
 
-def rows_of_dataset(dataset: str, *, test_size: int | None, seed: int) -> RubricRows:
+def rows_of_dataset(
+    dataset: str,
+    *,
+    test_size: int | None,
+    seed: int,
+    train_split: str | None = None,
+    test_split: str | None = None,
+) -> RubricRows:
     """Return the rows of a dataset. Without a test split, `test_size` rows are held out."""
-    return RubricRows(*read_splits(dataset, test_size, seed, read_rubric_row))
+    splits = row_splits(dataset, test_size, seed, train_split, test_split)
+    return RubricRows(*read_splits(dataset, splits, read_rubric_row, RUBRICS))
 
 
 def check(options: Options) -> None:
@@ -236,7 +250,9 @@ def check(options: Options) -> None:
             "a whole number, 0 for no evaluation",
         ),
     )
-    if options.dataset is not None:
+    if options.dataset is None:
+        training_run.reject_unused(options, *training_run.SPLITS_OF_DATASET)
+    else:
         training_run.reject_unused(
             options,
             ("largest", "shown_verdicts"),

@@ -19,6 +19,7 @@ from pathlib import Path
 import chz
 
 from planish import ServiceClient
+from planish.datasets.split_names import SplitNames
 from planish.preference.comparison_evaluator import ComparisonEvaluatorBuilder
 from planish.preference.matchups import TournamentPattern
 from planish.preference.preference_envs import (
@@ -106,12 +107,12 @@ def _questions_on(topics: Sequence[str]) -> list[Messages]:
 
 
 @chz.chz
-class Options(TournamentOptions, RLOptions):
+class Options(TournamentOptions, SplitNames, RLOptions):
     """Options of the recipe."""
 
     log_path: str = "/tmp/planish-examples/shorter"
     dataset: str | None = chz.field(
-        default=None, doc="hub name, local directory or JSONL file; none = generated questions"
+        default=None, doc="hub name, local directory or file; none = generated questions"
     )
     test_size: int | None = chz.field(
         default=16,
@@ -179,6 +180,7 @@ def train(options: Options, service_client: ServiceClient) -> Path:
 def prompt_builder(options: Options) -> PromptBuilder:
     """Return the builder of the questions."""
     if options.dataset is None:
+        training_run.reject_unused(options, *training_run.SPLITS_OF_DATASET)
         return GeneratedPrompts(seed=options.seed)
     return training_run.build(PromptsFromRows, options, shuffle_seed=options.seed)
 

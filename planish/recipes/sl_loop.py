@@ -3,11 +3,11 @@
     python -m planish.recipes.sl_loop dataset=DIR      your own rows, in one of the forms below
     python -m planish.recipes.sl_loop preset=seed      sizes and model of the published recipe
 
-A row with "messages" is a conversation (planish/supervised/conversations.py lists other forms). All
-its assistant messages are trained on. A row with only "question" and "answer" also becomes a
-conversation: the prompt of rl_loop, then the worked solution with its result in \\boxed{}. So
-sl_loop can teach a model this answer format before rl_loop trains it. The prompt begins with a
-worked example, whose answer is trained on too.
+A row with "messages" is a conversation (docs/data.md lists other layouts). All its assistant
+messages are trained on. A worked solution of GSM8K, an "answer" that ends with #### and a number,
+becomes the prompt of rl_loop, then the solution with its result in \\boxed{}. So sl_loop can teach a
+model this answer format before rl_loop trains it. The prompt begins with a worked example, whose
+answer is trained on too.
 
 The learning rate falls linearly to 0. The order of each epoch depends on the seed only, so an
 interrupted run resumes with the next batch and sees each batch once.
@@ -24,8 +24,13 @@ from typing import Any
 import chz
 
 from planish import AdamParams, Datum, ServiceClient, TrainingClient
-from planish.datasets.gsm8k import problem_prompt, read_problem
+from planish.datasets.gsm8k import is_gsm8k, problem_prompt, read_problem
+from planish.datasets.layouts import CONVERSATIONS, WORKED_SOLUTION, conversation_of, find_layout
+from planish.datasets.messages import Conversation, PlainText, location_of
+from planish.datasets.row_files import Row
 from planish.datasets.rows import load_rows
+from planish.datasets.split_names import SplitNames
+from planish.datasets.unused_columns import UnusedColumns
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
 from planish.recipes import training_run
@@ -40,8 +45,7 @@ from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
 from planish.runlog.run_directory import RunDirectory
 from planish.runlog.spans import Spans
-from planish.supervised.conversations import Conversation, Row, conversation_of, is_worked_solution
-from planish.supervised.datasets import check_rows
+from planish.supervised.rendering import check_conversation, plain_text_example
 from planish.training.run_loop import start_run
 from planish.training.run_options import CheckpointOptions, StartOptions
 from planish.types import TTL_REMEDY, ForwardBackwardOutput, is_ttl
@@ -56,6 +60,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 Metrics = dict[str, float]
+Example = Conversation | PlainText
 TRAINED_MESSAGES = TrainOnWhat.ALL_ASSISTANT_MESSAGES
 RESUMABLE_OPTIONS = ("base_url", "save_every", "ttl_seconds")
 """Options that may differ when a run is resumed. max_steps may not, since the learning rate depends
@@ -70,11 +75,11 @@ CONSOLE_METRICS = {
 
 
 @chz.chz
-class Config(CheckpointOptions, StartOptions):
+class Config(SplitNames, CheckpointOptions, StartOptions):
     """Options of the recipe."""
 
     model_name: str = DEFAULT_MODEL
-    dataset: str = chz.field(default="openai/gsm8k", doc="hub name, local directory or JSONL file")
+    dataset: str = chz.field(default="openai/gsm8k", doc="hub name, local directory or file")
     log_path: str = chz.field(
         default="/tmp/planish-examples/sl-loop", doc="directory of the run's files"
     )
@@ -104,9 +109,11 @@ def main(config: Config) -> Path:
 
 def train(config: Config, service_client: ServiceClient) -> Path:
     """Train with a given service client and return the run directory."""
-    conversations, test_conversations = load_conversations(config.dataset, "train"), []
+    conversations = load_conversations(config.dataset, config.train_split or "train")
+    test_conversations = []
     if config.eval_examples:
-        test_conversations = load_conversations(config.dataset, "test")[: config.eval_examples]
+        test_conversations = load_conversations(config.dataset, config.test_split or "test")
+        test_conversations = test_conversations[: config.eval_examples]
     steps_per_epoch = len(conversations) // config.batch_size
     training_run.require(
         config,
@@ -173,7 +180,7 @@ def train(config: Config, service_client: ServiceClient) -> Path:
 
 def train_step(
     training_client: TrainingClient,
-    batch: Sequence[Conversation],
+    batch: Sequence[Example],
     renderer: Renderer,
     max_length: int,
     learning_rate: float,
@@ -220,7 +227,7 @@ def forward_backward_and_step(
 
 def evaluate(
     training_client: TrainingClient,
-    test_conversations: Sequence[Conversation],
+    test_conversations: Sequence[Example],
     renderer: Renderer,
     config: Config,
 ) -> Metrics:
@@ -250,46 +257,53 @@ class Examples:
     """Number of conversations without a trained token within `max_length`."""
 
 
-def render(batch: Sequence[Conversation], renderer: Renderer, max_length: int) -> Examples:
-    """Return one datum per conversation, with weight 1 for each assistant token. Conversations
-    without an assistant token within `max_length` are left out.
+def render(batch: Sequence[Example], renderer: Renderer, max_length: int) -> Examples:
+    """Return one datum per conversation, with weight 1 for each assistant token, and for each token
+    of a plain text. Conversations without such a token within `max_length` are left out.
     """
     data, num_truncated = [], 0
-    for conversation in batch:
-        tokens, weights = renderer.build_supervised_example(conversation, TRAINED_MESSAGES)
+    for example in batch:
+        if isinstance(example, PlainText):
+            tokens, weights = plain_text_example(example, renderer)
+        else:
+            tokens, weights = renderer.build_supervised_example(example, TRAINED_MESSAGES)
         if weights[1 : max_length + 1].any():
             data.append(datum_from_weights(tokens, weights, max_length, reduction="none"))
             num_truncated += tokens.length - 1 > max_length
     return Examples(data, num_truncated, len(batch) - len(data))
 
 
-def load_conversations(dataset: str, split: str) -> list[Conversation]:
-    """Return the rows of a split as conversations."""
-    return [
-        read_row(row, f"dataset={dataset}, {split} row {number}")
-        for number, row in enumerate(load_rows(dataset, split), start=1)
-    ]
+def load_conversations(dataset: str, split: str) -> list[Example]:
+    """Return the rows of a split as conversations. A warning names columns that are not used."""
+    rows, unused = load_rows(dataset, split), UnusedColumns(dataset)
+    examples = [read_row(row) for row in rows]
+    for row in rows:
+        unused.add_layout(row, CONVERSATIONS, row.location)
+    unused.warn()
+    return examples
 
 
-def read_row(row: Row, where: str) -> Conversation:
-    """Return the conversation of a row, or its question and worked solution as a conversation."""
-    if is_worked_solution(row):
-        problem = read_problem(row, where)
-        return [*problem_prompt(problem), {"role": "assistant", "content": problem.solution}]
-    return conversation_of(row, where)
+def read_row(row: Row) -> Example:
+    """Return the conversation of a row. A worked solution of GSM8K follows a worked example."""
+    conversation = conversation_of(row, row.location)
+    if find_layout(row, CONVERSATIONS, row.location) is not WORKED_SOLUTION or not is_gsm8k(row):
+        return conversation
+    problem = read_problem(row, row.location)
+    answer = {"role": "assistant", "content": problem.solution}
+    return Conversation([*problem_prompt(problem), answer], row.location)
 
 
 def check_data(
-    conversations: Sequence[Conversation], renderer: Renderer, config: Config, split: str
+    conversations: Sequence[Example], renderer: Renderer, config: Config, split: str
 ) -> None:
     """Raise UserError if `max_length` cuts off every answer, or if a conversation cannot be trained
     on. In the second case, the message names its row.
     """
-    rows = [{"messages": conversation} for conversation in conversations]
-    check_rows(
-        rows, conversation_of, renderer, TRAINED_MESSAGES, f"dataset={config.dataset}, {split}"
-    )
-    if rows and not any(render([each], renderer, config.max_length).data for each in conversations):
+    for each in conversations:
+        check_conversation(each, renderer, TRAINED_MESSAGES, location_of(each))
+    if conversations and not any(
+        render([each], renderer, config.max_length).data for each in conversations
+    ):
         raise UserError(
             f"max_length={config.max_length}: in every {split} row, the answer begins after that "
             "many tokens; give a larger max_length"

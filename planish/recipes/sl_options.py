@@ -10,10 +10,9 @@ from typing import Literal
 import chz
 
 from planish import ServiceClient
-from planish.datasets.gsm8k import QUESTION_SUFFIX, read_problem
+from planish.datasets.split_names import SplitNames
 from planish.recipes.training_run import build, chat_config, require_at_least, run_main
 from planish.renderers import TrainOnWhat
-from planish.supervised.conversations import Conversation, Row, conversation_of, is_worked_solution
 from planish.supervised.datasets import FromRowsBuilder
 from planish.supervised.types import SupervisedDatasetBuilder
 from planish.training import train_supervised
@@ -23,14 +22,14 @@ from planish.training.supervised_config import Config, check
 
 
 @chz.chz
-class SLOptions(RecipeOptions):
+class SLOptions(SplitNames, RecipeOptions):
     """Options of every supervised recipe. An option with the name of a field of
     `planish.training.supervised_config.Config` sets that field.
     """
 
     dataset: str = chz.field(
         default="HuggingFaceH4/no_robots",
-        doc="conversations: hub name, local directory or JSONL file",
+        doc="conversations: hub name, local directory or file",
     )
     test_size: int | None = chz.field(
         default=None,
@@ -101,20 +100,4 @@ def chat_builder(options: SLOptions, dataset: str) -> FromRowsBuilder:
         common_config=chat_config(options),
         dataset=dataset,
         shuffle_seed=options.seed,
-        read_row=read_chat,
     )
-
-
-def read_chat(row: Row, where: str) -> Conversation:
-    """Return the conversation of a row of chat data, or of a question with its worked solution,
-    which ends with the answer in a box. Unlike in sl_loop, no worked example precedes the question.
-
-    A row that has both forms is read as chat data.
-    """
-    if is_worked_solution(row):
-        problem = read_problem(row, where)
-        return [
-            {"role": "user", "content": problem.question + QUESTION_SUFFIX},
-            {"role": "assistant", "content": problem.solution},
-        ]
-    return conversation_of(row, where)

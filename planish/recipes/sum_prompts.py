@@ -6,6 +6,7 @@ The test sums are those of planish/recipes/sums.py; no prompt asks for them.
 import random
 from functools import partial
 
+from planish.datasets.messages import Message
 from planish.recipes.sums import (
     EXAMPLE_SUMS,
     Sum,
@@ -18,7 +19,6 @@ from planish.rl.environments.datasets import ProblemDataset
 from planish.rl.environments.problem_env import ProblemGroupBuilder
 from planish.rl.rollout.evaluation import RLTestSetEvaluator
 from planish.runlog.model_renderer import model_renderer
-from planish.supervised.conversations import Conversation
 
 MAX_TOKENS = 16
 """Maximum tokens of an answer in the test."""
@@ -26,7 +26,7 @@ MAX_TOKENS = 16
 
 def generated_sum_prompts(
     count: int, max_operand: int, seed: int, *, shows_examples: bool
-) -> list[Conversation]:
+) -> list[list[Message]]:
     """Return `count` random questions. With `shows_examples`, worked examples come before each."""
     held_out = {test.pair for test in held_out_sums(max_operand, None)} | {
         example.pair for example in EXAMPLE_SUMS

@@ -12,6 +12,7 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
+from planish.datasets.messages import Message
 from planish.distillation.prompts import load_prompts
 from planish.distillation.sampling import TeacherSampler, sample_conversations
 from planish.distillation.teachers import TeacherConfig, pin_checkpoint, teacher_client
@@ -22,7 +23,6 @@ from planish.recipes.sl_options import SLOptions, chat_builder
 from planish.recipes.sum_prompts import generated_sum_prompts, sum_test
 from planish.renderers import TrainOnWhat
 from planish.runlog.model_renderer import model_renderer
-from planish.supervised.conversations import Conversation
 from planish.supervised.datasets import FromRowsBuilder
 
 SUMS = "sums"
@@ -83,6 +83,12 @@ def teacher_config(options: Any) -> TeacherConfig:
 def check(options: TeacherOptions) -> None:
     """Raise UserError for an invalid option."""
     check_sums(options)
+    training_run.reject_unused(
+        options,
+        ("test_split",),
+        "is not used, because test conversations are held out of the teacher's answers; leave it "
+        "out",
+    )
     training_run.require_at_least(options, max_tokens=1, num_prompts=1, max_operand=1)
     training_run.require(
         options,
@@ -100,6 +106,10 @@ def check_sums(options: TeacherOptions) -> None:
         training_run.reject_unused(
             options, ("max_operand",), f"is for sums, and dataset={options.dataset}; leave it out"
         )
+    else:
+        training_run.reject_unused(
+            options, ("train_split",), f"is not used with dataset={SUMS}; leave it out"
+        )
 
 
 def answers_path(options: TeacherOptions) -> Path:
@@ -111,7 +121,9 @@ def answers_builder(options: TeacherOptions) -> FromRowsBuilder:
     """Return the builder of the dataset of answers. The builder may be called only after the
     answers are sampled.
     """
-    last = chz.replace(options, train_on_what=TrainOnWhat.LAST_ASSISTANT_MESSAGE)
+    last = chz.replace(
+        options, train_on_what=TrainOnWhat.LAST_ASSISTANT_MESSAGE, train_split=None, test_split=None
+    )
     return chat_builder(last, str(answers_path(options)))
 
 
@@ -193,7 +205,7 @@ async def write_answers(
 
 def prompts_of(
     options: TeacherOptions, prefix: Sequence[Mapping[str, Any]], *, shows_examples: bool
-) -> list[Conversation]:
+) -> Sequence[list[Message]]:
     """Return the prompts that the teacher answers. Raise UserError if there are too few."""
     if options.dataset == SUMS:
         count = options.num_prompts or 512
@@ -201,7 +213,10 @@ def prompts_of(
             count, options.largest_operand, options.seed, shows_examples=shows_examples
         )
     prompts = load_prompts(
-        options.dataset, model_renderer(options.model_name, options.renderer_name), prefix
+        options.dataset,
+        model_renderer(options.model_name, options.renderer_name),
+        prefix,
+        options.train_split,
     )
     if options.num_prompts is not None and options.num_prompts > len(prompts):
         raise UserError(

@@ -162,6 +162,13 @@ def reject_unused(config: Any, names: Iterable[str], reason: str) -> None:
             raise UserError(f"{name}={getattr(config, name)} {reason}")
 
 
+SPLITS_OF_DATASET = (
+    ("train_split", "test_split"),
+    "names a split of dataset, and dataset is not given; leave it out",
+)
+"""The arguments of `reject_unused` for a run on generated data."""
+
+
 def require_groups(options: Any) -> None:
     """Raise UserError for sizes of a step that leave nothing to compare: `batch_size`, `group_size`
     and, if the recipe has it, `eval_problems`.

@@ -82,6 +82,8 @@ class Message(TypedDict):
     unparsed_tool_calls: NotRequired[list[UnparsedToolCall]]
     reasoning_content: NotRequired[str]
     """The thinking part as a separate key, as in some datasets."""
+    weight: NotRequired[Literal[0, 1]]
+    """0: nothing of the message is learned, whatever TrainOnWhat says (but see `trainable`)."""
     trainable: NotRequired[bool]
     """Required on every message with TrainOnWhat.CUSTOMIZED, rejected otherwise."""
     tools: NotRequired[list[ToolSpec]]
@@ -152,6 +154,8 @@ class CheckedMessage:
     tools: tuple[str, ...] = ()
     """Each tool's specification as JSON text."""
     trainable: bool | None = None
+    is_learned: bool = True
+    """Whether the message may be a training target; False if its weight is 0."""
     name: str = ""
     """On a tool result: the name of the function, if it is given."""
     call_id: str = ""
@@ -240,6 +244,11 @@ def _read(
     trainable = message.get("trainable")
     if trainable is not None and not isinstance(trainable, bool):
         raise ValueError(f"{where}['trainable']={trainable!r}; give True or False")
+    weight = message.get("weight", 1)
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise ValueError(f"{where}['weight']={weight!r}; give 0 or 1")
+    if trainable and not weight:
+        raise ValueError(f"{where} has weight 0 and trainable True; remove one of the two")
     is_inline = isinstance(message.get("content"), str) and message.get("reasoning_content") is None
     return CheckedMessage(
         role,
@@ -249,6 +258,7 @@ def _read(
         unparsed,
         tools,
         trainable,
+        weight == 1,
         name,
         call_id,
         has_inline_thinking=thinking is not None and is_inline,
@@ -442,7 +452,7 @@ def _read_tools(
 
 def tool_json(tool: Any, where: str) -> str:
     """Return a tool's specification as the chat templates write it: {"type": "function",
-    "function": {...}}.
+    "function": {...}}. A specification in this form keeps its keys and their order.
     """
     spec = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str) or not spec["name"]:
@@ -451,7 +461,8 @@ def tool_json(tool: Any, where: str) -> str:
         )
     _check_function_name(spec["name"], where)
     try:
-        return json.dumps({"type": "function", "function": dict(spec)}, ensure_ascii=False)
+        wrapper = tool if "function" in tool else {"type": "function"}
+        return json.dumps({**wrapper, "function": dict(spec)}, ensure_ascii=False)
     except TypeError as error:
         raise ValueError(
             f"{where}: the specification is not plain JSON ({error}); use dictionaries, lists and "

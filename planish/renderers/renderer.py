@@ -178,7 +178,8 @@ class Renderer:
             header, output = self._encode_turn(turn, _last(ids))
             ids += header
             ids += output
-            weights += [float(trains_all_tokens)] * len(header) + [float(is_target)] * len(output)
+            header_weight = float(trains_all_tokens and is_target)
+            weights += [header_weight] * len(header) + [float(is_target)] * len(output)
         if trained[-1]:
             overlap = self.codec.encode(self.format.overlap(checked[-1]), _last(ids))
             ids += overlap
@@ -246,7 +247,7 @@ class Renderer:
         trained.
         """
         for turn in self.format.turns(checked):
-            is_target = trains_all_tokens or (turn.message is not None and trained[turn.message])
+            is_target = trains_all_tokens if turn.message is None else trained[turn.message]
             if is_target and turn.untrainable_reason is not None:
                 raise ValueError(
                     f"messages[{turn.message}] cannot be trained by renderer {self.name}: "

@@ -31,8 +31,8 @@ def read_train_on_what(value: TrainOnWhat | str) -> TrainOnWhat:
 
 
 def target_flags(messages: Sequence[CheckedMessage], train_on: TrainOnWhat) -> list[bool]:
-    """Return one flag per message. Raises ValueError if no message would be trained, or if the
-    messages' `trainable` keys do not fit `train_on`.
+    """Return one flag per message; a message of weight 0 is no target. Raises ValueError if no
+    message would be trained, or if the messages' `trainable` keys do not fit `train_on`.
     """
     _check_trainable(messages, train_on)
     assistant_indices = [
@@ -56,6 +56,7 @@ def target_flags(messages: Sequence[CheckedMessage], train_on: TrainOnWhat) -> l
             }
         case TrainOnWhat.CUSTOMIZED:
             target_indices = {index for index, message in enumerate(messages) if message.trainable}
+    target_indices &= {index for index, message in enumerate(messages) if message.is_learned}
     if not target_indices:
         raise ValueError(
             f"train_on_what={train_on.value}: messages holds nothing to train on; add such a "

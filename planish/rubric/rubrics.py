@@ -12,8 +12,16 @@ otherwise be ignored silently.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
+from planish.datasets.layouts import (
+    REFUSED_COLUMNS,
+    Layout,
+    check_refused,
+    find_layout,
+    with_common_columns,
+)
+from planish.datasets.messages import read_message_list
 from planish.errors import UserError
 from planish.renderers import Message
 from planish.rl.field_checks import is_finite
@@ -21,6 +29,11 @@ from planish.rl.field_checks import is_finite
 SCORE_TAG = r"<score>\s*(.*?)\s*</score>"
 QUOTE = "> "
 ROLES = ("system", "user", "assistant", "tool")
+RUBRICS: Mapping[Layout, None] = {
+    Layout(("messages", "rubric_items")): None,
+    Layout(("convo", "rubric_items")): None,
+}
+"""The layouts of rows with rubrics."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +132,10 @@ def read_rubric_row(row: Mapping[str, Any], where: str) -> RubricRow:
     """Return the row as a RubricRow. Raises UserError, which begins with `where`, if it is
     invalid.
     """
-    given = [name for name in ("messages", "convo") if name in row]
-    if len(given) != 1 or "rubric_items" not in row:
-        raise UserError(f'{where}: the row has {sorted(row)}; give "messages" and "rubric_items"')
-    messages = _messages(row[given[0]], f'{where}, "{given[0]}"')
+    layout = find_layout(row, RUBRICS, where)
+    check_refused(row, REFUSED_COLUMNS, where)
+    column = layout.columns[0]
+    messages = _messages(row, column, where)
     items = row["rubric_items"]
     if not isinstance(items, Sequence) or isinstance(items, str) or not items:
         raise UserError(f'{where}, "rubric_items": give a list with at least one criterion')
@@ -139,21 +152,23 @@ def read_rubric_row(row: Mapping[str, Any], where: str) -> RubricRow:
     return RubricRow(tuple(messages), tuple(criteria))
 
 
-def _messages(value: Any, where: str) -> list[Message]:
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise UserError(f"{where}: give a list of messages with at least one in it")
-    for number, message in enumerate(value, 1):
-        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+def _messages(row: Mapping[str, Any], column: str, where: str) -> list[Message]:
+    given = read_message_list(row[column], f'{where}, "{column}"')
+    for number, message in enumerate(given, 1):
+        if message.get("role") not in ROLES:
             raise UserError(
-                f"{where}: message {number} has no role of {', '.join(ROLES)}; give one"
+                f'{where}, "{column}": message {number} has no role of {", ".join(ROLES)}; give one'
             )
         if not isinstance(message.get("content"), str):
-            raise UserError(f"{where}: the content of message {number} is not a text; give a text")
-    if value[-1]["role"] == "assistant":
+            raise UserError(
+                f'{where}, "{column}": the content of message {number} is not a text; give a text'
+            )
+    if given[-1]["role"] == "assistant":
         raise UserError(
-            f"{where}: the last message is an answer; leave it out, because the policy writes it"
+            f'{where}, "{column}": the last message is an answer; leave it out, because the policy '
+            "writes it"
         )
-    return [{"role": message["role"], "content": message["content"]} for message in value]
+    return cast(list[Message], with_common_columns(given, row, where))
 
 
 def _criterion(item: Any, number: int, where: str) -> Criterion:

@@ -6,23 +6,27 @@ shuffle_seed 0, epoch e has the order of `datasets.Dataset.shuffle(0).shuffle(e)
 runs. Rows are rendered when their batch is requested, so memory holds only the unrendered rows.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Self, TypeVar, overload
 
 import chz
 import numpy as np
 
+from planish.datasets.layouts import CONVERSATIONS, Layout, conversation_of
+from planish.datasets.messages import PlainText
+from planish.datasets.row_files import Row
 from planish.datasets.rows import check_shuffle_seed, has_split, open_rows
+from planish.datasets.split_names import SplitNames
+from planish.datasets.unused_columns import UnusedColumns
 from planish.errors import UserError
 from planish.renderers import Renderer, TrainOnWhat
-from planish.supervised.conversations import Conversation, Row, conversation_of
-from planish.supervised.rendering import conversation_converter
+from planish.supervised.rendering import check_conversation, conversation_converter
 from planish.supervised.types import Batch, ChatDatasetBuilder, SupervisedDataset
 
 T = TypeVar("T")
-ReadRow = Callable[[Row, str], Conversation]
-"""Converts a row to a conversation. The text names the row in errors."""
+ReadRow = Callable[[Row, str], Sequence[Mapping[str, Any]] | PlainText]
+"""Converts a row to the messages of a conversation. The text names the row in errors."""
 
 
 @dataclass(eq=False)
@@ -118,20 +122,26 @@ class RowSplits:
     test: Sequence[Row]
 
 
-def row_splits(dataset: str, test_size: int | None, shuffle_seed: int | None) -> RowSplits:
+def row_splits(
+    dataset: str,
+    test_size: int | None,
+    shuffle_seed: int | None,
+    train_split: str | None = None,
+    test_split: str | None = None,
+) -> RowSplits:
     """Return rows to train on, and the first `test_size` rows of the test split (None = all).
 
-    If the dataset has no test split, `test_size` randomly chosen rows are held out of training.
-    With None, nothing is held out then.
+    `planish.datasets.split_names` describes the names of the splits. If there is no test split,
+    `test_size` randomly chosen rows are held out of training. With None, nothing is held out then.
     """
     if test_size is not None and test_size < 0:
         raise UserError(f"test_size={test_size}: give a whole number, 0 for no evaluation")
     check_shuffle_seed(shuffle_seed)
-    train = open_rows(dataset, "train")
+    train = open_rows(dataset, train_split or "train")
     if test_size == 0:
         return RowSplits(train, [])
-    if has_split(dataset, "test"):
-        test = open_rows(dataset, "test")
+    if test_split is not None or has_split(dataset, "test"):
+        test = open_rows(dataset, test_split or "test")
         return RowSplits(train, SelectedRows(test, range(len(test))[:test_size]))
     if test_size is None:
         return RowSplits(train, [])
@@ -147,31 +157,25 @@ def row_splits(dataset: str, test_size: int | None, shuffle_seed: int | None) ->
     )
 
 
-def with_locations(rows: Sequence[Row], where: str) -> Iterator[tuple[str, Row]]:
-    """Yield each row after its location, such as "dataset=x, train row 3". Rows selected from a
-    table have their row numbers in that table.
-    """
-    numbers = rows.indices if isinstance(rows, SelectedRows) else range(len(rows))
-    return ((f"{where} row {number + 1}", row) for number, row in zip(numbers, rows, strict=True))
-
-
 def read_splits(
     dataset: str,
-    test_size: int | None,
-    shuffle_seed: int | None,
+    splits: RowSplits,
     read_row: Callable[[Row, str], T],
+    layouts: Mapping[Layout, Any],
 ) -> tuple[list[T], list[T]]:
-    """Return the rows of `row_splits`, converted by `read_row`: (training, test). `read_row` gets
-    each row and its location for error messages.
+    """Return the rows of `splits`, converted by `read_row`: (training, test).
+
+    `read_row` gets each row and its location for error messages. A warning names the columns that
+    are not used by the row's layout, one of `layouts`.
     """
-    splits = row_splits(dataset, test_size, shuffle_seed)
-    train, test = (
-        [
-            read_row(row, location)
-            for location, row in with_locations(rows, f"dataset={dataset}, {name}")
-        ]
-        for name, rows in (("train", splits.train), ("test", splits.test))
-    )
+    unused = UnusedColumns(dataset)
+    converted: list[list[T]] = []
+    for rows in (splits.train, splits.test):
+        converted.append([read_row(row, row.location) for row in rows])
+        for row in rows:
+            unused.add_layout(row, layouts, row.location)
+    unused.warn()
+    train, test = converted
     return train, test
 
 
@@ -180,24 +184,26 @@ def check_rows(
     read_row: ReadRow,
     renderer: Renderer,
     train_on_what: TrainOnWhat,
-    where: str,
+    unused: UnusedColumns,
 ) -> None:
     """Raise UserError for the first row that cannot be trained on. This does not tokenise the rows,
     so it is fast enough to run before training.
+
+    The columns that the layouts of conversations do not use are added to `unused`. A `read_row` of
+    the user's own decides itself what it uses.
     """
-    for location, row in with_locations(rows, where):
-        conversation = read_row(row, location)
-        try:
-            renderer.check_supervised_examples(conversation, train_on_what)
-        except ValueError as error:
-            raise UserError(f"{location}: {error}") from error
+    for row in rows:
+        conversation = read_row(row, row.location)
+        if read_row is conversation_of:
+            unused.add_layout(row, CONVERSATIONS, row.location)
+        check_conversation(conversation, renderer, train_on_what, row.location)
 
 
 @chz.chz
-class FromRowsBuilder(ChatDatasetBuilder):
-    """Conversations from a hub name, a local directory or one file (planish/datasets/rows.py)."""
+class FromRowsBuilder(SplitNames, ChatDatasetBuilder):
+    """Conversations from a hub name, a local directory or one file; docs/data.md has the layouts."""
 
-    dataset: str = chz.field(doc="hub name, local directory or JSONL file")
+    dataset: str = chz.field(doc="hub name, local directory or file")
     test_size: int | None = chz.field(
         default=None,
         doc="number of test conversations; none = the whole test split, 0 = no evaluation",
@@ -210,20 +216,18 @@ class FromRowsBuilder(ChatDatasetBuilder):
     )
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
-        splits = row_splits(self.dataset, self.test_size, self.shuffle_seed)
+        splits = row_splits(
+            self.dataset, self.test_size, self.shuffle_seed, self.train_split, self.test_split
+        )
         config, renderer = self.common_config, self.renderer
-        for name, rows in (("train", splits.train), ("test", splits.test)):
-            check_rows(
-                rows,
-                self.read_row,
-                renderer,
-                config.train_on_what,
-                f"dataset={self.dataset}, {name}",
-            )
+        unused = UnusedColumns(self.dataset)
+        for rows in (splits.train, splits.test):
+            check_rows(rows, self.read_row, renderer, config.train_on_what, unused)
+        unused.warn()
         render = conversation_converter(config, renderer)
 
         def to_batch(row: Row) -> Batch:
-            return render(self.read_row(row, f"dataset={self.dataset}"))
+            return render(self.read_row(row, row.location))
 
         return RowDataset.from_splits(
             splits.train, splits.test, config.batch_size, to_batch, self.shuffle_seed
@@ -232,7 +236,7 @@ class FromRowsBuilder(ChatDatasetBuilder):
 
 @chz.chz
 class FromConversationFileBuilder(ChatDatasetBuilder):
-    """Conversations from one JSONL file; see `FromRowsBuilder`."""
+    """Conversations from one file; see `FromRowsBuilder`."""
 
     file_path: str
     test_size: int = chz.field(default=0, doc="number of conversations held out of training")

@@ -11,10 +11,10 @@ from planish.commands import chat
 from planish.commands.chat_sampler import Answer, AnswerPart, ChatSampler, open_chat_sampler
 from planish.commands.chat_session import ChatSession, LineResult, SamplingOptions
 from planish.commands.cli import main
+from planish.datasets.layouts import conversation_of
 from planish.errors import UserError
 from planish.recipes.chat_sl import Options
 from planish.runlog.model_renderer import model_renderer
-from planish.supervised.conversations import conversation_of
 from planish.testing import END_OF_TURN, tiny_model
 
 

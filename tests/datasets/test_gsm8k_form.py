@@ -54,10 +54,10 @@ def test_parquet_in_parts(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"question": "a", "answer": "1"}\n{"question": "b"}\n', "row 2.*question.*answer"),
+        ('{"question": "a", "answer": "1"}\n{"question": "b"}\n', "line 2.*question.*answer"),
         ('{"question": "a", "answer": "1"}\nno json\n', "line 2 is not JSON"),
-        ("[1]\n", "line 1 is not a JSON object"),
-        ('{"question": "a", "answer": "work #### "}\n', "row 1.*empty"),
+        ("[1]\n", "row 1 is not a JSON object"),
+        ('{"question": "a", "answer": "work #### "}\n', "line 1.*empty"),
         ("", "no rows"),
     ],
 )
@@ -98,7 +98,9 @@ def test_the_hub_gets_the_config_of_the_name(monkeypatch):
 
     asked = []
     monkeypatch.setattr(
-        datasets, "load_dataset", lambda *where, split: asked.append((*where, split)) or [ROW]
+        datasets,
+        "load_dataset",
+        lambda *where, split: asked.append((*where, split)) or datasets.Dataset.from_list([ROW]),
     )
     load_rows("openai/gsm8k", "train")
     load_rows("openai/gsm8k:socratic", "test")

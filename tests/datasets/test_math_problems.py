@@ -10,6 +10,7 @@ import pytest
 from planish.datasets import math_problems
 from planish.datasets.grading import Grader
 from planish.datasets.math_problems import COLLECTIONS, boxed_answer, load_splits
+from planish.datasets.row_files import Row
 from planish.errors import UserError
 
 DATA = Path(__file__).parent / "data"
@@ -117,7 +118,7 @@ def test_rows_without_an_answer_are_dropped_and_counted(tmp_path):
     ],
 )
 def test_rows_of_another_form_are_rejected_with_their_location(tmp_path, name, row, field):
-    with pytest.raises(UserError, match=f'row 1: needs a.*"{field}"'):
+    with pytest.raises(UserError, match=f'line 1: needs a.*"{field}"'):
         load(name, write(tmp_path / "rows.jsonl", row))
 
 
@@ -150,9 +151,11 @@ def test_the_published_math_is_both_splits_of_all_subjects_without_the_500(monke
     def rows(place, split):
         asked.append((place, split))
         if place == math_problems.MATH_500:
-            return [{"problem": "algebra train?", "solution": r"\boxed{5}", "answer": "5"}]
+            return [
+                Row({"problem": "algebra train?", "solution": r"\boxed{5}", "answer": "5"}, "row 1")
+            ]
         subject = place.partition(":")[2]
-        return [{"problem": f"{subject} {split}?", "solution": r"\boxed{4}"}]
+        return [Row({"problem": f"{subject} {split}?", "solution": r"\boxed{4}"}, "row 1")]
 
     monkeypatch.setattr(math_problems, "load_rows", rows)
     splits = load_splits(COLLECTIONS["math"], None, eval_problems=None)
@@ -168,7 +171,8 @@ def test_published_collections_without_a_test_split_are_not_asked_for_one(monkey
         math_problems,
         "load_rows",
         lambda place, split: (
-            asked.append((place, split)) or [{"problem": f"{n}?", "answer": "1"} for n in range(4)]
+            asked.append((place, split))
+            or [Row({"problem": f"{n}?", "answer": "1"}, f"row {n}") for n in range(4)]
         ),
     )
     assert len(load_splits(COLLECTIONS["polaris"], None, eval_problems=1).test) == 1

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from planish.datasets import rows
-from planish.datasets.rows import has_split, load_rows, rows_with_locations
+from planish.datasets.rows import has_split, load_rows
 from planish.errors import UserError
 from planish.evaluation.tasks import load_task
 
@@ -42,7 +42,6 @@ def test_a_layout_of_the_hub_is_read(tmp_path, layout):
     assert load_rows(str(tmp_path), "test") == [{"n": 3}]
     assert has_split(str(tmp_path), "test")
     assert not has_split(str(tmp_path), "validation")
-    assert len(rows_with_locations(str(tmp_path), "train")) == 2
 
 
 def test_a_configuration_is_named_after_a_colon(tmp_path):

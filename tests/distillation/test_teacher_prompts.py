@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from planish.completers import TokenCompleter, TokensWithLogprobs
-from planish.distillation.prompts import PromptOnlyDatasetBuilder, load_prompts, read_prompt
+from planish.distillation.prompts import PromptOnlyDatasetBuilder, load_prompts
 from planish.distillation.sampling import (
     PROMPTS_PER_CHUNK,
     SampledFile,
@@ -25,33 +25,6 @@ from planish.types import SampledSequence, SampleResponse
 QUESTION = [{"role": "user", "content": "a"}]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "a"},
-        {"prompt": QUESTION, "completion": "b"},
-        {"question": "a", "answer": "b"},
-        {"messages": [*QUESTION, {"role": "assistant", "content": "b"}]},
-        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-    ],
-)
-def test_what_a_row_asks(row):
-    assert read_prompt(row, "here") == QUESTION
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"messages": [{"role": "assistant", "content": "b"}]}, "here: there is no question"),
-        ({"messages": [{"role": "system", "content": "b"}]}, "here: there is no question"),
-        ({"text": "a"}, "here: the row has"),
-    ],
-)
-def test_a_row_without_a_prompt_is_rejected(row, message):
-    with pytest.raises(UserError, match=message):
-        read_prompt(row, "here")
-
-
 @pytest.fixture
 def renderer(tokenizer):
     return get_renderer("qwen3_instruct", tokenizer)
@@ -61,11 +34,11 @@ def test_an_unrenderable_prompt_is_rejected_with_its_row(tmp_path, renderer):
     path = tmp_path / "prompts.jsonl"
     rows = [{"prompt": "a"}, {"prompt": [{"role": "poet", "content": "b"}, *QUESTION]}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(UserError, match="row 2: .*poet"):
+    with pytest.raises(UserError, match="line 2: .*poet"):
         load_prompts(str(path), renderer)
     path.write_text(json.dumps(rows[0]) + "\n")
     assert load_prompts(str(path), renderer) == [QUESTION]
-    with pytest.raises(UserError, match="row 1: .*poet"):
+    with pytest.raises(UserError, match="line 1: .*poet"):
         load_prompts(str(path), renderer, [{"role": "poet", "content": "b"}])
 
 

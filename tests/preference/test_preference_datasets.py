@@ -100,7 +100,7 @@ def test_untrainable_pairs_are_rejected_before_training(tmp_path, pairs):
         json.dumps({"prompt": [says("robot", "x")], "chosen": "a", "rejected": "b"}) + "\n"
     )
     builder = ComparisonBuilderFromJsonl(train_path=str(bad))
-    with pytest.raises(UserError, match="train comparison 1: .*'robot'"):
+    with pytest.raises(UserError, match="line 1: .*'robot'"):
         DPODatasetBuilderFromComparisons(
             common_config=config(batch_size=1), comparison_builder=builder
         )()
@@ -116,5 +116,5 @@ def test_held_out_rows_keep_their_numbers(tmp_path):
     path = tmp_path / "pairs.jsonl"
     rows = [*[{"prompt": "a", "chosen": "b", "rejected": "c"}] * 9, {"prompt": "a"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(UserError, match="(train|test) row 10: the row has"):
+    with pytest.raises(UserError, match="line 10: the row has"):
         ComparisonBuilderFromRows(dataset=str(path), test_size=4)()

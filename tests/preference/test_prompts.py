@@ -10,52 +10,9 @@ from planish.preference.prompts import (
     PromptsFromRows,
     PromptsOfComparisons,
     fitting_prompts,
-    read_prompt,
 )
 
 ASKED = [{"role": "user", "content": "Hello?"}]
-SAID = [{"role": "assistant", "content": "Yes."}]
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "Hello?"},
-        {"prompt": ASKED},
-        {"prompt": "Hello?", "completion": "Yes."},
-        {"messages": [*ASKED, *SAID]},
-        {"messages": ASKED},
-        {"conversations": [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Yes."}]},
-        {"prompt": "Hello?", "chosen": "Yes.", "rejected": "No."},
-        {"chosen": [*ASKED, *SAID], "rejected": [*ASKED, {"role": "assistant", "content": "No."}]},
-        {
-            "comparison": {
-                "prompt_conversation": ASKED,
-                "completion_A": SAID,
-                "completion_B": SAID,
-            },
-            "label": "Tie",
-        },
-    ],
-)
-def test_a_row_has_a_prompt(row):
-    assert read_prompt(row, "here") == ASKED
-
-
-def test_only_the_last_answer_is_removed():
-    assert read_prompt({"messages": [*ASKED, *SAID, *ASKED, *SAID]}, "here") == [
-        *ASKED,
-        *SAID,
-        *ASKED,
-    ]
-
-
-@pytest.mark.parametrize(
-    "row", [{"messages": SAID}, {"text": "Hello?"}, {"prompt": []}, {"prompt": 3}]
-)
-def test_a_row_without_a_prompt_is_rejected_with_its_location(row):
-    with pytest.raises(UserError, match="^row 7"):
-        read_prompt(row, "row 7")
 
 
 def test_prompts_are_read_from_a_file(tmp_path):
@@ -73,7 +30,7 @@ def test_held_out_rows_keep_their_numbers(tmp_path):
     path.write_text(
         "".join(json.dumps(row) + "\n" for row in [*[{"prompt": "a"}] * 9, {"text": "a"}])
     )
-    with pytest.raises(UserError, match="(train|test) row 10: the row has"):
+    with pytest.raises(UserError, match="line 10: the row has"):
         PromptsFromRows(dataset=str(path), test_size=4)()
 
 

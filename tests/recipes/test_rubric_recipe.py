@@ -9,12 +9,12 @@ import pytest
 from metric_tables import definition_of
 
 from planish import ServiceClient
+from planish.datasets.layouts import conversation_of
 from planish.errors import UserError
 from planish.files import read_rows
 from planish.recipes import rubric, rubric_judge, rubric_sums
 from planish.recipes.training_run import read_options
 from planish.rubric.rubrics import read_rubric_row
-from planish.supervised.conversations import conversation_of
 
 
 @pytest.fixture
@@ -94,9 +94,7 @@ def test_an_invalid_row_is_rejected_with_its_number_before_loading(options, rows
     broken = json.loads(lines[5])
     broken["rubric_items"][0]["wieght"] = 2
     rows.write_text("\n".join([*lines[:5], json.dumps(broken), *lines[6:]]) + "\n")
-    with pytest.raises(
-        UserError, match=r"(train|test) row 6, rubric item 1 has unknown fields wieght"
-    ):
+    with pytest.raises(UserError, match=r"line 6, rubric item 1 has unknown fields wieght"):
         rubric.main(options(f"dataset={rows}", "test_size=3"))
     rows.write_text("\n".join([*lines[:5], "{", *lines[6:]]))
     with pytest.raises(UserError, match="line 6 is not JSON"):

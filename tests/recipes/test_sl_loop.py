@@ -113,13 +113,13 @@ def test_conversations_of_a_file_with_a_falling_rate(service, tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": [{"role": "user", "content": "alone"}]}, "train row 7.*assistant"),
+        ({"messages": [{"role": "user", "content": "alone"}]}, "line 7.*assistant"),
         (
             {"messages": [{"role": "user", "content": "a"}, {"role": "robot", "content": "b"}]},
-            "train row 7.*'robot'",
+            "line 7.*'robot'",
         ),
-        ({"prompt": "a", "completion": "\ud83d"}, "train row 7.*half of a character"),
-        ({"text": "a"}, r"train row 7: the row has \['text'\]"),
+        ({"prompt": "a", "completion": "\ud83d"}, "line 7.*half of a character"),
+        ({"body": "a"}, r"line 7: the row has \['body'\]"),
     ],
 )
 def test_a_row_that_cannot_be_trained_on_is_named_before_any_step(service, tmp_path, row, message):

@@ -5,10 +5,11 @@ import json
 import datasets as hub
 import pytest
 
+from planish.datasets.layouts import conversation_of
+from planish.datasets.row_files import Row
 from planish.errors import UserError
 from planish.files import read_rows
 from planish.recipes import chat_sl, sl_basic, sl_loop
-from planish.recipes.sl_options import read_chat
 from planish.recipes.training_run import read_options
 from planish.renderers import TrainOnWhat
 from planish.training.learning_rates import get_lr
@@ -42,7 +43,7 @@ def test_a_run_on_worked_solutions(recipe, small_model, sums_dataset, tmp_path, 
         recipe.__name__.rpartition(".")[2],
         "qwen3_instruct",
     )
-    assert config["dataset_builder"]["read_row"] == "planish.recipes.sl_options.read_chat"
+    assert config["dataset_builder"]["read_row"] == "planish.datasets.layouts.conversation_of"
 
 
 def test_a_file_of_chats_of_which_some_are_held_out(small_model, tmp_path, engine):
@@ -80,35 +81,28 @@ def test_a_published_name_is_found_on_the_hub(small_model, tmp_path, engine, mon
 
 
 def test_worked_solutions_end_in_a_box():
-    asked, answer = read_chat(
+    asked, answer = conversation_of(
         {"question": "What is 1 + 2?", "answer": "1 + 2 = <<1+2=3>>3\n#### 3"}, "here"
     )
     assert asked["content"].startswith("What is 1 + 2?")
     assert answer["content"] == "1 + 2 = 3\nThe answer is \\boxed{3}"
 
 
-@pytest.mark.parametrize("read", [read_chat, sl_loop.read_row])
+PLAIN = {"question": "What causes rain?", "answer": "Water vapour condenses."}
+
+
 @pytest.mark.parametrize(
-    ("columns", "is_chat"),
-    [
-        ({"messages": CHAT}, True),
-        (
-            {
-                "conversations": [
-                    {"from": "human", "value": "2 + 2?"},
-                    {"from": "gpt", "value": "4, dear."},
-                ]
-            },
-            True,
-        ),
-        ({"prompt": "2 + 2?", "completion": "4, dear."}, True),
-        ({"prompt": "2 + 2?"}, False),
-    ],
+    "read",
+    [lambda row: conversation_of(row, "here"), lambda row: sl_loop.read_row(Row(row, "here"))],
 )
-def test_a_conversation_goes_before_a_question_with_its_answer(read, columns, is_chat):
-    conversation = read({"question": "2 + 2?", "answer": "4", **columns}, "here")
-    assert (conversation == CHAT) == is_chat
-    assert conversation[-1]["content"] == ("4, dear." if is_chat else "The answer is \\boxed{4}")
+def test_a_plain_question_is_trained_as_it_is(read):
+    assert read(PLAIN) == [
+        {"role": "user", "content": "What causes rain?"},
+        {"role": "assistant", "content": "Water vapour condenses."},
+    ]
+    heading = {**PLAIN, "answer": "It rains.\n#### Why\nVapour.\n#### Step 1 of 2"}
+    assert read(heading)[-1]["content"] == heading["answer"]
+    assert read({**PLAIN, "messages": CHAT}) == CHAT
 
 
 @pytest.mark.parametrize(

@@ -140,8 +140,8 @@ def count_of(letter, answer, row):
 @pytest.mark.parametrize(
     ("rows", "change", "named"),
     [
-        ([{"text": "x"}], {}, 'line 1 has no question: give "prompt"'),
-        ([{"prompt": ""}], {}, "has no question"),
+        ([{"text": "x"}], {}, r"line 1: the row has \['text'\]; give rows with .* \"prompt\""),
+        ([{"prompt": ""}], {}, 'line 1: the "prompt" is empty'),
         ([{"prompt": "x"}], {"test_size": 1}, "test_size=1: there are 1 rows"),
     ],
 )
@@ -157,5 +157,5 @@ def test_a_file_without_rows_is_rejected_by_name(model, tmp_path):
     path = tmp_path / "empty.jsonl"
     path.write_text("")
     builder = RewardDatasetBuilder(dataset=str(path), reward=length, model_name=model)
-    with pytest.raises(UserError, match=r"empty\.jsonl has no rows to train on; give at least one"):
+    with pytest.raises(UserError, match=r"empty\.jsonl has no rows in its train split"):
         asyncio.run(builder())

@@ -92,10 +92,13 @@ def test_what_a_program_says():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": QUESTION}, 'train row 3: the row has .* give "messages" and "rubric_items"'),
+        (
+            {"messages": QUESTION},
+            'train row 3: the row has .* give rows with "messages" and "rubric_items"',
+        ),
         (
             {"rubric_items": [ITEM]},
-            'train row 3: the row has .* give "messages" and "rubric_items"',
+            'train row 3: the row has .* give rows with "messages" and "rubric_items"',
         ),
         ({"messages": [], "rubric_items": [ITEM]}, 'train row 3, "messages": give a list'),
         (

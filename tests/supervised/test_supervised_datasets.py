@@ -123,15 +123,15 @@ def test_a_file_of_conversations_is_read(chats, tokenizer):
 
 
 BAD = {
-    "role": ({"messages": [{"role": "robot", "content": "x"}]}, "train row 2: .*'robot'"),
+    "role": ({"messages": [{"role": "robot", "content": "x"}]}, "line 2: .*'robot'"),
     "nothing": (
         {"messages": [{"role": "user", "content": "x"}]},
-        "train row 2: .*nothing to train on",
+        "line 2: .*nothing to train on",
     ),
-    "form": ({"text": "x"}, "train row 2: the row has"),
+    "form": ({"body": "x"}, "line 2: the row has"),
     "reasoning": (
         {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]},
-        "train row 2: .*thinking",
+        "line 2: .*thinking",
     ),
 }
 
@@ -147,6 +147,6 @@ def test_an_untrainable_row_is_named_before_training(name, tmp_path):
 
 def test_held_out_rows_keep_their_numbers(tmp_path):
     good = {"messages": [{"role": "assistant", "content": "x"}]}
-    path = write(tmp_path / "chats.jsonl", [*[good] * 9, {"text": "x"}])
-    with pytest.raises(UserError, match="(train|test) row 10: the row has"):
+    path = write(tmp_path / "chats.jsonl", [*[good] * 9, {"body": "x"}])
+    with pytest.raises(UserError, match="line 10: the row has"):
         FromRowsBuilder(common_config=config(), dataset=path, test_size=4)()

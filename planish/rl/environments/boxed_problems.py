@@ -13,6 +13,7 @@ from planish.datasets.grading import extract_boxed
 from planish.datasets.gsm8k import QUESTION_SUFFIX, Problem, worked_example
 from planish.datasets.math_problems import COLLECTIONS, load_splits
 from planish.datasets.process_grader import process_grader
+from planish.datasets.split_names import SplitNames
 from planish.renderers import Renderer
 from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.environments.problem_env import ProblemEnv
@@ -47,7 +48,7 @@ class BoxedProblemEnv(ProblemEnv):
 
 
 @chz.chz
-class BoxedProblemDatasetBuilder(ProblemDatasetBuilder):
+class BoxedProblemDatasetBuilder(SplitNames, ProblemDatasetBuilder):
     """The problems of a collection of planish/datasets/math_problems.py. Training samples
     `group_size` answers to each problem, and an evaluation one answer to each test problem.
     """
@@ -67,6 +68,8 @@ class BoxedProblemDatasetBuilder(ProblemDatasetBuilder):
             self.dataset,
             eval_problems=self.eval_problems,
             seed=self.seed,
+            train_split=self.train_split,
+            test_split=self.test_split,
         )
         for note in splits.notes:
             print(note)

@@ -18,13 +18,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import chz
 
 from planish import logtree
 from planish.completers import StopCondition
-from planish.datasets.rows import has_split, rows_with_locations
+from planish.datasets.layouts import prompt_of
+from planish.datasets.messages import Conversation
+from planish.datasets.row_files import Row
+from planish.datasets.rows import has_split, load_rows
+from planish.datasets.split_names import SplitNames
 from planish.errors import UserError
 from planish.processes.blocking import call_function
 from planish.renderers import Message, Renderer, get_text_content
@@ -40,10 +44,9 @@ from planish.rl.types import (
     StepResult,
 )
 
-Row: TypeAlias = Mapping[str, Any]
-Question: TypeAlias = tuple[list[Message], Row]
+Question: TypeAlias = tuple[Conversation, Row]
 """The conversation up to the answer, and the row that it is from."""
-RewardFunction: TypeAlias = Callable[[str, Row], Reward | Awaitable[Reward]]
+RewardFunction: TypeAlias = Callable[[str, Mapping[str, Any]], Reward | Awaitable[Reward]]
 
 
 @dataclass(eq=False)
@@ -53,7 +56,7 @@ class RewardEnv(Env):
     renderer: Renderer
     messages: Sequence[Message]
     """The conversation up to the answer."""
-    row: Row
+    row: Mapping[str, Any]
     reward: RewardFunction
     """Called with the text of the answer and a copy of `row`."""
 
@@ -84,12 +87,12 @@ class RewardEnv(Env):
 
 
 @chz.chz
-class RewardDatasetBuilder(ProblemDatasetBuilder):
-    """Groups of `RewardEnv`, one for each row with "prompt" or "messages"."""
+class RewardDatasetBuilder(SplitNames, ProblemDatasetBuilder):
+    """Groups of `RewardEnv`, one for each row with a prompt (docs/data.md). An answer at the end of
+    the row's conversation is not part of the prompt. The reward function gets the whole row.
+    """
 
-    dataset: str = chz.field(
-        doc="JSONL file, directory with train.jsonl and test.jsonl, or hub name"
-    )
+    dataset: str = chz.field(doc="file, directory with train and test files, or hub name")
     reward: RewardFunction
     test_size: int = chz.field(
         default=0, doc="single file: number of rows at its end that are held out for evaluation"
@@ -99,10 +102,8 @@ class RewardDatasetBuilder(ProblemDatasetBuilder):
         """Return (training dataset, test dataset). The test dataset is None without test rows.
         Raises UserError if there are no rows to train on.
         """
-        train = await asyncio.to_thread(self._questions, "train")
-        test: list[tuple[str, Question]] = []
-        if not train:
-            raise UserError(f"dataset={self.dataset} has no rows to train on; give at least one")
+        train = await asyncio.to_thread(self._questions, self.train_split or "train")
+        test: list[Question] = []
         if not 0 <= self.test_size < len(train):
             raise UserError(
                 f"test_size={self.test_size}: there are {len(train)} rows; give fewer, 0 for no "
@@ -110,39 +111,21 @@ class RewardDatasetBuilder(ProblemDatasetBuilder):
             )
         if self.test_size:
             train, test = train[: -self.test_size], train[-self.test_size :]
-        elif await asyncio.to_thread(has_split, self.dataset, "test"):
-            test = await asyncio.to_thread(self._questions, "test")
-        train_set = self.shuffled(
-            [question for _, question in train], places=[place for place, _ in train]
-        )
-        test_set = self.evaluation(
-            [question for _, question in test], places=[place for place, _ in test]
-        )
+        elif self.test_split or await asyncio.to_thread(has_split, self.dataset, "test"):
+            test = await asyncio.to_thread(self._questions, self.test_split or "test")
+        train_set = self.shuffled(train, places=[row.location for _, row in train])
+        test_set = self.evaluation(test, places=[row.location for _, row in test])
         return train_set, test_set
 
     def make_env(self, problem: Question) -> RewardEnv:
         """Return the environment of one answer."""
-        return RewardEnv(self.renderer, *problem, self.reward)
+        messages, row = problem
+        return RewardEnv(self.renderer, cast(Sequence[Message], messages), row, self.reward)
 
     def tag(self) -> str:
         """Return "rewards"."""
         return "rewards"
 
-    def _questions(self, split: str) -> list[tuple[str, Question]]:
-        """Return the questions of a split, each with its place for messages."""
-        rows = rows_with_locations(self.dataset, split)
-        return [(where, (_messages(row, where), row)) for where, row in rows]
-
-
-def _messages(row: Row, where: str) -> list[Message]:
-    """Return the question of a row as messages. Raises UserError if it has none. `where` names the
-    row.
-    """
-    prompt = row.get("messages", row.get("prompt", row.get("question")))
-    if isinstance(prompt, str) and prompt:
-        return [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list) and prompt:
-        return prompt
-    raise UserError(
-        f'{where} has no question: give "prompt", a text, or "messages", a list of messages'
-    )
+    def _questions(self, split: str) -> list[Question]:
+        rows = load_rows(self.dataset, split)
+        return [(prompt_of(row, row.location), row) for row in rows]
