@@ -258,5 +258,5 @@ def test_an_unrenderable_comparison_is_rejected_with_its_number(client, models, 
         {"prompt": [{"role": "king", "content": "a"}], "chosen": "b", "rejected": "c"},
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(UserError, match="train comparison 2.*king"):
+    with pytest.raises(UserError, match="line 2: .*king"):
         builder(models[0], path, "chat", test_size=0)()

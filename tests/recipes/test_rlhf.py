@@ -280,7 +280,7 @@ def test_an_invalid_option_of_any_stage_is_rejected_at_the_start(
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"prompt": "a", "chosen": "b"}], "preference: .*train row 1"),
+        ([{"prompt": "a", "chosen": "b"}], "preference: .*line 1"),
         (
             [{"prompt": f"Say {n}.", "chosen": "b", "rejected": "c"} for n in range(20)],
             "there are no test prompts",
