@@ -16,7 +16,7 @@ interrupted run resumes with the next batch and sees each batch once.
 import math
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 Metrics = dict[str, float]
-Example = Conversation | PlainText
+Example = Sequence[Mapping[str, Any]] | PlainText
 TRAINED_MESSAGES = TrainOnWhat.ALL_ASSISTANT_MESSAGES
 RESUMABLE_OPTIONS = ("base_url", "save_every", "ttl_seconds")
 """Options that may differ when a run is resumed. max_steps may not, since the learning rate depends

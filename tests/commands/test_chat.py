@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -118,7 +119,7 @@ def test_a_saved_chat_is_readable_by_chat_sl(session, tmp_path):
     file = tmp_path / "chats.jsonl"
     said(session, "a", f"/save {file}", "/reset", "ä", f"/save {file}")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    read = [conversation_of(row, "row") for row in rows]
+    read: Any = [conversation_of(row, "row") for row in rows]
     assert [[part["content"] for part in messages] for messages in read] == [
         ["Be brief.", "a", "a!"],
         ["Be brief.", "ä", "ä!"],

@@ -68,7 +68,7 @@ def test_long_prompts_are_left_out_and_counted(models, tmp_path, caplog):
     train, _ = asyncio.run(builder())
     assert train.data_size() == 2
     assert "1 of 3 train problems are left out" in caplog.text
-    assert f"the first is dataset={path}, train row 2, with" in caplog.text
+    assert f"the first is {path}, line 2, with" in caplog.text
 
 
 class Teacher:

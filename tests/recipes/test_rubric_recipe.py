@@ -4,6 +4,7 @@ its generated rows.
 
 import json
 import re
+from typing import Any
 
 import pytest
 from metric_tables import definition_of
@@ -177,7 +178,8 @@ def test_conversations_to_train_a_judge_on(tmp_path):
     path = rubric_judge.main(rubric_judge.Options(path=str(tmp_path / "judge.jsonl"), examples=200))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(rows) == 200
-    verdicts = [conversation_of(row, "a row")[-1]["content"] for row in rows]
+    conversations: Any = [conversation_of(row, "a row") for row in rows]
+    verdicts = [messages[-1]["content"] for messages in conversations]
     assert sorted(set(verdicts)) == ["<score>No</score>", "<score>Yes</score>"]
     assert verdicts.count("<score>Yes</score>") == 100
     for row in rows:

@@ -1,6 +1,7 @@
 """sl_basic and chat_sl from their options to their files, on an untrained tiny model."""
 
 import json
+from typing import Any
 
 import datasets as hub
 import pytest
@@ -81,9 +82,10 @@ def test_a_published_name_is_found_on_the_hub(small_model, tmp_path, engine, mon
 
 
 def test_worked_solutions_end_in_a_box():
-    asked, answer = conversation_of(
+    conversation: Any = conversation_of(
         {"question": "What is 1 + 2?", "answer": "1 + 2 = <<1+2=3>>3\n#### 3"}, "here"
     )
+    asked, answer = conversation
     assert asked["content"].startswith("What is 1 + 2?")
     assert answer["content"] == "1 + 2 = 3\nThe answer is \\boxed{3}"
 
