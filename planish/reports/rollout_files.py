@@ -97,7 +97,7 @@ class RolloutFiles:
         split: str,
         iteration: int,
         groups: Sequence[GroupRollout],
-        advantages_P_G: Sequence[Sequence[float]] | None = None,
+        advantages_P_G: Sequence[Sequence[float | None]] | None = None,
         *,
         title: str | None = None,
         sections: Sequence[Node] = (),

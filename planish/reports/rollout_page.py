@@ -68,7 +68,7 @@ def rollout_page(
     iteration: int,
     groups: Sequence[GroupRollout],
     num_shown: int,
-    advantages_P_G: Sequence[Sequence[float]] | None,
+    advantages_P_G: Sequence[Sequence[float | None]] | None,
     detokenizer: DisplayDetokenizer,
     *,
     sections: Sequence[Node] = (),

@@ -45,7 +45,7 @@ class TrajectoryRecord:
 
 
 def trajectory_records(
-    rollout: GroupRollout, advantages_G: Sequence[float] | None = None
+    rollout: GroupRollout, advantages_G: Sequence[float | None] | None = None
 ) -> Iterator[TrajectoryRecord]:
     """Yield the trajectories of a group in order."""
     group = rollout.group

@@ -42,7 +42,7 @@ def rollout_rows(
     split: str,
     iteration: int,
     groups: Iterable[GroupRollout],
-    advantages_P_G: Sequence[Sequence[float]] | None,
+    advantages_P_G: Sequence[Sequence[float | None]] | None,
     detokenizer: DisplayDetokenizer,
 ) -> Iterator[dict[str, Any]]:
     """Yield the texts of all trajectories, ready for JSON. `advantages_P_G` has a row for each of

@@ -132,7 +132,9 @@ class GroupView:
 
 
 def group_view(
-    rollout: GroupRollout, advantages_G: Sequence[float] | None, detokenizer: DisplayDetokenizer
+    rollout: GroupRollout,
+    advantages_G: Sequence[float | None] | None,
+    detokenizer: DisplayDetokenizer,
 ) -> GroupView:
     """Return the view of a group; `advantages_G` is None if the group is not trained on."""
     records = list(trajectory_records(rollout, advantages_G))

@@ -60,42 +60,54 @@ contribute to them too.
 """
 
 
-def trajectory_to_data(trajectory: Trajectory, advantage: float) -> list[TrainingSequence]:
-    """Return the sequences of one trajectory; none if nothing was sampled in it."""
+def trajectory_to_data(
+    trajectory: Trajectory, advantage: float | Sequence[float]
+) -> list[TrainingSequence]:
+    """Return the sequences of one trajectory; none if nothing was sampled in it. `advantage` is
+    that of every turn, or one for each turn.
+    """
+    transitions = trajectory.transitions
+    advantages_T = (
+        [advantage] * len(transitions) if isinstance(advantage, int | float) else advantage
+    )
     sequences: list[TrainingSequence] = []
     context: list[int] = []
-    turns: list[tuple[int, Transition]] = []  # (number of new observed tokens, turn)
-    for transition in trajectory.transitions:
+    turns: list[_Turn] = []
+    for transition, turn_advantage in zip(transitions, advantages_T, strict=True):
         if not transition.ac.tokens:
             continue
         observation_tokens = transition.ob.to_ints()
         if context and observation_tokens[: len(context)] != context:
-            sequences.append(_sequence(context, turns, advantage))
+            sequences.append(_sequence(context, turns))
             context, turns = [], []
-        turns.append((len(observation_tokens) - len(context), transition))
+        turns.append(_Turn(len(observation_tokens) - len(context), transition, turn_advantage))
         context = observation_tokens + transition.ac.tokens
     if turns:
-        sequences.append(_sequence(context, turns, advantage))
+        sequences.append(_sequence(context, turns))
     return sequences
 
 
-def _sequence(
-    tokens: list[int], turns: Sequence[tuple[int, Transition]], advantage: float
-) -> TrainingSequence:
-    logprobs_N = np.zeros(len(tokens), np.float32)
-    mask_N = np.zeros(len(tokens), np.float32)
+@dataclass(frozen=True)
+class _Turn:
+    num_new_tokens: int
+    """Number of observed tokens that the sequence does not have yet."""
+    transition: Transition
+    advantage: float
+
+
+def _sequence(tokens: list[int], turns: Sequence[_Turn]) -> TrainingSequence:
+    logprobs_N, advantages_N, mask_N = np.zeros((3, len(tokens)), np.float32)
     start = 0
-    for num_new_tokens, transition in turns:
-        start += num_new_tokens
-        end = start + len(transition.ac.tokens)
-        if transition.train_on_action:
-            logprobs_N[start:end] = transition.ac.logprobs
+    for turn in turns:
+        start += turn.num_new_tokens
+        end = start + len(turn.transition.ac.tokens)
+        if turn.transition.train_on_action:
+            logprobs_N[start:end] = turn.transition.ac.logprobs
+            advantages_N[start:end] = turn.advantage
             mask_N[start:end] = 1.0
         start = end
     assert start == len(tokens)
-    return TrainingSequence(
-        np.asarray(tokens, np.int64), logprobs_N, mask_N * np.float32(advantage), mask_N
-    )
+    return TrainingSequence(np.asarray(tokens, np.int64), logprobs_N, advantages_N, mask_N)
 
 
 def compute_advantages(
@@ -107,16 +119,18 @@ def compute_advantages(
 
 def assemble_training_data(
     groups_P: Sequence[TrajectoryGroup],
-    advantages_P: Sequence[Sequence[float]],
+    advantages_P: Sequence[Sequence[float | Sequence[float] | None]],
     teacher: str | None = None,
 ) -> list[TrainingSequence]:
     """Return the sequences of all trajectories in order. Sequences without a trained token are
-    left out.
+    left out. `advantages_P` has for each trajectory its advantage, or one for each turn, or None
+    to leave the trajectory out.
     """
     return [
         replace(sequence, teacher=teacher)
         for group, advantages_G in zip(groups_P, advantages_P, strict=True)
         for trajectory, advantage in zip(group.trajectories_G, advantages_G, strict=True)
+        if advantage is not None
         for sequence in trajectory_to_data(trajectory, advantage)
         if sequence.mask_N.any()
     ]

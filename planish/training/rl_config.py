@@ -12,6 +12,7 @@ import chz
 from planish.errors import UnsupportedError, UserError
 from planish.rl.advantages import ADVANTAGES
 from planish.rl.limits import TerminationRewardPolicy
+from planish.rl.returns import DEFAULT_BUFFER_FRACTION, TRUNCATED, TrainingRewards, Truncated
 from planish.rl.rollout.strategy import RolloutStrategy, strategy_from
 from planish.rl.types import RLDatasetBuilder
 from planish.service import complete_config
@@ -64,6 +65,22 @@ class LossOptions:
         default=False,
         doc="leave out groups whose rewards are all equal, because their advantages are 0",
     )
+    turn_discount: float | None = chz.field(
+        default=None,
+        doc="discount of later turns' rewards: each turn is trained on its discounted rewards to "
+        "go, 1 = their sum; none = every turn on the reward of the whole episode",
+    )
+    truncated: Truncated = chz.field(
+        default="keep",
+        doc="answers that max_tokens cuts off: keep = train on their reward, mask = do not train "
+        "on them, penalise = lower the reward of answers near max_tokens",
+    )
+    overlong_buffer: int | None = chz.field(
+        default=None,
+        doc="truncated=penalise: number of tokens before max_tokens in which the penalty grows "
+        "from 0 to its maximum; none = a fifth of max_tokens",
+    )
+    overlong_coef: float = chz.field(default=1.0, doc="truncated=penalise: the maximum penalty")
     num_substeps: int = chz.field(default=1, doc="optimizer steps per batch")
     kl_penalty_coef: float = chz.field(default=0.0, doc="coefficient of the KL penalty; 0 = none")
     kl_discount_factor: float = chz.field(
@@ -124,6 +141,19 @@ class Config(RolloutOptions, LossOptions, RunOptions):
         """
         return self.async_config.max_steps_off_policy if self.async_config else 0
 
+    @property
+    def training_rewards(self) -> TrainingRewards:
+        """How the rewards of a group become advantages."""
+        buffer = self.overlong_buffer or math.ceil(DEFAULT_BUFFER_FRACTION * self.max_tokens)
+        return TrainingRewards(
+            self.advantage,
+            self.turn_discount,
+            self.truncated,
+            self.max_tokens,
+            buffer,
+            self.overlong_coef,
+        )
+
     def scoring_models(self) -> dict[str, str]:
         """Return the base models that score the policy's tokens, by the option that names each."""
         reference = self.kl_reference_config
@@ -180,6 +210,16 @@ def check_all_but_reference(config: Config) -> None:
             "1, or an eval_temperature above 0: greedy answers to a problem are all the same",
         ),
         advantage=(config.advantage in ADVANTAGES, f"one of {', '.join(ADVANTAGES)}"),
+        turn_discount=(
+            config.turn_discount is None or 0 < config.turn_discount <= 1,
+            "a number above 0 and at most 1, or None",
+        ),
+        truncated=(config.truncated in TRUNCATED, f"one of {', '.join(TRUNCATED)}"),
+        overlong_buffer=(
+            config.overlong_buffer is None or 1 <= config.overlong_buffer <= config.max_tokens,
+            f"a whole number from 1 to max_tokens={config.max_tokens}",
+        ),
+        overlong_coef=(0 < config.overlong_coef < math.inf, "a number above 0"),
         loss_fn=(config.loss_fn in RL_LOSSES, f"one of {', '.join(RL_LOSSES)}"),
         rollout_layout=(config.rollout_layout in ("flat", "folders"), "flat or folders"),
         num_groups_to_log=(config.num_groups_to_log >= 0, "0 or more"),
@@ -223,6 +263,13 @@ def _check_group_size(config: Config) -> None:
 
 def _check_unused(config: Config) -> None:
     """Raise UserError for options that would have no effect."""
+    if config.truncated != "penalise" and (
+        config.overlong_buffer is not None or config.overlong_coef != 1.0
+    ):
+        raise UserError(
+            f"overlong_buffer and overlong_coef are given, but truncated={config.truncated}; give "
+            "truncated=penalise too"
+        )
     if (config.wandb_project or config.wandb_name) and not {"wandb", "trackio"} & set(
         config.loggers
     ):

@@ -22,7 +22,7 @@ from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.errors import UserError
 from planish.processes.interruption import run_uncancelled
 from planish.reports.rollout_files import RolloutFiles
-from planish.rl.data_processing import TrainingSequence, compute_advantages
+from planish.rl.data_processing import TrainingSequence
 from planish.rl.kl import AdvantageShaping
 from planish.rl.rollout.evaluation import RLTestSetEvaluator
 from planish.rl.rollout.metrics import (
@@ -126,8 +126,8 @@ class RLLearner:
         """Wait until the trainer is done with a submitted step, and log the step."""
         train_metrics = await self.train_metrics(step, update, spans)
         with spans.measure("rollout_files"):
-            groups = [rollout.group for rollout in rollouts]
-            advantages = compute_advantages(groups, self.config.advantage)
+            groups, rewards = [rollout.group for rollout in rollouts], self.config.training_rewards
+            advantages = [rewards.mean_advantages(group) for group in groups]
             await self.write_files("train", step, rollouts, advantages)
         self.print_first_page(step)
         self.counters.add_step(rollouts, batch.groups, update.data_D, batch.errors_of_dropped)
@@ -135,6 +135,7 @@ class RLLearner:
             "progress/batch": step,
             "progress/done_frac": (step + 1) / self.loop.num_steps,
             **environment_metrics(rollouts),
+            **rewards.metrics(groups),
             **train_metrics,
             **sampling_entropy(update.sampled_D),
             **(staleness(rollouts, step) if self.config.async_config else {}),
@@ -254,10 +255,10 @@ class RLLearner:
         split: str,
         step: int,
         rollouts: Sequence[GroupRollout],
-        advantages: list[list[float]] | None,
+        advantages: list[list[float | None]] | None,
     ) -> None:
         """Write the rollouts of a step to files. `advantages` are those of the trajectories,
-        [P][G], or None for evaluations.
+        [P][G], each None if the trajectory is not trained on; or None for evaluations.
         """
         await run_uncancelled(
             asyncio.to_thread(self.files.write, split, step, rollouts, advantages)

@@ -26,8 +26,7 @@ from typing import Any, TypeVar
 from planish import TrainingClient
 from planish.errors import UserError
 from planish.rl import kl
-from planish.rl.advantages import is_constant
-from planish.rl.data_processing import TrainingSequence, assemble_training_data, compute_advantages
+from planish.rl.data_processing import TrainingSequence, assemble_training_data
 from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import Metrics
 from planish.runlog.spans import Spans
@@ -160,10 +159,10 @@ def training_data(rollout: GroupRollout | None, config: Config) -> list[Training
     """
     if rollout is None:
         return []
-    if config.remove_constant_reward_groups and is_constant(rollout.group.get_total_rewards()):
+    group, rewards = rollout.group, config.training_rewards
+    if config.remove_constant_reward_groups and rewards.is_constant(group):
         return []
-    advantages = compute_advantages([rollout.group], config.advantage)
-    return assemble_training_data([rollout.group], advantages, rollout.teacher)
+    return assemble_training_data([group], [rewards.advantages(group)], rollout.teacher)
 
 
 async def roll_out_and_submit(
