@@ -44,8 +44,13 @@ def test_the_prompt_shows_the_form(tokenizer):
     assert "What is 1 + 2?<|im_end|>\n<|im_start|>assistant\n" in text
 
 
-def built(**options) -> Any:
-    return asyncio.run(SumDatasetBuilder(model_name="any", batch_size=8, group_size=4, **options)())
+@pytest.fixture
+def built(small_model):
+    def build(**options) -> Any:
+        builder = SumDatasetBuilder(model_name=small_model, batch_size=8, group_size=4, **options)
+        return asyncio.run(builder())
+
+    return build
 
 
 def sums(dataset, batches):
@@ -53,7 +58,7 @@ def sums(dataset, batches):
 
 
 @pytest.mark.parametrize("max_operand", [1, 3, 10, 1_000_000])
-def test_no_sum_of_the_test_is_trained_on_in_either_order(max_operand):
+def test_no_sum_of_the_test_is_trained_on_in_either_order(built, max_operand):
     train, test = built(max_operand=max_operand)
     tested = {problem.pair for problem in sums(test, range(len(test)))}
     trained = {problem.pair for problem in sums(train, range(20))}
@@ -70,7 +75,7 @@ def test_no_sum_of_the_test_is_trained_on_in_either_order(max_operand):
     assert all(0 <= n <= max_operand for pair in tested | trained for n in pair)
 
 
-def test_a_batch_is_a_function_of_seed_and_index():
+def test_a_batch_is_a_function_of_seed_and_index(built):
     train, _ = built(max_operand=50)
     again, _ = built(max_operand=50)
     other, _ = built(max_operand=50, seed=1)
@@ -78,17 +83,17 @@ def test_a_batch_is_a_function_of_seed_and_index():
     assert sums(train, [7]) != sums(other, [7])
 
 
-def test_every_seed_has_the_same_test():
+def test_every_seed_has_the_same_test(built):
     assert sums(built(max_operand=50, seed=3)[1], [0]) == sums(built(max_operand=50)[1], [0])
 
 
-def test_all_sums_that_are_left_are_trained_on():
+def test_all_sums_that_are_left_are_trained_on(built):
     train, _ = built(max_operand=3, eval_problems=4)
     assert len({problem.pair for problem in sums(train, range(60))}) == 10 - 4
     assert built(max_operand=3, eval_problems=0)[1] is None
 
 
-def test_groups_pickle():
+def test_groups_pickle(built):
     builder = built(max_operand=50)[0].get_batch(random.randrange(10))[0]
     assert pickle.loads(pickle.dumps(builder)) is not builder
     assert len(pickle.dumps(builder)) < 1000

@@ -22,6 +22,7 @@ from planish.wire.operations import post_request_for
 SERVER = Path(planish.server.__file__).parent
 SHARED = {
     "http/context.py",
+    "http/origins.py",
     "sessions.py",
     "durable/request_log.py",
     "durable/store.py",
@@ -97,7 +98,7 @@ def files_of(passed: PassedFiles) -> set[str]:
     return passed.files - other
 
 
-def test_a_forward_backward_passes_nine_files(passed, model_dir, data_dir):
+def test_a_forward_backward_passes_ten_files(passed, model_dir, data_dir):
     async def scenario() -> None:
         async with session(model_dir, data_dir) as (client, session_id):
             model_id = f"{session_id}:train:0"
@@ -111,7 +112,7 @@ def test_a_forward_backward_passes_nine_files(passed, model_dir, data_dir):
     assert files_of(passed) == TRAINING
 
 
-def test_a_sample_passes_ten_files(passed, model_dir, data_dir):
+def test_a_sample_passes_eleven_files(passed, model_dir, data_dir):
     async def scenario() -> None:
         async with session(model_dir, data_dir) as (client, session_id):
             body = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE}
