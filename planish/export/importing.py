@@ -30,6 +30,7 @@ from planish.export.writing import MARKER_FILE
 from planish.model.config import ModelConfig, read_json
 from planish.model.lora import LoraLayout
 from planish.model.quantization import check_quantizable
+from planish.model.quantized_names import twin_remedy
 from planish.model.sources import resolve_model
 from planish.model.weight_sizes import SCHEMES
 from planish.model.weights import load_weights, weights_fingerprint
@@ -84,7 +85,7 @@ def import_adapter(
         raise UserError(f"{update.config.path} names no base model; give --base-model NAME")
     quantization = _base_quantization(directory, quantize)
     base_directory = resolve_model(base_model, models)
-    model_config = ModelConfig.from_directory(base_directory)
+    model_config = _read_config(base_directory, base_model)
     check_quantizable(model_config, quantization)
     update.check_only_lora(
         partial(_is_copy_of_base, base_directory=base_directory, model=model_config)
@@ -113,6 +114,16 @@ def import_adapter(
     store.save(SaveRequest(path, overwrite=overwrite, user_metadata=metadata), saved_adapter)
     notes = _notes(update.config, layout, reader.ranks)
     return ImportedAdapter(path, base_model, layout.lora_config, quantization, len(linears), notes)
+
+
+def _read_config(directory: Path, base_model: str) -> ModelConfig:
+    try:
+        return ModelConfig.from_directory(directory)
+    except UnsupportedError as error:
+        remedy = twin_remedy(base_model)
+        if remedy is None:
+            raise
+        raise UnsupportedError(f"{remedy}. {error}") from error
 
 
 def _base_quantization(directory: Path, quantize: str | None) -> str | None:

@@ -29,11 +29,12 @@ from pathlib import Path
 from filelock import FileLock
 from huggingface_hub import HfApi, snapshot_download
 
-from planish.errors import StorageError, UnknownModelError, UserError
+from planish.errors import StorageError, UnknownModelError, UnsupportedError, UserError
 from planish.files import cache_home
 from planish.model.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, fetch_embedded_model
 from planish.model.gguf import CONVERSION_VERSION, convert_gguf
 from planish.model.gguf_file import part_paths
+from planish.model.quantized_names import twin_remedy
 from planish.model.weights import weight_files
 
 HUB_FILES = (
@@ -118,6 +119,7 @@ def _sources(name: str, fetch: bool) -> list[tuple[str, Callable[[str], Path]]]:
     ]
     if name in EMBEDDED_MODELS:
         sources.insert(1, ("planish's cache", _from_planish_cache))
+    sources.append(("quantized models", _reject_quantized))
     if fetch:
         sources.append(("the hub", _from_hub))
         if name in EMBEDDED_MODELS:
@@ -281,6 +283,14 @@ def hub_problem() -> str | None:
     except Exception as error:  # the exception types depend on the HTTP library
         return _short_message(error)
     return None
+
+
+def _reject_quantized(name: str) -> Path:
+    """Raise UnsupportedError for the name of a quantized model, before it is downloaded."""
+    remedy = twin_remedy(name)
+    if remedy is not None:
+        raise UnsupportedError(remedy)
+    raise UnknownModelError("the name is not that of a model in bitsandbytes, AWQ or GPTQ")
 
 
 def _from_hub(name: str) -> Path:

@@ -284,3 +284,43 @@ def test_files_that_are_not_what_they_should_be_are_named(base, tmp_path):
     config.write_text(json.dumps({**fields, "base_model_name_or_path": None}))
     with pytest.raises(UserError, match="--base-model"):
         import_adapter(adapter, store)
+
+
+@pytest.mark.parametrize(
+    ("name", "twin", "scheme"),
+    [
+        ("unsloth/Qwen3-0.6B-unsloth-bnb-4bit", "unsloth/Qwen3-0.6B", "nf4"),
+        ("unsloth/llama-3-8b-Instruct-bnb-4bit", "unsloth/llama-3-8b-Instruct", "nf4"),
+        ("someone/model-bnb-8bit", "someone/model", "int8"),
+        ("Qwen/Qwen3-8B-AWQ", "Qwen/Qwen3-8B", "nf4"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int8", "Qwen/Qwen2.5-7B-Instruct", "int8"),
+    ],
+)
+def test_a_quantized_base_is_rejected_with_its_unquantized_twin(base, tmp_path, name, twin, scheme):
+    """The name alone decides, before anything is downloaded."""
+    saved(base, tmp_path / "adapter", **VARIANTS["q and v alone"])
+    store = CheckpointStore(tmp_path / "data")
+    told = rf"unquantized model '{twin}' with `--quantize {scheme}`"
+    with pytest.raises(UnsupportedError, match=told):
+        import_adapter(tmp_path / "adapter", store, base_model=name)
+    # A copy on this machine, whose config.json says so.
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    local = tmp_path / name.rpartition("/")[2]
+    local.mkdir()
+    fields = json.loads((base / "config.json").read_text()) | {"quantization_config": config}
+    (local / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UnsupportedError, match=r"unquantized model .* with `--quantize"):
+        import_adapter(tmp_path / "adapter", store, base_model=str(local))
+
+
+def test_a_quantized_name_may_be_mapped_to_the_unquantized_model(base, tmp_path):
+    expected = saved(base, tmp_path / "adapter", **VARIANTS["q and v alone"])
+    name = "unsloth/tiny-bnb-4bit"
+    store = CheckpointStore(tmp_path / "data")
+    found = import_adapter(tmp_path / "adapter", store, base_model=name, models={name: str(base)})
+    with ServiceClient(
+        models={name: str(base)}, data_dir=store.directory, dtype="float32"
+    ) as client:
+        sampler = client.create_sampling_client(model_path=str(found.path))
+        _, *logprobs = sampler.compute_logprobs(ModelInput.from_ints(TOKENS)).result()
+    assert logprobs == pytest.approx(expected, abs=1e-4)
