@@ -205,7 +205,7 @@ ADAPTERS: dict[str, Damage] = {
     ),
     "a bias": extra(f"{LINEAR}.lora_B.bias", torch.zeros(64)),
     "DoRA's magnitudes": extra(f"{LINEAR}.lora_magnitude_vector", torch.zeros(64)),
-    "a weight of the base model": extra("base_model.model.model.norm.weight", torch.zeros(64)),
+    "a weight of a linear": extra("base_model.model.model.layers.0.mlp.up_proj.weight", torch.zeros(96, 64)),
     "a name of 100,000 characters": extra("a" * 100_000, torch.zeros(1)),
     "NaN": tensors(lambda t: t.update({f"{LINEAR}.lora_A.weight": torch.full((4, 64), torch.nan)})),
     "infinity": tensors(lambda t: t.update({f"{LINEAR}.lora_B.weight": torch.full((64, 4), torch.inf)})),

@@ -24,9 +24,7 @@ _PLAIN_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "monteclora_config": ((None,), "MonteCLoRA samples its matrices"),
     "bias": (("none", None), "biases are not trained here"),
     "lora_bias": ((False, None), "biases are not trained here"),
-    "modules_to_save": (([], None), "whole modules are not part of an adapter here"),
     "fan_in_fan_out": ((False, None), "the weights of planish's models are not transposed"),
-    "trainable_token_indices": (([], {}, None), "embeddings are not trained here"),
     "layer_replication": (([], None), "the base model would have other layers"),
     "alora_invocation_tokens": (([], None), "the adapter would act on a part of the tokens only"),
     "arrow_config": ((None,), "several adapters would be mixed"),
@@ -90,6 +88,16 @@ class AdapterConfig:
         name: str | None = self.fields.get("base_model_name_or_path")
         return name
 
+    @property
+    def modules_to_save(self) -> list[str]:
+        """The names of the modules that are trained whole."""
+        return self.fields.get("modules_to_save") or []
+
+    @property
+    def trainable_token_indices(self) -> object:
+        """The tokens whose embeddings are trained: a list, or lists by the module's name."""
+        return self.fields.get("trainable_token_indices")
+
     def rank_of(self, module: str) -> int:
         """Return the rank of a module. `module`: its full name in the model that PEFT adapted."""
         rank: int = self.rank_pattern.value(module, self.rank)
@@ -114,6 +122,9 @@ def _check_plain_lora(fields: Mapping[str, Any], path: Path) -> None:
     for name, (plain_values, reason) in _PLAIN_VALUES.items():
         if name in fields and fields[name] not in plain_values:
             raise UnsupportedError(f"{path}: {name} is {fields[name]!r}, and {reason}")
+    modules = fields.get("modules_to_save") or []
+    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
+        raise DamagedFileError(f"{path}: modules_to_save is {modules!r}, not a list of names")
     if not isinstance(fields.get("use_rslora"), bool | None):
         raise DamagedFileError(f"{path}: use_rslora is {fields['use_rslora']!r}, not true or false")
     _check_rank(fields.get("r"), f"{path}: r")

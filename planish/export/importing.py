@@ -22,7 +22,7 @@ from torch import Tensor
 
 from planish.engine.checkpoints.files import MANIFEST_FILE, read_manifest
 from planish.engine.checkpoints.store import AdapterSnapshot, CheckpointStore, SaveRequest
-from planish.errors import UnsupportedError, UserError
+from planish.errors import DamagedFileError, UnsupportedError, UserError
 from planish.export.adapter_config import AdapterConfig
 from planish.export.adapter_layouts import HEAD, LoraMatrices
 from planish.export.lora_update import PEFT_PREFIX, StoredTensor, read_adapter
@@ -90,6 +90,8 @@ def import_adapter(
     update.check_only_lora(
         partial(_is_copy_of_base, base_directory=base_directory, model=model_config)
     )
+    if not update.pairs:
+        raise DamagedFileError(f"{update.path} has no matrices; download the adapter again")
     reader = update.reader(model_config, MAX_RANK)
     layout = LoraLayout(model_config, _lora_config(reader.ranks))
     linears = reader.read(unit=layout.scaling)

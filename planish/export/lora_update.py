@@ -61,15 +61,19 @@ class StoredTensor:
         """The tensor's shape, from the file's header."""
         return tuple(self.handle.get_slice(self.name).get_shape())
 
-    def load(self) -> Tensor:
-        """Return the tensor in float32. Raises UnsupportedError unless it is a float."""
+    def load_stored(self) -> Tensor:
+        """Return the tensor as stored. Raises UnsupportedError unless it is a float."""
         dtype = self.handle.get_slice(self.name).get_dtype()
         if dtype not in _DTYPES:
             raise UnsupportedError(
                 f"{self.path}: {self.name} is stored as {dtype}; planish reads {', '.join(_DTYPES)}"
             )
         tensor: Tensor = self.handle.get_tensor(self.name)
-        return tensor.to(torch.float32)
+        return tensor
+
+    def load(self) -> Tensor:
+        """Return the tensor in float32. Raises UnsupportedError unless it is a float."""
+        return self.load_stored().to(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -141,16 +145,28 @@ class LoraUpdate:
                     "lora_B; download the adapter again"
                 )
 
-    def check_only_lora(self, is_ignored: Callable[[str, StoredTensor], bool]) -> None:
-        """Raise UnsupportedError if the file has other tensors than matrices A and B.
+    def check_only_lora(
+        self, is_ignored: Callable[[str, StoredTensor], bool] = lambda name, tensor: False
+    ) -> None:
+        """Raise UnsupportedError if the adapter trains anything else than matrices A and B.
 
-        `is_ignored` decides from name and tensor whether one is left out.
+        `is_ignored` decides from name and tensor whether a tensor is left out.
         """
+        remedy = (
+            "An adapter in planish has LoRA matrices only. Merge this one into a new base model: "
+            f"`planish export {self.path.parent} NEW_MODEL --format merged`, and use NEW_MODEL as "
+            "the base model"
+        )
+        for name in ("modules_to_save", "trainable_token_indices"):
+            if self.config.fields.get(name):
+                raise UnsupportedError(
+                    f"{self.config.path}: {name} is {self.config.fields[name]!r}. {remedy}"
+                )
         for name, tensor in self.other_tensors.items():
             if not is_ignored(name, tensor):
                 raise UnsupportedError(
-                    f"{self.path} contains {name}, which planish does not support; give a plain "
-                    "LoRA adapter"
+                    f"{self.path} contains {name.removeprefix(PEFT_PREFIX)}, which planish does not "
+                    f"support in an adapter. {remedy}"
                 )
 
 
@@ -210,7 +226,7 @@ def _read_header(path: Path) -> tuple[dict[str, StoredPair], dict[str, StoredTen
             raise DamagedFileError(
                 f"{path}: {module} lacks lora_A or lora_B; download the adapter again"
             )
-    if not matrices:
-        raise DamagedFileError(f"{path} has no matrices; download the adapter again")
+    if not matrices and not other_tensors:
+        raise DamagedFileError(f"{path} has no tensors; download the adapter again")
     pairs = {module: StoredPair(pair["A"], pair["B"]) for module, pair in matrices.items()}
     return pairs, other_tensors

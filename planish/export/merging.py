@@ -5,7 +5,9 @@ Weights are streamed from file to file. Whatever the size of the model, memory h
 and a block of rows of one matrix. Tensors keep their names and order.
 
 If the base model ties head and embedding, an adapter on the head changes only the head. So the
-merged model gets an lm_head of its own, and its config.json unties the two.
+merged model gets an lm_head of its own, and its config.json unties the two. The same holds if the
+adapter trains the embedding alone. `trained_weights` reads the weights that an adapter trains
+beside its linears.
 """
 
 import json
@@ -21,8 +23,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from planish.errors import NonFiniteError, StorageError
-from planish.export.adapter_layouts import HEAD, LoraMatrices
+from planish.export.adapter_layouts import LoraMatrices
 from planish.export.lora_update import LoraUpdate
+from planish.export.trained_weights import (
+    EMBEDDING_WEIGHT,
+    HEAD_WEIGHT,
+    read_trained_weights,
+)
 from planish.files import set_default_mode
 from planish.model.config import ModelConfig, read_json, text_fields
 from planish.model.quantization import Fp8Weight, Mxfp4Weight
@@ -31,8 +38,6 @@ from planish.model.weights import INDEX_FILE, SINGLE_FILE, load_weights, scale_n
 SHARD_BYTES = 4 << 30
 """The default maximum size of a file."""
 _BLOCK_ELEMENTS = 1 << 24
-_EMBEDDING_WEIGHT = "model.embed_tokens.weight"
-_HEAD_WEIGHT = f"{HEAD}.weight"
 QuantizedWeight = Mxfp4Weight | Fp8Weight
 """A weight that the checkpoint stores with codes and scales."""
 
@@ -106,8 +111,12 @@ def _join_codes_and_scales(
     return result
 
 
-def _default_output_dtype(weight: Tensor | QuantizedWeight) -> torch.dtype:
-    return torch.bfloat16 if isinstance(weight, QuantizedWeight) else weight.dtype
+def _default_output_dtype(
+    weight: Tensor | QuantizedWeight, stored_dtype: torch.dtype | None
+) -> torch.dtype:
+    if isinstance(weight, QuantizedWeight):
+        return torch.bfloat16
+    return stored_dtype or weight.dtype
 
 
 def _stack_experts(tensors: Sequence[MergedTensor]) -> list[MergedTensor | StackedExperts]:
@@ -152,15 +161,19 @@ def write_merged(
     Return the rounding error. If `dtype` is None, each tensor keeps its dtype.
     """
     weights = load_weights(base_directory, config)
-    if config.tied_head and update.trains_head:
-        weights[_HEAD_WEIGHT] = weights[_EMBEDDING_WEIGHT]
+    trained = read_trained_weights(update, config, weights)
+    has_own_head = config.tied_head and (update.trains_head or trained.has_own_head)
+    if has_own_head:
+        weights[HEAD_WEIGHT] = weights[EMBEDDING_WEIGHT]
+    stored_dtypes = {name: weight.dtype for name, weight in weights.items()}
+    weights |= trained.weights
     matrices_by_weight = update.matrices_by_weight(config)
     separate_tensors = [
         MergedTensor(
             name,
             weight,
             matrices_by_weight.get(name.removesuffix(".weight")),
-            dtype or _default_output_dtype(weight),
+            dtype or _default_output_dtype(weight, stored_dtypes.get(name)),
         )
         for name, weight in _join_codes_and_scales(weights, config).items()
     ]
@@ -176,7 +189,8 @@ def write_merged(
     if len(shard_of_file) > 1:
         write_json(output_directory / INDEX_FILE, _weight_index(shard_of_file))
     write_json(
-        output_directory / "config.json", _merged_config(base_directory, config, update, tensors)
+        output_directory / "config.json",
+        _merged_config(base_directory, has_own_head, trained.vocab_size, tensors),
     )
     return rounding
 
@@ -247,8 +261,8 @@ def _weight_index(
 
 def _merged_config(
     base_directory: Path,
-    config: ModelConfig,
-    update: LoraUpdate,
+    has_own_head: bool,
+    vocab_size: int | None,
     tensors: Sequence[MergedTensor | StackedExperts],
 ) -> dict[str, Any]:
     """Return the base model's config.json with the fields that a merge changes.
@@ -264,8 +278,10 @@ def _merged_config(
     for key in ("dtype", "torch_dtype"):
         if dtype_name and (key in fields or key == "dtype"):
             fields[key] = dtype_name
-    if config.tied_head and update.trains_head:
+    if has_own_head:
         fields["tie_word_embeddings"] = False
+    if vocab_size is not None:
+        fields["vocab_size"] = vocab_size
     return fields
 
 

@@ -124,7 +124,8 @@ def _summary(export_format: Format, base: ExportBase, update: LoraUpdate, dtype:
     config = update.config
     files = "A PEFT adapter" if export_format == "peft" else model
     licence = base.license().get("license")
-    modules = sorted({name.rpartition(".")[2] for name in update.pairs})
+    trained = (*update.pairs, *config.modules_to_save)
+    modules = sorted({name.rpartition(".")[2] for name in trained})
     rows = {
         "base model": f"`{_public_name(base)}`",
         "licence of the base model": licence

@@ -24,7 +24,7 @@ from planish.export.model_card import README, ExportBase, Format, model_card
 from planish.export.origin import Origin
 from planish.model.config import ModelConfig, is_multimodal, read_json
 from planish.model.listing import list_models
-from planish.model.sources import HUB_FILES, resolve_model
+from planish.model.sources import HUB_FILES, TOKENIZER_FILES, resolve_model
 from planish.model.weights import text_model_name, weights_fingerprint
 
 MARKER_FILE = "planish_export.json"
@@ -33,7 +33,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 """The supported dtypes by name."""
 FORMATS: tuple[Format, ...] = ("peft", "merged")
 """The supported formats."""
-_EXCLUDED_FILES = ("config.json", "hf_quant_config.json", "model*", README)
+_EXCLUDED_FILES = (
+    "config.json", "hf_quant_config.json", "model*.safetensors", "model.safetensors.index.json", README,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ def write_export(
     """
     check_target(target, options)
     update = read_adapter(origin.directory)
-    update.check_only_lora(lambda name, tensor: False)
     if options.format == "peft":
+        update.check_only_lora()
         update.check_peft_layout()
     base = _resolve_base(update, options, models)
     with atomic_directory(target, marker=MARKER_FILE, overwrite=options.overwrite) as partial:
@@ -187,9 +189,13 @@ def _write_merged_model(
     rounding = write_merged(
         base.directory, config, update, directory, dtype=dtype, shard_bytes=options.shard_bytes
     )
+    # An adapter with new tokens or another chat template has a tokenizer of its own.
+    has_tokenizer = any(update.path.parent.glob("tokenizer*"))
     for pattern in HUB_FILES:
-        if pattern not in _EXCLUDED_FILES and not pattern.startswith("model"):
-            for file in base.directory.glob(pattern):
+        if pattern not in _EXCLUDED_FILES:
+            is_of_tokenizer = has_tokenizer and pattern in TOKENIZER_FILES
+            source = update.path.parent if is_of_tokenizer else base.directory
+            for file in source.glob(pattern):
                 (directory / file.name).write_bytes(file.read_bytes())
     return rounding
 

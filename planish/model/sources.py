@@ -37,18 +37,22 @@ from planish.model.gguf_file import part_paths
 from planish.model.quantized_names import twin_remedy
 from planish.model.weights import weight_files
 
-HUB_FILES = (
-    "config.json",
-    "generation_config.json",
-    "hf_quant_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
+TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "chat_template*",
+)
+"""The patterns of a tokenizer's files."""
+HUB_FILES = (
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    *TOKENIZER_FILES,
     "README.md",
 )
 HUB_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*/[A-Za-z0-9_-][A-Za-z0-9_.-]*")

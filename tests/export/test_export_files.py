@@ -191,7 +191,7 @@ def test_altered_files_are_rejected(trained, tmp_path):
     [
         ({"use_dora": True}, UnsupportedError, "use_dora"),
         ({"bias": "all"}, UnsupportedError, "bias"),
-        ({"modules_to_save": ["lm_head"]}, UnsupportedError, "modules_to_save"),
+        ({"modules_to_save": ["lm_head"]}, DamagedFileError, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 2}}, DamagedFileError, "rank 2"),
         ({"layer_replication": [[0, 1]]}, UnsupportedError, "layer_replication"),
         ({"peft_type": "LOHA"}, UnsupportedError, "peft_type"),

@@ -1,0 +1,256 @@
+"""Weights that an adapter trains beside its linears: embeddings, single tokens, the head, norms.
+
+planish's adapters contain matrices of linears only, so these weights can only be merged into a new
+base model. They are stored in four forms:
+
+    model.embed_tokens.weight                         the whole weight (`modules_to_save`)
+    model.embed_tokens.token_adapter.trainable_tokens_delta
+                                                      the rows of `trainable_token_indices`
+    model.embed_tokens.lora_embedding_A, _B           a LoRA update of the embedding
+    lm_head.base_layer.weight                         a copy of the base model's weight
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planish.errors import CheckpointError, DamagedFileError, UnsupportedError
+from planish.export.adapter_layouts import HEAD, is_head
+from planish.export.lora_update import PEFT_PREFIX, LoraUpdate, StoredTensor
+from planish.model.config import ModelConfig
+from planish.model.weights import text_model_name
+
+EMBEDDING_WEIGHT = "model.embed_tokens.weight"
+HEAD_WEIGHT = f"{HEAD}.weight"
+_FORMS = re.compile(
+    rf"(?:{re.escape(PEFT_PREFIX)})?(?P<module>.+?)(?:"
+    r"\.token_adapter\.(?P<rows>trainable_tokens_delta)"
+    r"|\.lora_embedding_(?P<matrix>[AB])"
+    r"|\.(?P<copy>base_layer|original_module|token_adapter\.base_layer)\.weight"
+    r"|(?:\.modules_to_save(?:\.default)?)?\.weight)"
+)
+
+
+@dataclass
+class TrainedWeights:
+    """The weights of the new base model that differ from those of the old one."""
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """The whole weights in float32, by their names in the base model."""
+    has_own_head: bool = False
+    """Whether the head differs from the embedding although the base model ties them."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The number of tokens of the new embedding; None if the embedding is not trained."""
+        embedding = self.weights.get(EMBEDDING_WEIGHT)
+        return None if embedding is None else embedding.shape[0]
+
+
+def read_trained_weights(
+    update: LoraUpdate, config: ModelConfig, base_weights: Mapping[str, Tensor]
+) -> TrainedWeights:
+    """Return the weights that an adapter trains beside its linears.
+
+    `base_weights`: the weights of the base model by name. Raises UnsupportedError for a tensor that
+    is none of these weights, DamagedFileError if a tensor is missing, and CheckpointError if the
+    shapes do not fit the base model.
+    """
+    reader = _Reader(update, config, base_weights)
+    for name, tensor in update.other_tensors.items():
+        reader.add(name, tensor)
+    return reader.result()
+
+
+class _Reader:
+    def __init__(
+        self, update: LoraUpdate, config: ModelConfig, base_weights: Mapping[str, Tensor]
+    ) -> None:
+        self._update = update
+        self._config = config
+        self._base_weights = base_weights
+        self._whole: dict[str, StoredTensor] = {}
+        self._copies: dict[str, StoredTensor] = {}
+        self._rows: dict[str, StoredTensor] = {}
+        self._matrices: dict[str, StoredTensor] = {}
+        self._embedding_module = ""
+
+    def add(self, name: str, tensor: StoredTensor) -> None:
+        """Sort a tensor into one of the forms, and check its shape."""
+        match = _FORMS.fullmatch(name)
+        weight = None if match is None else self._weight_name(match["module"])
+        if match is None or weight is None:
+            raise UnsupportedError(
+                f"{self._update.path} contains {name.removeprefix(PEFT_PREFIX)}, which planish does not "
+                "support; it merges LoRA matrices, embeddings, the head and norms"
+            )
+        if match["matrix"] and weight == EMBEDDING_WEIGHT:
+            self._matrices[match["matrix"]] = tensor
+            self._embedding_module = match["module"]
+            return
+        if match["rows"]:
+            self._rows[weight] = tensor
+            return
+        kind = self._copies if match["copy"] else self._whole
+        # PEFT writes a trained module of a base model with more tokens under two names.
+        if weight in kind and not (
+            kind[weight].shape == tensor.shape
+            and torch.equal(kind[weight].load_stored(), tensor.load_stored())
+        ):
+            raise DamagedFileError(
+                f"{self._update.path} contains {weight} twice, with different values; download the "
+                "adapter again"
+            )
+        kind[weight] = tensor
+        base = self._base(weight)
+        first_fixed_dim = int(weight in (EMBEDDING_WEIGHT, HEAD_WEIGHT))
+        if (
+            len(tensor.shape) != base.dim()
+            or tensor.shape[first_fixed_dim:] != base.shape[first_fixed_dim:]
+        ):
+            raise CheckpointError(
+                f"{self._update.path}: {weight} has the shape {tensor.shape}, but that weight of "
+                f"the base model has the shape {tuple(base.shape)}; give the base model that the "
+                "adapter was trained on"
+            )
+
+    def result(self) -> TrainedWeights:
+        """Return the new weights."""
+        self._check_modules_to_save()
+        self._check_copies()
+        result = TrainedWeights({name: _finite(t, t.load()) for name, t in self._whole.items()})
+        if self._matrices:
+            self._add_to_embedding(result)
+        for weight, indices in self._token_indices():
+            self._replace_rows(result, weight, indices)
+        self._tie(result)
+        if result.vocab_size not in (None, self._config.vocab_size):
+            self._check_vocabulary(result)
+        return result
+
+    def _weight_name(self, module: str) -> str | None:
+        """Return the name of an embedding, head or norm in the base model, else None."""
+        weight = HEAD_WEIGHT if is_head(module) else f"{text_model_name(module)}.weight"
+        is_norm = weight.endswith("norm.weight") and weight in self._base_weights
+        return weight if is_norm or weight in (EMBEDDING_WEIGHT, HEAD_WEIGHT) else None
+
+    def _base(self, weight: str) -> Tensor:
+        tied = self._base_weights[EMBEDDING_WEIGHT]
+        return self._base_weights.get(weight, tied)
+
+    def _check_modules_to_save(self) -> None:
+        for module in self._update.config.modules_to_save:
+            if not any(f".{name}".endswith(f".{module}.weight") for name in self._whole):
+                raise DamagedFileError(
+                    f"{self._update.path} lacks the weights of {module}, which modules_to_save "
+                    "names; download the adapter again"
+                )
+
+    def _check_copies(self) -> None:
+        """Compare copies of the base model's weights with the base model.
+
+        A copy with other rows than the base model is that of a base model with more tokens. It
+        counts as trained, because the new base model has these tokens.
+        """
+        for weight, stored in self._copies.items():
+            base = self._base(weight)
+            if weight in self._whole:
+                continue
+            if stored.shape[0] != base.shape[0]:
+                self._whole[weight] = stored
+                continue
+            copy = stored.load_stored()
+            if not torch.equal(base.to(copy.dtype), copy):
+                raise CheckpointError(
+                    f"{self._update.path} has a copy of the base model's {weight} that differs "
+                    "from the base model given; give the base model that the adapter was trained "
+                    "on"
+                )
+
+    def _add_to_embedding(self, result: TrainedWeights) -> None:
+        matrices, config = self._matrices, self._update.config
+        rank = config.rank_of(self._embedding_module)
+        embedding = result.weights.get(EMBEDDING_WEIGHT, self._base_weights[EMBEDDING_WEIGHT])
+        shapes = {"A": (rank, embedding.shape[0]), "B": (embedding.shape[1], rank)}
+        if {name: tensor.shape for name, tensor in matrices.items()} != shapes:
+            raise CheckpointError(
+                f"{self._update.path}: the matrices of the embedding do not have the shapes "
+                f"{shapes['A']} and {shapes['B']}; give the base model that the adapter was "
+                "trained on"
+            )
+        a, b = (_finite(matrices[name], matrices[name].load()) for name in "AB")
+        scale = config.scaling_of(self._embedding_module)
+        result.weights[EMBEDDING_WEIGHT] = embedding.float() + (b @ a).T * scale
+
+    def _token_indices(self) -> Iterator[tuple[str, list[int]]]:
+        """Yield the name of each weight of which single rows are trained, and the rows."""
+        given: Any = self._update.config.trainable_token_indices
+        by_module = (
+            given if isinstance(given, Mapping) else {"embed_tokens": given} if given else {}
+        )
+        for module, indices in by_module.items():
+            weight = HEAD_WEIGHT if is_head(str(module)) else EMBEDDING_WEIGHT
+            if self._config.tied_head and weight == HEAD_WEIGHT and EMBEDDING_WEIGHT in self._rows:
+                continue  # PEFT stores the rows of a tied head with the embedding
+            yield weight, indices
+
+    def _replace_rows(self, result: TrainedWeights, weight: str, indices: list[int]) -> None:
+        stored, base = self._rows.get(weight), result.weights.get(weight, self._base(weight))
+        is_valid = (
+            isinstance(indices, list)
+            and all(type(index) is int and 0 <= index < base.shape[0] for index in indices)
+            and len(set(indices)) == len(indices)
+        )
+        if not is_valid:
+            raise UnsupportedError(
+                f"{self._update.config.path}: trainable_token_indices are not tokens of the base "
+                f"model, which has {base.shape[0]}. Resize the base model first: "
+                "model.resize_token_embeddings(N), and save it"
+            )
+        if stored is None or stored.shape != (len(indices), base.shape[1]):
+            raise DamagedFileError(
+                f"{self._update.path}: the rows of trainable_token_indices are missing or do not "
+                f"have the shape {(len(indices), base.shape[1])}; download the adapter again"
+            )
+        result.weights[weight] = base.float().index_copy(
+            0, torch.tensor(indices), _finite(stored, stored.load())
+        )
+
+    def _tie(self, result: TrainedWeights) -> None:
+        """Decide whether head and embedding of a base model that ties them differ now."""
+        if not self._config.tied_head:
+            return
+        embedding, head = (result.weights.get(name) for name in (EMBEDDING_WEIGHT, HEAD_WEIGHT))
+        if head is None and embedding is not None and not self._rows:
+            # In PEFT, the head keeps the base model's matrix.
+            head = self._base_weights[EMBEDDING_WEIGHT].float()
+        if embedding is None or head is None or torch.equal(embedding, head):
+            result.has_own_head = embedding is None and head is not None
+            if not result.has_own_head:
+                result.weights.pop(HEAD_WEIGHT, None)
+            return
+        result.weights[HEAD_WEIGHT], result.has_own_head = head, True
+
+    def _check_vocabulary(self, result: TrainedWeights) -> None:
+        head = result.weights.get(HEAD_WEIGHT)
+        needs_head = not self._config.tied_head or result.has_own_head
+        num_outputs = self._config.vocab_size if head is None else head.shape[0]
+        if needs_head and num_outputs != result.vocab_size:
+            raise CheckpointError(
+                f"{self._update.path} has an embedding of {result.vocab_size} tokens and a head of "
+                f"{num_outputs}; train both with modules_to_save"
+            )
+
+
+def _finite(stored: StoredTensor, tensor: Tensor) -> Tensor:
+    if not torch.isfinite(tensor).all():
+        raise DamagedFileError(
+            f"{stored.path}: {stored.name} contains NaN or infinity; give another adapter"
+        )
+    return tensor
