@@ -22,15 +22,16 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.completers import MessageCompleter, TinkerMessageCompleter
+from planish.completers import TinkerMessageCompleter
 from planish.datasets.split_names import SplitNames
 from planish.errors import UserError
 from planish.integrations.openai_endpoint import ChatEndpoint
 from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
 from planish.recipes.rubric_sums import NUM_EXAMPLE_VERDICTS, generated_rubrics
+from planish.renderers import Renderer
 from planish.rubric.env import UNFINISHED_REWARD, RubricDatasetBuilder, RubricRows
-from planish.rubric.grading import Grader
+from planish.rubric.grading import Grader, judge_prompt, retry_prompt
 from planish.rubric.rubrics import RUBRICS, read_rubric_row
 from planish.runlog.model_renderer import learn_renderer
 from planish.runlog.run_directory import checkpoint_of, model_argument
@@ -137,6 +138,7 @@ def train(options: Options, rows: Callable[[], RubricRows], service_client: Serv
         judge = endpoint_of(options)
     else:
         judge = engine_judge(options, service_client)
+        require_judge_fits(options, rows(), judge.renderer, service_client)
     builder = training_run.build(
         RubricDatasetBuilder,
         options,
@@ -161,7 +163,7 @@ def endpoint_of(options: Options) -> ChatEndpoint:
     )
 
 
-def engine_judge(options: Options, service_client: ServiceClient) -> MessageCompleter:
+def engine_judge(options: Options, service_client: ServiceClient) -> TinkerMessageCompleter:
     """Return the judge that runs on the engine of the run."""
     model = options.judge_model or options.model_name
     sampling_client = service_client.create_sampling_client(
@@ -174,6 +176,32 @@ def engine_judge(options: Options, service_client: ServiceClient) -> MessageComp
     return TinkerMessageCompleter(
         sampling_client, renderer, options.judge_max_tokens, temperature=0.0
     )
+
+
+def require_judge_fits(
+    options: Options, rows: RubricRows, renderer: Renderer, service_client: ServiceClient
+) -> None:
+    """Raise UserError if the judge's context window cannot hold its prompt about a row, with the
+    longest answer, a reply without a score, and the reply to the second request.
+    """
+    model = options.judge_model or options.model_name
+    context_window = service_client.get_server_capabilities().context_length_of(model)
+    if context_window is None:
+        return
+    for split, split_rows in (("train", rows.train), ("test", rows.test)):
+        for number, row in enumerate(split_rows, start=1):
+            for criterion in row.criteria:
+                prompt = retry_prompt(judge_prompt(row.messages, "", criterion), "", criterion)
+                tokens = renderer.build_generation_prompt(prompt).length
+                if tokens + options.max_tokens + 2 * options.judge_max_tokens > context_window:
+                    raise UserError(
+                        f"the judge {model} has a context window of {context_window} tokens. For "
+                        f"{split} row {number} and the criterion {criterion.name} it needs "
+                        f"{tokens} tokens for the prompt, max_tokens={options.max_tokens} for the "
+                        f"answer, and twice judge_max_tokens={options.judge_max_tokens} for its "
+                        "replies; give smaller numbers, a judge with a longer context, or a "
+                        "shorter row"
+                    )
 
 
 def judge_name(options: Options) -> str:

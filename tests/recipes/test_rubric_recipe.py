@@ -16,6 +16,7 @@ from planish.files import read_rows
 from planish.recipes import rubric, rubric_judge, rubric_sums
 from planish.recipes.training_run import read_options
 from planish.rubric.rubrics import read_rubric_row
+from planish.testing import tiny_model
 
 
 @pytest.fixture
@@ -88,6 +89,23 @@ def test_a_trained_judge(options, small_model, rows, tmp_path):
         options(f"dataset={rows}", "test_size=0", f"judge_checkpoint={path}", "max_steps=1")
     )
     assert path in json.loads((run / "config.json").read_text())["dataset_builder"]["judge_name"]
+
+
+def test_a_judge_with_too_short_a_context_is_named_with_the_row(
+    options, rows, tmp_path, tmp_path_factory
+):
+    lines = rows.read_text().splitlines()
+    long = json.loads(lines[5])
+    long["messages"][0]["content"] *= 100
+    rows.write_text("\n".join([*lines[:5], json.dumps(long), *lines[6:]]) + "\n")
+    judge = tiny_model(tmp_path_factory.mktemp("judge"), max_context=800)
+    given = [f"dataset={rows}", "test_size=0", f"judge_model={judge}", "max_steps=1"]
+    message = f"the judge {judge} has a context window of 800 tokens. For train row 6 and the crit"
+    with pytest.raises(UserError, match=message):
+        rubric.main(options(*given))
+    assert not (tmp_path / "run").exists()
+    rows.write_text("\n".join([*lines[:5], *lines[6:]]) + "\n")
+    rubric.main(options(*given))
 
 
 def test_an_invalid_row_is_rejected_with_its_number_before_loading(options, rows, tmp_path):
