@@ -40,6 +40,10 @@ MAX_CONSTRAINT_CHOICES = 1024
 number of its choices. A longer text could take too long to compile.
 """
 
+MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKENS = 1 << 15
+"""Limits of SamplingParams.logit_bias and allowed_token_ids, in tokens."""
+
 StopReason = Literal["stop", "length"]
 ConstraintKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 
@@ -338,7 +342,8 @@ class SamplingParams:
     """How tokens are sampled.
 
     The returned logprobs are those of the model at `temperature`. The filters, the penalties,
-    `min_tokens` and `constraint` change which token is sampled, and never the returned logprobs.
+    `min_tokens`, `constraint`, `logit_bias` and `allowed_token_ids` change which token is sampled,
+    and never the returned logprobs.
     """
 
     max_tokens: int | None = None
@@ -373,6 +378,14 @@ class SamplingParams:
     """Subtracted from the logit of every token that the sample contains; 0 = off."""
     constraint: Constraint | None = None
     """Restricts the text of a sample, for example to JSON of a given schema; None = off."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Numbers from -100 to 100 that are added to the logits of tokens, by token id. They are added
+    before the penalties, the temperature and the filters, as in vLLM. At most MAX_LOGIT_BIASES.
+    """
+    allowed_token_ids: Sequence[int] = ()
+    """The only tokens that can be sampled, at most MAX_ALLOWED_TOKENS; () = all. A sample can end
+    at a stop token only if it is one of them. Cannot be combined with `constraint`.
+    """
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -404,6 +417,17 @@ class SamplingParams:
             raise UserError(
                 f"SamplingParams.constraint is a {type(self.constraint).__name__}; give a "
                 "Constraint or None"
+            )
+        object.__setattr__(self, "logit_bias", _checked_biases(self.logit_bias))
+        object.__setattr__(
+            self,
+            "allowed_token_ids",
+            _checked_ids(self.allowed_token_ids, "allowed_token_ids", MAX_ALLOWED_TOKENS),
+        )
+        if self.allowed_token_ids and self.constraint is not None:
+            raise UserError(
+                f"SamplingParams.allowed_token_ids={reprlib.repr(self.allowed_token_ids)}: the "
+                "constraint restricts the tokens too; give one of them"
             )
 
 
@@ -950,6 +974,34 @@ def _checked_stop_token_ids(stop_token_ids: Any) -> tuple[int, ...]:
     if stop is None or any(isinstance(item, str) for item in stop):
         raise UserError(f"{name}={reprlib.repr(stop_token_ids)}: give a list of token ids")
     return stop
+
+
+def _checked_ids(value: Any, name: str, limit: int) -> tuple[int, ...]:
+    given = () if value is None else value
+    is_list = isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping))
+    ids: tuple[Any, ...] = tuple(given) if is_list else (None,)
+    if len(ids) > limit or not all(_is_int(token) and 0 <= token < 1 << 31 for token in ids):
+        raise UserError(
+            f"SamplingParams.{name}={reprlib.repr(value)}: give a list of at most {limit} token ids"
+        )
+    return tuple(map(int, ids))
+
+
+def _checked_biases(value: Any) -> dict[int, float]:
+    biases = {} if value is None else value
+    if not isinstance(biases, Mapping) or len(biases) > MAX_LOGIT_BIASES:
+        raise UserError(
+            f"SamplingParams.logit_bias={reprlib.repr(value)}: give a dictionary of at most "
+            f"{MAX_LOGIT_BIASES} token ids and their biases"
+        )
+    for token, bias in biases.items():
+        is_number = isinstance(bias, (int, float, np.number)) and not isinstance(bias, bool)
+        if not (_is_int(token) and 0 <= token < 1 << 31 and is_number and -100 <= bias <= 100):
+            raise UserError(
+                f"SamplingParams.logit_bias[{reprlib.repr(token)}]={reprlib.repr(bias)}: give a "
+                "token id, and a number from -100 to 100"
+            )
+    return {int(token): float(bias) for token, bias in biases.items()}
 
 
 def _is_int(value: Any) -> bool:

@@ -62,7 +62,8 @@ def sample_request_from_json(fields: Fields) -> SampleRequest:
     """Read a sample request.
 
     Some fields are additions of planish: `prompt_only`, and in `sampling_params` the fields
-    `min_p`, `stop_token_ids`, `min_tokens`, the penalties and `constraint`.
+    `min_p`, `stop_token_ids`, `min_tokens`, the penalties, `constraint`, `logit_bias` and
+    `allowed_token_ids`.
     """
     with fields:
         fields.skip("type")
@@ -227,6 +228,10 @@ def _params_from_json(fields: Fields) -> SamplingParams:
                 constraint=fields.optional(
                     lambda name: _constraint_from_json(fields.object(name)), "constraint"
                 ),
+                logit_bias=fields.optional(
+                    lambda name: _biases_from_json(fields.object(name)), "logit_bias", {}
+                ),
+                allowed_token_ids=fields.optional(fields.array, "allowed_token_ids", ()),
             )
         except (UserError, TypeError) as error:
             raise UserError(str(error).replace("SamplingParams.", "sampling_params.")) from None
@@ -243,6 +248,17 @@ def _constraint_from_json(fields: Fields) -> Constraint:
             raise UserError(
                 str(error).replace("Constraint", "sampling_params.constraint", 1)
             ) from None
+
+
+def _biases_from_json(fields: Fields) -> dict[Any, float]:
+    """Read biases. JSON has only strings as keys. SamplingParams rejects other keys than ids."""
+    with fields:
+        return {
+            int(name) if name.isascii() and name.isdigit() and len(name) < 11 else name: (
+                fields.number(name)
+            )
+            for name in fields
+        }
 
 
 def _stop_from_json(fields: Fields) -> Any:
@@ -280,6 +296,10 @@ def _params_to_json(params: SamplingParams) -> dict[str, Any]:
         fields["stop"] = params.stop if isinstance(params.stop, str) else list(params.stop)
     if params.stop_token_ids:
         fields["stop_token_ids"] = list(params.stop_token_ids)
+    if params.logit_bias:
+        fields["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    if params.allowed_token_ids:
+        fields["allowed_token_ids"] = list(params.allowed_token_ids)
     if (constraint := params.constraint) is not None:
         fields["constraint"] = {"kind": constraint.kind, "text": constraint.text} | (
             {"choices": list(constraint.choices)} if constraint.choices else {}

@@ -9,7 +9,7 @@ from backends import backend_of, torch_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.engine.sampling.adjustments import Adjustment, penalize_, sample_batch
+from planish.engine.sampling.adjustments import Adjustment, adjust_, sample_batch
 from planish.engine.sampling.token_sampling import sample_tokens
 from planish.types import SamplingParams
 
@@ -34,6 +34,7 @@ def penalized(
     """Compute the definition of vLLM token by token."""
     out, counts = logits.numpy().copy(), Counter(tokens)
     for token in range(len(out)):
+        out[token] += params.logit_bias.get(token, 0.0)
         if token in counts or token in prompt:
             factor = params.repetition_penalty
             out[token] = out[token] / factor if out[token] > 0 else out[token] * factor
@@ -50,15 +51,21 @@ def penalized(
     repetition=st.floats(0.1, 5),
     frequency=st.floats(-2, 2),
     presence=st.floats(-2, 2),
+    biases=st.dictionaries(st.integers(0, 30), st.floats(-100, 100), max_size=5),
 )
-def test_penalties_equal_their_definition(seed, prompt, tokens, repetition, frequency, presence):
+def test_penalties_and_biases_equal_their_definition(
+    seed, prompt, tokens, repetition, frequency, presence, biases
+):
     params = SamplingParams(
-        repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence
+        repetition_penalty=repetition,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        logit_bias=biases,
     )
     logits = logits_of(seed, 1)[0]
     expected = penalized(logits, params, prompt, tokens)
     adjustment = Adjustment(None, np.unique(np.array(prompt, np.int64)), tokens)
-    penalize_(logits, params, adjustment)
+    adjust_(logits, params, adjustment)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from constraint_search import search
 
 from planish.engine.constraints import cache as cache_module
 from planish.engine.constraints import refusals as refusals_module
@@ -326,3 +327,12 @@ def test_owners_take_turns():
     assert finished.wait(60)
     assert done == ["slow", "second slow"]
     pool.close()
+
+
+@pytest.mark.slow
+def test_random_constraints_stay_within_their_limits():
+    """constraint_search.py tries 2,000 of them."""
+    report, faults = search(60)
+    assert not faults
+    assert report.outcomes.total() == 60
+    assert any(outcome.endswith("used") for outcome in report.outcomes)

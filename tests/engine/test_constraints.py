@@ -362,6 +362,90 @@ def test_a_complete_text_ends_before_min_tokens(sampler):
     assert len(sequence.tokens) > 20
 
 
+def test_only_allowed_tokens_are_sampled(sampler):
+    """A stop token is one of them, or it does not end a sample."""
+    letters = list(b"abc")
+    (response,) = run(sampler, request(tokens(9), 4, allowed_token_ids=letters, top_p=0.9))
+    for sequence in response.sequences:
+        assert set(sequence.tokens) <= set(letters)
+        assert len(sequence.tokens) == 60
+    may_end = [*letters, EOS_TOKEN_ID]
+    op = request(tokens(9), 8, allowed_token_ids=may_end, min_tokens=5)
+    for sequence in run(sampler, op)[0].sequences:
+        assert sequence.tokens[-1] == EOS_TOKEN_ID
+        assert len(sequence.tokens) > 5
+        assert set(sequence.tokens[:-1]) <= set(letters)
+    # Nothing else is allowed, so min_tokens does not help.
+    (sequence,) = run(sampler, request(tokens(9), allowed_token_ids=[EOS_TOKEN_ID], min_tokens=3))[
+        0
+    ].sequences
+    assert sequence.tokens == [EOS_TOKEN_ID]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bias_makes_tokens_certain_or_impossible(sampler, temperature):
+    prompt = tokens(9)
+    base = {"temperature": temperature, "max_tokens": 5}
+    op = request(prompt, logit_bias={ord("a"): 100.0}, **base)
+    (sequence,) = run(sampler, op)[0].sequences
+    assert sequence.tokens == [ord("a")] * 5
+    scored = Sample(
+        "sampler",
+        ModelInput.from_ints(prompt + sequence.tokens),
+        1,
+        SamplingParams(max_tokens=1),
+        prompt_logprobs=True,
+        prompt_only=True,
+    )
+    expected = run(sampler, scored)[0].prompt_logprobs
+    assert expected is not None
+    # The logprobs are those of the model without the bias.
+    assert expected[len(prompt) :] == pytest.approx(sequence.logprobs, abs=1e-4)
+    plain = run(sampler, request(prompt, 8, **base))[0].sequences
+    banned = {token: -100.0 for sequence in plain for token in sequence.tokens[:1]}
+    for sequence in run(sampler, request(prompt, 8, logit_bias=banned, **base))[0].sequences:
+        assert sequence.tokens[0] not in banned
+
+
+def test_a_bias_chooses_among_the_tokens_of_a_constraint(sampler):
+    op = request(
+        tokens(9), 8, constraint=Constraint("regex", "[ab]{20}"), logit_bias={ord("b"): 100.0}
+    )
+    assert {text(sequence) for sequence in run(sampler, op)[0].sequences} == {"b" * 20}
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias contains token id"),
+        ({"allowed_token_ids": [1, VOCAB_SIZE]}, "allowed_token_ids contains token id"),
+    ],
+)
+def test_tokens_outside_of_the_vocabulary_are_rejected(sampler, params, reason):
+    with pytest.raises(UserError, match=reason):
+        sampler.validate(request(tokens(5), **params))
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"logit_bias": {"a": 1.0}}, r"logit_bias\['a'\]=1.0"),
+        ({"logit_bias": {1: 101}}, "-100 to 100"),
+        ({"logit_bias": {1: float("nan")}}, "-100 to 100"),
+        ({"logit_bias": [1]}, "give a dictionary"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "at most 1024"),
+        ({"allowed_token_ids": "ab"}, "give a list"),
+        ({"allowed_token_ids": [-1]}, "give a list"),
+        ({"allowed_token_ids": [1.5]}, "give a list"),
+        ({"allowed_token_ids": range(40_000)}, "at most 32768"),
+        ({"allowed_token_ids": [1], "constraint": JSON}, "give one"),
+    ],
+)
+def test_invalid_biases_and_allowed_tokens_are_rejected(params, reason):
+    with pytest.raises(UserError, match=reason):
+        SamplingParams(**params)
+
+
 def test_a_grammar_that_explodes_fails_its_request_only(sampler, cache):
     """Its time is limited, and the samples of others do not wait for it."""
     ops = [request(tokens(40), 2), request(tokens(40), 2, constraint=JSON)]
@@ -461,9 +545,17 @@ def test_the_cache_has_a_limit_for_all_owners(model_dir, monkeypatch):
     assert len(cache) == 3
 
 
-@pytest.mark.parametrize("option", ["constraint", "min_tokens", "frequency_penalty"])
-def test_options_that_would_have_no_effect_are_rejected(sampler, option):
-    value = {"constraint": JSON, "min_tokens": 2, "frequency_penalty": 1.0}[option]
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("constraint", JSON),
+        ("min_tokens", 2),
+        ("frequency_penalty", 1.0),
+        ("logit_bias", {1: 2.0}),
+        ("allowed_token_ids", [1]),
+    ],
+)
+def test_options_that_would_have_no_effect_are_rejected(sampler, option, value):
     params = SamplingParams(max_tokens=4, **{option: value})
     prompt = ModelInput.from_ints([1, 2, 3])
     options: list[dict[str, Any]] = [
@@ -471,7 +563,9 @@ def test_options_that_would_have_no_effect_are_rejected(sampler, option):
         {"prompt_alt_tokens_k": 2},
     ]
     for rest in options:
-        with pytest.raises(UserError, match="constraint, min_tokens or penalties"):
+        with pytest.raises(
+            UserError, match="constraint, min_tokens, logit_bias, allowed_token_ids or pen"
+        ):
             sampler.validate(Sample("sampler", prompt, 1, params, **rest))
 
 

@@ -26,8 +26,10 @@ from planish.server.http.routes_sampling import MAX_BATCH_REQUESTS
 from planish.service import MAX_METADATA, MAX_SAMPLES
 from planish.types import (
     LONGEST_TTL_SECONDS,
+    MAX_ALLOWED_TOKENS,
     MAX_CONSTRAINT_BYTES,
     MAX_CONSTRAINT_CHOICES,
+    MAX_LOGIT_BIASES,
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
@@ -264,6 +266,15 @@ _PARAMS = {
     ),
     "sampling_params.frequency_penalty": _PENALTY,
     "sampling_params.presence_penalty": _PENALTY,
+    "sampling_params.logit_bias": Limit(
+        f"{MAX_LOGIT_BIASES:,} token ids with numbers from -100 to 100", "logit_bias",
+        [{"1": 100}], [{str(token): 1 for token in range(MAX_LOGIT_BIASES + 1)}, {"1": 101}],
+        covers_all_within=True,
+    ),
+    "sampling_params.allowed_token_ids": Limit(
+        f"{MAX_ALLOWED_TOKENS:,} token ids", "allowed_token_ids", [],
+        [[1] * (MAX_ALLOWED_TOKENS + 1)], covers_all_within=True,
+    ),
     **_CONSTRAINT,
 }  # fmt: skip
 _SAMPLE = {

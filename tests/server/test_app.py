@@ -742,7 +742,9 @@ def test_samples_are_equal_in_json_and_protobuf(alice: Caller):
         ({"topk_prompt_logprobs": 10**6}, "topk_prompt_logprobs"),
         ({"record_stability_info": True}, "record_stability_info"),
         ({"beam_width": 4}, "beam_width"),
-        ({"sampling_params": {"logit_bias": {"5": 1.0}}}, "logit_bias"),
+        ({"sampling_params": {"logit_bias": {"a": 1.0}}}, "logit_bias"),
+        ({"sampling_params": {"logit_bias": {"5": "1"}}}, "logit_bias"),
+        ({"sampling_params": {"bad_words": ["a"]}}, "bad_words"),
     ],
 )
 def test_an_unsupported_option_is_named(alice: Caller, change: dict[str, Any], named: str):

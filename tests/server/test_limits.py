@@ -202,7 +202,15 @@ def _setter(body: Any, field: str) -> tuple[Any, str] | None:
             return None
     if last == "[]" or not isinstance(holder, dict):
         return None
-    optional = ("constraint", "stop_token_ids", "penalty", "min_tokens", "_params")
+    optional = (
+        "constraint",
+        "stop_token_ids",
+        "penalty",
+        "min_tokens",
+        "logit_bias",
+        "allowed_token_ids",
+        "_params",
+    )
     return (holder, last) if last in holder or any(one in last for one in optional) else None
 
 

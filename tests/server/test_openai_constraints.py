@@ -150,6 +150,31 @@ def test_a_tag_in_an_argument_is_text(served, text):
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
 
 
+def test_biases_and_allowed_tokens_choose_the_text(served):
+    """Their logprobs are those of the model without them."""
+    a, b = ord("a"), ord("b")
+    options: Any = {"model": BASE, "prompt": "Go", "max_tokens": 6, "logprobs": 2, "seed": 3}
+    with served.client() as client:
+        biased = client.completions.create(**options, logit_bias={str(b): 100}).choices[0]
+        allowed = client.completions.create(
+            **options, extra_body={"allowed_token_ids": [b]}
+        ).choices[0]
+        scored = client.completions.create(
+            **options | {"prompt": "Gobbbbbb", "max_tokens": 0}, echo=True
+        ).choices[0]
+        chat = client.chat.completions.create(
+            model=CHAT,
+            messages=[{"role": "user", "content": "Hello"}],
+            max_tokens=4,
+            logit_bias={str(a): 100},
+        ).choices[0]
+    assert biased.text == allowed.text == "bbbbbb"
+    expected = pytest.approx(scored.logprobs.token_logprobs[2:], abs=1e-4)
+    assert biased.logprobs.token_logprobs == expected
+    assert allowed.logprobs.token_logprobs == expected
+    assert chat.message.content == "aaaa"
+
+
 @pytest.mark.parametrize("name", ['say "hi"', "a.b", "ä", "a" * 65, "a\n", ""])
 def test_a_tool_has_a_name_of_letters_and_digits(served, name):
     tool: Any = {"type": "function", "function": {"name": name}}

@@ -130,14 +130,18 @@ ADDED = st.fixed_dictionaries(
         "repetition_penalty": st.floats(0.01, 100),
         "frequency_penalty": st.floats(-100, 100),
         "presence_penalty": st.floats(-100, 100),
-        "constraint": CONSTRAINTS,
+        "logit_bias": st.dictionaries(TOKENS, st.floats(-100, 100), max_size=3),
     }
+)
+RESTRICTIONS = st.one_of(
+    st.fixed_dictionaries({"constraint": CONSTRAINTS}),
+    st.fixed_dictionaries({"allowed_token_ids": st.lists(TOKENS, max_size=3)}),
 )
 
 
-@given(REQUESTS, st.booleans(), ADDED)
-def test_request_round_trip(request, prompt_only, added):
-    params = SamplingParams(**{**vars(request.operation.sampling_params), **added})
+@given(REQUESTS, st.booleans(), ADDED, RESTRICTIONS)
+def test_request_round_trip(request, prompt_only, added, restrictions):
+    params = SamplingParams(**{**vars(request.operation.sampling_params), **added, **restrictions})
     operation = Sample(
         **{**vars(request.operation), "prompt_only": prompt_only, "sampling_params": params}
     )

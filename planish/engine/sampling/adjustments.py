@@ -1,4 +1,4 @@
-"""Sampling from adjusted logits: penalties for repeated tokens, and masks of allowed tokens.
+"""Sampling from adjusted logits: biases, penalties for repeated tokens, masks of allowed tokens.
 
 A batch may contain both adjusted and unadjusted rows. The unadjusted rows are sampled by
 `sample_tokens`, as in a batch without adjusted rows. So their tokens do not depend on the adjusted
@@ -23,12 +23,18 @@ from planish.types import SamplingParams
 
 def is_adjusted(params: SamplingParams) -> bool:
     """Return whether requests with these parameters sample from adjusted logits."""
-    return params.constraint is not None or params.min_tokens > 0 or _is_penalized(params)
-
-
-def _is_penalized(params: SamplingParams) -> bool:
     return (
-        params.repetition_penalty != 1
+        params.constraint is not None
+        or params.min_tokens > 0
+        or bool(params.allowed_token_ids)
+        or _changes_logits(params)
+    )
+
+
+def _changes_logits(params: SamplingParams) -> bool:
+    return (
+        bool(params.logit_bias)
+        or params.repetition_penalty != 1
         or params.frequency_penalty != 0
         or params.presence_penalty != 0
     )
@@ -91,8 +97,13 @@ def sample_batch(
     )
 
 
-def penalize_(logits: Tensor, params: SamplingParams, adjustment: Adjustment) -> None:
-    """Apply the penalties to one row of logits [V], in the order of vLLM: repetition first."""
+def adjust_(logits: Tensor, params: SamplingParams, adjustment: Adjustment) -> None:
+    """Apply the biases and the penalties to one row of logits [V], in the order of vLLM: biases,
+    repetition, frequency and presence.
+    """
+    if params.logit_bias:
+        biased = on_device(list(params.logit_bias), torch.int64, logits.device)
+        logits[biased] += on_device([*params.logit_bias.values()], torch.float32, logits.device)
     ids, counts = np.unique(np.array(adjustment.tokens, np.int64), return_counts=True)
     if params.repetition_penalty != 1:
         repeated = torch.from_numpy(np.union1d(adjustment.prompt_tokens, ids)).to(logits.device)
@@ -121,18 +132,18 @@ def _sample_adjusted(
     masks = _masks(adjustments, logits.shape[1], device)
     tokens, normalizer = backend.sample(logits, row_index, temperatures, uniforms_tensor, masks)
     # `backend.sample` applies only the masks. Its token is -1 if all allowed tokens are very
-    # unlikely. These rows, and rows with penalties, filters or temperature 0, are sampled again.
+    # unlikely. These rows, and rows with biases, penalties, filters or temperature 0, are sampled again.
     resampled = [
         row
         for row, (p, token) in enumerate(zip(params, tokens.tolist(), strict=True))
         if adjustments[row].forced_token is None
-        and (token < 0 or is_filtered(p) or p.temperature == 0 or _is_penalized(p))
+        and (token < 0 or is_filtered(p) or p.temperature == 0 or _changes_logits(p))
     ]
     if resampled:
         resampled_index = on_device(resampled, torch.int64, device)
         resampled_logits = logits[row_index[resampled_index]]
         for row, adjusted in zip(resampled, resampled_logits, strict=True):
-            penalize_(adjusted, params[row], adjustments[row])
+            adjust_(adjusted, params[row], adjustments[row])
         if masks is not None:
             resampled_logits.masked_fill_(
                 ~unpacked(masks[resampled_index], logits.shape[1]), -torch.inf

@@ -928,10 +928,11 @@ class Sampler:
         a constraint, None means that no token is allowed. This happens if the text is complete, the
         grammar allows no further text, and the request has no stop tokens.
         """
-        stop_tokens = sample.request.stop_bits(self._decoder.config.vocab_size)
+        vocab_size = self._decoder.config.vocab_size
         may_stop = token_index >= sample.request.op.sampling_params.min_tokens
         if sample.grammar is None:
-            return None if may_stop else ~stop_tokens
+            return sample.request.allowed_bits(vocab_size, may_stop)
+        stop_tokens = sample.request.stop_bits(vocab_size)
         mask = sample.grammar.mask
         assert mask is not None
         if not may_stop:

@@ -13,7 +13,7 @@ Requests with the same prompt and the same weights share one active prompt.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -78,14 +78,28 @@ class Request:
     """Whether the request was answered, or its cancellation was noticed."""
 
     _stop_bits: np.ndarray | None = None
+    _allowed_bits: np.ndarray | None = None
 
     def stop_bits(self, vocab_size: int) -> np.ndarray:
-        """Return the stop tokens as bits (see `Adjustment.allowed`)."""
+        """Return the stop tokens as bits (see `Adjustment.allowed_bits`)."""
         if self._stop_bits is None:
-            self._stop_bits = np.zeros(-(-vocab_size // 32), np.uint32)
-            for token in self.stop_condition.token_ids:
-                self._stop_bits[token // 32] |= np.uint32(1 << token % 32)
+            self._stop_bits = _bits(self.stop_condition.token_ids, vocab_size)
         return self._stop_bits
+
+    def allowed_bits(self, vocab_size: int, may_stop: bool) -> np.ndarray | None:
+        """Return the tokens that a sample without a grammar may have next (see
+        `Adjustment.allowed_bits`). Unless it `may_stop`, these are no stop tokens, except if
+        nothing else is allowed.
+        """
+        allowed_ids = self.op.sampling_params.allowed_token_ids
+        if self._allowed_bits is None and allowed_ids:
+            self._allowed_bits = _bits(allowed_ids, vocab_size)
+        if may_stop:
+            return self._allowed_bits
+        others = ~self.stop_bits(vocab_size)
+        if self._allowed_bits is not None:
+            others &= self._allowed_bits
+        return others if others.any() else self._allowed_bits
 
     @property
     def num_samples(self) -> int:
@@ -440,3 +454,10 @@ class Scheduler:
             p.length >= shared_length and p.tokens[:shared_length] == request.tokens[:shared_length]
             for p in in_prefill
         )
+
+
+def _bits(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
+    bits = np.zeros(-(-vocab_size // 32), np.uint32)
+    for token in tokens:
+        bits[token // 32] |= np.uint32(1 << token % 32)
+    return bits

@@ -51,6 +51,11 @@ def check_sample(op: Sample, config: ModelConfig) -> None:
     _check_vocabulary(
         "SamplingParams.stop_token_ids", op.sampling_params.stop_token_ids, config.vocab_size
     )
+    params = op.sampling_params
+    _check_vocabulary("SamplingParams.logit_bias", [*params.logit_bias], config.vocab_size)
+    _check_vocabulary(
+        "SamplingParams.allowed_token_ids", params.allowed_token_ids, config.vocab_size
+    )
     _check_adjusted(op)
     _check_prompt_scores(op, len(tokens), config.vocab_size)
     _check_response_size(op, len(tokens), max_tokens)
@@ -82,8 +87,8 @@ def _check_adjusted(op: Sample) -> None:
     if (op.prompt_only or op.prompt_alt_tokens_k) and is_adjusted(op.sampling_params):
         name = "prompt_only" if op.prompt_only else "prompt_alt_tokens_k"
         raise UserError(
-            f"{name} cannot be used with constraint, min_tokens or penalties, which apply only to "
-            "sampled continuations; leave these out"
+            f"{name} cannot be used with constraint, min_tokens, logit_bias, allowed_token_ids or "
+            "penalties, which apply only to sampled continuations; leave these out"
         )
 
 

@@ -17,7 +17,13 @@ from pydantic.json_schema import models_json_schema
 
 from planish.errors import UserError
 from planish.server.http.context import UnsupportedParameterError, WrongParameterError
-from planish.types import MAX_STOP_TOKENS, Constraint, SamplingParams
+from planish.types import (
+    MAX_ALLOWED_TOKENS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_TOKENS,
+    Constraint,
+    SamplingParams,
+)
 from planish.wire.fields import Fields, shown
 
 R = TypeVar("R", bound="Request")
@@ -45,6 +51,10 @@ def _integral_float_to_int(value: Any) -> Any:
 Integer = Annotated[int, BeforeValidator(_integral_float_to_int)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+LogitBias = dict[
+    Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]
+]
+"""Biases by token id. JSON has only strings as keys."""
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 """OpenAI's rule for the names of functions. Every chat format can write such a name as it is."""
 NoLimit = Literal[-1]
@@ -64,11 +74,9 @@ _IGNORED_PARAMETERS = (
     "request_id",
     "rid",
 )
-_OWN_DISTRIBUTION_REMEDY = "tokens are sampled from the model's own distribution; leave it out"
 _PLAIN_TEXT_REMEDY = "this server has no other form for the text of an answer; leave it out"
 _SAMPLING_NO_OP_PARAMS: NoOpParams = {
-    "logit_bias": (({},), _OWN_DISTRIBUTION_REMEDY),
-    "bad_words": (([],), _OWN_DISTRIBUTION_REMEDY),
+    "bad_words": (([],), "give logit_bias to exclude tokens"),
     "length_penalty": ((1,), "there is no beam search; leave it out"),
     "use_beam_search": ((False,), "there is no beam search; leave it out"),
     "best_of": ((1,), "every choice is returned; leave it out"),
@@ -200,6 +208,8 @@ class GenerationRequest(Request):
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[LogitBias, Field(max_length=MAX_LOGIT_BIASES)] = {}
+    allowed_token_ids: Annotated[TokenIds, Field(max_length=MAX_ALLOWED_TOKENS)] = []
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchema | None = None
@@ -269,6 +279,8 @@ class GenerationRequest(Request):
                 frequency_penalty=self.frequency_penalty,
                 presence_penalty=self.presence_penalty,
                 constraint=constraint,
+                logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
+                allowed_token_ids=self.allowed_token_ids,
             )
         except UserError as error:
             name = str(error).partition("SamplingParams.")[2].partition("=")[0]
