@@ -222,6 +222,7 @@ class Cleanup:
         full disk every write to the database waits for space.
         """
         await self._run_logging_errors(self._services.checkpoints.remove_expired)
+        await self._run_logging_errors(self._services.checkpoints.remove_excess)
         await self._run_logging_errors(self._services.checkpoints.correct_expiry)
         await self._run_logging_errors(self._services.sessions.write_last_seen)
         await self._run_logging_errors(self._end_stale_sessions)

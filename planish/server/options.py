@@ -16,6 +16,7 @@ from planish.model.weight_sizes import SCHEMES
 from planish.processes.arguments import argument_adder, parse_pairs
 from planish.server.http.access import LOG_LEVELS, LogFormat
 from planish.server.http.origins import check_origins, is_loopback
+from planish.server.openai.model_names import check_aliases
 from planish.server.settings import HttpSettings, ServerSettings
 
 _log = logging.getLogger("planish.serve")
@@ -48,6 +49,8 @@ class ServeOptions:
     allowed_origins: tuple[str, ...] = ()
     public_url: str | None = None
     truncate_max_tokens: bool = False
+    model_aliases: Mapping[str, str] = field(default_factory=dict)
+    """Maps further names of checkpoints, for OpenAI clients, to their paths."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -63,6 +66,7 @@ class ServeOptions:
                 f"--host {self.host} accepts connections from other machines; give --api-key-file "
                 "with a key for each user"
             )
+        check_aliases(self.model_aliases, self.models)
         check_origins(self.allowed_origins, self.api_key_file is not None)
         if self.public_url is not None and not _PUBLIC_URL.fullmatch(self.public_url):
             raise UserError(
@@ -101,6 +105,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         dest="allowed_origins",
+    )
+    add(
+        "--model-alias NAME=PATH",
+        "a short name for a checkpoint, for OpenAI clients: its tinker:// path, or RUN/latest; may "
+        "be repeated",
+        action="append",
+        default=[],
+        dest="model_aliases",
     )
     add(
         "--truncate-max-tokens",
@@ -225,6 +237,7 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
         allowed_origins=tuple(arguments.allowed_origins),
         public_url=arguments.public_url,
         truncate_max_tokens=arguments.truncate_max_tokens,
+        model_aliases=parse_pairs("--model-alias", "NAME=PATH", arguments.model_aliases),
     )
 
 

@@ -189,7 +189,7 @@ def _application(engine: Engine, checked: _CheckedOptions) -> Starlette:
     registry.register(SubstitutedLosses(engine.substitutions))
     other_routes = [
         *routes_sampling.PLANISH_ROUTES,
-        *routes.routes(server, models),
+        *routes.routes(server, models, options.model_aliases),
         metrics_route(registry),
     ]
     app = create_app(server, http, other_routes)

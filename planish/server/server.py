@@ -392,6 +392,11 @@ class Server(Services):
             last_sampler_checkpoint=newest.get("sampler"),
         )
 
+    async def base_models_of_runs(self, tenant: Tenant) -> dict[str, str]:
+        """Return the base models of the tenant's runs, by the id of the run."""
+        query = "SELECT id, base_model FROM models WHERE tenant = ?"
+        return await self.store.read(lambda db: dict(db.execute(query, [tenant.name]).fetchall()))
+
     async def list_checkpoints(
         self, tenant: Tenant, run_id: str | None = None, limit: int | None = None, offset: int = 0
     ) -> Page[Checkpoint]:

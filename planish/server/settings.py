@@ -139,6 +139,11 @@ class DiskSettings(_PositiveSettings):
     min_free_disk_bytes: int = 512 * _MIB
     """Free disk space to keep. With less free space, the server accepts no new work."""
 
+    max_checkpoints_per_run: int = 1 << 40
+    """Checkpoints of each kind (training, sampler, external) to keep for each training run. Beyond
+    it, the oldest ones that are not published are deleted. By default, practically unlimited.
+    """
+
     max_gradient_request_bytes: int = 8 * _GIB
     """Size of the requests that contribute to one gradient. A snapshot cannot contain a gradient,
     so the journal keeps these requests. Beyond the limit, every forward_backward is rejected until

@@ -109,7 +109,12 @@ class Served:
 
 
 @contextmanager
-def serving(models: Mapping[str, Path], data: Path, **settings: Any) -> Iterator[Served]:
+def serving(
+    models: Mapping[str, Path],
+    data: Path,
+    aliases: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> Iterator[Served]:
     """Serve `models`, whose directories have one tokenizer, with the data directory `data`.
     `settings` are those of HttpSettings.
     """
@@ -119,7 +124,7 @@ def serving(models: Mapping[str, Path], data: Path, **settings: Any) -> Iterator
         EngineSettings(dtype="float32", deterministic=True),
     )
     server = Server(engine, data, list(models))
-    more = [*routes_sampling.PLANISH_ROUTES, *routes.routes(server, models)]
+    more = [*routes_sampling.PLANISH_ROUTES, *routes.routes(server, models, aliases)]
     app = create_app(
         server, HttpSettings(tokenizer_directories=models, tenants_by_key=KEYS, **settings), more
     )

@@ -188,7 +188,7 @@ def test_the_docs_page_lists_every_setting_with_its_default():
         told |= zip(re.findall(r"`(\w+)`", names), defaults.split(", "), strict=True)
     assert told.keys() == {field.name for field in fields(ServerSettings)}
     unlimited = {name for name, default in told.items() if default == "no limit"}
-    assert unlimited == {"max_tokens_per_minute", "max_storage_bytes"}
+    assert unlimited == {"max_tokens_per_minute", "max_storage_bytes", "max_checkpoints_per_run"}
     given = [f"--set={name}={default}" for name, default in told.items() if name not in unlimited]
     assert options_of(parsed(*given)).settings == ServerSettings()
 

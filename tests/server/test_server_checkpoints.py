@@ -418,3 +418,25 @@ async def test_results_expire_and_published_samplers_use_bounded_space(model_dir
             await client.sample(samplers[1], 0)
         with pytest.raises(BadRequest):
             await model.submit(SaveWeightsForSampler(model.model_id, "x"), 1)
+
+
+async def test_the_newest_checkpoints_of_each_run_are_kept(model_dir, data_dir):
+    settings = ServerSettings(max_checkpoints_per_run=2)
+
+    async with running(model_dir, data_dir, settings) as server:
+        client = await Client.start(server)
+        runs = [await client.model() for _ in range(2)]
+        saved = {run.model_id: [await run.save(name) for name in "abcd"] for run in runs}
+        first, second = (saved[run.model_id] for run in runs)
+        await server.checkpoints.set_public(TENANT, first[0], True)
+        sampler = await client.sampler(None, first[1])
+        await server.cleanup.clean()
+        left = {item.tinker_path for item in (await server.list_checkpoints(TENANT)).items}
+        assert left == {first[0], *first[2:], *second[2:]}
+        for path in (first[1], *second[:2]):
+            assert not (data_dir / "checkpoints" / path.removeprefix("tinker://")).exists()
+        await client.sample(sampler)  # it has its own copy of the files
+        newer = await runs[0].save("e")
+        await server.cleanup.clean()
+        left = {item.tinker_path for item in (await server.list_checkpoints(TENANT)).items}
+        assert left == {first[0], first[3], newer, *second[2:]}

@@ -64,7 +64,7 @@ from planish.server.durable.records import (
 from planish.server.durable.store import PRIVATE_PREFIX, Store, Transaction
 from planish.server.engine_client import EngineClient
 from planish.server.results import Conflict, NoSuchCheckpoint, Page, Tenant
-from planish.server.settings import TenantSettings
+from planish.server.settings import ServerSettings
 from planish.service import CheckpointInfo
 from planish.types import LONGEST_TTL_SECONDS, Checkpoint, CheckpointPath
 
@@ -84,7 +84,7 @@ class CheckpointCatalog:
         self,
         engine: EngineClient,
         store: Store,
-        settings: TenantSettings,
+        settings: ServerSettings,
         expiry_clock: ExpiryClock,
     ) -> None:
         """`engine` manages the files of checkpoints, and `store` has a row for each checkpoint.
@@ -256,6 +256,41 @@ class CheckpointCatalog:
                     deletions.append(await self._delete_files_and_row(row))
         # Wait only after all deletions, because on a full disk the writes need the freed space.
         await asyncio.gather(*deletions)
+
+    async def remove_excess(self) -> None:
+        """Delete the oldest checkpoints of each run and kind beyond `max_checkpoints_per_run`.
+        Published checkpoints are kept and count.
+        """
+        ranked = (
+            "SELECT path, public, ROW_NUMBER() OVER (PARTITION BY run, CASE "
+            f"WHEN instr(path, '{_STORED_DIRECTORY}') THEN 2 "
+            "WHEN instr(path, '/sampler_weights/') THEN 1 ELSE 0 END "
+            "ORDER BY created DESC, path DESC) AS rank FROM checkpoints"
+        )
+        excess = await self._store.read(
+            select,
+            CheckpointRow,
+            f"path IN (SELECT path FROM ({ranked}) WHERE rank > ? AND NOT public)",
+            [self._settings.max_checkpoints_per_run],
+        )
+        for row in excess:
+            async with self.lock(row.path):
+                # The tenant may have saved or published the checkpoint again meanwhile.
+                unchanged = [
+                    current
+                    for current in await self._rows(row.path)
+                    if current.created == row.created and not current.public
+                ]
+                deletions = [await self._delete_files_and_row(current) for current in unchanged]
+            await asyncio.gather(*deletions)
+            for current in unchanged:
+                _log.info(
+                    "deleted %s of %s, because its run has at least %d newer checkpoints "
+                    "(max_checkpoints_per_run)",
+                    current.path,
+                    current.tenant,
+                    self._settings.max_checkpoints_per_run,
+                )
 
     def _has_certainly_expired(self, row: CheckpointRow) -> bool:
         if row.expires_at_uptime is not None:

@@ -44,6 +44,7 @@ _POLLED_ROUTES = (
     "/retrieve_future",
     "/session_heartbeat",
     "/healthz",
+    "/health",
     "/readyz",
     "/metrics",
     "/telemetry",

@@ -21,6 +21,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -85,8 +86,10 @@ def create_app(
             app.state.http.ending.set()
             await server.stop(STOP_SECONDS)
 
-    health = [Route(path, healthz, methods=["GET"]) for path in ("/healthz", API + "/healthz")]
+    health_paths = ("/healthz", "/health", API + "/healthz")
+    health = [Route(path, healthz, methods=["GET"]) for path in health_paths]
     health.append(Route("/readyz", readyz, methods=["GET"]))
+    health.append(Route("/version", show_version, methods=["GET"]))
     app = Starlette(
         routes=[
             *health,
@@ -107,12 +110,17 @@ def create_app(
 
 async def healthz(request: Request) -> Response:
     """Answer 200 if the process works, and 503 if it is stopping or must be restarted. The request
-    needs no key. The SDK requests this path under /api/v1 too.
+    needs no key. The SDK requests this path under /api/v1 too, and vLLM calls it /health.
     """
     healthy = request.app.state.http.server.engine.is_healthy
     return (
         json_response({"status": "ok"}) if healthy else json_response({"status": "stopping"}, 503)
     )
+
+
+async def show_version(request: Request) -> Response:
+    """Answer with planish's version. The request needs no key."""
+    return json_response({"version": version("planish")})
 
 
 async def readyz(request: Request) -> Response:

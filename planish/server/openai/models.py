@@ -30,6 +30,7 @@ from planish.renderers import FORMATS, Renderer, get_renderer, recommended_rende
 from planish.renderers.codec import Codec
 from planish.renderers.termination import eos_ids
 from planish.server.http.context import HttpState, ModelNotFoundError
+from planish.server.openai.model_names import ModelList, resolve_name
 from planish.server.openai.streaming import OpenStreams
 from planish.server.results import Gone, NotFound, SessionSpec, Tenant
 from planish.server.scheduling import FairQueue
@@ -136,9 +137,18 @@ class _TenantSamplers:
 class OpenAIModels:
     """The models that tenants can name, and their samplers."""
 
-    def __init__(self, server: Server, directories: Mapping[str, Path]) -> None:
-        """`directories` maps the names of the served base models to their directories."""
+    def __init__(
+        self,
+        server: Server,
+        directories: Mapping[str, Path],
+        aliases: Mapping[str, str] = {},
+    ) -> None:
+        """`directories` maps the names of the served base models to their directories, and
+        `aliases` maps further names to checkpoints.
+        """
         self.server = server
+        self.list = ModelList(server, directories, aliases)
+        self._aliases = aliases
         self._directories = directories
         self._tokenizations: dict[str, ModelTokenization] = {}
         self._load_lock = asyncio.Lock()
@@ -176,12 +186,14 @@ class OpenAIModels:
         if name in self._directories:
             return ServedModel(name, name, await self._tokenization(name), None, 0.0)
         try:
-            path = str(CheckpointPath.parse(name))
+            path = await resolve_name(self.server, name, self._aliases)
+            path = str(CheckpointPath.parse(path))
             info = await self.server.checkpoints.info(tenant, path)
         except (NotFound, ValueError):
             raise ModelNotFoundError(
                 f"the model {name[:200]!r} does not exist, or belongs to another tenant; name one "
-                "of GET /v1/models: a base model, or a checkpoint by its tinker:// path"
+                "of GET /v1/models: a base model, or a checkpoint by its tinker:// path or as "
+                "RUN/latest"
             ) from None
         if info.base_model not in self._directories:
             raise ModelNotFoundError(

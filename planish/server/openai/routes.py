@@ -3,7 +3,7 @@ even while it is being trained. The second column names the module that answers 
 
     POST /v1/chat/completions   chat         messages in, a message out
     POST /v1/completions        completions  text in, text out
-    GET  /v1/models             routes       base models and sampler checkpoints
+    GET  /v1/models             model_names  base models and sampler checkpoints
     POST /tokenize, /detokenize tokenizing   as in vLLM
     GET  /openapi.json          openapi      the description of these endpoints
 
@@ -53,9 +53,13 @@ from planish.server.settings import HttpSettings
 from planish.wire.fields import Fields
 
 
-def routes(server: Server, directories: Mapping[str, Path]) -> list[Route]:
-    """Return the routes. `directories` maps the served base models to their directories."""
-    models = OpenAIModels(server, directories)
+def routes(
+    server: Server, directories: Mapping[str, Path], aliases: Mapping[str, str] | None = None
+) -> list[Route]:
+    """Return the routes. `directories` maps the served base models to their directories, and
+    `aliases` maps further names to checkpoints.
+    """
+    models = OpenAIModels(server, directories, aliases or {})
     return [
         _post_route("/v1/chat/completions", ChatRequest, chat_completions, models),
         _post_route("/v1/completions", CompletionRequest, completions, models),
@@ -138,21 +142,12 @@ def _authenticated(handler: Handler) -> Callable[[Request], Awaitable[Response]]
 
 
 async def _list_models(models: OpenAIModels, context: RequestContext) -> Json:
-    checkpoints = await context.server.list_checkpoints(context.tenant)
-    entries = [
-        *(
-            _model_entry(model.model_name, 0)
-            for model in context.server.capabilities().supported_models
-        ),
-        *(_model_entry(item.tinker_path, int(item.time.timestamp())) for item in checkpoints.items),
-    ]
-    return {"object": "list", "data": entries}
+    return {"object": "list", "data": await models.list.entries(context.tenant)}
 
 
 async def _get_model(models: OpenAIModels, context: RequestContext) -> Json:
-    model = await models.find(context.tenant, context.path_parameter("model"))
-    return _model_entry(model.name, int(model.created))
-
-
-def _model_entry(name: str, created: int) -> Json:
-    return {"id": name, "object": "model", "created": created, "owned_by": "planish"}
+    name = context.path_parameter("model")
+    model = await models.find(context.tenant, name)
+    if model.name == model.base_model:
+        return models.list.base_model(model.name)
+    return models.list.checkpoint(name, model.name, model.base_model, model.created)
