@@ -34,6 +34,18 @@ _PLAIN_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
 rejected.
 """
 
+_USED_FIELDS = (
+    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save",
+    "trainable_token_indices", "ensure_weight_tying", "init_lora_weights", "lora_dropout",
+    "base_model_name_or_path", "target_modules", "target_parameters",
+)  # fmt: skip
+_FIELDS_WITHOUT_EFFECT = (
+    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "exclude_modules",
+    "layers_to_transform", "layers_pattern", "megatron_core", "loftq_config", "eva_config",
+    "corda_config", "lora_ga_config", "velora_config", "qalora_group_size", "runtime_config",
+)  # fmt: skip
+"""Fields that choose modules, which the tensors show, or that only matter in training."""
+
 
 @dataclass(frozen=True)
 class AdapterConfig:
@@ -87,6 +99,12 @@ class AdapterConfig:
         """The name of the base model, or None."""
         name: str | None = self.fields.get("base_model_name_or_path")
         return name
+
+    @property
+    def unknown_fields(self) -> list[str]:
+        """The names of fields with a value that planish does not know."""
+        known = {*_USED_FIELDS, *_FIELDS_WITHOUT_EFFECT, *_PLAIN_VALUES}
+        return sorted(name for name, value in self.fields.items() if value and name not in known)
 
     @property
     def modules_to_save(self) -> list[str]:

@@ -229,6 +229,11 @@ def _notes(config: AdapterConfig, layout: LoraLayout, ranks: Mapping[str, int]) 
         for pattern in (config.rank_pattern, config.alpha_pattern)
         if pattern.unused_keys
     ]
+    if config.unknown_fields:
+        notes.append(
+            f"{config.path} has {len(config.unknown_fields)} fields that planish does not know and "
+            f"does not use: {', '.join(config.unknown_fields)}"
+        )
     if config.fields.get("lora_dropout"):
         notes.append(f"lora_dropout={config.fields['lora_dropout']} is not applied in training")
     return tuple(notes)

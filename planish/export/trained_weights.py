@@ -227,7 +227,8 @@ class _Reader:
         if not self._config.tied_head:
             return
         embedding, head = (result.weights.get(name) for name in (EMBEDDING_WEIGHT, HEAD_WEIGHT))
-        if head is None and embedding is not None and not self._rows:
+        keeps_tie = self._rows or self._update.config.fields.get("ensure_weight_tying")
+        if head is None and embedding is not None and not keeps_tie:
             # In PEFT, the head keeps the base model's matrix.
             head = self._base_weights[EMBEDDING_WEIGHT].float()
         if embedding is None or head is None or torch.equal(embedding, head):

@@ -324,3 +324,18 @@ def test_a_quantized_name_may_be_mapped_to_the_unquantized_model(base, tmp_path)
         sampler = client.create_sampling_client(model_path=str(found.path))
         _, *logprobs = sampler.compute_logprobs(ModelInput.from_ints(TOKENS)).result()
     assert logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_fields_that_planish_does_not_know_are_reported(base, tmp_path):
+    adapter = tmp_path / "adapter"
+    saved(base, adapter, **VARIANTS["all linears"])
+    store = CheckpointStore(tmp_path / "data")
+    assert not any("does not know" in note for note in import_adapter(adapter, store).notes)
+    file = adapter / "adapter_config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps({**fields, "use_new_kind": True, "other_kind": None, "n": 3}))
+    notes = import_adapter(adapter, store, overwrite=True).notes
+    assert any(
+        "2 fields that planish does not know and does not use: n, use_new_kind" in note
+        for note in notes
+    )

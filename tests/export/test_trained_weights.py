@@ -30,6 +30,11 @@ CASES: dict[str, dict[str, Any]] = {
     "norms": {"modules_to_save": ["input_layernorm"]},
     "tokens": {"trainable_token_indices": [5, 250, 72]},
     "tokens by name": {"trainable_token_indices": {"embed_tokens": [101, 7]}},
+    "embedding with its tie": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "a LoRA update of the embedding with its tie": {
+        "target_modules": [*LINEARS, "embed_tokens"], "ensure_weight_tying": True,
+    },
+    "tokens with their tie": {"trainable_token_indices": [5, 6], "ensure_weight_tying": True},
     "a LoRA update of the embedding": {"target_modules": [*LINEARS, "embed_tokens"]},
     "ranks and alphas": {
         "modules_to_save": ["lm_head"], "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 1},
@@ -39,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Setting `save_embedding_layers`:UserWarning",
     "ignore:.*tie_word_embeddings.*:UserWarning",
+    "ignore:You have requested `ensure_weight_tying`:UserWarning",
     "ignore:Model has `tie_word_embeddings:UserWarning",
 )
 
