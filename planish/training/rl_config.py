@@ -81,6 +81,16 @@ class LossOptions:
         "from 0 to its maximum; none = a fifth of max_tokens",
     )
     overlong_coef: float = chz.field(default=1.0, doc="truncated=penalise: the maximum penalty")
+    max_refills: int = chz.field(
+        default=0,
+        doc="dynamic sampling: maximum number of further batches that a step rolls out while too "
+        "few of its groups have advantages; 0 = none",
+    )
+    min_mixed_groups: int | None = chz.field(
+        default=None,
+        doc="max_refills: number of groups with advantages that are enough; none = as many as the "
+        "step's batch has groups",
+    )
     num_substeps: int = chz.field(default=1, doc="optimizer steps per batch")
     kl_penalty_coef: float = chz.field(default=0.0, doc="coefficient of the KL penalty; 0 = none")
     kl_discount_factor: float = chz.field(
@@ -210,6 +220,11 @@ def check_all_but_reference(config: Config) -> None:
             "1, or an eval_temperature above 0: greedy answers to a problem are all the same",
         ),
         advantage=(config.advantage in ADVANTAGES, f"one of {', '.join(ADVANTAGES)}"),
+        max_refills=(config.max_refills >= 0, "a whole number, 0 for none"),
+        min_mixed_groups=(
+            config.min_mixed_groups is None or config.min_mixed_groups >= 1,
+            "a whole number of at least 1, or None",
+        ),
         turn_discount=(
             config.turn_discount is None or 0 < config.turn_discount <= 1,
             "a number above 0 and at most 1, or None",
@@ -248,6 +263,7 @@ def check_all_but_reference(config: Config) -> None:
         require_at_least(streaming, num_minibatches=1)
     strategy_from(config.rollout_error_tolerance)
     _check_group_size(config)
+    _check_refills(config)
     _check_unused(config)
 
 
@@ -258,6 +274,33 @@ def _check_group_size(config: Config) -> None:
         raise UserError(
             f"dataset_builder has group_size={group_size}: give at least 2: answers are compared "
             "within their group, so a group of one answer teaches nothing"
+        )
+
+
+def _check_refills(config: Config) -> None:
+    """Raise UserError for options that contradict dynamic sampling."""
+    if config.max_refills == 0:
+        if config.min_mixed_groups is not None:
+            raise UserError(
+                f"min_mixed_groups={config.min_mixed_groups} has no effect with max_refills=0; "
+                "give max_refills, the largest number of further batches of a step"
+            )
+        return
+    if not config.remove_constant_reward_groups:
+        raise UserError(
+            f"max_refills={config.max_refills} replaces groups whose rewards are all equal; give "
+            "remove_constant_reward_groups=True too"
+        )
+    if config.advantage == "none":
+        raise UserError(
+            f"max_refills={config.max_refills} with advantage=none: no group ever has an "
+            "advantage; leave one of the two out"
+        )
+    if config.stream_minibatch_config is not None:
+        raise UnsupportedError(
+            "max_refills and stream_minibatch_config (num_minibatches) exclude each other: a "
+            "refill begins when the batch is complete, but streaming trains before; leave out one "
+            "of the two"
         )
 
 

@@ -5,7 +5,8 @@ Legend: P groups of a batch, G trajectories of a group.
 Batches are rolled out in the order of the dataset, and step j trains on batch j. The rollouts of
 batch j begin as soon as the weights have had j - `max_steps_off_policy` updates. So no group is
 staler than `max_steps_off_policy` steps, no group is thrown away, and no group is rolled out twice.
-The price is that a step waits for the slowest group of its own batch.
+The price is that a step waits for the slowest group of its own batch. With `max_refills`, a step
+adds further batches, which sample from the newest weights, and may leave some of their groups out.
 
 The lag is `max_steps_off_policy`, or 0 in synchronous training. With lag 0 a step publishes the
 weights, rolls out and trains.
@@ -13,8 +14,9 @@ weights, rolls out and trains.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 from planish import SamplingClient
@@ -50,9 +52,10 @@ from planish.training.run_loop import RunLoop
 class PendingBatch:
     """The groups of one step, while they are rolled out and afterwards."""
 
-    groups: list[asyncio.Task[GroupRollout | None]]
-    progress: Stage
-    errors_of_dropped: list[RolloutError]
+    groups: list[asyncio.Task[GroupRollout | None]] = field(default_factory=list)
+    progress: list[Stage] = field(default_factory=list)
+    """The displays of the dataset's batches: one, and one for each refill."""
+    errors_of_dropped: list[RolloutError] = field(default_factory=list)
     """The rollout errors of dropped groups."""
 
 
@@ -100,16 +103,22 @@ class RLLearner:
         evals: Metrics = {}
         if loop.is_eval_due(step, self.config.eval_every):
             evals = await self.evaluate(step, sampling_client, runner, spans)
-        self.start_rollouts(step, sampling_client, runner, tasks)
+        start = partial(self.add_rollouts, self.policy(sampling_client), step, runner, tasks)
+        self.start_batches(step, start)
         batch = self.in_flight[0]
         self.current_update = TrainingStep(
             self.config, self.training_client, self.shaping, loop.learning_rate(step)
         )
         rollouts = await roll_out_and_submit(
-            self.current_update, batch.groups, loop.interruption.guard, spans
+            self.current_update,
+            batch.groups,
+            loop.interruption.guard,
+            spans,
+            lambda number: start(batch, step, self.refill_index(step, number)),
         )
         self.in_flight.popleft()
-        batch.progress.close()
+        for progress in batch.progress:
+            progress.close()
         # The trainer applies a submitted update even if this task is cancelled. So log the step in
         # any case: otherwise a checkpoint would contain an update that the log does not have.
         await run_uncancelled(self.finish(step, self.current_update, batch, rollouts, evals, spans))
@@ -159,41 +168,63 @@ class RLLearner:
                 metrics |= await update.post_update_kl()
         return metrics
 
-    def start_rollouts(
-        self,
-        step: int,
-        sampling_client: SamplingClient,
-        runner: GroupRolloutRunner,
-        tasks: asyncio.TaskGroup,
-    ) -> None:
-        """Start the rollouts of all batches up to `step` + lag that have not started yet. These
-        rollouts sample from the weights before the update of `step`.
-        """
-        policy = TinkerTokenCompleter(
+    def policy(self, sampling_client: SamplingClient) -> TinkerTokenCompleter:
+        """Return the policy that training groups are rolled out with."""
+        return TinkerTokenCompleter(
             sampling_client, self.config.max_tokens, self.config.temperature, self.context_window
         )
+
+    def start_batches(self, step: int, start: Callable[[PendingBatch, int, int], None]) -> None:
+        """Start the rollouts of all batches up to `step` + lag that have not started yet. They
+        sample from the weights before the update of `step`.
+        """
         end_batch = min(step + self.config.lag + 1, self.loop.num_steps)
         for index in range(step + len(self.in_flight), end_batch):
-            builders = self.group_builders(index)
-            progress = self.loop.display.sampling(index, len(builders))
-            errors_of_dropped: list[RolloutError] = []
-            groups = [
-                tasks.create_task(
-                    runner.run(
-                        builder,
-                        policy,
-                        batch=f"step {index}",
-                        group_idx=group_idx,
-                        seed=derived_seed(self.config.seed, index, group_idx),
-                        sampler_step=step,
-                        is_logged=group_idx < self.config.num_groups_to_log,
-                        progress=progress,
-                        errors_of_dropped=errors_of_dropped,
-                    )
+            batch = PendingBatch()
+            start(batch, index, index)
+            self.in_flight.append(batch)
+
+    def add_rollouts(
+        self,
+        policy: TinkerTokenCompleter,
+        sampler_step: int,
+        runner: GroupRolloutRunner,
+        tasks: asyncio.TaskGroup,
+        batch: PendingBatch,
+        step: int,
+        data_index: int,
+    ) -> None:
+        """Start the rollouts of the dataset's batch `data_index`, and add them to `batch`, which
+        `step` trains on. `sampler_step` is the step of the policy's weights.
+        """
+        builders = self.group_builders(data_index)
+        progress = self.loop.display.sampling(step, len(builders))
+        batch.progress.append(progress)
+        batch.groups += [
+            tasks.create_task(
+                runner.run(
+                    builder,
+                    policy,
+                    batch=f"step {step}",
+                    group_idx=group_idx,
+                    seed=derived_seed(self.config.seed, step, group_idx),
+                    sampler_step=sampler_step,
+                    is_logged=group_idx < self.config.num_groups_to_log,
+                    progress=progress,
+                    errors_of_dropped=batch.errors_of_dropped,
                 )
-                for group_idx, builder in enumerate(builders)
-            ]
-            self.in_flight.append(PendingBatch(groups, progress, errors_of_dropped))
+            )
+            for group_idx, builder in enumerate(builders, start=len(batch.groups))
+        ]
+
+    def refill_index(self, step: int, number: int) -> int:
+        """Return the index of the dataset's batch for refill `number` (from 1) of `step`. The
+        refills are spread evenly over the first epoch, beginning at the step's own batch. So the
+        index depends on nothing but the options and the step, also in a resumed or extended run.
+        """
+        epoch_size = len(self.dataset) // self.config.num_epochs
+        distance = max(1, epoch_size // (self.config.max_refills + 1))
+        return (step + number * distance) % epoch_size
 
     def group_builders(self, index: int) -> list[EnvGroupBuilder]:
         """Return the groups of a batch. An error of the dataset names the batch."""

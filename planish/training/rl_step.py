@@ -15,6 +15,10 @@ The split depends only on the order of the groups, not on which rollout finishes
 seed gives the same minibatches. A step submits all its operations before it awaits their results,
 and the engine executes them in order.
 
+With `max_refills` (dynamic sampling, DAPO, Yu et al. 2025), a step rolls out further batches until
+`min_mixed_groups` of its groups have advantages, or `max_refills` batches were added. A step that
+was refilled is trained on the first `min_mixed_groups` groups with advantages.
+
 Suffixes of variable names: `_P` has one entry per group of the batch, `_D` one per training
 sequence, and `_P_D` one list of training sequences per group.
 """
@@ -63,6 +67,8 @@ class TrainingStep:
     _minibatches_since_update: int = 0
     _pending_updates: list[Any] = field(default_factory=list)
     _shaping_metrics: Metrics = field(default_factory=dict)
+    refill_metrics: Metrics = field(default_factory=dict)
+    """Metrics of dynamic sampling; {} without."""
 
     @property
     def has_submitted_update(self) -> bool:
@@ -72,7 +78,7 @@ class TrainingStep:
     async def forward_backward(self, data_D: Sequence[TrainingSequence]) -> None:
         """Submit the forward_backward call of one minibatch, unless all its advantages are 0."""
         self.sampled_D += data_D
-        if not any(sequence.advantages_N.any() for sequence in data_D):
+        if not has_advantages(data_D):
             return
         config = self.config
         data = [sequence.datum(config.loss_fn) for sequence in data_D]
@@ -112,7 +118,11 @@ class TrainingStep:
             outputs.append(await pending)
             on_minibatch_done()
         update_results = [await pending for pending in self._pending_updates]
-        metrics: Metrics = {"optim/lr": self.learning_rate, **self._shaping_metrics}
+        metrics: Metrics = {
+            "optim/lr": self.learning_rate,
+            **self._shaping_metrics,
+            **self.refill_metrics,
+        }
         metrics |= {f"optim/{name}": value for name, value in combine_metrics(outputs).items()}
         if update_results:
             metrics |= {
@@ -170,8 +180,12 @@ async def roll_out_and_submit(
     groups_P: Sequence[Awaitable[GroupRollout | None]],
     guard: Callable[[Awaitable[GroupRollout | None]], Awaitable[GroupRollout | None]],
     spans: Spans,
+    refill: Callable[[int], None],
 ) -> list[GroupRollout]:
     """Submit a whole step on groups that may still be running. Return those that were not dropped.
+
+    For dynamic sampling, `refill` is called with the numbers 1, 2, ... of further batches. It
+    starts the rollouts of a batch and appends them to `groups_P`.
 
     `guard` awaits one group, and may raise to abandon the step. After the first optimizer step,
     groups are awaited without `guard`, because the step can no longer be abandoned.
@@ -201,6 +215,18 @@ async def roll_out_and_submit(
             await wait_for_groups(len(groups_P))
         with spans.measure("assemble_training_data"):
             data_P_D = [training_data(rollout, config) for rollout in rollouts_P]
+        if config.max_refills:
+            num_enough, num_refills = config.min_mixed_groups or len(groups_P), 0
+            while count_mixed(data_P_D) < num_enough and num_refills < config.max_refills:
+                num_refills += 1
+                with spans.measure("sampling"):
+                    refill(num_refills)
+                    await wait_for_groups(len(groups_P))
+                data_P_D += [training_data(one, config) for one in rollouts_P[len(data_P_D) :]]
+            step.refill_metrics = refill_metrics(num_refills, count_mixed(data_P_D), num_enough)
+            if num_refills:
+                mixed_P_D = [group_D for group_D in data_P_D if has_advantages(group_D)]
+                data_P_D = mixed_P_D[:num_enough]
         if step.shaping is not None:
             with spans.measure(step.shaping.timing_name):
                 data_P_D = await step.shape_advantages(step.shaping, data_P_D)
@@ -208,6 +234,26 @@ async def roll_out_and_submit(
             await step.forward_backward(flatten(substep_P_D))
             await step.submit_update()
     return [rollout for rollout in rollouts_P if rollout is not None]
+
+
+def has_advantages(group_D: Iterable[TrainingSequence]) -> bool:
+    """Return whether any token of a group has an advantage other than 0."""
+    return any(sequence.advantages_N.any() for sequence in group_D)
+
+
+def count_mixed(data_P_D: Iterable[Sequence[TrainingSequence]]) -> int:
+    """Return the number of groups with advantages."""
+    return sum(has_advantages(group_D) for group_D in data_P_D)
+
+
+def refill_metrics(num_refills: int, num_mixed: int, num_enough: int) -> Metrics:
+    """Return the metrics of dynamic sampling."""
+    return {
+        "dynamic_sampling/refills": num_refills,
+        "dynamic_sampling/mixed_groups": num_mixed,
+        "dynamic_sampling/missing_groups": max(0, num_enough - num_mixed),
+        "dynamic_sampling/unused_groups": max(0, num_mixed - num_enough) if num_refills else 0,
+    }
 
 
 def flatten(data_P_D: Iterable[Sequence[TrainingSequence]]) -> list[TrainingSequence]:

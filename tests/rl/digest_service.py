@@ -68,6 +68,8 @@ class FakeService:
     states: dict[str, Weights] = field(default_factory=dict)
     operations: list[str] = field(default_factory=list)
     clients: list["FakeTrainingClient"] = field(default_factory=list)
+    seeds: set[int | None] = field(default_factory=set)
+    """The seeds of all samples."""
     context: int | None = None
     """The context length of the model, in tokens."""
 
@@ -187,6 +189,7 @@ class FakeSamplingClient:
         self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams
     ) -> SampleResponse:
         self.service.count("sample")
+        self.service.seeds.add(sampling_params.seed)
         tokens = prompt.to_ints()
         if (
             self.service.context is not None
