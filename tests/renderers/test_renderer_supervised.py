@@ -307,3 +307,43 @@ def test_stripped_history_does_not_extend_the_prompt(renderers: dict[str, Render
     seen = renderer.build_supervised_example(CONVERSATION[:3])[0].to_ints()
     prompt = renderer.build_generation_prompt(CONVERSATION[:4]).to_ints()
     assert prompt[: len(seen)] != seen
+
+
+def weighted(*weights):
+    messages = [dict(message) for message in CONVERSATION]
+    for index in weights:
+        messages[index]["weight"] = 0
+    return messages
+
+
+@pytest.mark.parametrize("name", ["qwen3_instruct", "qwen3"])
+@pytest.mark.parametrize("what", [each for each in TrainOnWhat if each != "customized"])
+def test_a_message_of_weight_zero_is_never_learned(name, what):
+    renderer = get_renderer(name, family_tokenizer("qwen", "qwen3"))
+    examples = renderer.build_supervised_examples(weighted(2), what)
+    for tokens, weights in examples:
+        learned = [t for t, w in zip(tokens.to_ints(), weights.tolist(), strict=True) if w]
+        assert "Two." not in renderer.tokenizer.decode(learned)
+        assert "Two." in renderer.tokenizer.decode(tokens.to_ints())
+
+
+def test_without_the_other_messages_nothing_is_left_to_learn():
+    renderer = get_renderer("qwen3_instruct", family_tokenizer("qwen", "qwen3"))
+    assert trained_text(renderer, weighted(2), "all_assistant_messages") == ["Four.<|im_end|>"]
+    for weights, what in (((2, 4), "all_assistant_messages"), ((4,), "last_assistant_message")):
+        with pytest.raises(ValueError, match="nothing to train on"):
+            renderer.build_supervised_example(weighted(*weights), what)
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ({"weight": 0.5}, r"\['weight'\]=0.5; give 0 or 1"),
+        ({"weight": True}, r"\['weight'\]=True; give 0 or 1"),
+        ({"weight": 0, "trainable": True}, "has weight 0 and trainable True"),
+    ],
+)
+def test_a_weight_that_contradicts_is_an_error(message, error):
+    renderer = get_renderer("qwen3_instruct", family_tokenizer("qwen", "qwen3"))
+    with pytest.raises(ValueError, match=error):
+        renderer.build_supervised_example([*CONVERSATION[:-1], {**CONVERSATION[-1], **message}])

@@ -1,5 +1,6 @@
 """A renderer writes the same tokens as the model's chat template."""
 
+import json
 import re
 from typing import Any
 
@@ -8,6 +9,7 @@ from family_tokenizers import family_tokenizer, template
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from planish.datasets.layouts import prompt_of
 from planish.renderers import Renderer, get_renderer
 
 CASES = [
@@ -158,6 +160,30 @@ def test_tools_equal_the_template(case, system):
         renderer,
         example.to_ints(),
         by_template(renderer, theirs_prefix + messages, False, tools=specs),
+    )
+
+
+@pytest.mark.parametrize("case", QWENS, ids=lambda case: "-".join(case))
+@pytest.mark.parametrize("system", [None, "Be brief."])
+@pytest.mark.parametrize("form", ["list", "JSON text", "column"])
+def test_a_row_with_tools_equals_the_template(case, system, form):
+    renderer = MADE[case]
+    messages = tool_conversation(thinking=case[0] == "qwen3")[:8]
+    tools = [
+        {"function": TOOLS[0], "type": "function", "strict": True},
+        {"type": "function", "function": TOOLS[1]},
+    ]
+    before = [] if system is None else [{"role": "system", "content": system}]
+    row = {"messages": [*before, *messages], "tools": tools}
+    if form == "JSON text":
+        row["tools"] = json.dumps(tools)
+    elif form == "column":
+        row = {"messages": messages, "system": system, "tools": tools}
+    conversation = prompt_of(row, "here")
+    assert_equal(
+        renderer,
+        renderer.build_generation_prompt(conversation).to_ints(),
+        by_template(renderer, [*before, *messages], True, tools=tools),
     )
 
 
