@@ -118,8 +118,8 @@ def prompt_of(row: Columns, where: str) -> Conversation:
     messages = with_common_columns(PROMPTS[layout](row, where), row, where)
     if messages[-1].get("role") not in ("user", "tool"):
         raise UserError(
-            f"{where}: there is no question; give a conversation with a user message before the "
-            "answer"
+            f'{where}, "{layout.columns[0]}": there is no question; give a conversation with a user '
+            "message before the answer"
         )
     return Conversation(_unmarked(messages), where)
 
@@ -194,10 +194,16 @@ def _prompt(row: Columns, where: str) -> list[Message]:
 
 
 def _completion(row: Columns, where: str) -> list[Message]:
-    if row.get("label") is False:
+    label = row.get("label")
+    if label is False:
         raise UserError(
             f'{where}: the column "label" is false, so the completion is a bad one; remove the '
             "row, or train on pairs of answers (recipe dpo)"
+        )
+    if label not in (None, True):
+        raise UserError(
+            f'{where}: the column "label" has {label!r:.200}; it says whether a completion is a '
+            "good one: give true, or remove the column"
         )
     answer = read_text_or_messages(row["completion"], "assistant", f'{where}, "completion"')
     return [*_question(_prompt(row, where)), *answer]
@@ -283,27 +289,28 @@ def _check_fields(
         raise UserError(f"{where}: {unknown} is not used; remove it")
 
 
-PROMPT_COLUMNS: Mapping[str, Callable[[Columns, str], list[Message]]] = {
-    "prompt": _prompt,
-    "conversations": _conversations,
-    "instruction": _instruction,
-    "question": _asked,
-}
-"""The columns that may hold the prompt of "chosen" and "rejected", in this order."""
+def _chosen_and_rejected(
+    column: str | None, read_prompt: Callable[[Columns, str], list[Message]]
+) -> Callable[[Columns, str], Pair]:
+    """Return a reader of "chosen" and "rejected" with the prompt in `column`; None = in both."""
+
+    def read(row: Columns, where: str) -> Pair:
+        chosen, rejected = (_answer(row, name, where) for name in ("chosen", "rejected"))
+        shared = _shared_beginning(chosen, rejected, where)
+        chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
+        prompt = read_prompt(row, where)
+        if not prompt and not shared:
+            raise UserError(
+                f'{where}: there is no "prompt", and chosen and rejected are not conversations; '
+                "give the prompt"
+            )
+        return Pair(Conversation(_joined(prompt, shared, column, where)), chosen, rejected, "A")
+
+    return read
 
 
-def _chosen_and_rejected(row: Columns, where: str) -> Pair:
-    chosen, rejected = (_answer(row, name, where) for name in ("chosen", "rejected"))
-    shared = _shared_beginning(chosen, rejected, where)
-    chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
-    column = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
-    prompt = [] if column is None else PROMPT_COLUMNS[column](row, where)
-    if not prompt and not shared:
-        raise UserError(
-            f'{where}: there is no "prompt", and chosen and rejected are not conversations; give '
-            "the prompt"
-        )
-    return Pair(Conversation(_joined(prompt, shared, column, where)), chosen, rejected, "A")
+def _no_prompt(row: Columns, where: str) -> list[Message]:
+    return []
 
 
 def _answer(row: Columns, name: str, where: str) -> list[Message]:
@@ -383,7 +390,15 @@ CONVERSATIONS: Mapping[Layout, Callable[[Columns, str], Any]] = {
 COMPARISONS: Mapping[Layout, Callable[[Columns, str], Pair]] = {
     Layout(("comparison", "label")): _labeled,
     Layout(("input", "preferred_output", "non_preferred_output")): _openai_preference,
-    Layout(("chosen", "rejected"), (*PROMPT_COLUMNS, "input")): _chosen_and_rejected,
+    Layout(("chosen", "rejected", "prompt")): _chosen_and_rejected("prompt", _prompt),
+    Layout(("chosen", "rejected", "conversations")): _chosen_and_rejected(
+        "conversations", _conversations
+    ),
+    Layout(("chosen", "rejected", "instruction"), ("input",)): _chosen_and_rejected(
+        "instruction", _instruction
+    ),
+    Layout(("chosen", "rejected", "question")): _chosen_and_rejected("question", _asked),
+    Layout(("chosen", "rejected")): _chosen_and_rejected(None, _no_prompt),
 }
 """The layouts of comparisons, and the functions that read them."""
 

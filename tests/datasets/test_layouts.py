@@ -42,7 +42,28 @@ ROWS = {
         "preferred_output": ANSWER,
         "non_preferred_output": OTHER,
     },
-    ("chosen", "rejected"): {"prompt": "Hello.", "chosen": "Good day.", "rejected": "What?"},
+    ("chosen", "rejected", "prompt"): {
+        "prompt": "Hello.",
+        "chosen": "Good day.",
+        "rejected": "What?",
+    },
+    ("chosen", "rejected", "conversations"): {
+        "conversations": [{"from": "human", "value": "Hello."}],
+        "chosen": {"from": "gpt", "value": "Good day."},
+        "rejected": {"from": "gpt", "value": "What?"},
+    },
+    ("chosen", "rejected", "instruction"): {
+        "instruction": "Hello.",
+        "input": "",
+        "chosen": "Good day.",
+        "rejected": "What?",
+    },
+    ("chosen", "rejected", "question"): {
+        "question": "Hello.",
+        "chosen": "Good day.",
+        "rejected": "What?",
+    },
+    ("chosen", "rejected"): {"chosen": CHAT, "rejected": [*ASKED, *OTHER]},
     ("messages",): {"messages": CHAT},
     ("conversations",): {
         "conversations": [
@@ -89,10 +110,10 @@ def test_the_page_has_every_layout_in_the_order_of_the_reader():
 @pytest.mark.parametrize("columns", ROWS, ids=" ".join)
 def test_a_layout_is_read_for_its_purposes_and_no_others(columns):
     for purpose, is_read in table()[columns].items():
-        _, read = PURPOSES[purpose]
-        if not is_read and not (
-            purpose == "prompt" and columns[0] in ("prompt", "instruction", "question")
-        ):
+        layouts, read = PURPOSES[purpose]
+        if any(set(layout.columns) < set(columns) for layout in layouts) and not is_read:
+            continue
+        if not is_read:
             with pytest.raises(UserError, match=r"^here: the row has .*docs/data.md"):
                 read(ROWS[columns], "here")
             continue
@@ -151,7 +172,7 @@ def test_tools_without_a_system_message_come_first_and_are_not_learned():
 def test_a_column_that_changes_the_prompt_is_an_error_for_every_purpose(name):
     for read, row in (
         (conversation_of, {"messages": CHAT}),
-        (comparison_of, ROWS["chosen", "rejected"]),
+        (comparison_of, ROWS["chosen", "rejected", "prompt"]),
         (prompt_of, {"prompt": "Hello."}),
     ):
         for empty in (None, [], {}, ""):
@@ -169,7 +190,7 @@ def test_a_column_that_changes_the_loss_is_an_error_where_there_is_a_loss(name):
     assert prompt_of(row, "row 3") == ASKED
 
 
-CONVERSATION_AND_PAIR = {"messages": CHAT, **ROWS["chosen", "rejected"]}
+CONVERSATION_AND_PAIR = {"messages": CHAT, **ROWS["chosen", "rejected", "prompt"]}
 
 
 def test_a_completion_that_is_labeled_bad_is_an_error():
@@ -177,6 +198,8 @@ def test_a_completion_that_is_labeled_bad_is_an_error():
     assert conversation_of({**row, "label": True}, "here") == conversation_of(row, "here")
     with pytest.raises(UserError, match='row 3: the column "label" is false'):
         conversation_of({**row, "label": False}, "row 3")
+    with pytest.raises(UserError, match='row 3: the column "label" has 3'):
+        conversation_of({**row, "label": 3}, "row 3")
 
 
 def test_only_the_completion_is_learned():

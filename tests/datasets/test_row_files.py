@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+from typing import Any
 
 import datasets as hub
 import pytest
@@ -194,7 +195,8 @@ def test_a_mixed_table_has_the_layout_of_each_row(tmp_path):
     ]
     hub.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     read = load_rows(str(tmp_path / "rows.parquet"), "train")
-    assert [message["content"] for message in conversation_of(read[1], "x")] == ["a", "b"]
+    conversation: Any = conversation_of(read[1], "x")
+    assert [message["content"] for message in conversation] == ["a", "b"]
     assert all(prompt_of(row, "x") == chat[:1] for row in read)
 
 

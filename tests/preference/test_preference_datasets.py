@@ -118,3 +118,66 @@ def test_held_out_rows_keep_their_numbers(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError, match="line 10: the row has"):
         ComparisonBuilderFromRows(dataset=str(path), test_size=4)()
+
+
+def test_pairs_of_equal_answers_are_left_out_and_counted(tmp_path, renderer, caplog):
+    rows = [
+        {"prompt": "a", "chosen": "good", "rejected": "bad"},
+        {"prompt": "a", "chosen": "same", "rejected": "same"},
+        {"prompt": "b", "chosen": "fine", "rejected": "worse"},
+        {
+            "comparison": {"prompt_conversation": "a", "completion_A": "x", "completion_B": "y"},
+            "label": "Tie",
+        },
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    builder = DPODatasetBuilderFromComparisons(
+        common_config=config(batch_size=2),
+        comparison_builder=ComparisonBuilderFromJsonl(train_path=str(path)),
+    )
+    train, _ = builder()
+    assert (train.data_size(), len(train.get_batch(0))) == (2, 4)
+    assert f"1 of 3 train pairs have two equal answers and are left out, the first in {path}, " in (
+        caplog.text
+    )
+    assert "line 2" in caplog.text
+    assert "1 of 4 train comparisons are ties and are left out" in caplog.text
+
+
+def test_pairs_that_truncation_makes_equal_are_left_out_and_counted(renderer):
+    pair = labeled(says("user", "a"), first="one two three", second="one two four")
+    whole = comparison_to_data(pair, renderer)
+    shared = next(
+        position
+        for position, (one, other) in enumerate(
+            zip(whole[0].model_input.to_ints(), whole[1].model_input.to_ints(), strict=False)
+        )
+        if one != other
+    )
+    # The datum of `shared` positions has the differing token as its last target.
+    assert len(comparison_to_data(pair, renderer, shared)) == 2
+    equal = comparison_to_data(pair, renderer, shared - 1)
+    assert (len(equal), equal.num_left_out) == (0, 1)
+
+
+def test_the_system_message_and_tools_of_a_row_are_in_both_prompts(tmp_path, renderer):
+    tools = [{"type": "function", "function": {"name": "lookup", "parameters": {}}}]
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "system": "Be kind.", "tools": tools}
+    prompt = [says("system", "Be kind."), says("user", "a")]
+    conversations = {
+        "prompt": prompt,
+        "chosen": [says("user", "a"), says("assistant", "b")],
+        "rejected": [says("user", "a"), says("assistant", "c")],
+        "tools": json.dumps(tools),
+    }
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(row) + "\n" + json.dumps(conversations) + "\n")
+    train, _ = DPODatasetBuilderFromComparisons(
+        common_config=config(batch_size=2),
+        comparison_builder=ComparisonBuilderFromJsonl(train_path=str(path)),
+        shuffle_seed=None,
+    )()
+    texts = [renderer.tokenizer.decode(datum.model_input.to_ints()) for datum in train.get_batch(0)]
+    assert texts[:2] == texts[2:]
+    assert all("Be kind." in text and '"name": "lookup"' in text for text in texts)

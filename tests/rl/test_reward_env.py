@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -159,3 +160,51 @@ def test_a_file_without_rows_is_rejected_by_name(model, tmp_path):
     builder = RewardDatasetBuilder(dataset=str(path), reward=length, model_name=model)
     with pytest.raises(UserError, match=r"empty\.jsonl has no rows in its train split"):
         asyncio.run(builder())
+
+
+def test_the_answer_of_a_row_is_not_in_the_prompt(model, tmp_path, tokenizer):
+    path = tmp_path / "rows.jsonl"
+    tools = [{"type": "function", "function": {"name": "lookup", "parameters": {}}}]
+    row = {
+        "system": "Be kind.",
+        "tools": tools,
+        "messages": [
+            {"role": "user", "content": "Why?"},
+            {"role": "assistant", "content": "REFERENCE"},
+        ],
+        "images": [],
+        "hint": {"a": None},
+    }
+    path.write_text(json.dumps(row) + "\n")
+    builder = RewardDatasetBuilder(
+        dataset=str(path), reward=length, model_name=model, batch_size=1, group_size=2
+    )
+    train, _ = asyncio.run(builder())
+    [env, _] = asyncio.run(train.get_batch(0)[0].make_envs())
+    assert isinstance(env, RewardEnv)
+    prompt, _ = asyncio.run(env.initial_observation())
+    text = env.renderer.tokenizer.decode(prompt.to_ints())
+    assert "REFERENCE" not in text
+    assert all(part in text for part in ("Be kind.", '"name": "lookup"', "Why?"))
+    assert env.row == row, "the reward function gets the whole row"
+    path.write_text(json.dumps({**row, "images": ["x.png"]}) + "\n")
+    with pytest.raises(UserError, match='rows.jsonl, line 1: the column "images" has'):
+        asyncio.run(builder())
+
+
+def test_splits_may_have_any_name(model, tmp_path):
+    for split, count in (("train_rl", 3), ("test_rl", 2), ("test", 1)):
+        rows = [{"question": f"{split} {n}"} for n in range(count)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named: dict[str, Any] = {
+        "dataset": str(tmp_path),
+        "reward": length,
+        "model_name": model,
+        "batch_size": 1,
+    }
+    split: dict[str, Any] = {"train_split": "train_rl", "test_split": "test_rl"}
+    train, test = asyncio.run(RewardDatasetBuilder(**named, **split)())
+    assert test is not None
+    assert (train.data_size(), test.data_size()) == (3, 2)
+    with pytest.raises(UserError, match="test_split=test_rl names test rows too"):
+        asyncio.run(RewardDatasetBuilder(**named, **split, test_size=1)())

@@ -7,6 +7,7 @@ import pytest
 from ledger_service import learned
 
 from planish.errors import UserError
+from planish.renderers import TrainOnWhat
 from planish.supervised.datasets import (
     FromConversationFileBuilder,
     FromRowsBuilder,
@@ -16,6 +17,15 @@ from planish.supervised.datasets import (
 from planish.supervised.types import Batch, ChatDatasetBuilderCommonConfig
 
 ROWS = [{"n": n} for n in range(10)]
+
+
+def say(number):
+    return {
+        "messages": [
+            {"role": "user", "content": f"Say {number}."},
+            {"role": "assistant", "content": f"It is {number}."},
+        ]
+    }
 
 
 def numbers(dataset):
@@ -150,3 +160,51 @@ def test_held_out_rows_keep_their_numbers(tmp_path):
     path = write(tmp_path / "chats.jsonl", [*[good] * 9, {"body": "x"}])
     with pytest.raises(UserError, match="line 10: the row has"):
         FromRowsBuilder(common_config=config(), dataset=path, test_size=4)()
+
+
+def test_unused_columns_are_named_once_with_their_rows(tmp_path, caplog):
+    chat = say(1)
+    rows = [chat, {**chat, "source": "web"}, {**chat, "source": "books", "id": 7}, chat, chat]
+    path = write(tmp_path / "chats.jsonl", rows)
+    for _ in range(2):
+        FromRowsBuilder(common_config=config(), dataset=path)()
+    assert [record.getMessage() for record in caplog.records] == [
+        f'dataset {path}: columns that are not used: "source" (2 rows, first in {path}, line 2), '
+        f'"id" (1 row, first in {path}, line 3)'
+    ]
+
+
+def test_only_the_completion_is_learned(tmp_path, tokenizer):
+    row = {
+        "prompt": [*say(1)["messages"], {"role": "user", "content": "And?"}],
+        "completion": [{"role": "assistant", "content": "More."}],
+    }
+    path = write(tmp_path / "chats.jsonl", [row])
+    for what in ("all_assistant_messages", "all_messages", "last_assistant_turn"):
+        train, _ = FromRowsBuilder(
+            common_config=config(batch_size=1, train_on_what=TrainOnWhat(what)), dataset=path
+        )()
+        [datum] = train.get_batch(0)
+        assert learned(datum, tokenizer) == "More.<|im_end|>"
+
+
+@pytest.mark.parametrize("renderer_name", [None, "qwen3"])
+def test_a_plain_text_is_learned_as_its_tokens(tmp_path, tokenizer, renderer_name):
+    texts = ["Once upon a time.", "<|im_start|>user\nHi.<|im_end|>"]
+    path = write(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    train, _ = FromRowsBuilder(
+        common_config=config(batch_size=2, reduction="none", renderer_name=renderer_name),
+        dataset=path,
+        shuffle_seed=None,
+    )()
+    for text, datum in zip(texts, train.get_batch(0), strict=True):
+        ids = [*datum.model_input.to_ints(), datum.loss_fn_inputs["target_tokens"].tolist()[-1]]
+        expected = tokenizer.encode(text, add_special_tokens=False)
+        if expected[-1] != tokenizer.eos_token_id:
+            expected.append(tokenizer.eos_token_id)
+        assert ids == expected
+        assert set(datum.loss_fn_inputs["weights"].tolist()) == {1.0}
+    [cut] = FromRowsBuilder(common_config=config(batch_size=1, max_length=4), dataset=path)()[
+        0
+    ].get_batch(0)
+    assert cut.model_input.length == 4

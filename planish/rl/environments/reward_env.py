@@ -109,6 +109,11 @@ class RewardDatasetBuilder(SplitNames, ProblemDatasetBuilder):
                 f"test_size={self.test_size}: there are {len(train)} rows; give fewer, 0 for no "
                 "tests"
             )
+        if self.test_size and self.test_split:
+            raise UserError(
+                f"test_size={self.test_size}: rows are held out of training, and "
+                f"test_split={self.test_split} names test rows too; leave one of the two out"
+            )
         if self.test_size:
             train, test = train[: -self.test_size], train[-self.test_size :]
         elif self.test_split or await asyncio.to_thread(has_split, self.dataset, "test"):
