@@ -196,15 +196,15 @@ def test_splits_may_have_any_name(model, tmp_path):
     for split, count in (("train_rl", 3), ("test_rl", 2), ("test", 1)):
         rows = [{"question": f"{split} {n}"} for n in range(count)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    named: dict[str, Any] = {
+    options: dict[str, Any] = {
         "dataset": str(tmp_path),
         "reward": length,
         "model_name": model,
         "batch_size": 1,
     }
-    split: dict[str, Any] = {"train_split": "train_rl", "test_split": "test_rl"}
-    train, test = asyncio.run(RewardDatasetBuilder(**named, **split)())
+    names: dict[str, Any] = {"train_split": "train_rl", "test_split": "test_rl"}
+    train, test = asyncio.run(RewardDatasetBuilder(**options, **names)())
     assert test is not None
     assert (train.data_size(), test.data_size()) == (3, 2)
     with pytest.raises(UserError, match="test_split=test_rl names test rows too"):
-        asyncio.run(RewardDatasetBuilder(**named, **split, test_size=1)())
+        asyncio.run(RewardDatasetBuilder(**options, **names, test_size=1)())
