@@ -89,7 +89,7 @@ def receive_message(peer: socket.socket) -> tuple[dict[str, Any], bytes]:
     """
     text_size, data_size = _HEADER.unpack(_receive(peer, _HEADER.size))
     content = _receive(peer, text_size + data_size)
-    return json.loads(bytes(content[:text_size])), bytes(content[text_size:])
+    return json.loads(content[:text_size].tobytes()), content[text_size:].tobytes()
 
 
 def _receive(peer: socket.socket, size: int) -> memoryview:
@@ -234,12 +234,12 @@ class ConstraintProcess:
         self._memory.allow(sum(self._lengths.values()))
         steps: list[dict[str, Any]] = []
         masks: dict[bytes, int] = {}
-        for number, token in tokens:
-            self._budget.seconds_left = min(
-                self._budget.seconds_left + self._limits.seconds_per_token,
-                self._limits.step_seconds,
-            )
-            with self._budget.spending():
+        added_seconds = len(tokens) * self._limits.seconds_per_token
+        self._budget.seconds_left = added_seconds + min(
+            self._budget.seconds_left, self._limits.step_seconds
+        )
+        with self._budget.spending():
+            for number, token in tokens:
                 steps.append(self._advance_sample(number, token, masks))
         return {"steps": steps}, b"".join(masks)
 

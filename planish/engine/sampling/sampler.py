@@ -79,13 +79,13 @@ _MAX_MASK_WAIT_SECONDS = 0.02
 """The maximum time that a step waits for the grammar masks of constrained samples. A sample whose
 mask is still missing gets no token in this step, so that other samples do not wait any longer.
 """
-_MAX_FORCED_WAIT_SECONDS, _MAX_FORCED_WAIT_SAMPLES = 0.001, 16
+_MAX_FORCED_WAIT_SECONDS, _MAX_FORCED_WAIT_SAMPLES = 0.002, 16
 """The limits of the wait for forced tokens before a decoding step. Forced tokens are the tokens
-that a grammar determines completely, so they are not sampled. A grammar worker computes them
+that a grammar determines completely, so they are not sampled. The grammar's process computes them
 together with the mask. If masks of at most _MAX_FORCED_WAIT_SAMPLES samples are pending, the step
 waits for these masks up to _MAX_FORCED_WAIT_SECONDS. The step then decodes their forced tokens too.
-If more masks are pending, the step does not wait, because the grammar workers would need longer
-than that.
+If more masks are pending, the step does not wait, because the processes would need longer than
+that.
 """
 _NO_TOKENS = np.zeros(0, np.int64)
 
