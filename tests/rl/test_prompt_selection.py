@@ -141,7 +141,7 @@ def test_a_long_test_prompt_is_named_before_the_first_step(service, model, tmp_p
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([{"role": "poet", "content": "b"}], "line 2: .*poet"),
+        ([{"role": "poet", "content": "b"}, {"role": "user", "content": "c"}], "line 2: .*poet"),
         ([{"role": "user", "content": 5}], "line 2: .*content"),
     ],
 )
