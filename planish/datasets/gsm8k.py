@@ -7,7 +7,7 @@ no such mark.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from planish.datasets.rows import load_rows
@@ -47,6 +47,8 @@ class Problem:
     """The final answer alone, such as "72"."""
     solution: str
     r"""The worked solution, ending in \boxed{answer}."""
+    location: str = field(default="", compare=False, repr=False)
+    """The place of its row, such as file and line, for messages; "" if it is not from a row."""
 
 
 def load_problems(dataset: str, split: str) -> list[Problem]:
@@ -54,7 +56,8 @@ def load_problems(dataset: str, split: str) -> list[Problem]:
 
     Raise UserError if there are none, or if a row has another format.
     """
-    return [read_problem(row, row.location) for row in load_rows(dataset, split)]
+    rows = load_rows(dataset, split)
+    return [replace(read_problem(row, row.location), location=row.location) for row in rows]
 
 
 def problem_prompt(problem: Problem) -> Conversation:

@@ -17,7 +17,7 @@ training.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,11 @@ def read_problems(
         unused.add(row, collection.columns, row.location)
     unused.warn()
     results = [collection.read(row, row.location) for row in rows]
-    problems = [problem for problem in results if problem is not None]
+    problems = [
+        replace(problem, location=row.location)
+        for row, problem in zip(rows, results, strict=True)
+        if problem is not None
+    ]
     num_left_out = len(results) - len(problems)
     if not problems:
         raise UserError(

@@ -4,6 +4,7 @@ rows of a collection.
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -183,7 +184,11 @@ class CodeDatasetBuilder(AttemptsBuilder):
         problems_or_none = [
             read_problem(row, row.location, self.shown_tests, self.max_tests) for row in rows
         ]
-        problems = [problem for problem in problems_or_none if problem is not None]
+        problems = [
+            replace(problem, location=row.location)
+            for row, problem in zip(rows, problems_or_none, strict=True)
+            if problem is not None
+        ]
         if not problems:
             raise UserError(
                 f"{where}: none of its {len(rows)} rows has tests that can be run; see "

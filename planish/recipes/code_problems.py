@@ -36,7 +36,7 @@ works for `assert f(literals) == literal`; a row with any other assertion is lef
 import ast
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from planish.errors import UserError
@@ -62,6 +62,8 @@ class CodeProblem:
     public_tests: tuple[ProgramTest, ...] = ()
     """Tests that may be shown to the policy. They need not be in `tests`."""
     starter_code: str = ""
+    location: str = field(default="", compare=False, repr=False)
+    """The place of its row, such as file and line, for messages; "" if it is not from a row."""
 
     @property
     def hidden_tests(self) -> tuple[ProgramTest, ...]:

@@ -204,7 +204,7 @@ def fitting_problems(
     selection = select_problems(
         problems,
         lambda problem: renderer.build_generation_prompt(problem_prompt(problem)),
-        lambda index: f"dataset={config.dataset}, {split} problem {index + 1}",
+        lambda index: problems[index].location,
         split=split,
         max_prompt_tokens=config.max_prompt_tokens,
     )

@@ -196,7 +196,8 @@ def require_judge_fits(
                 if tokens + options.max_tokens + 2 * options.judge_max_tokens > context_window:
                     raise UserError(
                         f"the judge {model} has a context window of {context_window} tokens. For "
-                        f"{split} row {number} and the criterion {criterion.name} it needs "
+                        f"{row.location or f'{split} row {number}'} and the criterion "
+                        f"{criterion.name} it needs "
                         f"{tokens} tokens for the prompt, max_tokens={options.max_tokens} for the "
                         f"answer, and twice judge_max_tokens={options.judge_max_tokens} for its "
                         "replies; give smaller numbers, a judge with a longer context, or a "

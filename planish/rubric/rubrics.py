@@ -11,7 +11,7 @@ otherwise be ignored silently.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from planish.datasets.layouts import (
@@ -126,6 +126,8 @@ class RubricRow:
 
     messages: tuple[Message, ...]
     criteria: tuple[Criterion, ...]
+    location: str = field(default="", compare=False, repr=False)
+    """The place of its row, such as file and line, for messages; "" if it is not from a row."""
 
 
 def read_rubric_row(row: Mapping[str, Any], where: str) -> RubricRow:
@@ -149,7 +151,7 @@ def read_rubric_row(row: Mapping[str, Any], where: str) -> RubricRow:
             f"{where}: several rubric items have the same name ({', '.join(names)}); give each a "
             "name of its own"
         )
-    return RubricRow(tuple(messages), tuple(criteria))
+    return RubricRow(tuple(messages), tuple(criteria), where)
 
 
 def _messages(row: Mapping[str, Any], column: str, where: str) -> list[Message]:

@@ -129,7 +129,9 @@ def test_a_prompt_that_leaves_no_room_is_named_before_the_first_step(
     (directory / "train.jsonl").write_text("\n".join(rows) + "\n")
     service.context = 1000
     changes = {"max_tokens": 16, "dataset": str(directory), "max_steps": 3}
-    with pytest.raises(UserError, match=r"train problem 9: its prompt has .* an answer of 16 tok"):
+    with pytest.raises(
+        UserError, match=r"train.jsonl, line 9: its prompt has .* an answer of 16 tok"
+    ):
         rl_loop.train(options(sums_dataset, tmp_path, **changes), service)
     assert "sample" not in service.operations
     rl_loop.train(options(sums_dataset, tmp_path, **changes, max_prompt_tokens=984), service)

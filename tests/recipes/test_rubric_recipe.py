@@ -100,7 +100,7 @@ def test_a_judge_with_too_short_a_context_is_named_with_the_row(
     rows.write_text("\n".join([*lines[:5], json.dumps(long), *lines[6:]]) + "\n")
     judge = tiny_model(tmp_path_factory.mktemp("judge"), max_context=800)
     given = [f"dataset={rows}", "test_size=0", f"judge_model={judge}", "max_steps=1"]
-    message = f"the judge {judge} has a context window of 800 tokens. For train row 6 and the crit"
+    message = f"the judge {judge} has a context window of 800 tokens. For .*rows.jsonl, line 6 and"
     with pytest.raises(UserError, match=message):
         rubric.main(options(*given))
     assert not (tmp_path / "run").exists()

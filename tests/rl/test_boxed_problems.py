@@ -2,6 +2,7 @@ r"""Environments of questions with boxed answers: prompt, reward, datasets and p
 
 import asyncio
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,12 @@ def test_training_has_groups_and_evaluation_single_attempts(model):
         ["30"],
         [r"4\sqrt3"],
     ]
+
+
+def test_a_prompt_is_named_by_the_place_of_its_row(model):
+    train, test = built(collection="math", dataset=str(DATA / "math"), model_name=model)
+    for split, dataset in (("train", train), ("test", test)):
+        assert re.fullmatch(rf".*{split}\S*, (line|row) \d+", dataset.longest_prompt().place)
 
 
 def test_a_pickled_group_is_small_and_equal(model):

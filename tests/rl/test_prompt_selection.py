@@ -170,7 +170,7 @@ class WaitingEnv(RewardEnv):
 @chz.chz
 class WaitingBuilder(RewardDatasetBuilder):
     def make_env(self, problem):
-        return WaitingEnv(self.renderer, *problem, self.reward)
+        return WaitingEnv(self.renderer, *problem, self.reward)  # pyright: ignore[reportArgumentType]
 
 
 def test_prompts_that_are_known_only_during_rollouts_are_not_checked(model, tmp_path):

@@ -150,7 +150,7 @@ class ProblemDatasetBuilder(DifficultyOptions, RLDatasetBuilder):
         """Return the problems whose prompts have at most `max_prompt_tokens` tokens and, for the
         split "train", whose earlier success rates are in the range of `difficulty_from`. Warnings
         count the others. `places` are the names of the problems in messages, such as file and
-        line; None = their numbers.
+        line; None = their attribute `location` or, without one, their number.
 
         Raises UserError for a prompt that cannot be rendered, and if no problem is left.
         """
@@ -162,7 +162,8 @@ class ProblemDatasetBuilder(DifficultyOptions, RLDatasetBuilder):
             index = indices[position]
             if places is not None:
                 return places[index]
-            return f"{split} problem {index + 1} ({problems[index]!r:.100})"
+            default_place = f"{split} problem {index + 1} ({problems[index]!r:.100})"
+            return getattr(problems[index], "location", "") or default_place
 
         return select_problems(
             [problems[index] for index in indices],
