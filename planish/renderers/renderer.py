@@ -21,7 +21,7 @@ import torch
 
 from planish.errors import UnsupportedError
 from planish.renderers.chat_format import ChatFormat, Turn
-from planish.renderers.codec import Codec
+from planish.renderers.codec import Codec, Piece
 from planish.renderers.messages import (
     RENDERERS_WITH_TOOLS,
     CheckedMessage,
@@ -39,6 +39,8 @@ from planish.tokenizer import ModelTokenizer
 from planish.types import ModelInput
 
 Messages = Sequence[Message] | Sequence[Mapping[str, Any]]
+_PLACEHOLDERS = tuple(map(chr, range(0xE000, 0xF8FF)))
+"""Characters without a meaning (Unicode's private use area)."""
 SINGLE_EXAMPLE_TARGETS = (TrainOnWhat.ALL_TOKENS, TrainOnWhat.ALL_USER_AND_SYSTEM_MESSAGES)
 
 
@@ -110,6 +112,45 @@ class Renderer:
         ids += self.codec.encode(self.format.suffix(checked, role), _last(ids))
         if prefill:
             ids += self.codec.encode(self.format.prefill(prefill), _last(ids))
+        return ModelInput.from_ints(ids)
+
+    def build_continued_prompt(self, messages: Messages) -> ModelInput:
+        """Return the prompt whose last message, an assistant's, the model continues.
+
+        The prompt ends with the text of this message as it is given, without an end mark. If the
+        message has reasoning and no text, the prompt ends with the reasoning. Raises a ValueError
+        that names the message if the format cannot express it.
+        """
+        checked = read_messages(messages, self.format.capabilities, self.name)
+        last, number = checked[-1], len(checked) - 1
+        if last.role != "assistant" or last.calls or last.unparsed_calls:
+            raise ValueError(
+                f"messages[{number}] cannot be continued; give an assistant message without tool "
+                "calls"
+            )
+        # Write a placeholder at the end of the message, and cut the message there. So the format's
+        # rules for white space do not change the given text.
+        continues_reasoning = bool(last.thinking) and not last.text
+        given = (last.thinking or "") if continues_reasoning else last.text
+        placeholder = next(mark for mark in _PLACEHOLDERS if mark not in given)
+        marked = (
+            replace(last, thinking=given + placeholder)
+            if continues_reasoning
+            else replace(last, text=placeholder)
+        )
+        ids = self.codec.encode(self.format.opening())
+        *turns, last_turn = self.format.turns([*checked[:-1], marked])
+        output: list[Piece] = []
+        for piece in last_turn.output:
+            before, found, _ = str(piece).partition(placeholder)
+            if isinstance(piece, str) and found:
+                output.append(before if continues_reasoning else before + given)
+                break
+            output.append(piece)
+        for turn in (*turns, replace(last_turn, output=tuple(output))):
+            header, body = self._encode_turn(turn, _last(ids))
+            ids += header
+            ids += body
         return ModelInput.from_ints(ids)
 
     def build_continuation(

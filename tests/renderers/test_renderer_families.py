@@ -250,6 +250,24 @@ def test_streamed_answers_equal_the_parsed_answers(name):
         assert whole.reasoning == ("I think." if name in THINKING else "")
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_can_end_within_the_last_message(name):
+    """The prompt and the rest of the message are the tokens of the whole message."""
+    renderer = MADE[name]
+    messages = [{"role": "user", "content": "6 times 7?"}, answer_for(renderer, "It is 42.")]
+    tokens = renderer.build_supervised_example(messages)[0].to_ints()
+    begun = [messages[0], answer_for(renderer, "It is")]
+    prompt = renderer.build_continued_prompt(begun).to_ints()
+    text = renderer.codec.decode(prompt)
+    assert text.endswith("It is")
+    assert renderer.codec.decode(tokens).startswith(f"{text} 42.")
+    if name in THINKING:
+        thought = [*messages[:1], {**begun[1], "content": begun[1]["content"][:1]}]
+        text = renderer.codec.decode(renderer.build_continued_prompt(thought).to_ints())
+        assert text.endswith("I think.")
+        assert renderer.codec.decode(tokens).startswith(text)
+
+
 compiler_of = cache(llguidance.hf.from_tokenizer)
 CALLABLE = [CallableTool(one["name"], one["parameters"]) for one in TOOLS]
 

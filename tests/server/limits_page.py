@@ -10,7 +10,7 @@ from request_limits import BODIES, JSON_LIMITS, PROTOBUF_LIMITS, Limit
 
 from planish.engine.constraints import cache, refusals
 from planish.engine.constraints.worker import ProcessLimits
-from planish.server.openai import requests
+from planish.server.openai import requests, streaming
 from planish.server.openai.models import MAX_CHARACTERS_PER_TOKEN, MAX_TOKENIZED_BYTES
 from planish.server.openai.openapi import openapi
 from planish.server.openai.requests import MAX_OPTION_BYTES
@@ -100,6 +100,11 @@ def page() -> str:
         f"the tenant cannot use it for {refusals.REFUSAL_SECONDS / 60:g} minutes. On macOS only "
         "the limits of time hold.\n",
         _table(("what", "limit", "beyond it"), _constraint_rows()),
+        "",
+        "## Streams\n",
+        "A stream of `/v1` stops its samples and ends with an error event if the client reads too "
+        "slowly.\n",
+        _table(("what", "limit"), _stream_rows()),
         "",
         "## JSON requests\n",
         "`[]` stands for the items of a list, and `*` for the entries of an object.\n",
@@ -192,6 +197,23 @@ def _constraint_rows() -> list[tuple[str, str, str]]:
             "memory of all processes of a base model",
             f"{total_bytes >> 20:,} MiB, without that of the tokens",
             "this is the sum of the limits above",
+        ),
+    ]
+
+
+def _stream_rows() -> list[tuple[str, str]]:
+    return [
+        (
+            "tokens that wait for a client that reads nothing, in one stream",
+            f"{streaming.STALL_BYTES >> 20} MiB, after {streaming.STALL_SECONDS:g} s",
+        ),
+        (
+            "tokens that wait for a client that reads slowly, in one stream",
+            f"{streaming.MAX_UNREAD_BYTES >> 20} MiB",
+        ),
+        (
+            "tokens that wait for slow clients, in all streams of a tenant",
+            f"{streaming.MAX_TENANT_UNREAD_BYTES >> 20} MiB",
         ),
     ]
 

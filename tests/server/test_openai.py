@@ -843,7 +843,12 @@ def test_the_list_of_models_ends_with_a_slash_or_without(http):
         ({"extra_body": {"min_tokens": -1}}, "min_tokens"),
         ({"max_tokens": 2, "extra_body": {"min_tokens": 3}}, "min_tokens"),
         ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
-        ({"extra_body": {"continue_final_message": True}}, "continue_final_message"),
+        ({"extra_body": {"continue_final_message": True}}, "messages"),
+        ({"extra_body": {"add_generation_prompt": False}}, "add_generation_prompt"),
+        (
+            {"extra_body": {"add_generation_prompt": True, "continue_final_message": True}},
+            "continue_final_message",
+        ),
         ({"extra_body": {"skip_special_tokens": 1}}, "skip_special_tokens"),
         ({"extra_body": {"unheard_of": 1}}, "unheard_of"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),

@@ -13,6 +13,7 @@ from sentencepiece_tokenizer import sentencepiece_tokenizer
 
 from planish import SamplingParams
 from planish.detokenizer import Detokenizer
+from planish.renderers import get_renderer
 from planish.testing import EOS_TOKEN_ID, tiny_model
 
 
@@ -233,6 +234,78 @@ def test_events_are_not_split_at_the_line_breaks_of_unicode(served):
     ]
     assert "".join(event["choices"][0]["text"] for event in events) == text
     assert all(not line or line.startswith("data: ") for line in lines)
+
+
+# Continuing the last message
+
+_CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
+
+
+def test_an_answer_continues_the_last_message(served, client):
+    begun = {"role": "assistant", "content": "It is <tool_call> \n"}
+    extra = {**_CONTINUE, "return_token_ids": True}
+    renderer = get_renderer("qwen3_instruct", served.tokenizer)
+    with served.engine.saying("  x", served.tokenizer):
+        options: Any = {"model": CHAT, "messages": [*HELLO, begun], "extra_body": extra}
+        answer: Any = client.chat.completions.create(**options)
+        streamed = [
+            one
+            for chunk in client.chat.completions.create(**options, stream=True)
+            for one in chunk.choices
+        ]
+    header = renderer.build_generation_prompt(HELLO).to_ints()
+    assert answer.prompt_token_ids == [*header, *renderer.codec.encode_text(begun["content"])]
+    assert answer.choices[0].message.content == content_of(streamed) == "  x"
+    with served.http() as http:
+        body = {"model": CHAT, "messages": options["messages"], **_CONTINUE}
+        assert http.post("/tokenize", json=body).json()["tokens"] == answer.prompt_token_ids
+
+
+def test_an_answer_continues_reasoning(served, client):
+    thought: Any = {"role": "assistant", "content": "", "reasoning_content": "Hm, "}
+    with served.engine.saying(" a b</think>\n\nYes. a b", served.tokenizer):
+        choice, streamed = chat(
+            client, model=THINKER, messages=[*HELLO, thought], extra_body=_CONTINUE, stop=" b"
+        )
+    assert choice.message.reasoning_content == reasoning_of(streamed) == " a b"
+    assert choice.message.content == content_of(streamed) == "Yes. a"
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "param"),
+    [
+        (
+            [*HELLO, {"role": "assistant", "content": "x"}],
+            {"guided_regex": "a"},
+            "continue_final_message",
+        ),
+        (HELLO, {}, "messages"),
+        (
+            [
+                *HELLO,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {
+                            "id": "1",
+                            "type": "function",
+                            "function": {"name": "f", "arguments": "{}"},
+                        }
+                    ],
+                },
+            ],
+            {},
+            "messages",
+        ),
+    ],
+)
+def test_messages_that_cannot_be_continued_are_rejected(client, messages, options, param):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(
+            model=CHAT, messages=messages, extra_body={**_CONTINUE, **options}
+        )
+    assert error.value.param == param
 
 
 # Tokenizers that put a blank before texts

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,7 +18,11 @@ from starlette.responses import Response
 from planish.errors import UserError
 from planish.renderers import Renderer
 from planish.renderers.message_parts import MessagePart, ParseOptions
-from planish.renderers.messages import RENDERERS_WITH_TOOLS
+from planish.renderers.messages import (
+    RENDERERS_WITH_TOOLS,
+    get_text_content,
+    get_thinking_content,
+)
 from planish.renderers.registry import with_effort, with_thinking
 from planish.renderers.stream_parser import SampleParser, message_parser, stop_gate
 from planish.server.http.context import WrongParameterError
@@ -37,7 +41,7 @@ from planish.server.openai.requests import ChatRequest, TokenizeRequest, Tool
 from planish.server.openai.streaming import DONE_EVENT, server_sent_event
 from planish.server.results import Tenant
 from planish.service import Sample, SampledToken, TextEnd
-from planish.types import ModelInput, SampledSequence, SampleResponse
+from planish.types import Constraint, ModelInput, SampledSequence, SampleResponse
 from planish.wire.pacing import pause_if_due
 
 
@@ -75,14 +79,16 @@ def _parse_chat(model: ServedModel, options: ChatRequest) -> ParsedChat:
         mark for mark in stop_sequences if isinstance(mark, int)
     }
     stop_strings = [mark for mark in stop_sequences if isinstance(mark, str)]
-    prompt = build_prompt(model, renderer, options.messages, tools)
+    prompt = build_prompt(model, renderer, options, tools)
     constraint = chat_constraint(options, tools, renderer)
+    continues = _continued_part(options, constraint)
     samples_thinking = renderer.format.capabilities.samples_thinking
     parse_options = ParseOptions(
         reads_calls=bool(tools),
         has_valid_calls=constrains_calls(options, tools),
         # Without reasoning, a constraint covers the whole text, which may contain any tag.
         reads_reasoning=samples_thinking or constraint is None,
+        continues=continues,
     )
     chat = ParsedChat(model, options, renderer, [], parse_options)
     chat.operations.append(
@@ -94,11 +100,30 @@ def _parse_chat(model: ServedModel, options: ChatRequest) -> ParsedChat:
             topk_sample_logprobs=options.num_top_logprobs or 0,
             # Stop strings of a request apply to the answer, not to the reasoning before it.
             stop_gate=stop_gate(chat.new_parser, stop_ids)
-            if samples_thinking and (options.stop or options.stop_token_ids)
+            if samples_thinking and continues != "text" and (options.stop or options.stop_token_ids)
             else None,
         )
     )
     return chat
+
+
+def _continued_part(
+    options: ChatRequest, constraint: Constraint | None
+) -> Literal["reasoning", "text"] | None:
+    """Return the part of the last message that the model continues, or None if it begins a new
+    message.
+    """
+    if not options.continue_final_message:
+        return None
+    if constraint is not None:
+        raise WrongParameterError(
+            "continue_final_message",
+            "continue_final_message cannot be combined with a constraint, which describes a whole "
+            "message; leave response_format and the other constraints out",
+        )
+    message = _normalize_message(options.messages[-1])
+    has_text = bool(get_text_content(message).strip())
+    return "text" if has_text or not get_thinking_content(message) else "reasoning"
 
 
 def renderer_of(model: ServedModel, options: ChatRequest | TokenizeRequest) -> Renderer:
@@ -320,13 +345,14 @@ _DESCRIPTIVE_FIELDS = ("id", "annotations", "provider_specific_fields")
 def build_prompt(
     model: ServedModel,
     renderer: Renderer,
-    request_messages: Sequence[Mapping[str, Any]],
+    options: ChatRequest | TokenizeRequest,
     tools: Sequence[Tool],
 ) -> ModelInput:
-    """Return the prompt for `request_messages`. If there are `tools`, the system message of the
-    prompt describes them. Raise WrongParameterError, which names the field, if the renderer
+    """Return the prompt for the messages of a request. If there are `tools`, the system message of
+    the prompt describes them. Raise WrongParameterError, which names the field, if the renderer
     cannot express a message or tool.
     """
+    request_messages = options.messages or []
     functions = [tool.function.model_dump(exclude={"strict"}, exclude_none=True) for tool in tools]
     for name, value in (("messages", request_messages), ("tools", functions)):
         check_text(name, value, model.tokenization.max_characters)
@@ -345,6 +371,8 @@ def build_prompt(
                 *renderer.create_conversation_prefix_with_tools(functions, _system_text(system)),
                 *messages,
             ]
+        if options.continue_final_message:
+            return renderer.build_continued_prompt(messages)
         return renderer.build_generation_prompt(messages)
     except ValueError as error:
         raise WrongParameterError(

@@ -106,8 +106,6 @@ _CHAT_NO_OP_PARAMS: NoOpParams = {
     "functions": (([],), "give tools"),
     "function_call": (("none", "auto"), "give tool_choice"),
     "echo": ((False,), "give the text to /v1/completions"),
-    "add_generation_prompt": ((True,), "an answer is always the assistant's; leave it out"),
-    "continue_final_message": ((False,), "give the text to /v1/completions"),
     "add_special_tokens": ((False,), "the chat format adds them; leave it out"),
     "documents": (([],), "put documents into the messages"),
     "chat_template": ((), "the model's renderer writes the messages; leave it out"),
@@ -347,6 +345,10 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: ChatTemplateOptions = ChatTemplateOptions()
+    add_generation_prompt: bool | None = None
+    continue_final_message: Annotated[
+        bool, Field(description="Continue the last message, which is the assistant's.")
+    ] = False
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -362,6 +364,7 @@ class ChatRequest(GenerationRequest):
     def check(self) -> None:
         """Raise WrongParameterError if two parameters contradict each other."""
         super().check()
+        check_continuation(self)
         if self.top_logprobs is not None and not self.logprobs:
             raise WrongParameterError("top_logprobs", "top_logprobs needs logprobs=true")
 
@@ -404,21 +407,45 @@ class TokenizeRequest(Request):
     )
 
     no_op_params: ClassVar[NoOpParams] = {
-        name: _CHAT_NO_OP_PARAMS[name]
-        for name in ("add_generation_prompt", "continue_final_message", "chat_template")
+        name: _CHAT_NO_OP_PARAMS[name] for name in ("chat_template",)
     }
     prompt: str | None = None
     messages: Messages | None = None
     tools: Tools = []
     chat_template_kwargs: ChatTemplateOptions = ChatTemplateOptions()
     add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     return_token_strs: bool = False
+
+    def check(self) -> None:
+        """Raise WrongParameterError if two parameters contradict each other."""
+        super().check()
+        check_continuation(self)
 
 
 class DetokenizeRequest(Request):
     """The body of POST /detokenize."""
 
     tokens: TokenIds
+
+
+def check_continuation(request: ChatRequest | TokenizeRequest) -> None:
+    """Raise WrongParameterError unless the prompt ends either with the header of a new message or
+    with the last message, which the model continues.
+    """
+    if request.add_generation_prompt is False and not request.continue_final_message:
+        raise WrongParameterError(
+            "add_generation_prompt",
+            "add_generation_prompt=false needs continue_final_message=true: an answer either "
+            "begins a message or continues the last one",
+        )
+    if request.add_generation_prompt and request.continue_final_message:
+        raise WrongParameterError(
+            "continue_final_message",
+            "continue_final_message=true contradicts add_generation_prompt=true; leave one of them "
+            "out",
+        )
 
 
 def read_request(request_type: type[R], fields: Fields) -> R:

@@ -44,13 +44,13 @@ _MAX_BATCH = 256
 """The maximum number of tokens between two events of a choice."""
 _TOKEN_BYTES, _TOP_TOKEN_BYTES = 400, 130
 """Estimated bytes of memory for an unsent token, and for each of its top tokens."""
-_STALL_BYTES, _STALL_SECONDS = 1 << 20, 10.0
+STALL_BYTES, STALL_SECONDS = 1 << 20, 10.0
 """A stream ends if more unsent bytes than this wait for a client that has read nothing for so many
 seconds.
 """
-_MAX_UNREAD_BYTES = 16 << 20
+MAX_UNREAD_BYTES = 16 << 20
 """A stream ends if more unsent bytes than this wait for its client to read."""
-_MAX_TENANT_UNREAD_BYTES = 64 << 20
+MAX_TENANT_UNREAD_BYTES = 64 << 20
 """A stream ends if more unsent bytes than this wait for the clients of its tenant to read."""
 
 
@@ -233,11 +233,11 @@ class TokenBuffer:
 
     def _check_reader(self) -> None:
         size, since = self.unread_bytes, self.sending_since
-        if since is None or size < _STALL_BYTES:
+        if since is None or size < STALL_BYTES:
             return
-        is_stalled = self._clock() - since > _STALL_SECONDS
+        is_stalled = self._clock() - since > STALL_SECONDS
         unread_by_tenant = sum(buffer.unread_bytes for buffer in tuple(self._buffers_of_tenant))
-        if is_stalled or size > _MAX_UNREAD_BYTES or unread_by_tenant > _MAX_TENANT_UNREAD_BYTES:
+        if is_stalled or size > MAX_UNREAD_BYTES or unread_by_tenant > MAX_TENANT_UNREAD_BYTES:
             self.drop()
             raise SlowReaderError(
                 f"the client reads this stream too slowly: {size >> 10:,} KiB of sampled tokens "

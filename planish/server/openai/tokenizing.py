@@ -34,7 +34,7 @@ def _tokenize(model: ServedModel, options: TokenizeRequest) -> Json:
                 "add_special_tokens", "the chat format adds special tokens itself; leave it out"
             )
         renderer = renderer_of(model, options)
-        tokens = build_prompt(model, renderer, options.messages, options.tools).to_ints()
+        tokens = build_prompt(model, renderer, options, options.tools).to_ints()
     else:
         check_text("prompt", options.prompt, tokenization.max_characters)
         tokens = tokenization.tokenizer.encode(
