@@ -2,6 +2,7 @@
 sample.
 """
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -42,16 +43,28 @@ class ScriptedEngine(Engine):
 
     script: list[int] | None = None
     error: Exception | None = None
+    paused_after: int | None = None
+    """The engine waits for `resumed` after this many tokens."""
+    resumed: threading.Event
 
     def submit(self, operation: Operation[Any]) -> Future[Any]:
         if not isinstance(operation, Sample) or self.script is None:
             return super().submit(operation)
         answer: Future[Any] = Future()
+        if self.paused_after is None:
+            self._say(operation, answer, self.script)
+        else:
+            threading.Thread(target=self._say, args=(operation, answer, self.script)).start()
+        return answer
+
+    def _say(self, operation: Sample, answer: Future[Any], script: list[int]) -> None:
         texts = Detokenizer.of_tokenizer(load_tokenizer(self.tokenizer_directory(BASE)))
         condition = StopCondition.from_params(operation.sampling_params, (), texts)
         matcher = StopMatcher(condition, operation.stop_gate)
         sampled: list[int] = []
-        for token in self.script:
+        for token in script:
+            if len(sampled) == self.paused_after:
+                assert self.resumed.wait(WAIT)
             sampled.append(token)
             text_end = matcher.text_end(sampled)
             if operation.on_token is not None:
@@ -65,16 +78,22 @@ class ScriptedEngine(Engine):
             logprobs = np.full(len(sampled), -1.0, np.float32)
             sequence = SampledSequence("stop", "", np.array(sampled, np.int64), logprobs)
             answer.set_result(SampleResponse(sequences=[sequence]))
-        return answer
 
     @contextmanager
-    def saying(self, text: str, tokenizer: Any, error: Exception | None = None) -> Iterator[None]:
+    def saying(
+        self,
+        text: str,
+        tokenizer: Any,
+        error: Exception | None = None,
+        paused_after: int | None = None,
+    ) -> Iterator[None]:
+        self.paused_after, self.resumed = paused_after, threading.Event()
         self.script = [*tokenizer.encode(text, add_special_tokens=False), EOS_TOKEN_ID]
         self.error = error
         try:
             yield
         finally:
-            self.script = self.error = None
+            self.script = self.error = self.paused_after = None
 
 
 @dataclass(frozen=True)

@@ -217,6 +217,25 @@ def test_text_offsets_count_the_characters_of_the_text(served, client):
     assert all("x" in top or len(top) == 2 for top in echoed.logprobs.top_logprobs[1:])
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_text_is_sent_while_the_engine_samples(served, path):
+    body: Any = {"model": CHAT, "prompt": "x", "messages": HELLO, "stream": True}
+    del body["messages" if path == "/v1/completions" else "prompt"]
+    with (
+        served.engine.saying("abc", served.tokenizer, paused_after=2),
+        served.http() as http,
+        http.stream("POST", path, json=body) as answer,
+    ):
+        text = ""
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                [choice] = json.loads(line.removeprefix("data: "))["choices"]
+                text += choice.get("delta", {}).get("content") or choice.get("text", "")
+            if text == "ab":
+                served.engine.resumed.set()
+    assert text == "abc"
+
+
 def test_events_are_not_split_at_the_line_breaks_of_unicode(served):
     text = "a\u2028b\u2029c\u0085d"
     with (

@@ -20,7 +20,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import orjson
@@ -117,8 +117,9 @@ _KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 class StreamTurns:
     """Gives the streams of a server turns to compute in the event loop."""
 
-    def __init__(self) -> None:
-        self._queue = FairQueue(1)
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._queue = FairQueue(1, clock=clock)
         self._computed_seconds = 0.0
         """The time that streams have computed since the last pause."""
 
@@ -127,11 +128,11 @@ class StreamTurns:
         The next turn begins after a pause.
         """
         lease = await self._queue.acquire_slots(tenant.name, 1, 0)
-        began = time.perf_counter()
+        began = self._clock()
         try:
             return work()
         finally:
-            seconds = time.perf_counter() - began + _SENDING_SECONDS
+            seconds = self._clock() - began + _SENDING_SECONDS
             self._queue.charge(tenant.name, int(seconds * 1e6))
             self._computed_seconds += seconds
             loop = asyncio.get_running_loop()
@@ -142,18 +143,19 @@ class StreamTurns:
                 self._computed_seconds = 0.0
 
 
-@dataclass
 class OpenStreams:
     """The streams of a server."""
 
-    turns: StreamTurns = field(default_factory=StreamTurns)
-    buffers: dict[str, set[TokenBuffer]] = field(default_factory=dict)
-    """The buffers of each tenant's streams."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.turns = StreamTurns(clock)
+        self.buffers: dict[str, set[TokenBuffer]] = {}
+        """The buffers of each tenant's streams."""
 
     def open(self, tenant: Tenant) -> TokenBuffer:
         """Return the buffer of a new stream."""
         buffers = self.buffers.setdefault(tenant.name, set())
-        buffer = TokenBuffer(buffers)
+        buffer = TokenBuffer(buffers, self.clock)
         buffers.add(buffer)
         return buffer
 
@@ -178,9 +180,7 @@ class TokenBuffer:
     and the event loop takes them.
     """
 
-    def __init__(
-        self, buffers_of_tenant: set[TokenBuffer], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, buffers_of_tenant: set[TokenBuffer], clock: Callable[[], float]) -> None:
         """`buffers_of_tenant` has the buffers of all streams of the tenant."""
         self._buffers_of_tenant = buffers_of_tenant
         self._clock = clock
@@ -279,29 +279,25 @@ async def _event_stream(
         _start_sampling(buffer, sample, index, operation)
         for index, operation in enumerate(operations)
     ]
-    events = _Events(buffer, writer, len(operations))
-    sent_at = time.monotonic()
+    clock = streams.clock
+    events = _Events(buffer, writer, len(operations), clock)
+    sent_at = clock()
     try:
         while not events.is_finished:
             if not buffer.arrived.is_set() and not events.has_work:
                 try:
-                    async with asyncio.timeout_at(
-                        asyncio.get_running_loop().time()
-                        + sent_at
-                        + KEEP_ALIVE_SECONDS
-                        - time.monotonic()
-                    ):
+                    async with asyncio.timeout(sent_at + KEEP_ALIVE_SECONDS - clock()):
                         await buffer.arrived.wait()
                 except TimeoutError:
                     yield _KEEP_ALIVE_COMMENT
-                    sent_at = time.monotonic()
+                    sent_at = clock()
                     continue
             data = await streams.turns.run(tenant, events.compute)
             if data:
-                buffer.sending_since = time.monotonic()
+                buffer.sending_since = clock()
                 yield data
                 buffer.sending_since = None
-                sent_at = time.monotonic()
+                sent_at = clock()
     finally:
         streams.close(tenant, buffer)
         buffer.drop()
@@ -324,9 +320,16 @@ def _start_sampling(
 class _Events:
     """Computes the events of one stream, a slice at a time."""
 
-    def __init__(self, buffer: TokenBuffer, writer: StreamWriter, num_prompts: int) -> None:
+    def __init__(
+        self,
+        buffer: TokenBuffer,
+        writer: StreamWriter,
+        num_prompts: int,
+        clock: Callable[[], float],
+    ) -> None:
         self._buffer = buffer
         self._writer = writer
+        self._clock = clock
         self._num_unfinished = num_prompts
         self._steps = self._compute_steps()
         self.has_work = True
@@ -337,8 +340,8 @@ class _Events:
         """Return the next events, after about a millisecond of work."""
         self.has_work = True
         pieces: list[bytes] = []
-        end = time.perf_counter() + _SLICE_SECONDS
-        while time.perf_counter() < end:
+        end = self._clock() + _SLICE_SECONDS
+        while self._clock() < end:
             try:
                 piece = next(self._steps)
             except StopIteration:
