@@ -152,7 +152,12 @@ def test_results_that_cannot_be_used_are_named(tmp_path, small_model, sums_datas
 )
 def test_an_invalid_range_is_rejected(options, message):
     with pytest.raises(UserError, match=message):
-        DifficultyOptions(**options)
+        DifficultyOptions(**options).check_success_rates()
+
+
+def test_an_invalid_range_is_rejected_by_a_builder(small_model, sums_dataset):
+    with pytest.raises(UserError, match="give difficulty_from too"):
+        numbers_of(small_model, sums_dataset, min_success_rate=0.5)
 
 
 def test_generated_problems_have_no_earlier_results(small_model):

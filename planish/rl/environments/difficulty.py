@@ -42,8 +42,9 @@ class DifficultyOptions:
         default=1.0, doc="highest success rate of problems selected by difficulty_from"
     )
 
-    @chz.validate
-    def _is_range(self) -> None:
+    # A validator of chz would replace those of the other bases of a recipe's options.
+    def check_success_rates(self) -> None:
+        """Raise UserError unless the rates are a range, and are used."""
         low, high = self.min_success_rate, self.max_success_rate
         if not 0 <= low <= high <= 1:
             raise UserError(

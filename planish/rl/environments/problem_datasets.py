@@ -104,6 +104,7 @@ class ProblemDatasetBuilder(DifficultyOptions, RLDatasetBuilder):
         """Return the training set of problems that `sample_problem` makes, given a generator.
         Problems whose prompts have more than `max_prompt_tokens` tokens are replaced by others.
         """
+        self.check_success_rates()
         if self.difficulty_from is not None:
             raise UserError(
                 f"difficulty_from={self.difficulty_from}: these problems are generated without end "
@@ -154,6 +155,7 @@ class ProblemDatasetBuilder(DifficultyOptions, RLDatasetBuilder):
 
         Raises UserError for a prompt that cannot be rendered, and if no problem is left.
         """
+        self.check_success_rates()
         indices: Sequence[int] = range(len(problems))
         if split == "train" and self.difficulty_from is not None:
             indices = select_by_difficulty(problems, self._prompt, self)
