@@ -90,6 +90,7 @@ def _read_message(value: Any, where: str) -> Message:
     calls = message.get("tool_calls")
     if isinstance(calls, str):
         message["tool_calls"] = _parse(calls, f"{where}, tool_calls", "a list")
+    _check_nested_keys(message, where)
     _join_thinking(message, where)
     _read_weight(message, where)
     return message
@@ -119,6 +120,31 @@ def _from_function_call(message: Message, where: str) -> Message:
         for call in (calls if isinstance(calls, list) else [calls])
     ]
     return {**message, "role": "assistant", "content": "", "tool_calls": tool_calls}
+
+
+def _check_nested_keys(message: Message, where: str) -> None:
+    """Raise UserError for a key in a part or a tool call that renderers would not write."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        _check_keys(part, ("type", "text", "thinking"), f"{where}, content[{number}]")
+    for number, call in enumerate(calls if isinstance(calls, list) else ()):
+        call_where = f"{where}, tool_calls[{number}]"
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if function is None:
+            _check_keys(call, ("type", "id", "name", "arguments"), call_where)
+        else:
+            _check_keys(call, ("type", "id", "function"), call_where)
+            _check_keys(function, ("name", "arguments"), call_where)
+
+
+def _check_keys(value: Any, known: Sequence[str], where: str) -> None:
+    """Raise UserError for a key that is not in `known` and not null. A value that is no object is
+    left to the renderer.
+    """
+    fields = value if isinstance(value, Mapping) else {}
+    unknown = [name for name, field in fields.items() if field is not None and name not in known]
+    if unknown:
+        raise UserError(f"{where} has {unknown}, which planish does not use; remove it")
 
 
 def _join_thinking(message: Message, where: str) -> None:

@@ -341,6 +341,18 @@ BAD = [
     ({"messages": [{**ASKED[0], "weight": 1}]}, '"weight": 1 and is no assistant.*customized'),
     ({"messages": [{**ANSWER[0], "weight": 0.5}]}, r'\[0\] has "weight": 0.5'),
     ({"messages": [{**ANSWER[0], "thinking": "a", "reasoning": "b"}]}, "different texts"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        r"content\[0\] has \['image_url'\]",
+    ),
+    (
+        {"messages": [{**ANSWER[0], "tool_calls": [{"function": {"name": "f"}, "index": 0}]}]},
+        r"tool_calls\[0\] has \['index'\]",
+    ),
+    (
+        {"messages": [{**ANSWER[0], "tool_calls": [{"function": {"name": "f", "parsed": 1}}]}]},
+        r"tool_calls\[0\] has \['parsed'\]",
+    ),
     ({"prompt": 5, "completion": "x"}, '"prompt": give a text, or a list'),
     ({"messages": CHAT, "tools": "now()"}, 'row 3, "tools": give a list of tools'),
     ({"messages": CHAT, "tools": {"name": "now"}}, 'row 3, "tools": give a list of tools'),

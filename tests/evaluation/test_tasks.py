@@ -4,6 +4,7 @@ sent.
 
 import asyncio
 import json
+from functools import partial
 
 import pytest
 
@@ -12,6 +13,7 @@ from planish.errors import UserError
 from planish.evaluation.multiple_choice import letter_of
 from planish.evaluation.tasks import TASKS, load_task
 from planish.evaluation.types import ChoiceTask, SampledTask
+from planish.processes.blocking import call_function
 
 CHOICES = {"question": "Which?", "choices": ["one", "two"]}
 
@@ -27,7 +29,7 @@ def verdict(task, text, question=0):
     assert isinstance(task, SampledTask)
 
     async def graded():
-        return await task.grade(task.questions[question], text)
+        return await call_function(partial(task.grade, task.questions[question], text))
 
     return asyncio.run(graded())
 
@@ -182,3 +184,15 @@ def test_the_digest_tells_questions_apart(sums, tmp_path):
 
 def test_each_kind_says_what_its_rows_are():
     assert all(kind.row_fields for kind in TASKS.values())
+
+
+def test_columns_of_a_task_are_used_refused_or_named(tmp_path, caplog):
+    row = {"question": "What is 1 + 1?", "answer": "2\n#### 2", "level": 3}
+    data = write(tmp_path / "validation.jsonl", row, row)
+    data.with_name("test.jsonl").write_text(json.dumps({**row, "images": ["x.png"]}) + "\n")
+    assert len(load_task("gsm8k", tmp_path, split="validation").questions) == 2
+    assert caplog.messages == [
+        f'dataset {tmp_path}: columns that are not used: "level" (2 rows, first in {data}, line 1)'
+    ]
+    with pytest.raises(UserError, match='test.jsonl, line 1: the column "images" has'):
+        load_task("gsm8k", tmp_path)
