@@ -31,7 +31,8 @@ from server_process import BASE_MODEL, ServerProcess, running_server
 
 STREAMING_KEY, WITNESS_KEY = "streaming-key", "witness-key"
 KINDS = ("/healthz", "sample")
-READERS = ("fast", "slow", "never")
+READERS = ("whole", "fast", "slow", "never")
+"""`whole`: the same requests without streaming, for comparison."""
 _OPTIONS = ("--kv-cache-gib", "0.3", "--prefix-cache-gib", "0.1")
 _SLOW_BYTES, _SLOW_SECONDS = 4096, 0.1
 """A slow reader reads this many bytes, and then waits."""
@@ -44,11 +45,17 @@ def percentile(values: list[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
-def stream_body(num_samples: int, has_logprobs: bool) -> bytes:
+def request_body(num_samples: int, has_logprobs: bool, is_streamed: bool) -> bytes:
     logprobs = {"logprobs": True, "top_logprobs": 20} if has_logprobs else {}
     messages = [{"role": "user", "content": "Hello"}]
     return json.dumps(
-        {"model": BASE_MODEL, "messages": messages, "n": num_samples, "stream": True, **logprobs}
+        {
+            "model": BASE_MODEL,
+            "messages": messages,
+            "n": num_samples,
+            "stream": is_streamed,
+            **logprobs,
+        }
     ).encode()
 
 
@@ -67,15 +74,17 @@ async def read_streams(url: str, count: int, reader: str, body: bytes) -> None:
             with suppress(OSError):
                 # A limit of the buffer in this process makes the kernel's buffer fill up.
                 connection, writer = await asyncio.open_connection(host, int(port), limit=4096)
-                if reader != "fast":
+                if reader in ("slow", "never"):
                     socket = writer.get_extra_info("socket")
                     socket.setsockopt(1, 8, _RECEIVE_BUFFER)  # SOL_SOCKET, SO_RCVBUF
                 writer.write(head + body)
-                if reader == "never":
+                if reader in ("whole", "never"):
                     began.release()
+                if reader == "never":
                     await asyncio.sleep(1e6)
                 statuses[(await connection.readline()).decode()[:12]] += 1
-                began.release()
+                if reader in ("fast", "slow"):
+                    began.release()
                 while data := await connection.read(_SLOW_BYTES if reader == "slow" else 1 << 16):
                     num_bytes += len(data)
                     if reader == "slow":
@@ -204,7 +213,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 12, 100])
     parser.add_argument("--samples", type=int, nargs="+", default=[1, 20])
-    parser.add_argument("--readers", nargs="+", choices=READERS, default=["fast", "slow"])
+    parser.add_argument("--readers", nargs="+", choices=READERS, default=["whole", "fast", "slow"])
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
     # The client processes of this program do not need torch, whose import takes seconds.
@@ -228,7 +237,7 @@ if __name__ == "__main__":
         watch(sys.argv[2])
     elif sys.argv[1:2] == ["--stream"]:
         address, streams, how, samples_text, logprobs_text = sys.argv[2:]
-        stream_request = stream_body(int(samples_text), logprobs_text == "1")
+        stream_request = request_body(int(samples_text), logprobs_text == "1", how != "whole")
         asyncio.run(read_streams(address, int(streams), how, stream_request))
     else:
         main()
