@@ -9,8 +9,9 @@ because it keeps its own records about them.
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -40,6 +41,14 @@ Row = Mapping[str, Any]
 _PAGE_SIZE = 1000
 _MAX_FRUITLESS_TRIES = 5
 _RETRY_SECONDS = 1.0
+_BLOCK_BYTES = 1 << 20
+_OWN_LINK = re.compile(rf"{API}/(downloads|uploads)/.*")
+_IMPORTED_FILES = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "planish.json",
+    "planish_export.json",
+)
 
 
 class ServerRecords:
@@ -91,6 +100,34 @@ class ServerRecords:
             run_coroutine(self._download_file(_own_path(url), directory / _file_name(name)))
             for name, url in sorted(urls.items())
         ]
+
+    def import_adapter(self, directory: Path, options: Mapping[str, Any]) -> Row:
+        """Upload the adapter in a directory and import it on the server. `options` are base_model,
+        name, quantize and source, as far as they are known.
+        """
+        files = [name for name in _IMPORTED_FILES if (directory / name).is_file()]
+        upload = self._call("POST", "/planish/import_start", json={**options, "files": files})
+        for name, url in upload["urls"].items():
+            run_coroutine(self._upload_file(_own_path(url), directory / name))
+        return self._call("POST", "/planish/import_finish", json={"upload_id": upload["upload_id"]})
+
+    async def _upload_file(self, url: str, file: Path) -> None:
+        http = HttpClient(self._url, {})
+
+        async def blocks() -> AsyncIterator[bytes]:
+            with open(file, "rb") as content:
+                while block := content.read(_BLOCK_BYTES):
+                    yield block
+
+        try:
+            headers = {"Content-Length": str(file.stat().st_size)}
+            response = await http.request("PUT", url, content=blocks(), headers=headers)
+        except NoAnswerError as error:
+            raise self._unreachable(error) from error
+        finally:
+            await http.close()
+        if not response.is_success:
+            raise error_from_response(response)
 
     def _pages(self, path: str, name: str, limit: int | None) -> list[Row]:
         rows: list[Row] = []
@@ -320,12 +357,12 @@ def _endpoint(path: str) -> str:
 
 
 def _own_path(url: str) -> str:
-    """Return the path of a download link of this server, so that it is read from the URL at which
+    """Return the path of a link of this server for downloads or uploads, so that it is read from the URL at which
     the client reaches the server: behind a proxy, a link may name another host. Return the links of
     other stores as they are.
     """
-    _, separator, path = url.partition(f"{API}/downloads/")
-    return f"{separator}{path}" if separator else url
+    match = _OWN_LINK.search(url)
+    return url if match is None else match[0]
 
 
 def _file_name(name: str) -> str:

@@ -5,6 +5,7 @@ of a server or of this machine.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from pathlib import Path
@@ -12,11 +13,11 @@ from pathlib import Path
 from planish.client.checkpoint_records import (
     Records,
     Row,
+    ServerRecords,
     as_json,
     download_checkpoint,
     open_records,
 )
-from planish.client.local import resolve_server_url
 from planish.commands.runs import (
     add_limit_argument,
     add_source_arguments,
@@ -31,7 +32,7 @@ from planish.commands.tables import (
     print_table,
 )
 from planish.engine.checkpoints.store import CheckpointStore, data_directory
-from planish.errors import UnsupportedError, UserError
+from planish.errors import CheckpointError, UnsupportedError, UserError
 from planish.model.weight_sizes import SCHEMES
 from planish.processes.arguments import AddArgument, argument_adder
 from planish.server.durable.store import DATABASE
@@ -112,7 +113,7 @@ def run(arguments: argparse.Namespace) -> None:
         case "download":
             _download(records, arguments)
         case "import":
-            _import(arguments)
+            _import(records, arguments)
 
 
 def parse_duration(text: str) -> int | None:
@@ -126,14 +127,28 @@ def parse_duration(text: str) -> int | None:
     return seconds
 
 
-def _import(arguments: argparse.Namespace) -> None:
+def _import(records: Records, arguments: argparse.Namespace) -> None:
+    directory = arguments.directory.expanduser()
+    row = (
+        _import_on_server(records, directory, arguments)
+        if isinstance(records, ServerRecords)
+        else _import_here(directory, arguments)
+    )
+    if arguments.json:
+        print(as_json(row))
+        return
+    scheme = f" quantized with {row['quantize']}" if row["quantize"] else ""
+    linears = f"{row['linears']} linears of {row['base_model']}{scheme}"
+    print(f"{row['path']}: rank {row['rank']}, {linears}")
+    for note in row["notes"]:
+        print(f"  {note}")
+
+
+def _import_here(directory: Path, arguments: argparse.Namespace) -> Row:
+    """Import an adapter into a directory of this machine."""
     # Import this here, because it loads torch, which no other action needs.
     from planish.export.importing import import_adapter
 
-    if resolve_server_url(arguments.base_url, arguments.api_key, {}):
-        raise UnsupportedError(
-            "an adapter can be imported only into a directory of this machine; leave --base-url out"
-        )
     data_dir = data_directory(arguments.data_dir)
     if (data_dir / DATABASE).exists():
         raise UserError(
@@ -141,7 +156,7 @@ def _import(arguments: argparse.Namespace) -> None:
             "start the server and give --base-url"
         )
     adapter = import_adapter(
-        arguments.directory.expanduser(),
+        directory,
         CheckpointStore(data_dir),
         base_model=arguments.base_model,
         quantize=arguments.quantize,
@@ -149,7 +164,7 @@ def _import(arguments: argparse.Namespace) -> None:
         name=arguments.name,
         overwrite=arguments.overwrite,
     )
-    row = {
+    return {
         "path": str(adapter.path),
         "base_model": adapter.base_model,
         "quantize": adapter.quantize,
@@ -157,14 +172,36 @@ def _import(arguments: argparse.Namespace) -> None:
         "linears": adapter.num_linears,
         "notes": list(adapter.notes),
     }
-    if arguments.json:
-        print(as_json(row))
-        return
-    scheme = f" quantized with {adapter.quantize}" if adapter.quantize else ""
-    linears = f"{adapter.num_linears} linears of {adapter.base_model}{scheme}"
-    print(f"{adapter.path}: rank {adapter.lora.rank}, {linears}")
-    for note in adapter.notes:
-        print(f"  {note}")
+
+
+def _import_on_server(
+    records: ServerRecords, directory: Path, arguments: argparse.Namespace
+) -> Row:
+    """Upload an adapter to a server, which imports it."""
+    for option in ("run", "overwrite"):
+        if getattr(arguments, option):
+            raise UnsupportedError(
+                f"--{option}: a server imports each adapter into a new run; leave it out"
+            )
+    config_file = directory / "adapter_config.json"
+    if not config_file.is_file():
+        raise CheckpointError(
+            f"{directory} has no {config_file.name}, so it is not an adapter; give a directory "
+            "that PEFT saved"
+        )
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+        base_model = arguments.base_model or config.get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{config_file} is damaged ({error}); get the adapter again"
+        ) from None
+    if not base_model:
+        raise UserError(f"{config_file} names no base model; give --base-model NAME")
+    options = {"base_model": base_model, "name": arguments.name, "source": directory.resolve().name}
+    if arguments.quantize:
+        options["quantize"] = arguments.quantize
+    return records.import_adapter(directory, options)
 
 
 def _list(records: Records, arguments: argparse.Namespace) -> None:

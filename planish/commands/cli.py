@@ -49,7 +49,7 @@ COMMANDS = {
     "chat": "talk with a base model or a checkpoint in the terminal",
 }
 """The subcommands, each with its help."""
-OTHER_MODULES = {"eval": "planish.commands.evaluate", "serve": "planish.server.serve"}
+OTHER_MODULES = {"eval": "planish.commands.evaluate"}
 """The modules of subcommands that are not planish.commands.NAME."""
 
 

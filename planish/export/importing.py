@@ -34,7 +34,7 @@ from planish.model.quantized_names import twin_remedy
 from planish.model.sources import resolve_model
 from planish.model.weight_sizes import SCHEMES
 from planish.model.weights import load_weights, weights_fingerprint
-from planish.types import CheckpointPath, LoraConfig
+from planish.types import CheckpointPath, CheckpointType, LoraConfig
 
 MAX_RANK = 256
 """The maximum rank of an adapter."""
@@ -66,14 +66,18 @@ def import_adapter(
     models: Mapping[str, str] | None = None,
     run_id: str | None = None,
     name: str = "imported",
+    checkpoint_type: CheckpointType = "training",
+    source: str | None = None,
     overwrite: bool = False,
 ) -> ImportedAdapter:
-    """Save the adapter in `directory` as the checkpoint tinker://RUN_ID/weights/NAME of `store`.
+    """Save the adapter in `directory` as the checkpoint NAME of the run RUN_ID in `store`. By
+    default it is a training checkpoint, tinker://RUN_ID/weights/NAME.
 
     `base_model` is the model that the adapter was trained on; by default the one that
     adapter_config.json names. `quantize` is the scheme with which the weights of that model were
     quantized, by default the one that planish.json or planish_export.json names; without these
-    files, none. `run_id` is by default derived from the directory's name.
+    files, none. `run_id` is by default derived from the directory's name. The metadata of the
+    checkpoint name `source`, by default the directory.
 
     Raise CheckpointError if the adapter does not fit the base model. Raise UnsupportedError if it
     is not plain LoRA. Raise DamagedFileError if a file is damaged.
@@ -103,8 +107,8 @@ def import_adapter(
         "step": torch.tensor(0),
     }
     run_id = run_id or f"imported-{re.sub(r'[^A-Za-z0-9_.-]+', '-', directory.resolve().name)}"
-    path = CheckpointPath(run_id, "training", name)
-    metadata = {"imported": directory.resolve().name}
+    path = CheckpointPath(run_id, checkpoint_type, name)
+    metadata = {"imported": source or directory.resolve().name}
     saved_adapter = AdapterSnapshot(
         state,
         layout,

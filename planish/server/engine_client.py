@@ -115,20 +115,20 @@ class EngineClient:
         delay the requests of others. If this call is cancelled, the compilation is ended.
         """
         compiled = await self._compiled_constraint(operation, base_model)
-        await self._run_in_thread(lambda: self._engine.check_sample(base_model, operation))
+        await self.run_in_thread(lambda: self._engine.check_sample(base_model, operation))
         del compiled  # until here, so that the check finds it compiled
 
     async def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
         """Return the memory that an adapter takes for training and for sampling."""
-        return await self._run_in_thread(lambda: self._engine.adapter_bytes(base_model, lora))
+        return await self.run_in_thread(lambda: self._engine.adapter_bytes(base_model, lora))
 
     async def weights_fingerprint(self, base_model: str) -> str:
         """Return a hash of a base model's weight files."""
-        return await self._run_in_thread(lambda: self._engine.weights_fingerprint(base_model))
+        return await self.run_in_thread(lambda: self._engine.weights_fingerprint(base_model))
 
     async def tokenizer_directory(self, base_model: str) -> Path:
         """Return the directory of a base model's tokenizer."""
-        return await self._run_in_thread(lambda: self._engine.tokenizer_directory(base_model))
+        return await self.run_in_thread(lambda: self._engine.tokenizer_directory(base_model))
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
         """Return the engine's base models."""
@@ -136,13 +136,13 @@ class EngineClient:
 
     async def checkpoint_info(self, path: str) -> CheckpointInfo:
         """Return a checkpoint's base model, LoRA configuration and description."""
-        return await self._run_in_thread(lambda: self._engine.checkpoint_info(path))
+        return await self.run_in_thread(lambda: self._engine.checkpoint_info(path))
 
     async def checkpoint_paths(self) -> list[str]:
         """Return the paths of all checkpoints on disk, including damaged ones and the private
         copies that the server makes for itself.
         """
-        return await self._run_in_thread(self._engine.checkpoint_paths)
+        return await self.run_in_thread(self._engine.checkpoint_paths)
 
     async def checkpoint_exists(self, path: str) -> bool:
         """Return whether there is such a checkpoint."""
@@ -156,7 +156,7 @@ class EngineClient:
         self, source: str, destination: str, ttl_seconds: int | None = None
     ) -> None:
         """Copy a checkpoint, and replace any checkpoint at `destination`."""
-        await self._run_in_thread(
+        await self.run_in_thread(
             lambda: self._engine.copy_checkpoint(source, destination, ttl_seconds, overwrite=True)
         )
 
@@ -164,7 +164,7 @@ class EngineClient:
         """Make a private copy of a checkpoint for the server. The copy has no metadata, because
         metadata may be large and cannot be shared by hard links.
         """
-        await self._run_in_thread(
+        await self.run_in_thread(
             lambda: self._engine.copy_checkpoint(
                 source, destination, overwrite=True, keep_metadata=False
             )
@@ -172,15 +172,15 @@ class EngineClient:
 
     async def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:
         """Set the time to live of a checkpoint."""
-        await self._run_in_thread(lambda: self._engine.set_checkpoint_ttl(path, ttl_seconds))
+        await self.run_in_thread(lambda: self._engine.set_checkpoint_ttl(path, ttl_seconds))
 
     async def checkpoint_files(self, path: str) -> Mapping[str, Path]:
         """Return the files of a checkpoint by name."""
-        return await self._run_in_thread(lambda: self._engine.checkpoint_files(path))
+        return await self.run_in_thread(lambda: self._engine.checkpoint_files(path))
 
     async def clear_leftovers(self) -> None:
         """Delete files of interrupted writes."""
-        await self._run_in_thread(self._engine.clear_leftovers)
+        await self.run_in_thread(self._engine.clear_leftovers)
 
     async def delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint, if it exists."""
@@ -191,12 +191,12 @@ class EngineClient:
             except CheckpointError:
                 return
 
-        await self._run_in_thread(delete)
+        await self.run_in_thread(delete)
 
     async def close(self) -> None:
         """Close the engine. Unfinished operations end with EngineClosedError."""
         self._is_closed = True
-        await self._run_in_thread(lambda: self._engine.close(finish=False))
+        await self.run_in_thread(lambda: self._engine.close(finish=False))
         self._submit_threads.shutdown(wait=False)
         self._load_threads.shutdown(wait=False)
 
@@ -226,7 +226,7 @@ class EngineClient:
         """
         if not isinstance(operation, Sample) or operation.sampling_params.constraint is None:
             return None
-        future = await self._run_in_thread(
+        future = await self.run_in_thread(
             lambda: self._engine.prepare_constraint(operation, base_model)
         )
         try:
@@ -234,7 +234,8 @@ class EngineClient:
         except TimeoutError:
             raise timeout_error(operation.sampling_params.constraint) from None
 
-    async def _run_in_thread(self, work: Callable[[], R]) -> R:
+    async def run_in_thread(self, work: Callable[[], R]) -> R:
+        """Return `work()`, which reads or writes files of the data directory, in a thread."""
         return await self._run_in_pool(self._load_threads, work)
 
     async def _run_in_pool(self, threads: Executor, work: Callable[[], R]) -> R:

@@ -17,7 +17,6 @@ cache.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import logging
@@ -56,7 +55,7 @@ from planish.model.sources import DEFAULT_MODEL, HUB_NAME, resolve_model
 from planish.model.weights import weight_files
 from planish.server.engine_client import WARMUP_SAMPLE, StallWatch
 from planish.server.garbage import GarbageCollector, freeze_objects
-from planish.server.http import routes_sampling
+from planish.server.http import routes_sampling, routes_uploads
 from planish.server.http.access import AccessLog, RequestMetrics, set_up_logging
 from planish.server.http.app import create_app
 from planish.server.http.connections import ConnectionLimits, ConnectionTable, protocol_class
@@ -70,11 +69,12 @@ from planish.server.openai.models import (
     MAX_TOKENIZED_BYTES,
     TOKENIZER_BYTES_PER_CHARACTER,
 )
-from planish.server.options import ServeOptions, add_arguments, options_of
+from planish.server.options import ServeOptions
 from planish.server.server import Server
 from planish.server.settings import HttpSettings, MemorySettings
+from planish.server.uploads import ImportAdapter, Uploads
 
-__all__ = ["ServeOptions", "add_arguments", "run", "serve"]
+__all__ = ["ServeOptions", "serve"]
 
 _KEEP_ALIVE_SECONDS = 120
 """How long the server keeps idle connections open. Clients close idle connections earlier. If the
@@ -123,13 +123,10 @@ class _CheckedOptions:
     plan: MemoryPlan
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal arrives. Return the exit status, which is 0 after a graceful stop."""
-    return serve(options_of(arguments))
-
-
-def serve(options: ServeOptions) -> int:
-    """Run the server until it stops, and return the exit status of the process."""
+def serve(options: ServeOptions, import_adapter: ImportAdapter | None = None) -> int:
+    """Run the server until it stops, and return the exit status of the process: 0 after a graceful
+    stop. `import_adapter` is that of export/importing.py; without it, nothing can be uploaded.
+    """
     set_up_logging(options.log_format, options.log_level)
     sys.setswitchinterval(_GIL_SWITCH_SECONDS)
     checked = _check_options(options)
@@ -152,7 +149,9 @@ def serve(options: ServeOptions) -> int:
         engine = Engine(
             directories, checked.data_dir, options.engine, checked.memory, only_these_models=True
         )
-        server = _UvicornServer(_application(engine, checked), engine, checked, connections)
+        server = _UvicornServer(
+            _application(engine, checked, import_adapter), engine, checked, connections
+        )
         server.run([listener])
     if server.fault is not None:
         return ENGINE_FAULT_STATUS
@@ -174,7 +173,9 @@ def _check_options(options: ServeOptions) -> _CheckedOptions:
     return _CheckedOptions(options, models, directory, keys, memory, plan)
 
 
-def _application(engine: Engine, checked: _CheckedOptions) -> Starlette:
+def _application(
+    engine: Engine, checked: _CheckedOptions, import_adapter: ImportAdapter | None
+) -> Starlette:
     options, models = checked.options, checked.models
     server = Server(engine, checked.data_dir, list(models), options.settings)
     http = HttpSettings(
@@ -192,6 +193,8 @@ def _application(engine: Engine, checked: _CheckedOptions) -> Starlette:
         *routes.routes(server, models, options.model_aliases),
         metrics_route(registry),
     ]
+    if import_adapter is not None:
+        other_routes += routes_uploads.routes(Uploads(server, models, import_adapter))
     app = create_app(server, http, other_routes)
     app.add_middleware(AccessLog, metrics=RequestMetrics(registry))
     return app

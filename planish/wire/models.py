@@ -71,7 +71,7 @@ def create_model_from_json(fields: Fields) -> CreateModel:
         return CreateModel(
             parts.model_id,
             fields.text("base_model"),
-            LoraConfig() if lora is None else _lora_from_json(lora),
+            LoraConfig() if lora is None else lora_from_json(lora),
             user_metadata=fields.optional(fields.strings, "user_metadata", {}),
         )
 
@@ -264,7 +264,8 @@ def model_info_from_json(fields: Fields) -> GetInfoResponse:
     )
 
 
-def _lora_from_json(fields: Fields) -> LoraConfig:
+def lora_from_json(fields: Fields) -> LoraConfig:
+    """Read the configuration of an adapter."""
     with fields:
         rank = fields.integer("rank")
         seed = fields.optional(lambda name: fields.integer(name, high=2**64 - 1), "seed")

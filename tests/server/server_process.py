@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Thread
 
 COMMAND = (
-    "import argparse, sys; from planish.server import serve; parser = argparse.ArgumentParser(); "
+    "import argparse, sys; from planish.commands import serve; parser = argparse.ArgumentParser(); "
     "serve.add_arguments(parser); sys.exit(serve.run(parser.parse_args()))"
 )
 BASE_MODEL = "planish/tiny-model"

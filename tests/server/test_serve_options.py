@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from planish.commands import serve as serve_command
 from planish.engine.settings import EngineSettings
 from planish.errors import UnknownModelError, UserError
 from planish.server import serve
@@ -28,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def parsed(*options: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
+    serve_command.add_arguments(parser)
     return parser.parse_args(options)
 
 
@@ -62,7 +63,7 @@ def parsed(*options: str) -> argparse.Namespace:
 )
 def test_an_invalid_option_is_named(options: list[str], named: str):
     with pytest.raises(UserError, match=named):
-        serve.run(parsed(*options))
+        serve_command.run(parsed(*options))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
@@ -147,7 +148,7 @@ def test_a_memory_limit_below_the_plan_is_a_warning(
     assert all("raise the limit (MemoryMax" in warning for warning in warnings)
     named = {option for warning in warnings for option in re.findall(r"--[a-z-]+", warning)}
     parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
+    serve_command.add_arguments(parser)
     named -= {"--memory"}  # an option of podman
     assert all(option in parser.format_help() for option in named)
 
@@ -239,7 +240,7 @@ def test_the_guide_names_every_setting_and_option():
     guide = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
     assert [field.name for field in fields(ServerSettings) if f"`{field.name}`" not in guide] == []
     parser = argparse.ArgumentParser(add_help=False)
-    serve.add_arguments(parser)
+    serve_command.add_arguments(parser)
     options = [action.option_strings[0] for action in parser._actions]
     assert [option for option in options if option not in guide] == []
 

@@ -234,10 +234,14 @@ class RequestContext:
         """Whether the client can read checkpoints of type `external`. Older SDKs fail on a list
         that contains one.
         """
-        version = re.match(
-            r"(\d+)\.(\d+)", self.request.headers.get("x-stainless-package-version", "")
-        )
-        return version is None or (int(version[1]), int(version[2])) >= _FIRST_SDK_WITH_EXTERNAL
+        return self.sdk_version is None or self.sdk_version >= _FIRST_SDK_WITH_EXTERNAL
+
+    @property
+    def sdk_version(self) -> tuple[int, int] | None:
+        """The first two numbers of the SDK's version; None for another client."""
+        text = self.request.headers.get("x-stainless-package-version", "")
+        version = re.match(r"(\d+)\.(\d+)", text)
+        return None if version is None else (int(version[1]), int(version[2]))
 
     @property
     def idempotency_key(self) -> str | None:

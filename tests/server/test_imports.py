@@ -1,0 +1,221 @@
+"""Adapters that clients load into a running server."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from http_thread import serving_app
+
+from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
+from planish.client.checkpoint_records import ServerRecords
+from planish.commands.cli import main
+from planish.engine.engine import Engine
+from planish.engine.settings import EngineSettings
+from planish.export.importing import import_adapter
+from planish.server.durable.store import Store
+from planish.server.http import routes_sampling, routes_uploads
+from planish.server.http.app import create_app
+from planish.server.server import Server
+from planish.server.settings import HttpSettings, ServerSettings
+from planish.server.uploads import MAX_TENANT_UPLOADS, Uploads
+
+BASE = "tiny/base"
+KEYS = {"tml-first": "first", "tml-second": "second"}
+WAIT = 60.0
+
+
+@dataclass(frozen=True)
+class Served:
+    url: str
+    server: Server
+    adapter: Path
+    """An adapter that was trained on the server and downloaded."""
+    trained_path: str
+
+    def http(self, key: str | None = "tml-first", **headers: str) -> httpx.Client:
+        sent = headers | ({} if key is None else {"x-api-key": key})
+        return httpx.Client(base_url=f"{self.url}/api/v1", headers=sent, timeout=WAIT)
+
+    def logprobs(self, path: str, key: str = "tml-first") -> list[float | None]:
+        with ServiceClient(base_url=self.url, api_key=key) as service:
+            sampler = service.create_sampling_client(path)
+            return sampler.compute_logprobs(ModelInput.from_ints([5, 6, 7, 8])).result(WAIT)
+
+
+@pytest.fixture(scope="module")
+def served(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    data = tmp_path_factory.mktemp("data")
+    engine = Engine({BASE: str(model_dir)}, data, EngineSettings(dtype="float32"))
+    server = Server(engine, data, [BASE])
+    models = {BASE: model_dir}
+    more = [
+        *routes_sampling.PLANISH_ROUTES,
+        *routes_uploads.routes(Uploads(server, models, import_adapter)),
+    ]
+    app = create_app(server, HttpSettings(tokenizer_directories=models, tenants_by_key=KEYS), more)
+    with serving_app(app, lifespan="on") as url:
+        with ServiceClient(base_url=url, api_key="tml-first") as service:
+            client = service.create_lora_training_client(BASE, rank=4, seed=1)
+            datum = Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [97, 97, 97]})
+            client.forward_backward([datum], "cross_entropy")
+            client.optim_step(AdamParams(learning_rate=0.1)).result(WAIT)
+            path = client.save_weights_for_sampler("trained").result(WAIT).path
+        adapter = tmp_path_factory.mktemp("adapter")
+        ServerRecords(url, "tml-first").download(path, adapter)
+        yield Served(url, server, adapter, path)
+        app.state.http.ending.set()
+
+
+def import_into(served: Served, directory: Path, *options: str) -> int:
+    return main(
+        [
+            *("checkpoints", "import", str(directory), "--base-url", served.url),
+            *("--api-key", "tml-first", "--json", *options),
+        ]
+    )
+
+
+def start(served: Served, **options: Any) -> dict[str, Any]:
+    with served.http() as http:
+        answer = http.post("/planish/import_start", json={"base_model": BASE, **options})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def send(served: Served, upload: dict[str, Any], directory: Path) -> None:
+    for name, url in upload["urls"].items():
+        file = directory / name
+        assert httpx.put(url, content=file.read_bytes(), timeout=WAIT).status_code == 200
+
+
+def test_an_adapter_is_imported_into_a_running_server(served: Served, capsys):
+    assert import_into(served, served.adapter, "--name", "mine") == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["base_model"], row["rank"]) == (BASE, 4)
+    assert row["path"].endswith("/weights/mine")
+    assert served.logprobs(row["path"]) == pytest.approx(served.logprobs(served.trained_path))
+    [listed] = [
+        item
+        for item in ServerRecords(served.url, "tml-first").checkpoints(None, None)
+        if item["tinker_path"] == row["path"]
+    ]
+    assert listed["size_bytes"] > 1000, "it counts in the quota"
+    assert listed["user_metadata"] == {"imported": served.adapter.name}
+    with ServiceClient(base_url=served.url, api_key="tml-first") as service:
+        client = service.create_training_client_from_state_with_optimizer(row["path"])
+        datum = Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [97, 97, 97]})
+        client.forward_backward([datum], "cross_entropy")
+        client.optim_step(AdamParams(learning_rate=0.1)).result(WAIT)
+        sampler = client.save_weights_and_get_sampling_client()
+        sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1)).result(WAIT)
+    with served.http("tml-second") as http:
+        assert http.post("/weights_info", json={"tinker_path": row["path"]}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--run", "mine"], "--run"),
+        (["--overwrite"], "--overwrite"),
+        (["--base-model", "other/model"], "not served here"),
+        (["--name", "_planish.x"], "reserved"),
+        (["--quantize", "int8"], "quantize"),
+    ],
+)
+def test_an_import_that_the_server_cannot_do_is_rejected(served: Served, capsys, options, message):
+    assert import_into(served, served.adapter, *options) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_a_damaged_adapter_is_rejected_and_leaves_nothing(served: Served, tmp_path: Path, capsys):
+    directory = shutil.copytree(served.adapter, tmp_path / "adapter")
+    weights = directory / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    before = ServerRecords(served.url, "tml-first").checkpoints(None, None)
+    assert import_into(served, directory) != 0
+    error = capsys.readouterr().err
+    assert "adapter_model.safetensors" in error
+    assert str(served.server.store.directory) not in error
+    assert ServerRecords(served.url, "tml-first").checkpoints(None, None) == before
+
+
+def test_the_sdks_calls_make_external_weights(served: Served):
+    """The wire of SDK 0.39, from its documentation."""
+    config = {"rank": 4, "train_unembed": True, "train_mlp": True, "train_attn": True}
+    body = {"base_model": BASE, "lora_config": config, "destination_project_id": "default"}
+    with served.http(**{"x-stainless-package-version": "0.39.0"}) as http:
+        upload = http.post("/external_weights_upload_start", json=body).json()
+        assert set(upload) == {"upload_id", "urls", "expires"}
+        send(served, upload, served.adapter)
+        finish = {"upload_id": upload["upload_id"]}
+        paths = [http.post("/external_weights_upload_finish", json=finish).json() for _ in range(2)]
+        assert paths[0] == paths[1]
+        path = paths[0]["tinker_path"]
+        assert "/external_weights/" in path
+        [listed] = [
+            item
+            for item in http.get("/checkpoints?limit=1000").json()["checkpoints"]
+            if item["tinker_path"] == path
+        ]
+        assert listed["checkpoint_type"] == "external"
+        wrong = {**body, "lora_config": {**config, "rank": 8}}
+        upload = http.post("/external_weights_upload_start", json=wrong).json()
+        send(served, upload, served.adapter)
+        answer = http.post(
+            "/external_weights_upload_finish", json={"upload_id": upload["upload_id"]}
+        )
+        assert (answer.status_code, "rank=8" in answer.json()["detail"]) == (400, True)
+    with served.http(**{"x-stainless-package-version": "0.40.0"}) as http:
+        upload = http.post("/external_weights_upload_start", json=body).json()
+        assert all(set(entry) == {"url", "headers"} for entry in upload["urls"].values())
+
+
+def test_uploads_belong_to_their_tenant_and_are_checked(served: Served):
+    upload = start(served)
+    finish = {"upload_id": upload["upload_id"]}
+    with served.http("tml-second") as http:
+        assert http.post("/planish/import_finish", json=finish).status_code == 404
+    with served.http() as http:
+        answer = http.post("/planish/import_finish", json=finish)
+        assert (answer.status_code, "was not uploaded" in answer.json()["detail"]) == (400, True)
+        url = upload["urls"]["adapter_config.json"]
+        secret = url.split("/")[-2]
+        assert httpx.put(url.replace(secret, "x" * len(secret)), content=b"{}").status_code == 404
+        other = url.replace("adapter_config.json", "other.json")
+        assert httpx.put(other, content=b"{}").status_code == 404
+        assert httpx.put(url, content=b"x" * (5 << 20)).status_code == 400
+        assert httpx.put(url, content=iter([b"{}"])).status_code == 400, "without Content-Length"
+        for files in (["adapter_config.json"], ["../x", "adapter_config.json"], [1]):
+            body = {"base_model": BASE, "files": files}
+            assert http.post("/planish/import_start", json=body).status_code == 400
+
+
+def test_the_number_of_uploads_and_the_storage_are_limited(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+):
+    body = {"base_model": BASE}
+    with served.http("tml-second") as http:
+        for _ in range(MAX_TENANT_UPLOADS):
+            assert http.post("/planish/import_start", json=body).status_code == 200
+        assert http.post("/planish/import_start", json=body).status_code == 429
+    limited = ServerSettings(max_storage_bytes=1)
+    monkeypatch.setattr(served.server.checkpoints, "_settings", limited)
+    with served.http() as http:
+        answer = http.post("/planish/import_start", json=body)
+        assert (answer.status_code, "max_storage_bytes" in answer.json()["detail"]) == (400, True)
+
+
+def test_an_import_into_the_directory_of_a_server_is_rejected(
+    served: Served, tmp_path: Path, capsys
+):
+    Store(tmp_path).close()
+    options = ["checkpoints", "import", str(served.adapter), "--data-dir", str(tmp_path)]
+    assert main(options) != 0
+    assert "data directory of a server" in capsys.readouterr().err
