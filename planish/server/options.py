@@ -51,6 +51,7 @@ class ServeOptions:
     truncate_max_tokens: bool = False
     model_aliases: Mapping[str, str] = field(default_factory=dict)
     """Maps further names of checkpoints, for OpenAI clients, to their paths."""
+    adapter_dir: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -66,6 +67,8 @@ class ServeOptions:
                 f"--host {self.host} accepts connections from other machines; give --api-key-file "
                 "with a key for each user"
             )
+        if self.adapter_dir is not None and not self.adapter_dir.is_dir():
+            raise UserError(f"--adapter-dir {self.adapter_dir}: there is no such directory")
         check_aliases(self.model_aliases, self.models)
         check_origins(self.allowed_origins, self.api_key_file is not None)
         if self.public_url is not None and not _PUBLIC_URL.fullmatch(self.public_url):
@@ -113,6 +116,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         dest="model_aliases",
+    )
+    add(
+        "--adapter-dir DIR",
+        "directory below which the operator loads adapters with POST /v1/load_lora_adapter",
+        type=Path,
     )
     add(
         "--truncate-max-tokens",
@@ -237,6 +245,7 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
         allowed_origins=tuple(arguments.allowed_origins),
         public_url=arguments.public_url,
         truncate_max_tokens=arguments.truncate_max_tokens,
+        adapter_dir=arguments.adapter_dir,
         model_aliases=parse_pairs("--model-alias", "NAME=PATH", arguments.model_aliases),
     )
 

@@ -64,6 +64,7 @@ from planish.server.http.graceful_stop import RESPONSE_SECONDS, STOP_SECONDS, dr
 from planish.server.http.metrics_page import SubstitutedLosses, metrics_route
 from planish.server.http.routes_checkpoints import tokenizer_files
 from planish.server.openai import routes
+from planish.server.openai.lora_adapters import LoraAdapters
 from planish.server.openai.models import (
     MAX_CHARACTERS_PER_TOKEN,
     MAX_TOKENIZED_BYTES,
@@ -186,15 +187,20 @@ def _application(
         options.public_url,
         options.truncate_max_tokens,
     )
+    aliases = dict(options.model_aliases)
     registry = CollectorRegistry()
     registry.register(SubstitutedLosses(engine.substitutions))
     other_routes = [
         *routes_sampling.PLANISH_ROUTES,
-        *routes.routes(server, models, options.model_aliases),
+        *routes.routes(server, models, aliases),
         metrics_route(registry),
     ]
     if import_adapter is not None:
-        other_routes += routes_uploads.routes(Uploads(server, models, import_adapter))
+        uploads = Uploads(server, models, import_adapter)
+        other_routes += routes_uploads.routes(uploads)
+        if options.adapter_dir is not None:
+            adapters = LoraAdapters(server, uploads, options.adapter_dir, aliases)
+            other_routes += adapters.routes()
     app = create_app(server, http, other_routes)
     app.add_middleware(AccessLog, metrics=RequestMetrics(registry))
     return app

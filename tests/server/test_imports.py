@@ -22,12 +22,14 @@ from planish.export.importing import import_adapter
 from planish.server.durable.store import Store
 from planish.server.http import routes_sampling, routes_uploads
 from planish.server.http.app import create_app
+from planish.server.openai import routes
+from planish.server.openai.lora_adapters import LoraAdapters
 from planish.server.server import Server
 from planish.server.settings import HttpSettings, ServerSettings
 from planish.server.uploads import MAX_TENANT_UPLOADS, Uploads
 
 BASE = "tiny/base"
-KEYS = {"tml-first": "first", "tml-second": "second"}
+KEYS = {"tml-first": "first", "tml-second": "second", "tml-operator": "operator"}
 WAIT = 60.0
 
 
@@ -55,9 +57,14 @@ def served(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     engine = Engine({BASE: str(model_dir)}, data, EngineSettings(dtype="float32"))
     server = Server(engine, data, [BASE])
     models = {BASE: model_dir}
+    adapter = tmp_path_factory.mktemp("adapters") / "adapter"
+    adapter.mkdir()
+    uploads, aliases = Uploads(server, models, import_adapter), dict[str, str]()
     more = [
         *routes_sampling.PLANISH_ROUTES,
-        *routes_uploads.routes(Uploads(server, models, import_adapter)),
+        *routes_uploads.routes(uploads),
+        *routes.routes(server, models, aliases),
+        *LoraAdapters(server, uploads, adapter.parent, aliases).routes(),
     ]
     app = create_app(server, HttpSettings(tokenizer_directories=models, tenants_by_key=KEYS), more)
     with serving_app(app, lifespan="on") as url:
@@ -67,7 +74,6 @@ def served(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             client.forward_backward([datum], "cross_entropy")
             client.optim_step(AdamParams(learning_rate=0.1)).result(WAIT)
             path = client.save_weights_for_sampler("trained").result(WAIT).path
-        adapter = tmp_path_factory.mktemp("adapter")
         ServerRecords(url, "tml-first").download(path, adapter)
         yield Served(url, server, adapter, path)
         app.state.http.ending.set()
@@ -219,3 +225,66 @@ def test_an_import_into_the_directory_of_a_server_is_rejected(
     options = ["checkpoints", "import", str(served.adapter), "--data-dir", str(tmp_path)]
     assert main(options) != 0
     assert "data directory of a server" in capsys.readouterr().err
+
+
+def call(served: Served, path: str, key: str = "tml-operator", **body: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.post(f"{served.url}/v1/{path}", json=body, headers=headers, timeout=WAIT)
+
+
+def complete(served: Served, model: str, key: str = "tml-second") -> httpx.Response:
+    options = {"prompt": [5, 6, 7], "max_tokens": 4, "seed": 1, "logprobs": 0}
+    return call(served, "completions", key, model=model, **options)
+
+
+def test_the_operator_loads_and_unloads_an_adapter(served: Served):
+    loaded = call(served, "load_lora_adapter", lora_name="tutor", lora_path="adapter")
+    assert (loaded.status_code, loaded.text) == (
+        200,
+        "Success: LoRA adapter 'tutor' added successfully.",
+    )
+    answer, expected = complete(served, "tutor"), complete(served, served.trained_path, "tml-first")
+    assert (answer.status_code, expected.status_code) == (200, 200), (answer.text, expected.text)
+    assert answer.json()["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(
+        expected.json()["choices"][0]["logprobs"]["token_logprobs"]
+    )
+    headers = {"authorization": "Bearer tml-second"}
+    listed = httpx.get(f"{served.url}/v1/models", headers=headers).json()["data"]
+    assert {entry["id"]: entry["parent"] for entry in listed if entry["parent"]} == {"tutor": BASE}
+    again = call(served, "load_lora_adapter", lora_name="tutor", lora_path="adapter")
+    assert (again.status_code, again.json()["error"]["param"]) == (400, "lora_name")
+    options = {"lora_name": "tutor", "lora_path": "adapter", "load_inplace": True}
+    assert call(served, "load_lora_adapter", **options).status_code == 200
+    assert complete(served, "tutor").status_code == 200
+    unloaded = call(served, "unload_lora_adapter", lora_name="tutor")
+    assert unloaded.text == "Success: LoRA adapter 'tutor' removed successfully."
+    assert complete(served, "tutor").status_code == 404
+    assert call(served, "unload_lora_adapter", lora_name="tutor").status_code == 404
+    assert ServerRecords(served.url, "tml-operator").checkpoints(None, None) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"lora_name": "a", "lora_path": "nothing"}, 404),
+        ({"lora_name": "a", "lora_path": "."}, 404),
+        ({"lora_name": "a", "lora_path": "../../etc"}, 404),
+        ({"lora_name": "a", "lora_path": "/etc"}, 404),
+        ({"lora_name": BASE, "lora_path": "adapter"}, 400),
+        ({"lora_name": "a b", "lora_path": "adapter"}, 400),
+        ({"lora_name": "a", "lora_path": "adapter", "base_model_name": "x"}, 400),
+        ({"lora_name": "a", "lora_path": "adapter", "other": 1}, 400),
+        ({"lora_name": "a"}, 400),
+    ],
+)
+def test_an_adapter_that_cannot_be_loaded_is_rejected(served: Served, body: Any, status: int):
+    answer = call(served, "load_lora_adapter", **body)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_only_the_operator_loads_adapters(served: Served):
+    for path in ("load_lora_adapter", "unload_lora_adapter"):
+        answer = call(served, path, "tml-first", lora_name="tutor", lora_path="adapter")
+        assert answer.status_code == 401
+        assert "operator" in answer.json()["error"]["message"]

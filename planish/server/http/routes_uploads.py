@@ -55,13 +55,7 @@ def routes(uploads: Uploads) -> list[Route]:
     async def start_external(context: RequestContext) -> Json:
         """Begin the upload of external weights."""
         async with context.fields() as fields:
-            options = ImportOptions(
-                fields.text("base_model"),
-                f"{EXTERNAL_PREFIX}uploaded",
-                "sampler",
-                lora=lora_from_json(fields.object("lora_config")),
-            )
-            fields.optional(fields.text, "destination_project_id")  # there are no projects
+            options = _external_options(fields)
         return _started(context, await uploads.start(context.tenant, options))
 
     async def finish_external(context: RequestContext) -> Json:
@@ -106,20 +100,32 @@ def routes(uploads: Uploads) -> list[Route]:
     ]
 
 
+def _external_options(fields: Fields) -> ImportOptions:
+    with fields:
+        fields.optional(fields.text, "destination_project_id")  # there are no projects
+        return ImportOptions(
+            fields.text("base_model"),
+            f"{EXTERNAL_PREFIX}uploaded",
+            "sampler",
+            lora=lora_from_json(fields.object("lora_config")),
+        )
+
+
 def _import_options(fields: Fields) -> ImportOptions:
-    name = fields.optional(fields.text, "name", "imported")
-    check_name_is_not_private(name)
-    check_name_is_not_external(name)
-    files = fields.optional(fields.array, "files", list(REQUIRED_FILES))
-    if not all(isinstance(file, str) for file in files):
-        raise UserError("files contains a value that is not a string")
-    return ImportOptions(
-        fields.text("base_model"),
-        name,
-        quantize=fields.optional(fields.text, "quantize"),
-        source=fields.optional(fields.text, "source", "upload"),
-        files=tuple(files),
-    )
+    with fields:
+        name = fields.optional(fields.text, "name", "imported")
+        check_name_is_not_private(name)
+        check_name_is_not_external(name)
+        files = fields.optional(fields.array, "files", list(REQUIRED_FILES))
+        if not all(isinstance(file, str) for file in files):
+            raise UserError("files contains a value that is not a string")
+        return ImportOptions(
+            fields.text("base_model"),
+            name,
+            quantize=fields.optional(fields.text, "quantize"),
+            source=fields.optional(fields.text, "source", "upload"),
+            files=tuple(files),
+        )
 
 
 async def _upload_id(context: RequestContext) -> str:

@@ -59,7 +59,7 @@ def routes(
     """Return the routes. `directories` maps the served base models to their directories, and
     `aliases` maps further names to checkpoints.
     """
-    models = OpenAIModels(server, directories, aliases or {})
+    models = OpenAIModels(server, directories, {} if aliases is None else aliases)
     return [
         _post_route("/v1/chat/completions", ChatRequest, chat_completions, models),
         _post_route("/v1/completions", CompletionRequest, completions, models),
@@ -108,7 +108,7 @@ def _post_route(
             )
             return await endpoint(models, context.tenant, context.request, options)
 
-    return Route(path, _authenticated(answer), methods=["POST"])
+    return Route(path, authenticated(answer), methods=["POST"])
 
 
 def _get_route(
@@ -116,10 +116,10 @@ def _get_route(
     handler: Callable[[OpenAIModels, RequestContext], Awaitable[Answer]],
     models: OpenAIModels,
 ) -> Route:
-    return Route(path, _authenticated(lambda context: handler(models, context)), methods=["GET"])
+    return Route(path, authenticated(lambda context: handler(models, context)), methods=["GET"])
 
 
-def _authenticated(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+def authenticated(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     """Require a key, and return errors in the form that OpenAI clients read."""
 
     async def answer(request: Request) -> Response:
