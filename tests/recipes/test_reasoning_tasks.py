@@ -199,12 +199,16 @@ def test_worked_examples_stand_before_the_question(tokenizer):
     assert env.get_reference_answer() == "not named"
 
 
-def built(**options) -> Any:
-    task = {"max_terms": 2, "max_digits": 1, "size": 60}
-    builder = TaskDatasetBuilder(
-        task_name="chain_sum", model_name="any", task=task, batch_size=8, **options
-    )
-    return asyncio.run(builder())
+@pytest.fixture
+def built(small_model):
+    def build(**options) -> Any:
+        task = {"max_terms": 2, "max_digits": 1, "size": 60}
+        builder = TaskDatasetBuilder(
+            task_name="chain_sum", model_name=small_model, task=task, batch_size=8, **options
+        )
+        return asyncio.run(builder())
+
+    return build
 
 
 def entries(dataset, batches):
@@ -213,7 +217,9 @@ def entries(dataset, batches):
     ]
 
 
-def test_questions_of_tests_and_examples_are_never_trained_on_and_batches_are_functions_of_the_index():
+def test_questions_of_tests_and_examples_are_never_trained_on_and_batches_are_functions_of_the_index(
+    built,
+):
     train, test = built(eval_problems=12, seed=1)
     tested = {entry.question for entry in entries(test, [0])}
     shown = {entry.question for entry in test.get_batch(0)[0].env_thunk.args[0].shown}
