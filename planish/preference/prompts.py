@@ -36,16 +36,21 @@ class PromptBuilder(ABC):
 
 @chz.chz
 class PromptsOfComparisons(PromptBuilder):
-    """The distinct prompts of a comparison dataset."""
+    """The prompts of a comparison dataset."""
 
     comparison_builder: ComparisonBuilder
+    keep_repeated: bool = chz.field(
+        default=False, doc="use a prompt once for each of its comparisons, and not only once"
+    )
 
     def __call__(self) -> Prompts:
-        train, test = self.comparison_builder()
-        return Prompts(
-            _deduplicate([labeled.comparison.prompt_conversation for labeled in train]),
-            _deduplicate([labeled.comparison.prompt_conversation for labeled in test]),
+        train, test = (
+            [labeled.comparison.prompt_conversation for labeled in split]
+            for split in self.comparison_builder()
         )
+        if self.keep_repeated:
+            return Prompts(train, test)
+        return Prompts(_deduplicate(train), _deduplicate(test))
 
 
 @chz.chz

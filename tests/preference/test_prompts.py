@@ -38,13 +38,14 @@ def test_a_prompt_of_several_comparisons_is_used_once(tmp_path):
     path = tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"Say {n % 3}.", "chosen": "a", "rejected": "b"} for n in range(9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts = PromptsOfComparisons(
-        comparison_builder=ComparisonBuilderFromJsonl(train_path=str(path))
-    )()
+    comparisons = ComparisonBuilderFromJsonl(train_path=str(path))
+    prompts = PromptsOfComparisons(comparison_builder=comparisons)()
     assert ([p[0]["content"] for p in prompts.train], prompts.test) == (
         ["Say 0.", "Say 1.", "Say 2."],
         [],
     )
+    kept = PromptsOfComparisons(comparison_builder=comparisons, keep_repeated=True)()
+    assert len(kept.train) == 9
 
 
 def test_unrenderable_prompts_are_rejected_before_sampling(renderer):

@@ -79,7 +79,10 @@ class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
         if self.content_preprocessor is not None:
             raise UnsupportedError("content_preprocessor: change the text in the preference model")
         return await preference_envs.PairwisePreferenceRLDatasetBuilder(
-            prompt_builder=PromptsOfComparisons(comparison_builder=self.comparison_builder),
+            # The public cookbook has one group for each comparison.
+            prompt_builder=PromptsOfComparisons(
+                comparison_builder=self.comparison_builder, keep_repeated=True
+            ),
             preference_model_builder=_ClientIgnoringBuilder(self.preference_model_builder),
             policy_model_name=self.policy_model_name,
             policy_renderer_name=self.policy_renderer_name,
