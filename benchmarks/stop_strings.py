@@ -87,7 +87,8 @@ def matching_seconds(condition: StopCondition, texts: list[list[int]]) -> float:
         unread_texts = [text[start:end] for start, text in zip(starts, texts, strict=True)]
         start_time = time.thread_time()
         is_met = [
-            matcher.is_met(tokens) for matcher, tokens in zip(matchers, unread_texts, strict=True)
+            matcher.text_end(tokens) is not None
+            for matcher, tokens in zip(matchers, unread_texts, strict=True)
         ]
         if end > LENGTH - TOKENS:
             cpu_seconds += time.thread_time() - start_time

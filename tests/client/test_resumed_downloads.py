@@ -24,7 +24,8 @@ def test_a_broken_download_continues(
 ):
     records = ServerRecords(server.url, None)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    whole.mkdir(), resumed.mkdir()
+    whole.mkdir()
+    resumed.mkdir()
     expected = {file.name: file.read_bytes() for file in records.download(path, whole)}
     size = len(expected["adapter_model.safetensors"])
     monkeypatch.setattr("planish.server.http.downloads._BLOCK_BYTES", size // 10)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from planish import ServiceClient
-from planish.datasets.rows import Row
 from planish.files import read_rows
 from planish.recipes.training_run import read_options
 
@@ -77,7 +76,7 @@ def data(tmp_path, sums_dataset) -> Any:
         "word_scores": {"": 1, "No": 0},
     }
     asked = [{"role": "user", "content": "Say 5."}]
-    files: dict[str, Row] = {
+    files: dict[str, dict[str, Any]] = {
         "rubrics": {"messages": asked, "rubric_items": [item]},
         "chats": {"messages": [*asked, {"role": "assistant", "content": "5"}]},
     }

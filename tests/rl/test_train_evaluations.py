@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 import pytest
 from digit_env import Digits, DigitsBuilder
@@ -172,7 +173,8 @@ def test_the_trajectories_that_remain_are_graded_by_their_own_group():
         chosen = [envs[7], envs[0]]
         return await builder.compute_group_rewards([None] * 2, chosen)  # type: ignore[list-item]
 
-    assert [reward for reward, _ in asyncio.run(grades())] == [3.0, 2.0]
+    found: Any = asyncio.run(grades())
+    assert [reward for reward, _ in found] == [3.0, 2.0]
 
 
 def test_a_failing_cleanup_does_not_keep_the_other_repetitions_from_cleaning_up():
