@@ -14,7 +14,7 @@ import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import quote
 
 import orjson
@@ -36,6 +36,9 @@ from planish.processes.interruption import run_coroutine
 from planish.service import CheckpointInfo
 from planish.types import CheckpointPath, TrainingRun
 from planish.wire.records import checkpoint_to_json, weights_info_to_json
+
+if TYPE_CHECKING:
+    from httpx2 import Response
 
 Row = Mapping[str, Any]
 _PAGE_SIZE = 1000
@@ -112,22 +115,13 @@ class ServerRecords:
         return self._call("POST", "/planish/import_finish", json={"upload_id": upload["upload_id"]})
 
     async def _upload_file(self, url: str, file: Path) -> None:
-        http = HttpClient(self._url, {})
-
         async def blocks() -> AsyncIterator[bytes]:
             with open(file, "rb") as content:
                 while block := content.read(_BLOCK_BYTES):
                     yield block
 
-        try:
-            headers = {"Content-Length": str(file.stat().st_size)}
-            response = await http.request("PUT", url, content=blocks(), headers=headers)
-        except NoAnswerError as error:
-            raise self._unreachable(error) from error
-        finally:
-            await http.close()
-        if not response.is_success:
-            raise error_from_response(response)
+        headers = {"Content-Length": str(file.stat().st_size)}
+        await self._send(HttpClient(self._url, {}), "PUT", url, content=blocks(), headers=headers)
 
     def _pages(self, path: str, name: str, limit: int | None) -> list[Row]:
         rows: list[Row] = []
@@ -146,6 +140,10 @@ class ServerRecords:
 
     async def _request(self, method: str, path: str, **options: Any) -> Mapping[str, Any]:
         http = HttpClient(self._url, self._headers)
+        return json_body_of(await self._send(http, method, path, **options))
+
+    async def _send(self, http: HttpClient, method: str, path: str, **options: Any) -> Response:
+        """Send one request, and close `http`. Raise the error of an answer that reports one."""
         try:
             response = await http.request(method, path, **options)
         except NoAnswerError as error:
@@ -154,7 +152,7 @@ class ServerRecords:
             await http.close()
         if not response.is_success:
             raise error_from_response(response)
-        return json_body_of(response)
+        return response
 
     async def _download_file(self, url: str, target: Path) -> Path:
         http, partial_file = HttpClient(self._url, {}), target.with_name(f".{target.name}.part")
