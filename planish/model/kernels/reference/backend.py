@@ -826,7 +826,7 @@ class TorchHeadAdapters:
     """The head adapters of ranges of rows, applied one after another."""
 
     hidden: Tensor
-    """The LoRA hidden states [R, r or more]; undefined in rows without an adapter."""
+    """The LoRA hidden states [R, r or more]."""
 
     def __init__(
         self,
@@ -841,7 +841,9 @@ class TorchHeadAdapters:
     def _lora_hidden(self, x: Tensor) -> Tensor:
         ranks = [lora.rank for _, _, lora in self._adapter_ranges]
         width = max(map(padded_lora_columns, ranks), default=0)
-        hidden = x.new_empty(x.shape[0], width)
+        # The C++ kernels of single logits read an even number of columns and multiply those after
+        # the rank by zero, which gives NaN if they are not finite.
+        hidden = x.new_zeros(x.shape[0], width)
         for start, stop, lora in self._adapter_ranges:
             a, rows = lora.a.t(), x[start:stop]
             hidden[start:stop, : lora.rank] = self._tiling.run(
