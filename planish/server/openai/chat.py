@@ -67,11 +67,15 @@ async def chat_completions(
 ) -> Response:
     """Answer a chat request, streamed or in one body."""
     return await answer(
-        models, tenant, request, options, _parse_chat, ChatStreamWriter, _response_body
+        models, tenant, request, options, parse_chat, ChatStreamWriter, _response_body
     )
 
 
-def _parse_chat(model: ServedModel, options: ChatRequest) -> ParsedChat:
+def parse_chat(model: ServedModel, options: ChatRequest) -> ParsedChat:
+    """Build the prompt of a request and the operation that samples its answers. Raise
+    WrongParameterError, which names the parameter, if the model's chat format or a constraint does
+    not allow the request.
+    """
     renderer = renderer_of(model, options)
     tools = [] if options.tool_choice == "none" else options.tools
     stop_sequences = renderer.get_stop_sequences()
@@ -315,9 +319,14 @@ class ChatStreamWriter:
         return error_events(error)
 
 
+def id_of_call(call: MessagePart) -> str:
+    """Return the id that the model wrote for a call, or else a new one."""
+    return call.call_id or f"call_{secrets.token_hex(12)}"
+
+
 def _call(call: MessagePart, arguments: str) -> dict[str, Any]:
     return {
-        "id": call.call_id or f"call_{secrets.token_hex(12)}",
+        "id": id_of_call(call),
         "type": "function",
         "function": {"name": call.text, "arguments": arguments},
     }

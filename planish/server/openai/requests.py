@@ -34,7 +34,7 @@ MAX_OPTION_BYTES = 256 << 10
 """Limit for the JSON of one parameter in bytes. It does not apply to `_TEXT_PARAMETERS`, which
 carry the text of the request.
 """
-_TEXT_PARAMETERS = ("messages", "tools", "prompt", "tokens")
+_TEXT_PARAMETERS = ("messages", "tools", "prompt", "tokens", "input", "instructions")
 _DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for a text completion."""
 
@@ -73,6 +73,7 @@ _IGNORED_PARAMETERS = (
     "prompt_cache_retention",
     "request_id",
     "rid",
+    "client_metadata",
 )
 _PLAIN_TEXT_REMEDY = "this server has no other form for the text of an answer; leave it out"
 _SAMPLING_NO_OP_PARAMS: NoOpParams = {
@@ -455,7 +456,8 @@ def read_request(request_type: type[R], fields: Fields) -> R:
     parameters: dict[str, Any] = {}
     for name in fields:
         value = fields.raw(name)
-        if value is None or name in _IGNORED_PARAMETERS:
+        is_ignored = name in _IGNORED_PARAMETERS and name not in request_type.model_fields
+        if value is None or is_ignored:
             continue
         if name in request_type.no_op_params:
             allowed, remedy = request_type.no_op_params[name]
@@ -542,7 +544,7 @@ def request_schemas(request_types: Sequence[type[Request]]) -> dict[str, Any]:
         properties |= {
             name: {"enum": [*values]} for name, (values, _) in request_type.no_op_params.items()
         }
-        properties |= {name: {} for name in _IGNORED_PARAMETERS}
+        properties |= {name: {} for name in _IGNORED_PARAMETERS if name not in properties}
         for name, property_schema in properties.items():
             if name not in schema.get("required", ()):
                 properties[name] = {"anyOf": [property_schema, {"type": "null"}]}
