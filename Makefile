@@ -25,7 +25,7 @@ EXTRAS := 'planish[inspect,trackio,verifiers]' trl bitsandbytes \
 EXTRAS_TESTS ?= tests/cookbook tests/evaluation/test_inspect.py tests/export/test_trl.py \
 	tests/model/test_bitsandbytes.py tests/recipes/test_fresh_runs.py \
 	tests/renderers/test_renderer_oracles.py \
-	tests/rl/test_verifiers_env.py tests/runlog/test_metrics_log.py tests/server/openai_clients
+	tests/rl/test_verifiers_env.py tests/runlog/test_metrics_log.py tests/server/openai
 # All tests of a file run in one process, which starts their servers and loads their models once.
 # Three processes keep two cores busy, because tests wait for the programs that they start. The
 # processes of `make test` share out the files before they read them, which saves a tenth of the

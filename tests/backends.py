@@ -47,8 +47,8 @@ def torch_backend(
 
 def with_tiling(decoder: Decoder, tiling: RowTiling | None) -> Decoder:
     """Return the same decoder with a backend that uses this row tiling."""
-    twin, twin_backend = copy(decoder), copy(decoder.backend)
-    assert isinstance(twin_backend, TorchBackend)
-    twin_backend.make_batch_invariant(tiling)
-    twin.backend = twin_backend
-    return twin
+    decoder_copy, backend_copy = copy(decoder), copy(decoder.backend)
+    assert isinstance(backend_copy, TorchBackend)
+    backend_copy.make_batch_invariant(tiling)
+    decoder_copy.backend = backend_copy
+    return decoder_copy

@@ -180,3 +180,16 @@ def test_no_two_test_files_have_one_name():
     files = Path(__file__).parent.rglob("test_*.py")
     counts = Counter(path.name for path in files)
     assert not [name for name, count in counts.items() if count > 1]
+
+
+NO_MIRROR = {"", "benchmarks", "engine/gpu"}
+"""Folders of tests without a folder of the package: tests of the package as a whole, of
+benchmarks/, and of the engine on a CUDA device.
+"""
+
+
+def test_the_folders_of_tests_mirror_those_of_the_package():
+    root = Path(__file__).parent
+    folders = {path.parent.relative_to(root).as_posix() for path in root.rglob("test_*.py")}
+    folders = {"" if folder == "." else folder for folder in folders}
+    assert not [name for name in folders - NO_MIRROR if not (PACKAGE / name).is_dir()]

@@ -30,7 +30,7 @@ from planish.export.writing import MARKER_FILE
 from planish.model.config import ModelConfig, read_json
 from planish.model.lora import LoraLayout
 from planish.model.quantization import check_quantizable
-from planish.model.quantized_names import twin_remedy
+from planish.model.quantized_names import unquantized_remedy
 from planish.model.sources import resolve_model
 from planish.model.weight_sizes import SCHEMES
 from planish.model.weights import load_weights, weights_fingerprint
@@ -126,7 +126,7 @@ def _read_config(directory: Path, base_model: str) -> ModelConfig:
     try:
         return ModelConfig.from_directory(directory)
     except UnsupportedError as error:
-        remedy = twin_remedy(base_model)
+        remedy = unquantized_remedy(base_model)
         if remedy is None:
             raise
         raise UnsupportedError(f"{remedy}. {error}") from error

@@ -16,7 +16,7 @@ _SUFFIXES: tuple[tuple[str, str, str], ...] = (
 """Ends of names, what they stand for, and the scheme of planish that is closest."""
 
 
-def unquantized_twin(name: str) -> tuple[str, str, str] | None:
+def unquantized_model(name: str) -> tuple[str, str, str] | None:
     """Return the name of the unquantized model, the quantization and planish's closest scheme.
 
     Returns None if the name is not that of a model quantized with bitsandbytes, AWQ or GPTQ.
@@ -28,12 +28,12 @@ def unquantized_twin(name: str) -> tuple[str, str, str] | None:
     return None
 
 
-def twin_remedy(name: str) -> str | None:
+def unquantized_remedy(name: str) -> str | None:
     """Return a sentence that names the unquantized model and the option, or None."""
-    twin = unquantized_twin(name)
-    if twin is None:
+    found = unquantized_model(name)
+    if found is None:
         return None
-    unquantized, quantization, scheme = twin
+    unquantized, quantization, scheme = found
     other = "" if scheme == "nf4" and "bitsandbytes" in quantization else ", the closest scheme"
     return (
         f"{name!r} is quantized with {quantization}, which planish does not load. Give the "

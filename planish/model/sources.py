@@ -34,7 +34,7 @@ from planish.files import cache_home
 from planish.model.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, fetch_embedded_model
 from planish.model.gguf import CONVERSION_VERSION, convert_gguf
 from planish.model.gguf_file import part_paths
-from planish.model.quantized_names import twin_remedy
+from planish.model.quantized_names import unquantized_remedy
 from planish.model.weights import weight_files
 
 TOKENIZER_FILES = (
@@ -291,7 +291,7 @@ def hub_problem() -> str | None:
 
 def _reject_quantized(name: str) -> Path:
     """Raise UnsupportedError for the name of a quantized model, before it is downloaded."""
-    remedy = twin_remedy(name)
+    remedy = unquantized_remedy(name)
     if remedy is not None:
         raise UnsupportedError(remedy)
     raise UnknownModelError("the name is not that of a model in bitsandbytes, AWQ or GPTQ")

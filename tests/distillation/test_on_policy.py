@@ -224,20 +224,20 @@ def peft_gradient_norm(path, data):
     layout = LoraLayout(ModelConfig.from_directory(path), LoraConfig(rank=4, seed=0))
     targets = sorted({entry.target for entry in layout.entries})
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    twin = get_peft_model(
+    peft = get_peft_model(
         base, PeftConfig(r=4, lora_alpha=32, target_modules=targets, lora_dropout=0.0)
     )
-    parameters = dict(twin.named_parameters())
+    parameters = dict(peft.named_parameters())
     for name, value in layout.views(layout.init(0)).items():
         target, part = name.rsplit(".", 1)
         parameters[f"base_model.model.{target}.{part}.default.weight"].data.copy_(value)
     for datum in data:
         inputs = {name: tensor.to_torch() for name, tensor in datum.loss_fn_inputs.items()}
-        logprobs = torch.log_softmax(logits_of(twin, datum.model_input.to_ints()), -1)
+        logprobs = torch.log_softmax(logits_of(peft, datum.model_input.to_ints()), -1)
         logprobs = logprobs.gather(1, inputs["target_tokens"][:, None])[:, 0]
         (-((logprobs - inputs["logprobs"]).exp() * inputs["advantages"]).sum()).backward()
     return float(
-        torch.stack([p.grad.norm() for p in twin.parameters() if p.grad is not None]).norm()
+        torch.stack([p.grad.norm() for p in peft.parameters() if p.grad is not None]).norm()
     )
 
 

@@ -54,10 +54,10 @@ def test_an_answer_to_a_prompt_has_no_reward(models, tmp_path):
     path = tmp_path / "prompts.jsonl"
     named = {"model_name": models[0], "renderer_name": "qwen3_instruct", "dataset": str(path)}
     group = PromptOnlyDatasetBuilder(**named).group(QUESTION, 2)
-    played = asyncio.run(do_group_rollout(group, Says([65, 66])))
-    assert played is not None
-    assert played.get_total_rewards() == [0.0, 0.0]
-    assert [len(one.transitions[0].ac.tokens) for one in played.trajectories_G] == [2, 2]
+    rollout = asyncio.run(do_group_rollout(group, Says([65, 66])))
+    assert rollout is not None
+    assert rollout.get_total_rewards() == [0.0, 0.0]
+    assert [len(one.transitions[0].ac.tokens) for one in rollout.trajectories_G] == [2, 2]
 
 
 def test_long_prompts_are_left_out_and_counted(models, tmp_path, caplog):

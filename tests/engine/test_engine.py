@@ -746,9 +746,9 @@ def test_a_checkpoint_sampler_samples_the_same_as_the_published_one(engine):
 
 
 def test_a_checkpoint_of_another_base_model_is_rejected(engines, model_dirs, tmp_path):
-    tiny_model(tmp_path / "twin", seed=9)
+    tiny_model(tmp_path / "second", seed=9)
     engine = Engine(
-        {**model_dirs, "twin": str(tmp_path / "twin")},
+        {**model_dirs, "second": str(tmp_path / "second")},
         tmp_path / "data",
         EngineSettings(dtype="float32"),
     )
@@ -756,7 +756,7 @@ def test_a_checkpoint_of_another_base_model_is_rejected(engines, model_dirs, tmp
         create(engine)
         path = engine.submit(SaveWeights("a", "x")).result(WAIT).path
         for other, lora in (
-            ("twin", LORA),
+            ("second", LORA),
             ("qwen", LORA),
             ("llama", LoraConfig(rank=8)),
             ("llama", LoraConfig(4, train_mlp=False)),
@@ -765,7 +765,7 @@ def test_a_checkpoint_of_another_base_model_is_rejected(engines, model_dirs, tmp
             with pytest.raises(CheckpointError, match="base model|rank 4"):
                 engine.submit(LoadWeights("b", path))
             engine.submit(UnloadModel("b")).result(WAIT)
-        engine.submit(CreateModel("c", "twin", from_path=path)).result(WAIT)
+        engine.submit(CreateModel("c", "second", from_path=path)).result(WAIT)
         for operation in (
             CreateModel("d", "qwen", from_path=path),
             CreateSampler("s", "qwen", path),

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
-    pytest.skip("there is a GPU: tests/gpu has more to say", allow_module_level=True)
+    pytest.skip("there is a GPU: tests/engine/gpu has more to say", allow_module_level=True)
 from pretended_gpu import GPU, Marks, RefusedError, pretended_gpu
 from test_sampler import request, tokens
 

@@ -287,7 +287,7 @@ def test_files_that_are_not_what_they_should_be_are_named(base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "twin", "scheme"),
+    ("name", "unquantized", "scheme"),
     [
         ("unsloth/Qwen3-0.6B-unsloth-bnb-4bit", "unsloth/Qwen3-0.6B", "nf4"),
         ("unsloth/llama-3-8b-Instruct-bnb-4bit", "unsloth/llama-3-8b-Instruct", "nf4"),
@@ -296,11 +296,13 @@ def test_files_that_are_not_what_they_should_be_are_named(base, tmp_path):
         ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int8", "Qwen/Qwen2.5-7B-Instruct", "int8"),
     ],
 )
-def test_a_quantized_base_is_rejected_with_its_unquantized_twin(base, tmp_path, name, twin, scheme):
+def test_a_quantized_base_is_rejected_with_its_unquantized_model(
+    base, tmp_path, name, unquantized, scheme
+):
     """The name alone decides, before anything is downloaded."""
     saved(base, tmp_path / "adapter", **VARIANTS["q and v alone"])
     store = CheckpointStore(tmp_path / "data")
-    told = rf"unquantized model '{twin}' with `--quantize {scheme}`"
+    told = rf"unquantized model '{unquantized}' with `--quantize {scheme}`"
     with pytest.raises(UnsupportedError, match=told):
         import_adapter(tmp_path / "adapter", store, base_model=name)
     # A copy on this machine, whose config.json says so.

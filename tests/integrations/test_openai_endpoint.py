@@ -217,9 +217,9 @@ def test_it_pickles_while_it_is_used(script):
         async with endpoint._connections():
             return pickle.loads(pickle.dumps(endpoint))
 
-    twin = asyncio.run(travelled())
-    assert twin == endpoint
-    assert ask(twin) == "yes"
+    copied = asyncio.run(travelled())
+    assert copied == endpoint
+    assert ask(copied) == "yes"
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def test_bf16_is_as_close_to_float32_as_transformers_bf16(tmp_path, family):
     assert our_error < (0.04 if family in ("qwen3_5", "gpt_oss") else 0.02)
 
 
-def peft_twin(path, layout: LoraLayout, master: torch.Tensor):
+def peft_model(path, layout: LoraLayout, master: torch.Tensor):
     """Return the same base model and adapter in transformers and PEFT."""
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     fields = peft_config(layout, "")
@@ -258,13 +258,13 @@ def peft_twin(path, layout: LoraLayout, master: torch.Tensor):
         target_parameters=fields.get("target_parameters"),
         lora_dropout=0.0,
     )
-    twin = get_peft_model(base, config)
-    parameters = dict(twin.named_parameters())
+    peft = get_peft_model(base, config)
+    parameters = dict(peft.named_parameters())
     views = layout.views(master)
     for entry in layout.entries:
         name = f"base_model.model.{entry.peft_name}.default.weight"
         parameters[name].data.copy_(entry.to_peft(views[entry.name]))
-    return twin
+    return peft
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_an_adapter_gives_the_logits_of_peft(tmp_path, family, lora):
         layout.size, generator=torch.Generator().manual_seed(1)
     )
     tokens = random_tokens(decoder, 60)
-    theirs = peft_twin(tmp_path, layout, master)(tokens[None]).logits[0]
+    theirs = peft_model(tmp_path, layout, master)(tokens[None]).logits[0]
     ours = logits_of(decoder, tokens, LoraWeights(layout, master, decoder.backend))
     assert (logits_of(decoder, tokens) - theirs).abs().max() > 1e-2
     assert (ours - theirs).abs().max() < 1e-4

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_decoder import CPU, logits_of, peft_twin, random_tokens
+from test_decoder import CPU, logits_of, peft_model, random_tokens
 from transformers import AutoModelForCausalLM
 from variants import slow_after
 
@@ -99,13 +99,13 @@ def test_gradients_equal_those_of_peft(tmp_path, family, normalizes, experts_per
     decoder = Decoder.load(tmp_path, torch.float32, CPU)
     weights = trained(decoder)
     layout, tokens = weights.layout, random_tokens(decoder, 50)
-    twin = peft_twin(tmp_path, layout, master_of(weights))
-    loss = F.cross_entropy(twin(tokens[None]).logits[0, :-1], tokens[1:])
+    peft = peft_model(tmp_path, layout, master_of(weights))
+    loss = F.cross_entropy(peft(tokens[None]).logits[0, :-1], tokens[1:])
     loss.backward()
     ours = F.cross_entropy(logits_of(decoder, tokens, weights)[:-1], tokens[1:])
     ours.backward()
     assert ours.item() == pytest.approx(loss.item(), rel=1e-5)
-    parameters = dict(twin.named_parameters())
+    parameters = dict(peft.named_parameters())
     found = layout.views(weights.collect_grad())
     for entry in layout.entries:
         expected = parameters[f"base_model.model.{entry.peft_name}.default.weight"].grad

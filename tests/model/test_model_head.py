@@ -90,13 +90,15 @@ def test_logprobs_and_gradients_equal_the_float64_formula(
         scored_logprobs(*on(leaves[0], weight), site(pair), rows, targets, 0.7, recompute=recompute)
         * upstream
     ).sum().backward()
-    twins = [x.double().requires_grad_() for x in (states, *(lora or ()))]
-    pair = (twins[1], twins[2]) if lora else None
-    (plain_logprobs(twins[0], weight, pair, rows, targets, 0.7) * upstream).sum().backward()
-    for leaf, twin in zip(leaves, twins, strict=True):
+    references = [x.double().requires_grad_() for x in (states, *(lora or ()))]
+    pair = (references[1], references[2]) if lora else None
+    (plain_logprobs(references[0], weight, pair, rows, targets, 0.7) * upstream).sum().backward()
+    for leaf, reference in zip(leaves, references, strict=True):
         assert leaf.grad is not None
-        assert twin.grad is not None
-        assert float((leaf.grad.double() - twin.grad).norm() / twin.grad.norm()) < tolerance
+        assert reference.grad is not None
+        assert (
+            float((leaf.grad.double() - reference.grad).norm() / reference.grad.norm()) < tolerance
+        )
     assert leaves[0].grad is not None
     assert float(leaves[0].grad[::3].abs().max()) == 0.0
 

@@ -133,10 +133,10 @@ def answer_logprobs(model, data):
 
 def peft_gradients(name, data_dir, trained, data, model):
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    twin = PeftModel.from_pretrained(base, directory(data_dir, trained), is_trainable=True)
-    with torch.no_grad(), twin.disable_adapter():
-        reference = answer_logprobs(twin, data)
-    policy = answer_logprobs(twin, data)
+    peft = PeftModel.from_pretrained(base, directory(data_dir, trained), is_trainable=True)
+    with torch.no_grad(), peft.disable_adapter():
+        reference = answer_logprobs(peft, data)
+    policy = answer_logprobs(peft, data)
     tokens = torch.tensor(
         [float(datum.loss_fn_inputs["weights"].to_torch().sum()) for datum in data]
     )
@@ -144,7 +144,7 @@ def peft_gradients(name, data_dir, trained, data, model):
     loss = trl_losses(name, *sides).mean()
     loss.backward()
     named = {
-        key.replace(".default", ""): parameter.grad for key, parameter in twin.named_parameters()
+        key.replace(".default", ""): parameter.grad for key, parameter in peft.named_parameters()
     }
     return loss.item(), {key: grad for key, grad in named.items() if grad is not None}
 

@@ -87,25 +87,25 @@ def play(model, builder, texts, *, strategy=None, **options) -> Any:
 @pytest.mark.parametrize("pattern", TournamentPattern)
 def test_preference_rewards_equal_a_hand_computation(models, pattern):
     """Lengths 1 to 4: each answer beats the shorter ones. The third is truncated."""
-    played = play(
+    rollout = play(
         models[0], group(models[0], tournament_pattern=pattern), ["a", "ab", "...", "abcd"]
     )
-    assert played.get_total_rewards() == pytest.approx([-1, -1 / 3, 1 / 3 - 1, 1])
-    assert [metrics["format"] for metrics in played.metrics_G] == [1, 1, 0, 1]
-    assert [metrics["win_minus_loss"] for metrics in played.metrics_G] == pytest.approx(
+    assert rollout.get_total_rewards() == pytest.approx([-1, -1 / 3, 1 / 3 - 1, 1])
+    assert [metrics["format"] for metrics in rollout.metrics_G] == [1, 1, 0, 1]
+    assert [metrics["win_minus_loss"] for metrics in rollout.metrics_G] == pytest.approx(
         [-1, -1 / 3, 1 / 3, 1]
     )
-    assert [trajectory.stop_reason for trajectory in played.trajectories_G][2:] == [
+    assert [trajectory.stop_reason for trajectory in rollout.trajectories_G][2:] == [
         "max_tokens",
         "completed",
     ]
 
 
 def test_ties_give_no_reward_and_chunks_do_not_meet(models):
-    played = play(
+    rollout = play(
         models[0], group(models[0], size=6, matchup_group_size=3), ["a", "b", "c", "a", "ab", "ab"]
     )
-    assert played.get_total_rewards() == pytest.approx([0, 0, 0, -1, 0.5, 0.5])
+    assert rollout.get_total_rewards() == pytest.approx([0, 0, 0, -1, 0.5, 0.5])
 
 
 def test_the_judge_sees_prompt_and_text(models):
@@ -146,9 +146,9 @@ def test_a_judge_error_fails_the_group(models):
 
 
 def test_a_judge_error_is_retried(models):
-    played = play(models[0], group(models[0], Moody(2), 2), ["a", "ab"], strategy=RetryOnFailure())
-    assert played.get_total_rewards() == [-1, 1]
-    assert {error.error_message for error in played.rollout_errors} == {"the judge is away"}
+    rollout = play(models[0], group(models[0], Moody(2), 2), ["a", "ab"], strategy=RetryOnFailure())
+    assert rollout.get_total_rewards() == [-1, 1]
+    assert {error.error_message for error in rollout.rollout_errors} == {"the judge is away"}
 
 
 def test_a_group_with_a_failing_judge_is_dropped(models):
@@ -181,8 +181,8 @@ def test_an_incomplete_group_is_judged(models):
 
 def test_a_limit_clamps_the_total_reward(models):
     policy = TerminationRewardPolicy(zero_reward_on_limit=True)
-    played = play(models[0], group(models[0], size=2), ["abc...", "a"], termination=policy)
-    assert played.get_total_rewards() == [0, -1], "longest, but cut off: 1 - 1"
+    rollout = play(models[0], group(models[0], size=2), ["abc...", "a"], termination=policy)
+    assert rollout.get_total_rewards() == [0, -1], "longest, but cut off: 1 - 1"
 
 
 def test_matchups_are_in_the_report(models):

@@ -66,7 +66,7 @@ def attempts(model: str, **rules: Any) -> CodeDatasetBuilder:
 
 
 @pytest.fixture
-def played(small_model):
+def rollout(small_model):
     def one(answer: Any, problem=DOUBLE, **rules: Any):
         """Return (trajectory, its reward, its metrics, the text of the observations)."""
         answers: Any = answer if callable(answer) else lambda _: answer
@@ -103,8 +103,8 @@ def test_the_last_block_of_an_answer_is_its_program():
         ("```python\nprint(inp...", ECHO, -0.1, 0, 0),
     ],
 )
-def test_one_answer(played, answer, problem, reward, correct, form):
-    trajectory, got, metrics, asked = played(answer, problem)
+def test_one_answer(rollout, answer, problem, reward, correct, form):
+    trajectory, got, metrics, asked = rollout(answer, problem)
     assert got == pytest.approx(reward)
     assert metrics == {"correct": correct, "format": form}
     assert len(trajectory.transitions) == 1
@@ -114,19 +114,19 @@ def test_one_answer(played, answer, problem, reward, correct, form):
 
 
 @pytest.mark.slow
-def test_a_part_of_the_tests_is_a_part_of_the_reward(played):
+def test_a_part_of_the_tests_is_a_part_of_the_reward(rollout):
     for answer, part in ((RIGHT, 1.0), (HALF, 0.5), (WRONG, 0.25), ("no", 0.0)):
-        _, reward, metrics, _ = played(answer, reward="fraction", format_coef=0.0)
+        _, reward, metrics, _ = rollout(answer, reward="fraction", format_coef=0.0)
         assert reward == metrics["tests_passed"] == part
         assert metrics["correct"] == (part == 1.0)
 
 
 @pytest.mark.slow
-def test_a_program_is_mended(played):
+def test_a_program_is_mended(rollout):
     def answer(asked):
         return RIGHT if "It returned" in asked else WRONG
 
-    trajectory, reward, metrics, asked = played(answer, max_turns=3)
+    trajectory, reward, metrics, asked = rollout(answer, max_turns=3)
     assert reward == 1.0
     assert metrics == {"correct": 1.0, "format": 1.0, "correct_at_once": 0.0, "repaired": 1.0}
     assert asked[1] == "f(3) must return 6. It returned 5. Write the whole program again."
@@ -136,32 +136,32 @@ def test_a_program_is_mended(played):
 
 
 @pytest.mark.slow
-def test_what_is_right_at_once_is_not_asked_again(played):
-    trajectory, reward, metrics, _ = played(RIGHT, max_turns=3)
+def test_what_is_right_at_once_is_not_asked_again(rollout):
+    trajectory, reward, metrics, _ = rollout(RIGHT, max_turns=3)
     assert (reward, len(trajectory.transitions), metrics["correct_at_once"]) == (1.0, 1, 1.0)
-    trajectory, reward, metrics, asked = played(HALF, max_turns=3)
+    trajectory, reward, metrics, asked = rollout(HALF, max_turns=3)
     assert (reward, len(trajectory.transitions), metrics["repaired"]) == (0.0, 1, 0.0)
     assert "-5" not in str(asked)  # only public tests are shown
 
 
 @pytest.mark.slow
-def test_a_part_is_earned_by_hidden_tests_where_others_were_shown(played):
+def test_a_part_is_earned_by_hidden_tests_where_others_were_shown(rollout):
     only_shown = code_block("def f(x):\n    return 6 if x == 3 else 1")
-    assert played(only_shown, reward="fraction")[1] == 0.25
-    assert played(only_shown, reward="fraction", max_turns=2)[1] == 0.0
-    assert played(HALF, reward="fraction", max_turns=2)[1] == pytest.approx(1 / 3)
+    assert rollout(only_shown, reward="fraction")[1] == 0.25
+    assert rollout(only_shown, reward="fraction", max_turns=2)[1] == 0.0
+    assert rollout(HALF, reward="fraction", max_turns=2)[1] == pytest.approx(1 / 3)
     assert CodeProblem("", DOUBLE.tests[:1], DOUBLE.tests[:1]).hidden_tests == DOUBLE.tests[:1]
 
 
 @pytest.mark.slow
-def test_repair_ends(played):
-    trajectory, reward, metrics, asked = played(WRONG, max_turns=3)
+def test_repair_ends(rollout):
+    trajectory, reward, metrics, asked = rollout(WRONG, max_turns=3)
     assert (reward, len(trajectory.transitions), metrics["correct"]) == (0.0, 3, 0.0)
     assert trajectory.stop_reason == "max_turns"
-    _, reward, metrics, asked = played("no program", max_turns=2)
+    _, reward, metrics, asked = rollout("no program", max_turns=2)
     assert reward == pytest.approx(-0.1)
     assert asked[1] == "There is no program in the answer. Write it between ```python and ```."
-    _, reward, _, _ = played(lambda asked: "cut..." if "returned" in asked else WRONG, max_turns=3)
+    _, reward, _, _ = rollout(lambda asked: "cut..." if "returned" in asked else WRONG, max_turns=3)
     assert reward == pytest.approx(-0.1)
 
 

@@ -94,7 +94,7 @@ def test_the_same_command_with_more_steps_continues(model, sums_dataset, tmp_pat
 
 
 @pytest.mark.slow
-def test_groups_played_in_another_process_use_that_one_s_renderer_and_grader(
+def test_groups_rolled_out_in_another_process_use_that_one_s_renderer_and_grader(
     model, sums_dataset, tmp_path, service
 ):
     def trained(name, processes):

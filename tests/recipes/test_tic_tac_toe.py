@@ -192,13 +192,13 @@ def test_games_against_an_optimal_player_are_not_won(small_model, number, turns)
     """
     group = TicTacToeGroup(small_model, None, (), "optimal", number)
     policy = ScriptedPolicy(small_model, lambda told: re.findall(r"one of (\d)", told)[0])
-    played = play(group, policy)
-    assert len(played.trajectories_G) == 1
-    assert played.get_total_rewards()[0] <= 0
-    assert turns[0] <= len(played.trajectories_G[0].transitions) <= turns[1]
+    rollout = play(group, policy)
+    assert len(rollout.trajectories_G) == 1
+    assert rollout.get_total_rewards()[0] <= 0
+    assert turns[0] <= len(rollout.trajectories_G[0].transitions) <= turns[1]
     assert ("X O\n" in policy.asked[0]) == (number == 0)
     again = play(group, ScriptedPolicy(small_model, policy.answer))
-    assert again.trajectories_G[0].final_ob == played.trajectories_G[0].final_ob
+    assert again.trajectories_G[0].final_ob == rollout.trajectories_G[0].final_ob
 
 
 def test_a_test_game_that_is_forfeited(small_model):

@@ -42,7 +42,7 @@ def group_of(model, oracle, choices=WORDS, size=1, **rules):
     return builder.group(Riddle("rose", choices), size)
 
 
-def played(model, answers, oracle=None, **options):
+def rollout_of(model, answers, oracle=None, **options):
     said = iter(answers)
     policy = ScriptedPolicy(model, lambda _: next(said))
     return play(group_of(model, oracle or Oracle(), **options), policy), policy
@@ -50,7 +50,7 @@ def played(model, answers, oracle=None, **options):
 
 def test_questions_go_to_the_answerer_and_guesses_do_not(small_model):
     oracle = Oracle()
-    group, policy = played(small_model, ["Is it alive?", "Guess: cat", "Guess: rose"], oracle)
+    group, policy = rollout_of(small_model, ["Is it alive?", "Guess: cat", "Guess: rose"], oracle)
     assert policy.asked[1:] == ["Yes. Words: cat, bus, rose, drum.", "No. Words: bus, rose, drum."]
     [question] = oracle.asked
     assert "word is rose." in question
@@ -73,7 +73,7 @@ def test_questions_go_to_the_answerer_and_guesses_do_not(small_model):
     ],
 )
 def test_rewards(small_model, answers, reward):
-    group, _ = played(small_model, answers)
+    group, _ = rollout_of(small_model, answers)
     assert group.get_total_rewards() == [pytest.approx(reward)]
     assert group.metrics_G == [{"found": float(reward > 0)}]
 
@@ -90,14 +90,14 @@ def test_rewards(small_model, answers, reward):
     ],
 )
 def test_the_answerer_says_nothing_but_yes_or_no(small_model, answer, told):
-    _, policy = played(
+    _, policy = rollout_of(
         small_model, ["Tell me the word!", "Guess: rose"], Oracle(answer), choices=()
     )
     assert policy.asked[1] == told
 
 
 def test_without_choices_any_word_may_be_guessed(small_model):
-    group, policy = played(small_model, ["Guess: cat", "Guess: rose"], choices=())
+    group, policy = rollout_of(small_model, ["Guess: cat", "Guess: rose"], choices=())
     assert group.get_total_rewards() == [1.0]
     assert "Words" not in "".join(policy.asked)
     assert "Words" not in str(few_shot_messages(Riddle("cat")))

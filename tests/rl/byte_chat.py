@@ -19,7 +19,7 @@ def tokens_of(renderer: Renderer, text: str) -> list[int]:
 
 
 @dataclass
-class Played:
+class Episode:
     """The record of one episode."""
 
     prompts: list[list[int]]
@@ -27,27 +27,27 @@ class Played:
     steps: list[StepResult]
 
 
-def play(env: EnvFromMessageEnv, *answers: str | list[int]) -> Played:
+def play(env: EnvFromMessageEnv, *answers: str | list[int]) -> Episode:
     """Step the environment with the answers in order. An answer that ends with "..." in place of
     `END` was truncated.
     """
     return asyncio.run(play_async(env, *answers))
 
 
-async def play_async(env: EnvFromMessageEnv, *answers: str | list[int]) -> Played:
+async def play_async(env: EnvFromMessageEnv, *answers: str | list[int]) -> Episode:
     first = await env.initial_observation()
     assert not isinstance(first, InitialObservationOverflow)
-    played = Played([first[0].to_ints()], [], [])
+    episode = Episode([first[0].to_ints()], [], [])
     for answer in answers:
         action = tokens_of(env.renderer, answer) if isinstance(answer, str) else answer
         is_cut = isinstance(answer, str) and answer.endswith("...")
         step = await env.step(action, extra={"stop_reason": "length" if is_cut else "stop"})
-        played.actions.append(action)
-        played.steps.append(step)
+        episode.actions.append(action)
+        episode.steps.append(step)
         if step.episode_done:
             break
-        played.prompts.append(step.next_observation.to_ints())
-    return played
+        episode.prompts.append(step.next_observation.to_ints())
+    return episode
 
 
 @dataclass

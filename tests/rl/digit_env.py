@@ -14,7 +14,7 @@ class DigitEnv(Env):
     number: int
     turns: int = 1
     is_constant: bool = False
-    played: int = 0
+    turns_taken: int = 0
     prompt: ModelInput | None = None
 
     async def initial_observation(self):
@@ -22,13 +22,17 @@ class DigitEnv(Env):
         return self.prompt, [10]
 
     async def step(self, action, *, extra=None):
-        self.played += 1
+        self.turns_taken += 1
         assert self.prompt is not None
         reward = 1.0 if self.is_constant else float(action[-1] % 2)
         next_prompt = ModelInput.from_ints([*self.prompt.to_ints(), *action, 10])
         self.prompt = next_prompt
         return StepResult(
-            reward, self.played == self.turns, next_prompt, [10], metrics={"digit": action[-1] - 48}
+            reward,
+            self.turns_taken == self.turns,
+            next_prompt,
+            [10],
+            metrics={"digit": action[-1] - 48},
         )
 
 

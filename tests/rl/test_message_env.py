@@ -45,10 +45,10 @@ def make(renderer):
     return make
 
 
-def assert_appended(played):
+def assert_appended(rollout):
     """Assert that each prompt begins with the previous prompt and its sampled tokens."""
     for prompt, action, following in zip(
-        played.prompts, played.actions, played.prompts[1:], strict=False
+        rollout.prompts, rollout.actions, rollout.prompts[1:], strict=False
     ):
         assert following[: len(prompt) + len(action)] == prompt + action
 
@@ -58,15 +58,15 @@ def assert_appended(played):
 
 def test_an_episode_runs_to_its_end(make, renderer):
     counting = Counting(turns=3)
-    played = play(make(counting), f"One{END}", f"Two{END}", f"Three{END}")
-    assert [step.reward for step in played.steps] == [0.5] * 3
-    assert [step.episode_done for step in played.steps] == [False, False, True]
-    assert [step.stop_reason for step in played.steps] == [None, None, StopReason.COMPLETED]
-    assert played.steps[-1].metrics == {"length": 6, **NO_END, "parse_error": 0.0}
-    assert played.steps[0].next_stop_condition == renderer.get_stop_sequences()
-    assert_appended(played)
-    assert played.prompts[-1] == renderer.build_generation_prompt(counting.seen[:-1]).to_ints()
-    assert played.steps[-1].next_observation.to_ints() == played.prompts[-1] + played.actions[-1]
+    rollout = play(make(counting), f"One{END}", f"Two{END}", f"Three{END}")
+    assert [step.reward for step in rollout.steps] == [0.5] * 3
+    assert [step.episode_done for step in rollout.steps] == [False, False, True]
+    assert [step.stop_reason for step in rollout.steps] == [None, None, StopReason.COMPLETED]
+    assert rollout.steps[-1].metrics == {"length": 6, **NO_END, "parse_error": 0.0}
+    assert rollout.steps[0].next_stop_condition == renderer.get_stop_sequences()
+    assert_appended(rollout)
+    assert rollout.prompts[-1] == renderer.build_generation_prompt(counting.seen[:-1]).to_ints()
+    assert rollout.steps[-1].next_observation.to_ints() == rollout.prompts[-1] + rollout.actions[-1]
 
 
 def test_a_step_that_returns_none_is_named_in_the_error(make):
@@ -116,9 +116,9 @@ def test_many_episodes_run_concurrently(make):
             *(play_async(make(Counting(turns=n)), *[f"{n}{END}"] * 9) for n in range(1, 9))
         )
 
-    for turns, played in enumerate(asyncio.run(all_of_them()), start=1):
-        assert len(played.steps) == turns
-        assert_appended(played)
+    for turns, rollout in enumerate(asyncio.run(all_of_them()), start=1):
+        assert len(rollout.steps) == turns
+        assert_appended(rollout)
 
 
 # Sampled tokens are kept
@@ -132,8 +132,8 @@ def test_a_rewritten_history_is_rendered_again(make, renderer):
             result.next_messages = [{"role": "user", "content": "Only this."}]
             return result
 
-    played = play(make(Forgetful()), HI)
-    assert played.steps[0].next_observation.to_ints() == played_prompt(renderer, "Only this.")
+    rollout = play(make(Forgetful()), HI)
+    assert rollout.steps[0].next_observation.to_ints() == prompt_before(renderer, "Only this.")
 
 
 @pytest.mark.parametrize("edited", [0, 1])
@@ -146,9 +146,9 @@ def test_a_history_edited_in_place_is_rendered_again(make, renderer, edited):
             return result
 
     counting = Editing()
-    played = play(make(counting), HI)
-    assert "[...]" in renderer.tokenizer.decode(played.prompts[1])
-    assert played.steps[0].next_observation == renderer.build_generation_prompt(counting.seen)
+    rollout = play(make(counting), HI)
+    assert "[...]" in renderer.tokenizer.decode(rollout.prompts[1])
+    assert rollout.steps[0].next_observation == renderer.build_generation_prompt(counting.seen)
 
 
 def test_a_history_without_the_sampled_message_is_rendered_again(make, renderer):
@@ -158,24 +158,24 @@ def test_a_history_without_the_sampled_message_is_rendered_again(make, renderer)
             return await super().step(cast(Message, {**message, "content": "[...]"}))
 
     counting = Censoring()
-    played = play(make(counting), HI)
-    assert played.steps[0].next_observation == renderer.build_generation_prompt(counting.seen)
+    rollout = play(make(counting), HI)
+    assert rollout.steps[0].next_observation == renderer.build_generation_prompt(counting.seen)
 
 
 def test_a_format_that_drops_old_reasoning_renders_the_history_again(tokenizer):
     thinking = get_renderer("qwen3", tokenizer)
     counting = Counting()
-    played = play(EnvFromMessageEnv(thinking, counting), f"<think>\nHm.\n</think>\n\nHi{END}")
-    assert played.steps[0].next_observation == thinking.build_generation_prompt(counting.seen)
-    assert "Hm." not in tokenizer.decode(played.prompts[1])
+    rollout = play(EnvFromMessageEnv(thinking, counting), f"<think>\nHm.\n</think>\n\nHi{END}")
+    assert rollout.steps[0].next_observation == thinking.build_generation_prompt(counting.seen)
+    assert "Hm." not in tokenizer.decode(rollout.prompts[1])
 
 
 def test_a_stop_string_is_not_repeated_in_the_next_header(tokenizer):
     words = get_renderer("role_colon", tokenizer)
     counting = Counting()
-    played = play(EnvFromMessageEnv(words, counting), " One\n\nUser:", " Two\n\nUser:")
-    assert_appended(played)
-    assert played.prompts[-1] == words.build_generation_prompt(counting.seen).to_ints()
+    rollout = play(EnvFromMessageEnv(words, counting), " One\n\nUser:", " Two\n\nUser:")
+    assert_appended(rollout)
+    assert rollout.prompts[-1] == words.build_generation_prompt(counting.seen).to_ints()
 
 
 @pytest.mark.skipif(not EMBEDDED.is_dir(), reason="the embedded model is not in the cache")
@@ -190,15 +190,15 @@ def test_sampled_tokens_are_not_tokenized_again():
         for token in tokenizer.encode(letter, add_special_tokens=False)
     ]
     counting = Counting()
-    played = play(EnvFromMessageEnv(renderer, counting), [*spelled, end], [*spelled, end])
+    rollout = play(EnvFromMessageEnv(renderer, counting), [*spelled, end], [*spelled, end])
     assert counting.seen[1]["content"] == "Certainly, it is."
-    assert_appended(played)
+    assert_appended(rollout)
     rendered = renderer.build_generation_prompt(counting.seen).to_ints()
-    assert played.prompts[-1] != rendered
-    assert tokenizer.decode(played.prompts[-1]) == tokenizer.decode(rendered)
+    assert rollout.prompts[-1] != rendered
+    assert tokenizer.decode(rollout.prompts[-1]) == tokenizer.decode(rendered)
 
 
-def played_prompt(renderer, text):
+def prompt_before(renderer, text):
     return renderer.build_generation_prompt([{"role": "user", "content": text}]).to_ints()
 
 
@@ -216,12 +216,12 @@ def test_a_truncated_answer_ends_the_episode(make):
 def test_a_truncated_answer_can_be_kept(make, renderer):
     counting = Counting(keeps_all=True)
     limits = RolloutLimits(max_turns=9)
-    played = play(
+    rollout = play(
         make(counting, terminate_on_length=False, rollout_limits=limits), "and so on...", HI
     )
-    assert [step.reward for step in played.steps] == [0.0, 0.5]
-    assert_appended(played)
-    assert played.prompts[-1] == renderer.build_generation_prompt(counting.seen).to_ints()
+    assert [step.reward for step in rollout.steps] == [0.0, 0.5]
+    assert_appended(rollout)
+    assert rollout.prompts[-1] == renderer.build_generation_prompt(counting.seen).to_ints()
 
 
 def test_a_truncated_answer_that_cannot_be_extended_ends_the_episode(make):
@@ -243,10 +243,10 @@ def test_an_answer_without_an_end_mark_ends_the_episode(make):
 
 def test_an_answer_without_an_end_mark_can_be_retried(make):
     options = {"terminate_on_parse_error": False, "rollout_limits": RolloutLimits(max_turns=2)}
-    played = play(make(**options), "Hi", "Hi")
-    assert [step.stop_reason for step in played.steps] == [None, StopReason.MAX_TURNS]
-    assert [step.reward for step in played.steps] == [-1.0, -1.0]
-    assert played.prompts[1] == played.prompts[0]
+    rollout = play(make(**options), "Hi", "Hi")
+    assert [step.stop_reason for step in rollout.steps] == [None, StopReason.MAX_TURNS]
+    assert [step.reward for step in rollout.steps] == [-1.0, -1.0]
+    assert rollout.prompts[1] == rollout.prompts[0]
     with pytest.raises(UserError, match="terminate_on_parse_error=False may continue forever"):
         make(terminate_on_parse_error=False)
     with pytest.raises(UserError, match="terminate_on_length=False may continue forever"):
@@ -262,11 +262,11 @@ def test_an_answer_ended_by_the_stop_condition_of_the_environment_is_complete(ma
             return result
 
     counting = FirstLine()
-    played = play(make(counting), HI, "One line\n")
-    assert [step.next_stop_condition for step in played.steps] == [["\n"], ["\n"]]
+    rollout = play(make(counting), HI, "One line\n")
+    assert [step.next_stop_condition for step in rollout.steps] == [["\n"], ["\n"]]
     assert counting.seen[-2] == {"role": "assistant", "content": "One line\n"}
-    assert_appended(played)
-    assert played.prompts[-1] == renderer.build_generation_prompt(counting.seen).to_ints()
+    assert_appended(rollout)
+    assert rollout.prompts[-1] == renderer.build_generation_prompt(counting.seen).to_ints()
 
 
 # Parse errors
@@ -285,13 +285,13 @@ def test_unparsable_tool_calls_are_answered_by_the_retry_policy(make, renderer, 
     policy = ParseErrorPolicy(
         max_consecutive=2, penalty_per_error=0.2, terminal_reward=-0.7, mask_error_turns=True
     )
-    played = play(make(counting, parse_error_policy=policy), UNREADABLE, HI, *[UNREADABLE] * 3)
-    assert [step.reward for step in played.steps] == [-0.2, 0.5, -0.2, -0.2, -0.7]
-    assert [step.train_on_action for step in played.steps] == [False, True, False, False, False]
-    assert [step.metrics["parse_error"] for step in played.steps] == [1.0, 0.0, 1.0, 1.0, 1.0]
-    assert played.steps[-1].stop_reason is StopReason.PARSE_ERROR
-    assert_appended(played)
-    texts = [renderer.tokenizer.decode(prompt) for prompt in played.prompts]
+    rollout = play(make(counting, parse_error_policy=policy), UNREADABLE, HI, *[UNREADABLE] * 3)
+    assert [step.reward for step in rollout.steps] == [-0.2, 0.5, -0.2, -0.2, -0.7]
+    assert [step.train_on_action for step in rollout.steps] == [False, True, False, False, False]
+    assert [step.metrics["parse_error"] for step in rollout.steps] == [1.0, 0.0, 1.0, 1.0, 1.0]
+    assert rollout.steps[-1].stop_reason is StopReason.PARSE_ERROR
+    assert_appended(rollout)
+    texts = [renderer.tokenizer.decode(prompt) for prompt in rollout.prompts]
     assert [
         text.count("The previous message had a formatting issue.\nError: not JSON")
         for text in texts
@@ -335,12 +335,12 @@ def test_an_untrained_turn_is_observed_with_mask_zero(make, renderer):
 
 def test_an_episode_ends_when_the_context_is_full(make):
     roomy = len(play(make(), HI).prompts[1])
-    played = play(make(max_trajectory_tokens=roomy + 9, max_generation_tokens=10), HI)
-    assert (played.steps[0].reward, played.steps[0].stop_reason) == (
+    rollout = play(make(max_trajectory_tokens=roomy + 9, max_generation_tokens=10), HI)
+    assert (rollout.steps[0].reward, rollout.steps[0].stop_reason) == (
         -0.1,
         StopReason.CONTEXT_OVERFLOW,
     )
-    assert played.steps[0].metrics == {
+    assert rollout.steps[0].metrics == {
         "length": 3,
         **NO_END,
         "parse_error": 0.0,
@@ -485,10 +485,10 @@ def test_tool_calls_are_limited_only_if_counted(make):
 def test_tool_calls_are_numbered_over_the_episode(make):
     counting = Counting()
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    played = play(make(counting), f"{call}{call}{END}", f"{call}{END}")
+    rollout = play(make(counting), f"{call}{call}{END}", f"{call}{END}")
     ids = [call["id"] for message in counting.seen for call in message.get("tool_calls", [])]
     assert ids == ["call_0", "call_1", "call_2"]
-    assert_appended(played)
+    assert_appended(rollout)
 
 
 def test_each_turn_is_logged(make):
@@ -545,9 +545,9 @@ def test_no_sampled_text_raises_an_error(tokenizer, answers):
             "terminate_on_length": False,
         }
         stop = "\n\nUser:" if name == "role_colon" else "<|eot_id|>" if name == "llama3" else END
-        played = play(
+        rollout = play(
             EnvFromMessageEnv(renderer, Counting(keeps_all=True), **options),
             *[text + stop for text in answers],
         )
         if name in ("qwen3_instruct", "llama3"):
-            assert_appended(played)
+            assert_appended(rollout)

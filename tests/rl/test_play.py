@@ -84,7 +84,7 @@ def test_one_environment_of_a_group_can_be_run_alone(mapped, tokenizer):
     assert group.metrics_G == [{"found": 1.0}]
 
 
-def played(monkeypatch, capsys, typed, *words):
+def run_play(monkeypatch, capsys, typed, *words):
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
     status = main(["play", *words])
     return status, capsys.readouterr()
@@ -93,7 +93,7 @@ def played(monkeypatch, capsys, typed, *words):
 def test_a_person_answers_an_environment_in_the_terminal(mapped, monkeypatch, capsys, tmp_path):
     log_path = tmp_path / "run"
     words = ("guess_number", "largest=3", "max_guesses=4", f"log_path={log_path}")
-    status, said = played(monkeypatch, capsys, "0\n1\n2\n3\n", *words)
+    status, said = run_play(monkeypatch, capsys, "0\n1\n2\n3\n", *words)
     assert status == 0
     assert "Guess my number, 0 to 3." in said.out
     assert "Too low: 1 to 3." in said.out
@@ -103,7 +103,7 @@ def test_a_person_answers_an_environment_in_the_terminal(mapped, monkeypatch, ca
 
 
 def test_the_written_answer_is_not_printed_as_new_text(mapped, monkeypatch, capsys):
-    _, said = played(monkeypatch, capsys, "1234567\n" * 4, "guess_number")
+    _, said = run_play(monkeypatch, capsys, "1234567\n" * 4, "guess_number")
     second = said.out.split("tokens ─")[2]
     assert "1234567<|im_end|>" not in second
     assert "Write a number" in second
@@ -111,7 +111,7 @@ def test_the_written_answer_is_not_printed_as_new_text(mapped, monkeypatch, caps
 
 def test_all_environments_of_a_group_run_on_request(mapped, monkeypatch, capsys):
     words = ("guess_number", "largest=3", "group_size=2", "--group")
-    status, said = played(monkeypatch, capsys, "0\n0\n1\n1\n2\n2\n3\n3\n", *words)
+    status, said = run_play(monkeypatch, capsys, "0\n0\n1\n1\n2\n2\n3\n3\n", *words)
     assert status == 0
     assert "outcome of environment 2" in said.out
 
@@ -144,7 +144,7 @@ def test_multi_line_and_truncated_answers_are_read(monkeypatch, capsys):
     ],
 )
 def test_recipes_without_environments_are_rejected(mapped, monkeypatch, capsys, words, message):
-    status, said = played(monkeypatch, capsys, "", *words)
+    status, said = run_play(monkeypatch, capsys, "", *words)
     assert status == 1
     assert message in said.err
 
@@ -154,7 +154,7 @@ def test_a_recipe_file_can_be_run(mapped, monkeypatch, capsys, tmp_path):
     source = Path(guess_number.__file__).read_text()
     path.write_text(source.replace("Guess my number", "Guess mine"))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    status, said = played(monkeypatch, capsys, "0\n1\n2\n3\n", str(path), "largest=3")
+    status, said = run_play(monkeypatch, capsys, "0\n1\n2\n3\n", str(path), "largest=3")
     assert status == 0
     assert "Guess mine, 0 to 3." in said.out
     assert run_in_place_of_training.get() is None
@@ -188,13 +188,13 @@ def test_a_script_that_trains_is_played_in_place_of_training(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("train_me.py").write_text(f"MODEL = {DEFAULT_MODEL!r}\n" + SCRIPT % condition)
-    status, said = played(monkeypatch, capsys, "hello\n", "train_me.py")
+    status, said = run_play(monkeypatch, capsys, "hello\n", "train_me.py")
     assert (status, said.err) == (0, "")
     assert "Say hello." in said.out
     assert "total reward 1.25" in said.out
     assert not Path("run").exists()
     assert run_in_place_of_training.get() is None
-    status, said = played(monkeypatch, capsys, "hello\n", "train_me.py", "max_tokens=9")
+    status, said = run_play(monkeypatch, capsys, "hello\n", "train_me.py", "max_tokens=9")
     assert status == 1
     assert "max_tokens=9: train_me.py has no class `Options`; change its config" in said.err
 

@@ -268,9 +268,9 @@ def test_summaries_have_one_row_per_trajectory(files):
 
 def test_summaries_include_turns_and_group_grading(files):
     float32: Any = np.float32(0.25)
-    played = several("Begin.", ["one", "two", "three"], 0.5)
+    trajectory = several("Begin.", ["one", "two", "three"], 0.5)
     rollout = group(
-        9, [played], final_rewards=[0.25], metrics=[{"win_minus_loss": float32}], tags=[]
+        9, [trajectory], final_rewards=[0.25], metrics=[{"win_minus_loss": float32}], tags=[]
     )
     files.write("eval/a b", 3, [rollout])
     [row] = rows(files.path("eval/a b", 3, SUMMARIES))
@@ -371,8 +371,10 @@ def test_tokens_are_shown_for_an_environment_without_logs(files):
 
 def test_diagnostics_and_failed_attempts_are_in_the_tree(files):
     logs = {"tool": "calculator", "trace": "a\nb"}
-    played = Trajectory([turn("q", spoken("a"), logs=logs)], ModelInput.empty())
-    files.write("train", 0, [group(0, [played], errors=[RolloutError("TimeoutError", "too slow")])])
+    trajectory = Trajectory([turn("q", spoken("a"), logs=logs)], ModelInput.empty())
+    files.write(
+        "train", 0, [group(0, [trajectory], errors=[RolloutError("TimeoutError", "too slow")])]
+    )
     root = json.loads(files.path("train", 0, TREE).read_text())["root"]
     assert [title for _, title in titles(root)][-2:] == ["Diagnostics", "Rollout Errors"]
     assert "tool: calculator" in json.dumps(root)

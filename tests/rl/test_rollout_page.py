@@ -125,10 +125,10 @@ def test_rollout_text_is_never_markup(written):
     ):
         logtree.conversation([{"role": NASTY, "content": NASTY + " "}])
         logtree.table_from_dict({NASTY: NASTY}, caption=NASTY)
-    played = turn(
+    spoken_turn = turn(
         NASTY, spoken(NASTY), metrics={NASTY: 1.0}, logs={NASTY: NASTY, "long": NASTY * 9}
     )
-    trajectory = Trajectory([played], ModelInput.empty(), NASTY)
+    trajectory = Trajectory([spoken_turn], ModelInput.empty(), NASTY)
     rollout = group(0, [trajectory], tree=tree, errors=[RolloutError(NASTY, NASTY)], tags=[NASTY])
     page = written([rollout], split=f"eval/{NASTY}")
     assert {tag for tag, _ in page.elements} & {
@@ -339,9 +339,9 @@ def test_a_group_from_a_real_rollout_is_shown(written, tokenizer):
     )
     builder = ProblemGroupBuilder(partial(Sum, renderer), 3, "sums")
     with logtree.capture("Group 0") as tree:
-        played = asyncio.run(do_group_rollout(builder, policy, RetryOnFailure(max_retries=1)))
-    assert played is not None
-    page = written([GroupRollout(0, builder.logging_tags(), played, 9, tree)])
+        result = asyncio.run(do_group_rollout(builder, policy, RetryOnFailure(max_retries=1)))
+    assert result is not None
+    page = written([GroupRollout(0, builder.logging_tags(), result, 9, tree)])
     for index, answer in enumerate("455"):
         text = page.named(f"g0t{index}")[0][1]
         assert f"{answer}<|im_end|>" in text
@@ -404,8 +404,8 @@ def test_browser_colours_tokens_and_keeps_their_text(shown):
     text = "\n\té😀 a\r\nمرحبا <b>中文</b> \x00 &lt;"
     logprobs = [-0.05, -0.5, -1.0, -2.0, -4.0, -9.0]
     tokens = [*text.encode(), END]
-    played = turn("q", spoken(text, (logprobs * len(tokens))[: len(tokens)]))
-    browser = shown([group(0, [Trajectory([played], ModelInput.empty(), "completed")])])
+    spoken_turn = turn("q", spoken(text, (logprobs * len(tokens))[: len(tokens)]))
+    browser = shown([group(0, [Trajectory([spoken_turn], ModelInput.empty(), "completed")])])
     painted(browser, ".answer")
     assert (
         browser.run("document.querySelector('.answer').textContent") == visible(text) + "<|im_end|>"
@@ -423,8 +423,8 @@ def test_browser_colours_tokens_and_keeps_their_text(shown):
 @needs_browser
 def test_browser_shows_details_of_the_token_under_the_pointer(shown):
     logprobs = [-1.2345, -0.0001, -12.0, -0.5]
-    played = turn("q", TokensWithLogprobs([65, 0xC3, 0xA9, 10], logprobs))
-    browser = shown([group(0, [Trajectory([played], ModelInput.empty(), "completed")])])
+    spoken_turn = turn("q", TokensWithLogprobs([65, 0xC3, 0xA9, 10], logprobs))
+    browser = shown([group(0, [Trajectory([spoken_turn], ModelInput.empty(), "completed")])])
     painted(browser, ".answer")
     browser.point(".answer span:nth-child(1)")
     tip = "document.querySelector('#tip').innerText.split('\\n')"
@@ -580,8 +580,10 @@ def test_browser_runs_no_script_from_rollout_text(shown):
             "<script src='https://example.org/x.js'></script><link rel=stylesheet "
             "href='//example.org/a'>"
         )
-    played = turn(NASTY, spoken(NASTY), logs={"x": NASTY})
-    browser = shown([group(0, [Trajectory([played], ModelInput.empty(), "completed")], tree=tree)])
+    spoken_turn = turn(NASTY, spoken(NASTY), logs={"x": NASTY})
+    browser = shown(
+        [group(0, [Trajectory([spoken_turn], ModelInput.empty(), "completed")], tree=tree)]
+    )
     painted(browser, ".answer")
     assert browser.run("window.hit") is None
     assert browser.requests() == []

@@ -79,7 +79,7 @@ async def with_tree(rollout, *arguments, **options) -> Any:
 SAME = {
     "plain": (Group(), FailFast()),
     "long": (Group(plan=[[""]] * 16, turns=5), FailFast()),
-    "played again": (Group(plan=bad("flaky", at=2)), RetryOnFailure()),
+    "rolled out again": (Group(plan=bad("flaky", at=2)), RetryOnFailure()),
     "smaller": (Group(plan=bad("flaky", at=2, again="flaky")), MinViableGroup(max_retries=0)),
     "dropped": (Group(plan=[["flaky"]] * 3), MinViableGroup()),
     "together": (Duel(plan=[["flaky", ""], ["hangs", ""]]), RetryOnFailure()),

@@ -574,11 +574,11 @@ def test_an_error_while_stopping_still_saves_a_checkpoint(service, tmp_path):
 
 def test_the_staleness_bound_holds_after_a_resume(service, tmp_path):
     """The first step after a resume samples from the newest weights, and the bound still holds."""
-    played: list[int] = []
+    started: list[int] = []
     fail = AtGroup(7, broken)
 
     async def note(number):
-        played.append(number)
+        started.append(number)
         await fail(number)
 
     builder = EventfulBuilder(batches=6, happening=note, size=2)
@@ -586,9 +586,9 @@ def test_the_staleness_bound_holds_after_a_resume(service, tmp_path):
     with pytest.raises(RuntimeError):
         train(service, tmp_path, builder, **options)
     [*_, (_, done)] = saved(tmp_path)
-    played.clear()
+    started.clear()
     train(service, tmp_path, builder, **options)
-    assert played[::2] == list(range(2 * done, 12))
+    assert started[::2] == list(range(2 * done, 12))
     rows = rows_of(tmp_path)
     assert steps_of(tmp_path) == list(range(6))
     assert [row["async/staleness_max"] for row in rows[done:]] == [0, 1, 2, 2, 2, 2][: 6 - done]
@@ -654,16 +654,16 @@ def test_a_rolling_state_is_deleted_after_a_newer_one_is_recorded(service, tmp_p
 
 def test_a_run_with_more_epochs_continues_where_fewer_ended(tokenizer, tmp_path):
     """The order of the first epoch does not depend on the number of epochs."""
-    played: list[int] = []
+    started: list[int] = []
 
     async def note(number):
-        played.append(number)
+        started.append(number)
 
     builder = EventfulBuilder(happening=note, size=2)
     service = FakeService(tokenizer)
     train(service, tmp_path, builder, max_steps=2)
     train(service, tmp_path, builder, num_epochs=3)
-    groups = played[::2]
+    groups = started[::2]
     assert groups[:8] == list(range(8))
     assert sorted(groups[8:16]) == sorted(groups[16:]) == list(range(8))
     assert groups[8:16] != groups[16:]

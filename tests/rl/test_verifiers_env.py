@@ -91,11 +91,11 @@ def test_rewards_come_from_the_rubric_of_the_whole_group(model):
     group = group_of(model)
     answer = group.row["answer"]  # type: ignore[attr-defined]
     said = [f"it is {answer}", "I do not know at all"]
-    played = play(group, Policy(model, lambda who: [said[who]]))
-    assert played.get_total_rewards() == [1.0, 0.5]
-    assert [metrics["right"] for metrics in played.metrics_G] == [1.0, 0.0]
-    assert [metrics["longest"] for metrics in played.metrics_G] == [0.0, 1.0]
-    assert [trajectory.stop_reason for trajectory in played.trajectories_G] == [
+    rollout = play(group, Policy(model, lambda who: [said[who]]))
+    assert rollout.get_total_rewards() == [1.0, 0.5]
+    assert [metrics["right"] for metrics in rollout.metrics_G] == [1.0, 0.0]
+    assert [metrics["longest"] for metrics in rollout.metrics_G] == [0.0, 1.0]
+    assert [trajectory.stop_reason for trajectory in rollout.trajectories_G] == [
         "completed",
         "completed",
     ]
@@ -104,8 +104,8 @@ def test_rewards_come_from_the_rubric_of_the_whole_group(model):
 
 def test_verifiers_turns_become_one_sequence_of_sampled_tokens(model):
     policy = Policy(model, lambda _: ["first", "second", "third"])
-    played = play(group_of(model, kind="multi", group_size=1, system_prompt="Be brief."), policy)
-    [trajectory] = played.trajectories_G
+    rollout = play(group_of(model, kind="multi", group_size=1, system_prompt="Be brief."), policy)
+    [trajectory] = rollout.trajectories_G
     assert [turn.ac.tokens[:1] for turn in trajectory.transitions] == [
         [ord("f")],
         [ord("s")],
@@ -121,7 +121,7 @@ def test_verifiers_turns_become_one_sequence_of_sampled_tokens(model):
         "left<|im_end|>\n<|im_start|>assistant\nthird<|im_end|>"
     )
     assert trajectory.stop_reason == "max_turns"
-    assert played.metrics_G[0]["num_turns"] == 3
+    assert rollout.metrics_G[0]["num_turns"] == 3
 
 
 class Spelling(Policy):
@@ -151,12 +151,12 @@ def test_verifiers_tokens_are_not_tokenized_again(model):
 
 def test_verifiers_tools_are_offered_and_called(model):
     policy = Policy(model, lambda _: [f"Let me see.\n{CALL}", "It is 5."])
-    played = play(group_of(model, kind="tools", group_size=1), policy)
-    [trajectory] = played.trajectories_G
+    rollout = play(group_of(model, kind="tools", group_size=1), policy)
+    [trajectory] = rollout.trajectories_G
     assert '"name": "add"' in policy.prompts[0]
     assert "<tool_response>\n5\n</tool_response>" in policy.prompts[1]
     assert len(trajectory_to_data(trajectory, 1.0)) == 1
-    assert played.metrics_G[0]["add_calls"] == 1
+    assert rollout.metrics_G[0]["add_calls"] == 1
     assert trajectory.stop_reason == "completed"
 
 
@@ -170,16 +170,16 @@ def test_a_rewritten_verifiers_history_begins_a_new_sequence(model):
 
 
 def test_a_truncated_answer_is_reported_to_verifiers(model):
-    played = play(group_of(model, group_size=1), Policy(model, lambda _: ["going on and..."]))
-    assert played.trajectories_G[0].stop_reason == "max_tokens"
-    assert played.metrics_G[0]["truncated"] == 1.0
+    rollout = play(group_of(model, group_size=1), Policy(model, lambda _: ["going on and..."]))
+    assert rollout.trajectories_G[0].stop_reason == "max_tokens"
+    assert rollout.metrics_G[0]["truncated"] == 1.0
 
 
 def test_a_prompt_that_fills_the_context_ends_a_verifiers_rollout(model):
     policy = Policy(model, lambda _: ["x" * 50, "y", "z"])
-    played = play(group_of(model, kind="multi", group_size=1, max_prompt_tokens=60), policy)
-    assert [len(t.transitions) for t in played.trajectories_G] == [1]
-    assert played.trajectories_G[0].stop_reason == "context_overflow"
+    rollout = play(group_of(model, kind="multi", group_size=1, max_prompt_tokens=60), policy)
+    assert [len(t.transitions) for t in rollout.trajectories_G] == [1]
+    assert rollout.trajectories_G[0].stop_reason == "context_overflow"
     never = play(group_of(model, kind="multi", group_size=2, max_prompt_tokens=5), policy)
     assert never.get_total_rewards() == [0.0, 0.0]
     assert never.trajectories_G[0].stop_reason == "context_overflow"

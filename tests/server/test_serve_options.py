@@ -108,7 +108,7 @@ def test_the_memory_plan_adds_up(model: Path):
         device="cpu", dtype="float32", kv_cache_bytes=1 << 20, prefix_cache_bytes=1 << 21
     )
     settings = ServerSettings(adapter_memory_bytes=1 << 40)
-    whole = plan_of({"a/b": model, "twin": model}, engine, settings)
+    whole = plan_of({"a/b": model, "same": model}, engine, settings)
     plan = whole.models["a/b"]
     # but for the file's header
     assert abs(plan.weight_bytes - (model / "model.safetensors").stat().st_size) < 1 << 14
@@ -117,7 +117,7 @@ def test_the_memory_plan_adds_up(model: Path):
     narrow = plan_of({"a/b": model}, replace(engine, dtype="bfloat16"), settings).models["a/b"]
     assert narrow.weight_bytes == 1.5 * plan.weight_bytes  # packed twice, beside the file
     assert narrow.training_bytes < plan.training_bytes
-    assert whole.models["twin"] is plan
+    assert whole.models["same"] is plan
     assert whole.computing == plan.total_bytes + (1 << 40)
     text = str(whole)
     assert "a/b: weights" in text

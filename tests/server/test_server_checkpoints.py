@@ -203,8 +203,8 @@ async def test_a_copy_belongs_to_a_new_run(model_dir, data_dir):
         before = state(data_dir, path)
         await server.checkpoints.delete(TENANT, path)
         assert state(data_dir, copy) == before
-        twin = await client.model(base_model=None, from_path=copy, with_optimizer=True)
-        assert (await twin.step())["adam_step"] == 2
+        second = await client.model(base_model=None, from_path=copy, with_optimizer=True)
+        assert (await second.step())["adam_step"] == 2
         found = await server.training_run(TENANT, f"{client.session_id}:train:8")
         assert (found.base_model, found.lora_rank, found.user_metadata) == (
             BASE,

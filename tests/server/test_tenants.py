@@ -80,9 +80,9 @@ async def test_a_public_checkpoint_can_be_read_but_not_changed(model_dir, data_d
         await server.checkpoints.set_public(anna.tenant, path, True)
         with pytest.raises(Conflict):
             await server.checkpoints.set_public(anna.tenant, path, True)
-        twin = await ben.model(base_model=None, from_path=path, with_optimizer=True)
-        assert (await twin.step(1))["adam_step"] == 2
-        await twin.run(LoadWeights(twin.model_id, path))
+        second = await ben.model(base_model=None, from_path=path, with_optimizer=True)
+        assert (await second.step(1))["adam_step"] == 2
+        await second.run(LoadWeights(second.model_id, path))
         await ben.sample(await ben.sampler(None, path))
         assert (await server.checkpoints.info(ben.tenant, path)).checkpoint.public
         assert (
@@ -99,7 +99,7 @@ async def test_a_public_checkpoint_can_be_read_but_not_changed(model_dir, data_d
             await server.checkpoints.set_public(anna.tenant, path, False)
         with pytest.raises(NotFound):
             await server.checkpoints.info(ben.tenant, path)
-        assert (await twin.step(2))["adam_step"] == 1  # the optimizer was not loaded
+        assert (await second.step(2))["adam_step"] == 1  # the optimizer was not loaded
 
 
 async def test_limits_apply_to_each_tenant_separately(model_dir, data_dir):

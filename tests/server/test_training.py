@@ -284,7 +284,7 @@ async def test_a_model_is_created_from_a_checkpoint(model_dir, data_dir):
         for seed in range(2):
             await model.step(seed)
         path = await model.save("a")
-        twin = await client.model(base_model=None, from_path=path, with_optimizer=True)
+        second = await client.model(base_model=None, from_path=path, with_optimizer=True)
         await model.step(5)
         assert (
             orjson.loads(await model.run(LoadWeights(model.model_id, path, with_optimizer=True)))[
@@ -292,8 +292,8 @@ async def test_a_model_is_created_from_a_checkpoint(model_dir, data_dir):
             ]
             == path
         )
-        assert await model.step(6) == await twin.step(6)
-        paths = [await model.save("b"), await twin.save("b")]
+        assert await model.step(6) == await second.step(6)
+        paths = [await model.save("b"), await second.save("b")]
         assert state(data_dir, paths[0]) == state(data_dir, paths[1])
         with pytest.raises(NotFound):
             await model.submit(LoadWeights(model.model_id, "tinker://none/weights/a"))

@@ -194,7 +194,7 @@ def _(bench: Bench) -> None:
 def _refused(
     method: str, client: Callable[[Bench], Any], arguments: Callable[[Bench], tuple[Any, ...]]
 ) -> None:
-    """Of a method and its async twin."""
+    """Of a method and its async counterpart."""
 
     @probe(method, refused=True)
     def _(bench: Bench) -> None:
@@ -226,7 +226,7 @@ for _name, _client in (
     _refused(f"{_name}.get_current_checkpoint_storage_usage", _client, lambda bench: ())
 
 
-def _rest_twin(method: str, arguments: Callable[[Bench], tuple[Any, ...]]) -> None:
+def _rest_pair(method: str, arguments: Callable[[Bench], tuple[Any, ...]]) -> None:
     @probe(f"RestClient.{method}")
     def _(bench: Bench) -> None:
         given = arguments(bench)
@@ -243,19 +243,19 @@ def _published(bench: Bench) -> tuple[str]:
     return (path,)
 
 
-_rest_twin("get_training_run_async", lambda bench: (bench.training.model_id,))
-_rest_twin("get_training_run_by_tinker_path_async", lambda bench: (bench.state,))
-_rest_twin("list_training_runs_async", lambda bench: ())
-_rest_twin("list_checkpoints_async", lambda bench: (bench.training.model_id,))
-_rest_twin("list_user_checkpoints_async", lambda bench: ())
-_rest_twin("delete_checkpoint_async", lambda bench: tuple(_saved(bench)[9:].split("/", 1)))
-_rest_twin("delete_checkpoint_from_tinker_path_async", lambda bench: (_saved(bench),))
-_rest_twin("publish_checkpoint_from_tinker_path_async", lambda bench: (_saved(bench),))
-_rest_twin("unpublish_checkpoint_from_tinker_path_async", _published)
-_rest_twin("set_checkpoint_ttl_from_tinker_path_async", lambda bench: (_saved(bench), 7200))
-_rest_twin("get_external_weights_urls_async", lambda bench: (bench.external,))
-_rest_twin("get_checkpoint_archive_url_from_tinker_path_async", lambda bench: (bench.weights,))
-_rest_twin("copy_weights_async", lambda bench: (bench.state, "archive"))
-_rest_twin("list_sessions_async", lambda bench: ())
-_rest_twin("get_session_async", lambda bench: (_session(bench),))
-_rest_twin("get_sampler_async", lambda bench: (bench.sampler._sampling_session_id,))
+_rest_pair("get_training_run_async", lambda bench: (bench.training.model_id,))
+_rest_pair("get_training_run_by_tinker_path_async", lambda bench: (bench.state,))
+_rest_pair("list_training_runs_async", lambda bench: ())
+_rest_pair("list_checkpoints_async", lambda bench: (bench.training.model_id,))
+_rest_pair("list_user_checkpoints_async", lambda bench: ())
+_rest_pair("delete_checkpoint_async", lambda bench: tuple(_saved(bench)[9:].split("/", 1)))
+_rest_pair("delete_checkpoint_from_tinker_path_async", lambda bench: (_saved(bench),))
+_rest_pair("publish_checkpoint_from_tinker_path_async", lambda bench: (_saved(bench),))
+_rest_pair("unpublish_checkpoint_from_tinker_path_async", _published)
+_rest_pair("set_checkpoint_ttl_from_tinker_path_async", lambda bench: (_saved(bench), 7200))
+_rest_pair("get_external_weights_urls_async", lambda bench: (bench.external,))
+_rest_pair("get_checkpoint_archive_url_from_tinker_path_async", lambda bench: (bench.weights,))
+_rest_pair("copy_weights_async", lambda bench: (bench.state, "archive"))
+_rest_pair("list_sessions_async", lambda bench: ())
+_rest_pair("get_session_async", lambda bench: (_session(bench),))
+_rest_pair("get_sampler_async", lambda bench: (bench.sampler._sampling_session_id,))

@@ -44,13 +44,13 @@ def assert_same(state: dict[str, torch.Tensor], before: dict[str, torch.Tensor])
 
 def test_steps_equal_torch_adamw_with_decay_and_clipping():
     adapter = new_adapter()
-    twin = adapter.master.clone().requires_grad_()
+    reference = adapter.master.clone().requires_grad_()
     steps = [(1e-2, 0.0, 0.0), (3e-3, 0.1, 0.0), (1e-2, 0.1, 0.5), (1e-2, 0.0, 1e6)]
-    optimizer = torch.optim.AdamW([twin], betas=(0.9, 0.95), eps=1e-12)
+    optimizer = torch.optim.AdamW([reference], betas=(0.9, 0.95), eps=1e-12)
     for step, (rate, decay, clip) in enumerate(steps):
         optimizer.param_groups[0].update(lr=rate, weight_decay=decay)
-        twin.grad = gradient(adapter, step) + gradient(adapter, step + 50)
-        norm = torch.nn.utils.clip_grad_norm_([twin], clip or float("inf"))
+        reference.grad = gradient(adapter, step) + gradient(adapter, step + 50)
+        norm = torch.nn.utils.clip_grad_norm_([reference], clip or float("inf"))
         optimizer.step()
         adapter.add_grad(gradient(adapter, step))
         adapter.add_grad(gradient(adapter, step + 50))
@@ -61,7 +61,7 @@ def test_steps_equal_torch_adamw_with_decay_and_clipping():
             "grad_norm": pytest.approx(float(norm), rel=1e-5),
             "adam_step": step + 1,
         }
-        torch.testing.assert_close(adapter.master, twin.detach(), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(adapter.master, reference.detach(), rtol=1e-6, atol=1e-8)
     assert adapter.version == len(steps)
 
 

@@ -279,7 +279,7 @@ def test_the_warning_names_families_reasons_and_remedy():
 def test_the_check_runs_in_a_separate_process(directory):
     """The kernels are interpreted on a CPU, where no graph can be captured."""
     if DEVICE.type == "cuda":
-        pytest.skip("tests/gpu has the check on a GPU")
+        pytest.skip("tests/engine/gpu has the check on a GPU")
     request = Request(str(directory), "float32", "cpu", ["norms", "graphs", "swiglu"])
     found = run_checks(request)
     assert [(v.family, v.passed) for v in found] == [

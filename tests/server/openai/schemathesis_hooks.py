@@ -1,7 +1,7 @@
 """Hooks of schemathesis, with which most of its requests reach the model, and ask for few tokens.
 
     planish serve --port 8000 &
-    SCHEMATHESIS_HOOKS=tests/server/openai_clients/schemathesis_hooks.py schemathesis run \\
+    SCHEMATHESIS_HOOKS=tests/server/openai/schemathesis_hooks.py schemathesis run \\
         http://127.0.0.1:8000/openapi.json -c not_a_server_error -c content_type_conformance \\
         -c response_schema_conformance -n 4000 --max-time 420 --continue-on-failure -w 2
 """

@@ -1,6 +1,6 @@
 """A program that ends in the middle of its work, without `close()`. exit_run.py runs it.
 
-    python tests/exits/program.py WORK END STYLE PLACE DELAY
+    python tests/processes/exiting_program.py WORK END STYLE PLACE DELAY
 
 PLACE is the URL of a server, or a directory that holds the model `tiny` and will hold checkpoints.
 The program writes "working" once the work is in progress. DELAY seconds later it writes "ending"

@@ -30,7 +30,7 @@ NAMES = (
 @pytest.mark.parametrize("name", SHAPES)
 def test_all_families_pass(tmp_path: Path, device: torch.device, name: str, dtype: str):
     if device.type == "cpu":
-        pytest.skip("tests/engine/test_gpu_check.py has the check on a CPU")
+        pytest.skip("tests/engine/test_gpu_kernel_checks.py has the check on a CPU")
     directory = tiny_model(tmp_path / "model", family="qwen3")
     config = json.loads((directory / "config.json").read_text())
     config |= dict(zip(NAMES, SHAPES[name], strict=True))

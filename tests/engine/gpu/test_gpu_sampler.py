@@ -1,5 +1,5 @@
 """The sampler's tests on a GPU: transformers on the CPU is the oracle, and each fast path equals
-its slow twin but for rounding.
+its slow reference but for rounding.
 
 Bits may depend on the batch here, for there is no row tiling for GPUs; see rounding.py.
 """

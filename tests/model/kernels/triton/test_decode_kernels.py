@@ -1,4 +1,4 @@
-"""The decoding attention kernels with hand-made tables. tests/engine/test_gpu_attention.py tests
+"""The decoding attention kernels with hand-made tables. test_triton_sampling_attention.py tests
 them with KV pools and samples.
 """
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hopper import Case, resources
-from test_triton_forest import TARGETS
+from test_tree_kernels import TARGETS
 from torch import Tensor
 
 from planish.model.kernels.triton import decode_kernels

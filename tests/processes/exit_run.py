@@ -1,9 +1,9 @@
 """Programs that end in the middle of their work, at random moments; each must end cleanly.
 
-    python tests/exits/exit_run.py --runs 300
-    python tests/exits/exit_run.py --runs 300 --load 2 --record exits.json
+    python tests/processes/exit_run.py --runs 300
+    python tests/processes/exit_run.py --runs 300 --load 2 --record exits.json
 
-Every run is a new process (program.py) that samples, trains, saves, computes a loss of its own or
+Every run is a new process (exiting_program.py) that samples, trains, saves, computes a loss of its own or
 is idle, in process or as a client of `planish serve`, and then returns, calls `sys.exit`, raises,
 or gets Ctrl-C or SIGTERM, without `close()`. Its exit status and stderr must be its own, it must
 reach the interpreter's own shutdown within two seconds, and a checkpoint that it asked for must be
@@ -114,7 +114,7 @@ def program(run: Run, directory: Path, url: str) -> Outcome:
     process = subprocess.Popen(
         [
             sys.executable,
-            str(HERE / "program.py"),
+            str(HERE / "exiting_program.py"),
             run.work,
             end_mode,
             run.style,

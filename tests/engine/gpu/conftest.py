@@ -5,7 +5,6 @@ and names that say "CPU" there are others here.
 """
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 
 from planish.testing import tiny_model
 
-sys.path.append(str(Path(__file__).parents[1] / "engine"))
 pytest.register_assert_rewrite("test_sampler", "test_sampler_equals_trainer", "test_trainer")
 
 KERNEL_SIZES: dict[str, Any] = {
@@ -37,7 +35,7 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _kernels_serve_without_a_check(device, monkeypatch) -> None:
-    """These tests are about the kernels; test_gpu_check.py is about the check."""
+    """These tests are about the kernels; test_gpu_kernel_checks.py is about the check."""
     if device.type == "cuda":
         monkeypatch.setenv("PLANISH_KERNELS", "triton")
 

@@ -172,8 +172,8 @@ def peft_gradient(
         target_parameters=fields.get("target_parameters"),
         lora_dropout=0.0,
     )
-    twin = get_peft_model(base, config)
-    named = dict(twin.named_parameters())
+    peft = get_peft_model(base, config)
+    named = dict(peft.named_parameters())
     parameters = [
         named[f"base_model.model.{entry.peft_name}.default.weight"] for entry in layout.entries
     ]
@@ -183,7 +183,7 @@ def peft_gradient(
     total = 0.0
     for datum in data:
         inputs = {name: value.to_torch() for name, value in datum.loss_fn_inputs.items()}
-        logits = twin(torch.tensor([datum.model_input.to_ints()])).logits[0].float() / temperature
+        logits = peft(torch.tensor([datum.model_input.to_ints()])).logits[0].float() / temperature
         index = inputs["target_tokens"].reshape(logits.shape[0], -1)
         logprobs = (
             torch.log_softmax(logits, -1).gather(1, index).reshape(inputs["target_tokens"].shape)

@@ -11,7 +11,7 @@ import torch
 from backends import backend_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_native_attention import Prompt, Sample
+from test_cpp_attention import Prompt, Sample
 from torch import Tensor
 
 from planish.model.kernels.backend import Attend
@@ -109,10 +109,10 @@ class Batch:
             self.random(total, 3 * self.shape.num_heads, size),
         )
         v = v[:, -self.shape.num_heads :]
-        twin = None
+        reference = None
         if self.kind is KVPool:
-            twin = DecodeAttention(rows, self.prompts, self.samples, 1, DEVICE)(layer, q, k, v)
-        for sample in self.running if twin is None else ():
+            reference = DecodeAttention(rows, self.prompts, self.samples, 1, DEVICE)(layer, q, k, v)
+        for sample in self.running if reference is None else ():
             own, row = self.samples.pool_for(capacity_for(sample.stored + 1)), rows[sample]
             (
                 own.keys[layer][sample.slot, :, sample.stored],
@@ -128,8 +128,8 @@ class Batch:
         assert found.dtype == q.dtype
         assert not found[:padding].any()
         tolerance = TOLERANCE[self.shape.dtype]
-        if twin is not None:
-            torch.testing.assert_close(found, twin, rtol=tolerance, atol=tolerance)
+        if reference is not None:
+            torch.testing.assert_close(found, reference, rtol=tolerance, atol=tolerance)
         of_samples = found[[rows[sample] for sample in self.running]]
         torch.testing.assert_close(of_samples.double(), dense, rtol=tolerance, atol=tolerance)
 
@@ -385,13 +385,13 @@ def test_prompt_rows_are_assigned_to_blocks_and_slots(heads, group, head_dim, dt
         running.random(83, heads * group, head_dim),
         *(running.random(83, heads, head_dim) for _ in range(2)),
     )
-    twin = PrefillAttention(spans)(1, q, k, v)
+    reference = PrefillAttention(spans)(1, q, k, v)
     for span in spans:
         for tensor in (span.pool.keys[1], span.pool.values[1]):
             tensor[span.slot, :, span.start :] = torch.nan
     attention = GpuPrefill(spans, PoolBases(shape, 4096), heads * group)
     found = attention(1, q, k, v)
-    torch.testing.assert_close(found, twin, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(found, reference, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     covered = [row for span in spans for row in range(span.row, span.row + span.count)]
     assert not found[[row for row in range(83) if row not in covered]].any()
 
@@ -462,5 +462,5 @@ def test_a_captured_decoding_step_serves_other_samples():
     rows: dict[SlotOwner, int] = {sample: row + 3 for row, sample in enumerate(running.running)}
     tables.fill(rows, running.prompts, running.samples)
     graph.replay()
-    twin = DecodeAttention(rows, running.prompts, running.samples, 1, shape.device)(1, q, k, v)
-    torch.testing.assert_close(out, twin, rtol=0.02, atol=0.02)
+    reference = DecodeAttention(rows, running.prompts, running.samples, 1, shape.device)(1, q, k, v)
+    torch.testing.assert_close(out, reference, rtol=0.02, atol=0.02)

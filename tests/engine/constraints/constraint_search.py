@@ -1,6 +1,6 @@
 """A search for constraints that take too much memory or time.
 
-    OMP_NUM_THREADS=1 python tests/engine/constraint_search.py 2000
+    OMP_NUM_THREADS=1 python tests/engine/constraints/constraint_search.py 2000
 
 The program writes random constraints with large and nested numbers over the keywords of JSON
 Schema, and the operators of regular expressions and of Lark grammars. It compiles each in a

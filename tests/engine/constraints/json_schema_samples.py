@@ -4,7 +4,7 @@ The source distribution of `jsonschema` contains the test suite:
 
     pip download --no-deps --no-binary jsonschema jsonschema==4.26.0
     tar -xzf jsonschema-4.26.0.tar.gz
-    OMP_NUM_THREADS=2 python tests/engine/json_schema_samples.py jsonschema-4.26.0/json/tests 2000
+    OMP_NUM_THREADS=2 python tests/engine/constraints/json_schema_samples.py jsonschema-4.26.0/json/tests 2000
 
 The program compiles each schema once. It takes a number of samples at temperature 1 from the
 embedded model, each under one of the schemas that compile. It prints one JSON object: the numbers

@@ -4,7 +4,7 @@ values.
 
 import pytest
 import torch
-from test_native_attention import Prompt, Sample
+from test_cpp_attention import Prompt, Sample
 from torch import Tensor
 
 from planish.model.decoder import Decoder
