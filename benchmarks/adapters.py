@@ -86,7 +86,7 @@ def main(options: Options) -> None:
             for count in adapter_counts
         ]
     # This must come last: after a large torch operation in this thread, OpenMP's threads sleep
-    # between kernels, and everything takes a third longer (docs/log.md).
+    # between kernels, and everything takes a third longer (docs/lab/log.md).
     bandwidth = report["read_bandwidth"] = measure_read_bandwidth()
     for point in report["points"]:
         point["read_seconds_a_step"] = point["adapters"] * layout.size * BFLOAT16_BYTES / bandwidth

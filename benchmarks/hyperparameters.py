@@ -4,7 +4,7 @@ embedded model.
     python benchmarks/hyperparameters.py RUNS [NAME ...]     make the runs (of the named tables)
         under the directory RUNS
     python benchmarks/hyperparameters.py RUNS --tables       write the tables of
-        docs/hyperparameters.md from them
+        docs/guide/hyperparameters.md from them
 
 An existing run is resumed or read. Each run is deterministic given its seed; the tables contain no
 times.
@@ -18,7 +18,7 @@ from statistics import fmean
 
 from planish.files import read_rows, write_atomically
 
-PAGE = Path(__file__).parents[1] / "docs" / "hyperparameters.md"
+PAGE = Path(__file__).parents[1] / "docs" / "guide" / "hyperparameters.md"
 BASE_OPTIONS = {
     "env": "arithmetic",
     "max_operand": 20,

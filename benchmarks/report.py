@@ -1,4 +1,6 @@
-"""Write the tables of docs/performance.md from the recorded results: python benchmarks/report.py
+"""Write the tables of docs/lab/performance.md from the recorded results.
+
+    python benchmarks/report.py
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. Its data are NAME.json in
 benchmarks/results; without that file it is empty. A test keeps the page and the results equal.
@@ -12,7 +14,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-PAGE = HERE.parent / "docs" / "performance.md"
+PAGE = HERE.parent / "docs" / "lab" / "performance.md"
 END = "<!-- end -->"
 
 TITLES = {

@@ -317,7 +317,7 @@ def _(mo):
 
     For a small model on GSM8K the curve is flat at first. The model is hardly ever right, so nearly every group is
     degenerate and has no signal. After a short supervised warm start (`python -m planish.recipes.sl_loop`) some groups
-    are mixed, and answers keep to the format. Right answers stay rare with 135M parameters (`docs/results.md`).
+    are mixed, and answers keep to the format. Right answers stay rare with 135M parameters (`docs/lab/results.md`).
     `make demo` shows a task where the curve rises within minutes.
     """)
 

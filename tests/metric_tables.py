@@ -14,17 +14,17 @@ from pathlib import Path
 DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- the table begins -->", "<!-- the table ends -->"
 PAGES = (
-    "metrics.md",
-    "supervised.md",
-    "evaluation.md",
-    "distillation.md",
+    "reference/metrics.md",
+    "guide/supervised.md",
+    "guide/evaluation.md",
+    "guide/distillation.md",
     "recipes/dpo.md",
     "recipes/preference_model.md",
 )
 LOOP_OF_PAGE = {
-    "distillation.md": ("metrics.md", "supervised.md"),
-    "recipes/dpo.md": ("supervised.md",),
-    "recipes/preference_model.md": ("supervised.md",),
+    "guide/distillation.md": ("reference/metrics.md", "guide/supervised.md"),
+    "recipes/dpo.md": ("guide/supervised.md",),
+    "recipes/preference_model.md": ("guide/supervised.md",),
 }
 """Pages whose runs also log the metrics of a loop, which other pages define."""
 
@@ -73,7 +73,7 @@ def metrics_of(page: str) -> tuple[Metric, ...]:
     return metrics_in((DOCS / page).read_text(encoding="utf-8"))
 
 
-def definition_of(key: str, page: str = "metrics.md") -> Metric | None:
+def definition_of(key: str, page: str = "reference/metrics.md") -> Metric | None:
     """Return the definition of a metric, such as test/env/all/correct, as the runs that `page`
     describes log it. None without a definition.
     """

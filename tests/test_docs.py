@@ -33,14 +33,14 @@ RECIPES = sorted((DOCS.parent / "planish" / "recipes").glob("[!_]*.py"))
 """Their docstrings have commands too."""
 WITH_README = [DOCS.parent / "README.md", *(DOCS / page for page in PAGES)]
 NOT_RUN = {
-    "renderers.md": "a fragment: the client and the sample come from elsewhere",
-    "models.md": "a conversion of the reader's own model",
+    "reference/renderers.md": "a fragment: the client and the sample come from elsewhere",
+    "reference/models.md": "a conversion of the reader's own model",
     "recipes/verifiers_rl.md": "it needs planish[verifiers]: tests/rl/test_verifiers_env.py runs "
     "such environments",
-    "sandbox.md": "it needs a sandbox: tests/sandbox/test_program_tests.py runs it where there is "
-    "one",
+    "reference/sandbox.md": "it needs a sandbox: tests/sandbox/test_program_tests.py runs it "
+    "where there is one",
 }
-SLOW = {"metrics.md"}
+SLOW = {"reference/metrics.md"}
 
 FENCE = re.compile(r"^```(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"python -m (planish\.recipes\.\w+)((?:\\\n|[^\n`])*)")
@@ -128,7 +128,7 @@ def test_every_block_of_the_page_runs(page, reader):
 
 @pytest.mark.slow
 def test_the_page_of_clients_prints_the_same_where_checkpoints_lie_already(reader):
-    page = DOCS / "clients.md"
+    page = DOCS / "guide/clients.md"
     for again in range(2):
         run_page(page.read_text(), page, f"page_clients_{again}")
 

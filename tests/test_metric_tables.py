@@ -46,12 +46,12 @@ def test_a_key_has_the_definition_of_its_pattern(key, pattern):
     ("key", "page"),
     [
         *(
-            (key, "metrics.md")
+            (key, "reference/metrics.md")
             for key in ("reward", "env/all", "optim/unknown", "tests/reward/total", "time", "")
         ),
-        ("xreward/total", "metrics.md"),
-        ("reward/total", "supervised.md"),
-        ("eval/gsm8k/reward", "evaluation.md"),
+        ("xreward/total", "reference/metrics.md"),
+        ("reward/total", "guide/supervised.md"),
+        ("eval/gsm8k/reward", "guide/evaluation.md"),
     ],
 )
 def test_a_key_that_no_run_logs_has_no_definition(key, page):
@@ -75,7 +75,7 @@ def test_every_metric_of_rl_loop_has_a_definition_of_its_own():
 
 
 def test_the_page_names_only_metrics_that_exist():
-    page = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference/metrics.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:env|test|optim|time|async|tokens)/[\w/:]+)`", page))
     assert len(named) > 10
     assert [key for key in named if definition_of(key) is None] == []

@@ -1,5 +1,5 @@
-"""The script in docs/metrics.md runs, here two steps on a tiny random model in the place of the
-embedded one.
+"""The script in docs/reference/metrics.md runs, here two steps on a tiny random model in the place
+of the embedded one.
 """
 
 import os
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.slow
 def test_the_script_of_the_page_runs(tmp_path, planish_home):
     [script] = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs/metrics.md").read_text(), flags=re.DOTALL
+        r"```python\n(.*?)```", (ROOT / "docs/reference/metrics.md").read_text(), flags=re.DOTALL
     )
     assert "range(10)" in script
     assert "max_tokens=96" in script

@@ -44,7 +44,7 @@ class _Module(ModuleType):
             module = importlib.import_module(self._entry.fallback)
             if hasattr(module, name):
                 return getattr(module, name)
-        reason = self._reason or "docs/porting.md lists what planish has of the cookbook"
+        reason = self._reason or "docs/reference/porting.md lists what planish has of the cookbook"
         raise RefusedNameError(f"{self.__name__}.{name} is not offered: {reason}")
 
 

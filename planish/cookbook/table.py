@@ -21,7 +21,7 @@ class CookbookModule:
     names: Mapping[str, str] = field(default_factory=dict)
     """For a name of the cookbook, its target, written MODULE:NAME."""
     difference: str = ""
-    """How the module differs from the cookbook's, for docs/porting.md."""
+    """How the module differs from the cookbook's, for docs/reference/porting.md."""
 
 
 _A = "planish.cookbook.adapters"
@@ -150,7 +150,8 @@ MODULES: dict[str, CookbookModule] = {
             "main": f"{_A}.training:train_rl",
             "run_evaluations_parallel": f"{_A}.training:run_evaluations_parallel",
         },
-        "the loop and the files are planish's: docs/environments.md, docs/metrics.md",
+        "the loop and the files are planish's: docs/guide/environments.md, "
+        "docs/reference/metrics.md",
     ),
     "rl.types": CookbookModule("planish.rl.types"),
     "sandbox": CookbookModule(
@@ -203,8 +204,8 @@ REFUSED = {
     "audio_processing_utils": "planish reads text only",
     "capture": "planish makes no HTTP requests that could be captured",
     "chat_app": "use `planish chat`",
-    "distillation.sdft": "self-distillation is not supported; docs/distillation.md describes what "
-    "is",
+    "distillation.sdft": "self-distillation is not supported; docs/guide/distillation.md describes "
+    "what is",
     "inference": "`planish export` writes models for other inference engines",
     "third_party": "`planish serve` has OpenAI-compatible endpoints",
     "xmux": "start runs from a shell",

@@ -2,7 +2,7 @@ r"""Grade an answer in \boxed{}: check whether it equals the known answer.
 
 Two numbers are compared by value, in the forms in which people write them (1,234 or 1\,234, 1.5e3,
 2 1/2, 72 cm^2). An answer that names several values is wrong, because a policy could hedge.
-docs/evaluation.md has the table of forms.
+docs/guide/evaluation.md has the table of forms.
 
 math-verify compares all other answers, in a sandboxed process that can be killed. An answer such as
 9^{9^{9^{9}}} would occupy a computer algebra system forever, and neither an alarm nor a thread can

@@ -1,9 +1,9 @@
 """The one reader of rows: which columns hold a conversation, a comparison or a prompt.
 
-docs/data.md has the table of the layouts. A row has one layout for each purpose, the first one whose
-columns are all there and not null. Columns that the layout does not use are treated in one of two
-ways. A column that would change what is trained (REFUSED_COLUMNS) is an error. All other columns are
-counted and named in one warning per dataset (planish/datasets/unused_columns.py).
+docs/reference/data.md has the table of the layouts. A row has one layout for each purpose, the
+first one whose columns are all there and not null. Columns that the layout does not use are treated
+in one of two ways. A column that would change what is trained (REFUSED_COLUMNS) is an error. All
+other columns are counted and named in one warning per dataset (planish/datasets/unused_columns.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -131,7 +131,9 @@ def find_layout(row: Columns, layouts: Mapping[Layout, Any], where: str) -> Layo
             return layout
     forms = ", or ".join(" and ".join(f'"{name}"' for name in each.columns) for each in layouts)
     present = sorted(name for name, value in row.items() if value is not None)
-    raise UserError(f"{where}: the row has {present}; give rows with {forms} (docs/data.md)")
+    raise UserError(
+        f"{where}: the row has {present}; give rows with {forms} (docs/reference/data.md)"
+    )
 
 
 def check_refused(row: Columns, refusals: Mapping[str, str], where: str) -> None:

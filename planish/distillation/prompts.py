@@ -1,7 +1,7 @@
 """Prompts without rewards: the student answers them, and a teacher scores the answers.
 
-A prompt is a conversation whose next message is the assistant's. docs/data.md lists the layouts of
-rows.
+A prompt is a conversation whose next message is the assistant's. docs/reference/data.md lists the
+layouts of rows.
 """
 
 from collections.abc import Mapping, Sequence

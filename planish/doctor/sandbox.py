@@ -24,7 +24,7 @@ def sandbox_findings() -> Iterator[Finding]:
     except SandboxUnavailableError as error:
         problem, _, remedy = str(error).partition("; ")
         text = f"not available, so code_rl cannot run: {problem}"
-        yield Finding("self_test", text, False, remedy or "see docs/sandbox.md")
+        yield Finding("self_test", text, False, remedy or "see docs/reference/sandbox.md")
         return
     yield Finding(
         "self_test", "passed: a program that tries to escape from the sandbox cannot", True

@@ -49,7 +49,7 @@ class Results:
     settings: Mapping[str, Any]
     versions: Mapping[str, str]
     metrics: Mapping[str, float]
-    """The metrics by name; docs/evaluation.md defines them."""
+    """The metrics by name; docs/guide/evaluation.md defines them."""
 
 
 async def evaluate(

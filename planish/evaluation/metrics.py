@@ -1,4 +1,4 @@
-"""The metrics of an evaluation. docs/evaluation.md defines each key.
+"""The metrics of an evaluation. docs/guide/evaluation.md defines each key.
 
 Every standard error is over problems (see planish/runlog/statistics.py). An answer that could not
 be graded, or a question that could not be asked, counts as wrong and adds to num_errors.

@@ -79,9 +79,9 @@ def load_task(
 ) -> Task:
     """Load the questions of a task: all of `data`, or the first `limit`.
 
-    `data` is a file, a directory with a test split, or a hub name (docs/data.md); None is the
-    published test set. `split` names another split than test. `title` replaces `name` as the task's
-    name in metrics and files.
+    `data` is a file, a directory with a test split, or a hub name (docs/reference/data.md); None is
+    the published test set. `split` names another split than test. `title` replaces `name` as the
+    task's name in metrics and files.
     """
     kind = TASKS.get(name)
     if kind is None:

@@ -7,8 +7,8 @@
     weights.build_hf_model(base_model="Qwen/Qwen3-8B", adapter_path=adapter, output_path="merged")
     weights.publish_to_hf_hub(model_path="merged", repo_id="me/model")
 
-docs/export.md says what is written and how exact it is. The command line equivalent is `planish
-export`.
+docs/guide/export.md says what is written and how exact it is. The command line
+equivalent is `planish export`.
 """
 
 import os

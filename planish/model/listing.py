@@ -71,7 +71,7 @@ def print_models(models: Mapping[str, str] | None = None, console: Console | Non
     console.print(table)
     console.print(
         "Sizes are those of one copy of the weights in GB; int8 and nf4 are values of quantize "
-        "(docs/models.md).\n"
+        "(docs/reference/models.md).\n"
         "For checkpoints in fp8 or mxfp4, the column bf16 has the size with their codes.\n"
         "Also: the path of any Hugging Face directory or .gguf file, and ORGANIZATION/MODEL on the "
         "hub."

@@ -123,8 +123,8 @@ class ComparisonBuilder(ABC):
 
 @chz.chz
 class ComparisonBuilderFromRows(SplitNames, ComparisonBuilder):
-    """Comparisons from a hub dataset, a directory, or one file; docs/data.md lists the layouts of
-    rows.
+    """Comparisons from a hub dataset, a directory, or one file; docs/reference/data.md lists the
+    layouts of rows.
     """
 
     dataset: str

@@ -55,8 +55,8 @@ class PromptsOfComparisons(PromptBuilder):
 
 @chz.chz
 class PromptsFromRows(SplitNames, PromptBuilder):
-    """Prompts from a hub dataset, a directory, or one file; docs/data.md lists the layouts of
-    rows.
+    """Prompts from a hub dataset, a directory, or one file; docs/reference/data.md lists the
+    layouts of rows.
     """
 
     dataset: str

@@ -64,8 +64,8 @@ def preferred_answer(question: str, chosen: str, rejected: str) -> LabeledCompar
 
 
 def read_comparison(row: Mapping[str, Any], where: str) -> LabeledComparison:
-    """Read a row of comparison data; docs/data.md lists the layouts. Raises UserError, which names
-    the row by `where`, for other layouts.
+    """Read a row of comparison data; docs/reference/data.md lists the layouts. Raises UserError,
+    which names the row by `where`, for other layouts.
     """
     pair = comparison_of(row, where)
     return LabeledComparison(Comparison(pair.prompt, pair.first, pair.second), pair.label, where)

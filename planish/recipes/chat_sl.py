@@ -6,7 +6,7 @@
     python -m planish.recipes.chat_sl dataset=chats.jsonl test_size=100    your own file
 
 `dataset` is one of the names below, any other hub name, a directory with train and test files, or
-one file. docs/data.md lists the layouts of rows.
+one file. docs/reference/data.md lists the layouts of rows.
 """
 
 import sys

@@ -9,8 +9,8 @@
     python -m planish.recipes.code_rl preset=deepcoder model_name=...    DeepCoder from the hub
 
 planish/recipes/code_env.py defines the episode and the reward, planish/recipes/code_problems.py the
-formats of problems; docs/sandbox.md describes the sandbox. If the sandbox fails its self-test, the
-recipe does not start.
+formats of problems; docs/reference/sandbox.md describes the sandbox. If the sandbox fails its
+self-test, the recipe does not start.
 """
 
 import sys

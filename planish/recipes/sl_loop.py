@@ -3,11 +3,11 @@
     python -m planish.recipes.sl_loop dataset=DIR      your own rows, in one of the forms below
     python -m planish.recipes.sl_loop preset=seed      sizes and model of the published recipe
 
-A row with "messages" is a conversation (docs/data.md lists other layouts). All its assistant
-messages are trained on. A worked solution of GSM8K, an "answer" that ends with #### and a number,
-becomes the prompt of rl_loop, then the solution with its result in \\boxed{}. So sl_loop can teach a
-model this answer format before rl_loop trains it. The prompt begins with a worked example, whose
-answer is trained on too.
+A row with "messages" is a conversation (docs/reference/data.md lists other layouts). All its
+assistant messages are trained on. A worked solution of GSM8K, an "answer" that ends with #### and a
+number, becomes the prompt of rl_loop, then the solution with its result in \\boxed{}. So sl_loop
+can teach a model this answer format before rl_loop trains it. The prompt begins with a worked
+example, whose answer is trained on too.
 
 The learning rate falls linearly to 0. The order of each epoch depends on the seed only, so an
 interrupted run resumes with the next batch and sees each batch once.

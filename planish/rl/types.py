@@ -5,7 +5,8 @@ Legend: G trajectories of a group, T turns of a trajectory, P groups of a batch.
 An `Env` is used for one episode. An `EnvGroupBuilder` makes the environments of one group, whose
 rewards are compared with each other. A builder holds plain data, so it can be pickled and sent to
 another process. An `RLDataset` is a sequence of batches of builders. Names and fields are those of
-the public cookbooks, so environments that were written for them run here (docs/porting.md).
+the public cookbooks, so environments that were written for them run here
+(docs/reference/porting.md).
 
 Metrics are for reports only. The training loop reads other fields, such as the stop reason of a
 trajectory and `train_on_action` of a turn.

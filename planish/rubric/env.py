@@ -59,7 +59,7 @@ class RubricEnv(MessageEnv):
 
 
 def grade_metrics(grade: Grade, answer: str) -> Metrics:
-    """Return the metrics of one answer. docs/metrics.md defines each key."""
+    """Return the metrics of one answer. docs/reference/metrics.md defines each key."""
     metrics: Metrics = {
         "rubric_score": grade.score,
         "judge/asked_again": mean([float(verdict.was_retried) for verdict in grade.verdicts]),

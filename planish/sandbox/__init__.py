@@ -1,7 +1,7 @@
 """Run model-written programs in isolation, so that a hostile one can do no harm.
 
 `Sandbox.run` runs a Python program. A `StdinTest` or `FunctionTest` runs a program and compares its
-output or return value with the expected one. docs/sandbox.md explains the isolation.
+output or return value with the expected one. docs/reference/sandbox.md explains the isolation.
 """
 
 from planish.sandbox.errors import SandboxError, SandboxUnavailableError

@@ -165,7 +165,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--quantize",
         "quantize the base weights with this scheme, for sampling and training alike, to save "
-        "memory (docs/models.md)",
+        "memory (docs/reference/models.md)",
         choices=SCHEMES,
     )
     add(

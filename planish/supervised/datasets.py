@@ -201,7 +201,9 @@ def check_rows(
 
 @chz.chz
 class FromRowsBuilder(SplitNames, ChatDatasetBuilder):
-    """Conversations from a hub name, a local directory or one file; docs/data.md has the layouts."""
+    """Conversations from a hub name, a local directory or one file; docs/reference/data.md has the
+    layouts.
+    """
 
     dataset: str = chz.field(doc="hub name, local directory or file")
     test_size: int | None = chz.field(

@@ -14,8 +14,8 @@ over examples. Adam is nearly invariant to the scale of the loss, so the rate al
 losses.
 
 SmolLM2 has Llama's architecture, so it uses Llama's exponent. SmolLM2 was not part of the fit, and
-only one recorded run supports that choice (docs/results.md). Other families raise an error. One of
-them is gpt-oss, which the helper rejects as not yet calibrated.
+only one recorded run supports that choice (docs/lab/results.md). Other families raise an error. One
+of them is gpt-oss, which the helper rejects as not yet calibrated.
 """
 
 import re

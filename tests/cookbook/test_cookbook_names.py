@@ -84,7 +84,9 @@ def test_an_unsupported_module_explains_itself(path):
 
 def test_an_unknown_name_is_rejected_with_a_link_to_the_list():
     module = importlib.import_module("planish.cookbook.rl.types")
-    with pytest.raises(ImportError, match=r"rl\.types\.Nothing is not offered: docs/porting\.md"):
+    with pytest.raises(
+        ImportError, match=r"rl\.types\.Nothing is not offered: docs/reference/porting\.md"
+    ):
         module.Nothing  # noqa: B018
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("planish.cookbook.nothing")
@@ -121,7 +123,7 @@ def test_nothing_is_loaded_before_it_is_asked_for():
 
 
 def rows_of_the_page() -> list[str]:
-    """Return the table that docs/porting.md must contain."""
+    """Return the table that docs/reference/porting.md must contain."""
     rows = []
     for path, module in MODULES.items():
         ours = module.fallback or "planish.cookbook"
@@ -131,7 +133,7 @@ def rows_of_the_page() -> list[str]:
 
 
 def test_the_page_has_the_table():
-    page = (Path(__file__).parents[2] / "docs/porting.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/reference/porting.md").read_text()
     table = page.partition("<!-- modules -->\n")[2].partition("\n<!-- end of modules -->")[0]
     assert table.splitlines()[2:] == rows_of_the_page()
     for path, reason in REFUSED.items():

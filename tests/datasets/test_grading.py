@@ -102,7 +102,7 @@ def test_the_fast_way_for_numbers_equals_the_library(answer, expected, equal):
     assert verify(parse(f"${expected}$"), parse(f"${answer}$")) is equal
 
 
-PAGE = Path(__file__).parents[2] / "docs/evaluation.md"
+PAGE = Path(__file__).parents[2] / "docs/guide/evaluation.md"
 ROW = re.compile(r"\| `(.+?)` \| `(.+?)` \| (right|wrong) \|")
 SMALL_NUMBERS = [
     ("2^{-56}", "2^{-55}", False),

@@ -1,5 +1,5 @@
-"""Each layout of docs/data.md is read for the purposes that the page names, and an error names a row
-of no layout.
+"""Each layout of docs/reference/data.md is read for the purposes that the page names, and an error
+names a row of no layout.
 """
 
 import json
@@ -18,7 +18,7 @@ from planish.datasets.layouts import (
 from planish.datasets.messages import PlainText
 from planish.errors import UserError
 
-PAGE = Path(__file__).parents[2] / "docs/data.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/data.md"
 ASKED = [{"role": "user", "content": "Hello."}]
 ANSWER = [{"role": "assistant", "content": "Good day."}]
 OTHER = [{"role": "assistant", "content": "What?"}]
@@ -83,7 +83,7 @@ ROWS = {
 
 
 def table() -> dict[tuple[str, ...], dict[str, bool]]:
-    """Return the table of docs/data.md: the purposes of each layout."""
+    """Return the table of docs/reference/data.md: the purposes of each layout."""
     text = PAGE.read_text().partition("the table of layouts begins")[2]
     lines = text.partition("<!--")[0].strip().splitlines()
     lines = [line for line in lines if line.startswith("|")]
@@ -114,7 +114,7 @@ def test_a_layout_is_read_for_its_purposes_and_no_others(columns):
         if any(set(layout.columns) < set(columns) for layout in layouts) and not is_read:
             continue
         if not is_read:
-            with pytest.raises(UserError, match=r"^here: the row has .*docs/data.md"):
+            with pytest.raises(UserError, match=r"^here: the row has .*docs/reference/data.md"):
                 read(ROWS[columns], "here")
             continue
         result = read(ROWS[columns], "here")

@@ -137,7 +137,7 @@ def test_the_student_takes_on_the_distribution_and_every_metric_is_defined(
         key
         for row in rows
         for key in row
-        if key != "step" and definition_of(key, "distillation.md") is None
+        if key != "step" and definition_of(key, "guide/distillation.md") is None
     ] == []
 
 

@@ -258,7 +258,7 @@ def test_the_student_comes_nearer_to_its_teacher_and_every_metric_is_defined(
         key
         for row in rows
         for key in row
-        if key != "step" and definition_of(key, "distillation.md") is None
+        if key != "step" and definition_of(key, "guide/distillation.md") is None
     ] == []
 
 

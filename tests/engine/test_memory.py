@@ -65,7 +65,8 @@ DOCUMENTED = {
     "Qwen3-32B": ((151_936, 5120, 25600, 64, 64, 8, False), 128, "qwen3"),
     "Llama-3.3-70B": ((128_256, 8192, 28672, 80, 64, 8, False), 128, "llama"),
 }
-"""The published shapes of the models in the table of docs/models.md, their head sizes and families.
+"""The published shapes of the models in the table of docs/reference/models.md, their head sizes and
+families.
 """
 NAMES = (
     "vocab_size",
@@ -402,8 +403,10 @@ def test_a_mixture_of_experts_fits_a_gpu_of_80_gb(tmp_path, gpu):
 
 
 def test_the_documented_sizes_of_the_weights_follow_the_formula(tmp_path):
-    """The table of docs/models.md: one copy, and all copies on a CPU with the C++ kernels."""
-    text = Path("docs/models.md").read_text()
+    """The table of docs/reference/models.md: one copy, and all copies on a CPU with the C++
+    kernels.
+    """
+    text = Path("docs/reference/models.md").read_text()
     rows = re.findall(r"^\| ([A-Z][\w.-]+-[\w.]+[BM]) \|([\d.| ]+)\|$", text, re.MULTILINE)
     documented = {name: cells.split("|") for name, cells in rows}
     assert documented.keys() == DOCUMENTED.keys()
@@ -471,7 +474,7 @@ def test_the_memory_plan_counts_the_codes_of_an_mxfp4_checkpoint_once(tmp_path, 
     if not backend.uses_compiled_kernels:
         pytest.skip("the formula is that of the C++ kernels")
     plan = DeviceMemory(EngineSettings(dtype="bfloat16", device="cpu")).claim(tmp_path)
-    # docs/models.md: 10.2 GB of codes once, and three copies of the other 3.6 GB.
+    # docs/reference/models.md: 10.2 GB of codes once, and three copies of the other 3.6 GB.
     assert plan.weight_bytes == 3 * 13_761_264_768 - 2 * mxfp4_bytes(config)
     assert plan.weight_bytes == pytest.approx(20.98e9, rel=1e-3)
 
@@ -479,7 +482,7 @@ def test_the_memory_plan_counts_the_codes_of_an_mxfp4_checkpoint_once(tmp_path, 
 def documented_config(
     directory: Path, shape: tuple[Any, ...], head_dim: int, family: str
 ) -> ModelConfig:
-    """Write the config.json of a model of docs/models.md, and return its ModelConfig."""
+    """Write the config.json of a model of docs/reference/models.md, and return its ModelConfig."""
     tiny_model(directory, family=family)
     config = json.loads((directory / "config.json").read_text())
     names = (*NAMES, "num_key_value_heads", "tie_word_embeddings")

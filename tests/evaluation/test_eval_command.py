@@ -165,7 +165,7 @@ def test_a_checkpoint_is_named_by_path_or_by_its_run_and_brings_its_renderer(her
 
 def test_the_commands_of_the_page_are_ones_that_are_taken():
     commands = re.findall(
-        r"^planish (eval .+)$", (DOCS / "evaluation.md").read_text(), re.MULTILINE
+        r"^planish (eval .+)$", (DOCS / "guide/evaluation.md").read_text(), re.MULTILINE
     )
     assert len(commands) > 3
     for command in commands:

@@ -294,7 +294,7 @@ def test_the_evaluator_of_a_training_loop(tokenizer, sums, capitals):
         "sums", measured(FakeSampler(tokenizer, lucky_sum), drawn.task, DRAWN, k=[1, 4]).metrics
     )
     for key in [*metrics, *asyncio.run(scored(cast(Any, FakeSampler(tokenizer))))]:
-        assert definition_of(key, "evaluation.md") is not None, key
+        assert definition_of(key, "guide/evaluation.md") is not None, key
 
 
 def test_plain_graders_run_at_the_same_time(tokenizer, sums):

@@ -95,7 +95,7 @@ def test_planish_imports_what_trl_trains_by_default(tmp_path):
 
 
 def test_trl_rejects_an_adapter_of_the_head(trained, tmp_path):
-    """docs/export.md and the model card say so."""
+    """docs/guide/export.md and the model card say so."""
     made = trained("llama", tied=False)
     out = weights.build_lora_adapter(
         base_model=str(made.base), adapter_path=made.files, output_path=tmp_path / "exported"

@@ -47,7 +47,7 @@ def check_metrics(run):
         key
         for row in rows
         for key in row
-        if key != "step" and definition_of(key, "distillation.md") is None
+        if key != "step" and definition_of(key, "guide/distillation.md") is None
     ] == []
     return rows
 

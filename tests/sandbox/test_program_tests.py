@@ -175,7 +175,7 @@ def test_runs_are_repeatable(sandbox):
 
 def test_the_example_of_the_page(sandbox, capsys):
     sandbox()
-    page = (Path(__file__).parents[2] / "docs/sandbox.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/reference/sandbox.md").read_text()
     [code], [output] = (
         re.findall(f"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "text")
     )

@@ -8,7 +8,7 @@ after `make test-extras`. This program's own environment has planish with its ex
 is needed: datasets are small files under the names by which recipes ask the hub.
 Each trial must end by itself with every step once in its metrics, and its numbers must say
 that it learned. Some trials, or the server, are killed in the middle and started again. What a user
-must pass, and what cannot work: docs/server.md.
+must pass, and what cannot work: docs/operators/server.md.
 """
 
 from __future__ import annotations

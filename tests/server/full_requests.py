@@ -1,5 +1,5 @@
 """Every POST and PUT of both wires and of /v1, with every field set: what the size fuzzer enlarges,
-and what the test of docs/limits.md walks.
+and what the test of docs/operators/limits.md walks.
 """
 
 from __future__ import annotations

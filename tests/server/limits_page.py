@@ -1,4 +1,7 @@
-"""Write docs/limits.md: `python tests/server/limits_page.py > docs/limits.md`."""
+"""Write docs/operators/limits.md.
+
+python tests/server/limits_page.py > docs/operators/limits.md
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ _OPENING = """\
 
 The server limits every list, string, object and number of every request. This page is generated
 from the tables and constants with which the server checks requests
-(`python tests/server/limits_page.py > docs/limits.md`). One test compares the page with the code
-and fails for a field without a limit. Another test sends each field of the JSON requests at its
-limit and just above it. A third test sends every field with a value that is far too large
+(`python tests/server/limits_page.py > docs/operators/limits.md`). One test compares the page with
+the code and fails for a field without a limit. Another test sends each field of the JSON requests at
+its limit and just above it. A third test sends every field with a value that is far too large
 ([reliability.md](reliability.md#test-sizes-and-counts)).
 
 The server answers a request that exceeds a limit with status 400 and a message that names the field
@@ -71,7 +74,7 @@ _SHARED = (
 
 
 def page() -> str:
-    """Return docs/limits.md as Markdown text."""
+    """Return docs/operators/limits.md as Markdown text."""
     lines = [
         _OPENING,
         "## Bodies\n",

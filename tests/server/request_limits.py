@@ -1,10 +1,10 @@
 """The limit of every field of every JSON and protobuf request.
 
-`python tests/server/limits_page.py` prints these limits as docs/limits.md. The tables use the
-same constants as the decoders. One test finds all fields that the decoders read, and fails for a
-field that is not listed here. For every field of the JSON requests, another test sends values at
-the limit and values just beyond it. The limits of the OpenAI-compatible requests (/v1) are not
-listed here: limits_page reads them from the types that check those requests.
+`python tests/server/limits_page.py` prints these limits as docs/operators/limits.md. The
+tables use the same constants as the decoders. One test finds all fields that the decoders read, and
+fails for a field that is not listed here. For every field of the JSON requests, another test sends
+values at the limit and values just beyond it. The limits of the OpenAI-compatible requests (/v1)
+are not listed here: limits_page reads them from the types that check those requests.
 """
 
 from __future__ import annotations

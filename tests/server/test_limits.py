@@ -1,5 +1,5 @@
-"""docs/limits.md is what the code does: every field that a request may have is in the table, and
-each limit holds at its edge and one beyond.
+"""docs/operators/limits.md is what the code does: every field that a request may have is in the
+table, and each limit holds at its edge and one beyond.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def limit_of(field: str, limits: Mapping[str, Limit]) -> Limit | None:
 
 
 def test_the_page_is_current():
-    written = (Path(__file__).parents[2] / "docs/limits.md").read_text()
-    assert written == page(), "run python tests/server/limits_page.py > docs/limits.md"
+    written = (Path(__file__).parents[2] / "docs/operators/limits.md").read_text()
+    assert written == page(), "run python tests/server/limits_page.py > docs/operators/limits.md"
 
 
 @pytest.mark.parametrize("name", _JSON_FORMS)

@@ -1,5 +1,5 @@
-"""A server behind nginx, with the configuration of docs/server.md. The clients use the proxy from
-this machine, and from another address in a network namespace of their own.
+"""A server behind nginx, with the configuration of docs/operators/server.md. The clients use the
+proxy from this machine, and from another address in a network namespace of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(NGINX is None, reason="nginx is not installed (Debian: nginx-light)"),
 ]
-DOCS = Path(__file__).parents[2] / "docs" / "server.md"
+DOCS = Path(__file__).parents[2] / "docs" / "operators" / "server.md"
 KEY = "tml-proxy-test"
 START_SECONDS = 60.0
 NAMESPACE_ADDRESSES = ("10.213.77.1", "10.213.77.2")
@@ -35,7 +35,7 @@ NAMESPACE_ADDRESSES = ("10.213.77.1", "10.213.77.2")
 
 
 def documented_directives(port: int) -> str:
-    """Return the lines of docs/server.md for a server at `port`."""
+    """Return the lines of docs/operators/server.md for a server at `port`."""
     block = re.search(r"```nginx\n(.*?)```", DOCS.read_text(), re.DOTALL)
     assert block is not None
     assert "127.0.0.1:8000" in block[1]

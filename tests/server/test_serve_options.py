@@ -182,7 +182,7 @@ def test_a_model_without_weights_is_rejected_at_the_start(model: Path, tmp_path:
 
 
 def test_the_docs_page_lists_every_setting_with_its_default():
-    page = Path(__file__).parents[2] / "docs" / "server.md"
+    page = Path(__file__).parents[2] / "docs" / "operators" / "server.md"
     table = page.read_text().partition("| setting | default | |")[2].partition("\n\n")[0]
     told = {}
     for names, defaults in re.findall(r"^\| (`.+?`) \| (.+?) \|", table, re.MULTILINE):
@@ -237,7 +237,7 @@ def test_the_hubs_cache_keeps_existing_tokenizers(model: Path, tmp_path: Path):
 
 
 def test_the_guide_names_every_setting_and_option():
-    guide = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "operators" / "server.md").read_text()
     assert [field.name for field in fields(ServerSettings) if f"`{field.name}`" not in guide] == []
     parser = argparse.ArgumentParser(add_help=False)
     serve_command.add_arguments(parser)

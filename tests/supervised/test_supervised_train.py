@@ -129,7 +129,7 @@ def test_every_metric_is_defined(service, chats, tmp_path, name):
     assert [
         key
         for key in keys - {"step"}
-        if definition_of(key, "supervised.md") is None and not key.endswith("/steps")
+        if definition_of(key, "guide/supervised.md") is None and not key.endswith("/steps")
     ] == []
 
 

@@ -8,7 +8,7 @@ import chz
 from planish.errors import PlanishError
 from planish.tinker.refused import refused_type
 
-_REFUSAL_REASON = "programs run on this machine; see planish.sandbox and docs/sandbox.md"
+_REFUSAL_REASON = "programs run on this machine; see planish.sandbox and docs/reference/sandbox.md"
 ModalSandbox = refused_type("ModalSandbox", _REFUSAL_REASON)
 ModalSandboxPool = refused_type("ModalSandboxPool", _REFUSAL_REASON)
 

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-# inspect_ai is an extra, which the environment of the tests does not have (see docs/evaluation.md).
+# inspect_ai is an extra (docs/guide/evaluation.md), which the environment of the tests lacks.
 """The entry point `inspect_ai`, through which Inspect finds planish's model provider."""
 
 from importlib import import_module

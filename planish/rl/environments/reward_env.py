@@ -88,8 +88,9 @@ class RewardEnv(Env):
 
 @chz.chz
 class RewardDatasetBuilder(SplitNames, ProblemDatasetBuilder):
-    """Groups of `RewardEnv`, one for each row with a prompt (docs/data.md). An answer at the end of
-    the row's conversation is not part of the prompt. The reward function gets the whole row.
+    """Groups of `RewardEnv`, one for each row with a prompt (docs/reference/data.md). An answer at
+    the end of the row's conversation is not part of the prompt. The reward function gets the whole
+    row.
     """
 
     dataset: str = chz.field(doc="file, directory with train and test files, or hub name")

@@ -1,4 +1,4 @@
-"""Metrics of a batch of rollouts. docs/metrics.md defines each key.
+"""Metrics of a batch of rollouts. docs/reference/metrics.md defines each key.
 
 Legend: P groups, G trajectories of a group. Metrics are for reports only; the training loop makes
 no decision from them.

@@ -85,7 +85,7 @@ _ACTIVE_SECONDS = 1.0
 _DECODING_SHARE = 0.1
 """The share of the time in which one tenant's large bodies are decoded while other tenants send
 requests. A tenth keeps the 99th percentile of another tenant's waiting time below five times its
-idle value on two cores (docs/reliability.md). A quarter gives six times.
+idle value on two cores (docs/operators/reliability.md). A quarter gives six times.
 """
 _STALL_SECONDS = 30.0
 """A request fails if no bytes of its body arrive for this long."""

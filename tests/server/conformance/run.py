@@ -1,7 +1,8 @@
 """The conformance matrix: every probe with every SDK, each from PyPI in an environment of its own,
 on one real server process.
 
-    python tests/server/conformance/run.py [--envs DIR] [--write docs/conformance.md] [--only tinker-0.38]
+    python tests/server/conformance/run.py [--envs DIR] [--only tinker-0.38] \
+        [--write docs/operators/conformance.md]
 
 Environments are made once and kept in DIR (by default below ~/.cache/planish). The exit status is 1
 if anything failed, or was refused that should work.

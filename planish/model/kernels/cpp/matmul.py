@@ -48,8 +48,8 @@ MAX_FUSED_LINEARS = 3
 def supports_matmul(fan_out: int, fan_in: int, dtype: torch.dtype) -> bool:
     """Return whether the kernel supports frozen weights [fan_out, fan_in] of this dtype.
 
-    For any number of rows the kernel is at least as fast as oneDNN (docs/log.md; not measured with
-    AMX).
+    For any number of rows the kernel is at least as fast as oneDNN (docs/lab/log.md; not measured
+    with AMX).
     """
     if fan_out < 1 or fan_in % 2:
         return False

@@ -23,8 +23,8 @@ SPIN_VARIABLE = "GOMP_SPINCOUNT"
 OpenMP reads this variable when torch is loaded; other OpenMP libraries ignore it.
 """
 SPINS = "1000"
-"""planish's value of SPIN_VARIABLE: about ten microseconds. docs/log.md has measurements with 1000
-and with 10000.
+"""planish's value of SPIN_VARIABLE: about ten microseconds. docs/lab/log.md has measurements with
+1000 and with 10000.
 """
 _WAITING = (SPIN_VARIABLE, "OMP_WAIT_POLICY")
 _COUNTING = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")

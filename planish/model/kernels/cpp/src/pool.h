@@ -134,7 +134,7 @@ class ThreadPool {
 
   private:
     // How long a thread spins before it sleeps. The regions of a decoding step follow each other
-    // within microseconds, and waking a sleeping thread takes longer (docs/log.md).
+    // within microseconds, and waking a sleeping thread takes longer (docs/lab/log.md).
     static constexpr int64_t WORKER_SPIN_NS = 200'000, CALLER_SPIN_NS = 200'000;
     static constexpr int MAX_THREADS = 256;
 
