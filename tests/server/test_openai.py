@@ -391,6 +391,14 @@ def test_a_conversation_continues_after_a_tool_call(served, client):
     assert without.usage.prompt_tokens == renderer.build_generation_prompt(HELLO).length
 
 
+def test_an_error_names_the_message_of_the_request(client):
+    """Tools put a system message before the messages of a request."""
+    wrong = [*HELLO, {"role": "user", "content": 5}]
+    for tools in ([], TOOLS):
+        with pytest.raises(openai.BadRequestError, match=r"messages\[1\]\['content'\] is a int"):
+            client.chat.completions.create(model=CHAT, messages=wrong, tools=tools)
+
+
 def test_a_conversation_continues_after_a_call_that_was_cut_off(client):
     text = {"type": "string", "minLength": 40, "maxLength": 60, "pattern": "^[a-z ]*$"}
     parameters = {"type": "object", "properties": {"text": text}, "required": ["text"]}

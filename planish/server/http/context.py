@@ -598,16 +598,22 @@ class ModelNotFoundError(NotFound):
     param = "model"
 
 
-def openai_error_body(error: Exception) -> dict[str, Any]:
-    """Return the body that reports an error to an OpenAI client. The details of internal errors are
-    logged, and the client gets only the error's class.
+def status_and_message(error: Exception) -> tuple[int, str]:
+    """Return the status and the message that report an error to a client. The details of internal
+    errors are logged, and the client gets only the error's class.
     """
     sent_error = client_error(error)
     status, message = status_of(sent_error), str(sent_error)
     if sent_error is not error or status == 500:
-        _log.error("an OpenAI-compatible request failed", exc_info=error)
+        _log.error("a request under /v1 failed", exc_info=error)
     if status == 500:
         message = f"internal error of the server ({type(error).__name__}); its log has the details"
+    return status, message
+
+
+def openai_error_body(error: Exception) -> dict[str, Any]:
+    """Return the body that reports an error to an OpenAI client."""
+    status, message = status_and_message(error)
     code = "invalid_api_key" if status == 401 else getattr(error, "code", None)
     return make_openai_error_body(message, status, getattr(error, "param", None), code)
 

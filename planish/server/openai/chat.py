@@ -7,8 +7,9 @@ complete. The renderer rejects messages that its format cannot express.
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -71,19 +72,28 @@ async def chat_completions(
     )
 
 
-def parse_chat(model: ServedModel, options: ChatRequest) -> ParsedChat:
+def parse_chat(
+    model: ServedModel,
+    options: ChatRequest,
+    renderer: Renderer | None = None,
+    unlisted_tools: Container[str] = (),
+) -> ParsedChat:
     """Build the prompt of a request and the operation that samples its answers. Raise
     WrongParameterError, which names the parameter, if the model's chat format or a constraint does
     not allow the request.
+
+    `renderer` replaces the renderer that the request selects. The model may call the tools whose
+    names are in `unlisted_tools`, but the system message does not describe them.
     """
-    renderer = renderer_of(model, options)
+    renderer = renderer or renderer_of(model, options)
     tools = [] if options.tool_choice == "none" else options.tools
+    listed_tools = [tool for tool in tools if tool.function.name not in unlisted_tools]
     stop_sequences = renderer.get_stop_sequences()
     stop_ids = model.tokenization.eos_token_ids | {
         mark for mark in stop_sequences if isinstance(mark, int)
     }
     stop_strings = [mark for mark in stop_sequences if isinstance(mark, str)]
-    prompt = build_prompt(model, renderer, options, tools)
+    prompt = build_prompt(model, renderer, options, listed_tools)
     constraint = chat_constraint(options, tools, renderer)
     continues = _continued_part(options, constraint)
     samples_thinking = renderer.format.capabilities.samples_thinking
@@ -372,9 +382,9 @@ def build_prompt(
             f"renderer {renderer.name} of {model.name} has no form for tools; leave tools out, or "
             f"use a model with renderer {RENDERERS_WITH_TOOLS}",
         )
+    has_system = bool(messages) and messages[0].get("role") == "system"
     try:
         if functions:
-            has_system = messages[0].get("role") == "system"
             system = messages.pop(0).get("content") if has_system else ""
             messages = [
                 *renderer.create_conversation_prefix_with_tools(functions, _system_text(system)),
@@ -384,9 +394,20 @@ def build_prompt(
             return renderer.build_continued_prompt(messages)
         return renderer.build_generation_prompt(messages)
     except ValueError as error:
-        raise WrongParameterError(
-            "tools" if functions and "tool" in str(error) else "messages", str(error)
-        ) from None
+        name = "tools" if functions and "tool" in str(error) else "messages"
+        text = str(error)
+        if functions and not has_system:
+            # The prompt has one message more than the request, at its start.
+            text = with_message_names(text, lambda index: f"messages[{index - 1}]")
+        raise WrongParameterError(name, text) from None
+
+
+def with_message_names(text: str, name: Callable[[int], str]) -> str:
+    """Return the text of an error in which `name(i)` replaces each `messages[i]`."""
+    return _MESSAGE_INDEX.sub(lambda found: name(int(found[1])), text)
+
+
+_MESSAGE_INDEX = re.compile(r"messages\[(\d+)\]")
 
 
 def _normalize_message(original: Mapping[str, Any]) -> dict[str, Any]:

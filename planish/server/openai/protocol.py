@@ -24,6 +24,7 @@ from planish.server.openai.models import OpenAIModels, ServedModel
 from planish.server.openai.requests import GenerationRequest
 from planish.server.openai.streaming import (
     DONE_EVENT,
+    KEEP_ALIVE_COMMENT,
     StreamWriter,
     server_sent_event,
     stream_samples,
@@ -51,7 +52,7 @@ def check_text(name: str, value: Any, max_characters: int) -> None:
     `name` is the parameter that the error names. Call this before tokenizing, because the tokenizer
     needs up to 540 bytes of memory per character.
     """
-    size = _characters(value)
+    size = count_characters(value)
     if size > max_characters:
         raise context_error(
             name,
@@ -75,7 +76,7 @@ def truncate_max_tokens(operation: Sample, max_context: int) -> Sample:
     return replace(operation, sampling_params=replace(params, max_tokens=left))
 
 
-def _characters(value: Any) -> int:
+def count_characters(value: Any) -> int:
     """Return the number of characters of all texts and keys in a JSON value, plus one per list or
     object.
     """
@@ -217,10 +218,11 @@ async def answer(
     parse: Callable[[ServedModel, R], P],
     make_writer: Callable[[P], StreamWriter],
     make_body: Callable[[P, Sequence[SampledPrompt]], dict[str, Any]],
+    keep_alive: bytes = KEEP_ALIVE_COMMENT,
 ) -> Response:
     """Parse a request, sample its prompts, and answer it: with the events of the writer that
     `make_writer` returns if `options.stream` is true, otherwise with the body that `make_body`
-    returns.
+    returns. A silent stream sends `keep_alive`.
     """
     model = await models.find(tenant, options.model)
     parsed = await models.run_tokenizer(tenant, request, lambda: parse(model, options))
@@ -247,6 +249,7 @@ async def answer(
             lambda operation: asyncio.create_task(models.sample(tenant, sampler_id, operation)),
             operations,
             make_writer(parsed),
+            keep_alive,
         )
     sampling = sample_all(models, tenant, sampler_id, operations)
     prompts = await while_connected(request, sampling)

@@ -10,8 +10,8 @@ writer, and sends its events. Four rules keep one stream from harming other requ
                event contains several tokens.
     memory     If a client does not read, the unsent tokens of its stream are limited in number and
                in time. Then the stream stops its samples and ends with an error event.
-    silence    If there is nothing to send for 15 seconds, a comment is sent, so that proxies and
-               clients do not take the connection for dead.
+    silence    If there is nothing to send for 15 seconds, a comment or another event without
+               content is sent, so that proxies and clients do not take the connection for dead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from planish.service import Sample, SampledToken
 from planish.types import SampleResponse
 
 KEEP_ALIVE_SECONDS = 15.0
-"""A stream sends a comment after this many seconds of silence."""
+"""A stream sends a sign of life after this many seconds of silence."""
 _SLICE_SECONDS = 1e-3
 """A stream computes for about this long per turn."""
 _SHARE = 0.5
@@ -111,7 +111,8 @@ def server_sent_event(body: dict[str, Any], event: str | None = None) -> bytes:
 
 DONE_EVENT = b"data: [DONE]\n\n"
 """The last event of a stream in OpenAI's format."""
-_KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
+KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
+"""What a silent stream sends by default."""
 
 
 class StreamTurns:
@@ -255,10 +256,13 @@ def stream_samples(
     sample: SampleFunction,
     operations: Sequence[Sample],
     writer: StreamWriter,
+    keep_alive: bytes = KEEP_ALIVE_COMMENT,
 ) -> StreamingResponse:
-    """Return a response that samples `operations` and streams the events of `writer`."""
+    """Return a response that samples `operations` and streams the events of `writer`. A silent
+    stream sends `keep_alive`.
+    """
     return StreamingResponse(
-        _event_stream(streams, tenant, sample, operations, writer),
+        _event_stream(streams, tenant, sample, operations, writer, keep_alive),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
     )
@@ -270,6 +274,7 @@ async def _event_stream(
     sample: SampleFunction,
     operations: Sequence[Sample],
     writer: StreamWriter,
+    keep_alive: bytes,
 ) -> AsyncIterator[bytes]:
     """Yield the events of a stream, as many at once as one turn gives. Closing the iterator cancels
     the unfinished samples.
@@ -289,7 +294,7 @@ async def _event_stream(
                     async with asyncio.timeout(sent_at + KEEP_ALIVE_SECONDS - clock()):
                         await buffer.arrived.wait()
                 except TimeoutError:
-                    yield _KEEP_ALIVE_COMMENT
+                    yield keep_alive
                     sent_at = clock()
                     continue
             data = await streams.turns.run(tenant, events.compute)
