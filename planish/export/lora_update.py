@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,13 @@ class LoraUpdate:
 
     def reader(self, model: ModelConfig, max_rank: int) -> AdapterReader:
         """Return a reader of the matrices for a base model. Raises the errors of AdapterReader."""
+        # After resize_token_embeddings, the file has the head with its rows of new tokens.
+        heads = (
+            tensor.shape[0]
+            for name, tensor in self.other_tensors.items()
+            if is_head(name.removeprefix(PEFT_PREFIX).removesuffix(".base_layer.weight"))
+        )
+        model = replace(model, vocab_size=next(heads, model.vocab_size))
         return AdapterReader(self.config, model, self.path, self.pairs, max_rank)
 
     def matrices_by_weight(self, model: ModelConfig) -> dict[str, LoraMatrices]:

@@ -28,6 +28,7 @@ from planish.export.lora_update import LoraUpdate
 from planish.export.trained_weights import (
     EMBEDDING_WEIGHT,
     HEAD_WEIGHT,
+    check_tokenizer,
     read_trained_weights,
 )
 from planish.files import set_default_mode
@@ -162,11 +163,13 @@ def write_merged(
     """
     weights = load_weights(base_directory, config)
     trained = read_trained_weights(update, config, weights)
-    has_own_head = config.tied_head and (update.trains_head or trained.has_own_head)
-    if has_own_head:
-        weights[HEAD_WEIGHT] = weights[EMBEDDING_WEIGHT]
+    check_tokenizer(update, base_directory, trained.vocab_size or config.vocab_size)
     stored_dtypes = {name: weight.dtype for name, weight in weights.items()}
     weights |= trained.weights
+    has_own_head = config.tied_head and (update.trains_head or trained.has_own_head)
+    if has_own_head:
+        weights.setdefault(HEAD_WEIGHT, weights[EMBEDDING_WEIGHT])
+        stored_dtypes[HEAD_WEIGHT] = stored_dtypes[EMBEDDING_WEIGHT]
     matrices_by_weight = update.matrices_by_weight(config)
     separate_tensors = [
         MergedTensor(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from torch import Tensor
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError
 from planish.export.adapter_layouts import HEAD, is_head
 from planish.export.lora_update import PEFT_PREFIX, LoraUpdate, StoredTensor
-from planish.model.config import ModelConfig
+from planish.model.config import ModelConfig, read_json
 from planish.model.weights import text_model_name
+from planish.renderers.recommend import MAX_TOKENIZER_BYTES
 
 EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 HEAD_WEIGHT = f"{HEAD}.weight"
@@ -130,8 +132,7 @@ class _Reader:
         for weight, indices in self._token_indices():
             self._replace_rows(result, weight, indices)
         self._tie(result)
-        if result.vocab_size not in (None, self._config.vocab_size):
-            self._check_vocabulary(result)
+        self._check_vocabulary(result)
         return result
 
     def _weight_name(self, module: str) -> str | None:
@@ -160,8 +161,9 @@ class _Reader:
         """
         for weight, stored in self._copies.items():
             base = self._base(weight)
-            if weight in self._whole:
-                continue
+            is_tied = weight == HEAD_WEIGHT and self._config.tied_head
+            if weight in self._whole or (is_tied and EMBEDDING_WEIGHT in self._rows):
+                continue  # the rows of the embedding are also those of a tied head
             if stored.shape[0] != base.shape[0]:
                 self._whole[weight] = stored
                 continue
@@ -201,24 +203,33 @@ class _Reader:
             yield weight, indices
 
     def _replace_rows(self, result: TrainedWeights, weight: str, indices: list[int]) -> None:
+        """Replace rows of a weight. Rows beyond its last one are those of new tokens."""
         stored, base = self._rows.get(weight), result.weights.get(weight, self._base(weight))
         is_valid = (
             isinstance(indices, list)
-            and all(type(index) is int and 0 <= index < base.shape[0] for index in indices)
+            and all(type(index) is int and index >= 0 for index in indices)
             and len(set(indices)) == len(indices)
         )
         if not is_valid:
-            raise UnsupportedError(
-                f"{self._update.config.path}: trainable_token_indices are not tokens of the base "
-                f"model, which has {base.shape[0]}. Resize the base model first: "
-                "model.resize_token_embeddings(N), and save it"
+            raise DamagedFileError(
+                f"{self._update.config.path}: trainable_token_indices are not different tokens; "
+                "download the adapter again"
             )
         if stored is None or stored.shape != (len(indices), base.shape[1]):
             raise DamagedFileError(
                 f"{self._update.path}: the rows of trainable_token_indices are missing or do not "
                 f"have the shape {(len(indices), base.shape[1])}; download the adapter again"
             )
-        result.weights[weight] = base.float().index_copy(
+        new_rows = [index for index in indices if index >= base.shape[0]]
+        num_rows = max([base.shape[0] - 1, *new_rows]) + 1
+        if num_rows - base.shape[0] != len(new_rows):
+            raise _lacks_new_rows(
+                self._update,
+                f"has {len(new_rows)} rows of the {num_rows - base.shape[0]} tokens from "
+                f"{base.shape[0]} to {num_rows - 1}",
+            )
+        rows = torch.cat([base.float(), base.new_zeros(len(new_rows), base.shape[1]).float()])
+        result.weights[weight] = rows.index_copy_(
             0, torch.tensor(indices), _finite(stored, stored.load())
         )
 
@@ -228,9 +239,11 @@ class _Reader:
             return
         embedding, head = (result.weights.get(name) for name in (EMBEDDING_WEIGHT, HEAD_WEIGHT))
         keeps_tie = self._rows or self._update.config.fields.get("ensure_weight_tying")
-        if head is None and embedding is not None and not keeps_tie:
+        # PEFT ties the matrices of a LoRA update by writing those of the head, too.
+        has_own_update = bool(self._matrices) and self._update.trains_head
+        if head is None and embedding is not None and (has_own_update or not keeps_tie):
             # In PEFT, the head keeps the base model's matrix.
-            head = self._base_weights[EMBEDDING_WEIGHT].float()
+            head = self._untrained_embedding()
         if embedding is None or head is None or torch.equal(embedding, head):
             result.has_own_head = embedding is None and head is not None
             if not result.has_own_head:
@@ -238,15 +251,64 @@ class _Reader:
             return
         result.weights[HEAD_WEIGHT], result.has_own_head = head, True
 
+    def _untrained_embedding(self) -> Tensor:
+        """Return the embedding of the base model, with its rows of new tokens if the file has
+        them.
+        """
+        copy = self._copies.get(EMBEDDING_WEIGHT)
+        return self._base_weights[EMBEDDING_WEIGHT].float() if copy is None else copy.load()
+
     def _check_vocabulary(self, result: TrainedWeights) -> None:
+        """Raise CheckpointError if head and embedding have different numbers of tokens."""
+        num_tokens = result.vocab_size or self._config.vocab_size
         head = result.weights.get(HEAD_WEIGHT)
-        needs_head = not self._config.tied_head or result.has_own_head
-        num_outputs = self._config.vocab_size if head is None else head.shape[0]
-        if needs_head and num_outputs != result.vocab_size:
-            raise CheckpointError(
-                f"{self._update.path} has an embedding of {result.vocab_size} tokens and a head of "
-                f"{num_outputs}; train both with modules_to_save"
-            )
+        if not self._config.tied_head or result.has_own_head:
+            num_outputs = self._config.vocab_size if head is None else head.shape[0]
+            if num_outputs != num_tokens:
+                raise _lacks_new_rows(
+                    self._update,
+                    f"has an embedding of {num_tokens} tokens and a head of {num_outputs}",
+                )
+
+
+def check_tokenizer(update: LoraUpdate, base_directory: Path, num_tokens: int) -> None:
+    """Raise CheckpointError if the tokenizer beside an adapter has new tokens without an embedding.
+
+    `num_tokens`: the number of tokens of the new base model's embedding. Some tokenizers of base
+    models have more tokens than the embedding, so only tokens that the base model's tokenizer lacks
+    count.
+    """
+    num_known = _num_tokenizer_tokens(update.path.parent)
+    if num_known > max(num_tokens, _num_tokenizer_tokens(base_directory)):
+        raise _lacks_new_rows(
+            update,
+            f"has an embedding of {num_tokens} tokens, and the tokenizer beside it has {num_known}",
+        )
+
+
+def _num_tokenizer_tokens(directory: Path) -> int:
+    """Return the largest token of the tokenizer.json in a directory plus 1; 0 without one."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return 0
+    fields = read_json(path, MAX_TOKENIZER_BYTES)
+    try:
+        vocabulary = fields["model"]["vocab"]
+        tokens = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        added = [token["id"] for token in fields.get("added_tokens") or []]
+        return max([-1, *tokens, *added]) + 1
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedFileError(
+            f"{path} is no tokenizer ({error!r}); copy the tokenizer's files again"
+        ) from error
+
+
+def _lacks_new_rows(update: LoraUpdate, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{update.path} {found}. The file lacks rows that resize_token_embeddings initialized at "
+        "random. Save the resized base model with save_pretrained and give it as the base model, or "
+        "train embedding and head with modules_to_save"
+    )
 
 
 def _finite(stored: StoredTensor, tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from peft_adapters import imported_logprobs, loaded, model_logprobs, saved
+from peft_adapters import FLOAT32, MERGED, imported_logprobs, loaded, model_logprobs, saved
 from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3Config,
@@ -28,7 +28,6 @@ from planish.export import weights
 from planish.export.importing import ImportedAdapter, import_adapter
 from planish.testing import randomize, save_byte_tokenizer, tiny_model
 
-TOLERANCE = 1e-4
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 EXPERTS = 6
 
@@ -43,11 +42,11 @@ def check(adapter: Path, base: Path, expected: list[float]) -> ImportedAdapter:
     """Check an adapter as a checkpoint and merged into its base model."""
     found = imported(adapter, base)
     logprobs = imported_logprobs(base, adapter.parent / "data", found)
-    assert logprobs == pytest.approx(expected, abs=TOLERANCE)
+    assert logprobs == pytest.approx(expected, abs=FLOAT32)
     merged = weights.build_hf_model(
         base_model=str(base), adapter_path=adapter, output_path=adapter.parent / "merged"
     )
-    assert model_logprobs(loaded(merged)) == pytest.approx(expected, abs=TOLERANCE)
+    assert model_logprobs(loaded(merged)) == pytest.approx(expected, abs=MERGED)
     return found
 
 

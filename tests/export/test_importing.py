@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft_adapters import imported_logprobs, loaded, model_logprobs, saved, service
+from peft_adapters import FLOAT32, MERGED, imported_logprobs, loaded, model_logprobs, saved, service
 from safetensors.torch import load_file, save_file
 from trained_adapters import TOKENS
 
@@ -80,9 +80,9 @@ def test_an_adapter_of_one_linear_of_the_experts_is_imported(tmp_path, family, p
     base = tiny_model(tmp_path / "base", family, tied=False)
     expected = saved(base, tmp_path / "adapter", r=4, target_parameters=[parameter])
     found = import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"))
-    assert imported_logprobs(base, tmp_path / "data", found) == pytest.approx(expected, abs=1e-4)
+    assert imported_logprobs(base, tmp_path / "data", found) == pytest.approx(expected, abs=FLOAT32)
     merged = weights.build_hf_model(adapter_path=tmp_path / "adapter", output_path=tmp_path / "out")
-    assert model_logprobs(loaded(merged)) == pytest.approx(expected, abs=1e-4)
+    assert model_logprobs(loaded(merged)) == pytest.approx(expected, abs=MERGED)
 
 
 def quantized_service(base: Path, data: Path, scheme: str | None) -> ServiceClient:
@@ -164,7 +164,7 @@ def check_import(base: Path, tmp_path: Path, options: dict[str, Any]) -> None:
             losses.append(pending.result().metrics["loss:sum"])
         files = store.files(found.path)
         after = trainer.save_state("after").result().path
-    assert logprobs == pytest.approx(expected, abs=1e-4)
+    assert logprobs == pytest.approx(expected, abs=FLOAT32)
     assert logprobs != pytest.approx(without, abs=0.05)
     assert losses[0] == pytest.approx(-sum(expected), rel=1e-4)
     assert losses[2] < losses[0]
@@ -192,7 +192,7 @@ def test_unsloth_and_services_name_tensors_and_the_head_otherwise(base, tmp_path
     }
     save_file(tensors, file)
     found = import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"), name="other")
-    assert imported_logprobs(base, tmp_path / "data", found) == pytest.approx(expected, abs=1e-4)
+    assert imported_logprobs(base, tmp_path / "data", found) == pytest.approx(expected, abs=FLOAT32)
 
 
 def test_the_command_prints_the_path_and_what_to_know(base, tmp_path, capsys, monkeypatch):
@@ -325,7 +325,7 @@ def test_a_quantized_name_may_be_mapped_to_the_unquantized_model(base, tmp_path)
     ) as client:
         sampler = client.create_sampling_client(model_path=str(found.path))
         _, *logprobs = sampler.compute_logprobs(ModelInput.from_ints(TOKENS)).result()
-    assert logprobs == pytest.approx(expected, abs=1e-4)
+    assert logprobs == pytest.approx(expected, abs=FLOAT32)
 
 
 def test_fields_that_planish_does_not_know_are_reported(base, tmp_path):

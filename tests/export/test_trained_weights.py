@@ -2,15 +2,17 @@
 
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from peft_adapters import fill, loaded, model_logprobs
+from peft_adapters import FLOAT32, MERGED, fill, loaded, model_logprobs
 from safetensors.torch import load_file, save_file
 from trained_adapters import TOKENS
+from transformers import AutoTokenizer
 
 from planish import ModelInput, ServiceClient
 from planish.commands.cli import main
@@ -20,7 +22,6 @@ from planish.export import weights
 from planish.export.importing import import_adapter
 from planish.testing import save_byte_tokenizer, tiny_model
 
-TOLERANCE = 1e-4
 MARKS = ("lora_", "modules_to_save", "trainable_tokens_delta")
 LINEARS = ["q_proj", "down_proj"]
 CASES: dict[str, dict[str, Any]] = {
@@ -49,20 +50,26 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def saved(base: Path, out: Path, model: Any = None, **options: Any) -> list[float]:
+def adapted(model: Any, **options: Any) -> Any:
+    """Return a model with an adapter of random matrices and trained weights."""
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", **({"r": 4, "lora_alpha": 8, "target_modules": LINEARS} | options)
     )
-    tuned = peft.get_peft_model(model or loaded(base), config)
+    tuned = peft.get_peft_model(model, config)
     fill(tuned, MARKS)
+    return tuned
+
+
+def saved(base: Path, out: Path, model: Any = None, **options: Any) -> list[float]:
+    tuned = adapted(model or loaded(base), **options)
     tuned.save_pretrained(str(out))
     return model_logprobs(tuned)
 
 
-def planish_logprobs(model: str, data: Path) -> list[float]:
+def planish_logprobs(model: str, data: Path, tokens: Sequence[int] = TOKENS) -> list[float]:
     with ServiceClient(models={model: model}, data_dir=data, dtype="float32") as client:
         sampler = client.create_sampling_client(base_model=model)
-        _, *logprobs = sampler.compute_logprobs(ModelInput.from_ints(TOKENS)).result()
+        _, *logprobs = sampler.compute_logprobs(ModelInput.from_ints(tokens)).result()
     return [logprob for logprob in logprobs if logprob is not None]
 
 
@@ -74,8 +81,8 @@ def test_the_new_base_model_computes_what_peft_computes(tmp_path, case, tied):
     expected = saved(base, tmp_path / "adapter", **CASES[case])
     assert expected != pytest.approx(model_logprobs(loaded(base)), abs=0.1)
     merged = weights.build_hf_model(adapter_path=tmp_path / "adapter", output_path=tmp_path / "new")
-    assert model_logprobs(loaded(merged)) == pytest.approx(expected, abs=TOLERANCE)
-    assert planish_logprobs(merged, tmp_path / "data") == pytest.approx(expected, abs=TOLERANCE)
+    assert model_logprobs(loaded(merged)) == pytest.approx(expected, abs=MERGED)
+    assert planish_logprobs(merged, tmp_path / "data") == pytest.approx(expected, abs=FLOAT32)
     with pytest.raises(
         UnsupportedError, match=r"planish export .*adapter NEW_MODEL --format merged"
     ):
@@ -100,11 +107,119 @@ def test_new_tokens_enlarge_the_vocabulary(tmp_path, tied, capsys):
     config = json.loads((tmp_path / "new/config.json").read_text())
     assert config["vocab_size"] == 280
     assert (tmp_path / "new/chat_template.jinja").read_text() == "of the adapter"
-    assert model_logprobs(loaded(tmp_path / "new")) == pytest.approx(expected, abs=TOLERANCE)
+    assert model_logprobs(loaded(tmp_path / "new")) == pytest.approx(expected, abs=MERGED)
     weights.build_hf_model(adapter_path=tmp_path / "adapter", output_path=tmp_path / "bf16")
     stored = load_file(tmp_path / "bf16/model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     assert stored["model.embed_tokens.weight"].shape[0] == 280
+
+
+ROWS = [5, *range(272, 275)]
+NEW_TOKENS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "the tied head has the same rows": (True, {"trainable_token_indices": ROWS}),
+    "rows of the embedding and of the head": (
+        False, {"trainable_token_indices": {"embed_tokens": ROWS, "lm_head": [7, 274, 272, 273]}},
+    ),
+    "a LoRA update of both": (
+        False, {"target_modules": [*LINEARS, "embed_tokens", "lm_head"], "save_embedding_layers": True},
+    ),
+    "a LoRA update of the embedding": (
+        True, {"target_modules": [*LINEARS, "embed_tokens"], "save_embedding_layers": True},
+    ),
+    "a LoRA update of both with its tie": (
+        True,
+        {"target_modules": [*LINEARS, "embed_tokens"], "save_embedding_layers": True}
+        | {"ensure_weight_tying": True},
+    ),
+    "rows of a saved embedding": (
+        False, {"trainable_token_indices": [5, 272, 274], "save_embedding_layers": True},
+    ),
+    "rows of a saved embedding with its tie": (
+        True, {"trainable_token_indices": [5, 272, 274], "save_embedding_layers": True},
+    ),
+}  # fmt: skip
+
+
+WITH_NEW_TOKENS = [72, 272, 101, 274, 5, 273]
+
+
+def saved_after_resize(
+    base: Path, out: Path, save_embedding_layers=False, **options: Any
+) -> tuple[list[float], Any]:
+    """Save an adapter of a base model with three more tokens.
+
+    Return PEFT's logprobs of WITH_NEW_TOKENS and its merged model.
+    """
+    model = loaded(base)
+    torch.manual_seed(0)
+    model.resize_token_embeddings(275, mean_resizing=False)
+    tuned = adapted(model, **options)
+    tuned.save_pretrained(str(out), save_embedding_layers=save_embedding_layers)
+    return model_logprobs(tuned, WITH_NEW_TOKENS), tuned.merge_and_unload()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEW_TOKENS)
+def test_the_new_base_model_has_the_rows_of_new_tokens(tmp_path, name):
+    """The matrices equal those of PEFT's `merge_and_unload`, which adds LoRA updates of tied
+    matrices to both.
+    """
+    tied, options = NEW_TOKENS[name]
+    base = tiny_model(tmp_path / "base", "llama", tied=tied)
+    logprobs, expected = saved_after_resize(base, tmp_path / "adapter", **options)
+    merged = weights.build_hf_model(adapter_path=tmp_path / "adapter", output_path=tmp_path / "new")
+    model = loaded(merged)
+    assert model.config.vocab_size == 275
+    if not tied or "trainable_token_indices" in options:
+        torch.testing.assert_close(
+            model.state_dict(), expected.float().state_dict(), rtol=0, atol=1e-6
+        )
+    assert model_logprobs(model, WITH_NEW_TOKENS) == pytest.approx(logprobs, abs=MERGED)
+    found = planish_logprobs(merged, tmp_path / "data", WITH_NEW_TOKENS)
+    assert found == pytest.approx(logprobs, abs=FLOAT32)
+
+
+LACKING: dict[str, tuple[bool, dict[str, Any], str]] = {
+    "the head of its own": (
+        False, {"trainable_token_indices": ROWS}, "embedding of 275 tokens and a head of 272",
+    ),
+    "the embedding": (
+        False, {"modules_to_save": ["lm_head"]}, "embedding of 272 tokens and a head of 275",
+    ),
+    "a token between": (
+        True, {"trainable_token_indices": [272, 274]}, "2 rows of the 3 tokens from 272 to 274",
+    ),
+    "tokens of its tokenizer": (
+        True, {"trainable_token_indices": [272, 273]}, "embedding of 274 tokens.*tokenizer.* has 275",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LACKING)
+def test_an_adapter_without_all_rows_of_new_tokens_is_rejected(tmp_path, name):
+    """The rows are random numbers that only the resized base model has, which can be given."""
+    tied, options, told = LACKING[name]
+    base = tiny_model(tmp_path / "base", "llama", tied=tied)
+    _, expected = saved_after_resize(base, tmp_path / "adapter", **options)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens([f"<new{number}>" for number in range(275 - len(tokenizer))])
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=f"{told}.* at random.*as the base model"):
+        weights.build_hf_model(adapter_path=tmp_path / "adapter", output_path=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    model = loaded(base)
+    torch.manual_seed(0)
+    model.resize_token_embeddings(275, mean_resizing=False)
+    model.save_pretrained(tmp_path / "resized")
+    merged = weights.build_hf_model(
+        base_model=str(tmp_path / "resized"),
+        adapter_path=tmp_path / "adapter",
+        output_path=tmp_path / "new",
+    )
+    torch.testing.assert_close(
+        loaded(merged).state_dict(), expected.float().state_dict(), rtol=0, atol=1e-6
+    )
 
 
 def change(adapter: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> None:
@@ -129,17 +244,17 @@ DAMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[Exception], s
     "NaN": (
         "embedding", {}, {f"{EMBEDDING}.weight": torch.full((272, 64), torch.nan)}, DamagedFileError, "NaN",
     ),
-    "a token beyond the vocabulary": (
-        "tokens", {"trainable_token_indices": [5, 6, 272]}, {}, UnsupportedError, "Resize the base",
+    "tokens beyond the vocabulary": (
+        "tokens", {"trainable_token_indices": [5, 6, 10**9]}, {}, CheckpointError, "1 rows of the",
     ),
     "a token twice": (
-        "tokens", {"trainable_token_indices": [5, 6, 5]}, {}, UnsupportedError, "not tokens",
+        "tokens", {"trainable_token_indices": [5, 6, 5]}, {}, DamagedFileError, "different tokens",
     ),
     "too few rows": (
         "tokens", {"trainable_token_indices": [5, 6]}, {}, DamagedFileError, "rows of trainable",
     ),
     "an odd list of tokens": (
-        "tokens", {"trainable_token_indices": {"embed_tokens": "all"}}, {}, UnsupportedError, "not tokens",
+        "tokens", {"trainable_token_indices": {"embed_tokens": "all"}}, {}, DamagedFileError, "different tokens",
     ),
     "an unknown weight": (
         "tokens", {}, {"base_model.model.model.layers.0.mlp.up_proj.weight": torch.zeros(96, 64)},
