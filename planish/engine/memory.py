@@ -34,12 +34,13 @@ from planish.model.kernels.device import Device
 from planish.model.kv_cache import KVSpec, max_pool_bytes, max_reservable_bytes
 from planish.model.lora import LoraLayout
 from planish.model.weight_sizes import (
+    code_bytes,
+    fused_quantized_shapes,
     linear_bytes,
     mxfp4_bytes,
     quantized_shapes,
     stored_scheme,
     unquantized_bytes,
-    weight_bytes,
 )
 from planish.service import AdapterBytes
 from planish.types import LoraConfig
@@ -273,30 +274,31 @@ class _ModelNeeds:
         adapter = adapter_bytes(backend, LoraConfig(rank=_planned_rank(config)))
         reserved_adapter_bytes = adapter.training + adapter.sampling if reserves_adapters else 0
         scheme = settings.quantize or stored_scheme(config)
-        one_copy_bytes = weight_bytes(config, dtype.itemsize, scheme)
         # Weights that the checkpoint stores as MXFP4 codes have a single copy: the packed codes.
         mxfp4_code_bytes = mxfp4_bytes(config)
-        all_copies_bytes = backend.weight_copies * (
-            unquantized_bytes(config, dtype.itemsize, scheme) - mxfp4_code_bytes
-        )
-        all_copies_bytes += mxfp4_code_bytes + (
-            linear_bytes(config, scheme) if scheme is not None else 0
-        )
-        is_quantized = scheme is not None or config.mxfp4_experts
-        if scheme == "fp8" and backend.uses_main_memory:
-            # The fp8 codes stay in the memory-mapped file. The packed weights have the model's
-            # dtype.
-            num_linear_weights = sum(map(prod, quantized_shapes(config).values()))
-            all_copies_bytes += (
-                max(1, backend.weight_copies - 1) * num_linear_weights * dtype.itemsize
-            )
-        elif is_quantized and not backend.can_pack(config.hidden_size, config.hidden_size):
-            # torch dequantizes two linears at a time, gate and up, for one matmul.
-            largest_linear = max(
-                config.hidden_size * config.expert_size,
-                *(map(prod, quantized_shapes(config).values())),
-            )
-            all_copies_bytes += 2 * largest_linear * dtype.itemsize
+        unquantized = unquantized_bytes(config, dtype.itemsize, scheme) - mxfp4_code_bytes
+        codes = mxfp4_code_bytes + (linear_bytes(config, scheme) if scheme is not None else 0)
+        one_copy_bytes = unquantized + codes
+        all_copies_bytes = backend.weight_copies * unquantized + codes
+        if scheme is not None or config.mxfp4_experts:
+            shapes = _dequantized_shapes(config, backend, is_fp8=scheme == "fp8")
+            packed_bytes = sum(map(prod, shapes)) * dtype.itemsize
+            one_copy_bytes += packed_bytes
+            all_copies_bytes += max(1, backend.weight_copies - 1) * packed_bytes
+            # The codes of fp8 stay in the memory-mapped file. Codes of other schemes are freed where
+            # the weights can be restored from packed ones, which are float32 then.
+            if scheme == "fp8":
+                one_copy_bytes -= code_bytes(config, scheme, shapes)
+            elif scheme is not None and dtype == torch.float32:
+                one_copy_bytes -= code_bytes(config, scheme, shapes)
+                all_copies_bytes -= code_bytes(config, scheme, shapes)
+            if not backend.can_pack(config.hidden_size, config.hidden_size) and not shapes:
+                # torch dequantizes two linears at a time, gate and up, for one matmul.
+                largest_linear = max(
+                    config.hidden_size * config.expert_size,
+                    *(map(prod, quantized_shapes(config).values())),
+                )
+                all_copies_bytes += 2 * largest_linear * dtype.itemsize
         return cls(backend, settings, one_copy_bytes, all_copies_bytes, reserved_adapter_bytes)
 
     @property
@@ -417,6 +419,20 @@ class _ModelNeeds:
         It is `available` on a GPU, and the smaller of `available` and `default` on a CPU.
         """
         return int(max(0, min(available, default) if self.backend.uses_main_memory else available))
+
+
+def _dequantized_shapes(
+    config: ModelConfig, backend: Backend, *, is_fp8: bool
+) -> list[tuple[int, int]]:
+    """Return the shapes (out, in) of the quantized weights that the backend packs dequantized."""
+    return [
+        shape
+        for shapes in fused_quantized_shapes(config)
+        if backend.packs_dequantized(
+            sum(fan_out for fan_out, _ in shapes), shapes[0][1], is_fp8=is_fp8
+        )
+        for shape in shapes
+    ]
 
 
 def _planned_rank(config: ModelConfig) -> int:

@@ -132,11 +132,11 @@ class Decoder:
             is_fp8 = config.fp8 is not None and quantize is None
             sizes = "outputs are not a multiple of 16 or whose inputs are not a multiple of 32"
             _log.info(
-                "no CPU kernel reads %s, so these linears are dequantized to %s: %.2f GB, and as "
-                "much again when training begins%s",
+                "no CPU kernel reads %s, so these linears are dequantized to %s: %.2f GB%s%s",
                 "fp8" if is_fp8 else f"{quantize or 'mxfp4'} weights whose {sizes}",
                 str(backend.dtype).removeprefix("torch."),
                 backend.num_dequantized_weights * backend.dtype.itemsize / 1e9,
+                ", and as much again when training begins" if backend.weight_copies > 1 else "",
                 "; quantize='int8' or 'nf4' takes less memory" if is_fp8 else "",
             )
         # The factor is rounded to the model's dtype, as in transformers.

@@ -6,9 +6,12 @@ models do not need it.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from itertools import repeat
 from math import prod
 
 from planish.model.config import ModelConfig
+from planish.model.linears import fused_modules, linear_shape, num_experts_of
 from planish.model.weights import expected_shapes
 
 SCHEMES = ("int8", "nf4")
@@ -33,6 +36,23 @@ def quantized_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+def fused_quantized_shapes(config: ModelConfig) -> Iterator[list[tuple[int, int]]]:
+    """Yield the shapes (out, in) of the linears that each matmul with quantized weights computes.
+
+    If the checkpoint stores experts in mxfp4, these are the experts' matmuls.
+    """
+    for layer in range(config.num_layers):
+        for names in fused_modules(config, layer):
+            num_experts = num_experts_of(config, names)
+            if config.mxfp4_experts and not num_experts:
+                continue
+            shapes = [linear_shape(config, name) for name in names]
+            if names == ("mlp.experts.gate_up_proj",) and not config.expert_biases:
+                fan_out, fan_in = shapes[0]
+                shapes = 2 * [(fan_out // 2, fan_in)]  # a gate and an up projection
+            yield from repeat(shapes, num_experts or 1)
+
+
 def stored_scheme(config: ModelConfig) -> str | None:
     """Return "fp8" if the checkpoint stores its linears in fp8, else None."""
     return None if config.fp8 is None else "fp8"
@@ -46,7 +66,14 @@ def linear_bytes(config: ModelConfig, scheme: str) -> int:
     output. fp8 takes one byte per weight and four bytes per block, or per output if the checkpoint
     has no blocks.
     """
-    shapes = quantized_shapes(config).values()
+    return code_bytes(config, scheme, quantized_shapes(config).values())
+
+
+def code_bytes(config: ModelConfig, scheme: str, shapes: Collection[tuple[int, int]]) -> int:
+    """Return the bytes of the codes and scales of quantized weights of these shapes (out, in).
+
+    `scheme`: as in `linear_bytes`.
+    """
     if scheme == "nf4":
         blocks = [fan_out * fan_in // NF4_BLOCK_SIZE for fan_out, fan_in in shapes]
         return sum(NF4_BLOCK_SIZE // 2 * count + count + 4 * -(-count // 256) for count in blocks)

@@ -440,6 +440,32 @@ def test_the_memory_plan_of_a_cpu_has_all_copies_of_the_weights(tmp_path, machin
         assert DeviceMemory(settings).claim(tmp_path).weight_bytes == expected
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen3_5_moe"])
+def test_the_memory_plan_counts_linears_that_are_dequantized(tmp_path, machine, family, dtype):
+    """The kernel for int8 reads no linears of 48 inputs. They are packed in the model's dtype. Only
+    a bfloat16 model keeps their codes.
+    """
+    machine(64 * GIB)
+    tiny_model(tmp_path, family, intermediate=48, expert_size=48, dtype="bfloat16")
+    settings = EngineSettings(dtype=dtype, device="cpu", quantize="int8")
+    decoder = Decoder.load(tmp_path, getattr(torch, dtype), torch.device("cpu"), quantize="int8")
+    backend, config = decoder.backend, decoder.config
+    if not backend.uses_compiled_kernels:
+        pytest.skip("the formula is that of the C++ kernels")
+    shapes = [shape for shape in quantized_shapes(config).values() if shape[1] == 48]
+    num_weights = sum(map(prod, shapes))
+    assert num_weights == backend.num_dequantized_weights > 0
+    plan = DeviceMemory(settings).claim(tmp_path)
+    if dtype == "bfloat16":
+        expected = 3 * unquantized_bytes(config, 2, "int8") + linear_bytes(config, "int8")
+        assert plan.weight_bytes == expected + 2 * 2 * num_weights
+    else:
+        expected = unquantized_bytes(config, 4, "int8") + linear_bytes(config, "int8")
+        freed = num_weights + 4 * sum(fan_out for fan_out, _ in shapes)
+        assert plan.weight_bytes == expected - freed + 4 * num_weights
+
+
 def test_the_memory_plan_of_an_fp8_checkpoint(tmp_path, machine, gpu):
     """A CPU has the mapped codes and two packed bf16 copies of the linears, a GPU only the
     codes.

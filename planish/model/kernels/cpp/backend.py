@@ -158,19 +158,19 @@ class CppBackend(TorchBackend):
             return super()._pack_weight(weights, transposed)
         return CppPackedWeight(concatenate(weights), self._arenas[dtype], transposed=transposed)
 
-    def _packs_dequantized(self, weights: Sequence[QuantizedWeight]) -> bool:
+    def packs_dequantized(self, fan_out: int, fan_in: int, *, is_fp8: bool) -> bool:
         """Return whether quantized weights are dequantized once and packed in the model's dtype.
 
         This keeps matmuls batch-invariant if the kernel for quantized weights does not support
         their sizes, but the kernel for other weights does.
         """
-        if super()._packs_dequantized(weights):
-            return True
-        fan_out, fan_in = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-        return self.can_pack(fan_out, fan_in) and not supports_quantized(weights, self.dtype)
+        return super().packs_dequantized(fan_out, fan_in, is_fp8=is_fp8) or (
+            self.can_pack(fan_out, fan_in) and not supports_quantized(fan_out, fan_in, self.dtype)
+        )
 
     def _pack_quantized_weight(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight:
-        if not supports_quantized(weights, self.dtype):
+        fan_out, fan_in = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+        if not supports_quantized(fan_out, fan_in, self.dtype):
             return super()._pack_quantized_weight(weights)
         return CppQuantizedWeight(weights, self._quantized_arena)
 

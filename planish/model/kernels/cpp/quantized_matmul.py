@@ -44,9 +44,12 @@ _QuantizedRecord = np.dtype(
 _SCHEMES = {Int8Weight: 1, Nf4Weight: 2, Mxfp4Weight: 3}
 
 
-def supports_quantized(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> bool:
-    """Return whether the kernel supports linears with these weights in matmuls of this dtype."""
-    fan_out, fan_in = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+def supports_quantized(fan_out: int, fan_in: int, dtype: torch.dtype) -> bool:
+    """Return whether the kernel supports quantized weights [fan_out, fan_in] in matmuls of this
+    dtype.
+
+    `fan_out`: the outputs of all linears that one matmul computes.
+    """
     return (
         fan_out % 16 == 0
         and fan_in % 32 == 0

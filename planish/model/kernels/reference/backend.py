@@ -255,10 +255,11 @@ class TorchBackend:
         """Return linears that read the same input, with quantized weights, as one packed linear.
 
         `weights`: [out_i, in] each, all of the same scheme. `biases`: as in `pack`. If
-        `_packs_dequantized`, the weights are packed in the model's dtype, and their codes are kept
+        `packs_dequantized`, the weights are packed in the model's dtype, and their codes are kept
         beside the packed weights.
         """
-        if self._packs_dequantized(weights):
+        fan_out, fan_in = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+        if self.packs_dequantized(fan_out, fan_in, is_fp8=isinstance(weights[0], Fp8Weight)):
             self.num_dequantized_weights += sum(prod(weight.shape) for weight in weights)
 
             def restore() -> list[Tensor]:
@@ -269,12 +270,13 @@ class TorchBackend:
             )
         return QuantizedLinear(weights, biases, self._pack_quantized_weight(weights))
 
-    def _packs_dequantized(self, weights: Sequence[QuantizedWeight]) -> bool:
+    def packs_dequantized(self, fan_out: int, fan_in: int, *, is_fp8: bool) -> bool:
         """Return whether quantized weights are dequantized once and packed in the model's dtype.
 
+        `fan_out`, `fan_in`: the outputs of all linears that one matmul computes, and their inputs.
         No kernel of a CPU reads fp8.
         """
-        return isinstance(weights[0], Fp8Weight) and self.uses_main_memory
+        return is_fp8 and self.uses_main_memory
 
     def _pack_quantized_weight(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight:
         """Return the weights in the layout of the matmuls' kernel. Torch uses the codes as they
