@@ -58,9 +58,11 @@ from planish.server.garbage import GarbageCollector, freeze_objects
 from planish.server.http import routes_sampling, routes_uploads
 from planish.server.http.access import AccessLog, RequestMetrics, set_up_logging
 from planish.server.http.app import create_app
+from planish.server.http.budgets import MAX_TOTAL_BODIES
 from planish.server.http.connections import ConnectionLimits, ConnectionTable, protocol_class
-from planish.server.http.context import MAX_TOTAL_BODIES, HttpState, read_keys
+from planish.server.http.context import HttpState
 from planish.server.http.graceful_stop import RESPONSE_SECONDS, STOP_SECONDS, drain
+from planish.server.http.keys import read_keys
 from planish.server.http.metrics_page import SubstitutedLosses, metrics_route
 from planish.server.http.routes_checkpoints import tokenizer_files
 from planish.server.openai import routes

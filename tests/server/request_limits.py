@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planish.server.durable.checkpoints import EXTERNAL_PREFIX, MAX_RECIPIENTS
-from planish.server.http.context import (
+from planish.server.http.budgets import (
     MAX_SAMPLE_BODY,
     MAX_SMALL_BODY,
     MAX_TELEMETRY_BODY,

@@ -1,5 +1,5 @@
 """Measure what the streams of one tenant leave to another: python tests/server/stream_load_run.py
-[--seconds 4] [--streams 1 12 100] [--samples 1 20] [--record FILE]
+[--seconds 4] [--idle-seconds 20] [--streams 1 12 100] [--samples 1 20] [--record FILE]
 
 One tenant, in a process of its own, keeps streams of /v1 open, which are read as fast as possible,
 slowly, or not at all. A second tenant, in another process, requests /healthz and samples 8 tokens;
@@ -161,10 +161,10 @@ def run(server: ServerProcess, options: argparse.Namespace) -> list[dict[str, An
     rows = []
     with process("--watch", server.url) as witness:
         latencies_for(witness, options.seconds)
+        idle = latencies_for(witness, options.idle_seconds)
         for count, samples, has_logprobs, reader in itertools.product(
             options.streams, options.samples, (False, True), options.readers
         ):
-            idle = latencies_for(witness, options.seconds)
             arguments = (server.url, str(count), reader, str(samples), str(int(has_logprobs)))
             with process("--stream", *arguments) as client:
                 assert client.stdout is not None
@@ -211,6 +211,7 @@ def run(server: ServerProcess, options: argparse.Namespace) -> list[dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--idle-seconds", type=float, default=20.0)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 12, 100])
     parser.add_argument("--samples", type=int, nargs="+", default=[1, 20])
     parser.add_argument("--readers", nargs="+", choices=READERS, default=["whole", "fast", "slow"])

@@ -3,7 +3,7 @@
 import pytest
 
 from planish.errors import UserError
-from planish.server.http.context import ANONYMOUS_TENANT, ApiKeys, read_keys
+from planish.server.http.keys import ANONYMOUS_TENANT, ApiKeys, read_keys
 from planish.server.results import Unauthorized
 
 

@@ -25,7 +25,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
-from planish.server.http import context, routes_sampling
+from planish.server.http import budgets, context, routes_sampling
 from planish.server.http.app import create_app
 from planish.server.results import Tenant, Unavailable
 from planish.server.scheduling import ActiveTenants
@@ -384,7 +384,7 @@ def test_compressed_bodies_are_opened_outside_the_event_loop(alice: Caller, monk
 
 
 def test_a_body_that_is_too_large_is_rejected(alice: Caller, client: TestClient):
-    large = b" " * (context.MAX_SMALL_BODY + 1)
+    large = b" " * (budgets.MAX_SMALL_BODY + 1)
     assert "larger than" in alice.post("/create_session", large, 413)["detail"]
     assert (
         "larger than"
@@ -423,7 +423,7 @@ def test_too_little_memory_for_a_body_is_no_fault_of_the_client(alice: Caller, m
 
 
 def test_one_tenant_may_use_half_of_the_memory_for_bodies():
-    room, (one, other) = context.BodyBudget(100), (Tenant("one"), Tenant("other"))
+    room, (one, other) = budgets.BodyBudget(100), (Tenant("one"), Tenant("other"))
     room.reserve(one, 50)
     with pytest.raises(Unavailable):
         room.reserve(one, 1)
@@ -439,7 +439,7 @@ async def test_large_bodies_are_read_one_at_a_time_beside_a_small_one_of_another
     once.
     """
     state = client.app.state.http  # type: ignore[attr-defined]
-    large, small = context.MAX_TRAINING_BODY // 4, context.MAX_SMALL_BODY
+    large, small = budgets.MAX_TRAINING_BODY // 4, budgets.MAX_SMALL_BODY
     reading, most, go_on = [0], [0], threading.Event()
 
     def read() -> None:
@@ -474,7 +474,7 @@ async def test_a_stalled_body_is_rejected(client: TestClient, monkeypatch):
     request = Request({"type": "http", "method": "POST", "headers": []}, receive)
     with pytest.raises(Unavailable, match="send the request again"):
         async with context.RequestContext(request, state, Tenant("alice")).body(
-            context.MAX_SMALL_BODY
+            budgets.MAX_SMALL_BODY
         ):
             pass
     assert state.body_budget.used == 0
@@ -502,7 +502,7 @@ def test_a_body_that_trickles_in_is_rejected(client: TestClient, monkeypatch, ra
     async def read() -> bytes:
         request = Request({"type": "http", "method": "POST", "headers": []}, receive)
         async with context.RequestContext(request, state, Tenant("alice")).body(
-            context.MAX_SMALL_BODY
+            budgets.MAX_SMALL_BODY
         ) as body:
             return body
 
@@ -566,7 +566,7 @@ def test_the_client_config_has_the_expected_settings(alice: Caller):
     config = alice.post("/client/config", {"sdk_version": "0.38.0"})
     assert config["parallel_fwdbwd_chunks"] is False
     assert config["proto_compress_fwdbwd"] is False
-    assert config["fwdbwd_max_chunk_bytes_count"] < context.MAX_TRAINING_BODY
+    assert config["fwdbwd_max_chunk_bytes_count"] < budgets.MAX_TRAINING_BODY
     assert alice.post("/client/dynamic_config", {})["sample_cancel_enabled"] is True
     assert alice.post("/telemetry", {"events": []}) == {"status": "accepted"}
     models = alice.get("/get_server_capabilities")["supported_models"]

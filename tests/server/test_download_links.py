@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from planish.errors import DamagedFileError
 from planish.server.durable import links
 from planish.server.durable.links import KEY_FILE, LinkSigner
-from planish.server.http.context import MAX_DOWNLOADS, MAX_TENANT_DOWNLOADS, DownloadSlots
+from planish.server.http.budgets import MAX_DOWNLOADS, MAX_TENANT_DOWNLOADS, DownloadSlots
 from planish.server.http.downloads import OpenFile, download_response
 from planish.server.results import NotFound, Tenant, Unavailable
 

@@ -22,6 +22,7 @@ from planish.wire.operations import post_request_for
 SERVER = Path(planish.server.__file__).parent
 SHARED = {
     "http/context.py",
+    "http/keys.py",
     "http/origins.py",
     "sessions.py",
     "durable/request_log.py",

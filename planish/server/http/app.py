@@ -38,15 +38,9 @@ from planish.server.http import (
     routes_sessions,
     routes_training,
 )
-from planish.server.http.context import (
-    API,
-    HttpState,
-    RequestContext,
-    endpoint,
-    json_response,
-    make_openai_error_body,
-)
+from planish.server.http.context import API, HttpState, RequestContext, endpoint, json_response
 from planish.server.http.graceful_stop import STOP_SECONDS
+from planish.server.http.openai_errors import make_openai_error_body
 from planish.server.http.origins import cors_options
 from planish.server.results import Unavailable, client_error, retry_headers
 from planish.server.server import Server

@@ -4,30 +4,18 @@ Every endpoint is a function of a `RequestContext`. `endpoint` turns this functi
 route checks the key first, and answers an error with its HTTP status and {"detail": message}. One
 limit applies to each body, and another limit to all bodies together, so that no client can exhaust
 the memory. Work on large bodies runs in a thread, so that the event loop stays free.
-
-A key file has one key per line, `KEY` or `NAME KEY`; a comment begins with #. Keys with the same
-name belong to one tenant. So a new key with this name can use the models and checkpoints that were
-made with the old key. Without a name, the tenant is named by the key's digest. A key with the name
-`metrics` reads /metrics only.
-
-The OpenAI-compatible endpoints report errors as {"error": {"message", "type", "param", "code"}}, as
-OpenAI's clients expect.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import re
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
@@ -37,10 +25,11 @@ from starlette.routing import Route
 
 from planish.errors import PlanishError, UnsupportedError, UserError
 from planish.server.http.access import TENANT_SCOPE_KEY
+from planish.server.http.budgets import MAX_SMALL_BODY, BodyBudget, DownloadSlots
 from planish.server.http.connections import CONNECTION_SCOPE_KEY, Connection
+from planish.server.http.keys import METRICS_KEY_NAME, ApiKeys
 from planish.server.http.origins import check_is_not_web_page, is_loopback
 from planish.server.results import (
-    NotFound,
     Page,
     Tenant,
     Unauthorized,
@@ -61,16 +50,6 @@ from planish.wire.pacing import paced
 T = TypeVar("T")
 
 API = "/api/v1"
-MIB = 1 << 20
-MAX_SMALL_BODY = 4 * MIB
-MAX_TELEMETRY_BODY = 16 * MIB
-MAX_SAMPLE_BODY = 64 * MIB
-MAX_TRAINING_BODY = 256 * MIB
-MAX_TOTAL_BODIES = 1024 * MIB
-"""Limit for the bodies of all requests together, in bytes. One tenant may use half of the limit.
-This half is twice MAX_TRAINING_BODY, because a compressed body and its decompressed copy are in
-memory at the same time, and each may have that size.
-"""
 _MAX_UNCOUNTED_BODY = 64 * 1024
 """Bodies up to this size do not count against the memory for bodies."""
 _MAX_INLINE_BODY = 16 * 1024
@@ -93,69 +72,11 @@ _MIN_BODY_RATE = 4096
 """The minimum rate of a body, in bytes per second. A request fails if the first n bytes of its body
 take longer than n / _MIN_BODY_RATE + _STALL_SECONDS seconds.
 """
-MAX_DOWNLOADS, MAX_TENANT_DOWNLOADS = 32, 8
-"""The maximum numbers of simultaneous checkpoint downloads, of all tenants and of one tenant. Each
-download keeps files open.
-"""
 _MAX_PAGE_LIMIT = 1000
 _FIRST_SDK_WITH_EXTERNAL = (0, 38)
 """The first release of the SDK that knows checkpoints of type `external`."""
 
 _log = logging.getLogger("planish.server")
-
-
-@dataclass
-class BodyBudget:
-    """The memory for request bodies. One tenant may use half of it."""
-
-    limit: int = MAX_TOTAL_BODIES
-    held: Counter[str] = field(default_factory=Counter)
-    """The reserved bytes of each tenant."""
-
-    @property
-    def used(self) -> int:
-        """The reserved bytes of all tenants."""
-        return self.held.total()
-
-    def reserve(self, tenant: Tenant, size: int) -> None:
-        """Reserve `size` bytes for a tenant. Raise Unavailable if they exceed the limit."""
-        if self.used + size > self.limit or self.held[tenant.name] + size > self.limit // 2:
-            raise Unavailable(
-                f"the bodies of the requests in progress fill the {self.limit >> 20} MiB that this "
-                "server has for them, or the half that one tenant may use; send the request again "
-                "in a few seconds, or fewer large requests at once",
-                2.0,
-            )
-        self.held[tenant.name] += size
-
-    def release(self, tenant: Tenant, size: int) -> None:
-        """Give `size` reserved bytes of a tenant back to the budget."""
-        self.held[tenant.name] -= size
-
-
-@dataclass
-class DownloadSlots:
-    """The downloads in progress."""
-
-    running: Counter[str] = field(default_factory=Counter)
-    """The number of downloads of each tenant."""
-
-    @contextmanager
-    def slot(self, tenant: Tenant) -> Iterator[ExitStack]:
-        """Take a slot until the end of the `with` block. Raise Unavailable if no slot is free.
-
-        The context is an ExitStack that releases the slot. To keep the slot longer, call `pop_all`
-        on this stack, and close the returned stack later.
-        """
-        if (
-            self.running.total() >= MAX_DOWNLOADS
-            or self.running[tenant.name] >= MAX_TENANT_DOWNLOADS
-        ):
-            raise Unavailable("too many downloads at once; try again when others are done", 5.0)
-        self.running[tenant.name] += 1
-        with ExitStack() as stack:
-            stack.callback(self.running.subtract, [tenant.name])
-            yield stack
 
 
 @dataclass
@@ -339,7 +260,8 @@ class RequestContext:
                 reserve(len(body))
             yield body
         finally:
-            budget.release(self.tenant, reserved_bytes)
+            if reserved_bytes:
+                budget.release(self.tenant, reserved_bytes)
 
     @asynccontextmanager
     async def fields(self, limit: int = MAX_SMALL_BODY) -> AsyncIterator[Fields]:
@@ -415,10 +337,6 @@ def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
     return Route(API + path, answer, methods=[method])
 
 
-METRICS_KEY_NAME = "metrics"
-"""The name of the key that may read only the page /metrics."""
-
-
 def authenticate(
     request: Request, key: str | None, is_metrics_page: bool = False
 ) -> RequestContext:
@@ -459,6 +377,19 @@ def error_response(error: PlanishError) -> Response:
     )
 
 
+def status_and_message(error: Exception) -> tuple[int, str]:
+    """Return the status and the message that report an error to a client. The details of internal
+    errors are logged, and the client gets only the error's class.
+    """
+    sent_error = client_error(error)
+    status, message = status_of(sent_error), str(sent_error)
+    if sent_error is not error or status == 500:
+        _log.error("a request under /v1 failed", exc_info=error)
+    if status == 500:
+        message = f"internal error of the server ({type(error).__name__}); its log has the details"
+    return status, message
+
+
 def json_response(
     content: Any, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
@@ -477,156 +408,3 @@ def page_to_json(name: str, page: Page[T], to_json: Callable[[T], Any]) -> dict[
     """Return the JSON of a page, with its position in the list."""
     cursor = {"offset": page.offset, "limit": page.limit, "total_count": page.total}
     return {name: [to_json(item) for item in page.items], "cursor": cursor}
-
-
-ANONYMOUS_TENANT = Tenant("everybody")
-"""The only tenant of a server without keys."""
-
-_TENANT_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,100}")
-_COMMENT = re.compile(r"(?:^|\s)#")
-_KEY = re.compile(r"[\x21-\x7e]{8,500}")
-_NAME_AND_KEY = re.compile(r"[^=]=[^=]|.[:,;=]tml-")
-"""Matches a line such as NAME=KEY, which is probably a mistake. Without this check, the whole word
-would become a key without a name. A base64 key does not match, because it has = only at its end.
-"""
-
-
-def read_keys(path: str | Path) -> dict[str, str]:
-    """Return the tenants' names by key. Raise UserError if the file cannot be read, is empty, or
-    has an invalid line.
-    """
-    try:
-        lines = Path(path).expanduser().read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"api_key_file={path}: {error}; give a text file with one key per line"
-        ) from None
-    keys: dict[str, str] = {}
-    for number, line in enumerate(lines, start=1):
-        text = _COMMENT.split(line, maxsplit=1)[0]
-        if "#" in text:
-            raise UserError(
-                f"api_key_file={path}, line {number}: a # within a key; change the key, or put a "
-                "space before a comment"
-            )
-        words = text.split()
-        if words:
-            *names, key = words
-            if not names and _NAME_AND_KEY.search(key):
-                raise UserError(
-                    f"api_key_file={path}, line {number}: this looks like a name and a key in one "
-                    "word; put a space between them, NAME KEY"
-                )
-            if (
-                not _KEY.fullmatch(key)
-                or len(names) > 1
-                or not all(_TENANT_NAME.fullmatch(name) for name in names)
-            ):
-                raise UserError(
-                    f"api_key_file={path}, line {number}: give KEY or NAME KEY, with a key of at "
-                    "least 8 printable characters"
-                )
-            if key in keys:
-                raise UserError(
-                    f"api_key_file={path}, line {number}: this key is listed twice; remove one"
-                )
-            keys[key] = names[0] if names else f"key-{_key_digest(key).hex()[:12]}"
-    if not keys:
-        raise UserError(f"api_key_file={path} holds no key; write one per line")
-    return keys
-
-
-class ApiKeys:
-    """Finds the tenant of a key, in the same time for every key."""
-
-    def __init__(self, keys: Mapping[str, str] | None) -> None:
-        """`keys` maps keys to tenants' names. None: no key is needed."""
-        self._tenants = (
-            None
-            if keys is None
-            else [(_key_digest(key), Tenant(name)) for key, name in keys.items()]
-        )
-
-    def tenant(self, key: str | None) -> Tenant:
-        """Return the tenant of a key. Raise Unauthorized if the key is missing or unknown."""
-        if self._tenants is None:
-            return ANONYMOUS_TENANT
-        if not key:
-            raise Unauthorized("this server needs a key: set TINKER_API_KEY (header X-API-Key)")
-        given_digest = _key_digest(key)
-        matching_tenants = [
-            tenant for digest, tenant in self._tenants if hmac.compare_digest(digest, given_digest)
-        ]
-        if not matching_tenants:
-            raise Unauthorized("this key is unknown; ask the server's operator for one")
-        return matching_tenants[0]
-
-
-def _key_digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
-
-
-_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-
-
-class UnsupportedParameterError(UserError):
-    """A parameter of OpenAI's API, or a value of a parameter, that this server does not support."""
-
-    code = "unsupported_parameter"
-
-    def __init__(self, name: str, remedy: str) -> None:
-        """`name` is the parameter, and `remedy` says what to give instead."""
-        super().__init__(f"{name} is not supported here: {remedy}")
-        self.param = name
-
-
-class WrongParameterError(UserError):
-    """A parameter with an invalid value."""
-
-    code = "invalid_value"
-
-    def __init__(self, name: str, message: str) -> None:
-        """`name` is the parameter, and `message` the whole error message."""
-        super().__init__(message)
-        self.param = name
-
-
-class ModelNotFoundError(NotFound):
-    """There is no such model for this tenant."""
-
-    code = "model_not_found"
-    param = "model"
-
-
-def status_and_message(error: Exception) -> tuple[int, str]:
-    """Return the status and the message that report an error to a client. The details of internal
-    errors are logged, and the client gets only the error's class.
-    """
-    sent_error = client_error(error)
-    status, message = status_of(sent_error), str(sent_error)
-    if sent_error is not error or status == 500:
-        _log.error("a request under /v1 failed", exc_info=error)
-    if status == 500:
-        message = f"internal error of the server ({type(error).__name__}); its log has the details"
-    return status, message
-
-
-def openai_error_body(error: Exception) -> dict[str, Any]:
-    """Return the body that reports an error to an OpenAI client."""
-    status, message = status_and_message(error)
-    code = "invalid_api_key" if status == 401 else getattr(error, "code", None)
-    return make_openai_error_body(message, status, getattr(error, "param", None), code)
-
-
-def make_openai_error_body(
-    message: str, status: int, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """Return the body of an error for OpenAI clients."""
-    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def openai_error_response(error: Exception) -> Response:
-    """Return the response for an error to an OpenAI client."""
-    sent_error = client_error(error)
-    return json_response(openai_error_body(error), status_of(sent_error), retry_headers(sent_error))

@@ -9,12 +9,7 @@ from typing import Any
 
 from planish.errors import UserError
 from planish.server.durable.checkpoints import is_external, shown_path, stored_path
-from planish.server.http.context import (
-    Json,
-    RequestContext,
-    endpoint,
-    page_to_json,
-)
+from planish.server.http.context import Json, RequestContext, endpoint, page_to_json
 from planish.server.results import (
     NoSuchBaseModel,
     TrainingRun,

@@ -30,14 +30,8 @@ from starlette.responses import Response, StreamingResponse
 
 from planish.errors import PlanishError, UserError
 from planish.server.durable.checkpoints import shown_path
-from planish.server.http.context import (
-    MAX_SAMPLE_BODY,
-    Answer,
-    Json,
-    RequestContext,
-    endpoint,
-    json_response,
-)
+from planish.server.http.budgets import MAX_SAMPLE_BODY
+from planish.server.http.context import Answer, Json, RequestContext, endpoint, json_response
 from planish.server.http.routes_training import accepted_to_json
 from planish.server.results import (
     Accepted,

@@ -12,14 +12,8 @@ from typing import Any
 
 from planish.errors import UnsupportedError, UserError
 from planish.server.durable.records import PAGE_BYTES, item_bytes
-from planish.server.http.context import (
-    MAX_TELEMETRY_BODY,
-    MIB,
-    Json,
-    RequestContext,
-    endpoint,
-    page_to_json,
-)
+from planish.server.http.budgets import MAX_TELEMETRY_BODY, MIB
+from planish.server.http.context import Json, RequestContext, endpoint, page_to_json
 from planish.server.results import SessionRecord, SessionSpec
 from planish.service import MAX_METADATA
 from planish.wire.fields import Fields

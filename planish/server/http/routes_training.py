@@ -15,14 +15,8 @@ from planish.server.durable.checkpoints import (
     check_name_is_not_external,
     metadata_of,
 )
-from planish.server.http.context import (
-    MAX_TRAINING_BODY,
-    Answer,
-    Handler,
-    Json,
-    RequestContext,
-    endpoint,
-)
+from planish.server.http.budgets import MAX_TRAINING_BODY
+from planish.server.http.context import Answer, Handler, Json, RequestContext, endpoint
 from planish.server.results import Accepted, stopping
 from planish.service import CreateModel, Operation, PublishSampler, SaveWeightsForSampler
 from planish.wire.fields import Fields

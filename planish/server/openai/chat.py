@@ -26,7 +26,7 @@ from planish.renderers.messages import (
 )
 from planish.renderers.registry import with_effort, with_thinking
 from planish.renderers.stream_parser import SampleParser, message_parser, stop_gate
-from planish.server.http.context import WrongParameterError
+from planish.server.http.openai_errors import WrongParameterError
 from planish.server.openai.constraints import chat_constraint, constrains_calls
 from planish.server.openai.logprobs import ScoredToken, chat_logprobs, scored_tokens
 from planish.server.openai.models import OpenAIModels, ServedModel

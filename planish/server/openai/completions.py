@@ -16,10 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from planish.renderers.stream_parser import SampleParser, text_parser
-from planish.server.http.context import (
-    UnsupportedParameterError,
-    WrongParameterError,
-)
+from planish.server.http.openai_errors import UnsupportedParameterError, WrongParameterError
 from planish.server.openai.constraints import text_constraint
 from planish.server.openai.logprobs import (
     CompletionLogprobs,

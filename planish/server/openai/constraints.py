@@ -21,7 +21,7 @@ from planish.renderers.grammars import (
     message_grammar,
     schema_text,
 )
-from planish.server.http.context import UnsupportedParameterError, WrongParameterError
+from planish.server.http.openai_errors import UnsupportedParameterError, WrongParameterError
 from planish.server.openai.requests import (
     ChatRequest,
     GenerationRequest,

@@ -20,11 +20,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from planish.engine.checkpoints.files import ADAPTER_CONFIG_FILE
-from planish.server.http.context import (
-    ModelNotFoundError,
-    RequestContext,
-    WrongParameterError,
-)
+from planish.server.http.context import RequestContext
+from planish.server.http.openai_errors import ModelNotFoundError, WrongParameterError
 from planish.server.openai.routes import authenticated
 from planish.server.results import NotFound, Unauthorized
 from planish.server.server import Server

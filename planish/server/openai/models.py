@@ -29,7 +29,8 @@ from planish.model.config import ModelConfig
 from planish.renderers import FORMATS, Renderer, get_renderer, recommended_renderer_name
 from planish.renderers.codec import Codec
 from planish.renderers.termination import eos_ids
-from planish.server.http.context import HttpState, ModelNotFoundError
+from planish.server.http.context import HttpState
+from planish.server.http.openai_errors import ModelNotFoundError
 from planish.server.openai.model_names import ModelList, resolve_name
 from planish.server.openai.streaming import OpenStreams
 from planish.server.results import Gone, NotFound, SessionSpec, Tenant

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.json_schema import models_json_schema
 
 from planish.errors import UserError
-from planish.server.http.context import UnsupportedParameterError, WrongParameterError
+from planish.server.http.openai_errors import UnsupportedParameterError, WrongParameterError
 from planish.types import (
     MAX_ALLOWED_TOKENS,
     MAX_LOGIT_BIASES,

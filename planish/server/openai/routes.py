@@ -21,18 +21,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from planish.server.http.access import key_from_headers
+from planish.server.http.budgets import MAX_SAMPLE_BODY
 from planish.server.http.context import (
-    MAX_SAMPLE_BODY,
     Answer,
     Handler,
     Json,
     RequestContext,
     authenticate,
     json_response,
-    make_openai_error_body,
-    openai_error_response,
     to_response,
 )
+from planish.server.http.openai_errors import make_openai_error_body, openai_error_response
 from planish.server.openai.chat import chat_completions
 from planish.server.openai.completions import completions
 from planish.server.openai.models import OpenAIModels

@@ -8,7 +8,8 @@ from typing import Any
 
 from starlette.requests import Request
 
-from planish.server.http.context import Json, WrongParameterError
+from planish.server.http.context import Json
+from planish.server.http.openai_errors import WrongParameterError
 from planish.server.openai.chat import build_prompt, renderer_of
 from planish.server.openai.models import OpenAIModels, ServedModel
 from planish.server.openai.protocol import check_text
