@@ -30,6 +30,7 @@ FUNCTION_CALL = "function_call"
 """The role of a message whose text is a tool call, or a list of them, as JSON."""
 SHAREGPT_ROLES = ("user", "assistant", "system", "tool", *ROLES, FUNCTION_CALL)
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
+PART_TYPES = ("text", "thinking")
 MESSAGE_LIST = "a list of messages with at least one in it"
 
 
@@ -90,7 +91,7 @@ def _read_message(value: Any, where: str) -> Message:
     calls = message.get("tool_calls")
     if isinstance(calls, str):
         message["tool_calls"] = _parse(calls, f"{where}, tool_calls", "a list")
-    _check_nested_keys(message, where)
+    check_nested_keys(message, where)
     _join_thinking(message, where)
     _read_weight(message, where)
     return message
@@ -122,12 +123,20 @@ def _from_function_call(message: Message, where: str) -> Message:
     return {**message, "role": "assistant", "content": "", "tool_calls": tool_calls}
 
 
-def _check_nested_keys(message: Message, where: str) -> None:
-    """Raise UserError for a key in a part or a tool call that renderers would not write."""
-    content, calls = message.get("content"), message.get("tool_calls")
-    for number, part in enumerate(content if isinstance(content, list) else ()):
-        _check_keys(part, ("type", "text", "thinking"), f"{where}, content[{number}]")
-    for number, call in enumerate(calls if isinstance(calls, list) else ()):
+def check_nested_keys(message: Mapping[str, Any], where: str) -> None:
+    """Raise UserError for a part that is no text or reasoning, and for a key in a part or a tool
+    call that no renderer writes. `where` names the message. A key that is null counts as absent.
+    """
+    for number, part in enumerate(_list_of(message, "content")):
+        part_where = f"{where}, content[{number}]"
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in PART_TYPES:
+            raise UserError(
+                f"{part_where} is of type {kind!r}; give {{'type': 'text', 'text': ...}} or "
+                "{'type': 'thinking', 'thinking': ...} (planish reads text only)"
+            )
+        _check_keys(part, ("type", kind), part_where)
+    for number, call in enumerate(_list_of(message, "tool_calls")):
         call_where = f"{where}, tool_calls[{number}]"
         function = call.get("function") if isinstance(call, Mapping) else None
         if function is None:
@@ -135,9 +144,16 @@ def _check_nested_keys(message: Message, where: str) -> None:
         else:
             _check_keys(call, ("type", "id", "function"), call_where)
             _check_keys(function, ("name", "arguments"), call_where)
+    for number, call in enumerate(_list_of(message, "unparsed_tool_calls")):
+        _check_keys(call, ("raw_text", "error"), f"{where}, unparsed_tool_calls[{number}]")
 
 
-def _check_keys(value: Any, known: Sequence[str], where: str) -> None:
+def _list_of(message: Mapping[str, Any], key: str) -> Sequence[Any]:
+    value = message.get(key)
+    return value if isinstance(value, Sequence) and not isinstance(value, str) else ()
+
+
+def _check_keys(value: Any, known: Sequence[Any], where: str) -> None:
     """Raise UserError for a key that is not in `known` and not null. A value that is no object is
     left to the renderer.
     """

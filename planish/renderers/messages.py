@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
+from planish.datasets.messages import check_nested_keys
 from planish.renderers.forms import THINK_BLOCK_FORM, CallForm, ThoughtForm
 
 
@@ -213,7 +214,7 @@ def _read(
         raise ValueError(
             f"{where} is a {type(message).__name__}; give a dictionary with role and content"
         )
-    unknown = [key for key in message if key not in MESSAGE_KEYS]
+    unknown = [key for key in message if key not in MESSAGE_KEYS and message[key] is not None]
     if unknown:
         raise ValueError(
             f"{where} has unknown keys {unknown}; remove them (known: {', '.join(MESSAGE_KEYS)})"
@@ -224,6 +225,7 @@ def _read(
             f"{where}['role']={role!r}: renderer {renderer} knows the roles "
             f"{', '.join(capabilities.roles)}"
         )
+    check_nested_keys(message, where)
     text, thinking = _read_content(message, where, capabilities)
     if thinking is not None and role != "assistant":
         raise ValueError(
@@ -318,16 +320,14 @@ def _read_content(
     texts: list[str] = []
     thoughts: list[str] = [] if thinking is None else [thinking]
     for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind not in ("text", "thinking") or not isinstance(part.get(kind), str):
+        kind = part["type"]
+        if not isinstance(part.get(kind), str):
             raise ValueError(
-                f"{where}['content'][{number}] is of type {kind!r} or lacks its text; give "
-                "{'type': 'text', 'text': ...} or {'type': 'thinking', 'thinking': ...} (planish "
-                "reads text only)"
+                f"{where}, content[{number}] lacks its text; give {kind!r} as a string"
             )
         if kind == "thinking" and texts:
             raise ValueError(
-                f"{where}['content'][{number}]: thinking comes before the text; put the thinking "
+                f"{where}, content[{number}]: thinking comes before the text; put the thinking "
                 "parts first"
             )
         (texts if kind == "text" else thoughts).append(part[kind])

@@ -343,7 +343,11 @@ BAD = [
     ({"messages": [{**ANSWER[0], "thinking": "a", "reasoning": "b"}]}, "different texts"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        r"content\[0\] has \['image_url'\]",
+        r"content\[0\] is of type 'image_url'",
+    ),
+    (
+        {"messages": [{**ANSWER[0], "content": [{"type": "text", "text": "a", "thinking": "b"}]}]},
+        r"content\[0\] has \['thinking'\]",
     ),
     (
         {"messages": [{**ANSWER[0], "tool_calls": [{"function": {"name": "f"}, "index": 0}]}]},

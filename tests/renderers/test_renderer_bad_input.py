@@ -50,12 +50,12 @@ def said(**changes) -> dict:
         (
             INSTRUCT,
             [{"role": "user", "content": [{"type": "image", "image": "x"}]}],
-            r"content'\]\[0\] is of type 'image'.*text only",
+            r"content\[0\] is of type 'image'.*text only",
         ),
         (
             INSTRUCT,
             [{"role": "user", "content": [{"type": "text"}]}],
-            r"content'\]\[0\] is of type 'text' or lacks its text",
+            r"content\[0\] lacks its text; give 'text' as a string",
         ),
         (
             INSTRUCT,
@@ -85,7 +85,7 @@ def said(**changes) -> dict:
                     content=[{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "x"}]
                 ),
             ],
-            r"content'\]\[1\]: thinking comes before the text",
+            r"content\[1\]: thinking comes before the text",
         ),
         (
             LLAMA3,
@@ -168,6 +168,36 @@ def said(**changes) -> dict:
             [{**USER, "trainable": "yes"}],
             r"messages\[0\]\['trainable'\]='yes'; give True or False",
         ),
+        (
+            INSTRUCT,
+            [{"role": "user", "content": [{"type": "text", "text": "a", "weight": 0}]}],
+            r"messages\[0\], content\[0\] has \['weight'\], which planish does not use; remove it",
+        ),
+        (
+            QWEN3,
+            [USER, said(content=[{"type": "text", "text": "a", "thinking": "x"}])],
+            r"messages\[1\], content\[0\] has \['thinking'\]",
+        ),
+        (
+            INSTRUCT,
+            [USER, said(tool_calls=[{**CALL, "result": "4"}])],
+            r"messages\[1\], tool_calls\[0\] has \['result'\]",
+        ),
+        (
+            INSTRUCT,
+            [USER, said(tool_calls=[{"function": {**CALL["function"], "parameters": {}}}])],
+            r"messages\[1\], tool_calls\[0\] has \['parameters'\]",
+        ),
+        (
+            INSTRUCT,
+            [USER, said(tool_calls=[{"name": "f", "arguments": "{}", "parameters": {}}])],
+            r"messages\[1\], tool_calls\[0\] has \['parameters'\]",
+        ),
+        (
+            INSTRUCT,
+            [USER, said(unparsed_tool_calls=[{"raw_text": "f(", "error": "x", "name": "f"}])],
+            r"messages\[1\], unparsed_tool_calls\[0\] has \['name'\]",
+        ),
     ],
 )
 def test_invalid_messages_are_rejected(renderer, messages, message):
@@ -175,6 +205,15 @@ def test_invalid_messages_are_rejected(renderer, messages, message):
         renderer.build_generation_prompt(messages)
     with pytest.raises(ValueError, match=message):
         renderer.build_supervised_example(messages)
+
+
+def test_a_key_that_is_null_counts_as_absent():
+    """Structs of a table, and messages that clients dump, have all keys."""
+    call = {**CALL, "index": None, "function": {**CALL["function"], "strict": None}}
+    part = {"type": "text", "text": "b", "thinking": None, "image_url": None}
+    given = [USER, said(content=[part], tool_calls=[call], refusal=None, audio=None)]
+    plain = [USER, said(tool_calls=[CALL])]
+    assert INSTRUCT.build_generation_prompt(given) == INSTRUCT.build_generation_prompt(plain)
 
 
 @pytest.mark.parametrize(

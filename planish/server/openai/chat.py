@@ -356,9 +356,11 @@ def _logprobs(chat: ParsedChat, tokens: Sequence[ScoredToken]) -> dict[str, Any]
 
 
 # Clients copy earlier answers into the conversation, including these fields. planish ignores the
-# first group if they are empty or null. The second group describes an answer and is not part of it.
+# first group if they are empty or null. The others describe an answer and are not part of it.
 _ANSWER_FIELDS = ("refusal", "audio", "function_call")
 _DESCRIPTIVE_FIELDS = ("id", "annotations", "provider_specific_fields")
+_DESCRIPTIVE_FIELDS_OF_PARTS = ("id", "index", "annotations", "cache_control")
+_DESCRIPTIVE_FIELDS_OF_CALLS = ("index", "provider_specific_fields")
 
 
 def build_prompt(
@@ -419,6 +421,12 @@ def _normalize_message(original: Mapping[str, Any]) -> dict[str, Any]:
         and key not in _DESCRIPTIVE_FIELDS
         and value is not None
     }
+    for name, descriptive in (
+        ("content", _DESCRIPTIVE_FIELDS_OF_PARTS),
+        ("tool_calls", _DESCRIPTIVE_FIELDS_OF_CALLS),
+    ):
+        if isinstance(message.get(name), list):
+            message[name] = [_without(element, descriptive) for element in message[name]]
     if message.get("refusal") and not message.get("content"):
         # A refusal is what the assistant said, in a field of its own.
         message["content"] = message.pop("refusal")
@@ -436,6 +444,12 @@ def _normalize_message(original: Mapping[str, Any]) -> dict[str, Any]:
             *_content_parts(message.get("content", "")),
         ]
     return message
+
+
+def _without(element: Any, fields: Sequence[str]) -> Any:
+    if not isinstance(element, Mapping):
+        return element
+    return {key: value for key, value in element.items() if key not in fields}
 
 
 def _content_parts(content: Any) -> list[Any]:
