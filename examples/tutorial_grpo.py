@@ -55,7 +55,8 @@ def _():
     import sys
 
     import planish
-    from planish.datasets.gsm8k import load_problems, problem_prompt
+    from planish.datasets.gsm8k import problem_prompt
+    from planish.datasets.math_problems import load_problems
     from planish.model.sources import DEFAULT_MODEL
     from planish.renderers import get_renderer, get_text_content, recommended_renderer_name
 

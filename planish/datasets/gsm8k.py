@@ -7,10 +7,9 @@ no such mark.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from planish.datasets.rows import load_rows
 from planish.errors import UserError
 
 QUESTION_SUFFIX = r" Give the final answer as a number without units, inside \boxed{}."
@@ -49,15 +48,6 @@ class Problem:
     r"""The worked solution, ending in \boxed{answer}."""
     location: str = field(default="", compare=False, repr=False)
     """The place of its row, such as file and line, for messages; "" if it is not from a row."""
-
-
-def load_problems(dataset: str, split: str) -> list[Problem]:
-    """Load the problems of one split in the dataset's order.
-
-    Raise UserError if there are none, or if a row has another format.
-    """
-    rows = load_rows(dataset, split)
-    return [replace(read_problem(row, row.location), location=row.location) for row in rows]
 
 
 def problem_prompt(problem: Problem) -> Conversation:

@@ -142,13 +142,21 @@ def hendrycks_train_rows() -> list[Row]:
     return [row for row in rows if row.get("problem") not in test_problems]
 
 
+def load_problems(dataset: str, split: str) -> list[Problem]:
+    """Return the problems of one split, in the dataset's order, from rows in the form of GSM8K.
+    Raise UserError if there are none, or if a row has another form.
+    """
+    rows = load_rows(dataset, split)
+    return read_problems(COLLECTIONS["gsm8k"], rows, f"dataset={dataset}, {split}")[0]
+
+
 def read_problems(
     collection: ProblemCollection, rows: Sequence[Row], where: str
 ) -> tuple[list[Problem], list[str]]:
     """Read rows as problems, and return a note if some have no usable answer. Raises UserError if
     none has.
     """
-    unused = UnusedColumns(where)
+    unused = UnusedColumns(where.removeprefix("dataset="))
     for row in rows:
         check_refused(row, REFUSED_COLUMNS, row.location)
         unused.add(row, collection.columns, row.location)

@@ -12,6 +12,7 @@ import chz
 
 from planish.datasets.layouts import REFUSED_COLUMNS, check_refused
 from planish.datasets.rows import has_split, hold_out, load_rows
+from planish.datasets.unused_columns import UnusedColumns
 from planish.errors import UserError
 from planish.recipes.code_env import (
     CodeEnv,
@@ -22,7 +23,12 @@ from planish.recipes.code_env import (
     process_sandbox,
 )
 from planish.recipes.code_functions import FunctionProblem, sample_function
-from planish.recipes.code_problems import CodeProblem, read_problem
+from planish.recipes.code_problems import (
+    CodeProblem,
+    read_problem,
+    unused_fields,
+    with_parsed_tests,
+)
 from planish.renderers import Message
 from planish.rl.environments.message_env import EnvFromMessageEnv
 from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
@@ -179,11 +185,16 @@ class CodeDatasetBuilder(AttemptsBuilder):
     def _problems(self, split: str) -> list[CodeProblem]:
         where = f"dataset={self.dataset}, {split}"
         rows = load_rows(self.dataset, split)
+        unused = UnusedColumns(f"{self.dataset}, {split}")
+        problems_or_none = []
         for row in rows:
             check_refused(row, REFUSED_COLUMNS, row.location)
-        problems_or_none = [
-            read_problem(row, row.location, self.shown_tests, self.max_tests) for row in rows
-        ]
+            columns = with_parsed_tests(row)
+            problems_or_none.append(
+                read_problem(columns, row.location, self.shown_tests, self.max_tests)
+            )
+            unused.add(unused_fields(columns), (), row.location)
+        unused.warn()
         problems = [
             replace(problem, location=row.location)
             for row, problem in zip(rows, problems_or_none, strict=True)

@@ -36,6 +36,7 @@ works for `assert f(literals) == literal`; a row with any other assertion is lef
 import ast
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,8 @@ from planish.sandbox import FunctionTest, ProgramTest, StdinTest
 
 QUESTION_KEYS = ("question", "problem", "prompt", "text")
 TEST_KEYS = ("tests", "input_output", "test_list")
+TEST_FIELDS = ("input", "output", "inputs", "outputs", "fn_name", "type", "testtype")
+"""The fields of tests. "type" adds nothing: a test of a function has an "fn_name"."""
 
 Row = Mapping[str, Any]
 
@@ -102,6 +105,34 @@ def read_problem(
     return CodeProblem(
         question.strip(), tests, public_tests, str(row.get("starter_code") or "").rstrip()
     )
+
+
+def unused_fields(row: Row) -> dict[str, Any]:
+    """Return the columns of a row that `read_problem` does not use, and the fields of its tests
+    that no test has, as "COLUMN[].FIELD".
+    """
+    question = next((name for name in QUESTION_KEYS if isinstance(row.get(name), str)), None)
+    tests = next((name for name in TEST_KEYS if row.get(name)), None)
+    metadata = "metadata" if function_name(row) else None
+    used = {question, tests, metadata, "starter_code", "public_tests"}
+    unused = {name: value for name, value in row.items() if name not in used}
+    for column in (tests, "public_tests"):
+        data = row.get(column) if column else None
+        for test in data if isinstance(data, list) else [data]:
+            for name, value in test.items() if isinstance(test, Mapping) else ():
+                if name not in TEST_FIELDS:
+                    unused[f"{column}[].{name}"] = value
+    return unused
+
+
+def with_parsed_tests(row: Row) -> dict[str, Any]:
+    """Return a row whose tests are values, and not JSON text. Text that is no JSON stays."""
+    parsed = dict(row)
+    for name in (*TEST_KEYS, "public_tests"):
+        if name in row:
+            with suppress(UnusableTestError):
+                parsed[name] = from_json(row[name])
+    return parsed
 
 
 def function_name(row: Row) -> str | None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import chz
 
-from planish.datasets.gsm8k import load_problems
+from planish.datasets.math_problems import load_problems
 from planish.datasets.rows import has_split
 from planish.errors import UserError
 from planish.preference.datasets import ComparisonBuilder

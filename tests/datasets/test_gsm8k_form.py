@@ -6,7 +6,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from planish.datasets.gsm8k import Problem, load_problems, problem_prompt
+from planish.datasets.gsm8k import Problem, problem_prompt
+from planish.datasets.math_problems import load_problems
 from planish.datasets.rows import load_rows
 from planish.errors import UserError
 
@@ -34,6 +35,18 @@ def test_an_answer_without_the_mark_is_the_answer(tmp_path):
         str(write(tmp_path / "own.jsonl", {"question": "2+2?", "answer": "4"})), "train"
     )
     assert (problem.answer, problem.solution) == ("4", "The answer is \\boxed{4}")
+
+
+def test_columns_that_are_not_used_are_refused_or_named(tmp_path, caplog):
+    path = write(tmp_path / "own.jsonl", ROW, {**ROW, "level": "hard", "system": "Be brief."})
+    load_problems(str(path), "train")
+    assert (
+        f'dataset {path}, train: columns that are not used: "level" (1 row, first in {path}, line '
+        f'2), "system" (1 row, first in {path}, line 2)'
+    ) in caplog.text
+    write(path, {**ROW, "images": ["a.png"]})
+    with pytest.raises(UserError, match='line 1: the column "images" has'):
+        load_problems(str(path), "train")
 
 
 def test_a_line_separator_inside_a_string_does_not_end_a_row(tmp_path):

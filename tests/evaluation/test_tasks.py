@@ -8,7 +8,8 @@ from functools import partial
 
 import pytest
 
-from planish.datasets.gsm8k import load_problems, problem_prompt
+from planish.datasets.gsm8k import problem_prompt
+from planish.datasets.math_problems import load_problems
 from planish.errors import UserError
 from planish.evaluation.multiple_choice import letter_of
 from planish.evaluation.tasks import TASKS, load_task

@@ -277,6 +277,28 @@ def test_rows_of_a_file(small_model, tmp_path, capsys):
         made(CodeDatasetBuilder(model_name=small_model, dataset=nothing))
 
 
+def test_columns_and_fields_of_tests_that_are_not_used_are_named(small_model, tmp_path, caplog):
+    """Columns of other problem forms count too: only the first question is asked."""
+    tests = [{"input": "1", "output": "2", "type": "stdin_stdout", "points": 5}]
+    rows = [
+        row(0),
+        {**row(1), "problem": "Add 1, please.", "metadata": "{}", "time_limit": 2},
+        {"problem": "Add 2.", "input_output": json.dumps(tests), "time_limit": None},
+        {"question": "Add 3.", "tests": {"inputs": ["1"], "outputs": ["4"], "limits": {"s": 1}}},
+        {**row(4), "public_tests": json.dumps([{"input": "1", "output": "5", "hint": "+"}])},
+        {**row(5), "metadata": '{"func_name": "f"}', "starter_code": "x = 1"},
+    ]
+    file = write(tmp_path / "problems.jsonl", rows)
+    made(CodeDatasetBuilder(model_name=small_model, dataset=file, batch_size=4))
+    assert (
+        f'dataset {file}, train: columns that are not used: "problem" (1 row, first in {file}, '
+        f'line 2), "metadata" (1 row, first in {file}, line 2), "time_limit" (1 row, first in '
+        f'{file}, line 2), "input_output[].points" (1 row, first in {file}, line 3), '
+        f'"tests[].limits" (1 row, first in {file}, line 4), "public_tests[].hint" (1 row, first '
+        f"in {file}, line 5)"
+    ) in caplog.text
+
+
 def test_a_directory_has_splits(small_model, tmp_path):
     for split, numbers in (("train", range(5)), ("test", range(10, 13)), ("hard", range(20, 22))):
         write(tmp_path / f"{split}.jsonl", map(row, numbers))
