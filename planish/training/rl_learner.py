@@ -7,6 +7,7 @@ batch j begin as soon as the weights have had j - `max_steps_off_policy` updates
 staler than `max_steps_off_policy` steps, no group is thrown away, and no group is rolled out twice.
 The price is that a step waits for the slowest group of its own batch. With `max_refills`, a step
 adds further batches, which sample from the newest weights, and may leave some of their groups out.
+The batches of later steps then follow the refills (planish/training/batch_order.py).
 
 The lag is `max_steps_off_policy`, or 0 in synchronous training. With lag 0 a step publishes the
 weights, rolls out and trains.
@@ -43,6 +44,7 @@ from planish.runlog.console import Stage
 from planish.runlog.evaluators import Evaluator
 from planish.runlog.run_directory import CheckpointRecord
 from planish.runlog.spans import Spans
+from planish.training.batch_order import BatchOrder
 from planish.training.rl_config import Config
 from planish.training.rl_step import TrainingStep, roll_out_and_submit
 from planish.training.run_loop import RunLoop
@@ -78,7 +80,9 @@ class RLLearner:
 
     def __post_init__(self) -> None:
         self.training_client = self.loop.training_client
-        self.counters = RunCounters.from_checkpoint(self.loop.start.record)
+        record = self.loop.start.record
+        self.counters = RunCounters.from_checkpoint(record)
+        self.batch_order = BatchOrder.from_checkpoint(record, self.loop.steps_done)
 
     async def run_steps(self) -> None:
         """Run all steps, evaluate the final weights, and log their metrics in a separate row."""
@@ -114,7 +118,7 @@ class RLLearner:
             batch.groups,
             loop.interruption.guard,
             spans,
-            lambda number: start(batch, step, self.refill_index(step, number)),
+            lambda: start(batch, step, self.batch_order.refill()),
         )
         self.in_flight.popleft()
         for progress in batch.progress:
@@ -146,6 +150,7 @@ class RLLearner:
             **environment_metrics(rollouts),
             **rewards.metrics(groups),
             **train_metrics,
+            **self.epoch_metrics(),
             **sampling_entropy(update.sampled_D),
             **(staleness(rollouts, step) if self.config.async_config else {}),
             **self.counters.metrics(),
@@ -155,6 +160,7 @@ class RLLearner:
         self.loop.log_step(step, metrics, spans)
         self.loop.display.step_done()
         self.loop.steps_done, self.current_update = step + 1, None
+        self.batch_order.finish_step()
 
     async def train_metrics(self, step: int, update: TrainingStep, spans: Spans) -> Metrics:
         """Wait until the trainer is done with a step, and return its metrics."""
@@ -181,7 +187,7 @@ class RLLearner:
         end_batch = min(step + self.config.lag + 1, self.loop.num_steps)
         for index in range(step + len(self.in_flight), end_batch):
             batch = PendingBatch()
-            start(batch, index, index)
+            start(batch, index, self.batch_order.start_step())
             self.in_flight.append(batch)
 
     def add_rollouts(
@@ -217,14 +223,13 @@ class RLLearner:
             for group_idx, builder in enumerate(builders, start=len(batch.groups))
         ]
 
-    def refill_index(self, step: int, number: int) -> int:
-        """Return the index of the dataset's batch for refill `number` (from 1) of `step`. The
-        refills are spread evenly over the first epoch, beginning at the step's own batch. So the
-        index depends on nothing but the options and the step, also in a resumed or extended run.
-        """
-        epoch_size = len(self.dataset) // self.config.num_epochs
-        distance = max(1, epoch_size // (self.config.max_refills + 1))
-        return (step + number * distance) % epoch_size
+    def epoch_metrics(self) -> Metrics:
+        """Return the number of epochs whose batches have been rolled out, if there are refills."""
+        config = self.config
+        if config.max_refills == 0:
+            return {}
+        epoch_size = len(self.dataset) / (config.num_epochs * (1 + config.max_refills))
+        return {"dynamic_sampling/epochs": self.batch_order.next_index / epoch_size}
 
     def group_builders(self, index: int) -> list[EnvGroupBuilder]:
         """Return the groups of a batch. An error of the dataset names the batch."""
@@ -309,8 +314,8 @@ class RLLearner:
         return self.current_update is None or not await self.current_update.has_moved_weights()
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
-        """Return the counters, which are saved with the checkpoint."""
-        return self.counters.checkpoint_fields()
+        """Return the counters and the order of the batches, which are saved with the checkpoint."""
+        return {**self.counters.checkpoint_fields(), **self.batch_order.checkpoint_fields()}
 
 
 @dataclass

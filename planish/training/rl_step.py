@@ -180,12 +180,12 @@ async def roll_out_and_submit(
     groups_P: Sequence[Awaitable[GroupRollout | None]],
     guard: Callable[[Awaitable[GroupRollout | None]], Awaitable[GroupRollout | None]],
     spans: Spans,
-    refill: Callable[[int], None],
+    refill: Callable[[], None],
 ) -> list[GroupRollout]:
     """Submit a whole step on groups that may still be running. Return those that were not dropped.
 
-    For dynamic sampling, `refill` is called with the numbers 1, 2, ... of further batches. It
-    starts the rollouts of a batch and appends them to `groups_P`.
+    For dynamic sampling, `refill` starts the rollouts of a further batch and appends them to
+    `groups_P`.
 
     `guard` awaits one group, and may raise to abandon the step. After the first optimizer step,
     groups are awaited without `guard`, because the step can no longer be abandoned.
@@ -220,7 +220,7 @@ async def roll_out_and_submit(
             while count_mixed(data_P_D) < num_enough and num_refills < config.max_refills:
                 num_refills += 1
                 with spans.measure("sampling"):
-                    refill(num_refills)
+                    refill()
                     await wait_for_groups(len(groups_P))
                 data_P_D += [training_data(one, config) for one in rollouts_P[len(data_P_D) :]]
             step.refill_metrics = refill_metrics(num_refills, count_mixed(data_P_D), num_enough)

@@ -1,6 +1,7 @@
 """Steps that roll out further batches until enough groups have advantages."""
 
 import asyncio
+import json
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -9,10 +10,14 @@ import chz
 import pytest
 from digest_service import FakeService, Killed
 from digit_env import DigitGroup, Digits, DigitsBuilder
+from hypothesis import given
+from hypothesis import strategies as st
 from metric_tables import definition_of
 
 from planish.errors import UnsupportedError, UserError
 from planish.files import read_rows
+from planish.runlog.run_directory import CheckpointRecord
+from planish.training.batch_order import BatchOrder
 from planish.training.rl_config import AsyncConfig, Config, StreamMinibatchConfig
 from planish.training.train_rl import main
 
@@ -118,13 +123,21 @@ def test_substeps_share_the_mixed_groups(service, tmp_path):
     assert service.clients[-1].calls == [2 * MIXED_SIZE, 2 * MIXED_SIZE]
 
 
-def test_refills_are_spread_over_the_dataset(service, tmp_path):
-    """Refill r of step j is batch j + 2 r of the 6 batches, modulo 6, as max_refills is 2."""
+def test_refills_are_the_next_batches_and_no_batch_repeats_within_an_epoch(service, tmp_path):
+    """Each step of three batches begins where the step before has ended."""
     builder = Builder(constant_every=4)
-    run(service, tmp_path, dataset_builder=builder, num_epochs=2, max_steps=8)
-    steps = [REQUESTED[start : start + 3] for start in range(0, 24, 3)]
-    assert [step[1:] for step in steps] == [[(j + 2) % 6, (j + 4) % 6] for j in range(8)]
-    assert sorted(step[0] for step in steps[:6]) == list(range(6))
+    rows = run(service, tmp_path, dataset_builder=builder, num_epochs=2, max_steps=8)
+    epochs = [REQUESTED[start : start + BATCHES] for start in range(0, 24, BATCHES)]
+    assert epochs[0] == list(range(BATCHES)), "the dataset's own order"
+    assert [sorted(epoch) for epoch in epochs] == [list(range(BATCHES))] * 4
+    assert len(set(map(tuple, epochs))) == 4
+    assert [row["dynamic_sampling/epochs"] for row in rows] == [step / 2 for step in range(1, 9)]
+
+
+def test_a_run_with_refills_has_as_many_steps_as_one_without(service, tmp_path):
+    rows = run(service, tmp_path, dataset_builder=Builder(constant_every=4), num_epochs=2)
+    assert len(rows) == 2 * BATCHES
+    assert len(REQUESTED) == 3 * 2 * BATCHES
 
 
 def test_a_problem_that_comes_again_is_sampled_with_other_random_numbers(service, tmp_path):
@@ -160,6 +173,42 @@ def test_a_killed_run_resumes_to_the_same_result(tokenizer, tmp_path):
         rows = run(service, tmp_path / f"{die_at}")
         assert [row["step"] for row in rows] == list(range(BATCHES))
         assert service.clients[-1].weights == whole.clients[-1].weights
+
+
+def test_a_resumed_run_continues_with_the_next_batches(tokenizer, tmp_path):
+    """Two steps with one refill each have used the batches 0 to 3."""
+    service = FakeService(tokenizer)
+    run(service, tmp_path, max_steps=2, lr_schedule="constant")
+    assert REQUESTED == [0, 1, 2, 3]
+    run(service, tmp_path, max_steps=3, lr_schedule="constant")
+    assert REQUESTED == [4, 5]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.integers(0, 3), st.data())
+def test_a_resumed_run_has_the_batches_of_an_undisturbed_one(refills, lag, data):
+    """`refills` has the number of refills of each step; the run stops within any step."""
+
+    def batches_of_steps(order, begin, stop=None):
+        started: dict[int, list[int]] = {}
+        for step in range(begin, len(refills)):
+            for index in range(begin + len(started), min(step + lag + 1, len(refills))):
+                started[index] = [order.start_step()]
+            started[step] += [order.refill() for _ in range(refills[step])]
+            if step == stop:
+                break
+            order.finish_step()
+        return started
+
+    whole = batches_of_steps(BatchOrder(0), 0)
+    used = sorted(index for indices in whole.values() for index in indices)
+    assert used == list(range(len(used)))
+    stop = data.draw(st.integers(0, len(refills) - 1))
+    stopped = BatchOrder(0)
+    batches_of_steps(stopped, 0, stop)
+    extra = json.loads(json.dumps(stopped.checkpoint_fields()))
+    record = CheckpointRecord("a", stop, "tinker://a", extra=extra)
+    resumed = batches_of_steps(BatchOrder.from_checkpoint(record, stop), stop)
+    assert resumed == {step: whole[step] for step in range(stop, len(refills))}
 
 
 @pytest.mark.parametrize(
