@@ -17,11 +17,9 @@ from planish.errors import UserError
 from planish.rl.environments.datasets import ConcatenatedRLDataset, rebatch
 from planish.rl.types import (
     EnvGroupBuilder,
-    PromptLength,
     RLDataset,
     RLDatasetBuilder,
     WrappedGroup,
-    longest_of,
     smallest_group_size_of,
 )
 
@@ -78,9 +76,9 @@ class TaughtDataset(RLDataset):
         for part in self.parts:
             part.require_full_batch()
 
-    def longest_prompt(self) -> PromptLength | None:
-        """Return the longest prompt of all parts; None if none is known."""
-        return longest_of(part.longest_prompt() for part in self.parts)
+    def inner_datasets(self) -> Sequence[RLDataset]:
+        """Return the parts."""
+        return self.parts
 
 
 @chz.chz

@@ -36,6 +36,7 @@ from planish.supervised.types import SupervisedDataset
 from planish.tokenizer import ModelTokenizer
 from planish.training import supervised_config as supervised
 from planish.training.run_loop import open_client
+from planish.training.scoring_models import model_info
 from planish.training.supervised_context import limit_to_context
 from planish.training.train_supervised import CONSOLE_METRICS, train
 from planish.types import Datum, ModelInput, SamplingParams
@@ -81,12 +82,14 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
         "teacher_config",
     )
     await require_topk(teacher, config.topk)
+    num_ids = await student_ids(config, service_client)
     config = await limit_to_context(
         config, service_client, [(config.teacher_config.base_model, EXTRA_REQUEST_TOKENS)]
     )
 
     def make_objective(start: RunStart) -> "SoftCrossEntropy":
-        return SoftCrossEntropy(start.training_client.get_tokenizer(), teacher, config.topk)
+        tokenizer = start.training_client.get_tokenizer()
+        return SoftCrossEntropy(tokenizer, teacher, config.topk, num_ids)
 
     return await train(
         config, service_client, make_objective, CONSOLE_METRICS | TEACHER_CONSOLE_METRICS
@@ -115,6 +118,30 @@ async def require_topk(teacher: Any, topk: int) -> None:
         raise UserError(f"topk={topk}: the teacher rejected it: {error}") from error
 
 
+async def student_ids(config: Config, service_client: ServiceClient) -> int | None:
+    """Return the student's number of token ids if the teacher has more; None if it has not, or if
+    the service does not know the numbers. A printed line says which ids are left out. Raise
+    UserError if `topk` exceeds the student's number.
+    """
+    teacher_model = config.teacher_config.base_model
+    student, teacher = [
+        (await model_info(service_client, name)).vocab_size
+        for name in (config.model_name, teacher_model)
+    ]
+    if student is None or teacher is None or teacher <= student:
+        return None
+    if config.topk > student:
+        raise UserError(
+            f"topk={config.topk}: {config.model_name} has only {student} token ids; give fewer"
+        )
+    print(
+        f"teacher_config: {teacher_model} has {teacher} token ids, and {config.model_name} only "
+        f"{student}, because their embedding tables are padded to different sizes; the ids of the "
+        "padding are left out of the teacher's distributions"
+    )
+    return student
+
+
 @dataclass(frozen=True)
 class SoftCrossEntropy:
     """The objective whose loss is the cross entropy to the teacher's distributions."""
@@ -123,17 +150,19 @@ class SoftCrossEntropy:
     teacher: Any
     """A sampling client of the teacher."""
     topk: int
+    num_ids: int | None = None
+    """The student's number of token ids if the teacher has more; None if it has not."""
 
     async def submit(
         self, training_client: TrainingClient, data: Sequence[Datum]
     ) -> "SoftGradient":
-        targets = await soft_targets(data, self.teacher, self.topk)
+        targets = await soft_targets(data, self.teacher, self.topk, self.num_ids)
         return SoftGradient(
             targets, await CrossEntropy(self.tokenizer).submit(training_client, targets.data)
         )
 
     def evaluator(self, test_set: SupervisedDataset) -> "SoftEvaluator":
-        return SoftEvaluator(held_out_data(test_set), self.teacher, self.topk)
+        return SoftEvaluator(held_out_data(test_set), self.teacher, self.topk, self.num_ids)
 
 
 @dataclass(frozen=True)
@@ -158,11 +187,13 @@ class SoftEvaluator(TrainingClientEvaluator):
     teacher: Any
     """A sampling client of the teacher."""
     topk: int
+    num_ids: int | None = None
+    """The student's number of token ids if the teacher has more; None if it has not."""
     name: str = "test"
     _targets: SoftTargetData | None = field(default=None, init=False)
 
     async def __call__(self, training_client: TrainingClient) -> Metrics:
         if self._targets is None:
-            self._targets = await soft_targets(self.data, self.teacher, self.topk)
+            self._targets = await soft_targets(self.data, self.teacher, self.topk, self.num_ids)
         metrics = dict(await NLLEvaluator(self._targets.data, self.name)(training_client))
         return metrics | self._targets.metrics(metrics.get(f"{self.name}/nll"), f"{self.name}/")

@@ -63,8 +63,12 @@ class SoftTargetData:
         }
 
 
-async def soft_targets(data_D: Sequence[Datum], teacher: Any, topk: int) -> SoftTargetData:
-    """Return the datums with the teacher's distributions as targets; all requests run at once."""
+async def soft_targets(
+    data_D: Sequence[Datum], teacher: Any, topk: int, num_ids: int | None = None
+) -> SoftTargetData:
+    """Return the datums with the teacher's distributions as targets; all requests run at once.
+    `num_ids` is the student's number of token ids (`soft_datum`).
+    """
 
     async def add_soft_targets(datum: Datum) -> SoftTargetData:
         weights_N = datum.loss_fn_inputs["weights"].to_numpy()
@@ -79,36 +83,41 @@ async def soft_targets(data_D: Sequence[Datum], teacher: Any, topk: int) -> Soft
             topk_prompt_logprobs=topk,
             prompt_logprobs_last_n=len(weights_N) - int(np.argmax(weights_N != 0)),
         )
-        return soft_datum(datum, response.topk_prompt_logprobs_np)
+        return soft_datum(datum, response.topk_prompt_logprobs_np, num_ids)
 
     return SoftTargetData.concatenate(
         await gather_or_cancel(add_soft_targets(datum) for datum in data_D)
     )
 
 
-def soft_datum(datum: Datum, topk_logprobs: TopkLogprobs) -> SoftTargetData:
+def soft_datum(
+    datum: Datum, topk_logprobs: TopkLogprobs, num_ids: int | None = None
+) -> SoftTargetData:
     """Return one datum with the teacher's distributions as targets.
 
     `datum` has targets and weights of shape (N). Row i of `topk_logprobs` has the K likeliest
-    tokens at position i of the whole sequence of N + 1 tokens.
+    tokens at position i of the whole sequence of N + 1 tokens. Tokens with ids of `num_ids` or more
+    are left out, because the student has no such ids (None = it has all). A position at which no
+    token is left is not learned.
     """
     targets_N = datum.loss_fn_inputs["target_tokens"].to_numpy()
     weights_N = datum.loss_fn_inputs["weights"].to_numpy()
-    is_learned = weights_N != 0
+    ids_NK = topk_logprobs.token_ids[1:]
+    is_known_NK = np.ones(ids_NK.shape, bool) if num_ids is None else ids_NK < num_ids
+    is_learned = (weights_N != 0) & is_known_NK.any(axis=1)
+    ids_LK, is_known_LK = ids_NK[is_learned], is_known_NK[is_learned]
     logprobs_LK = topk_logprobs.logprobs[1:][is_learned].astype(np.float64)
-    masses_L = np.exp(logprobs_LK).sum(axis=1)
+    masses_L = np.where(is_known_LK, np.exp(logprobs_LK), 0.0).sum(axis=1)
     normalized_logprobs_LK = logprobs_LK - np.log(masses_L)[:, None]
-    probabilities_LK = np.exp(normalized_logprobs_LK)
-    targets_NK = np.repeat(targets_N[:, None], topk_logprobs.token_ids.shape[1], axis=1).astype(
-        np.int64
-    )
+    probabilities_LK = np.where(is_known_LK, np.exp(normalized_logprobs_LK), 0.0)
+    targets_NK = np.repeat(targets_N[:, None], ids_NK.shape[1], axis=1).astype(np.int64)
     weights_NK = np.zeros(targets_NK.shape, np.float32)
-    targets_NK[is_learned] = topk_logprobs.token_ids[1:][is_learned]
+    targets_NK[is_learned] = np.where(is_known_LK, ids_LK, targets_NK[is_learned])
     weights_NK[is_learned] = probabilities_LK * weights_N[is_learned][:, None]
     entropies_L = -(probabilities_LK * normalized_logprobs_LK).sum(axis=1)
     return SoftTargetData(
         [Datum(datum.model_input, {"target_tokens": targets_NK, "weights": weights_NK})],
-        weight=float(weights_N.sum()),
+        weight=float(weights_N[is_learned].sum()),
         entropy_sum=float(np.dot(weights_N[is_learned], entropies_L)),
         topk_mass=float(np.dot(weights_N[is_learned], masses_L)),
     )

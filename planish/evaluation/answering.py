@@ -21,6 +21,7 @@ from planish.processes.blocking import call_function
 from planish.processes.interruption import gather_or_cancel
 from planish.renderers import Message, Renderer, get_text_content
 from planish.rl.rewards import read_bool
+from planish.rl.types import prompt_id
 from planish.types import ModelInput, SamplingParams
 
 
@@ -176,6 +177,7 @@ class Answerer:
         return SampledAnswer(
             rendered.question.number,
             index,
+            prompt_id=prompt_id(rendered.prompt),
             prompt=self._decode(rendered.prompt.to_ints()),
             answer=self._decode(tokens),
             tokens=tokens,

@@ -95,6 +95,8 @@ class SampledAnswer:
     question: int
     sample: int
     """The number of the answer among those to its question, from 0."""
+    prompt_id: str
+    """Identifies the tokens of the prompt (`planish.rl.types.prompt_id`)."""
     prompt: str
     answer: str
     """The decoded tokens of the answer, including control tokens."""

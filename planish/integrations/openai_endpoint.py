@@ -41,6 +41,8 @@ FIRST_DELAY, MAX_DELAY, MAX_RETRY_AFTER = 0.5, 30.0, 120.0
 the endpoint's Retry-After header.
 """
 CONNECT_TIMEOUT_SECONDS = 10.0
+CONTEXT_WINDOW_FIELDS = ("max_model_len", "context_length", "context_window")
+"""The names of the context window in the answers of /tokenize and /v1/models."""
 MAX_ERROR_CHARACTERS = 500
 """How many characters of an endpoint's answer an error message contains."""
 
@@ -57,6 +59,16 @@ class _TemporaryError(Exception):
     def __init__(self, reason: str, retry_after: float = 0.0) -> None:
         super().__init__(reason)
         self.retry_after = retry_after
+
+
+@dataclass(frozen=True)
+class PromptSize:
+    """What an endpoint tells of the size of a prompt; None for what it does not tell."""
+
+    num_tokens: int | None
+    """The number of tokens of the prompt."""
+    context_window: int | None
+    """The maximum number of tokens of a prompt and its answer together."""
 
 
 @dataclass
@@ -133,6 +145,48 @@ class ChatEndpoint(MessageCompleter):
         body = {"model": self.model, "messages": list(messages), **request_options}
         async with self._connections() as connections, connections.semaphore:
             return await self._request_with_retries(connections.client, body)
+
+    async def measure(self, messages: Sequence[Message]) -> PromptSize:
+        """Return the size of a prompt and of the context window, as far as the endpoint tells them.
+
+        vLLM, SGLang and planish have a route /tokenize beside /v1. Other endpoints name the context
+        window in /v1/models, or not at all.
+        """
+        root = self.base_url.rstrip("/").removesuffix("/v1")
+        body = {"model": self.model, "messages": list(messages)}
+        async with self._connections() as connections:
+            counted = await self._read(connections.client, "POST", f"{root}/tokenize", body)
+            models = await self._read(
+                connections.client, "GET", f"{self.base_url.rstrip('/')}/models", None
+            )
+        listed = models.get("data")
+        described = [
+            entry
+            for entry in (listed if isinstance(listed, list) else ())
+            if isinstance(entry, Mapping) and entry.get("id") == self.model
+        ]
+        windows = [
+            entry.get(name) for entry in (counted, *described) for name in CONTEXT_WINDOW_FIELDS
+        ]
+        num_tokens = counted.get("count")
+        return PromptSize(
+            num_tokens if isinstance(num_tokens, int) else None,
+            next((window for window in windows if isinstance(window, int)), None),
+        )
+
+    async def _read(
+        self, client: AsyncClient, method: str, url: str, body: Mapping[str, Any] | None
+    ) -> Mapping[str, Any]:
+        """Return the JSON object at a URL; {} if there is none."""
+        import httpx2
+
+        try:
+            async with asyncio.timeout(self.timeout_seconds):
+                response = await client.request(method, url, json=body)
+            result = response.json() if response.status_code == 200 else {}
+        except (TimeoutError, httpx2.RequestError, ValueError):
+            return {}
+        return result if isinstance(result, Mapping) else {}
 
     async def _request_with_retries(self, client: AsyncClient, body: Mapping[str, Any]) -> Message:
         delay = FIRST_DELAY

@@ -23,7 +23,7 @@ import torch
 from planish import SamplingClient, TrainingClient
 from planish.preference.choices import Choice
 from planish.preference.datasets import PairGradient, pairs_of
-from planish.preference.types import Comparison, LabeledComparison, Messages
+from planish.preference.types import EMPTY_ANSWER, Comparison, LabeledComparison, Messages
 from planish.processes.interruption import gather_or_cancel
 from planish.renderers import Renderer
 from planish.supervised.objective import Metrics
@@ -107,6 +107,22 @@ class BradleyTerryPreferenceModel:
     """Score differences are divided by this temperature, which is fitted on held-out comparisons.
     """
 
+    context_window: int | None = None
+    """The maximum number of tokens of a request; None = not known."""
+
+    def require_fits(self, prompt: Messages, max_tokens: int, where: str) -> None:
+        """Raise UserError, which begins with `where`, if an answer of `max_tokens` tokens is too
+        long for the context window.
+        """
+        name = self.sampling_client.get_base_model()
+        self.choice.require_fits(
+            score_conversation(prompt, EMPTY_ANSWER, self.question),
+            max_tokens,
+            self.context_window,
+            f"{where}: the preference model {name} reads this prompt with an answer of "
+            f"max_tokens={max_tokens} tokens. It",
+        )
+
     async def __call__(self, comparison: Comparison) -> float:
         return self.preference_between(*await self._scores(comparison))
 
@@ -165,6 +181,11 @@ class BradleyTerryForm:
         return PairGradient(len(pairs_of(data)), MEASURES, pending)
 
     def model(
-        self, sampling_client: SamplingClient, temperature: float = 1.0
+        self,
+        sampling_client: SamplingClient,
+        temperature: float = 1.0,
+        context_window: int | None = None,
     ) -> BradleyTerryPreferenceModel:
-        return BradleyTerryPreferenceModel(sampling_client, self.choice, self.question, temperature)
+        return BradleyTerryPreferenceModel(
+            sampling_client, self.choice, self.question, temperature, context_window
+        )

@@ -16,7 +16,13 @@ from typing import Any, ClassVar, get_args
 
 from planish import SamplingClient, TrainingClient
 from planish.preference.choices import Choice
-from planish.preference.types import Comparison, Label, LabeledComparison
+from planish.preference.types import (
+    EMPTY_ANSWER,
+    Comparison,
+    Label,
+    LabeledComparison,
+    Messages,
+)
 from planish.renderers import Renderer
 from planish.supervised.objective import Metrics
 from planish.supervised.types import Batch
@@ -104,6 +110,23 @@ class ChatPreferenceModel:
     (planish/preference/calibration.py).
     """
 
+    context_window: int | None = None
+    """The maximum number of tokens of a request; None = not known."""
+
+    def require_fits(self, prompt: Messages, max_tokens: int, where: str) -> None:
+        """Raise UserError, which begins with `where`, if two answers of `max_tokens` tokens are too
+        long for the context window.
+        """
+        conversation = comparison_conversation(Comparison(prompt, EMPTY_ANSWER, EMPTY_ANSWER))
+        name = self.sampling_client.get_base_model()
+        self.choice.require_fits(
+            conversation,
+            2 * max_tokens,
+            self.context_window,
+            f"{where}: the preference model {name} reads this prompt with two answers of "
+            f"max_tokens={max_tokens} tokens. It",
+        )
+
     async def __call__(self, comparison: Comparison) -> float:
         return expected_preference(await self._label_logprobs(comparison), self.temperature)
 
@@ -149,7 +172,10 @@ class ChatForm:
         return LabelGradient(data, pending)
 
     def model(
-        self, sampling_client: SamplingClient, temperature: float = 1.0
+        self,
+        sampling_client: SamplingClient,
+        temperature: float = 1.0,
+        context_window: int | None = None,
     ) -> ChatPreferenceModel:
         """Return the preference model that runs on `sampling_client`."""
-        return ChatPreferenceModel(sampling_client, self.choice, temperature)
+        return ChatPreferenceModel(sampling_client, self.choice, temperature, context_window)

@@ -15,9 +15,12 @@ import numpy as np
 from planish import SamplingClient
 from planish.errors import UserError
 from planish.renderers import Renderer, TrainOnWhat
+from planish.renderers.codec import token_bounds
 from planish.types import Datum, ModelInput, SamplingParams, TensorData
 
 Conversation = Sequence[Mapping[str, Any]]
+EXTRA_REQUEST_TOKENS = 2
+"""A request has the tokens of its prompt, a deciding token, and one sampled token."""
 PROBE_CONVERSATION: Conversation = ({"role": "user", "content": "?"},)
 """A conversation used to find the deciding tokens of a format."""
 
@@ -69,6 +72,34 @@ class Choice:
             "an answer has the same tokens after every conversation"
         )
         return prompt_tokens + output[: self.num_shared_tokens]
+
+    def require_fits(
+        self,
+        conversation: Conversation,
+        other_tokens: int,
+        context_window: int | None,
+        where: str,
+    ) -> None:
+        """Raise UserError, which begins with `where`, if a request about the conversation with
+        `other_tokens` further tokens exceeds the context window (None = not known).
+        """
+        if context_window is None:
+            return
+        needed = other_tokens + EXTRA_REQUEST_TOKENS
+        with token_bounds():
+            if self._prompt_length(conversation) + needed <= context_window:
+                return
+        needed += self._prompt_length(conversation)
+        if needed > context_window:
+            raise UserError(
+                f"{where} needs {needed} tokens, and its context window has {context_window}; give "
+                "a smaller max_tokens, a max_prompt_tokens, or a preference model with a longer "
+                "context"
+            )
+
+    def _prompt_length(self, conversation: Conversation) -> int:
+        prompt_tokens, _ = _prompt_and_output(self.renderer, conversation, self.answers[0])
+        return len(prompt_tokens) + self.num_shared_tokens
 
     def datum(self, conversation: Conversation, weights: Sequence[float]) -> Datum:
         """Return a datum whose loss weights the logprobs of the K answers at the deciding position.

@@ -25,7 +25,7 @@ import chz
 from planish import SamplingClient, ServiceClient
 from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.errors import UserError
-from planish.preference.judging import judge_comparisons
+from planish.preference.judging import judge_comparisons, require_judge_fits
 from planish.preference.preference_envs import Answer, read_answer
 from planish.preference.preference_models import PreferenceModel, PreferenceModelBuilder
 from planish.preference.prompts import PromptBuilder, fitting_prompts
@@ -253,12 +253,16 @@ class ComparisonEvaluatorBuilder:
         prompts = fitting_prompts(
             self.prompt_builder().test, renderer, "test", self.max_prompt_tokens
         )
+        asked = prompts.problems[: self.max_prompts]
+        judges = {name: build(self.service_client) for name, build in self.judge_builders.items()}
+        for judge in judges.values():
+            require_judge_fits(judge, asked, self.max_tokens)
         return ComparisonEvaluator(
-            prompts.problems[: self.max_prompts],
+            asked,
             PolicyReference(
                 self.service_client, self.policy_model_name, self.reference_checkpoint_path
             ),
-            {name: build(self.service_client) for name, build in self.judge_builders.items()},
+            judges,
             AnswerSampler(renderer, self.max_tokens, self.temperature, self.seed),
             both_ways=self.both_ways,
             name=self.name,

@@ -4,8 +4,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from planish.datasets.messages import location_of
 from planish.errors import NonFiniteError, UserError
 from planish.preference.preference_models import (
+    BoundedPreferenceModel,
     PreferenceModel,
     ScoringPreferenceModel,
     preference_of,
@@ -15,6 +17,18 @@ from planish.processes.interruption import gather_or_cancel
 
 MAX_ROUNDING_ERROR = 1e-6
 """How far a preference may exceed 1 in absolute value by rounding."""
+
+
+def require_judge_fits(
+    preference_model: PreferenceModel, prompts: Sequence[Messages], max_tokens: int
+) -> None:
+    """Raise UserError for the first prompt to which the preference model cannot compare answers of
+    `max_tokens` tokens. Models that are not a BoundedPreferenceModel are not checked.
+    """
+    if isinstance(preference_model, BoundedPreferenceModel):
+        for number, prompt in enumerate(prompts, start=1):
+            where = location_of(prompt) or f"prompt {number}"
+            preference_model.require_fits(prompt, max_tokens, where)
 
 
 async def judge_comparisons(

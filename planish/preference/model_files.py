@@ -46,8 +46,10 @@ class TrainedPreferenceModelBuilder(PreferenceModelBuilder):
             {"model_path": self.model_path} if self.model_path else {"base_model": self.model_name}
         )
         form = form_of(self.kind, renderer, self.question)
+        sampling_client = service_client.create_sampling_client(**client_argument)
+        models = service_client.get_server_capabilities()
         return form.model(
-            service_client.create_sampling_client(**client_argument), self.temperature
+            sampling_client, self.temperature, models.context_length_of(self.model_name)
         )
 
 

@@ -19,13 +19,14 @@ which the error strategy of the run handles.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import chz
 
 from planish import ServiceClient, logtree
 from planish.completers import StopCondition
 from planish.errors import UserError
-from planish.preference.judging import judge_comparisons
+from planish.preference.judging import judge_comparisons, require_judge_fits
 from planish.preference.matchups import (
     MatchupResult,
     Standing,
@@ -241,7 +242,8 @@ class PairwisePreferenceRLDatasetBuilder(TournamentOptions, RLDatasetBuilder):
             make_group,
             self.batch_size,
             shuffle_seed=self.seed,
-            longest=selection.longest_prompt,
+            lengths=selection.lengths,
+            check_answers=partial(require_judge_fits, preference_model, selection.problems),
         )
         return train, None
 

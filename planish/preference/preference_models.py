@@ -51,6 +51,11 @@ class BothOrders:
         )
         return (given - swapped) / 2
 
+    def require_fits(self, prompt: Messages, max_tokens: int, where: str) -> None:
+        """Raise UserError if the other model cannot compare answers of `max_tokens` tokens."""
+        if isinstance(self.model, BoundedPreferenceModel):
+            self.model.require_fits(prompt, max_tokens, where)
+
 
 @runtime_checkable
 class ScoringPreferenceModel(PreferenceModel, Protocol):
@@ -65,6 +70,17 @@ class ScoringPreferenceModel(PreferenceModel, Protocol):
 
     def preference_between(self, score_a: float, score_b: float) -> float:
         """Return the preference for a comparison of answers with these scores."""
+        ...
+
+
+@runtime_checkable
+class BoundedPreferenceModel(PreferenceModel, Protocol):
+    """A preference model that can read only so much. A run checks its prompts before it begins."""
+
+    def require_fits(self, prompt: Messages, max_tokens: int, where: str) -> None:
+        """Raise UserError, which begins with `where`, if the model cannot compare answers of
+        `max_tokens` tokens to `prompt`. The tokens are those of the model's own tokenizer.
+        """
         ...
 
 

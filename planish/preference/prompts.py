@@ -75,8 +75,7 @@ class PromptsFromRows(SplitNames, PromptBuilder):
 def fitting_prompts(
     prompts: Sequence[Messages], renderer: Renderer, split: str, max_tokens: int | None
 ) -> Selection[Messages]:
-    """Return the prompts of at most `max_tokens` tokens (None: all), and the longest of them. A
-    warning counts the others.
+    """Return the prompts of at most `max_tokens` tokens (None: all). A warning counts the others.
 
     Raise UserError for the first prompt that the chat format cannot express, and if no prompt is
     short enough.

@@ -9,6 +9,8 @@ from typing import Any, Self
 from planish.datasets.layouts import Label, comparison_of
 
 Messages = Sequence[Mapping[str, Any]]
+EMPTY_ANSWER: Messages = ({"role": "assistant", "content": ""},)
+"""An answer without text, to measure what a comparison has besides its answers."""
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,21 @@ import planish
 from planish import AdamParams, Datum, ModelInput, SamplingParams
 from planish.completers import derived_seed
 from planish.datasets.grading import Grader, GradingError
-from planish.datasets.gsm8k import Problem, load_problems, problem_prompt
+from planish.datasets.gsm8k import Problem, problem_prompt
+from planish.datasets.math_problems import load_problems
 from planish.datasets.split_names import SplitNames
 from planish.model.sources import DEFAULT_MODEL
 from planish.processes.interruption import StopRequest
 from planish.recipes import training_run
 from planish.renderers import Renderer, get_text_content
-from planish.rl.answers import Answer, AnswerGroup, answer_datum, answer_metrics, sampler_trainer_kl
+from planish.rl.answers import (
+    Answer,
+    AnswerGroup,
+    answer_datum,
+    answer_metrics,
+    pass_metrics,
+    sampler_trainer_kl,
+)
 from planish.rl.environments.prompt_selection import require_prompt_fits, select_problems
 from planish.runlog.checkpoints import (
     TRAINING_STAGE,
@@ -49,7 +57,13 @@ from planish.runlog.run_directory import RunDirectory
 from planish.runlog.spans import Spans
 from planish.training.rl_config import RL_LOSSES
 from planish.training.run_loop import start_run
-from planish.training.run_options import CheckpointOptions, StartOptions
+from planish.training.run_options import (
+    RESUMABLE_CHECKPOINT_OPTIONS,
+    EvaluationOptions,
+    RetainedCheckpointOptions,
+    StartOptions,
+    check_kept_checkpoints,
+)
 from planish.types import TTL_REMEDY, SampledSequence, is_ttl, with_seed
 
 Metrics = dict[str, float]
@@ -57,12 +71,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "seed": {"model_name": "Qwen/Qwen3-8B", "batch_size": 128, "group_size": 16},
 }
 RESUMABLE_OPTIONS = (
+    *RESUMABLE_CHECKPOINT_OPTIONS,
     "base_url",
     "max_steps",
-    "save_every",
-    "ttl_seconds",
     "eval_problems",
-    "eval_every",
+    "eval_samples",
+    "eval_temperature",
 )
 """Options that may differ when a run is resumed."""
 CONSOLE_METRICS = {
@@ -75,7 +89,7 @@ CONSOLE_METRICS = {
 
 
 @chz.chz
-class Config(SplitNames, CheckpointOptions, StartOptions):
+class Config(SplitNames, EvaluationOptions, RetainedCheckpointOptions, StartOptions):
     """Options of the recipe."""
 
     model_name: str = chz.field(default=DEFAULT_MODEL, doc="base model: a name or a directory")
@@ -98,11 +112,17 @@ class Config(SplitNames, CheckpointOptions, StartOptions):
         default=None, doc="maximum number of steps; none = one pass through the data"
     )
     eval_problems: int = chz.field(
-        default=0,
-        doc="number of test problems, answered greedily before and after training; 0 = none",
+        default=0, doc="number of test problems, answered before and after training; 0 = none"
     )
     eval_every: int = chz.field(
         default=0, doc="steps between evaluations during training; 0 = none"
+    )
+    eval_temperature: float = chz.field(
+        default=0.0, doc="sampling temperature in evaluations; 0 = greedy"
+    )
+    eval_samples: int = chz.field(
+        default=1,
+        doc="answers per test problem; more than 1 adds the metrics avg@n and pass@k",
     )
 
 
@@ -144,7 +164,15 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
             print(f"{run.path}: all {start.batch} steps are done{remedy}")
             return run.path
         run.resume_at(start.batch)
-        checkpoints = RunCheckpoints(start, run, config.ttl_seconds)
+        checkpoints = RunCheckpoints(
+            start,
+            run,
+            config.ttl_seconds,
+            service_client=service_client,
+            retention=config.retention,
+        )
+        # Only the best checkpoints are chosen for sampling, so only they need sampling weights.
+        save = checkpoints.save_periodic if config.keep_best else checkpoints.save_state_only
         with (
             StepDisplay(steps, start.batch) as display,
             save_when_stopped(checkpoints, display) as stop,
@@ -156,12 +184,14 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
             runner = StepRunner(config, client, renderer, grader, display, stop)
             for step in range(start.batch, steps):
                 if config.save_every and step % config.save_every == 0 and step > start.batch:
-                    checkpoints.save_state_only(step)
+                    save(step)
+                if step == 0:
+                    is_test_due = config.eval_on_start
+                else:
+                    is_test_due = config.eval_every > 0 and step % config.eval_every == 0
                 # When a finished run is extended, resume_at drops the row of its final evaluation
                 # from metrics.jsonl. Evaluate again to replace that row.
-                is_test_due = step == 0 or (step == start.batch and start.was_finished)
-                if config.eval_every > 0 and step % config.eval_every == 0:
-                    is_test_due = True
+                is_test_due |= step == start.batch and start.was_finished
                 batch = problems[step * config.batch_size : (step + 1) * config.batch_size]
                 metrics = runner.step(step, batch, test_problems if is_test_due else [])
                 metrics |= {"progress/batch": step, "progress/done_frac": (step + 1) / steps}
@@ -176,6 +206,8 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
             record = checkpoints.save_final(steps)
             draw_reward_curve(config, run)
             display.say(f"weights for sampling: {record.sampler_path}")
+            for line in checkpoints.describe_best():
+                display.say(line)
             display.say(f"reward curve: {run.path / 'reward.png'}")
         return run.path
 
@@ -208,9 +240,10 @@ def fitting_problems(
         split=split,
         max_prompt_tokens=config.max_prompt_tokens,
     )
-    require_prompt_fits(
-        selection.longest_prompt, context_window, config.model_name, config.max_tokens
-    )
+    if selection.lengths is not None:
+        require_prompt_fits(
+            selection.lengths.longest, context_window, config.model_name, config.max_tokens
+        )
     return selection.problems
 
 
@@ -268,9 +301,23 @@ class StepRunner:
         }
 
     def evaluate(self, client: planish.SamplingClient, problems: Sequence[Problem]) -> Metrics:
-        """Answer each problem once, greedily, and return the metrics test/env/all/...."""
-        groups = self.sample(client, problems, [0] * len(problems), 1, is_test=True)
-        return answer_metrics(groups, "test/env/all")
+        """Answer each problem `eval_samples` times, and return the metrics test/env/all/....
+
+        Every evaluation has the same seeds, so random numbers do not favour one policy.
+        """
+        seeds_P = [derived_seed(self.config.seed, index) for index in range(len(problems))]
+        num_samples = self.config.eval_samples
+        groups_P = self.sample(client, problems, seeds_P, num_samples, is_test=True)
+        metrics = answer_metrics(groups_P, "test/env/all")
+        if num_samples > 1:
+            verdicts_P_G = [
+                [answer.metrics["correct"] == 1 for answer in group.answers_G] for group in groups_P
+            ]
+            values = pass_metrics(verdicts_P_G)
+            metrics |= {f"test/env/all/{name}": value for name, value in values.items()}
+        if self.config.retention is not None:
+            self.config.retention.require_metric(metrics)
+        return metrics
 
     def sample(
         self,
@@ -285,7 +332,7 @@ class StepRunner:
         build = self.renderer.build_generation_prompt
         params = SamplingParams(
             max_tokens=self.config.max_tokens,
-            temperature=0.0 if is_test else self.config.temperature,
+            temperature=self.config.eval_temperature if is_test else self.config.temperature,
             stop=self.renderer.get_stop_sequences(),
         )
         # Ctrl-C ends sampling at once. The lost answers were not trained on yet, and a resumed
@@ -396,7 +443,7 @@ def draw_reward_curve(config: Config, run: RunDirectory) -> None:
 def check_options(config: Config) -> None:
     """Raise UserError for an invalid option, before anything is loaded."""
     can_evaluate = config.eval_every == 0 or (config.eval_every > 0 and config.eval_problems > 0)
-    training_run.require_at_least(config, batch_size=1, max_tokens=1, max_steps=1)
+    training_run.require_at_least(config, batch_size=1, max_tokens=1, max_steps=1, eval_samples=1)
     training_run.require(
         config,
         group_size=(
@@ -411,9 +458,15 @@ def check_options(config: Config) -> None:
         save_every=(config.save_every >= 0, "a whole number, 0 for never"),
         ttl_seconds=(is_ttl(config.ttl_seconds), TTL_REMEDY),
         eval_problems=(config.eval_problems >= 0, "a whole number, 0 for none"),
+        eval_temperature=(0 <= config.eval_temperature < math.inf, "0 or more"),
+        eval_samples=(
+            config.eval_samples == 1 or config.eval_temperature > 0,
+            "1, or an eval_temperature above 0: greedy answers to a problem are all the same",
+        ),
         eval_every=(can_evaluate, "0, or a number of at least 1 together with eval_problems"),
         learning_rate=(0 < config.learning_rate < math.inf, "a number above 0"),
     )
+    check_kept_checkpoints(config)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def run_stages(options: Options, service_client: ServiceClient) -> Path:
     """Run all stages with a given service client and return the run directory."""
     renderer = learn_renderer(service_client, options.model_name, options.renderer_name)
     options = chz.replace(options, renderer_name=renderer.name)
-    check_data(options, renderer)
+    check_data(options, renderer, service_client)
     say("1 of 4: supervised training of the policy")
     sft = training_run.run_coroutine(train_supervised.main(sft_config(options), service_client))
     say("2 of 4: training of the preference model")

@@ -21,7 +21,9 @@ from planish.preference import model_training
 from planish.preference.comparison_evaluator import ComparisonEvaluatorBuilder
 from planish.preference.datasets import ComparisonBuilder, ComparisonBuilderFromRows
 from planish.preference.forms import Kind
+from planish.preference.judging import require_judge_fits
 from planish.preference.matchups import TournamentPattern
+from planish.preference.model_files import TrainedPreferenceModelBuilder
 from planish.preference.preference_envs import (
     PairwisePreferenceRLDatasetBuilder,
     TournamentOptions,
@@ -235,20 +237,26 @@ def check_rl(options: Options) -> None:
     rl.check(rl_config(options, TrainedModels("the checkpoint to come", RuleBuilder()), None))
 
 
-def check_data(options: Options, renderer: Renderer) -> None:
+def check_data(options: Options, renderer: Renderer, service_client: ServiceClient) -> None:
     """Raise UserError if the data of a stage cannot be used. The data of all stages are read at the
     start, so that a later stage does not fail because of them.
     """
+    untrained_judge = TrainedPreferenceModelBuilder(
+        kind=options.preference.kind, model_name=options.model_name, renderer_name=renderer.name
+    )(service_client)
     with_stage("sft", sft_config(options).dataset_builder)
     with_stage("preference", preference_config(options).dataset_builder)
     rl_prompts = with_stage("rl", prompts(options))
     for split, split_prompts in (("train", rl_prompts.train), ("test", rl_prompts.test)):
         if not split_prompts:
             raise UserError(f"rl: there are no {split} prompts; give at least one")
-        check = partial(
+        select = partial(
             fitting_prompts, split_prompts, renderer, split, options.rl.max_prompt_tokens
         )
-        with_stage("rl", check)
+        used = with_stage("rl", select).problems
+        if split == "test":
+            used = used[: options.test_prompts]
+        with_stage("rl", partial(require_judge_fits, untrained_judge, used, options.rl.max_tokens))
 
 
 def with_stage(name: str, work: Callable[[], T]) -> T:

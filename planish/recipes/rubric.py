@@ -14,7 +14,7 @@ rollout fails and is retried. planish/rubric/rubrics.py describes the rows.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,22 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.completers import TinkerMessageCompleter
+from planish.completers import MessageCompleter, TinkerMessageCompleter
 from planish.datasets.split_names import SplitNames
 from planish.errors import UserError
 from planish.integrations.openai_endpoint import ChatEndpoint
 from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
 from planish.recipes.rubric_sums import NUM_EXAMPLE_VERDICTS, generated_rubrics
-from planish.renderers import Renderer
 from planish.rubric.env import UNFINISHED_REWARD, RubricDatasetBuilder, RubricRows
-from planish.rubric.grading import Grader, judge_prompt, retry_prompt
+from planish.rubric.grading import Grader
+from planish.rubric.judge_limits import (
+    JudgeRequest,
+    SampledTokens,
+    judge_requests,
+    require_judge_fits,
+    require_request_fits,
+)
 from planish.rubric.rubrics import RUBRICS, read_rubric_row
 from planish.runlog.model_renderer import learn_renderer
 from planish.runlog.run_directory import checkpoint_of, model_argument
@@ -134,11 +140,9 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 def train(options: Options, rows: Callable[[], RubricRows], service_client: ServiceClient) -> Path:
     """Train with a judge on the same engine or server, or behind an endpoint."""
-    if options.judge_url is not None:
-        judge = endpoint_of(options)
-    else:
-        judge = engine_judge(options, service_client)
-        require_judge_fits(options, rows(), judge.renderer, service_client)
+    has_endpoint = options.judge_url is not None
+    judge = endpoint_of(options) if has_endpoint else engine_judge(options, service_client)
+    require_fits(options, rows(), judge, service_client)
     builder = training_run.build(
         RubricDatasetBuilder,
         options,
@@ -178,31 +182,36 @@ def engine_judge(options: Options, service_client: ServiceClient) -> TinkerMessa
     )
 
 
-def require_judge_fits(
-    options: Options, rows: RubricRows, renderer: Renderer, service_client: ServiceClient
+def require_fits(
+    options: Options, rows: RubricRows, judge: MessageCompleter, service_client: ServiceClient
 ) -> None:
-    """Raise UserError if the judge's context window cannot hold its prompt about a row, with the
-    longest answer, a reply without a score, and the reply to the second request.
+    """Raise UserError if the judge's context window cannot hold a request about one of the rows."""
+    requests = judge_requests(rows)
+    sampled = SampledTokens(options.max_tokens, options.judge_max_tokens)
+    if isinstance(judge, ChatEndpoint):
+        require_endpoint_fits(requests, sampled, judge)
+    else:
+        assert isinstance(judge, TinkerMessageCompleter)
+        model = options.judge_model or options.model_name
+        window = service_client.get_server_capabilities().context_length_of(model)
+        require_judge_fits(requests, sampled, judge.renderer, model, window)
+
+
+def require_endpoint_fits(
+    requests: Iterable[JudgeRequest], sampled: SampledTokens, endpoint: ChatEndpoint
+) -> None:
+    """Raise UserError if the request with the most characters exceeds the context window of the
+    endpoint's model. If the endpoint does not tell enough to know, a printed line says so.
     """
-    model = options.judge_model or options.model_name
-    context_window = service_client.get_server_capabilities().context_length_of(model)
-    if context_window is None:
+    longest = max(requests, key=lambda request: request.num_characters)
+    size = training_run.run_coroutine(endpoint.measure(longest.messages))
+    if size.num_tokens is not None and size.context_window is not None:
+        require_request_fits(longest, size.num_tokens, sampled, endpoint.model, size.context_window)
         return
-    for split, split_rows in (("train", rows.train), ("test", rows.test)):
-        for number, row in enumerate(split_rows, start=1):
-            for criterion in row.criteria:
-                prompt = retry_prompt(judge_prompt(row.messages, "", criterion), "", criterion)
-                tokens = renderer.build_generation_prompt(prompt).length
-                if tokens + options.max_tokens + 2 * options.judge_max_tokens > context_window:
-                    raise UserError(
-                        f"the judge {model} has a context window of {context_window} tokens. For "
-                        f"{row.location or f'{split} row {number}'} and the criterion "
-                        f"{criterion.name} it needs "
-                        f"{tokens} tokens for the prompt, max_tokens={options.max_tokens} for the "
-                        f"answer, and twice judge_max_tokens={options.judge_max_tokens} for its "
-                        "replies; give smaller numbers, a judge with a longer context, or a "
-                        "shorter row"
-                    )
+    print(
+        f"judge_url: the endpoint does not tell how long a prompt of {endpoint.model} is, or may "
+        "be; so this run does not check whether the judge can read the longest answers"
+    )
 
 
 def judge_name(options: Options) -> str:

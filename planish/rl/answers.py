@@ -11,6 +11,7 @@ import numpy as np
 from planish.errors import UserError
 from planish.rl.advantages import is_constant
 from planish.rl.data_processing import LOSS_MASKS
+from planish.runlog.statistics import pass_at_k
 from planish.types import Datum, EncodedTextChunk, ModelInput
 
 Metrics = dict[str, float]
@@ -156,6 +157,27 @@ def answer_metrics(groups_P: Sequence[AnswerGroup], prefix: str = "env/all") -> 
         ),
     }
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+
+def pass_metrics(verdicts_P_G: Sequence[Sequence[bool | None]]) -> Metrics:
+    """Return avg@n and pass@k of problems with up to n answers each, from the verdicts on the
+    answers; {} without verdicts. An answer without a verdict is not right.
+
+    avg@n is the mean over problems of the fraction of right answers. pass@k is the mean of the
+    estimates of planish/runlog/statistics.py, for the powers of 2 from 2 to n, and for n. Problems
+    with fewer than k answers are left out of pass@k.
+    """
+    if all(verdict is None for verdicts_G in verdicts_P_G for verdict in verdicts_G):
+        return {}
+    counts_P = [(len(verdicts_G), verdicts_G.count(True)) for verdicts_G in verdicts_P_G]
+    num_samples = max(num_answers for num_answers, _ in counts_P)
+    ks = {2**power for power in range(1, num_samples.bit_length())} | {num_samples}
+    metrics = {f"avg@{num_samples}": mean([correct / count for count, correct in counts_P])}
+    for k in sorted(ks):
+        metrics[f"pass@{k}"] = mean(
+            [pass_at_k(count, correct, k) for count, correct in counts_P if count >= k]
+        )
+    return metrics
 
 
 def sampling_entropy(groups_P: Sequence[AnswerGroup]) -> float:

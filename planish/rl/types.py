@@ -260,11 +260,22 @@ class RLDataset(ABC):
         notice. A run calls it before it trains.
         """
 
-    def longest_prompt(self) -> PromptLength | None:
-        """Return the longest first prompt of the dataset; None if it is known only during
-        rollouts.
+    def inner_datasets(self) -> "Sequence[RLDataset]":
+        """Return the datasets that this one consists of; by default there are none."""
+        return ()
+
+    def longest_prompt(self, above: int = 0) -> PromptLength | None:
+        """Return the longest of the first prompts that have more than `above` tokens; None if there
+        is none, or if the prompts are known only during rollouts.
         """
-        return None
+        return longest_of(inner.longest_prompt(above) for inner in self.inner_datasets())
+
+    def require_answers_fit(self, max_tokens: int) -> None:
+        """Raise UserError if a model that grades the answers cannot read answers of `max_tokens`
+        tokens. A run calls it before it trains.
+        """
+        for inner in self.inner_datasets():
+            inner.require_answers_fit(max_tokens)
 
     def data_size(self) -> int:
         """Return the number of problems, or of batches if that is unknown. A run resumes only with

@@ -286,14 +286,18 @@ class RunCheckpoints:
         self._delete_superseded()
         return record
 
-    def best(self) -> list[tuple[float, CheckpointRecord]]:
-        """Return the best periodic checkpoints by the metric of `retention`, with their values, the
-        best one first.
+    def describe_best(self) -> list[str]:
+        """Return a line for each of the best periodic checkpoints by the metric of `retention`,
+        with its value and path, the best one first.
         """
         if self.retention is None:
             return []
         records, values = self._periodic_records(), self._metric_values()
-        return [(values[batch], records[batch]) for batch in self.retention.best(records, values)]
+        return [
+            f"{self.retention.metric} = {values[batch]:.4g} after {batch} steps: "
+            f"{records[batch].sampler_path or records[batch].state_path}"
+            for batch in self.retention.best(records, values)
+        ]
 
     def _delete_superseded(self) -> None:
         """Delete the periodic checkpoints that `retention` does not keep. Their rows are removed

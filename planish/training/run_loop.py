@@ -108,11 +108,8 @@ class RunLoop:
             f"state to resume from: {record.state_path}\n"
             f"weights for sampling: {record.sampler_path}"
         )
-        for value, best in self.checkpoints.best():
-            self.display.say(
-                f"{self.options.best_metric} = {value:.4g} after {best.batch} steps: "
-                f"{best.sampler_path or best.state_path}"
-            )
+        for line in self.checkpoints.describe_best():
+            self.display.say(line)
         return True
 
     def learning_rate(self, step: int) -> float:

@@ -116,13 +116,9 @@ class CheckpointOptions:
 
 
 @chz.chz
-class RollingCheckpointOptions(CheckpointOptions):
-    """What a run saves, short-lived checkpoints included."""
+class RetainedCheckpointOptions(CheckpointOptions):
+    """What a run saves and keeps."""
 
-    rolling_save_every: int = chz.field(
-        default=0,
-        doc="steps between rolling checkpoints, each of which replaces the one before; 0 = none",
-    )
     keep_last: int | None = chz.field(
         default=None, doc="number of most recent checkpoints that are kept; none = all"
     )
@@ -144,6 +140,16 @@ class RollingCheckpointOptions(CheckpointOptions):
             return None
         is_highest_best = self.best_metric_mode == "max"
         return Retention(self.keep_last, self.keep_best, self.best_metric, is_highest_best)
+
+
+@chz.chz
+class RollingCheckpointOptions(RetainedCheckpointOptions):
+    """What a run saves and keeps, short-lived checkpoints included."""
+
+    rolling_save_every: int = chz.field(
+        default=0,
+        doc="steps between rolling checkpoints, each of which replaces the one before; 0 = none",
+    )
 
 
 @chz.chz
@@ -196,23 +202,26 @@ class RecipeOptions(
     model_name: str = DEFAULT_MODEL
 
 
-RESUMABLE_OPTIONS = (
-    "base_url",
+RESUMABLE_CHECKPOINT_OPTIONS = (
     "save_every",
     "ttl_seconds",
+    "keep_last",
+    "keep_best",
+    "best_metric",
+    "best_metric_mode",
+    "eval_every",
+    "eval_on_start",
+)
+RESUMABLE_OPTIONS = (
+    *RESUMABLE_CHECKPOINT_OPTIONS,
+    "base_url",
     "rolling_save_every",
     "rolling_ttl_seconds",
     "loggers",
     "wandb_project",
     "wandb_name",
     "enable_trace",
-    "eval_every",
-    "eval_on_start",
     "evaluator_builders",
-    "keep_last",
-    "keep_best",
-    "best_metric",
-    "best_metric_mode",
 )
 """Options that may differ when a run is resumed."""
 
@@ -241,13 +250,16 @@ def check_run(options: RunOptions) -> None:
         ttl_seconds=(is_ttl(options.ttl_seconds), TTL_REMEDY),
         rolling_ttl_seconds=(is_ttl(options.rolling_ttl_seconds), TTL_REMEDY),
     )
-    require_at_least(options, lora_rank=1, num_epochs=1, max_steps=1, keep_last=1)
-    _check_best_checkpoints(options)
+    require_at_least(options, lora_rank=1, num_epochs=1, max_steps=1)
+    check_kept_checkpoints(options)
     require_loggers(options.loggers)
 
 
-def _check_best_checkpoints(options: RunOptions) -> None:
-    """Raise UserError unless the options of `keep_best` fit together."""
+def check_kept_checkpoints(options: Any) -> None:
+    """Raise UserError unless the options of `RetainedCheckpointOptions` and `EvaluationOptions` fit
+    together.
+    """
+    require_at_least(options, keep_last=1)
     require(
         options,
         keep_best=(options.keep_best >= 0, "a whole number, 0 for none"),

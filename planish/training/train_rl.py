@@ -55,9 +55,11 @@ async def train(
             "out"
         )
     train_set, test_set = checked_datasets(await config.dataset_builder())
-    dataset = with_epochs(train_set, config)
+    epoch = rebatch(train_set, config.groups_per_batch)
+    dataset = with_epochs(epoch, config)
     dataset.require_full_batch()
-    num_steps = len(dataset) if config.max_steps is None else min(len(dataset), config.max_steps)
+    all_steps = len(epoch) * config.num_epochs
+    num_steps = all_steps if config.max_steps is None else min(all_steps, config.max_steps)
     if num_steps == 0:
         raise UserError(
             "dataset_builder returned a dataset without batches; give a dataset with at least one"
@@ -77,7 +79,8 @@ async def train(
             service_client, config.model_name, config.scoring_models()
         )
         for prompts in (dataset, *(evaluator.dataset for evaluator in rl_test_sets(evaluators))):
-            require_prompt_fits(prompts.longest_prompt(), context_window, smallest_model)
+            require_prompt_fits(prompts.longest_prompt, context_window, smallest_model)
+            prompts.require_answers_fit(config.max_tokens)
         return RLLearner(
             loop,
             config,
@@ -88,7 +91,7 @@ async def train(
             context_window,
         )
 
-    ends_at_max_steps = config.max_steps is not None and config.max_steps < len(dataset)
+    ends_at_max_steps = config.max_steps is not None and config.max_steps < all_steps
     options_that_may_change = resumable_options(
         config, "num_groups_to_log", "rollout_error_tolerance", "eval_samples", "eval_temperature"
     )
@@ -125,18 +128,16 @@ def checked_datasets(result: Any) -> tuple[RLDataset, RLDataset | None]:
     return train_set, test_set
 
 
-def with_epochs(train_set: RLDataset, config: Config) -> RLDataset:
-    """Return the batches of all epochs. `groups_per_batch` sets their size, if it is given.
+def with_epochs(epoch: RLDataset, config: Config) -> RLDataset:
+    """Return the batches of all epochs, with as many more as refills can use.
 
     The first epoch has the dataset's own order, and every later epoch is shuffled differently. The
     order of an epoch does not depend on `num_epochs`, so a run can be extended by further epochs.
     """
-    dataset = rebatch(train_set, config.groups_per_batch)
-    if config.num_epochs == 1:
-        return dataset
-    return ConcatenatedRLDataset(
-        [dataset, EpochCycledRLDataset(dataset, config.num_epochs - 1, config.seed)]
-    )
+    num_epochs = config.num_epochs * (1 + config.max_refills)
+    if num_epochs == 1:
+        return epoch
+    return ConcatenatedRLDataset([epoch, EpochCycledRLDataset(epoch, num_epochs - 1, config.seed)])
 
 
 def build_evaluators(config: Config, test_set: RLDataset | None) -> list[Evaluator]:

@@ -57,6 +57,31 @@ def test_the_likeliest_tokens_are_made_to_sum_to_one():
     assert both.metrics(None) == {}
 
 
+def test_ids_that_the_student_lacks_are_left_out_of_the_distributions():
+    """A student of 5 ids: only 3 and 4 are known at position 1, and none at position 2."""
+    datum = Datum(
+        ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4], "weights": [1.0, 0.5, 1.0]}
+    )
+    chances = [[np.nan] * 3, [0.6, 0.2, 0.2], [0.5, 0.3, 0.1], [0.4, 0.3, 0.2]]
+    top = TopkLogprobs(
+        np.array([[0, 0, 0], [5, 3, 4], [6, 7, 5], [0, 1, 2]], np.int32),
+        np.log(np.array(chances)).astype(np.float32),
+    )
+    soft = soft_datum(datum, top, num_ids=5)
+    inputs = soft.data[0].loss_fn_inputs
+    assert inputs["target_tokens"].to_numpy().max() < 5
+    assert inputs["target_tokens"].to_numpy().tolist()[0] == [2, 3, 4]
+    assert inputs["weights"].to_numpy() == pytest.approx(
+        np.array([[0, 0.5, 0.5], [0, 0, 0], [4 / 9, 3 / 9, 2 / 9]])
+    )
+    assert soft.weight == 2.0
+    assert soft.topk_mass == pytest.approx(0.4 + 0.9)
+    last = np.array([4, 3, 2]) / 9
+    assert soft.entropy_sum == pytest.approx(np.log(2) - (last * np.log(last)).sum())
+    whole = soft_datum(datum, top, num_ids=8)
+    assert whole == soft_datum(datum, top)
+
+
 def to_batch(model, chats):
     train, _ = builder_of(model, chats)()
     return list(train.get_batch(0))
@@ -229,3 +254,31 @@ def test_an_invalid_option_is_rejected(client, models, chats, tmp_path, changes,
     with pytest.raises(UserError, match=message):
         asyncio.run(main(config_of(models, chats, tmp_path / "run", **changes), client))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_with_more_padded_ids_is_reported_and_trains(
+    client, models, chats, tmp_path, capsys
+):
+    """Nearly all tokens of the teacher are candidates, so some of its padding are among them."""
+    padded = str(tiny_model(tmp_path / "padded", seed=3, vocab_size=VOCAB_SIZE + 16, tied=False))
+    config = config_of(
+        models,
+        chats,
+        tmp_path / "run",
+        topk=VOCAB_SIZE,
+        teacher_config=TeacherConfig(base_model=padded),
+        max_steps=2,
+    )
+    rows = read_rows(asyncio.run(main(config, client)) / "metrics.jsonl")
+    assert 0.5 < rows[0]["teacher_topk_mass"] < 1
+    assert rows[0]["teacher_kl"] > 0
+    line = (
+        f"teacher_config: {padded} has {VOCAB_SIZE + 16} token ids, and {models[0]} only "
+        f"{VOCAB_SIZE}"
+    )
+    assert line in capsys.readouterr().out
+    too_many = config_of(
+        models, chats, tmp_path / "b", topk=VOCAB_SIZE + 1, teacher_config=config.teacher_config
+    )
+    with pytest.raises(UserError, match=f"topk={VOCAB_SIZE + 1}: .* only {VOCAB_SIZE} token ids"):
+        asyncio.run(main(too_many, client))

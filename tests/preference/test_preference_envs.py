@@ -12,22 +12,30 @@ import chz
 import numpy as np
 import pytest
 
-from planish import logtree
+from planish import ServiceClient, logtree
 from planish.completers import TokenCompleter, TokensWithLogprobs
 from planish.errors import NonFiniteError, UserError
+from planish.files import read_rows
+from planish.preference.bradley_terry import QUESTION
+from planish.preference.comparison_evaluator import ComparisonEvaluatorBuilder
 from planish.preference.datasets import ComparisonBuilderFromJsonl
 from planish.preference.matchups import TournamentPattern
+from planish.preference.model_files import TrainedPreferenceModelBuilder
 from planish.preference.preference_envs import (
     PairwisePreferenceGroupBuilder,
     PairwisePreferenceRLDatasetBuilder,
 )
 from planish.preference.preference_models import PreferenceModelBuilder
-from planish.preference.prompts import PromptsOfComparisons
+from planish.preference.prompts import PromptsFromRows, PromptsOfComparisons
 from planish.renderers import get_text_content
+from planish.rl.environments.datasets import EpochCycledRLDataset, RebatchedRLDataset
 from planish.rl.limits import TerminationRewardPolicy
 from planish.rl.rollout.rollouts import do_group_rollout
 from planish.rl.rollout.strategy import FailFast, MinViableGroup, RetryOnFailure
 from planish.runlog.model_renderer import model_renderer
+from planish.testing import tiny_model
+from planish.training.rl_config import Config
+from planish.training.train_rl import main
 
 PROMPT = [{"role": "user", "content": "Say something."}]
 
@@ -257,3 +265,103 @@ def test_long_prompts_are_dropped(models, pairs, caplog):
 def test_an_invalid_environment_option_is_rejected(models, pairs, name, value):
     with pytest.raises(UserError, match="at least"):
         built(models, pairs, **{name: value})
+
+
+SHORT = 64
+
+
+@pytest.fixture
+def short_judge(tmp_path):
+    """A model with a context window of SHORT tokens, and a service for it."""
+    model = str(tiny_model(tmp_path / "short", max_context=SHORT))
+    with ServiceClient(data_dir=tmp_path / "data", dtype="float32") as client:
+        yield model, client
+
+
+def judge_tokens(kind, model, prompt, answers):
+    """The tokens of a request to a judge, whose tokenizer has one token per byte."""
+    messages: list[Any] = [{"role": "user", "content": prompt}]
+    if kind == "chat":
+        labels = [{"role": "system", "content": f"==== {name} ===="} for name in LABELED]
+        first, second = ([{"role": "assistant", "content": text}] for text in answers)
+        messages += [labels[0], *first, labels[1], *second, labels[2]]
+    else:
+        messages.append({"role": "assistant", "content": answers[0]})
+        messages.append({"role": "user", "content": QUESTION})
+    return model_renderer(model).build_generation_prompt(messages).length + 2
+
+
+LABELED = ("Completion A", "Completion B", "Preference")
+
+
+@pytest.mark.parametrize("kind", ["chat", "bradley_terry"])
+def test_a_judge_that_cannot_read_the_longest_answers_is_named(models, tmp_path, kind):
+    """Answers of as many tokens as fit are accepted, and of one more are not."""
+    prompts = ["Hi.", "Hello." * 3]
+    window = judge_tokens(kind, models[0], prompts[1], ("a" * 8, "a" * 8))
+    judge = str(tiny_model(tmp_path / "judge", max_context=window))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "{prompt}"}}\n' for prompt in prompts))
+    with ServiceClient(data_dir=tmp_path / "data", dtype="float32") as client:
+        train, _ = asyncio.run(
+            PairwisePreferenceRLDatasetBuilder(
+                prompt_builder=PromptsFromRows(dataset=str(path)),
+                preference_model_builder=TrainedPreferenceModelBuilder(kind=kind, model_name=judge),
+                policy_model_name=models[0],
+                batch_size=2,
+                service_client=client,
+            )()
+        )
+        train.require_answers_fit(8)
+        with pytest.raises(UserError) as caught:
+            EpochCycledRLDataset(RebatchedRLDataset(train, 1), 2).require_answers_fit(9)
+    count = "two answers" if kind == "chat" else "an answer"
+    assert str(caught.value).startswith(
+        f"{path}, line 2: the preference model {judge} reads this prompt with {count} of "
+        f"max_tokens=9 tokens. It needs {window + (2 if kind == 'chat' else 1)} tokens, and its "
+        f"context window has {window}; give a smaller max_tokens"
+    )
+
+
+def test_a_run_with_such_a_judge_ends_before_the_first_step(models, short_judge, tmp_path):
+    judge, client = short_judge
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "Hi."}\n')
+    config = Config(
+        dataset_builder=PairwisePreferenceRLDatasetBuilder(
+            prompt_builder=PromptsFromRows(dataset=str(path)),
+            preference_model_builder=TrainedPreferenceModelBuilder(
+                kind="bradley_terry", model_name=judge
+            ),
+            policy_model_name=models[0],
+            batch_size=1,
+            service_client=client,
+        ),
+        model_name=models[0],
+        learning_rate=1e-3,
+        lora_rank=2,
+        max_tokens=60,
+        log_path=str(tmp_path / "run"),
+    )
+    with pytest.raises(UserError, match=f"line 1: the preference model {judge} .* {SHORT}; give"):
+        asyncio.run(main(config, client))
+    assert read_rows(tmp_path / "run" / "metrics.jsonl") == []
+
+
+def test_an_evaluation_with_such_a_judge_ends_before_an_answer(models, short_judge, tmp_path):
+    judge, client = short_judge
+    path = tmp_path / "prompts"
+    path.mkdir()
+    for split in ("train", "test"):
+        (path / f"{split}.jsonl").write_text('{"prompt": "Hi."}\n')
+    builder = ComparisonEvaluatorBuilder(
+        prompt_builder=PromptsFromRows(dataset=str(path)),
+        judge_builders={
+            "model": TrainedPreferenceModelBuilder(kind="chat", model_name=judge),
+        },
+        policy_model_name=models[0],
+        max_tokens=60,
+        service_client=client,
+    )
+    with pytest.raises(UserError, match="test.jsonl, line 1: the preference model .* two answers"):
+        builder()

@@ -61,6 +61,9 @@ class FakeService:
             raise Killed
         self.operations.append(operation)
 
+    def create_rest_client(self) -> "FakeRestClient":
+        return FakeRestClient(self)
+
     def create_lora_training_client(
         self,
         base_model: str,
@@ -80,6 +83,15 @@ class FakeService:
     ) -> "FakeTrainingClient":
         saved = self.states[path]
         return FakeTrainingClient(self, Weights(saved.chance, saved.step), "tiny", 4)
+
+
+@dataclass
+class FakeRestClient:
+    service: FakeService
+
+    def delete_checkpoint_from_tinker_path(self, path: str) -> Future[None]:
+        self.service.states.pop(path, None)
+        return done(None)
 
 
 @dataclass

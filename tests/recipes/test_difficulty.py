@@ -3,11 +3,13 @@
 import asyncio
 import json
 import re
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
 
 from planish.errors import DamagedFileError, UserError
+from planish.evaluation import Sampling, Verdict, evaluate, load_task
 from planish.files import read_rows
 from planish.recipes import math_rl, rl_basic
 from planish.rl.environments.boxed_problems import BoxedProblemDatasetBuilder, BoxedProblemEnv
@@ -135,11 +137,47 @@ def test_results_that_cannot_be_used_are_named(tmp_path, small_model, sums_datas
         success_rates(written(tmp_path / "a.jsonl", summary(None)))
     with pytest.raises(DamagedFileError, match="has a row that is no rollout summary"):
         success_rates(written(tmp_path / "b.jsonl", {"question": "a"}))
-    with pytest.raises(UserError, match=r"there is no file \*_rollout_summaries.jsonl"):
+    with pytest.raises(
+        UserError, match=r"there is no file \*_rollout_summaries.jsonl or samples.jsonl"
+    ):
         success_rates(str(tmp_path / "nowhere"))
     other = written(tmp_path / "c.jsonl", summary(1.0))
     with pytest.raises(UserError, match="26 have no earlier answers .*; give a wider range"):
         numbers_of(small_model, sums_dataset, difficulty_from=other)
+
+
+def test_answers_of_an_evaluation_select_the_problems_that_it_asked(
+    engine, small_model, sums_dataset, tmp_path, caplog
+):
+    """`planish eval` writes the questions of training as the recipe does."""
+    reference = load_task("gsm8k", sums_dataset / "train.jsonl", limit=20)
+    graded = replace(
+        reference, grade=lambda question, text: Verdict(question.number % 3 == 0, text)
+    )
+    sampling = Sampling(samples=2, max_tokens=2, temperature=1.0)
+    client = engine.create_sampling_client(base_model=small_model)
+    asyncio.run(evaluate(client, graded, sampling, out=tmp_path / "eval"))
+    options = {"min_success_rate": 0.5}
+    for source in (tmp_path / "eval", tmp_path / "eval" / "samples.jsonl"):
+        numbers = numbers_of(small_model, sums_dataset, difficulty_from=str(source), **options)
+        texts = (sums_dataset / "train.jsonl").read_text().splitlines()
+        asked = [int(re.findall(r"\d+", json.loads(text)["question"])[0]) for text in texts]
+        assert numbers == {asked[number - 1] for number in range(3, 21, 3)}
+    assert "6 are used, 14 have a success rate outside 0.5 to 1, and 6 have no earlier answers" in (
+        caplog.text
+    )
+
+
+def test_a_question_that_an_evaluation_could_not_ask_has_no_success_rate(tmp_path):
+    rows = [
+        {"prompt_id": prompt, "reward": reward, "stop_reason": stop_reason}
+        for prompt, reward, stop_reason in (
+            ("a", 1.0, "stop"),
+            ("a", 0.0, "length"),
+            ("b", 0.0, None),
+        )
+    ]
+    assert success_rates(written(tmp_path / "samples.jsonl", *rows)) == {"a": 0.5}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from fake_service import GAP, LOGPROB, Killed
+from metric_tables import definition_of
 
 from planish.errors import UserError
 from planish.files import read_rows
@@ -194,6 +195,69 @@ def test_evaluations_may_change_when_a_run_resumes(service, sums_dataset, tmp_pa
     assert [row["step"] for row in rows if "test/env/all/correct" in row] == [2, 3, 4]
 
 
+def test_the_initial_weights_are_not_evaluated_without_eval_on_start(
+    service, sums_dataset, tmp_path
+):
+    changes = {"max_steps": 4, "eval_problems": 5, "eval_every": 2, "eval_on_start": False}
+    run = rl_loop.train(options(sums_dataset, tmp_path, **changes), service)
+    rows = read_rows(run / "metrics.jsonl")
+    assert [row["step"] for row in rows if "test/env/all/correct" in row] == [2, 4]
+
+
+def test_several_answers_to_each_test_problem_give_pass_at_k(service, sums_dataset, tmp_path):
+    changes = {"max_steps": 1, "eval_problems": 5, "eval_samples": 4, "eval_temperature": 1.0}
+    run = rl_loop.train(options(sums_dataset, tmp_path, **changes), service)
+    for row in (row for row in read_rows(run / "metrics.jsonl") if "test/env/all/correct" in row):
+        metrics = {name.removeprefix("test/env/all/"): value for name, value in row.items()}
+        assert metrics["total_episodes"] == 20
+        assert metrics["avg@4"] == pytest.approx(metrics["correct"])
+        assert metrics["avg@4"] <= metrics["pass@2"] <= metrics["pass@4"] <= 1
+        assert metrics["pass@4"] == pytest.approx(1 - metrics["by_group/frac_all_bad"])
+        assert all(definition_of(f"test/env/all/{name}") for name in ("avg@4", "pass@2"))
+
+
+BEST = {
+    "save_every": 1,
+    "eval_every": 1,
+    "eval_problems": 5,
+    "keep_last": 1,
+    "keep_best": 2,
+    "best_metric": "test/env/all/correct",
+}
+
+
+def test_the_last_and_the_best_checkpoints_are_kept(
+    service, sums_dataset, tmp_path, monkeypatch, capsys
+):
+    """The service's scores before the steps 0, 1, ... are those of this list."""
+    scores = iter((0.1, 0.7, 0.3, 0.9, 0.2, 0.7, 0.0))
+    monkeypatch.setattr(
+        rl_loop.StepRunner, "evaluate", lambda *_: {"test/env/all/correct": next(scores)}
+    )
+    run = rl_loop.train(options(sums_dataset, tmp_path, **BEST), service)
+    records = read_rows(run / "checkpoints.jsonl")
+    assert [record["batch"] for record in records] == [3, 5, 6]
+    assert set(service.states) == {record["state_path"] for record in records}
+    out = capsys.readouterr().out.replace("\n", " ")
+    assert "test/env/all/correct = 0.9 after 3 steps: planish://run/sampler_weights/000003" in out
+
+
+def test_the_options_of_checkpoints_may_change_when_a_run_resumes(service, sums_dataset, tmp_path):
+    rl_loop.train(options(sums_dataset, tmp_path, max_steps=2, save_every=1), service)
+    changes = {"max_steps": 5, "save_every": 1, "keep_last": 1}
+    run = rl_loop.train(options(sums_dataset, tmp_path, **changes), service)
+    assert [record["batch"] for record in read_rows(run / "checkpoints.jsonl")] == [2, 4, 5]
+
+
+def test_a_metric_that_the_evaluations_lack_is_named_before_the_first_step(
+    service, sums_dataset, tmp_path
+):
+    changes = {**BEST, "best_metric": "test/acc"}
+    with pytest.raises(UserError, match="best_metric=test/acc: .*test/env/all/correct"):
+        rl_loop.train(options(sums_dataset, tmp_path, **changes), service)
+    assert "optim_step" not in service.operations
+
+
 def test_groups_that_all_agree_are_not_trained_on(service, sums_dataset, tmp_path, monkeypatch):
     monkeypatch.setattr("fake_service.Weights.chance", 1.0)
     client = service.create_lora_training_client("tiny", 4, 0)
@@ -267,6 +331,11 @@ def test_weights_of_another_run_are_the_start(service, sums_dataset, tmp_path):
         ("ttl_seconds", 10**11),
         ("temperature", float("inf")),
         ("eval_every", 5),
+        ("eval_samples", 0),
+        ("eval_samples", 4),
+        ("eval_temperature", -1.0),
+        ("keep_last", 0),
+        ("best_metric", "test/env/all/correct"),
     ],
 )
 def test_an_invalid_option_is_rejected_by_name(sums_dataset, tmp_path, name, value):

@@ -29,6 +29,7 @@ from planish.recipes.rlhf_options import (
 )
 from planish.recipes.training_run import read_options
 from planish.recipes.wordy_sums import RuleBuilder, WordySums
+from planish.testing import tiny_model
 
 TIMING = (
     "time/",
@@ -302,6 +303,17 @@ def test_data_of_a_later_stage_are_read_before_the_first_begins(
         preference={"dataset": str(tmp_path / "pairs.jsonl"), "test_size": 0},
     )
     with pytest.raises(UserError, match=message):
+        play(options, tmp_path / "data")
+    assert not (tmp_path / "run").exists()
+
+
+def test_answers_that_the_judge_cannot_read_are_found_before_the_first_stage(tmp_path):
+    """Two answers of 40 tokens, which are bytes, and the prompt exceed 128 tokens."""
+    model = str(tiny_model(tmp_path / "model", max_context=128))
+    options = options_of(
+        model, tmp_path / "run", preference={"kind": "chat"}, rl={"max_tokens": 40}
+    )
+    with pytest.raises(UserError, match=f"^rl: .*the preference model {model} .* has 128; give"):
         play(options, tmp_path / "data")
     assert not (tmp_path / "run").exists()
 

@@ -4,6 +4,8 @@ its generated rows.
 
 import json
 import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -106,6 +108,63 @@ def test_a_judge_with_too_short_a_context_is_named_with_the_row(
     assert not (tmp_path / "run").exists()
     rows.write_text("\n".join([*lines[:5], *lines[6:]]) + "\n")
     rubric.main(options(*given))
+
+
+class Judge(BaseHTTPRequestHandler):
+    """An endpoint whose model has a context window of 400 tokens, one per character. It counts
+    tokens if `counts`.
+    """
+
+    counts = True
+
+    def do_GET(self):
+        self.answer({"data": [{"id": "judge", "max_model_len": 400}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize" and self.counts:
+            self.answer({"count": sum(len(message["content"]) for message in body["messages"])})
+        elif self.path == "/tokenize":
+            self.answer({}, 404)
+        else:
+            self.answer({"choices": [{"message": {"role": "assistant", "content": "Yes"}}]})
+
+    def answer(self, fields, status=200):
+        content = json.dumps(fields).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format, *args): ...
+
+
+@pytest.fixture(params=[True, False], ids=["counts", "does not count"])
+def judge_url(request):
+    handler = type("Handler", (Judge,), {"counts": request.param})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1", request.param
+        server.shutdown()
+
+
+def test_a_judge_behind_an_endpoint_with_too_short_a_context_is_named_with_the_row(
+    options, rows, tmp_path, judge_url, capsys
+):
+    url, counts = judge_url
+    lines = rows.read_text().splitlines()
+    long = json.loads(lines[5])
+    long["messages"][0]["content"] *= 100
+    rows.write_text("\n".join([*lines[:5], json.dumps(long), *lines[6:]]) + "\n")
+    given = [f"dataset={rows}", "test_size=0", f"judge_url={url}", "judge_model=judge"]
+    if counts:
+        message = "the judge judge has a context window of 400 tokens. For .*rows.jsonl, line 6 and"
+        with pytest.raises(UserError, match=message):
+            rubric.main(options(*given, "max_steps=1"))
+        assert not (tmp_path / "run").exists()
+    else:
+        rubric.main(options(*given, "max_steps=1"))
+        assert "the endpoint does not tell how long a prompt of judge" in capsys.readouterr().out
 
 
 def test_an_invalid_row_is_rejected_with_its_number_before_loading(options, rows, tmp_path):

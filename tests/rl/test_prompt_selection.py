@@ -20,12 +20,12 @@ from planish.rl.environments.datasets import (
     ProblemDataset,
     RebatchedRLDataset,
 )
-from planish.rl.environments.prompt_selection import select_problems
+from planish.rl.environments.prompt_selection import PromptLengths, select_problems
 from planish.rl.environments.reward_env import RewardDatasetBuilder, RewardEnv
-from planish.rl.types import PromptLength
 from planish.testing import tiny_model
 from planish.training.rl_config import Config
 from planish.training.train_rl import main
+from planish.types import ModelInput
 
 CONTEXT = 120
 OVERHEAD = 20
@@ -237,11 +237,15 @@ def test_an_error_of_an_environment_keeps_its_type_and_names_the_problem():
 
 def test_datasets_of_datasets_know_the_longest_prompt():
     def of(tokens):
-        longest = None if tokens is None else PromptLength(tokens, str(tokens))
-        return ProblemDataset([1, 2], lambda problem: None, 2, longest=longest)  # type: ignore[arg-type, return-value]
+        """A dataset with prompts of one token and of `tokens` tokens; None: of unknown length."""
+        if tokens is None:
+            return ProblemDataset([1, 2], lambda problem: None, 2)  # type: ignore[arg-type, return-value]
+        prompts = [ModelInput.from_ints([0] * length) for length in (1, tokens)]
+        lengths = PromptLengths(prompts, lambda prompt: prompt, str, [1, tokens])
+        return ProblemDataset(prompts, lambda problem: None, 2, lengths=lengths)  # type: ignore[arg-type, return-value]
 
-    def tokens_of(dataset):
-        longest = dataset.longest_prompt()
+    def tokens_of(dataset, above=0):
+        longest = dataset.longest_prompt(above)
         return None if longest is None else longest.num_tokens
 
     assert tokens_of(EpochCycledRLDataset(of(3), 2)) == 3
@@ -251,5 +255,6 @@ def test_datasets_of_datasets_know_the_longest_prompt():
         InterleavedRLDataset([of(3), of(None), of(5)], [1.0] * 3, 2, 2),
         TaughtDataset([of(3), of(None), of(5)]),
     ):
-        assert tokens_of(joined) == 5
+        assert tokens_of(joined) == tokens_of(joined, above=4) == 5
+        assert tokens_of(joined, above=5) is None
     assert tokens_of(ConcatenatedRLDataset([of(None)])) is None

@@ -2,6 +2,7 @@
 that clients copy into messages, and errors that name what is wrong.
 """
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import openai
 import pytest
 from scripted_server import BASE, CHAT, HELLO, Served, serving
 
+from planish.integrations.openai_endpoint import ChatEndpoint, PromptSize
 from planish.testing import EOS_TOKEN_ID
 
 CONTEXT = 2048
@@ -126,6 +128,21 @@ def test_an_empty_list_of_stops_is_no_stop(http: httpx.Client):
     )
 
 
+def test_a_client_of_judges_learns_the_size_of_its_prompts(
+    served: Served, http: httpx.Client, monkeypatch
+):
+    monkeypatch.setenv("JUDGE_KEY", "tml-first")
+
+    def measured(url: str, model: str) -> PromptSize:
+        endpoint = ChatEndpoint(url, model, api_key_env="JUDGE_KEY")
+        return asyncio.run(endpoint.measure(HELLO))  # type: ignore[arg-type]
+
+    tokens = http.post("/tokenize", json={"model": CHAT, "messages": HELLO}).json()["count"]
+    assert measured(f"{served.url}/v1", CHAT) == PromptSize(tokens, CONTEXT)
+    assert measured(f"{served.url}/v1", "none") == PromptSize(None, None)
+    assert measured("http://127.0.0.1:9/v1", CHAT) == PromptSize(None, None)
+
+
 COPIED: dict[str, Any] = {
     "id": "msg_1",
     "annotations": [{"type": "url_citation"}],
@@ -143,10 +160,21 @@ def test_keys_that_clients_copy_from_answers_change_nothing(served: Served, http
 
     assert prompt_of(**COPIED) == prompt_of()
     assert prompt_of(content=None, refusal="Hi") == prompt_of()
-    for wrong in ({"refusal": "No"}, {"invented": 1}):
+    part = {"type": "text", "text": "Hi"}
+    for copied in ({"annotations": [], "id": "p1"}, {"cache_control": {"type": "ephemeral"}}):
+        assert prompt_of(content=[{**part, **copied}]) == prompt_of()
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    streamed = {**call, "index": 0, "provider_specific_fields": {"a": 1}}
+    assert prompt_of(tool_calls=[streamed]) == prompt_of(tool_calls=[call])
+    for wrong in (
+        {"refusal": "No"},
+        {"invented": 1},
+        {"content": [{**part, "invented": 1}]},
+        {"tool_calls": [{**call, "invented": 1}]},
+    ):
         messages = [*HELLO, {"role": "assistant", "content": "Hi", **wrong}, *HELLO]
         error = error_of(http, "/v1/chat/completions", messages=messages)
-        assert next(iter(wrong)) in error["message"]
+        assert ("refusal" if "refusal" in wrong else "invented") in error["message"]
 
 
 @pytest.mark.parametrize(

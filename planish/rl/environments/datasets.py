@@ -19,12 +19,12 @@ import numpy as np
 
 from planish.datasets.rows import check_shuffle_seed
 from planish.errors import UserError
+from planish.rl.environments.prompt_selection import PromptLengths
 from planish.rl.types import (
     EnvGroupBuilder,
     PromptLength,
     RLDataset,
     RLDatasetBuilder,
-    longest_of,
     smallest_group_size_of,
 )
 
@@ -53,8 +53,10 @@ class ProblemDataset(RLDataset, Generic[P]):
     _: KW_ONLY
     num_epochs: int = 1
     shuffle_seed: int | None = None
-    longest: PromptLength | None = None
-    """The longest prompt of a problem; None if it is not known."""
+    lengths: PromptLengths | None = None
+    """The lengths of the prompts; None if they are not known."""
+    check_answers: Callable[[int], None] | None = None
+    """Raises UserError if a model that grades the answers cannot read answers of so many tokens."""
 
     def __post_init__(self) -> None:
         _at_least_one(groups_per_batch=self.groups_per_batch, num_epochs=self.num_epochs)
@@ -80,9 +82,16 @@ class ProblemDataset(RLDataset, Generic[P]):
         """Raise UserError if a batch is larger than all epochs together."""
         _require_full_batch(self.groups_per_batch, self._num_groups)
 
-    def longest_prompt(self) -> PromptLength | None:
-        """Return the longest prompt of a problem; None if it is not known."""
-        return self.longest
+    def longest_prompt(self, above: int = 0) -> PromptLength | None:
+        """Return the longest prompt of more than `above` tokens; None if there is none, or if the
+        lengths are not known.
+        """
+        return None if self.lengths is None else self.lengths.longest(above)
+
+    def require_answers_fit(self, max_tokens: int) -> None:
+        """Raise UserError if `check_answers` does."""
+        if self.check_answers is not None:
+            self.check_answers(max_tokens)
 
     @property
     def _num_groups(self) -> int:
@@ -102,14 +111,14 @@ class ProblemDataset(RLDataset, Generic[P]):
 def evaluation_dataset(
     problems: Sequence[P],
     make_group: Callable[[P], EnvGroupBuilder],
-    longest: PromptLength | None = None,
+    lengths: PromptLengths | None = None,
 ) -> ProblemDataset[P] | None:
-    """Return all problems as one batch, for evaluation; None if there are none. `longest` is their
-    longest prompt, if it is known.
+    """Return all problems as one batch, for evaluation; None if there are none. `lengths` are those
+    of their prompts, if they are known.
     """
     if not len(problems):
         return None
-    return ProblemDataset(problems, make_group, len(problems), longest=longest)
+    return ProblemDataset(problems, make_group, len(problems), lengths=lengths)
 
 
 @dataclass(frozen=True)
@@ -161,9 +170,9 @@ class EpochCycledRLDataset(RLDataset):
         """Raise UserError if a batch of the inner dataset is larger than the dataset."""
         self.inner.require_full_batch()
 
-    def longest_prompt(self) -> PromptLength | None:
-        """Return the longest prompt of the inner dataset; None if it is not known."""
-        return self.inner.longest_prompt()
+    def inner_datasets(self) -> Sequence[RLDataset]:
+        """Return the repeated dataset."""
+        return [self.inner]
 
     def _make_order(self, epoch: int) -> Sequence[int]:
         if self.shuffle_seed is None:
@@ -250,9 +259,9 @@ class RebatchedRLDataset(RLDataset):
         """Raise UserError if a batch is larger than the dataset."""
         _require_full_batch(self.groups_per_batch, len(self._groups))
 
-    def longest_prompt(self) -> PromptLength | None:
-        """Return the longest prompt of the inner dataset; None if it is not known."""
-        return self._groups.dataset.longest_prompt()
+    def inner_datasets(self) -> Sequence[RLDataset]:
+        """Return the dataset with other batches."""
+        return [self._groups.dataset]
 
 
 def rebatch(dataset: RLDataset, groups_per_batch: int | None) -> RLDataset:
@@ -301,9 +310,9 @@ class InterleavedRLDataset(RLDataset):
     def __len__(self) -> int:
         return self.total_batches
 
-    def longest_prompt(self) -> PromptLength | None:
-        """Return the longest prompt of all sources; None if none is known."""
-        return longest_of(source.longest_prompt() for source in self.sources)
+    def inner_datasets(self) -> Sequence[RLDataset]:
+        """Return the sources."""
+        return self.sources
 
 
 class ConcatenatedRLDataset(RLDataset):
@@ -329,9 +338,9 @@ class ConcatenatedRLDataset(RLDataset):
         for dataset in self.datasets:
             dataset.require_full_batch()
 
-    def longest_prompt(self) -> PromptLength | None:
-        """Return the longest prompt of all datasets; None if none is known."""
-        return longest_of(dataset.longest_prompt() for dataset in self.datasets)
+    def inner_datasets(self) -> Sequence[RLDataset]:
+        """Return the datasets, in order."""
+        return self.datasets
 
 
 @chz.chz

@@ -3,13 +3,15 @@
     success rate of a problem = right answers / answers
 
 The answers are those in the rollout summaries of a run (`*_rollout_summaries.jsonl`), of training
-and of evaluations. An answer is right if its metric `correct` is 1. A problem and its answers are
-matched by the tokens of the first prompt (`prompt_id`). So the earlier run needs the same questions,
-instructions, worked examples and chat format.
+and of evaluations, or those of `planish eval` (`samples.jsonl`). An answer of a run is right if its
+metric `correct` is 1. A problem and its answers are matched by the tokens of the first prompt
+(`prompt_id`). So the earlier results need the same questions, instructions, worked examples and chat
+format.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from planish.rl.rollout.metrics import verdict
 from planish.rl.types import prompt_id
 from planish.types import ModelInput
 
-SUMMARIES = "_rollout_summaries.jsonl"
+SUMMARIES, SAMPLES = "_rollout_summaries.jsonl", "samples.jsonl"
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +34,8 @@ class DifficultyOptions:
 
     difficulty_from: str | None = chz.field(
         default=None,
-        doc="earlier results that select training problems: a run directory, or one of its files "
-        "*_rollout_summaries.jsonl; none = use all problems",
+        doc="earlier results that select training problems: the directory of a run or of planish "
+        "eval, or a file *_rollout_summaries.jsonl or samples.jsonl; none = use all problems",
     )
     min_success_rate: float = chz.field(
         default=0.0, doc="lowest success rate of problems selected by difficulty_from"
@@ -93,42 +95,51 @@ def select_by_difficulty(
 
 
 def success_rates(source: str) -> dict[str, float]:
-    """Return the success rate of each prompt, by its id, in a run directory or a file of rollout
-    summaries. Raises UserError if there are none, or if no answer has the metric `correct`.
+    """Return the success rate of each prompt, by its id, in a directory or file of results. Raises
+    UserError if there are none, or if no answer has a verdict.
     """
-    counts: dict[str, list[int]] = {}
-    has_verdicts = False
-    for path in _summary_files(Path(source).expanduser()):
+    verdicts: dict[str, list[bool | None]] = defaultdict(list)
+    for path in _result_files(Path(source).expanduser()):
         for row in read_rows(path):
             try:
-                found = verdict(
-                    [*(step["metrics"] for step in row["steps"]), row["trajectory_metrics"]]
-                )
-                count = counts.setdefault(row["prompt_id"], [0, 0])
+                found = _verdict_of(row)
             except (KeyError, TypeError) as error:
                 raise DamagedFileError(
-                    f"difficulty_from={source}: {path} has a row that is no rollout summary "
-                    f"({error!r}); give another file"
+                    f"difficulty_from={source}: {path} has a row that is no rollout summary and no "
+                    f"answer of an evaluation ({error!r}); give another file"
                 ) from error
-            has_verdicts |= found is not None
-            count[0] += found is True
-            count[1] += 1
-    if not has_verdicts:
+            if found is not None:
+                prompt, is_right = found
+                verdicts[prompt].append(is_right)
+    if all(each is None for answers in verdicts.values() for each in answers):
         raise UserError(
             f"difficulty_from={source}: no answer there has the metric correct; give the results "
-            "of environments that report it"
+            "of environments that report it, or of planish eval"
         )
-    return {key: num_right / num_answers for key, (num_right, num_answers) in counts.items()}
+    return {prompt: answers.count(True) / len(answers) for prompt, answers in verdicts.items()}
 
 
-def _summary_files(source: Path) -> list[Path]:
+def _verdict_of(row: Mapping[str, Any]) -> tuple[str, bool | None] | None:
+    """Return the id of the prompt, and whether the answer is right (None: not known). Return None
+    for a question that an evaluation could not ask. Raise KeyError or TypeError for other rows.
+    """
+    if "steps" in row:
+        metrics = [*(step["metrics"] for step in row["steps"]), row["trajectory_metrics"]]
+        return row["prompt_id"], verdict(metrics)
+    is_right = row["reward"] == 1
+    return (row["prompt_id"], is_right) if row["stop_reason"] is not None else None
+
+
+def _result_files(source: Path) -> list[Path]:
     if source.is_file():
         return [source]
     # A run in the flat layout also has links to these files in folders.
     files = sorted(source.glob(f"*{SUMMARIES}")) or sorted(source.glob(f"iteration_*/*{SUMMARIES}"))
+    files += source.glob(SAMPLES)
     if not files:
         raise UserError(
-            f"difficulty_from={source}: there is no file *{SUMMARIES}; give the directory of a run "
-            "with rollout_json_export, or such a file"
+            f"difficulty_from={source}: there is no file *{SUMMARIES} or {SAMPLES}; give the "
+            "directory of a run with rollout_json_export, the directory of an evaluation by "
+            "planish eval, or such a file"
         )
     return files

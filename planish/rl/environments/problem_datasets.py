@@ -22,6 +22,7 @@ from planish.rl.environments.problem_env import ProblemGroupBuilder
 from planish.rl.environments.prompt_selection import (
     Selection,
     initial_prompt,
+    length_bound,
     select_problems,
     unknown_prompts_error,
 )
@@ -95,7 +96,7 @@ class ProblemDatasetBuilder(DifficultyOptions, RLDatasetBuilder):
             self.batch_size,
             num_epochs=num_epochs,
             shuffle_seed=self.seed,
-            longest=selection.longest_prompt,
+            lengths=selection.lengths,
         )
 
     def generated(
@@ -142,7 +143,7 @@ class ProblemDatasetBuilder(DifficultyOptions, RLDatasetBuilder):
         """
         selection = self.selected(problems, "test", places)
         return evaluation_dataset(
-            selection.problems, partial(self.group, size=1), selection.longest_prompt
+            selection.problems, partial(self.group, size=1), selection.lengths
         )
 
     def selected(
@@ -184,6 +185,9 @@ class ProblemDatasetBuilder(DifficultyOptions, RLDatasetBuilder):
         tokens.
         """
         if self.max_prompt_tokens is None:
+            return False
+        bound = length_bound(self._prompt, problem)
+        if bound is not None and bound <= self.max_prompt_tokens:
             return False
         prompt = self._prompt(problem)
         if prompt is None:

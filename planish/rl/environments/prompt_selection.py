@@ -1,10 +1,13 @@
 """Check the prompts of a dataset before a run begins, and leave out those that are too long.
 
 A prompt that its chat format cannot express, or that leaves no room for an answer in the model's
-context window, would end the run at the step that meets it. So builders render every prompt when
+context window, would end the run at the step that meets it. So builders check every prompt when
 they make their dataset. A prompt that cannot be rendered is an error that names the problem. The
-longest prompt is kept with the dataset, and a run compares it with the context window before its
-first step (`require_prompt_fits`).
+lengths are kept with the dataset, and a run compares them with the context window before its first
+step (`require_prompt_fits`).
+
+Tokenising all prompts would take seconds. So the length of a prompt is first bounded by its bytes
+(`planish.renderers.codec.token_bounds`), and only prompts that may be too long are tokenised.
 """
 
 import logging
@@ -14,7 +17,8 @@ from typing import Any, Generic, TypeVar
 
 from planish import logtree
 from planish.errors import UserError
-from planish.rl.types import Env, PromptLength
+from planish.renderers.codec import token_bounds
+from planish.rl.types import Env, PromptLength, longest_of
 from planish.types import ModelInput
 
 P = TypeVar("P")
@@ -24,12 +28,38 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class PromptLengths(Generic[P]):
+    """The lengths of the first prompts of problems."""
+
+    problems: Sequence[P]
+    prompt_of: Callable[[P], ModelInput | None]
+    place_of: Callable[[int], str]
+    """Returns the name of the problem with an index, for messages."""
+    bounds: Sequence[int]
+    """A number of tokens for each problem that its prompt does not exceed."""
+
+    def longest(self, above: int = 0) -> PromptLength | None:
+        """Return the longest of the prompts that have more than `above` tokens; None if there is
+        none. Only prompts whose bounds are larger are tokenised.
+        """
+        return longest_of(
+            self._exact(index, above) for index, bound in enumerate(self.bounds) if bound > above
+        )
+
+    def _exact(self, index: int, above: int) -> PromptLength | None:
+        prompt = prompt_with_place(self.prompt_of, self.problems[index], self.place_of, index)
+        if prompt is None or prompt.length <= above:
+            return None
+        return PromptLength(prompt.length, self.place_of(index))
+
+
+@dataclass(frozen=True)
 class Selection(Generic[P]):
     """The problems of a dataset that are used."""
 
     problems: Sequence[P]
-    longest_prompt: PromptLength | None
-    """The longest prompt; None if the lengths are not known, or if there are no problems."""
+    lengths: PromptLengths[P] | None
+    """The lengths of their prompts; None if they are not known."""
 
 
 def select_problems(
@@ -50,27 +80,23 @@ def select_problems(
     """
     if max_prompt_tokens is not None and max_prompt_tokens < 1:
         raise UserError(f"max_prompt_tokens={max_prompt_tokens}: give a whole number of at least 1")
-    selected: list[P] = []
+    selected: list[int] = []
+    bounds: list[int] = []
     too_long: list[PromptLength] = []
-    longest: PromptLength | None = None
     for index, problem in enumerate(problems):
-        try:
-            prompt = prompt_of(problem)
-        except ValueError as error:
-            raise UserError(f"{place_of(index)}: {error}") from error
-        except Exception as error:
-            error.add_note(f"in the prompt of {place_of(index)}")
-            raise
-        if prompt is None and max_prompt_tokens is None:
-            return Selection(problems, None)
-        if prompt is None:
-            raise unknown_prompts_error(max_prompt_tokens)
-        if max_prompt_tokens is not None and prompt.length > max_prompt_tokens:
-            too_long.append(PromptLength(prompt.length, place_of(index)))
+        length = length_bound(prompt_of, problem)
+        if length is None or (max_prompt_tokens is not None and length > max_prompt_tokens):
+            prompt = prompt_with_place(prompt_of, problem, place_of, index)
+            if prompt is None and max_prompt_tokens is None:
+                return Selection(problems, None)
+            if prompt is None:
+                raise unknown_prompts_error(max_prompt_tokens)
+            length = prompt.length
+        if max_prompt_tokens is not None and length > max_prompt_tokens:
+            too_long.append(PromptLength(length, place_of(index)))
             continue
-        selected.append(problem)
-        if longest is None or prompt.length > longest.num_tokens:
-            longest = PromptLength(prompt.length, place_of(index))
+        selected.append(index)
+        bounds.append(length)
     if too_long:
         logger.warning(
             "%d of %d %s problems are left out, because their prompts have more than "
@@ -87,7 +113,37 @@ def select_problems(
                 f"max_prompt_tokens={max_prompt_tokens}: the prompts of all {len(problems)} "
                 f"{split} problems are longer; give a larger number, or shorter prompts"
             )
-    return Selection(selected, longest)
+    used = [problems[index] for index in selected]
+    lengths = PromptLengths(used, prompt_of, lambda number: place_of(selected[number]), bounds)
+    return Selection(used, lengths)
+
+
+def length_bound(prompt_of: Callable[[P], ModelInput | None], problem: P) -> int | None:
+    """Return a number of tokens that a problem's prompt does not exceed. Return None if the prompt
+    is not known or cannot be rendered.
+    """
+    try:
+        with token_bounds():
+            prompt = prompt_of(problem)
+    except Exception:  # the caller renders the prompt again, and reports the error
+        return None
+    return None if prompt is None else prompt.length
+
+
+def prompt_with_place(
+    prompt_of: Callable[[P], ModelInput | None],
+    problem: P,
+    place_of: Callable[[int], str],
+    index: int,
+) -> ModelInput | None:
+    """Return the first prompt of the problem with an index. An error names the problem."""
+    try:
+        return prompt_of(problem)
+    except ValueError as error:
+        raise UserError(f"{place_of(index)}: {error}") from error
+    except Exception as error:
+        error.add_note(f"in the prompt of {place_of(index)}")
+        raise
 
 
 def unknown_prompts_error(max_prompt_tokens: int | None) -> UserError:
@@ -119,17 +175,20 @@ def _result_without_waiting(coroutine: Coroutine[Any, Any, T]) -> T | None:
 
 
 def require_prompt_fits(
-    longest: PromptLength | None,
+    longest_prompt: Callable[[int], PromptLength | None],
     context_window: int | None,
     model_name: str,
     answer_tokens: int = 1,
 ) -> None:
-    """Raise UserError if the longest prompt leaves no room for an answer of `answer_tokens` tokens
-    in the context window (in tokens) of the model `model_name`. None = not known.
+    """Raise UserError if a prompt leaves no room for an answer of `answer_tokens` tokens in the
+    context window (in tokens) of the model `model_name`. None = not known.
+
+    `longest_prompt` returns the longest prompt of more than the given number of tokens.
     """
-    if longest is None or context_window is None:
+    if context_window is None:
         return
-    if longest.num_tokens + answer_tokens <= context_window:
+    longest = longest_prompt(max(0, context_window - answer_tokens))
+    if longest is None:
         return
     raise UserError(
         f"{longest.place}: its prompt has {longest.num_tokens} tokens, which leave no room for an "

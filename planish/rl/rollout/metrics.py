@@ -7,11 +7,10 @@ no decision from them.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from planish.rl.answers import group_metrics, mean
+from planish.rl.answers import group_metrics, mean, pass_metrics
 from planish.rl.data_processing import TrainingSequence
 from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import Metrics, TrajectoryGroup, Transition
-from planish.runlog.statistics import pass_at_k
 
 
 def environment_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
@@ -27,9 +26,7 @@ def repeated_sample_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
     """Return env/all/avg@n and env/all/pass@k of problems with up to n answers each, and the same
     for each tag; {} if no answer has the metric `correct`.
 
-    An answer is right if its metric `correct` is 1. avg@n is the mean over problems of the fraction
-    of right answers. pass@k is the mean of the estimates of planish/runlog/statistics.py, for the
-    powers of 2 from 2 to n, and for n. Problems with fewer than k answers are left out of pass@k.
+    An answer is right if its metric `correct` is 1 (`planish.rl.answers.pass_metrics`).
     """
     return _metrics_by_tag(groups_P, _pass_metrics)
 
@@ -58,18 +55,9 @@ def _metrics_by_tag(
 
 
 def _pass_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
-    verdicts_P_G = [_verdicts(group.group) for group in groups_P if group.group.trajectories_G]
-    if all(verdict is None for verdicts_G in verdicts_P_G for verdict in verdicts_G):
-        return {}
-    counts_P = [(len(verdicts_G), verdicts_G.count(True)) for verdicts_G in verdicts_P_G]
-    num_samples = max(num_answers for num_answers, _ in counts_P)
-    ks = {2**power for power in range(1, num_samples.bit_length())} | {num_samples}
-    metrics = {f"avg@{num_samples}": mean([correct / count for count, correct in counts_P])}
-    for k in sorted(ks):
-        metrics[f"pass@{k}"] = mean(
-            [pass_at_k(count, correct, k) for count, correct in counts_P if count >= k]
-        )
-    return metrics
+    return pass_metrics(
+        [_verdicts(group.group) for group in groups_P if group.group.trajectories_G]
+    )
 
 
 def _verdicts(group: TrajectoryGroup) -> list[bool | None]:
