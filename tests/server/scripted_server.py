@@ -43,11 +43,15 @@ class ScriptedEngine(Engine):
 
     script: list[int] | None = None
     error: Exception | None = None
+    last_prompt: list[int] | None = None
+    """The prompt of the last sample."""
     paused_after: int | None = None
     """The engine waits for `resumed` after this many tokens."""
     resumed: threading.Event
 
     def submit(self, operation: Operation[Any]) -> Future[Any]:
+        if isinstance(operation, Sample):
+            self.last_prompt = operation.prompt.to_ints()
         if not isinstance(operation, Sample) or self.script is None:
             return super().submit(operation)
         answer: Future[Any] = Future()
@@ -106,6 +110,11 @@ class Served:
     def client(self, key: str = "tml-first", **options: Any) -> openai.OpenAI:
         return openai.OpenAI(
             base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT, **options
+        )
+
+    def client_async(self, key: str = "tml-first") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT
         )
 
     def http(self, key: str = "tml-first") -> httpx.Client:

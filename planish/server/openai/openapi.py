@@ -16,10 +16,12 @@ from planish.server.openai.requests import (
     TokenizeRequest,
     request_schemas,
 )
+from planish.server.openai.response_requests import ResponsesRequest
 
 _REQUESTS: dict[str, tuple[type[Request], str]] = {
     "/v1/chat/completions": (ChatRequest, "Answer the messages of a chat."),
     "/v1/completions": (CompletionRequest, "Continue a prompt as it is."),
+    "/v1/responses": (ResponsesRequest, "Answer the items of a conversation."),
     "/tokenize": (TokenizeRequest, "Return the tokens of a prompt or of a chat."),
     "/detokenize": (DetokenizeRequest, "Return the text of tokens."),
 }
@@ -43,7 +45,7 @@ _ERROR = {
         }
     },
 }
-_STREAMING = ("/v1/chat/completions", "/v1/completions")
+_STREAMING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
 @cache

@@ -3,6 +3,7 @@ even while it is being trained. The second column names the module that answers 
 
     POST /v1/chat/completions   chat         messages in, a message out
     POST /v1/completions        completions  text in, text out
+    POST /v1/responses          responses    items in, items out
     GET  /v1/models             model_names  base models and sampler checkpoints
     POST /tokenize, /detokenize tokenizing   as in vLLM
     GET  /openapi.json          openapi      the description of these endpoints
@@ -45,6 +46,8 @@ from planish.server.openai.requests import (
     TokenizeRequest,
     read_request,
 )
+from planish.server.openai.response_requests import ResponsesRequest
+from planish.server.openai.responses import responses
 from planish.server.openai.tokenizing import detokenize, tokenize
 from planish.server.results import Tenant, Unauthorized
 from planish.server.server import Server
@@ -62,6 +65,7 @@ def routes(
     return [
         _post_route("/v1/chat/completions", ChatRequest, chat_completions, models),
         _post_route("/v1/completions", CompletionRequest, completions, models),
+        _post_route("/v1/responses", ResponsesRequest, responses, models),
         _post_route("/tokenize", TokenizeRequest, tokenize, models),
         _post_route("/detokenize", DetokenizeRequest, detokenize, models),
         _get_route("/v1/models", _list_models, models),
@@ -74,7 +78,6 @@ def routes(
 
 _UNSUPPORTED_ENDPOINTS = {
     "/v1/embeddings": "the models here write text, and give no embeddings",
-    "/v1/responses": "give the messages to POST /v1/chat/completions",
 }
 """Endpoints of OpenAI that are not served, with the reason or the remedy."""
 
