@@ -222,6 +222,11 @@ class Sampler:
         """The recurrent states of active prompts and of samples after their first token. The states
         of prompts are never changed in place.
         """
+        self._next_states: dict[RunningSample, RecurrentState] = {}
+        """The second state of constrained samples. If a step begins before the mask of a sample is
+        computed, it writes the new state here. If the mask is late, the next step can then decode
+        the same token again from the old state.
+        """
         self._chunk_states: dict[Prompt, list[RecurrentState]] = {}
         """For each prompt in prefill, the recurrent state after each complete chunk. The entry is
         removed when the prompt is ready.
@@ -275,7 +280,10 @@ class Sampler:
         """
         check_sample(op, self._decoder.config)
         prompt_length, max_tokens = op.prompt.length, max_tokens_of(op, self._decoder.config)
-        positions = self._scheduler.num_needed_positions(prompt_length, max_tokens)
+        constraint = op.sampling_params.constraint
+        positions = self._scheduler.num_needed_positions(
+            prompt_length, max_tokens, constraint is not None
+        )
         if positions > self._scheduler.max_positions:
             raise UserError(
                 f"a prompt of {prompt_length} tokens with max_tokens={max_tokens} needs "
@@ -283,7 +291,6 @@ class Sampler:
                 f"than the limit kv_cache_bytes={self.settings.kv_cache_bytes:,}; "
                 "lower max_tokens or raise kv_cache_bytes"
             )
-        constraint = op.sampling_params.constraint
         if constraint is not None:
             if self._grammars is None:
                 raise UserError("SamplingParams.constraint needs a tokenizer; leave it out")
@@ -392,6 +399,7 @@ class Sampler:
             self._last_hidden,
             self._chunk_hidden,
             self._recurrent_states,
+            self._next_states,
             self._chunk_states,
         ):
             per_prompt.clear()
@@ -652,9 +660,8 @@ class Sampler:
                 )
                 row_counts[sample] = sample.num_rows
         first_rows: dict[SlotOwner, int] = dict(zip(samples, layout.first_rows, strict=True))
-        recurrence = self._backend.sequence_recurrence(
-            self._decode_state_segments(samples, layout.first_rows), layout.num_rows
-        )
+        segments = self._decode_state_segments(samples, layout.first_rows)
+        recurrence = self._backend.sequence_recurrence(segments, layout.num_rows)
         hidden, logits = self._runner.decode(
             InputBatch(tokens, positions, layout, recurrence),
             first_rows,
@@ -663,6 +670,18 @@ class Sampler:
             row_counts,
         )
         self._sample_tokens(samples, layout.first_rows, hidden, logits, layout.adapters)
+        self._use_next_states(samples, segments)
+
+    def _use_next_states(
+        self, samples: Sequence[RunningSample], segments: Sequence[StateSegment]
+    ) -> None:
+        """Let each sample that has got a token continue from its new state."""
+        for sample, segment in zip(samples, segments, strict=bool(segments)):
+            is_late = sample.grammar is not None and sample.grammar.is_late
+            is_running = sample in self._recurrent_states
+            if segment.final_state is not segment.initial_state and is_running and not is_late:
+                self._recurrent_states[sample] = segment.final_state
+                self._next_states[sample] = segment.initial_state
 
     def _set_row_counts(self, samples: Sequence[RunningSample]) -> None:
         """Set the number of rows of each sample in the next decoding step.
@@ -686,23 +705,22 @@ class Sampler:
     ) -> list[StateSegment]:
         """Return the segments of a decoding step, one per sample.
 
-        Each segment updates the recurrent state of its sample in place. `first_rows`: the first row
-        of each sample.
+        Each segment updates the recurrent state of its sample in place, or writes to `_next_states`
+        if the sample's mask is not computed yet. `first_rows`: the first row of each sample.
         """
         if not self._state_bytes:
             return []
-        for sample in samples:
+        segments = []
+        for sample, row in zip(samples, first_rows, strict=True):
             if sample not in self._recurrent_states:
                 self._recurrent_states[sample] = self._recurrent_states[sample.prompt].copy()
-        return [
-            StateSegment(
-                row,
-                row + sample.num_rows,
-                self._recurrent_states[sample],
-                self._recurrent_states[sample],
-            )
-            for sample, row in zip(samples, first_rows, strict=True)
-        ]
+            state = final_state = self._recurrent_states[sample]
+            if sample.grammar is not None and not sample.grammar.is_ready:
+                if sample not in self._next_states:
+                    self._next_states[sample] = self._new_state()
+                final_state = self._next_states[sample]
+            segments.append(StateSegment(row, row + sample.num_rows, state, final_state))
+        return segments
 
     def _ensure_slots(self, samples: list[RunningSample]) -> None:
         """Ensure that each sample has a slot with space for the keys and values of its rows.
@@ -886,11 +904,7 @@ class Sampler:
         ]
         if pending_states:
             on_time = [state for state in pending_states if not state.is_late]
-            # Without its mask, a sample would have to be decoded again in a later step. That would
-            # advance a recurrent state twice, so models with such states wait without a limit.
-            wait_for_masks(
-                on_time, None if self._state_bytes else _MAX_MASK_WAIT_SECONDS, for_all=True
-            )
+            wait_for_masks(on_time, _MAX_MASK_WAIT_SECONDS, for_all=True)
         tokens: list[_TokenToSample] = []
         exhausted_samples: list[RunningSample] = []
         for sample, row in zip(samples, rows, strict=True):
@@ -976,6 +990,7 @@ class Sampler:
         for sample in samples:
             self._scheduler.finish(sample)
             self._recurrent_states.pop(sample, None)
+            self._next_states.pop(sample, None)
         self._release_unused_prompts([sample.prompt for sample in samples])
 
     def _deliver_response(self, request: Request) -> None:

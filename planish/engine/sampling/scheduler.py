@@ -77,6 +77,11 @@ class Request:
     is_answered: bool = False
     """Whether the request was answered, or its cancellation was noticed."""
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the samples must match a constraint."""
+        return self.make_grammar_state is not None
+
     _stop_bits: np.ndarray | None = None
     _allowed_bits: np.ndarray | None = None
 
@@ -271,19 +276,29 @@ class Scheduler:
         owners = {request.op.cache_owner for request in self.waiting}
         return len(owners | {sample.request.op.cache_owner for sample in self.running}) > 1
 
-    def num_needed_positions(self, prompt_length: int, max_tokens: int) -> int:
+    def num_needed_positions(
+        self, prompt_length: int, max_tokens: int, is_constrained: bool = False
+    ) -> int:
         """Return the KV cache positions that a request with one sample reserves."""
         return self._num_prompt_positions(prompt_length) + (
-            self._num_sample_positions(prompt_length, max_tokens) if max_tokens else 0
+            self._num_sample_positions(prompt_length, max_tokens, is_constrained)
+            if max_tokens
+            else 0
         )
 
     def _num_prompt_positions(self, prompt_length: int) -> int:
         """Return the positions that a prompt reserves for its keys, values and state."""
         return capacity_for(prompt_length) + self.num_state_positions
 
-    def _num_sample_positions(self, prompt_length: int, max_tokens: int) -> int:
-        """Return the positions that a sample reserves for its keys, values and state."""
-        return sample_capacity(prompt_length, max_tokens) + self.num_state_positions
+    def _num_sample_positions(
+        self, prompt_length: int, max_tokens: int, is_constrained: bool
+    ) -> int:
+        """Return the positions that a sample reserves for its keys, values and state. A sample with
+        a constraint has two states: that before its last token, in case the mask is late, and that
+        after it.
+        """
+        num_states = 2 if is_constrained else 1
+        return sample_capacity(prompt_length, max_tokens) + num_states * self.num_state_positions
 
     def admit(self, cache: PrefixCache[Any]) -> list[Prompt]:
         """Start the requests that fit, in order, and return the prompts that became active. These
@@ -355,7 +370,7 @@ class Scheduler:
         """Remove a sample from the batch and end its reservation."""
         self.running.remove(sample)
         self._num_reserved_positions -= self._num_sample_positions(
-            sample.prompt.length, sample.request.max_tokens
+            sample.prompt.length, sample.request.max_tokens, sample.request.is_constrained
         )
         sample.prompt.num_pending_samples -= 1
 
@@ -387,7 +402,9 @@ class Scheduler:
         if prompt is None:
             if (
                 self._num_reserved_positions
-                + self.num_needed_positions(len(request.tokens), request.max_tokens)
+                + self.num_needed_positions(
+                    len(request.tokens), request.max_tokens, request.is_constrained
+                )
                 > self.max_positions
             ):
                 return False
@@ -412,7 +429,9 @@ class Scheduler:
         while (
             request.num_started_samples < request.num_samples and len(self.running) < self.max_batch
         ):
-            positions = self._num_sample_positions(request.prompt.length, request.max_tokens)
+            positions = self._num_sample_positions(
+                request.prompt.length, request.max_tokens, request.is_constrained
+            )
             if self._num_reserved_positions + positions > self.max_positions:
                 return
             self._num_reserved_positions += positions

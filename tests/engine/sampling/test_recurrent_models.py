@@ -2,6 +2,7 @@
 late grammar masks change no bit of a sample.
 """
 
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -241,6 +242,42 @@ def test_a_late_mask_does_not_advance_a_state_twice(
         response = answer(sampler_of(decoder, tiling), scored)
         trained = [value for value in response.prompt_logprobs or () if value is not None]
         np.testing.assert_allclose(logprobs, trained[29:], atol=1e-5)
+
+
+def test_a_late_mask_delays_only_its_own_sample(decoder, tiling, model_dir, monkeypatch):
+    """The mask of one owner is missing until all samples of the others have ended."""
+    grammars = GrammarCache(lambda: load_tokenizer(model_dir), VOCAB_SIZE)
+    constraint = Constraint("regex", "a[b-d]{2}hello[ef]{2}world")
+    sampler = Sampler(with_tiling(decoder, tiling), SamplerSettings(), str, grammars)
+
+    def constrained(owner: str) -> Sample:
+        op = request(tokens(30), 2, stop=[EOS_TOKEN_ID], max_tokens=20, constraint=constraint)
+        return replace(op, cache_owner=owner)
+
+    expected = bits(answer(sampler, constrained("slow")))
+    release = threading.Event()
+    advance = Grammar._advance
+
+    def slow(self, sampled):
+        if self.owner == "slow":
+            assert release.wait(120)
+        advance(self, sampled)
+
+    monkeypatch.setattr(Grammar, "_advance", slow)
+    waiting, *others = [
+        submit(sampler, op)
+        for op in (constrained("slow"), constrained("quick"), request(tokens(40), 2))
+    ]
+    while not all(other.done() for other in others):
+        sampler.step()
+    assert not waiting.done()
+    release.set()
+    while sampler.busy:
+        sampler.step()
+    assert bits(waiting.result(timeout=0)) == expected
+    assert bits(others[0].result(timeout=0)) == expected
+    assert not sampler._recurrent_states
+    assert not sampler._next_states
 
 
 def test_activation_bytes_include_the_recurrence(decoder):
