@@ -21,7 +21,12 @@ import orjson
 
 from planish.client.local import resolve_server_url
 from planish.client.remote_connection import API, normalize_url, resolve_api_key
-from planish.client.remote_errors import ServerUnreachableError, error_from_response, json_body_of
+from planish.client.remote_errors import (
+    ServerFaultError,
+    ServerUnreachableError,
+    error_from_response,
+    json_body_of,
+)
 from planish.client.remote_http import HttpClient, NoAnswerError
 from planish.client.rest_client import training_runs
 from planish.engine.checkpoints.store import CheckpointStore, checkpoint_record, data_directory
@@ -188,9 +193,8 @@ class ServerRecords:
                     if not response.is_success:
                         await response.aread()
                         raise error_from_response(response)
-                    if response.status_code != 206:
-                        file.seek(0)
-                        file.truncate()
+                    file.seek(_first_byte(response, start))
+                    file.truncate()
                     tag = response.headers.get("etag")
                     async for block in response.aiter_raw():
                         file.write(block)
@@ -332,6 +336,23 @@ def _parse_path(path: str) -> CheckpointPath:
         return CheckpointPath.parse(path)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
+
+
+def _first_byte(response: Response, requested: int) -> int:
+    """Return the position in the file at which the body of a response begins. A proxy may answer
+    with a whole file, or with a range that begins before the `requested` byte. Raise
+    ServerFaultError for any other range.
+    """
+    if response.status_code != 206:
+        return 0
+    content_range = response.headers.get("content-range", "")
+    match = re.match(r"bytes (\d{1,19})-", content_range)
+    if match is None or int(match[1]) > requested:
+        raise ServerFaultError(
+            f"the server, or a proxy before it, sent the range {content_range[:100]!r} for the "
+            f"bytes from {requested} on; download the checkpoint again"
+        )
+    return int(match[1])
 
 
 def _flat_row(info: Mapping[str, Any]) -> Row:

@@ -8,7 +8,8 @@ from server_thread import BROKEN, LOST, ServerThread
 from planish import ServiceClient
 from planish.client import checkpoint_records
 from planish.client.checkpoint_records import ServerRecords
-from planish.client.remote_errors import ServerUnreachableError
+from planish.client.remote_errors import ServerFaultError, ServerUnreachableError
+from planish.server.http.downloads import _range
 
 
 @pytest.fixture
@@ -41,6 +42,37 @@ def test_a_broken_download_continues(
     monkeypatch.setattr(server.network, "fault", fault)
     assert {file.name: file.read_bytes() for file in records.download(path, resumed)} == expected
     assert num_requests == 9
+
+
+@pytest.mark.parametrize("offset", [-64, 64])
+def test_a_range_that_begins_elsewhere_does_not_damage_the_file(
+    server: ServerThread, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int
+):
+    """Some proxies answer with a range of whole blocks."""
+    records = ServerRecords(server.url, None)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    whole.mkdir()
+    resumed.mkdir()
+    expected = {file.name: file.read_bytes() for file in records.download(path, whole)}
+    size = len(expected["adapter_model.safetensors"])
+    monkeypatch.setattr("planish.server.http.downloads._BLOCK_BYTES", size // 4)
+    faults = iter([BROKEN])
+
+    def fault(path: str) -> str | None:
+        return next(faults, None) if path.endswith("adapter_model.safetensors") else None
+
+    def shifted(header: str, size: int) -> tuple[int, int, int]:
+        status, start, end = _range(header, size)
+        return status, start + offset, end
+
+    monkeypatch.setattr(server.network, "fault", fault)
+    monkeypatch.setattr("planish.server.http.downloads._range", shifted)
+    if offset > 0:
+        with pytest.raises(ServerFaultError, match="download the checkpoint again"):
+            records.download(path, resumed)
+    else:
+        files = records.download(path, resumed)
+        assert {file.name: file.read_bytes() for file in files} == expected
 
 
 def test_a_download_that_never_continues_fails(

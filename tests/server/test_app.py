@@ -25,12 +25,14 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
-from planish.server.http import budgets, context, routes_sampling
+from planish.export.importing import import_adapter
+from planish.server.http import budgets, context, routes_sampling, routes_uploads
 from planish.server.http.app import create_app
 from planish.server.results import Tenant, Unavailable
 from planish.server.scheduling import ActiveTenants
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
+from planish.server.uploads import Uploads
 from planish.service import ForwardBackward
 from planish.testing import tiny_model
 from planish.types import Datum, ModelInput
@@ -171,10 +173,14 @@ def client_of(
     **settings: Any,
 ) -> TestClient:
     engine = Engine({BASE: str(model)}, data, EngineSettings(dtype="float32"))
+    server, models = Server(engine, data, [BASE]), {BASE: model}
     app = create_app(
-        Server(engine, data, [BASE]),
-        HttpSettings(poll_seconds, {BASE: model}, keys, **settings),
-        routes_sampling.PLANISH_ROUTES,
+        server,
+        HttpSettings(poll_seconds, models, keys, **settings),
+        [
+            *routes_sampling.PLANISH_ROUTES,
+            *routes_uploads.routes(Uploads(server, models, import_adapter)),
+        ],
     )
     return TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 1))
 
@@ -1002,9 +1008,10 @@ def test_a_part_of_a_download_can_be_requested(
         assert part.headers["content-range"] == f"bytes */{size}"
     unchanged = client.get(url, headers={"if-none-match": tag})
     assert (unchanged.status_code, unchanged.content) == (304, b"")
-    head = client.head(url)
-    assert (head.status_code, int(head.headers["content-length"])) == (200, size)
-    assert head.content == b""
+    for headers in ({}, {"range": "bytes=5-9"}):
+        head = client.head(url, headers=headers)
+        assert (head.status_code, int(head.headers["content-length"])) == (200, size)
+        assert head.content == b""
 
 
 def test_encrypted_external_weights_need_the_recipient_key(

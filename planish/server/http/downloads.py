@@ -93,8 +93,11 @@ async def download(request: Request) -> Response:
         with state.downloads.slot(tenant) as slot:
             names = files.names if name == _ARCHIVE else [name]
             opened = await asyncio.to_thread(_open_files, files, names)
+            headers = request.headers.mutablecopy()
+            if request.method != "GET":
+                del headers["range"]  # RFC 9110 defines ranges for GET only
             return download_response(
-                opened, slot.pop_all(), name == _ARCHIVE, not files.recipients, request.headers
+                opened, slot.pop_all(), name == _ARCHIVE, not files.recipients, headers
             )
     except PlanishError as error:
         return error_response(error)
