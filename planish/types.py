@@ -785,13 +785,13 @@ LONGEST_TTL_SECONDS = 10 * 365 * 86400
 TTL_REMEDY = f"whole seconds from 1 to {LONGEST_TTL_SECONDS} (ten years), or None to keep it"
 
 
-_NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
+NAME_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}"
 """A name of this form can be one component of a path and of a URL."""
 
 
 def is_name(name: object) -> bool:
     """Return whether `name` can name a checkpoint or a run."""
-    return isinstance(name, str) and _NAME_PATTERN.fullmatch(name) is not None
+    return isinstance(name, str) and re.fullmatch(NAME_PATTERN, name) is not None
 
 
 def check_name(argument: str, name: object) -> None:

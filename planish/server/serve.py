@@ -189,19 +189,23 @@ def _application(
         options.public_url,
         options.truncate_max_tokens,
     )
-    aliases = dict(options.model_aliases)
     registry = CollectorRegistry()
     registry.register(SubstitutedLosses(engine.substitutions))
     other_routes = [
         *routes_sampling.PLANISH_ROUTES,
-        *routes.routes(server, models, aliases),
+        *routes.routes(
+            server,
+            models,
+            options.model_aliases,
+            has_adapter_routes=import_adapter is not None and options.adapter_dir is not None,
+        ),
         metrics_route(registry),
     ]
     if import_adapter is not None:
         uploads = Uploads(server, models, import_adapter)
         other_routes += routes_uploads.routes(uploads)
         if options.adapter_dir is not None:
-            adapters = LoraAdapters(server, uploads, options.adapter_dir, aliases)
+            adapters = LoraAdapters(server, uploads, options.adapter_dir, options.model_aliases)
             other_routes += adapters.routes()
     app = create_app(server, http, other_routes)
     app.add_middleware(AccessLog, metrics=RequestMetrics(registry))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from planish.errors import UserError
 from planish.server.durable.quotas import row_bytes
@@ -101,15 +102,25 @@ class StoredRuns:
         return path
 
     async def record(
-        self, tenant: Tenant, path: str, closed_reason: str, own_session: SessionSpec | None
+        self,
+        tenant: Tenant,
+        path: str,
+        closed_reason: str,
+        own_session: SessionSpec | None,
+        alias: str | None = None,
     ) -> None:
         """Record a run with the checkpoint at `path`, whose files were just written. With
-        `own_session`, record the run's own session too.
+        `own_session`, record the run's own session too. With `alias`, all tenants may read the
+        checkpoint under this name, and a checkpoint that had the name before loses it.
         """
         services, run_id = self._services, CheckpointPath.parse(path).run_id
         # Describe the new files: the owner of a copy's source may overwrite the source at any time.
         info = await services.engine.checkpoint_info(path)
-        checkpoint_row = await services.checkpoints.row_from_files(tenant, path)
+        checkpoint_row = replace(
+            await services.checkpoints.row_from_files(tenant, path),
+            public=int(alias is not None),
+            alias=alias,
+        )
         metadata = to_json_text(info.checkpoint.user_metadata or {})
         run = ModelRow(
             id=run_id,

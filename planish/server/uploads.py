@@ -35,8 +35,10 @@ EXPORT_MARKER_FILE = "planish_export.json"
 REQUIRED_FILES = (ADAPTER_CONFIG_FILE, ADAPTER_FILE)
 OPTIONAL_FILES = (MANIFEST_FILE, EXPORT_MARKER_FILE)
 """Files of planish, which name the quantization of the base model."""
-_MAX_JSON_BYTES = 4 << 20
-_LARGEST_LORA = LoraConfig(rank=256, train_unembed=True)
+MAX_JSON_BYTES = 4 << 20
+"""Limit for the size of each file without weights."""
+LARGEST_LORA = LoraConfig(rank=256, train_unembed=True)
+"""The file with the weights may be as large as this adapter is in memory."""
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +95,8 @@ class ImportOptions:
     """The name under which the client knows the adapter, for the checkpoint's metadata."""
     lora: LoraConfig | None = None
     """The configuration that the adapter must have; None: any."""
+    alias: str | None = None
+    """The name under which all tenants may use the checkpoint; None: only its own tenant may."""
     files: tuple[str, ...] = REQUIRED_FILES
 
 
@@ -155,7 +159,7 @@ class Uploads:
                 "until it expires",
                 60.0,
             )
-        size = await server.engine.adapter_bytes(options.base_model, _LARGEST_LORA)
+        size = await server.engine.adapter_bytes(options.base_model, LARGEST_LORA)
         upload = Upload(tenant, options, self._directory, size.training)
         upload.directory = self._directory / upload.id
         await asyncio.to_thread(upload.directory.mkdir, 0o700, True)
@@ -174,7 +178,7 @@ class Uploads:
             raise NotFound("there is no such upload, or it has expired; start another one")
         if name not in upload.options.files:
             raise NotFound(f"the upload has no file {name[:100]!r}")
-        limit = upload.max_bytes if name == ADAPTER_FILE else _MAX_JSON_BYTES
+        limit = upload.max_bytes if name == ADAPTER_FILE else MAX_JSON_BYTES
         if size > limit:
             raise UserError(f"{name} has {size:,} bytes, and the limit is {limit:,}")
         self._server.request_log.check_capacity(upload.tenant.name, size)
@@ -249,7 +253,9 @@ class Uploads:
             if options.lora is not None:
                 _check_lora(imported.lora, options.lora)
             reason = "it holds an imported adapter"
-            await server.stored_runs.record(tenant, path, reason, SessionSpec(["import"]))
+            await server.stored_runs.record(
+                tenant, path, reason, SessionSpec(["import"]), options.alias
+            )
         except BaseException:
             await server.engine.delete_checkpoint(path)
             raise

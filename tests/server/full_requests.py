@@ -71,6 +71,7 @@ def full_requests(ids: Ids) -> list[FullRequest]:
         _session_requests,
         _model_requests,
         _save_requests,
+        _upload_requests,
         _sampling_requests,
         _openai_requests,
     ]
@@ -233,6 +234,24 @@ def _save_requests(ids: Ids) -> list[FullRequest]:
     ]  # fmt: skip
 
 
+def _upload_requests(ids: Ids) -> list[FullRequest]:
+    lora = {"rank": 2, "seed": 1, "train_mlp": True, "train_attn": True, "train_unembed": False}
+    files = ["adapter_config.json", "adapter_model.safetensors"]
+    return [
+        _post(
+            "external_weights_upload_start",
+            {"base_model": ids.base_model, "lora_config": lora, "destination_project_id": "p"},
+        ),
+        _post("external_weights_upload_finish", {"upload_id": "0" * 16}),
+        _post(
+            "planish/import_start",
+            {"base_model": ids.base_model, "name": "a", "files": files, "quantize": "int8",
+             "source": "b"},
+        ),
+        _post("planish/import_finish", {"upload_id": "0" * 16}),
+    ]  # fmt: skip
+
+
 def _sampling_requests(ids: Ids) -> list[FullRequest]:
     def sample_body() -> dict[str, Any]:
         params = {
@@ -308,4 +327,34 @@ def _openai_requests(ids: Ids) -> list[FullRequest]:
             "/v1/completions",
         ),
         _post("v1/completions of tokens", {**options, "prompt": [1, 2, 3]}, "/v1/completions"),
+        _post(
+            "v1/load_lora_adapter",
+            {"lora_name": "adapter", "lora_path": _directory(ids.path), "load_inplace": True,
+             "base_model_name": ids.base_model},
+            "/v1/load_lora_adapter",
+        ),
+        _post(
+            "v1/unload_lora_adapter",
+            {"lora_name": f"adapter-{ids.next('adapters')}", "lora_int_id": 1},
+            "/v1/unload_lora_adapter",
+        ),
+        _post(
+            "tokenize",
+            {"model": ids.base_model, "messages": messages, "tools": tools["tools"],
+             "add_generation_prompt": True, "return_token_strs": True},
+            "/tokenize",
+        ),
+        _post(
+            "tokenize a prompt",
+            {"model": ids.base_model, "prompt": "hi", "add_special_tokens": True},
+            "/tokenize",
+        ),
+        _post("detokenize", {"model": ids.base_model, "tokens": [1, 2, 3]}, "/detokenize"),
     ]  # fmt: skip
+
+
+def _directory(path: str) -> str:
+    """Return the directory of the sampler checkpoint beside a training checkpoint, relative to the
+    server's data directory.
+    """
+    return path.removeprefix("tinker://").replace("/weights/", "/sampler_weights/")

@@ -39,6 +39,7 @@ from fuzz_connection import Answer, Connection, NoResponse, RawRequest
 from oversized_bodies import MAX_BODY_BYTES, body_fields, oversized_body
 from server_process import BASE_MODEL, ServerProcess, running_server
 
+from planish.server.openai.lora_adapters import OPERATOR_KEY_NAME
 from planish.testing import tiny_model
 
 _OPTIONS = (
@@ -138,13 +139,16 @@ def fuzz(
     long the second tenant waited.
     """
     keys = directory / "keys"
-    keys.write_text(f"fuzzing {FUZZING}\nwitness {WITNESS}\n")
+    # The operator may also load adapters.
+    keys.write_text(f"{OPERATOR_KEY_NAME} {FUZZING}\nwitness {WITNESS}\n")
+    data = directory / "data"
+    data.mkdir(0o700)
     report = Report()
     source = random.Random(seed)
-    options = ("--api-key-file", str(keys), *_OPTIONS)
+    options = ("--api-key-file", str(keys), "--adapter-dir", str(data), *_OPTIONS)
     with memory_limit(memory) as (how, prelude):
         model = tiny_model(directory / "model")
-        with running_server(directory / "data", model, *options, prelude=prelude) as server:
+        with running_server(data, model, *options, prelude=prelude) as server:
             print(f"memory is limited to {memory >> 20} MiB by {how}", flush=True)
             with tenant(server, WITNESS) as witness:
                 report.idle = _watched(server, witness, idle_seconds)

@@ -13,7 +13,9 @@ from request_limits import BODIES, JSON_LIMITS, PROTOBUF_LIMITS, Limit
 
 from planish.engine.constraints import cache, refusals
 from planish.engine.constraints.worker import ProcessLimits
-from planish.server.openai import requests, streaming
+from planish.server import uploads
+from planish.server.http import routes_uploads
+from planish.server.openai import adapter_requests, lora_adapters, requests, streaming
 from planish.server.openai.models import MAX_CHARACTERS_PER_TOKEN, MAX_TOKENIZED_BYTES
 from planish.server.openai.openapi import openapi
 from planish.server.openai.requests import MAX_OPTION_BYTES
@@ -108,6 +110,12 @@ def page() -> str:
         "A stream of `/v1` stops its samples and ends with an error event if the client reads too "
         "slowly.\n",
         _table(("what", "limit"), _stream_rows()),
+        "",
+        "## Adapters\n",
+        "Clients upload adapters, and the server's operator loads them from a directory. The server "
+        "imports",
+        "one adapter at a time. Each adapter is a checkpoint, which counts in its tenant's storage.\n",
+        _table(("what", "limit", "beyond it"), _adapter_rows()),
         "",
         "## JSON requests\n",
         "`[]` stands for the items of a list, and `*` for the entries of an object.\n",
@@ -221,6 +229,30 @@ def _stream_rows() -> list[tuple[str, str]]:
     ]
 
 
+def _adapter_rows() -> list[tuple[str, str, str]]:
+    return [
+        ("unfinished uploads of one tenant", f"{uploads.MAX_TENANT_UPLOADS}", "429"),
+        (
+            "time of an upload",
+            f"{uploads.UPLOAD_SECONDS / 60:g} minutes",
+            "404; its files are deleted",
+        ),
+        (
+            f"size of {uploads.ADAPTER_FILE}",
+            f"memory of an adapter of rank {uploads.LARGEST_LORA.rank} on all layers with its "
+            "optimizer state",
+            "400",
+        ),
+        ("size of each other file", f"{uploads.MAX_JSON_BYTES >> 20} MiB", "400"),
+        ("wait for more bytes of a file", f"{routes_uploads.STALL_SECONDS:g} s", "503"),
+        (
+            "unanswered requests to load or unload an adapter",
+            f"{lora_adapters.MAX_REQUESTS}",
+            "429",
+        ),
+    ]
+
+
 def _table(head: tuple[str, ...], rows: Any) -> str:
     return "\n".join(
         f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
@@ -261,7 +293,7 @@ def _answer(limit: Limit) -> str:
 
 def openai_fields() -> dict[str, dict[str, str]]:
     """Return the limit of each field of the OpenAI-compatible requests, by path and field."""
-    description = openapi()
+    description = openapi(has_adapter_routes=True)
     schemas = description["components"]["schemas"]
     found: dict[str, dict[str, str]] = {}
     for path, methods in description["paths"].items():
@@ -304,7 +336,8 @@ def _integer_span(kind: str, name: str) -> str:
     """Return the range of an integer field. An integer field also accepts floats such as 3.0, and
     its JSON schema therefore lacks the bounds. So the bounds are read from the type.
     """
-    field = getattr(requests, kind).model_fields.get(name) if hasattr(requests, kind) else None
+    module = requests if hasattr(requests, kind) else adapter_requests
+    field = getattr(module, kind).model_fields.get(name) if hasattr(module, kind) else None
     if field is None:
         return ""
     bounds = list(_metadata([*field.metadata, field.annotation]))
@@ -348,6 +381,8 @@ def _part_limit(part: Mapping[str, Any], name: str) -> str:
         case "array":
             count = part.get("maxItems")
             return size if count is None else f"{count:,} items (together {size})"
+        case "string" if "maxLength" in part:
+            return f"{part['maxLength']:,} characters"
         case "string" | "object":
             return size
     return "not read" if not part else ""

@@ -23,6 +23,7 @@ from planish.server.http.budgets import (
     MIB,
 )
 from planish.server.http.routes_sampling import MAX_BATCH_REQUESTS
+from planish.server.uploads import OPTIONAL_FILES, REQUIRED_FILES
 from planish.service import MAX_METADATA, MAX_SAMPLES
 from planish.types import (
     LONGEST_TTL_SECONDS,
@@ -304,6 +305,14 @@ _ADAM = {
     },
 }
 _NAMED_SAVE = {"path": NAME, "ttl_seconds": TTL, "overwrite": FLAG, "user_metadata": METADATA}
+_LORA = {
+    "lora_config": OBJECT,
+    "lora_config.rank": whole(1, 256, "give a whole number from "),
+    "lora_config.seed": whole(-(2**63), 2**64 - 1, "give a whole number from "),
+    "lora_config.train_mlp": FLAG,
+    "lora_config.train_attn": FLAG,
+    "lora_config.train_unembed": FLAG,
+}
 _KIND = {"kind": one_of("snapshot", "inflight", answer="give 'snapshot' or 'inflight'")}
 
 JSON_LIMITS: Mapping[str, Mapping[str, Limit]] = {
@@ -343,11 +352,7 @@ JSON_LIMITS: Mapping[str, Mapping[str, Limit]] = {
     "/telemetry": {"": NOT_READ},
     "/create_model": {
         **_TYPE, **_MODEL_NUMBER, "base_model": text(), **_OPTIMIZER, "user_metadata": METADATA,
-        "lora_config": OBJECT,
-        "lora_config.rank": whole(1, 256, "give a whole number from "),
-        "lora_config.seed": whole(-(2**63), 2**64 - 1, "give a whole number from "),
-        "lora_config.train_mlp": FLAG, "lora_config.train_attn": FLAG,
-        "lora_config.train_unembed": FLAG,
+        **_LORA,
     },
     "/get_info": {"model_id": IDENTIFIER, **_TYPE},
     "/forward_backward": _gradient("forward_backward_input"),
@@ -382,6 +387,19 @@ JSON_LIMITS: Mapping[str, Mapping[str, Limit]] = {
     "/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/ttl": {
         "ttl_seconds": whole(1, LONGEST_TTL_SECONDS),
     },
+    "/external_weights_upload_start": {
+        "base_model": text(), **_LORA, "destination_project_id": text(),
+    },
+    "/external_weights_upload_finish": {"upload_id": IDENTIFIER},
+    "/planish/import_start": {
+        "base_model": text(), "name": NAME, "quantize": text(), "source": text(),
+        "files": Limit(
+            f"{' and '.join(REQUIRED_FILES)}; if you like, {' and '.join(OPTIONAL_FILES)}", "give ",
+            [list(REQUIRED_FILES), [*REQUIRED_FILES, *OPTIONAL_FILES]],
+            [[], [*REQUIRED_FILES, "other"]],
+        ),
+    },
+    "/planish/import_finish": {"upload_id": IDENTIFIER},
     "/create_sampling_session": {
         **_TYPE, "session_id": IDENTIFIER, "sampling_session_seq_id": _NUMBER,
         "base_model": text(), "model_path": text(),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,9 @@ from planish.server.durable.store import Store
 from planish.server.http import routes_sampling, routes_uploads
 from planish.server.http.app import create_app
 from planish.server.openai import routes
-from planish.server.openai.lora_adapters import LoraAdapters
+from planish.server.openai.adapter_requests import LOAD_PATH, UNLOAD_PATH
+from planish.server.openai.lora_adapters import MAX_REQUESTS, LoraAdapters
+from planish.server.openai.openapi import openapi
 from planish.server.server import Server
 from planish.server.settings import HttpSettings, ServerSettings
 from planish.server.uploads import MAX_TENANT_UPLOADS, Uploads
@@ -37,6 +42,7 @@ WAIT = 60.0
 class Served:
     url: str
     server: Server
+    uploads: Uploads
     adapter: Path
     """An adapter that was trained on the server and downloaded."""
     trained_path: str
@@ -51,23 +57,36 @@ class Served:
             return sampler.compute_logprobs(ModelInput.from_ints([5, 6, 7, 8])).result(WAIT)
 
 
-@pytest.fixture(scope="module")
-def served(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    data = tmp_path_factory.mktemp("data")
+@contextmanager
+def serving(data: Path, model_dir: Path, adapters: Path) -> Iterator[tuple[str, Server, Uploads]]:
+    """Run a server for the length of a block. `adapters` is the directory of
+    adapters that the operator can load.
+    """
     engine = Engine({BASE: str(model_dir)}, data, EngineSettings(dtype="float32"))
     server = Server(engine, data, [BASE])
     models = {BASE: model_dir}
+    uploads = Uploads(server, models, import_adapter)
+    app = create_app(
+        server,
+        HttpSettings(tokenizer_directories=models, tenants_by_key=KEYS),
+        [
+            *routes_sampling.PLANISH_ROUTES,
+            *routes_uploads.routes(uploads),
+            *routes.routes(server, models, {"fixed": "run/latest"}, has_adapter_routes=True),
+            *LoraAdapters(server, uploads, adapters, {"fixed": "run/latest"}).routes(),
+        ],
+    )
+    with serving_app(app, lifespan="on") as url:
+        yield url, server, uploads
+        app.state.http.ending.set()
+
+
+@pytest.fixture(scope="module")
+def served(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     adapter = tmp_path_factory.mktemp("adapters") / "adapter"
     adapter.mkdir()
-    uploads, aliases = Uploads(server, models, import_adapter), dict[str, str]()
-    more = [
-        *routes_sampling.PLANISH_ROUTES,
-        *routes_uploads.routes(uploads),
-        *routes.routes(server, models, aliases),
-        *LoraAdapters(server, uploads, adapter.parent, aliases).routes(),
-    ]
-    app = create_app(server, HttpSettings(tokenizer_directories=models, tenants_by_key=KEYS), more)
-    with serving_app(app, lifespan="on") as url:
+    with serving(tmp_path_factory.mktemp("data"), model_dir, adapter.parent) as served:
+        url, server, uploads = served
         with ServiceClient(base_url=url, api_key="tml-first") as service:
             client = service.create_lora_training_client(BASE, rank=4, seed=1)
             datum = Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [97, 97, 97]})
@@ -75,8 +94,7 @@ def served(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             client.optim_step(AdamParams(learning_rate=0.1)).result(WAIT)
             path = client.save_weights_for_sampler("trained").result(WAIT).path
         ServerRecords(url, "tml-first").download(path, adapter)
-        yield Served(url, server, adapter, path)
-        app.state.http.ending.set()
+        yield Served(url, server, uploads, adapter, path)
 
 
 def import_into(served: Served, directory: Path, *options: str) -> int:
@@ -248,9 +266,7 @@ def test_the_operator_loads_and_unloads_an_adapter(served: Served):
     assert answer.json()["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(
         expected.json()["choices"][0]["logprobs"]["token_logprobs"]
     )
-    headers = {"authorization": "Bearer tml-second"}
-    listed = httpx.get(f"{served.url}/v1/models", headers=headers).json()["data"]
-    assert {entry["id"]: entry["parent"] for entry in listed if entry["parent"]} == {"tutor": BASE}
+    assert models_of(served.url) == {"tutor": BASE}
     again = call(served, "load_lora_adapter", lora_name="tutor", lora_path="adapter")
     assert (again.status_code, again.json()["error"]["param"]) == (400, "lora_name")
     options = {"lora_name": "tutor", "lora_path": "adapter", "load_inplace": True}
@@ -271,6 +287,8 @@ def test_the_operator_loads_and_unloads_an_adapter(served: Served):
         ({"lora_name": "a", "lora_path": "../../etc"}, 404),
         ({"lora_name": "a", "lora_path": "/etc"}, 404),
         ({"lora_name": BASE, "lora_path": "adapter"}, 400),
+        ({"lora_name": "fixed", "lora_path": "adapter"}, 400),
+        ({"lora_name": "fixed", "lora_path": "adapter", "load_inplace": True}, 400),
         ({"lora_name": "a b", "lora_path": "adapter"}, 400),
         ({"lora_name": "a", "lora_path": "adapter", "base_model_name": "x"}, 400),
         ({"lora_name": "a", "lora_path": "adapter", "other": 1}, 400),
@@ -281,6 +299,92 @@ def test_an_adapter_that_cannot_be_loaded_is_rejected(served: Served, body: Any,
     answer = call(served, "load_lora_adapter", **body)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"]
+
+
+def models_of(url: str, key: str = "tml-second") -> dict[str, str]:
+    """Return the names of the models that are not base models, with their base models."""
+    headers = {"authorization": f"Bearer {key}"}
+    listed = httpx.get(f"{url}/v1/models", headers=headers, timeout=WAIT).json()["data"]
+    return {entry["id"]: entry["parent"] for entry in listed if entry["parent"]}
+
+
+def test_loaded_adapters_outlast_a_restart(served: Served, model_dir: Path, tmp_path: Path):
+    """They keep their names, and the operator can replace and unload them."""
+
+    def post(url: str, path: str, key: str = "tml-operator", **body: Any) -> httpx.Response:
+        return call(replace(served, url=url), path, key, **body)
+
+    options = {"lora_path": "adapter", "load_inplace": True}
+    with serving(tmp_path, model_dir, served.adapter.parent) as (url, *_):
+        for name in ("tutor", "other"):
+            assert post(url, "load_lora_adapter", lora_name=name, **options).status_code == 200
+        before = complete(replace(served, url=url), "tutor").json()["choices"]
+    with serving(tmp_path, model_dir, served.adapter.parent) as (url, *_):
+        assert models_of(url) == {"tutor": BASE, "other": BASE}
+        assert complete(replace(served, url=url), "tutor").json()["choices"] == before
+        taken = post(url, "load_lora_adapter", lora_name="tutor", lora_path="adapter")
+        assert taken.status_code == 400
+        assert post(url, "load_lora_adapter", lora_name="tutor", **options).status_code == 200
+        assert post(url, "unload_lora_adapter", lora_name="other").status_code == 200
+        [row] = ServerRecords(url, "tml-operator").checkpoints(None, None)
+        assert row["tinker_path"].endswith("/sampler_weights/tutor")
+        assert row["public"]
+    with serving(tmp_path, model_dir, served.adapter.parent) as (url, *_):
+        assert models_of(url) == {"tutor": BASE}
+        # A deletion by the path removes the name too.
+        path = httpx.URL(url).copy_with(
+            path="/api/v1/training_runs/{0}/checkpoints/{2}".format(
+                *row["tinker_path"].removeprefix("tinker://").partition("/")
+            )
+        )
+        headers = {"x-api-key": "tml-operator"}
+        assert httpx.delete(path, headers=headers, timeout=WAIT).status_code < 300
+        assert models_of(url) == {}
+        assert post(url, "unload_lora_adapter", lora_name="tutor").status_code == 404
+        assert post(url, "load_lora_adapter", lora_name="tutor", **options).status_code == 200
+
+
+def test_unanswered_requests_to_load_adapters_are_limited(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+):
+    """The first import lasts until one of the requests has been rejected."""
+    may_import = threading.Event()
+
+    def waiting_import(*arguments: Any, **options: Any) -> Any:
+        assert may_import.wait(WAIT)
+        return import_adapter(*arguments, **options)
+
+    monkeypatch.setattr(served.uploads, "_import_adapter", waiting_import)
+    with ThreadPoolExecutor(MAX_REQUESTS + 1) as pool:
+        loads = [
+            pool.submit(call, served, "load_lora_adapter", lora_name=f"a{n}", lora_path="adapter")
+            for n in range(MAX_REQUESTS + 1)
+        ]
+        done, _ = wait(loads, WAIT, FIRST_COMPLETED)
+        may_import.set()
+        [rejected] = [load.result() for load in done]
+    assert rejected.status_code == 429
+    assert rejected.headers["retry-after"]
+    assert [load.result().status_code for load in loads].count(200) == MAX_REQUESTS
+    for name in models_of(served.url):
+        assert call(served, "unload_lora_adapter", lora_name=name).status_code == 200
+
+
+@pytest.mark.parametrize("has_routes", [False, True])
+def test_the_description_lists_the_adapter_endpoints_of_a_server_that_has_them(has_routes: bool):
+    description = openapi(has_routes)
+    for path in (LOAD_PATH, UNLOAD_PATH):
+        assert (path in description["paths"]) == has_routes
+
+
+def test_the_server_describes_its_adapter_endpoints(served: Served):
+    description = httpx.get(f"{served.url}/openapi.json", timeout=WAIT).json()
+    assert set(description["components"]["schemas"]["LoadAdapterRequest"]["properties"]) >= {
+        "lora_name",
+        "lora_path",
+        "load_inplace",
+        "base_model_name",
+    }
 
 
 def test_only_the_operator_loads_adapters(served: Served):

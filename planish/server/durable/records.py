@@ -166,6 +166,10 @@ class CheckpointRow(Record):
     """The uptime at which the checkpoint expires (expiry_clock.py). None if it never expires, or if
     the clock was certainly right when `expires` was computed.
     """
+    alias: str | None = None
+    """A further name under which OpenAI clients find the checkpoint. Only an adapter that the
+    operator has loaded has one.
+    """
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, tenant: str) -> Self:
@@ -224,9 +228,15 @@ def upsert(transaction: Transaction, record: Record) -> None:
 
 
 def upsert_checkpoint(transaction: Transaction, row: CheckpointRow) -> None:
-    """Insert or replace the row of a checkpoint. A path that was public before stays public."""
+    """Insert or replace the row of a checkpoint. A path keeps its alias, and one that was public
+    before stays public. Another checkpoint with the alias of a new row loses the alias.
+    """
     existing = select(transaction, CheckpointRow, "path = ?", [row.path])
-    upsert(transaction, replace(row, public=existing[0].public) if existing else row)
+    if existing:
+        row = replace(row, public=existing[0].public, alias=existing[0].alias)
+    elif row.alias is not None:
+        transaction.execute("UPDATE checkpoints SET alias = NULL WHERE alias = ?", [row.alias])
+    upsert(transaction, row)
 
 
 def update_row(

@@ -43,7 +43,7 @@ from planish.server.uploads import (
 from planish.wire.fields import Fields
 from planish.wire.models import lora_from_json
 
-_STALL_SECONDS = 30.0
+STALL_SECONDS = 30.0
 """An upload of a file fails if no bytes arrive for this long."""
 _FIRST_SDK_WITH_HEADERS = (0, 40)
 """The first release of the SDK that takes an object with headers in place of each URL."""
@@ -147,11 +147,11 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
     stream = request.stream()
     while True:
         try:
-            async with asyncio.timeout(_STALL_SECONDS):
+            async with asyncio.timeout(STALL_SECONDS):
                 piece = await anext(stream, None)
         except TimeoutError:
             raise Unavailable(
-                f"no more of the file arrived for {_STALL_SECONDS:g} seconds; send it again", 1.0
+                f"no more of the file arrived for {STALL_SECONDS:g} seconds; send it again", 1.0
             ) from None
         if piece is None:
             return

@@ -3,8 +3,9 @@ adapters from a directory of the server's machine while the server runs.
 
 The routes exist with `planish serve --adapter-dir DIR`, and read adapters below DIR only. If the
 server has keys, they need a key with the name `operator`. A loaded adapter is a checkpoint of the
-operator, checked like any other. It is published, so every tenant can use it under its name. After
-a restart, the operator loads it again.
+operator, checked like any other, and counted in the operator's quotas. It is published, and its row
+in the database has its name, so every tenant can use it under this name, also after a restart.
+Unloading an adapter deletes the checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,93 +22,118 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from planish.engine.checkpoints.files import ADAPTER_CONFIG_FILE
+from planish.server.http.budgets import MAX_SMALL_BODY
 from planish.server.http.context import RequestContext
 from planish.server.http.openai_errors import ModelNotFoundError, WrongParameterError
+from planish.server.openai.adapter_requests import (
+    LOAD_PATH,
+    UNLOAD_PATH,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
+from planish.server.openai.model_names import adapter_paths
+from planish.server.openai.requests import R, read_request
 from planish.server.openai.routes import authenticated
-from planish.server.results import NotFound, Unauthorized
+from planish.server.results import NotFound, TooManyRequests, Unauthorized
 from planish.server.server import Server
 from planish.server.uploads import ImportOptions, Uploads
-from planish.types import is_name
+from planish.wire.fields import Fields
 
 OPERATOR_KEY_NAME = "operator"
 """The name of the key with which adapters are loaded and unloaded."""
+MAX_REQUESTS = 4
+"""The maximum number of unanswered requests to load or unload an adapter. One is handled at a
+time.
+"""
+_BUSY_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class LoraAdapters:
-    """The adapters that the operator has loaded."""
+    """The routes with which the operator loads and unloads adapters."""
 
     server: Server
     uploads: Uploads
     directory: Path
     """The directory below which the adapters are."""
-    aliases: MutableMapping[str, str]
-    """The names of checkpoints for OpenAI clients."""
-    _paths: dict[str, str] = field(default_factory=dict)
-    """The checkpoint of each loaded adapter, by name."""
+    aliases: Mapping[str, str]
+    """The names that `--model-alias` gives to checkpoints."""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _num_requests: int = 0
+    """The number of unanswered requests."""
 
     def routes(self) -> list[Route]:
         """Return the routes."""
         return [
-            Route("/v1/load_lora_adapter", authenticated(self._load), methods=["POST"]),
-            Route("/v1/unload_lora_adapter", authenticated(self._unload), methods=["POST"]),
+            Route(LOAD_PATH, authenticated(self._load), methods=["POST"]),
+            Route(UNLOAD_PATH, authenticated(self._unload), methods=["POST"]),
         ]
 
     async def _load(self, context: RequestContext) -> Response:
-        _check_operator(context)
-        async with context.fields() as fields:
-            with fields:
-                name, path = fields.text("lora_name"), fields.text("lora_path")
-                replaces = fields.optional(fields.boolean, "load_inplace", False)
-                base_model = fields.optional(fields.text, "base_model_name")
-        if not is_name(name):
-            raise WrongParameterError(
-                "lora_name", f"lora_name={name[:100]!r}: give up to 200 letters, digits and _ . -"
-            )
-        async with self._lock:
-            is_loaded = name in self._paths
-            is_taken = name in self.aliases or name in self.server.base_models
-            if (is_taken and not is_loaded) or (is_loaded and not replaces):
-                raise WrongParameterError(
-                    "lora_name",
-                    f"lora_name={name!r} is already loaded, or the name of another model; unload "
-                    "it, give load_inplace=true, or give another name",
+        options, server = await self._read(context, LoadAdapterRequest), context.open_server
+        name = options.lora_name
+        with self._counted():
+            async with self._lock:
+                replaced = (await adapter_paths(server)).get(name)
+                is_taken = name in self.aliases or name in server.base_models
+                if is_taken or (replaced is not None and not options.load_inplace):
+                    raise WrongParameterError(
+                        "lora_name",
+                        f"lora_name={name!r} is already loaded, or the name of another model; "
+                        "unload it, give load_inplace=true, or give another name",
+                    )
+                directory = await asyncio.to_thread(self._adapter_directory, options.lora_path)
+                base_model = options.base_model_name or await asyncio.to_thread(
+                    self._base_model_of, directory
                 )
-            directory = await asyncio.to_thread(self._adapter_directory, path)
-            options = ImportOptions(
-                base_model or await asyncio.to_thread(self._base_model_of, directory),
-                name,
-                "sampler",
-                source=name,
-            )
-            self.server.check_base_model(options.base_model)
-            imported = await self.uploads.import_directory(context.tenant, directory, options)
-            checkpoint = str(imported.path)
-            await self.server.checkpoints.set_public(context.tenant, checkpoint, True)
-            replaced = self._paths.get(name)
-            self._paths[name] = self.aliases[name] = checkpoint
-            if replaced is not None:
-                await self.server.checkpoints.delete(context.tenant, replaced)
+                server.check_base_model(base_model)
+                await self.uploads.import_directory(
+                    context.tenant,
+                    directory,
+                    ImportOptions(base_model, name, "sampler", source=name, alias=name),
+                )
+                # A crash before this deletion leaves the replaced checkpoint in the operator's
+                # list of checkpoints, without the name.
+                if replaced is not None:
+                    await server.checkpoints.delete(context.tenant, replaced)
         _log.info("loaded the adapter %s from %s", name, directory)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload(self, context: RequestContext) -> Response:
-        _check_operator(context)
-        async with context.fields() as fields:
-            with fields:
-                name = fields.text("lora_name")
-                fields.skip("lora_int_id")  # vLLM takes a number too, and does not need it
-        async with self._lock:
-            checkpoint = self._paths.pop(name, None)
-            if checkpoint is None:
-                raise ModelNotFoundError(f"the adapter {name[:200]!r} is not loaded")
-            del self.aliases[name]
-            await self.server.checkpoints.delete(context.tenant, checkpoint)
+        options, server = await self._read(context, UnloadAdapterRequest), context.open_server
+        name = options.lora_name
+        with self._counted():
+            async with self._lock:
+                path = (await adapter_paths(server)).get(name)
+                if path is None:
+                    raise ModelNotFoundError(f"the adapter {name!r} is not loaded")
+                await server.checkpoints.delete(context.tenant, path)
         _log.info("unloaded the adapter %s", name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def _read(self, context: RequestContext, request_type: type[R]) -> R:
+        _check_operator(context)
+        async with context.body(MAX_SMALL_BODY) as body:
+            return await context.compute(
+                len(body), lambda: read_request(request_type, Fields.of(body))
+            )
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count a request until the block ends. Raise TooManyRequests if there are too many."""
+        if self._num_requests >= MAX_REQUESTS:
+            raise TooManyRequests(
+                f"{MAX_REQUESTS} requests to load or unload adapters are unanswered, which is the "
+                "limit; wait until some are answered",
+                _BUSY_SECONDS,
+            )
+        self._num_requests += 1
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
 
     def _adapter_directory(self, path: str) -> Path:
         """Return the directory of an adapter. Raise NotFound if it is not below `directory`."""

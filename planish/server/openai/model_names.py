@@ -3,6 +3,7 @@
 Besides its tinker:// path, a checkpoint has these names:
 
     an alias         a name that the operator gives it (`planish serve --model-alias NAME=PATH`)
+    an adapter       the name with which the operator loaded it (lora_adapters.py)
     RUN/latest       the newest checkpoint of a training run, also as tinker://RUN/latest
 
 Names only stand for paths. Whether a tenant may read the checkpoint is decided by its path.
@@ -18,7 +19,7 @@ from typing import Any
 from planish.errors import UserError
 from planish.server.results import Tenant
 from planish.server.server import Server
-from planish.types import Checkpoint, CheckpointPath
+from planish.types import Checkpoint, CheckpointPath, is_name
 
 _LATEST = re.compile(r"(?:tinker://)?([A-Za-z0-9_:.-]+)/latest")
 _ALIAS = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?")
@@ -43,13 +44,22 @@ async def resolve_name(server: Server, name: str, aliases: Mapping[str, str]) ->
     """Return the path for which a name stands. Return the name itself if it is no alias, and if a
     run has no checkpoint.
     """
-    name = aliases.get(name, name)
+    if name in aliases:
+        name = aliases[name]
+    elif is_name(name):
+        name = (await adapter_paths(server)).get(name, name)
     latest = _LATEST.fullmatch(name)
     if latest is None:
         return name
     newest = (await server.checkpoints.newest_by_type(latest[1])).values()
     paths = [checkpoint.tinker_path for checkpoint in sorted(newest, key=lambda one: one.time)]
     return paths[-1] if paths else name
+
+
+async def adapter_paths(server: Server) -> dict[str, str]:
+    """Return the checkpoints of the adapters that the operator has loaded, by name."""
+    query = "SELECT alias, path FROM checkpoints WHERE alias IS NOT NULL"
+    return await server.store.read(lambda db: dict(db.execute(query).fetchall()))
 
 
 class ModelList:
@@ -78,7 +88,7 @@ class ModelList:
         return [*entries, *[entry async for entry in self._alias_entries(tenant)]]
 
     async def _alias_entries(self, tenant: Tenant) -> AsyncIterator[dict[str, Any]]:
-        for alias in self._aliases:
+        for alias in {**self._aliases, **await adapter_paths(self._server)}:
             path = await resolve_name(self._server, alias, self._aliases)
             try:
                 info = await self._server.checkpoints.info(tenant, path)

@@ -8,22 +8,32 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any
 
+from planish.server.openai.adapter_requests import (
+    LOAD_PATH,
+    UNLOAD_PATH,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
 from planish.server.openai.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Request,
+    RequestBody,
     TokenizeRequest,
     request_schemas,
 )
 from planish.server.openai.response_requests import ResponsesRequest
 
-_REQUESTS: dict[str, tuple[type[Request], str]] = {
+_REQUESTS: dict[str, tuple[type[RequestBody], str]] = {
     "/v1/chat/completions": (ChatRequest, "Answer the messages of a chat."),
     "/v1/completions": (CompletionRequest, "Continue a prompt as it is."),
     "/v1/responses": (ResponsesRequest, "Answer the items of a conversation."),
     "/tokenize": (TokenizeRequest, "Return the tokens of a prompt or of a chat."),
     "/detokenize": (DetokenizeRequest, "Return the text of tokens."),
+}
+_ADAPTER_REQUESTS: dict[str, tuple[type[RequestBody], str]] = {
+    LOAD_PATH: (LoadAdapterRequest, "Load an adapter. This needs the operator's key."),
+    UNLOAD_PATH: (UnloadAdapterRequest, "Unload an adapter. This needs the operator's key."),
 }
 _LISTS = {
     "/v1/models": "List the base models and the checkpoints.",
@@ -49,21 +59,24 @@ _STREAMING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
 @cache
-def openapi() -> dict[str, Any]:
-    """Return the description as an OpenAPI 3.1 document."""
-    kinds = [kind for kind, _ in _REQUESTS.values()]
+def openapi(has_adapter_routes: bool) -> dict[str, Any]:
+    """Return the description as an OpenAPI 3.1 document. `has_adapter_routes` says whether the
+    server has the endpoints that load and unload adapters.
+    """
+    requests = {**_REQUESTS, **(_ADAPTER_REQUESTS if has_adapter_routes else {})}
+    kinds = [kind for kind, _ in requests.values()]
     paths: dict[str, Any] = {}
-    for path, (kind, summary) in _REQUESTS.items():
+    for path, (kind, summary) in requests.items():
         body = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
         operation = {
             "operationId": kind.__name__.removesuffix("Request").lower(),
             "summary": summary,
             "requestBody": {"required": True, "content": {"application/json": body}},
-            "responses": _responses(path in _STREAMING),
+            "responses": _responses(path),
         }
         paths[path] = {"post": operation}
     for path, summary in _LISTS.items():
-        paths[path] = {"get": {"summary": summary, "responses": _responses(False)}}
+        paths[path] = {"get": {"summary": summary, "responses": _responses(path)}}
     paths["/v1/models/{model}"]["parameters"] = [
         {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     ]
@@ -80,9 +93,11 @@ def openapi() -> dict[str, Any]:
     }
 
 
-def _responses(streams: bool) -> dict[str, Any]:
+def _responses(path: str) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-    if streams:
+    if path in _ADAPTER_REQUESTS:
+        content = {"text/plain": {}}
+    if path in _STREAMING:
         content["text/event-stream"] = {}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     return {

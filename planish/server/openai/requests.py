@@ -26,7 +26,7 @@ from planish.types import (
 )
 from planish.wire.fields import Fields, shown
 
-R = TypeVar("R", bound="Request")
+R = TypeVar("R", bound="RequestBody")
 
 MAX_CHOICES, MAX_TOP_LOGPROBS, MAX_STOPS, MAX_PROMPTS = 128, 20, 16, 1024
 MAX_TOOLS = 1024
@@ -128,14 +128,19 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class Request(StrictModel):
+class RequestBody(StrictModel):
     """The body of a request."""
 
     no_op_params: ClassVar[NoOpParams] = {}
-    model: Annotated[str, Field(description="A base model's name, or a checkpoint's path.")]
 
     def check(self) -> None:
         """Raise WrongParameterError if two parameters contradict each other."""
+
+
+class Request(RequestBody):
+    """The body of a request to a model."""
+
+    model: Annotated[str, Field(description="A base model's name, or a checkpoint's path.")]
 
 
 class StreamOptions(StrictModel):
@@ -531,7 +536,7 @@ def _locate(values: Mapping[str, Any], location: tuple[int | str, ...]) -> tuple
     return path, depth, value
 
 
-def request_schemas(request_types: Sequence[type[Request]]) -> dict[str, Any]:
+def request_schemas(request_types: Sequence[type[RequestBody]]) -> dict[str, Any]:
     """Map the names of request types and of their parts to JSON schemas, for OpenAPI 3.1."""
     _, document = models_json_schema(
         [(request_type, "validation") for request_type in request_types],

@@ -8,6 +8,8 @@ even while it is being trained. The second column names the module that answers 
     POST /tokenize, /detokenize tokenizing   as in vLLM
     GET  /openapi.json          openapi      the description of these endpoints
 
+lora_adapters.py has two further endpoints, for the server's operator.
+
 `model` in a request is the name of a base model, or the tinker:// path of a checkpoint. The API key
 of the server is sent as the bearer token.
 """
@@ -56,12 +58,16 @@ from planish.wire.fields import Fields
 
 
 def routes(
-    server: Server, directories: Mapping[str, Path], aliases: Mapping[str, str] | None = None
+    server: Server,
+    directories: Mapping[str, Path],
+    aliases: Mapping[str, str] = {},
+    has_adapter_routes: bool = False,
 ) -> list[Route]:
     """Return the routes. `directories` maps the served base models to their directories, and
-    `aliases` maps further names to checkpoints.
+    `aliases` maps further names to checkpoints. `has_adapter_routes` says whether the application
+    has the routes of lora_adapters.py too.
     """
-    models = OpenAIModels(server, directories, {} if aliases is None else aliases)
+    models = OpenAIModels(server, directories, aliases)
     return [
         _post_route("/v1/chat/completions", ChatRequest, chat_completions, models),
         _post_route("/v1/completions", CompletionRequest, completions, models),
@@ -71,7 +77,7 @@ def routes(
         _get_route("/v1/models", _list_models, models),
         _get_route("/v1/models/", _list_models, models),
         _get_route("/v1/models/{model:path}", _get_model, models),
-        Route("/openapi.json", _openapi, methods=["GET"]),
+        _description_route(has_adapter_routes),
         *(_unsupported_route(path, sentence) for path, sentence in _UNSUPPORTED_ENDPOINTS.items()),
     ]
 
@@ -90,9 +96,12 @@ def _unsupported_route(path: str, remedy: str) -> Route:
     return Route(path, answer, methods=["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
 
 
-async def _openapi(request: Request) -> Response:
-    """Answer GET /openapi.json. No key is needed, because the answer is the same for everyone."""
-    return json_response(openapi())
+def _description_route(has_adapter_routes: bool) -> Route:
+    async def answer(request: Request) -> Response:
+        return json_response(openapi(has_adapter_routes))
+
+    # No key is needed, because the answer is the same for everyone.
+    return Route("/openapi.json", answer, methods=["GET"])
 
 
 def _post_route(
