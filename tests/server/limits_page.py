@@ -108,7 +108,8 @@ def page() -> str:
         "",
         "## Streams\n",
         "A stream of `/v1` stops its samples and ends with an error event if the client reads too "
-        "slowly.\n",
+        "slowly, or",
+        "if the engine samples faster than the server can send.\n",
         _table(("what", "limit"), _stream_rows()),
         "",
         "## Adapters\n",
@@ -225,6 +226,10 @@ def _stream_rows() -> list[tuple[str, str]]:
         (
             "tokens that wait for slow clients, in all streams of a tenant",
             f"{streaming.MAX_TENANT_UNREAD_BYTES >> 20} MiB",
+        ),
+        (
+            "tokens that wait to be sent, in all streams of a tenant",
+            f"{streaming.MAX_TENANT_UNSENT_BYTES >> 20} MiB; then the streams with the most end",
         ),
     ]
 

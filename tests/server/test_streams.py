@@ -23,6 +23,7 @@ from planish.server.openai.streaming import (
     OpenStreams,
     SlowReaderError,
     TokenBuffer,
+    TooManyUnsentTokensError,
     server_sent_event,
     stream_samples,
 )
@@ -291,6 +292,36 @@ def test_unread_tokens_are_limited_for_clients_that_read_slowly(num_streams: int
                 if engine.answer.done():
                     await engine.answer
                 engine.answer.cancel()
+
+    run(main)
+
+
+def test_all_unsent_tokens_of_a_tenant_are_limited(monkeypatch: pytest.MonkeyPatch):
+    """The event loop has no time here. A stream ends that has at least an average share."""
+    monkeypatch.setattr(streaming, "MAX_TENANT_UNSENT_BYTES", 8 << 20)
+
+    async def main(loop: VirtualTimeLoop) -> None:
+        streams = OpenStreams(loop.time)
+        large, small, other = engines = [Engine(), Engine(), Engine()]
+        tasks = [
+            asyncio.create_task(collect(stream(streams, engine, Writer(loop), tenant)))
+            for engine, tenant in zip(engines, (FIRST, FIRST, SECOND), strict=True)
+        ]
+        await asyncio.sleep(0)
+        await fill(other, 7 << 20)
+        await fill(large, 6 << 20)
+        await fill(small, 2 << 20)
+        assert not any(engine.answer.done() for engine in engines)
+        await fill(small, 1 << 20)
+        assert not small.answer.done()
+        await fill(large, 1 << 20)
+        assert isinstance(large.answer.exception(), TooManyUnsentTokensError)
+        await fill(small, 4 << 20)
+        small.finish()
+        other.answer.cancel()
+        events = [b"".join(await task) for task in tasks[:2]]
+        assert b"wait to be sent in the streams of this tenant" in events[0]
+        assert events[1].endswith(b"end\n\n")
 
     run(main)
 

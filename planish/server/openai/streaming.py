@@ -9,7 +9,9 @@ writer, and sends its events. Four rules keep one stream from harming other requ
     batches    A stream takes all tokens that have arrived since its last turn, so under load an
                event contains several tokens.
     memory     If a client does not read, the unsent tokens of its stream are limited in number and
-               in time. Then the stream stops its samples and ends with an error event.
+               in time. All unsent tokens of a tenant are limited too, even if its clients read: the
+               engine may sample faster than the event loop can encode. Beyond a limit, the stream
+               stops its samples and ends with an error event.
     silence    If there is nothing to send for 15 seconds, a comment or another event without
                content is sent, so that proxies and clients do not take the connection for dead.
 """
@@ -54,10 +56,22 @@ MAX_TENANT_UNREAD_BYTES = 64 << 20
 """A stream ends if more unsent bytes than this wait for the clients of its tenant to read."""
 
 
+MAX_TENANT_UNSENT_BYTES = 256 << 20
+"""A stream ends if more unsent bytes than this wait in all streams of its tenant, whether or not
+their clients read. It must have at least an average share of them.
+"""
+
+
 class SlowReaderError(UserError):
     """A client reads its stream more slowly than the samples grow."""
 
     code = "slow_reader"
+
+
+class TooManyUnsentTokensError(UserError):
+    """The samples of a tenant's streams grow faster than the server can send them."""
+
+    code = "too_many_unsent_tokens"
 
 
 class StreamWriter(Protocol):
@@ -189,6 +203,7 @@ class TokenBuffer:
         self._items: deque[tuple[int, SampledToken] | _PromptFinished] = deque()
         self._added_bytes = 0  # Only the engine's thread changes this number.
         self._taken_bytes = 0  # Only the event loop changes this number.
+        self._is_dropped = False
         self._has_signalled = False
         self.arrived = asyncio.Event()
         """Set when there is something to take."""
@@ -198,12 +213,23 @@ class TokenBuffer:
     @property
     def unread_bytes(self) -> int:
         """The estimated bytes of the tokens that wait for the client to read; 0 if it reads."""
-        return 0 if self.sending_since is None else self._added_bytes - self._taken_bytes
+        return 0 if self.sending_since is None else self.unsent_bytes
+
+    @property
+    def unsent_bytes(self) -> int:
+        """The estimated bytes of the tokens that were not parsed yet."""
+        return 0 if self._is_dropped else self._added_bytes - self._taken_bytes
 
     def add(self, prompt_index: int, token: SampledToken) -> None:
-        """Add a token. Raise SlowReaderError if too many tokens wait for the client."""
+        """Add a token. Raise SlowReaderError if too many tokens wait for the client, and
+        TooManyUnsentTokensError if too many tokens of the tenant wait.
+        """
+        if self._is_dropped:  # the stream is ending
+            return
         self._added_bytes += _size_of(token)
-        self._check_reader()
+        if self.unsent_bytes > STALL_BYTES:
+            self._check_reader()
+            self._check_tenant()
         self._items.append((prompt_index, token))
         if not self._has_signalled:
             self._has_signalled = True
@@ -229,12 +255,15 @@ class TokenBuffer:
         return item
 
     def drop(self) -> None:
-        """Drop everything that was not taken. Any thread may call this."""
+        """Drop the tokens that were not taken, and those that are added later. Any thread may call
+        this.
+        """
+        self._is_dropped = True
         self._items.clear()
 
     def _check_reader(self) -> None:
         size, since = self.unread_bytes, self.sending_since
-        if since is None or size < STALL_BYTES:
+        if since is None:
             return
         is_stalled = self._clock() - since > STALL_SECONDS
         unread_by_tenant = sum(buffer.unread_bytes for buffer in tuple(self._buffers_of_tenant))
@@ -243,6 +272,15 @@ class TokenBuffer:
             raise SlowReaderError(
                 f"the client reads this stream too slowly: {size >> 10:,} KiB of sampled tokens "
                 "wait for it; read faster, lower n or logprobs, or leave stream out"
+            )
+
+    def _check_tenant(self) -> None:
+        sizes = [buffer.unsent_bytes for buffer in tuple(self._buffers_of_tenant)]
+        if sum(sizes) > MAX_TENANT_UNSENT_BYTES and self.unsent_bytes * len(sizes) >= sum(sizes):
+            self.drop()
+            raise TooManyUnsentTokensError(
+                f"{sum(sizes) >> 20:,} MiB of sampled tokens wait to be sent in the streams of this "
+                "tenant; send fewer requests at a time, lower n or logprobs, or leave stream out"
             )
 
 
