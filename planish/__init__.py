@@ -24,7 +24,7 @@ from planish.errors import (
     UnsupportedError,
     UserError,
 )
-from planish.model.kernels.cpp.threads import spin_shortly as _spin_shortly
+from planish.processes.threads import spin_shortly as _spin_shortly
 from planish.types import (
     AdamParams,
     Checkpoint,

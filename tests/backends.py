@@ -7,9 +7,10 @@ import torch
 
 from planish.model.config import ModelConfig, RopeConfig
 from planish.model.decoder import Decoder
+from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.reference.backend import TorchBackend
-from planish.model.kernels.reference.row_tiling import RowTiling
+from planish.model.kernels.row_tiling import RowTiling
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(
@@ -33,7 +34,7 @@ CONFIG = ModelConfig(
 
 def backend_of(
     dtype: torch.dtype = torch.float32, device: torch.device = CPU, **changes: int
-) -> TorchBackend:
+) -> Backend:
     """Return the backend of this machine for a small model; `changes`: fields of its config."""
     return choose_backend(replace(CONFIG, **changes), dtype, device, deterministic=False)
 

@@ -9,7 +9,7 @@ import torch
 
 from planish.doctor.busy import Load
 from planish.doctor.findings import Finding
-from planish.model.kernels.cpp.threads import cpu_quota, limit_threads, usable_cpus
+from planish.processes.threads import cpu_quota, limit_threads, usable_cpus
 
 _MAX_OTHER_SHARE = 0.25
 """The share of the processors that other programs may use before the report has a remedy."""

@@ -55,11 +55,11 @@ from planish.engine.training_operations import TrainingOperations
 from planish.errors import CheckpointError, EngineClosedError, UnsupportedError, UserError
 from planish.model.config import ModelConfig
 from planish.model.kernels.choose import choose_backend
-from planish.model.kernels.cpp.threads import limit_threads
 from planish.model.listing import list_models
 from planish.model.lora import LoraLayout
 from planish.model.sources import checked_mapping, models_from_env_var
 from planish.model.weights import weights_fingerprint
+from planish.processes.threads import limit_threads
 from planish.service import (
     SUBSTITUTE_REMEDY,
     AdapterBytes,

@@ -42,10 +42,10 @@ from planish.engine.training_models import (
 )
 from planish.engine.training_operations import TrainingOperations
 from planish.errors import EngineClosedError, PlanishError, UserError, is_out_of_memory
-from planish.model.kernels.cpp.threads import short_switch_interval
 from planish.model.kernels.linear import before_each_matmul
 from planish.model.lora import LoraWeights
 from planish.processes.background import BackgroundThread, wait_for_saves
+from planish.processes.threads import short_switch_interval
 from planish.service import ReleaseSampler
 
 Side = Literal["sampling", "training"]

@@ -43,14 +43,13 @@ from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.device import Device, accumulate_in_float32
 from planish.model.kernels.reference.attention import dense_mask_attention
 from planish.model.kernels.reference.backend import TorchBackend
-from planish.model.kernels.reference.sampling_attention import PrefillSpan
 from planish.model.kernels.triton.adapters import AdapterTables
 from planish.model.kernels.triton.families import FAMILIES
 from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
 from planish.model.kernels.triton.self_test import Request
 from planish.model.kernels.triton.tree_attention import TritonTreeAttention
 from planish.model.kernels.verdicts import Verdict
-from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVSpec, SlotOwner
+from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVSpec, PrefillSpan, SlotOwner
 from planish.model.linears import fused_modules
 from planish.model.lora import (
     FUSED_MODULE_NAMES,
@@ -591,7 +590,7 @@ def check_graphs(case: Case) -> None:
         for name, kv_spec in expected_shapes(config).items()
     }
     decoder = Decoder(weights, case.backend)
-    kv_spec = KVSpec.from_backend(case.backend)
+    kv_spec = case.backend.kv_spec
     graph_runner = CudaGraphRunner(decoder, kv_spec, max_batch=4, max_prefill_tokens_per_step=64)
     eager_runner = CudaGraphRunner(decoder, kv_spec, max_batch=4, max_prefill_tokens_per_step=64)
     if graph_runner.recorder is None:

@@ -31,7 +31,7 @@ from planish.model.delta_net import state_bytes
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.device import Device
-from planish.model.kv_cache import KVSpec, max_pool_bytes, max_reservable_bytes
+from planish.model.kv_cache import max_pool_bytes, max_reservable_bytes
 from planish.model.lora import LoraLayout
 from planish.model.weight_sizes import (
     code_bytes,
@@ -362,9 +362,7 @@ class _ModelNeeds:
             min_state_bytes = _MIN_RECURRENT_STATES * state_bytes(
                 self.backend.config, self.backend.dtype
             )
-            min_position_bytes = (
-                _MIN_KV_CACHE_TOKENS * KVSpec.from_backend(self.backend).bytes_per_position
-            )
+            min_position_bytes = _MIN_KV_CACHE_TOKENS * self.backend.kv_spec.bytes_per_position
             kv_cache_bytes = max(fitting_bytes, min_position_bytes + min_state_bytes)
         return ModelMemory(
             weight_bytes=self.all_copies_bytes,

@@ -29,10 +29,12 @@ from torch.utils.checkpoint import checkpoint
 
 from planish.model.config import ModelConfig
 from planish.model.delta_net import DeltaNetInputs, DeltaNetWeights, Recurrence
-from planish.model.experts import Experts, SharedExpert, mixture_of_experts
-from planish.model.kernels.backend import AdapterBatch, Attend, Backend
+from planish.model.experts import mixture_of_experts
+from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
+from planish.model.kernels.interface import AdapterBatch, Attend
 from planish.model.kernels.linear import PackedLinear
+from planish.model.layers import DenseMLP, Experts, Layer, SharedExpert
 from planish.model.linears import fused_modules
 from planish.model.lora import LoraWeights
 from planish.model.operations import (
@@ -48,38 +50,6 @@ from planish.model.rope import RotaryEmbedding, Rotation, half_pairing_order, qu
 from planish.model.weights import load_weights, scale_name
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DenseMLP:
-    """The frozen weights of a layer's MLP without experts."""
-
-    gate_up: PackedLinear
-    down: PackedLinear
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The frozen weights of one decoder layer. A norm is None if the model does not have it."""
-
-    input_norm: Tensor | None
-    qkv: PackedLinear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: PackedLinear
-    attn_output_norm: Tensor | None
-    mlp_norm: Tensor | None
-    mlp: DenseMLP | Experts
-    mlp_output_norm: Tensor | None
-    rope: RotaryEmbedding
-    """The RoPE table of this layer. Layers with the same RoPE settings share one table."""
-    delta_net: DeltaNetWeights | None = None
-    """The weights of a gated delta net; None in a layer with attention. In a gated delta-net layer,
-    `qkv` computes the inputs of the convolution and of the output gate. `o` is the output
-    projection, and `rope` is not used.
-    """
-    sinks: Tensor | None = None
-    """The attention sinks of the query heads, float32 [Hq] (see `Attend`). None: no sinks."""
 
 
 class Decoder:

@@ -20,13 +20,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from planish.model.kernels.backend import Backend, HeadAdapterRange, HeadAdapters, LoraMatrices
+from planish.model.kernels.backend import Backend
+from planish.model.kernels.interface import HeadAdapters
 from planish.model.kernels.linear import PackedLinear
+from planish.model.lora import HeadAdapterRange, LoraMatrices
 
 # How many of the largest logits of each row are recomputed in float32.
 _NUM_EXACT_LOGITS = 16
 # A remainder of fewer rows joins the last chunk, because matmuls of few rows may not be
-# batch-invariant (kernels/reference/row_tiling.py).
+# batch-invariant (kernels/reference/probe.py).
 _MIN_CHUNK_ROWS = 32
 
 

@@ -32,7 +32,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from planish.model.kernels.backend import Backend
+from planish.model.config import ModelConfig
 from planish.model.transfer import on_device
 
 
@@ -41,6 +41,33 @@ class SlotOwner(Protocol):
 
     slot: int
     """The slot's index within the pool. The pool updates it when the slot moves."""
+
+
+class PromptSlot(Protocol):
+    """A prompt with a slot in a pool."""
+
+    slot: int
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of the prompt."""
+        ...
+
+
+class SampleSlot(Protocol):
+    """A running sample with a slot in a pool."""
+
+    slot: int
+
+    @property
+    def stored(self) -> int:
+        """The number of positions in the sample's slot before this step."""
+        ...
+
+    @property
+    def prompt(self) -> PromptSlot:
+        """The prompt that the sample continues."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -55,11 +82,10 @@ class KVSpec:
     device: torch.device
 
     @classmethod
-    def from_backend(cls, backend: Backend) -> KVSpec:
-        """Return the KV layout of the backend's model."""
-        config = backend.config
+    def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVSpec:
+        """Return the KV layout of a model whose keys and values are stored in `dtype`."""
         heads = (config.num_kv_heads, config.head_dim)
-        return cls(len(config.attention_layers), *heads, backend.kv_dtype, backend.device)
+        return cls(len(config.attention_layers), *heads, dtype, device)
 
     @property
     def bytes_per_position(self) -> int:
@@ -244,6 +270,21 @@ class KVPool:
         # contain both. So the memory must be zeroed.
         size = (num_slots, self.spec.num_heads, self.capacity, self.spec.head_dim)
         return torch.zeros(size, dtype=self.spec.dtype, device=self.spec.device)
+
+
+@dataclass(frozen=True)
+class PrefillSpan:
+    """A range of batch rows that belong to one prompt.
+
+    Rows row .. row + count - 1 of the batch are positions start .. start + count - 1 of the prompt
+    in slot `slot` of `pool`.
+    """
+
+    pool: KVPool
+    slot: int
+    row: int
+    start: int
+    count: int
 
 
 class GappedKVPool(KVPool):

@@ -16,12 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from planish.model.config import ModelConfig
-from planish.model.kernels.backend import Backend, LoraMatrices, PackedAdapter
 from planish.model.linears import fused_modules, linear_shape, num_experts_of
 from planish.types import LoraConfig
 
@@ -99,6 +99,124 @@ class MatrixSpec:
     def is_b(self) -> bool:
         """Whether the matrix is a B; it is an A otherwise."""
         return self.name.endswith("lora_B")
+
+
+LORA_COLUMNS = 16
+"""The number of columns of the head's LoRA hidden states is padded to a multiple of this."""
+
+
+def padded_lora_columns(columns: int) -> int:
+    """Return `columns` rounded up to a multiple of LORA_COLUMNS."""
+    return columns + -columns % LORA_COLUMNS
+
+
+class PackedMatrices(Protocol):
+    """The LoRA matrices of one target module, packed for a kernel (see `PackedAdapter`).
+
+    Shapes: T rows, n linears that read the same input, r rank.
+    """
+
+    has_backward: bool
+    """Whether the kernel supports `backward_` too."""
+
+    def expert(self, index: int) -> PackedMatrices:
+        """Return the matrices of one expert, if this is the target module of a layer's experts."""
+        ...
+
+    def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Add the LoRA outputs for x [T, in] to `out` [T, sum(sizes)], in place.
+
+        Return the LoRA hidden states [T, n * r].
+        """
+        ...
+
+    def backward_(self, grad: Tensor, grad_x: Tensor | None, sizes: Sequence[int]) -> Tensor:
+        """Add the gradient of the input to `grad_x` [T, in], given `grad` [T, sum(sizes)].
+
+        Return the gradient of the LoRA hidden states [T, n * r]. With `grad_x` None, compute
+        nothing else.
+        """
+        ...
+
+    def gradients(
+        self,
+        x: Tensor,
+        lora_hidden: Tensor,
+        grad: Tensor,
+        hidden_grad: Tensor,
+        sizes: Sequence[int],
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the gradients of A and of the Bs in float32, summed over all rows.
+
+        `lora_hidden`, `hidden_grad`: the results of `add_` and `backward_` for this `x` and `grad`.
+        """
+        ...
+
+
+class PackedAdapter(Protocol):
+    """All LoRA matrices of one version of an adapter, packed for a kernel."""
+
+    def target(self, index: int) -> PackedMatrices | None:
+        """Return the matrices of target module `index`.
+
+        Return None if the adapter does not train the module or the kernel does not support it.
+        """
+        ...
+
+    def drop_backward(self) -> None:
+        """Free the matrices for the backward pass. They are packed again if they are needed."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoraMatrices:
+    """The LoRA matrices of n linears that read the same input (one target module).
+
+    `a`: the concatenated A [n * r, in]. `b_matrices`: one B [out, r] per linear. Stacks of adapters
+    and the matrices of all experts of a layer have one more dimension in front.
+    """
+
+    a: Tensor
+    b_matrices: tuple[Tensor, ...]
+    packed: PackedMatrices | None = None
+    """The same matrices packed for the backend's kernel, or None if torch computes them."""
+
+    @property
+    def rank(self) -> int:
+        """The rank r."""
+        return self.a.shape[-2] // len(self.b_matrices)
+
+    def expert(self, index: int) -> LoraMatrices:
+        """Return the matrices of expert `index`. Only a target module of experts supports this."""
+        packed = None if self.packed is None else self.packed.expert(index)
+        return LoraMatrices(self.a[index], tuple(b[index] for b in self.b_matrices), packed)
+
+
+HeadAdapterRange = tuple[int, int, LoraMatrices]
+"""An adapter of the LM head, and the rows that it applies to: (start, stop, matrices).
+
+The rows are start .. stop - 1. The matrices are A [r, D] and a single B [V, r].
+"""
+
+
+class AdapterPacker(Protocol):
+    """The part of a backend that `LoraWeights` uses."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the compute copy."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the compute copy."""
+        ...
+
+    def pack_adapter(
+        self, targets: Sequence[LoraMatrices | None], *, is_head: bool = False
+    ) -> PackedAdapter | None:
+        """Return the matrices packed for the backend's kernel (see the `Lora` of the kernels)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -230,7 +348,7 @@ class LoraWeights:
         self,
         layout: LoraLayout,
         master: Tensor,
-        backend: Backend,
+        backend: AdapterPacker,
         requires_grad: bool = False,
     ) -> None:
         """`master`: the flat float32 vector of the adapter [layout.size]."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from planish.model.kernels.backend import Backend, LoraMatrices
+from planish.model.kernels.backend import Backend
 from planish.model.kernels.linear import PackedLinear
 from planish.model.kernels.reference.delta_net import sigmoid
+from planish.model.lora import LoraMatrices
 
 
 def adapted_linear(

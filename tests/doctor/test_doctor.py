@@ -32,10 +32,10 @@ from planish.doctor.storage import HubProbe, directory_findings
 from planish.engine.numerics import Numerics
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
-from planish.model.kernels.cpp import threads
 from planish.model.kernels.cpp.build import BuildError
 from planish.model.kernels.verdicts import Verdict
 from planish.model.sources import DEFAULT_MODEL
+from planish.processes import threads
 from planish.sandbox import Sandbox, SandboxUnavailableError
 from planish.testing import tiny_model
 

@@ -27,7 +27,7 @@ from planish.engine.training.trainer import TrainerSettings
 from planish.model import experts
 from planish.model.decoder import Decoder
 from planish.model.kernels.cpp import ops
-from planish.model.kernels.reference.row_tiling import probe
+from planish.model.kernels.reference.probe import probe
 from planish.service import Sample
 from planish.testing import tiny_model
 from planish.types import SampleResponse

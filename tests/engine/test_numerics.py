@@ -16,7 +16,8 @@ from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.backend import TorchBackend
-from planish.model.kernels.reference.row_tiling import FIXED, RowTiling, probe
+from planish.model.kernels.reference.probe import probe
+from planish.model.kernels.row_tiling import FIXED, RowTiling
 from planish.model.kernels.triton.families import FAMILIES
 from planish.testing import tiny_model
 

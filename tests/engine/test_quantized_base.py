@@ -23,10 +23,10 @@ from planish.engine.training.trainer import Trainer, TrainerSettings
 from planish.errors import CheckpointError, UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
-from planish.model.experts import Experts
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.backend import TorchBackend
-from planish.model.kernels.reference.row_tiling import cancelling_inputs
+from planish.model.kernels.reference.probe import cancelling_inputs
+from planish.model.layers import Experts
 from planish.model.quantization import QuantizedWeight, quantize
 from planish.model.weight_sizes import SCHEMES, linear_bytes, quantized_shapes
 from planish.model.weights import load_weights

@@ -19,7 +19,8 @@ from planish.model.decoder import Decoder
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference import ordered_attention
-from planish.model.kernels.reference.row_tiling import RowTiling, probe
+from planish.model.kernels.reference.probe import probe
+from planish.model.kernels.row_tiling import RowTiling
 from planish.model.lora import LoraLayout
 from planish.model.weights import load_weights
 from planish.service import Sample
@@ -172,7 +173,7 @@ def test_sampled_and_trained_logprobs_agree_bitwise_in_bf16(tmp_path, family, op
     decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
     adapter, tiling = trained_adapter(decoder), probe(decoder.backend)
     if tiling is None:
-        pytest.skip("this machine's bf16 products depend on the number of rows; see row_tiling.py")
+        pytest.skip("this machine's bf16 products depend on the number of rows; see probe.py")
     answered = rollouts(decoder, adapter, tiling)
     for micro_batch_tokens in (4096, 500):
         found = np.abs(
@@ -333,7 +334,7 @@ def test_logprobs_agree_for_a_batch_of_one_row(tmp_path):
     decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
     tiling = probe(decoder.backend)
     if tiling is None:
-        pytest.skip("this machine's bf16 products depend on the number of rows; see row_tiling.py")
+        pytest.skip("this machine's bf16 products depend on the number of rows; see probe.py")
     adapter = trained_adapter(decoder)
     found = np.abs(gaps(decoder, adapter, tiling, alone(decoder, adapter, tiling)))
     assert np.quantile(found, 0.98) < 1e-5

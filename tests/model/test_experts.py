@@ -13,9 +13,11 @@ from variants import slow_after
 from planish.errors import DamagedFileError, UnsupportedError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder, _ForwardPass
-from planish.model.experts import Experts, TokenExpertPairs, mixture_of_experts, route
+from planish.model.expert_pairs import TokenExpertPairs
+from planish.model.experts import mixture_of_experts, route
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.backend import TorchBackend
+from planish.model.layers import Experts
 from planish.model.lora import AdapterRange, LoraLayout, LoraWeights
 from planish.model.operations import apply_output_gate
 from planish.model.weights import load_weights

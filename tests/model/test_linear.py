@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from backends import CONFIG, backend_of, torch_backend
 
-from planish.model.kernels.backend import LoraMatrices
 from planish.model.kernels.linear import onednn_packs_bfloat16
 from planish.model.kernels.reference.backend import TorchBackend
-from planish.model.kernels.reference.row_tiling import cancelling_inputs
+from planish.model.kernels.reference.probe import cancelling_inputs
+from planish.model.lora import LoraMatrices
 from planish.model.operations import adapted_linear
 
 SIZES = (64, 16, 16)

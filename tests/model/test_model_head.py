@@ -10,10 +10,11 @@ from backends import backend_of
 from variants import slow_after
 
 from planish.model.head import exact_logits, head_logits, scored_logprobs
-from planish.model.kernels.backend import LoraMatrices
+from planish.model.kernels.backend import Backend
 from planish.model.kernels.linear import PackedLinear
-from planish.model.kernels.reference.backend import TorchBackend, _top_tokens
-from planish.model.kernels.reference.row_tiling import cancelling_inputs
+from planish.model.kernels.reference.backend import _top_tokens
+from planish.model.kernels.reference.probe import cancelling_inputs
+from planish.model.lora import LoraMatrices
 
 
 def head(
@@ -52,9 +53,7 @@ def site(lora) -> LoraMatrices | None:
     return replace(matrices, packed=packed.target(0) if packed else None)
 
 
-def on(
-    states: torch.Tensor, weight: torch.Tensor
-) -> tuple[TorchBackend, torch.Tensor, PackedLinear]:
+def on(states: torch.Tensor, weight: torch.Tensor) -> tuple[Backend, torch.Tensor, PackedLinear]:
     """Return the first arguments of the functions under test."""
     backend = backend_of(weight.dtype)
     return backend, states, backend.pack([weight])
@@ -167,7 +166,7 @@ def test_the_last_row_does_not_depend_on_the_size_of_its_chunk():
     if not torch.equal(states[:32] @ weight.T, (states @ weight.T)[:32]):
         pytest.skip(
             "this machine's bf16 products depend on the number of rows; see "
-            "model/kernels/reference/row_tiling.py"
+            "model/kernels/reference/probe.py"
         )
     row, target = torch.tensor([256]), torch.tensor([5])
     expected = scored_logprobs(*on(states, weight), None, row, target)

@@ -2,8 +2,8 @@
 
 import torch
 
-from planish.model.kernels.backend import LoraMatrices
 from planish.model.kernels.reference.lora import add_lora_, lora_backward_
+from planish.model.lora import LoraMatrices
 
 
 def test_outputs_and_gradients_equal_autograd():

@@ -31,12 +31,10 @@ from planish.engine.release_memory import clear_frames
 from planish.engine.sampling.model_runner import InputBatch
 from planish.model.decoder import Decoder
 from planish.model.kernels.device import Device
-from planish.model.kernels.reference.sampling_attention import PrefillSpan
 from planish.model.kernels.triton.adapters import AdapterTables
-from planish.model.kernels.triton.backend import TritonBackend
 from planish.model.kernels.triton.families import wants_graphs
 from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
-from planish.model.kv_cache import KVPools, KVSpec, SlotOwner
+from planish.model.kv_cache import KVPools, KVSpec, PrefillSpan, SlotOwner
 from planish.model.lora import AdapterRange
 from planish.model.transfer import on_device
 
@@ -100,8 +98,7 @@ class CudaGraphRunner:
     @staticmethod
     def supports(decoder: Decoder) -> bool:
         """Return whether the GPU kernels support this model."""
-        backend = decoder.backend
-        return isinstance(backend, TritonBackend) and backend.supports_graph_runner
+        return decoder.backend.supports_graph_runner
 
     def row_multiple(self, num_adapters: int) -> int:
         """Return 1: no padding is needed, because the kernels process several adapters at once."""

@@ -18,8 +18,7 @@ from planish.engine.sampling.sampling_head import RowLayout, SamplingHead
 from planish.model.decoder import Decoder
 from planish.model.delta_net import Recurrence
 from planish.model.kernels.reference.adapter_stacks import ROWS, AdapterStacks
-from planish.model.kernels.reference.sampling_attention import PrefillSpan
-from planish.model.kv_cache import KVPools, SlotOwner
+from planish.model.kv_cache import KVPools, PrefillSpan, SlotOwner
 from planish.model.lora import AdapterRange, AdapterStackRange
 
 

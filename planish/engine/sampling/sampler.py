@@ -9,7 +9,7 @@ prefix compute that prefix only once.
 
 Deterministic mode is batch-invariant: the bits of a sample's tokens and logprobs do not depend on
 the rest of the batch or on the prefix cache. For this, torch's matmuls are padded to row counts at
-which they are batch-invariant on this machine (see row_tiling.py). Attention adds its terms in the
+which they are batch-invariant on this machine (see probe.py). Attention adds its terms in the
 order of positions (see ordered_attention.py). The trainer follows the same two rules, so it
 reproduces the sampler's logprobs.
 """
@@ -59,13 +59,12 @@ from planish.model.delta_net import (
 from planish.model.head import token_logprobs
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.reference.adapter_stacks import shape_of
-from planish.model.kernels.reference.sampling_attention import PrefillSpan
 from planish.model.kv_cache import (
     GappedKVPool,
     KVBudget,
     KVPool,
     KVPools,
-    KVSpec,
+    PrefillSpan,
     SlotOwner,
     max_pool_bytes,
 )
@@ -200,7 +199,7 @@ class Sampler:
         self._detokenizer = Detokenizer(decode_text, vocabulary_entry)
         self._backend = decoder.backend
         self._head = SamplingHead(decoder)
-        self._kv_spec = KVSpec.from_backend(decoder.backend)
+        self._kv_spec = decoder.backend.kv_spec
         self._runner: EagerRunner | CudaGraphRunner
         if CudaGraphRunner.supports(decoder):
             self._runner = CudaGraphRunner(

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from planish.model.decoder import Decoder
 from planish.model.head import exact_logits, head_logits
-from planish.model.kernels.backend import HeadAdapterRange
-from planish.model.lora import AdapterRange, LoraWeights
+from planish.model.lora import AdapterRange, HeadAdapterRange, LoraWeights
 from planish.model.transfer import on_device
 
 

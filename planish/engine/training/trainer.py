@@ -35,10 +35,10 @@ from planish.errors import NonFiniteError
 from planish.model.decoder import Decoder
 from planish.model.delta_net import activation_bytes_per_row, backward_bytes
 from planish.model.head import scored_logprobs
-from planish.model.kernels.backend import Backend, padded_lora_columns
+from planish.model.kernels.backend import Backend
 from planish.model.kernels.device import Device
 from planish.model.linears import fused_modules
-from planish.model.lora import LoraWeights
+from planish.model.lora import LoraWeights, padded_lora_columns
 from planish.model.prefix_tree import MicroBatch, pack
 from planish.model.transfer import copy_async
 from planish.service import complete_config

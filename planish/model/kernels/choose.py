@@ -19,11 +19,13 @@ from functools import lru_cache
 import torch
 
 from planish.model.config import ModelConfig
+from planish.model.kernels.backend import Backend
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.backend import CppBackend
 from planish.model.kernels.device import Device
 from planish.model.kernels.reference.backend import TorchBackend
-from planish.model.kernels.reference.row_tiling import FIXED, RowTiling, probe
+from planish.model.kernels.reference.probe import probe
+from planish.model.kernels.row_tiling import FIXED, RowTiling
 from planish.model.kernels.triton.backend import TritonBackend
 from planish.model.kernels.triton.families import FAMILIES
 
@@ -34,7 +36,7 @@ def choose_backend(
     device: torch.device,
     deterministic: bool | None,
     gpu_families: Collection[str] = (),
-) -> TorchBackend:
+) -> Backend:
     """Return the backend of a base model.
 
     `deterministic`: whether results must be batch-invariant. None: results on a GPU are not

@@ -193,7 +193,7 @@ class DequantizedWeights:
         """Return x @ weight.T plus the bias [out]: [T, out]. `x`: [T, in]."""
         weight = dequantized(self._weights, self._dtype)
         # Use the kernel of unquantized weights. `F.linear` may add in another order, for which the
-        # probe for batch invariance (reference/row_tiling.py) found no rule.
+        # probe for batch invariance (reference/probe.py) found no rule.
         packed = self._packer([weight], False)
         return F.linear(x, weight, bias) if packed is None else packed.matmul(x, bias)
 

@@ -29,8 +29,8 @@ from planish.engine.sampling.model_runner import EagerRunner, InputBatch
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.errors import UserError
 from planish.model.decoder import Decoder
-from planish.model.kernels.reference.row_tiling import FIXED
 from planish.model.kernels.reference.token_sampling import unpacked
+from planish.model.kernels.row_tiling import FIXED
 from planish.model.sources import DEFAULT_MODEL, resolve_model
 from planish.service import Sample
 from planish.testing import EOS_TOKEN_ID, VOCAB_SIZE, save_byte_tokenizer, tiny_model

@@ -15,7 +15,6 @@ from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner, GraphReco
 from planish.engine.sampling.model_runner import EagerRunner
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.model.decoder import Decoder
-from planish.model.kv_cache import KVSpec
 from planish.testing import tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -268,7 +267,7 @@ def recorded_sizes(decoder, patch, record) -> CudaGraphRunner:
     """Return a model runner that has captured all its graphs with `record`."""
     passes = CudaGraphRunner(
         decoder,
-        KVSpec.from_backend(decoder.backend),
+        decoder.backend.kv_spec,
         max_batch=3,
         max_prefill_tokens_per_step=8,
     )

@@ -23,7 +23,8 @@ from planish.engine.training.trainer import TrainerSettings
 from planish.errors import UserError
 from planish.model.decoder import Decoder
 from planish.model.delta_net import state_bytes
-from planish.model.kernels.reference.row_tiling import FIXED, RowTiling, probe
+from planish.model.kernels.reference.probe import probe
+from planish.model.kernels.row_tiling import FIXED, RowTiling
 from planish.model.lora import LoraLayout, LoraWeights
 from planish.model.positions import STATE_CHUNK
 from planish.service import Sample

@@ -22,7 +22,8 @@ from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.errors import NonFiniteError
 from planish.model.decoder import Decoder
 from planish.model.kernels.cpp import ops
-from planish.model.kernels.reference.row_tiling import FIXED, RowTiling, probe
+from planish.model.kernels.reference.probe import probe
+from planish.model.kernels.row_tiling import FIXED, RowTiling
 from planish.model.kv_cache import KVPool
 from planish.model.lora import LoraLayout, LoraWeights
 from planish.service import Sample, SampledToken

@@ -22,7 +22,7 @@ from planish.errors import NonFiniteError, UnsupportedError, UserError
 from planish.model.decoder import Decoder
 from planish.model.kernels.linear import PackedLinear
 from planish.model.kernels.reference.backend import TorchBackend
-from planish.model.kernels.reference.row_tiling import RowTiling
+from planish.model.kernels.row_tiling import RowTiling
 from planish.model.lora import LoraLayout
 from planish.testing import CONFIGS, tiny_model
 from planish.types import AdamParams, Datum, LoraConfig, ModelInput, TensorData

@@ -23,12 +23,8 @@ from torch import Tensor
 
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.ops import AttentionPlan, StoringAttention
-from planish.model.kernels.reference.sampling_attention import (
-    ATTENDED_ROWS,
-    PrefillSpan,
-    SampleSlot,
-)
-from planish.model.kv_cache import KVPool, KVPools, SlotOwner
+from planish.model.kernels.reference.sampling_attention import ATTENDED_ROWS
+from planish.model.kv_cache import KVPool, KVPools, PrefillSpan, SampleSlot, SlotOwner
 from planish.model.positions import SPAN
 from planish.model.prefix_tree import MicroBatch
 

@@ -11,22 +11,13 @@ Its matmuls and its attention are batch-invariant. torch computes what the kerne
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from planish.model.config import ModelConfig
 from planish.model.delta_net import Recurrence, StateSegment
-from planish.model.kernels.backend import (
-    AdapterBatch,
-    Attend,
-    ExactLogits,
-    ForwardPass,
-    HeadAdapterRange,
-    HeadAdapters,
-    LoraMatrices,
-)
 from planish.model.kernels.cpp import head as head_ops
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.attention import (
@@ -56,6 +47,14 @@ from planish.model.kernels.cpp.matmul import (
 from planish.model.kernels.cpp.ops import StoringAttention
 from planish.model.kernels.cpp.quantized_matmul import CppQuantizedWeight, supports_quantized
 from planish.model.kernels.cpp.self_test import FAMILIES
+from planish.model.kernels.interface import (
+    AdapterBatch,
+    Attend,
+    DecoderWeights,
+    ExactLogits,
+    ForwardPass,
+    HeadAdapters,
+)
 from planish.model.kernels.linear import (
     PackedLinear,
     PackedQuantizedWeight,
@@ -63,9 +62,9 @@ from planish.model.kernels.linear import (
     concatenate,
 )
 from planish.model.kernels.reference.backend import TorchBackend, TorchHeadAdapters
-from planish.model.kernels.reference.row_tiling import RowTiling
-from planish.model.kernels.reference.sampling_attention import PrefillSpan
-from planish.model.kv_cache import KVPools, SlotOwner
+from planish.model.kernels.row_tiling import RowTiling
+from planish.model.kv_cache import KVPools, PrefillSpan, SlotOwner
+from planish.model.layers import DenseMLP, Layer
 from planish.model.linears import (
     distinct_fused_modules,
     fused_modules,
@@ -75,15 +74,14 @@ from planish.model.linears import (
 from planish.model.lora import (
     AdapterRange,
     AdapterStackRange,
+    HeadAdapterRange,
     LoraLayout,
+    LoraMatrices,
     LoraWeights,
     fused_module_names,
 )
 from planish.model.prefix_tree import MicroBatch
 from planish.model.quantization import QuantizedWeight
-
-if TYPE_CHECKING:
-    from planish.model.decoder import Decoder, DenseMLP, Layer
 
 
 class CppBackend(TorchBackend):
@@ -115,8 +113,8 @@ class CppBackend(TorchBackend):
             [(config.vocab_size, config.hidden_size)], dtype
         )
         self._supports_delta_net = config.delta_net is None or supports_delta_net(config.delta_net)
-        self.has_cpp_attention = ops.supports_attention(config.head_dim)
-        if self.has_cpp_attention:
+        self.attention_is_batch_invariant = ops.supports_attention(config.head_dim)
+        if self.attention_is_batch_invariant:
             self.kv_dtype = dtype
 
     @property
@@ -131,7 +129,7 @@ class CppBackend(TorchBackend):
         supported = {
             "matmul": self.can_pack(size, size),
             "lora": self.packs_layer_adapters,
-            "attention": self.has_cpp_attention,
+            "attention": self.attention_is_batch_invariant,
             "delta_net": self._supports_delta_net,
         }
         return frozenset(
@@ -250,7 +248,7 @@ class CppBackend(TorchBackend):
 
     # Forward pass
 
-    def decode_pass(self, decoder: Decoder) -> ForwardPass | None:
+    def decode_pass(self, decoder: DecoderWeights) -> ForwardPass | None:
         """Return a forward pass that runs all layers in one native call.
 
         Return None if the kernels do not support all weights, all adapters and the attention, or if
@@ -267,7 +265,11 @@ class CppBackend(TorchBackend):
             or config.delta_net is not None
         ):
             return None
-        if not (self.packs_layer_adapters and self.has_cpp_attention and "decode" in self.families):
+        if not (
+            self.packs_layer_adapters
+            and self.attention_is_batch_invariant
+            and "decode" in self.families
+        ):
             return None
         if self.config.num_experts:
             return None  # The native pass has no experts.
@@ -354,13 +356,13 @@ class CppBackend(TorchBackend):
 
     def tree_attention(self, micro_batch: MicroBatch) -> Attend:
         """Return the attention of a micro-batch of the trainer, with gradients."""
-        if not self.has_cpp_attention:
+        if not self.attention_is_batch_invariant:
             return super().tree_attention(micro_batch)
         return CppTreeAttention(micro_batch, self.config.windows)
 
     def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
         """Return the causal attention of prompt rows, which stores their keys and values."""
-        if not self.has_cpp_attention:
+        if not self.attention_is_batch_invariant:
             return super().prefill_attention(spans)
         return CppPrefillAttention(spans, self.config.windows)
 
@@ -388,7 +390,7 @@ class CppBackend(TorchBackend):
         row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> Attend:
         """Return the attention of a decoding step with new rows for each sample."""
-        if not self.has_cpp_attention:
+        if not self.attention_is_batch_invariant:
             return super().decode_attention(first_rows, prompt_pools, sample_pools, row_counts)
         return CppDecodeAttention(
             first_rows, prompt_pools, sample_pools, self.config.windows, row_counts

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.model.kernels.backend import MIN_WEIGHT, padded_lora_columns
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.matmul import CppPackedModule
+from planish.model.kernels.interface import MIN_WEIGHT
+from planish.model.lora import padded_lora_columns
 
 _HeadRecord = np.dtype(
     [

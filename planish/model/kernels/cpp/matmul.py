@@ -11,18 +11,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planish.model.kernels.backend import LORA_COLUMNS, padded_lora_columns
+from planish.model.expert_pairs import TokenExpertPairs
 from planish.model.kernels.cpp import ops
-
-if TYPE_CHECKING:
-    from planish.model.experts import TokenExpertPairs
+from planish.model.lora import LORA_COLUMNS, padded_lora_columns
 
 PANEL_WIDTH = 64
 _VECTOR_SIZE = LORA_COLUMNS

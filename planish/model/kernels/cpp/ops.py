@@ -30,6 +30,7 @@ from planish.errors import UserError
 from planish.files import cache_home
 from planish.model.kernels.cpp.build import BuildError, compiled_library
 from planish.model.kernels.cpp.self_test import FAMILIES, verdicts_of
+from planish.model.kernels.interface import ExactLogits
 from planish.model.kernels.verdicts import Verdict
 
 _SUFFIX = {torch.float32: "f", torch.bfloat16: "h"}
@@ -372,10 +373,6 @@ def _gated_backward(function: str, grad: Tensor, gate_up: Tensor, *options: floa
     out = torch.empty_like(gate_up)
     call(function, grad.dtype, grad.contiguous(), gate_up, out, *options, *grad.shape)
     return out
-
-
-ExactLogits = tuple[Tensor, Tensor]
-"""Logits that were recomputed in float32: tokens int64 [R, k] and their values, float32 [R, k]."""
 
 
 def log_sum_exp(

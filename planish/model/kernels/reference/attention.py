@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.model.kernels.backend import Attend
+from planish.model.kernels.interface import Attend
 from planish.model.kernels.reference import ordered_attention
 from planish.model.positions import round_up_to_spans
 from planish.model.prefix_tree import MicroBatch, attention_mask

@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,19 +19,17 @@ from torch import Tensor
 
 from planish.model.config import ModelConfig
 from planish.model.delta_net import Recurrence, StateSegment
-from planish.model.kernels.backend import (
+from planish.model.expert_pairs import TokenExpertPairs
+from planish.model.kernels.device import Device
+from planish.model.kernels.interface import (
     MIN_WEIGHT,
     AdapterBatch,
     Attend,
+    DecoderWeights,
     ExactLogits,
     ForwardPass,
-    HeadAdapterRange,
     HeadAdapters,
-    LoraMatrices,
-    PackedAdapter,
-    padded_lora_columns,
 )
-from planish.model.kernels.device import Device
 from planish.model.kernels.linear import (
     DequantizedWeights,
     OneDnnWeight,
@@ -45,12 +43,10 @@ from planish.model.kernels.linear import (
 from planish.model.kernels.reference.attention import TorchTreeAttention
 from planish.model.kernels.reference.delta_net import SequenceRecurrence, TreeRecurrence
 from planish.model.kernels.reference.lora import add_lora_, add_lora_stack_, lora_backward_
-from planish.model.kernels.reference.row_tiling import RowTiling
 from planish.model.kernels.reference.sampling_attention import (
     ATTENDED_ROWS,
     DecodeAttention,
     PrefillAttention,
-    PrefillSpan,
 )
 from planish.model.kernels.reference.token_sampling import (
     SORTING_BYTES,
@@ -59,15 +55,20 @@ from planish.model.kernels.reference.token_sampling import (
     keep_allowed_,
     sample_from_weights,
 )
-from planish.model.kv_cache import KVPools, SlotOwner
-from planish.model.lora import AdapterRange, AdapterStackRange, LoraLayout
+from planish.model.kernels.row_tiling import RowTiling
+from planish.model.kv_cache import KVPools, KVSpec, PrefillSpan, SlotOwner
+from planish.model.lora import (
+    AdapterRange,
+    AdapterStackRange,
+    HeadAdapterRange,
+    LoraLayout,
+    LoraMatrices,
+    PackedAdapter,
+    padded_lora_columns,
+)
 from planish.model.prefix_tree import MicroBatch
 from planish.model.quantization import Fp8Weight, QuantizedWeight
 from planish.types import SamplingParams
-
-if TYPE_CHECKING:
-    from planish.model.decoder import Decoder
-    from planish.model.experts import TokenExpertPairs
 
 # Number of vocabulary entries that `_chunk_sums` sums in float32 before it changes to float64.
 _SUM_CHUNK = 128
@@ -114,8 +115,7 @@ class TorchBackend:
     """Whether a compiled kernel applies the adapters of the layers."""
     packs_head_adapters: bool
     """Whether a compiled kernel applies the adapters of the head."""
-    has_cpp_attention: bool
-    """Whether sampler and trainer use the C++ attention kernel."""
+    attention_is_batch_invariant: bool
     logits_dtype: torch.dtype
     """The dtype in which logits are computed, and stored for the backward pass."""
     kv_dtype: torch.dtype
@@ -157,7 +157,9 @@ class TorchBackend:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self.families = frozenset()
-        self.packs_layer_adapters = self.packs_head_adapters = self.has_cpp_attention = False
+        self.packs_layer_adapters = self.packs_head_adapters = self.attention_is_batch_invariant = (
+            False
+        )
         self.make_batch_invariant(None)
         on_gpu = self.needs_adjacent_weights = Device(device).is_gpu
         accum_dtype = torch.promote_types(dtype, torch.float32)
@@ -196,6 +198,16 @@ class TorchBackend:
         These kernels are batch-invariant: they add in the same order for every batch.
         """
         return False
+
+    @property
+    def supports_graph_runner(self) -> bool:
+        """Whether the sampler can use the runner of cuda_graph_runner.py: not with torch."""
+        return False
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """The shape, dtype and device of the keys and values of one position."""
+        return KVSpec.of(self.config, self.kv_dtype, self.device)
 
     def use_kernels(self, kernels: Any, families: Collection[str]) -> None:
         """Let the functions of the module `kernels` replace this backend's operations of the same
@@ -676,7 +688,7 @@ class TorchBackend:
 
     # Attention
 
-    def decode_pass(self, decoder: Decoder) -> ForwardPass | None:
+    def decode_pass(self, decoder: DecoderWeights) -> ForwardPass | None:
         """Return a forward pass for decoding steps that is faster than `Decoder.forward`, or None
         if this backend has none.
 

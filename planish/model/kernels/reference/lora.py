@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from planish.model.kernels.backend import LoraMatrices
+from planish.model.lora import LoraMatrices
 
 
 def add_lora_(x: Tensor, out: Tensor, sizes: Sequence[int], lora: LoraMatrices) -> Tensor:

@@ -27,13 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from planish.model.kernels.row_tiling import QUERY_ROWS
 from planish.model.positions import SPAN
-
-QUERY_ROWS = 16
-"""Minimum number of rows of a matmul in the trainer, where padding costs almost nothing.
-
-No machine tested so far needed more rows for batch invariance.
-"""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,14 @@ from planish.model.kernels.reference.ordered_attention import (
     attention_scores,
     row_max,
 )
-from planish.model.kv_cache import KVPool, KVPools, SlotOwner
+from planish.model.kv_cache import (
+    KVPool,
+    KVPools,
+    PrefillSpan,
+    PromptSlot,
+    SampleSlot,
+    SlotOwner,
+)
 from planish.model.positions import SPAN, round_up_to_spans
 
 ATTENDED_ROWS = 16
@@ -36,48 +43,6 @@ _MAX_ROWS_PER_SLOT = 8
 """The maximum number of rows of one prompt in one matmul. A small number limits padding if some
 prompts of a pool have one sample and others have many.
 """
-
-
-class PromptSlot(Protocol):
-    """A prompt with a slot in a pool."""
-
-    slot: int
-
-    @property
-    def length(self) -> int:
-        """The number of tokens of the prompt."""
-        ...
-
-
-class SampleSlot(Protocol):
-    """A running sample with a slot in a pool."""
-
-    slot: int
-
-    @property
-    def stored(self) -> int:
-        """The number of positions in the sample's slot before this step."""
-        ...
-
-    @property
-    def prompt(self) -> PromptSlot:
-        """The prompt that the sample continues."""
-        ...
-
-
-@dataclass(frozen=True)
-class PrefillSpan:
-    """A range of batch rows that belong to one prompt.
-
-    Rows row .. row + count - 1 of the batch are positions start .. start + count - 1 of the prompt
-    in slot `slot` of `pool`.
-    """
-
-    pool: KVPool
-    slot: int
-    row: int
-    start: int
-    count: int
 
 
 class PrefillAttention:

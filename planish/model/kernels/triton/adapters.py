@@ -15,18 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from planish.model.config import ModelConfig
-from planish.model.kernels.backend import LoraMatrices
-from planish.model.lora import FUSED_MODULE_NAMES, AdapterRange, LoraWeights
-
-if TYPE_CHECKING:
-    from planish.model.experts import TokenExpertPairs
+from planish.model.expert_pairs import TokenExpertPairs
+from planish.model.lora import FUSED_MODULE_NAMES, AdapterRange, LoraMatrices, LoraWeights
 
 _MATRICES = 4
 """The number of matrices of a target module: A and up to three Bs."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from planish.model.config import ModelConfig
-from planish.model.kernels.backend import Attend
+from planish.model.kernels.interface import Attend
 from planish.model.kernels.linear import PackedQuantizedWeight
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.triton.families import FAMILIES, supported_families

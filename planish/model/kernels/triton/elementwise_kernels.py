@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from planish.model.kernels.cpp.ops import ExactLogits
+from planish.model.kernels.interface import ExactLogits
 from planish.model.kernels.triton.common import power_of_two, rounded
 
 _TILE = 1024

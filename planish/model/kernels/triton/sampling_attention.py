@@ -25,8 +25,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.model.kernels.reference.sampling_attention import PrefillSpan, PromptSlot, SampleSlot
-from planish.model.kv_cache import KVPool, KVPools, KVSpec, SlotOwner
+from planish.model.kv_cache import (
+    KVPool,
+    KVPools,
+    KVSpec,
+    PrefillSpan,
+    PromptSlot,
+    SampleSlot,
+    SlotOwner,
+)
 from planish.model.positions import SPAN, capacity_for
 from planish.model.transfer import on_device, pinned
 

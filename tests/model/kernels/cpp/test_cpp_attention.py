@@ -17,8 +17,7 @@ from planish.model.kernels.cpp.attention import (
     CppTreeAttention,
 )
 from planish.model.kernels.reference.attention import dense_mask_attention
-from planish.model.kernels.reference.sampling_attention import PrefillSpan
-from planish.model.kv_cache import KVPools, KVSpec, SlotOwner
+from planish.model.kv_cache import KVPools, KVSpec, PrefillSpan, SlotOwner
 from planish.model.positions import SPAN, capacity_for
 from planish.model.prefix_tree import MicroBatch, pack
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from planish.model.decoder import Decoder
 from planish.model.kernels.cpp.attention import CppDecodeAttention
 from planish.model.kernels.cpp.decode_pass import DecodePass
-from planish.model.kv_cache import KVPools, KVSpec, SlotOwner
+from planish.model.kv_cache import KVPools, SlotOwner
 from planish.model.lora import AdapterRange, LoraLayout, LoraWeights
 from planish.model.positions import SPAN, capacity_for
 from planish.testing import tiny_model
@@ -29,7 +29,7 @@ class Running:
 
     def __init__(self, decoder: Decoder) -> None:
         torch.manual_seed(3)
-        shape = KVSpec.from_backend(decoder.backend)
+        shape = decoder.backend.kv_spec
         self.prompts, self.samples = KVPools(shape), KVPools(shape)
         self.owners = []
         for length, answers in ((2 * SPAN + 3, 4), (SPAN - 1, 9)):

@@ -13,7 +13,7 @@ from variants import slow_after
 from planish.model.head import scored_logprobs
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.matmul import CppPackedWeight, WeightArena, supports_matmul
-from planish.model.kernels.reference.row_tiling import cancelling_inputs
+from planish.model.kernels.reference.probe import cancelling_inputs
 from planish.model.operations import add_rms_norm, gated_activation, rope
 
 DTYPES = [torch.float32, torch.bfloat16]

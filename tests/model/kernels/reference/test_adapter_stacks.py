@@ -12,7 +12,7 @@ from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.model.decoder import Decoder
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.adapter_stacks import AdapterStacks
-from planish.model.kernels.reference.row_tiling import probe
+from planish.model.kernels.reference.probe import probe
 from planish.model.lora import AdapterRange, AdapterStackRange, LoraLayout, LoraWeights
 from planish.service import Sample
 from planish.testing import tiny_model

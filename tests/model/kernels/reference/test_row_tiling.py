@@ -17,19 +17,15 @@ from planish.engine.settings import EngineSettings
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
+from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.linear import onednn_packs_bfloat16
-from planish.model.kernels.reference import row_tiling
+from planish.model.kernels.reference import probe as probing
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.reference.lora import add_outputs_
-from planish.model.kernels.reference.row_tiling import (
-    FIXED,
-    LoraRowRule,
-    RowTiling,
-    cancelling_inputs,
-    probe,
-)
+from planish.model.kernels.reference.probe import cancelling_inputs, probe
+from planish.model.kernels.row_tiling import FIXED, LoraRowRule, RowTiling
 from planish.model.lora import LoraLayout, LoraWeights
 from planish.service import CreateModel, Sample
 from planish.testing import tiny_model
@@ -40,7 +36,7 @@ COUNTS = (*range(1, 70), 100, 150, 239, 240)
 
 
 def disagreeing(
-    backend: TorchBackend, rank: int | None, x: torch.Tensor, weight: torch.Tensor
+    backend: Backend, rank: int | None, x: torch.Tensor, weight: torch.Tensor
 ) -> list[int]:
     """Return the row counts at which a matmul padded by the tiling is not batch-invariant."""
     linear, tiling = backend.pack([weight]), backend.tiling
@@ -97,7 +93,7 @@ def test_matmuls_of_planish_kernels_are_not_probed(tmp_path, dtype, vocab_size, 
     backend = choose_backend(config, dtype, CPU, None)
     if not backend.can_pack(64, 64):
         pytest.skip("this machine has no kernels of our own")
-    assert [module.sizes for module in row_tiling._torch_lora_modules(backend)] == sizes
+    assert [module.sizes for module in probing._torch_lora_modules(backend)] == sizes
     tiling = backend.tiling
     assert tiling is not None
     assert tiling.padded(1, None) == 1

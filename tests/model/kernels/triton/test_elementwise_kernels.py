@@ -16,12 +16,11 @@ from planish.engine.sampling import token_sampling
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.head import scored_logprobs
-from planish.model.kernels.backend import LoraMatrices
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.reference.token_sampling import sample_from_weights
 from planish.model.kernels.triton.backend import TritonBackend
 from planish.model.kernels.triton.families import FAMILIES
-from planish.model.lora import AdapterRange, LoraLayout, LoraWeights
+from planish.model.lora import AdapterRange, LoraLayout, LoraMatrices, LoraWeights
 from planish.model.operations import add_rms_norm, gated_activation, rope
 from planish.model.weights import load_weights
 from planish.testing import tiny_model

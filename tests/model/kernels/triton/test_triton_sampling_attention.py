@@ -14,16 +14,12 @@ from hypothesis import strategies as st
 from test_cpp_attention import Prompt, Sample
 from torch import Tensor
 
-from planish.model.kernels.backend import Attend
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.attention import CppDecodeAttention
-from planish.model.kernels.reference.sampling_attention import (
-    DecodeAttention,
-    PrefillAttention,
-    PrefillSpan,
-)
+from planish.model.kernels.interface import Attend
+from planish.model.kernels.reference.sampling_attention import DecodeAttention, PrefillAttention
 from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
-from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVSpec, SlotOwner
+from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVSpec, PrefillSpan, SlotOwner
 from planish.model.positions import SPAN, capacity_for
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

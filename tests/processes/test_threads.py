@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planish.model.kernels.cpp import threads
+from planish.processes import threads
 
 CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

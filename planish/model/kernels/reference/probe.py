@@ -1,4 +1,4 @@
-"""Batch invariance: the numbers of rows for which matmuls are bitwise reproducible per row.
+"""Measure at which numbers of rows torch's matmuls are batch-invariant on this machine.
 
 A matrix library chooses its kernel by the number of rows, and each kernel has its own order of
 additions. So the last bits of a sample's logits depend on the batch size. To prevent this, matmuls
@@ -31,13 +31,13 @@ from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from planish.model.config import ModelConfig
-from planish.model.kernels.backend import LORA_COLUMNS, Backend, LoraMatrices
+from planish.model.kernels.backend import Backend
 from planish.model.kernels.reference.lora import add_lora_stack_, add_outputs_
-from planish.model.kernels.reference.ordered_attention import QUERY_ROWS
+from planish.model.kernels.row_tiling import QUERY_ROWS, LoraRowRule, RowTiling
 from planish.model.linears import distinct_fused_modules, linear_shape
+from planish.model.lora import LORA_COLUMNS, LoraMatrices
 from planish.model.positions import SPAN
 
 _MULTIPLES = (1, 4, 16)
@@ -78,83 +78,6 @@ _STACKED = 3
 """Number of adapters in a probed stack, which is one batched matmul of several adapters."""
 _STACK_ROWS = (4, 8, 12, 16, 32, 64)
 """Rows per adapter in a probed stack."""
-FIXED_TILE = 32
-"""Rows per tile if no number of rows is batch-invariant."""
-
-
-@dataclass(frozen=True)
-class LoraRowRule:
-    """The row counts that make an adapter's LoRA matmuls in torch batch-invariant."""
-
-    min_rows: int | None
-    """Minimum number of rows. None: no tested number of rows is batch-invariant."""
-    multiple: int = 1
-    """The number of rows must be a multiple of this. Some matrix-vector products of rank 1 need 4.
-    """
-    can_stack: bool = False
-    """Whether one batched matmul of several adapters is bit-identical to separate matmuls."""
-
-
-@dataclass(frozen=True)
-class RowTiling:
-    """The padding of row counts that makes matmuls batch-invariant."""
-
-    multiple: int = 1
-    """The number of rows of each matmul is padded to a multiple of this."""
-    tile: int | None = None
-    """If given, every matmul runs in tiles of exactly this many rows."""
-    query_rows: int = QUERY_ROWS
-    """Minimum number of rows of torch's float32 matmuls in the attention."""
-    min_rows: int = 1
-    """Minimum number of rows of matmuls with the base weights."""
-    lora: Callable[[int], LoraRowRule] | None = None
-    """Maps a rank to the rule for its adapters. None: adapters need no more than the base weights.
-    """
-
-    def padded(self, num_rows: int, rank: int | None = None) -> int:
-        """Return the padded number of rows of a matmul with base weights or LoRA of `rank`."""
-        min_rows, multiple = self.min_rows, self.multiple
-        if rank is not None and self.lora is not None:
-            rule = self.lora(rank)
-            min_rows, multiple = max(min_rows, rule.min_rows or 1), max(multiple, rule.multiple)
-        num_rows = max(num_rows, min_rows)
-        return num_rows + -num_rows % multiple  # each of _MULTIPLES divides the next
-
-    def run(
-        self, function: Callable[..., Tensor], *tensors: Tensor, rank: int | None = None
-    ) -> Tensor:
-        """Return function(*tensors), computed with batch-invariant numbers of rows.
-
-        `tensors` and the result are matrices with T rows, one per row of the batch. The function
-        may modify every tensor except the first in place. `rank`: the LoRA rank if the function
-        computes LoRA matmuls, else None.
-        """
-        num_rows = tensors[0].shape[0]
-        missing = self.padded(num_rows, rank) - num_rows
-        given = tuple(F.pad(x, (0, 0, 0, missing)) for x in tensors) if missing else tensors
-        if self.tile is None:
-            found = function(*given)
-        else:
-            tiles = zip(*(x.split(self.tile) for x in given), strict=True)
-            found = torch.cat([function(*tile) for tile in tiles])
-        if not missing:
-            return found
-        for x, padded in zip(tensors[1:], given[1:], strict=True):
-            x.copy_(padded[:num_rows])
-        return found[:num_rows]
-
-    def is_invariant(self, rank: int) -> bool:
-        """Return whether samples of adapters of this rank are batch-invariant."""
-        return self.lora is None or self.lora(rank).min_rows is not None
-
-    def can_stack(self, rank: int) -> bool:
-        """Return whether batched matmuls of several adapters of this rank are bit-identical to
-        separate ones.
-        """
-        return self.lora is not None and self.lora(rank).can_stack
-
-
-FIXED = RowTiling(multiple=FIXED_TILE, tile=FIXED_TILE)
 
 
 @torch.inference_mode()
@@ -187,7 +110,7 @@ def probe(backend: Backend, *, at_any_cost: bool = False) -> RowTiling | None:
             return RowTiling(
                 multiple,
                 query_rows=QUERY_ROWS
-                if backend.has_cpp_attention
+                if backend.attention_is_batch_invariant
                 else _probe_query_rows(config, device),
                 min_rows=min_rows,
                 lora=cache(rule) if modules else None,

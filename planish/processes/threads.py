@@ -2,9 +2,9 @@
 
 The module also sets how long Python's threads wait for the interpreter lock.
 
-Our kernels run on a thread pool of their own (cpp/src/pool.h). torch's operations run on OpenMP
-threads. By default, OpenMP threads spin for milliseconds after each operation, on cores that the
-pool and other processes need.
+Our kernels run on a thread pool of their own (model/kernels/cpp/src/pool.h). torch's operations
+run on OpenMP threads. By default, OpenMP threads spin for milliseconds after each operation, on
+cores that the pool and other processes need.
 """
 
 from __future__ import annotations
