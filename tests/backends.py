@@ -8,8 +8,7 @@ import torch
 from planish.model.config import ModelConfig, RopeConfig
 from planish.model.decoder import Decoder
 from planish.model.kernels.backend import Backend
-from planish.model.kernels.choose import choose_backend
-from planish.model.kernels.reference.backend import TorchBackend
+from planish.model.kernels.choose import choose_backend, fastest_backend, reference_backend
 from planish.model.kernels.row_tiling import RowTiling
 
 CPU = torch.device("cpu")
@@ -41,15 +40,15 @@ def backend_of(
 
 def torch_backend(
     dtype: torch.dtype = torch.float32, device: torch.device = CPU, **changes: int
-) -> TorchBackend:
+) -> Backend:
     """Return the reference implementation for the same model."""
-    return TorchBackend(replace(CONFIG, **changes), dtype, device)
+    return reference_backend(replace(CONFIG, **changes), dtype, device)
 
 
 def with_tiling(decoder: Decoder, tiling: RowTiling | None) -> Decoder:
     """Return the same decoder with a backend that uses this row tiling."""
-    decoder_copy, backend_copy = copy(decoder), copy(decoder.backend)
-    assert isinstance(backend_copy, TorchBackend)
-    backend_copy.make_batch_invariant(tiling)
-    decoder_copy.backend = backend_copy
+    decoder_copy, backend = copy(decoder), decoder.backend
+    decoder_copy.backend = fastest_backend(
+        backend.config, backend.dtype, backend.device, backend.families, tiling
+    )
     return decoder_copy

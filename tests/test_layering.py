@@ -182,6 +182,18 @@ def test_there_is_no_cycle(arrows):
         visit(name, ())
 
 
+def test_the_interface_of_the_kernels_knows_no_implementation(arrows):
+    kernels = "planish.model.kernels"
+    implementations = tuple(f"{kernels}.{name}" for name in ("cpp", "reference", "triton"))
+    known = {
+        a.target
+        for a in arrows
+        if a.source in (f"{kernels}.interface", f"{kernels}.backend")
+        and a.target.startswith(implementations)
+    }
+    assert not known
+
+
 def test_only_the_local_client_and_records_of_this_machine_reach_the_engine(arrows):
     reaching = {
         a.source for a in arrows if part(a.source) == "client" and part(a.target) == "engine"

@@ -39,10 +39,9 @@ from planish.engine.settings import DTYPES
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.kernels.backend import Backend
-from planish.model.kernels.choose import choose_backend
+from planish.model.kernels.choose import choose_backend, reference_backend
 from planish.model.kernels.device import Device, accumulate_in_float32
 from planish.model.kernels.reference.attention import dense_mask_attention
-from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.triton.adapters import AdapterTables
 from planish.model.kernels.triton.families import FAMILIES
 from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
@@ -155,9 +154,9 @@ class Case:
         return choose_backend(self.config, self.dtype, self.device, deterministic=False)
 
     @cached_property
-    def reference(self) -> TorchBackend:
+    def reference(self) -> Backend:
         """The reference implementation of the elementwise kernels, in float64."""
-        return TorchBackend(self.config, torch.float64, self.device)
+        return reference_backend(self.config, torch.float64, self.device)
 
     def random_ints(self, high: int, *shape: int) -> Tensor:
         """Return random integers from 0 to `high` - 1, int64, on the CPU."""

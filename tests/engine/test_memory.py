@@ -21,8 +21,7 @@ from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.fp8_config import Fp8Config
-from planish.model.kernels.choose import choose_backend
-from planish.model.kernels.reference.backend import TorchBackend
+from planish.model.kernels.choose import choose_backend, reference_backend
 from planish.model.kv_cache import max_pool_bytes
 from planish.model.weight_sizes import (
     linear_bytes,
@@ -359,7 +358,7 @@ def test_activation_bytes_on_a_gpu_include_float32_logits(shaped, gpu):
     config = ModelConfig.from_directory(shaped("Qwen3-0.6B"))
     kept = [
         TrainerSettings(16384).activation_bytes(
-            TorchBackend(config, torch.bfloat16, torch.device(kind))
+            reference_backend(config, torch.bfloat16, torch.device(kind))
         )
         for kind in ("cpu", "cuda")
     ]
@@ -372,7 +371,7 @@ def test_step_bytes_on_a_cpu_include_attention_scores(shaped, monkeypatch):
     long = replace(short, max_context=short.max_context + 100_000)
 
     def workspace_bytes(config: ModelConfig, device: str) -> int:
-        backend = TorchBackend(config, torch.float32, torch.device(device))
+        backend = reference_backend(config, torch.float32, torch.device(device))
         return SamplerSettings().workspace_bytes(backend)
 
     # threads * rows * query heads per KV head * positions * bytes

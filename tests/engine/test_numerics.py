@@ -13,9 +13,8 @@ from planish.engine.settings import EngineSettings
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.kernels.backend import Backend
-from planish.model.kernels.choose import choose_backend
+from planish.model.kernels.choose import choose_backend, reference_backend
 from planish.model.kernels.cpp import ops
-from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.reference.probe import probe
 from planish.model.kernels.row_tiling import FIXED, RowTiling
 from planish.model.kernels.triton.families import FAMILIES
@@ -40,8 +39,7 @@ def library() -> ops.Library:
 
 
 def described(backend: Backend, tiling: RowTiling | None) -> Numerics:
-    assert isinstance(backend, TorchBackend)
-    backend.make_batch_invariant(tiling)
+    backend.tiling = tiling
     return describe_numerics(backend)
 
 
@@ -69,8 +67,8 @@ def test_kernel_families_replaced_by_torch_are_named(library, config, monkeypatc
 
 
 def test_numerics_without_kernels_and_with_fixed_tiles(config):
-    tiles = described(TorchBackend(config, HALF, CPU), FIXED)
-    plain = described(TorchBackend(config, FLOAT, CPU), None)
+    tiles = described(reference_backend(config, HALF, CPU), FIXED)
+    plain = described(reference_backend(config, FLOAT, CPU), None)
     assert tiles.kernels == plain.kernels == "torch"
     assert tiles.is_batch_invariant
     assert tiles.alarm_kl == 1e-2  # only the sampler computes in tiles

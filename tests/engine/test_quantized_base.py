@@ -23,8 +23,8 @@ from planish.engine.training.trainer import Trainer, TrainerSettings
 from planish.errors import CheckpointError, UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
+from planish.model.kernels.choose import reference_backend
 from planish.model.kernels.cpp import ops
-from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.reference.probe import cancelling_inputs
 from planish.model.layers import Experts
 from planish.model.quantization import QuantizedWeight, quantize
@@ -163,7 +163,7 @@ def test_sizes_without_a_quantized_kernel_are_batch_invariant(tmp_path, dtype, c
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_torch_multiplies_quantized_weights_as_it_does_others(dtype):
     """The probe for batch invariance runs the kernel of weights that are not quantized."""
-    backend = TorchBackend(CONFIG, dtype, CPU)
+    backend = reference_backend(CONFIG, dtype, CPU)
     x, weight = cancelling_inputs(80, 33, 70)
     weights, x = [quantize(weight, "int8")], x.to(dtype)
     quantized = backend.pack_quantized(weights, (None,))

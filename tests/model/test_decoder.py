@@ -15,8 +15,7 @@ from variants import slow_after
 from planish.engine.checkpoints.files import peft_config
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
-from planish.model.kernels.choose import choose_backend
-from planish.model.kernels.reference.backend import TorchBackend
+from planish.model.kernels.choose import choose_backend, reference_backend
 from planish.model.lora import AdapterRange, LoraLayout, LoraWeights
 from planish.model.prefix_tree import pack
 from planish.model.rope import RotaryEmbedding
@@ -403,7 +402,7 @@ def test_loading_on_a_device_allocates_only_the_weights(tmp_path, family):
             return out
 
     with Noted():
-        Decoder(weights, TorchBackend(config, torch.bfloat16, torch.device("meta")))
+        Decoder(weights, reference_backend(config, torch.bfloat16, torch.device("meta")))
     assert sum(storage.nbytes() for storage in made.values()) == sum(
         2 * weight.numel() for weight in weights.values()
     )

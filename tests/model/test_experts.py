@@ -15,8 +15,8 @@ from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder, _ForwardPass
 from planish.model.expert_pairs import TokenExpertPairs
 from planish.model.experts import mixture_of_experts, route
+from planish.model.kernels.choose import reference_backend
 from planish.model.kernels.cpp import ops
-from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.layers import Experts
 from planish.model.lora import AdapterRange, LoraLayout, LoraWeights
 from planish.model.operations import apply_output_gate
@@ -218,7 +218,7 @@ def test_kernels_equal_torch(tmp_path, family):
     tiny_model(tmp_path, family, intermediate=128, **OPTIONS_OF[family])
     config = ModelConfig.from_directory(tmp_path)
     found = []
-    for backend in (None, TorchBackend(config, torch.float32, CPU)):
+    for backend in (None, reference_backend(config, torch.float32, CPU)):
         decoder = Decoder.load(tmp_path, torch.float32, CPU)
         if backend is not None:
             decoder = Decoder(load_weights(tmp_path, config), backend)

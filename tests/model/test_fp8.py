@@ -19,9 +19,10 @@ from variants import slow_after
 from planish.errors import DamagedFileError, UnsupportedError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
+from planish.model.kernels.choose import reference_backend
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.linear import QuantizedLinear
-from planish.model.kernels.reference.backend import TorchBackend
+from planish.model.kernels.reference.matmuls import TorchPacker
 from planish.model.quantization import Fp8Weight
 from planish.model.weight_sizes import linear_bytes, quantized_shapes, weight_bytes
 from planish.model.weights import load_weights
@@ -155,12 +156,12 @@ def test_fp8_checkpoints_equal_their_dequantized_weights(
 
 def test_kept_codes_equal_their_dequantized_weights(tmp_path, monkeypatch):
     """A backend for a GPU keeps the codes and dequantizes them for each matmul."""
+    monkeypatch.setattr(TorchPacker, "packs_dequantized", lambda *_, **__: False)
     quantized, dequantized = fp8_and_dequantized(tmp_path, "ragged")
     found = []
     for path in (quantized, dequantized):
         config = ModelConfig.from_directory(path)
-        backend = TorchBackend(config, torch.float32, CPU)
-        backend.uses_main_memory = False
+        backend = reference_backend(config, torch.float32, CPU)
         decoder = Decoder(load_weights(path, config), backend)
         weights = trained(decoder)
         logits = logits_of(decoder, random_tokens(decoder, 60), weights)

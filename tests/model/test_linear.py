@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from backends import CONFIG, backend_of, torch_backend
 
+from planish.model.kernels.choose import reference_backend
 from planish.model.kernels.linear import onednn_packs_bfloat16
-from planish.model.kernels.reference.backend import TorchBackend
+from planish.model.kernels.reference import matmuls
 from planish.model.kernels.reference.probe import cancelling_inputs
 from planish.model.lora import LoraMatrices
 from planish.model.operations import adapted_linear
@@ -22,7 +23,7 @@ def linears(
 
 
 @pytest.fixture(params=["own", "onednn", "plain"])
-def route(request):
+def route(request, monkeypatch):
     """Each implementation of the matmul that this machine has: backends and the class of packed
     bf16 weights.
     """
@@ -33,12 +34,8 @@ def route(request):
     if request.param == "onednn":
         return torch_backend, "OneDnnWeight" if onednn_packs_bfloat16() else "NoneType"
 
-    def plain(dtype: torch.dtype) -> TorchBackend:
-        backend = torch_backend(dtype)
-        backend._packs = False
-        return backend
-
-    return plain, "NoneType"
+    monkeypatch.setattr(matmuls, "onednn_packs_bfloat16", lambda: False)
+    return torch_backend, "NoneType"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,7 +107,7 @@ def test_packed_weights_equal_plain_weights(fan_out, route):
 def test_weights_on_a_gpu_are_used_without_a_copy():
     """A copy would double the memory of a tied head. Adjacent weights are joined as a view."""
     whole = torch.empty(80, 64, device="meta")
-    backend = TorchBackend(CONFIG, torch.float32, torch.device("meta"))
+    backend = reference_backend(CONFIG, torch.float32, torch.device("meta"))
     assert backend.pack([whole]).weight is whole
     linear = backend.pack(whole.split((64, 16)))
     assert linear._fused_weight.shape == (80, 64)

@@ -12,7 +12,7 @@ from variants import slow_after
 from planish.model.head import exact_logits, head_logits, scored_logprobs
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.linear import PackedLinear
-from planish.model.kernels.reference.backend import _top_tokens
+from planish.model.kernels.reference.head import _top_tokens
 from planish.model.kernels.reference.probe import cancelling_inputs
 from planish.model.lora import LoraMatrices
 

@@ -1,7 +1,8 @@
-"""The choice of the backend of a base model.
+"""The choice of the backend of a base model, part by part.
 
-CPUs with AVX2 or AVX-512 get the C++ kernels, and GPUs get the Triton kernels. All other devices,
-and other dtypes than float32 and bfloat16, get torch.
+Every part is first the torch implementation, for any device. CPUs with AVX2 or AVX-512 then get the
+parts with C++ kernels, and GPUs those with Triton kernels, in place of the families of kernels that
+passed their self-test. Other dtypes than float32 and bfloat16 keep torch.
 
 Each family of kernels is tested before its first use: the Triton kernels by triton/self_test.py,
 and the C++ kernels by cpp/self_test.py when they are loaded. torch computes the families that
@@ -14,20 +15,48 @@ kernels are then used without a self-test. On a CPU, Triton interprets them (TRI
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
 from planish.model.config import ModelConfig
-from planish.model.kernels.backend import Backend
+from planish.model.kernels.backend import Backend, KernelUse, Parts
 from planish.model.kernels.cpp import ops
-from planish.model.kernels.cpp.backend import CppBackend
+from planish.model.kernels.cpp.attention import CppAttention
+from planish.model.kernels.cpp.decode_pass import CppDecodePasses
+from planish.model.kernels.cpp.delta_net import CppRecurrences, supports_delta_net
+from planish.model.kernels.cpp.head import CppHead, CppSampling
+from planish.model.kernels.cpp.lora import CppLora
+from planish.model.kernels.cpp.packing import CppPacker
+from planish.model.kernels.cpp.self_test import FAMILIES as CPP_FAMILIES
 from planish.model.kernels.device import Device
-from planish.model.kernels.reference.backend import TorchBackend
+from planish.model.kernels.interface import WeightPacker
+from planish.model.kernels.norms import CompiledNorms, SeparateQkNormRope
+from planish.model.kernels.reference.attentions import TorchAttention, score_bytes
+from planish.model.kernels.reference.delta_net import TorchRecurrences
+from planish.model.kernels.reference.elementwise import TorchActivations, TorchNorms, TorchRope
+from planish.model.kernels.reference.head import TorchHead
+from planish.model.kernels.reference.log_sum_exp import TorchLogSumExp
+from planish.model.kernels.reference.lora import TorchLora
+from planish.model.kernels.reference.matmuls import FrozenMatmuls, TorchPacker
 from planish.model.kernels.reference.probe import probe
-from planish.model.kernels.row_tiling import FIXED, RowTiling
-from planish.model.kernels.triton.backend import TritonBackend
-from planish.model.kernels.triton.families import FAMILIES
+from planish.model.kernels.reference.token_sampling import (
+    SORTING_BYTES,
+    TorchSampling,
+    sample_from_weights,
+)
+from planish.model.kernels.row_tiling import FIXED, RowTiling, RowTilings
+from planish.model.kernels.triton.families import FAMILIES as TRITON_FAMILIES
+from planish.model.kernels.triton.families import supported_families
+from planish.model.kernels.triton.parts import (
+    TritonActivations,
+    TritonAttention,
+    TritonLogSumExp,
+    TritonPacker,
+    TritonWeightSampler,
+    elementwise_kernels,
+)
 
 
 def choose_backend(
@@ -45,27 +74,217 @@ def choose_backend(
     `gpu_families`: the families of Triton kernels that passed their self-test for this model on
     this GPU.
     """
-    backend = _fastest_backend(config, dtype, device, gpu_families)
-    backend.make_batch_invariant(_row_tiling(backend, deterministic))
-    return backend
+    backend = fastest_backend(config, dtype, device, gpu_families)
+    tiling = _row_tiling(backend, deterministic)
+    if tiling is None:
+        return backend
+    return fastest_backend(config, dtype, device, gpu_families, tiling)
 
 
-def _fastest_backend(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, gpu_families: Collection[str]
-) -> TorchBackend:
+def fastest_backend(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    gpu_families: Collection[str] = (),
+    tiling: RowTiling | None = None,
+) -> Backend:
+    """Return the backend with the fastest kernels for this device.
+
+    `tiling`: the row counts of torch's matmuls; None: any row counts.
+    """
     setting = ops.kernels_setting()
     if dtype in (torch.float32, torch.bfloat16):
         if setting == "triton":
-            return TritonBackend(config, dtype, device, FAMILIES)
+            return triton_backend(config, dtype, device, TRITON_FAMILIES, tiling)
         if Device(device).is_gpu:
             if gpu_families and setting != "torch":
-                return TritonBackend(config, dtype, device, gpu_families)
+                return triton_backend(config, dtype, device, gpu_families, tiling)
         elif setting != "torch" and ops.load_library() is not None:
-            return CppBackend(config, dtype, device)
-    return TorchBackend(config, dtype, device)
+            return cpp_backend(config, dtype, device, tiling)
+    return reference_backend(config, dtype, device, tiling)
 
 
-def _row_tiling(backend: TorchBackend, deterministic: bool | None) -> RowTiling | None:
+def reference_backend(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, tiling: RowTiling | None = None
+) -> Backend:
+    """Return the backend in which torch computes everything: the reference implementation."""
+    parts = _torch_parts(config, dtype, device, RowTilings(tiling))
+    return _compose(config, dtype, device, tiling, parts, KernelUse())
+
+
+def cpp_backend(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, tiling: RowTiling | None = None
+) -> Backend:
+    """Return the backend with the C++ kernels that passed their self-test on this CPU.
+
+    `dtype`: float32 or bfloat16. `device`: a CPU. torch computes what the kernels do not support:
+
+    - weights with an odd number of inputs
+    - adapters of linears whose sizes are not multiples of 16
+    - attention heads whose size is not a multiple of 16
+    - families of kernels that failed their self-test
+    """
+    library = ops.load_library()
+    assert library is not None
+    families = frozenset(family for family in CPP_FAMILIES if ops.is_supported(family))
+    if not library.uses_amx:
+        families -= {"amx"}
+    parts = _cpp_parts(config, dtype, device, RowTilings(tiling), families)
+    return _compose(config, dtype, device, tiling, parts, _cpp_use(config, parts, families))
+
+
+def _cpp_parts(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    tilings: RowTilings,
+    families: frozenset[str],
+) -> Parts:
+    packer = CppPacker(dtype, TorchPacker(dtype, device))
+    matmuls = FrozenMatmuls(packer, dtype, device, tilings)
+    parts = _torch_parts(config, dtype, device, tilings, matmuls)
+    has_single_logits = dtype == torch.bfloat16 and "sampling" in families
+    head = CppHead(parts.head, tilings.sampling, has_single_logits=has_single_logits)
+    parts = replace(parts, lora=CppLora(config, dtype, parts.lora), head=head)
+    if "norms" in families:
+        parts = replace(parts, norms=CompiledNorms(ops, dtype))
+    if "rope" in families:
+        parts = replace(parts, rope=ops)
+    parts = replace(parts, qk_norm_rope=SeparateQkNormRope(parts.norms, parts.rope))
+    if "swiglu" in families:
+        parts = replace(parts, activations=ops)
+    if "log_sum_exp" in families:
+        parts = replace(parts, log_sum_exp=ops)
+    sampling = TorchSampling(parts.log_sum_exp, device)
+    parts = replace(parts, sampling=CppSampling(sampling) if "sampling" in families else sampling)
+    if config.delta_net is not None and supports_delta_net(config.delta_net):
+        parts = replace(parts, recurrences=CppRecurrences(config.delta_net, device))
+    if ops.supports_attention(config.head_dim):
+        parts = replace(parts, attention=CppAttention(dtype, config.windows))
+        if parts.lora.packs_layer_adapters and "decode" in families:
+            parts = replace(parts, decode_passes=CppDecodePasses(config))
+    return parts
+
+
+def _cpp_use(config: ModelConfig, parts: Parts, families: frozenset[str]) -> KernelUse:
+    """Return which of the `families` that work on this CPU the parts use for this model."""
+    size = config.hidden_size
+    supported = {
+        "matmul": parts.matmuls.can_pack(size, size),
+        "lora": parts.lora.packs_layer_adapters,
+        "attention": parts.attention.attention_is_batch_invariant,
+        "delta_net": config.delta_net is None or supports_delta_net(config.delta_net),
+    }
+    replaced = frozenset(
+        family
+        for family in CPP_FAMILIES
+        if family != "amx" and not (family in families and supported.get(family, True))
+    )
+    return KernelUse(
+        f"C++ kernels ({ops.instructions()}{', AMX' if 'amx' in families else ''})",
+        families,
+        replaced,
+        uses_compiled_kernels=replaced.isdisjoint(("matmul", "lora", "attention")),
+    )
+
+
+def triton_backend(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    families: Collection[str],
+    tiling: RowTiling | None = None,
+) -> Backend:
+    """Return the backend with Triton kernels. Tests use it on a CPU, where Triton interprets them.
+
+    `families`: the families of kernels that passed their self-test for this model.
+    """
+    used = frozenset(families).intersection(supported_families(config))
+    parts = _triton_parts(config, dtype, device, tiling, used)
+    use = KernelUse(
+        "Triton kernels",
+        used,
+        frozenset(TRITON_FAMILIES) - used,
+        supports_graph_runner=tiling is None and {"attention", "lora"} <= used,
+    )
+    return _compose(config, dtype, device, tiling, parts, use)
+
+
+def _triton_parts(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    tiling: RowTiling | None,
+    families: frozenset[str],
+) -> Parts:
+    kernels, tilings = elementwise_kernels(), RowTilings(tiling)
+    packer: WeightPacker = TorchPacker(dtype, device)
+    if "quantized" in families and tiling is None:
+        packer = TritonPacker(dtype, packer)
+    matmuls = FrozenMatmuls(packer, dtype, device, tilings)
+    parts = _torch_parts(config, dtype, device, tilings, matmuls)
+    attention = TorchAttention(config, dtype, device, tilings)
+    parts = replace(parts, attention=attention)
+    if "tree attention" in families and tiling is None:
+        parts = replace(parts, attention=TritonAttention(device, attention))
+    if "norms" in families:
+        parts = replace(parts, norms=CompiledNorms(kernels, dtype))
+    if "rope" in families:
+        parts = replace(parts, rope=kernels)
+    # One kernel normalizes and rotates all heads, because launches take longer than the work.
+    fuses_qk = {"norms", "rope"} <= families
+    qk_norm_rope = kernels if fuses_qk else SeparateQkNormRope(parts.norms, parts.rope)
+    parts = replace(parts, qk_norm_rope=qk_norm_rope)
+    if "swiglu" in families:
+        parts = replace(parts, activations=TritonActivations(parts.activations))
+    if "log_sum_exp" in families:
+        parts = replace(parts, log_sum_exp=TritonLogSumExp())
+    sampler = TritonWeightSampler() if "sampling" in families else sample_from_weights
+    return replace(parts, sampling=TorchSampling(parts.log_sum_exp, device, sampler))
+
+
+def _torch_parts(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    tilings: RowTilings,
+    matmuls: FrozenMatmuls | None = None,
+) -> Parts:
+    """Return parts that torch computes. `matmuls`: the matmuls if other weights are packed."""
+    if matmuls is None:
+        matmuls = FrozenMatmuls(TorchPacker(dtype, device), dtype, device, tilings)
+    norms, rope, log_sum_exp = TorchNorms(dtype), TorchRope(), TorchLogSumExp(device)
+    # torch's bf16 matmuls on a CPU would round scores and weighted sums to bf16.
+    wide_dtype = torch.promote_types(dtype, torch.float32)
+    kv_dtype = dtype if Device(device).is_gpu else wide_dtype
+    return Parts(
+        matmuls=matmuls,
+        lora=TorchLora(config, tilings),
+        norms=norms,
+        rope=rope,
+        qk_norm_rope=SeparateQkNormRope(norms, rope),
+        activations=TorchActivations(),
+        attention=TorchAttention(config, kv_dtype, device, tilings),
+        recurrences=TorchRecurrences(config.delta_net, device),
+        head=TorchHead(matmuls, dtype, device, tilings),
+        log_sum_exp=log_sum_exp,
+        sampling=TorchSampling(log_sum_exp, device),
+    )
+
+
+def _compose(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    tiling: RowTiling | None,
+    parts: Parts,
+    use: KernelUse,
+) -> Backend:
+    workspace_bytes = SORTING_BYTES if Device(device).is_gpu else score_bytes(config)
+    return Backend(config, dtype, device, tiling, parts, use, workspace_bytes)
+
+
+def _row_tiling(backend: Backend, deterministic: bool | None) -> RowTiling | None:
     if deterministic is False or (deterministic is None and Device(backend.device).is_gpu):
         return None
     tiling = _cached_probe(
@@ -95,4 +314,4 @@ def _cached_probe(
     """
     # The model's backend is not an argument, because the cache would keep it in memory, with the
     # model's weights. So the probe gets a backend of its own.
-    return probe(_fastest_backend(config, dtype, device, families), at_any_cost=at_any_cost)
+    return probe(fastest_backend(config, dtype, device, families), at_any_cost=at_any_cost)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from planish.model.delta_net import Recurrence, StateSegment
 from planish.model.expert_pairs import TokenExpertPairs
-from planish.model.kernels.linear import PackedLinear
+from planish.model.kernels.linear import PackedLinear, PackedQuantizedWeight, PackedWeight
 from planish.model.kv_cache import KVPools, PrefillSpan, SlotOwner
 from planish.model.layers import Layer
 from planish.model.lora import (
@@ -123,6 +123,26 @@ class Matmuls(Protocol):
 
     def matmul_backward(self, grad: Tensor, linear: PackedLinear) -> Tensor:
         """Return grad @ weights, the gradient of the input: [T, in]. `grad`: [T, out]."""
+        ...
+
+
+class WeightPacker(Protocol):
+    """Packs frozen weights in the layouts of the kernels that multiply by them."""
+
+    def can_pack(self, fan_out: int, fan_in: int) -> bool:
+        """Return whether a compiled kernel multiplies by weights [fan_out, fan_in]."""
+        ...
+
+    def pack(self, weights: Sequence[Tensor], transposed: bool) -> PackedWeight | None:
+        """Return fused weights [out_i, in], packed (see `Packer` in linear.py), or None."""
+        ...
+
+    def packs_dequantized(self, fan_out: int, fan_in: int, *, is_fp8: bool) -> bool:
+        """Do the same as `Matmuls.packs_dequantized`."""
+        ...
+
+    def pack_quantized(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight:
+        """Return the weights in the layout of a kernel that reads their codes."""
         ...
 
 

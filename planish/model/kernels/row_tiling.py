@@ -95,3 +95,34 @@ class RowTiling:
 
 
 FIXED = RowTiling(multiple=FIXED_TILE, tile=FIXED_TILE)
+ANY_ROWS = RowTiling()
+"""No padding: every number of rows is used as it is."""
+
+
+class RowTilings:
+    """The row tilings of one model's matmuls, in the sampler and in the trainer."""
+
+    def __init__(self, tiling: RowTiling | None) -> None:
+        """`tiling`: the row counts that make matmuls batch-invariant, or None for any rows."""
+        self._tiling = tiling
+        self.sampling = ANY_ROWS if tiling is None else tiling
+        # Fixed tiles are too slow for the many rows of the trainer.
+        self._training = ANY_ROWS if self.sampling.tile else self.sampling
+
+    def of(self, *, training: bool) -> RowTiling:
+        """Return the tiling of the trainer or of the sampler."""
+        return self._training if training else self.sampling
+
+    @property
+    def query_rows(self) -> int:
+        """The minimum number of query rows of torch's attention in a decoding step."""
+        return 1 if self._tiling is None else self._tiling.query_rows
+
+    def can_stack(self, rank: int) -> bool:
+        """Return whether one batched matmul may compute several adapters of this rank."""
+        return self._tiling is None or self._tiling.can_stack(rank)
+
+
+def row_slices(total: int, size: int) -> list[slice]:
+    """Return slices of at most `size` that cover range(total)."""
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]

@@ -463,12 +463,12 @@ import sys, torch
 from planish.engine.training.adapters import Adapter
 from planish.engine.checkpoints.store import CheckpointStore, SaveRequest, AdapterSnapshot
 from planish.model.config import ModelConfig
-from planish.model.kernels.reference.backend import TorchBackend
+from planish.model.kernels.choose import reference_backend
 from planish.model.lora import LoraLayout
 from planish.types import CheckpointPath, LoraConfig
 from pathlib import Path
 layout = LoraLayout(ModelConfig.from_directory(sys.argv[1]), LoraConfig(rank=64))
-adapter = Adapter(layout, TorchBackend(layout.model_config, torch.float32, torch.device("cpu")))
+adapter = Adapter(layout, reference_backend(layout.model_config, torch.float32, torch.device("cpu")))
 store = CheckpointStore(Path(sys.argv[2]))
 print("ready", flush=True)
 while True:

@@ -9,9 +9,9 @@ import torch
 from planish.engine.training.adapters import Adapter
 from planish.errors import CheckpointError, NonFiniteError
 from planish.model.config import ModelConfig, RopeConfig
+from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.cpp.matmul import CppPackedAdapter, supports_bf16_matmul
-from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.lora import LoraLayout
 from planish.types import AdamParams, LoraConfig
 
@@ -21,7 +21,7 @@ TINY = ModelConfig(
 )
 
 
-def backend(config: ModelConfig) -> TorchBackend:
+def backend(config: ModelConfig) -> Backend:
     return choose_backend(config, torch.bfloat16, CPU, deterministic=False)
 
 

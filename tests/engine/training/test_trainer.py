@@ -20,8 +20,8 @@ from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import Trainer, TrainerSettings
 from planish.errors import NonFiniteError, UnsupportedError, UserError
 from planish.model.decoder import Decoder
+from planish.model.kernels.choose import reference_backend
 from planish.model.kernels.linear import PackedLinear
-from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.row_tiling import RowTiling
 from planish.model.lora import LoraLayout
 from planish.testing import CONFIGS, tiny_model
@@ -493,7 +493,7 @@ def test_a_long_sequence_runs_alone_with_recomputed_activations(decoder):
     assert output.metrics["micro_batches:sum"] == 2
     assert relative(split, whole) < 1e-5
     config = dataclasses.replace(decoder.config, num_layers=30)
-    backend = TorchBackend(config, torch.bfloat16, CPU)
+    backend = reference_backend(config, torch.bfloat16, CPU)
     plain = TrainerSettings(micro_batch_tokens=2048).activation_bytes(backend)
     less = TrainerSettings(micro_batch_tokens=256).activation_bytes(backend, num_tokens=2048)
     assert less < plain / 4
@@ -741,13 +741,13 @@ def test_skipping_unweighted_positions_changes_neither_loss_nor_gradient(decoder
 
 def test_skipping_unweighted_positions_computes_fewer_logits(decoder, monkeypatch):
     rows = []
-    base_logits = type(decoder.backend).base_logits
+    base_logits = decoder.backend.base_logits
 
-    def counted(self, hidden, head, **options):
+    def counted(hidden, head, **options):
         rows.append(len(hidden))
-        return base_logits(self, hidden, head, **options)
+        return base_logits(hidden, head, **options)
 
-    monkeypatch.setattr(type(decoder.backend), "base_logits", counted)
+    monkeypatch.setattr(decoder.backend, "base_logits", counted)
     tokens = [3, 1, 4, 1, 5, 9, 2, 6]
     weights = np.array([0, 0, 0, 0, 0, 1, 1, 1], np.float32)
     data = one(tokens, target_tokens=tokens, weights=weights)[1:]

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.ops import AttentionPlan, StoringAttention
+from planish.model.kernels.interface import Attend
 from planish.model.kernels.reference.sampling_attention import ATTENDED_ROWS
 from planish.model.kv_cache import KVPool, KVPools, PrefillSpan, SampleSlot, SlotOwner
 from planish.model.positions import SPAN
@@ -220,6 +221,34 @@ class CppDecodeAttention(StoringAttention):
             windows=windows,
         )
         super().__init__(plan)
+
+
+class CppAttention:
+    """The attention of trainer and sampler (see `Attention`)."""
+
+    attention_is_batch_invariant = True
+
+    def __init__(self, dtype: torch.dtype, windows: Sequence[int | None]) -> None:
+        """`dtype`: the dtype of the model. `windows`: see `ModelConfig.windows`."""
+        self.kv_dtype, self._windows = dtype, windows
+
+    def tree_attention(self, micro_batch: MicroBatch) -> Attend:
+        """Return the attention of a micro-batch of the trainer, with gradients."""
+        return CppTreeAttention(micro_batch, self._windows)
+
+    def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
+        """Return the causal attention of prompt rows, which stores their keys and values."""
+        return CppPrefillAttention(spans, self._windows)
+
+    def decode_attention(
+        self,
+        first_rows: dict[SlotOwner, int],
+        prompt_pools: KVPools,
+        sample_pools: KVPools,
+        row_counts: Mapping[SlotOwner, int] | None = None,
+    ) -> Attend:
+        """Return the attention of a decoding step with new rows for each sample."""
+        return CppDecodeAttention(first_rows, prompt_pools, sample_pools, self._windows, row_counts)
 
 
 def _ranges(owners: Sequence[tuple[KVPool, int, int]]) -> np.ndarray:

@@ -13,14 +13,18 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 from torch import Tensor
 
+from planish.model.config import ModelConfig
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.matmul import CppAdapterBatch, CppPackedWeight
-from planish.model.kernels.cpp.ops import AttentionPlan
+from planish.model.kernels.cpp.ops import AttentionPlan, StoringAttention
 from planish.model.kernels.cpp.quantized_matmul import CppQuantizedWeight
+from planish.model.kernels.interface import AdapterBatch, Attend, DecoderWeights, ForwardPass
+from planish.model.layers import DenseMLP, Layer
 
 CppLinearWeight = CppPackedWeight | CppQuantizedWeight
 """The packed weights of a linear. In a pass, either all or none of them are quantized."""
@@ -146,3 +150,74 @@ def _address(x: Tensor | CppLinearWeight | int | None) -> int:
         assert x.address is not None
         return x.address
     return 0 if x is None else x.data_ptr()
+
+
+class CppDecodePasses:
+    """Forward passes of decoding steps as one native call (see `DecodePasses`).
+
+    They need the kernels for attention and for the adapters of all linears of the layers.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+
+    def decode_pass(self, decoder: DecoderWeights) -> ForwardPass | None:
+        """Return a forward pass that runs all layers in one native call.
+
+        Return None if the kernels do not support all weights, all adapters and the attention, or if
+        the model needs steps that only `Decoder.forward` implements.
+        """
+        config = self._config
+        if (
+            config.fused_projections
+            or config.joint_qk_norm
+            or not config.input_norms
+            or config.rotary_dims is not None
+            or config.query_scale_beta is not None
+            or config.output_gate
+            or config.delta_net is not None
+        ):
+            return None
+        if config.num_experts:
+            return None  # The native pass has no experts.
+        layers = [
+            _decode_layer(layer, config.window(index)) for index, layer in enumerate(decoder.layers)
+        ]
+        packed_layers = [layer for layer in layers if layer is not None]
+        if len(packed_layers) < len(layers):
+            return None
+        decode_pass = DecodePass(
+            layers=packed_layers,
+            embedding=decoder.embedding,
+            final_norm=decoder.final_norm,
+            eps=config.rms_norm_eps,
+            heads=(config.num_heads, config.num_kv_heads),
+            intermediate_size=config.intermediate_size,
+            uses_gelu=config.activation == "gelu_tanh",
+            embedding_scale=decoder.embedding_scale,
+        )
+
+        def run(tokens: Tensor, positions: Tensor, attend: Attend, batch: AdapterBatch) -> Tensor:
+            assert isinstance(attend, StoringAttention)
+            adapters = batch if isinstance(batch, CppAdapterBatch) else None
+            return decode_pass.forward(tokens, positions, attend.plan, adapters)
+
+        return run
+
+
+def _decode_layer(layer: Layer, window: int | None) -> DecodeLayer | None:
+    """Return the layer for the native forward pass, or None if a weight of it is not packed."""
+    mlp = cast("DenseMLP", layer.mlp)
+    weights: list[CppPackedWeight | CppQuantizedWeight | Tensor | None] = []
+    for linear in (layer.qkv, layer.o, mlp.gate_up, mlp.down):
+        packed = linear.packed
+        if not isinstance(packed, CppPackedWeight | CppQuantizedWeight) or packed.address is None:
+            return None
+        weights += [packed, linear.bias]
+    # The native pass needs all weights of a layer in one form, either quantized or not.
+    if len({type(weights[i]) for i in range(0, len(weights), 2)}) > 1:
+        return None
+    norms = (layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
+    output_norms = (layer.attn_output_norm, layer.mlp_output_norm)
+    rope = (layer.rope.cos, layer.rope.sin)
+    return DecodeLayer(*norms, *output_norms, *rope, window or 0, *weights)  # type: ignore[arg-type]

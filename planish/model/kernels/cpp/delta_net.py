@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from planish.model.config import DeltaNetConfig
+from planish.model.delta_net import Recurrence, StateSegment
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.delta_net import ScanInputs, SequenceRecurrence, TreeRecurrence
+from planish.model.prefix_tree import MicroBatch
 
 _LANES = 16
 """The number of columns of a state must be a multiple of this, the size of a SIMD vector."""
@@ -164,3 +166,18 @@ def _scan_arguments(
         q.shape[2],
         v.shape[2],
     )
+
+
+class CppRecurrences:
+    """The recurrences of gated delta-net layers (see `Recurrences`)."""
+
+    def __init__(self, config: DeltaNetConfig, device: torch.device) -> None:
+        self._config, self._device = config, device
+
+    def tree_recurrence(self, micro_batch: MicroBatch) -> Recurrence:
+        """Return the recurrence of a micro-batch of the trainer, with gradients."""
+        return CppTreeRecurrence(micro_batch, self._config, self._device)
+
+    def sequence_recurrence(self, segments: Sequence[StateSegment], num_rows: int) -> Recurrence:
+        """Return the recurrence of rows that continue stored states, without gradients."""
+        return CppSequenceRecurrence(segments, num_rows, self._config, self._device)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -20,8 +21,17 @@ from torch import Tensor
 
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.matmul import CppPackedModule
-from planish.model.kernels.interface import MIN_WEIGHT
-from planish.model.lora import padded_lora_columns
+from planish.model.kernels.interface import (
+    MIN_WEIGHT,
+    ExactLogits,
+    Head,
+    HeadAdapters,
+    Sampling,
+)
+from planish.model.kernels.linear import PackedLinear
+from planish.model.kernels.reference.head import TorchHeadAdapters
+from planish.model.kernels.row_tiling import RowTiling
+from planish.model.lora import HeadAdapterRange, padded_lora_columns
 
 _HeadRecord = np.dtype(
     [
@@ -223,3 +233,134 @@ def sample_from_weights(weights: Tensor, uniforms: Tensor) -> Tensor:
         *sizes,
     )
     return tokens
+
+
+class CppHeadAdapters:
+    """The head adapters of ranges of rows (see `HeadAdapters`).
+
+    One kernel applies all of them if all of them are packed.
+    """
+
+    def __init__(
+        self,
+        tiling: RowTiling,
+        adapter_ranges: Sequence[HeadAdapterRange],
+        x: Tensor,
+        lora_hidden: Tensor | None,
+    ) -> None:
+        """`tiling`: the padding of torch's matmuls. `x`: [R, D]. `lora_hidden`: its LoRA hidden
+        states, if they are known.
+        """
+        self.table = HeadTable(
+            [
+                (
+                    start,
+                    stop,
+                    lora.b_matrices[0].detach(),
+                    cast("CppPackedModule | None", lora.packed),
+                )
+                for start, stop, lora in adapter_ranges
+            ]
+        )
+        if lora_hidden is None and self.table.is_supported:
+            lora_hidden = self.table.lora_hidden(x.contiguous())
+        fallback = TorchHeadAdapters(tiling, adapter_ranges, x, lora_hidden)
+        self._fallback, self.hidden = fallback, fallback.hidden
+        self.add_single_ = fallback.add_single_
+
+    def add_(self, logits: Tensor) -> None:
+        """Add the adapters' part to `logits` [R, V], in place."""
+        if self.table.is_supported:
+            self.table.add_(self.hidden, logits)
+        else:
+            self._fallback.add_(logits)
+
+
+class CppHead:
+    """The logits of the LM head (see `Head`)."""
+
+    def __init__(self, fallback: Head, tiling: RowTiling, *, has_single_logits: bool) -> None:
+        """`fallback`: computes what the kernels do not support. `tiling`: the padding of its
+        matmuls. `has_single_logits`: whether the kernel for single logits in float32 may be used.
+        """
+        self._fallback, self._tiling, self._has_single_logits = fallback, tiling, has_single_logits
+        self.logits_dtype, self.head_rows = fallback.logits_dtype, fallback.head_rows
+        self.base_logits = fallback.base_logits
+
+    def head_adapters(
+        self,
+        adapter_ranges: Sequence[HeadAdapterRange],
+        hidden: Tensor,
+        lora_hidden: Tensor | None = None,
+    ) -> HeadAdapters:
+        """Return the head adapters of ranges of rows, applied by one kernel if possible."""
+        return CppHeadAdapters(self._tiling, adapter_ranges, hidden, lora_hidden)
+
+    def top_logits(
+        self,
+        hidden: Tensor,
+        head: PackedLinear,
+        adapters: HeadAdapters | None,
+        logits: Tensor,
+        k: int,
+        float32_logits: Tensor | None = None,
+    ) -> ExactLogits:
+        """Return the k largest logits of each row, recomputed in float32."""
+        single = self._float32_logits_of(hidden, head, adapters)
+        if single is None:
+            return self._fallback.top_logits(hidden, head, adapters, logits, k, float32_logits)
+        return single.top_k(logits, k, float32_logits)
+
+    def token_logits(
+        self,
+        hidden: Tensor,
+        head: PackedLinear,
+        adapters: HeadAdapters | None,
+        rows: Tensor,
+        tokens: Tensor,
+    ) -> Tensor:
+        """Return single logits [P], computed as float32 dot products."""
+        single = self._float32_logits_of(hidden, head, adapters)
+        if single is None:
+            return self._fallback.token_logits(hidden, head, adapters, rows, tokens)
+        return single.pair_logits(rows, tokens)
+
+    def _float32_logits_of(
+        self, hidden: Tensor, head: PackedLinear, adapters: HeadAdapters | None
+    ) -> Float32Logits | None:
+        """Return single logits with the kernel, or None if it does not support the tensors."""
+        if not (self._has_single_logits and hidden.is_contiguous() and head.weight.is_contiguous()):
+            return None
+        if not isinstance(adapters, CppHeadAdapters):
+            return Float32Logits(hidden, head.weight, HeadTable(()), None)
+        return Float32Logits(hidden, head.weight, adapters.table, adapters.hidden)
+
+
+class CppSampling:
+    """The choice of tokens from logits (see `Sampling`)."""
+
+    def __init__(self, fallback: Sampling) -> None:
+        """`fallback`: filters weights, and samples from rows that are not contiguous."""
+        self._fallback, self.filter_ = fallback, fallback.filter_
+
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Tensor | None,
+        temperatures: Tensor,
+        uniforms: Tensor,
+        allowed: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Sample one token from each row: tokens, int64 [N], and log-sum-exp [N]."""
+        if not logits.is_contiguous():
+            return self._fallback.sample(logits, rows, temperatures, uniforms, allowed)
+        rows = torch.arange(len(logits)) if rows is None else rows
+        return sample(logits, rows, temperatures, uniforms, allowed)
+
+    def sample_from_weights(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        """Sample tokens [N, K] (see `Backend.sample_from_weights`). Every token is within the
+        vocabulary.
+        """
+        if not weights.is_contiguous():
+            return self._fallback.sample_from_weights(weights, uniforms)
+        return sample_from_weights(weights, uniforms).clamp_(max=weights.shape[1] - 1)

@@ -293,7 +293,7 @@ def rms_norm(
     *,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the same as `Backend.rms_norm`, with outputs in `dtype`."""
+    """Do the same as `Norms.rms_norm`, with outputs in `dtype`."""
     x, out = x.contiguous(), x.new_empty(x.shape, dtype=dtype)
     scale = x.new_empty(x.shape[:-1])
     total = x if residual is None or in_place else torch.empty_like(x)
@@ -302,30 +302,28 @@ def rms_norm(
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, grad_total: Tensor | None
+    grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor, grad_total: Tensor | None
 ) -> Tensor:
-    """Do the same as `Backend.rms_norm_backward`. `x`: the input of the norm, with the residual
-    added.
-    """
-    out = torch.empty_like(x)
+    """Do the same as `Norms.rms_norm_backward`."""
+    out = torch.empty_like(total)
     grad_total = None if grad_total is None else grad_total.contiguous()
     call(
         "rms_norm_backward",
         grad.dtype,
         grad.contiguous(),
-        x,
+        total,
         weight,
         scale,
         grad_total,
         out,
         scale.numel(),
-        x.shape[-1],
+        total.shape[-1],
     )
     return out
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """Do the same as `Backend.rope`. The rows of `x` may have any stride."""
+    """Do the same as `Rope.rope`. The rows of `x` may have any stride."""
     rows, heads, e = x.shape
     assert x.stride()[1:] == (e, 1)
     out = x.new_empty(x.shape)
@@ -334,32 +332,32 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tenso
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Do the same as `Backend.swiglu`."""
+    """Do the same as `Activations.swiglu`."""
     return _gated("swiglu", gate_up)
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Do the same as `Backend.swiglu_backward`."""
+    """Do the same as `Activations.swiglu_backward`."""
     return _gated_backward("swiglu_backward", grad, gate_up)
 
 
 def geglu(gate_up: Tensor) -> Tensor:
-    """Do the same as `Backend.geglu`."""
+    """Do the same as `Activations.geglu`."""
     return _gated("geglu", gate_up)
 
 
 def geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Do the same as `Backend.geglu_backward`."""
+    """Do the same as `Activations.geglu_backward`."""
     return _gated_backward("geglu_backward", grad, gate_up)
 
 
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """Do the same as `Backend.clamped_swiglu`."""
+    """Do the same as `Activations.clamped_swiglu`."""
     return _gated("clamped_swiglu", gate_up, alpha, limit)
 
 
 def clamped_swiglu_backward(grad: Tensor, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """Do the same as `Backend.clamped_swiglu_backward`."""
+    """Do the same as `Activations.clamped_swiglu_backward`."""
     return _gated_backward("clamped_swiglu_backward", grad, gate_up, alpha, limit)
 
 
@@ -381,7 +379,7 @@ def log_sum_exp(
     exact: ExactLogits | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Do the same as `Backend.log_sum_exp`."""
+    """Do the same as `LogSumExp.log_sum_exp`."""
     out = torch.empty(logits.shape[0])
     call(
         "log_sum_exp",
@@ -405,7 +403,7 @@ def log_sum_exp_backward_(
     grads: Tensor,
     exact: ExactLogits | None = None,
 ) -> None:
-    """Do the same as `Backend.log_sum_exp_backward_`."""
+    """Do the same as `LogSumExp.log_sum_exp_backward_`."""
     arguments = (*_corrections(exact), temperature, log_total, first, targets, grads)
     call("log_sum_exp_backward", logits.dtype, logits, None, *arguments, logits, *logits.shape)
 
@@ -420,7 +418,7 @@ def log_sum_exp_backward(
     grads: Tensor,
     exact: ExactLogits | None = None,
 ) -> Tensor:
-    """Do the same as `Backend.log_sum_exp_backward`."""
+    """Do the same as `LogSumExp.log_sum_exp_backward`."""
     out = logits.new_empty(len(rows), logits.shape[1])
     arguments = (*_corrections(exact), temperature, log_total, first, targets, grads)
     call("log_sum_exp_backward", logits.dtype, logits, rows, *arguments, out, *out.shape)

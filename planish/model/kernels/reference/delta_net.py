@@ -30,6 +30,7 @@ from planish.model.delta_net import (
     MAX_BLOCK_ELEMENTS,
     DeltaNetInputs,
     DeltaNetWeights,
+    Recurrence,
     StateSegment,
 )
 from planish.model.prefix_tree import MicroBatch
@@ -426,3 +427,25 @@ def _tree_backward(
                 state_grads[parent] = state_grads[parent] + initial_grad
             elif parent >= 0:
                 state_grads[parent] = initial_grad
+
+
+class TorchRecurrences:
+    """The recurrences of gated delta-net layers (see `Recurrences`)."""
+
+    def __init__(self, config: DeltaNetConfig | None, device: torch.device) -> None:
+        """`config`: None for a model without such layers."""
+        self._config, self._device = config, device
+
+    def tree_recurrence(self, micro_batch: MicroBatch) -> Recurrence | None:
+        """Return the recurrence of a micro-batch of the trainer, with gradients."""
+        if self._config is None:
+            return None
+        return TreeRecurrence(micro_batch, self._config, self._device)
+
+    def sequence_recurrence(
+        self, segments: Sequence[StateSegment], num_rows: int
+    ) -> Recurrence | None:
+        """Return the recurrence of batch rows that continue stored states, without gradients."""
+        if self._config is None:
+            return None
+        return SequenceRecurrence(segments, num_rows, self._config, self._device)

@@ -5,12 +5,122 @@ Shapes: T rows, n linears that read one input, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from planish.model.lora import LoraMatrices
+from planish.model.config import ModelConfig
+from planish.model.expert_pairs import TokenExpertPairs
+from planish.model.kernels.interface import AdapterBatch
+from planish.model.kernels.row_tiling import RowTilings
+from planish.model.lora import (
+    AdapterRange,
+    AdapterStackRange,
+    LoraLayout,
+    LoraMatrices,
+    PackedAdapter,
+)
+
+
+class TorchLora:
+    """Matmuls with adapters (see `Lora`), which torch computes.
+
+    Only matrices that a kernel has packed (`LoraMatrices.packed`) are multiplied by that kernel.
+    """
+
+    def __init__(self, config: ModelConfig, tilings: RowTilings) -> None:
+        self.packs_layer_adapters = self.packs_head_adapters = False
+        self._config, self._tilings = config, tilings
+
+    def pack_adapter(
+        self, targets: Sequence[LoraMatrices | None], *, is_head: bool = False
+    ) -> PackedAdapter | None:
+        """Return None, because torch multiplies by the unpacked matrices."""
+        return None
+
+    def packed_adapter_sizes(self, layout: LoraLayout) -> tuple[int, int]:
+        """Return (0, 0), because torch does not pack adapters."""
+        return 0, 0
+
+    def can_stack(self, rank: int) -> bool:
+        """Return whether one batched matmul may apply several adapters of this rank."""
+        if self._config.num_experts:
+            return False  # Adapters of experts are applied expert by expert.
+        return self._tilings.can_stack(rank)
+
+    def adapter_batch(self, adapters: Sequence[AdapterRange | AdapterStackRange]) -> AdapterBatch:
+        """Return adapters that are applied to one range of rows after another."""
+        return TorchAdapterBatch(self, adapters)
+
+    def add_lora_(
+        self,
+        x: Tensor,
+        out: Tensor,
+        sizes: Sequence[int],
+        lora: LoraMatrices,
+        *,
+        training: bool = True,
+    ) -> Tensor:
+        """Add the LoRA outputs of one adapter for all rows to `out` [T, sum(sizes)]."""
+        if training and lora.packed is not None:
+            return lora.packed.add_(x, out, sizes)
+        tiling = self._tilings.of(training=training)
+        return tiling.run(lambda x, out: add_lora_(x, out, sizes, lora), x, out, rank=lora.rank)
+
+    def lora_backward_(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        lora_hidden: Tensor,
+        grad_x: Tensor | None,
+        sizes: Sequence[int],
+        lora: LoraMatrices,
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the gradients of A and the Bs; add the gradient of the input to `grad_x`."""
+        if lora.packed is None or not lora.packed.has_backward:
+            return lora_backward_(grad, x, lora_hidden, grad_x, sizes, lora)
+        grad_hidden = lora.packed.backward_(grad, grad_x, sizes)
+        return lora.packed.gradients(x, lora_hidden, grad, grad_hidden, sizes)
+
+
+class TorchAdapterBatch:
+    """The adapters of ranges of rows, applied one after another."""
+
+    def __init__(
+        self, lora: TorchLora, adapter_ranges: Sequence[AdapterRange | AdapterStackRange]
+    ) -> None:
+        self._lora, self._adapter_ranges = lora, adapter_ranges
+
+    def _targets(
+        self, layer: int, module: str
+    ) -> Iterator[tuple[AdapterRange | AdapterStackRange, LoraMatrices]]:
+        """Yield the ranges of rows whose adapter trains the target module, with its matrices."""
+        for row_range in self._adapter_ranges:
+            lora = (
+                None
+                if row_range.weights is None
+                else row_range.weights.layers[layer].matrices_of(module)
+            )
+            if lora is not None:
+                yield row_range, lora
+
+    def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, module: str) -> None:
+        for row_range, lora in self._targets(layer, module):
+            row_slice = slice(row_range.start, row_range.stop)
+            if isinstance(row_range, AdapterStackRange):
+                add_lora_stack_(x[row_slice], out[row_slice], sizes, lora)
+            else:
+                self._lora.add_lora_(x[row_slice], out[row_slice], sizes, lora, training=False)
+
+    def add_expert_(
+        self, x: Tensor, out: Tensor, pairs: TokenExpertPairs, layer: int, module: str
+    ) -> None:
+        for adapter_range, lora in self._targets(layer, module):
+            assert isinstance(adapter_range, AdapterRange)  # can_stack returns False
+            for expert, part in pairs.expert_slices_of(adapter_range.start, adapter_range.stop):
+                own = lora.expert(expert)
+                self._lora.add_lora_(x[part], out[part], [out.shape[1]], own, training=False)
 
 
 def add_lora_(x: Tensor, out: Tensor, sizes: Sequence[int], lora: LoraMatrices) -> Tensor:
@@ -50,7 +160,7 @@ def lora_backward_(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the gradients of A and of the Bs; add the gradient of the input to `grad_x`.
 
-    See `Backend.lora_backward_` for the arguments.
+    See `Lora.lora_backward_` for the arguments.
     """
     parts = grad.split(list(sizes), 1)
     grad_hidden = torch.cat([part @ b for part, b in zip(parts, lora.b_matrices, strict=True)], 1)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from planish.model.kernels.device import Device
+from planish.model.kernels.interface import MIN_WEIGHT, LogSumExp
 from planish.model.transfer import on_device
 from planish.types import SamplingParams
 
@@ -22,6 +24,10 @@ SORTING_BYTES = 64 * _SORTED_ENTRIES
 """The bytes needed to sort `_SORTED_ENTRIES` weights: values and indices before and after the sort,
 float64 sums, and temporaries.
 """
+
+
+WeightSampler = Callable[[Tensor, Tensor], Tensor]
+"""(weights [N, V], uniforms [N, K]) -> tokens [N, K] (see `Sampling.sample_from_weights`)."""
 
 
 def sample_from_weights(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -50,7 +56,8 @@ def sample_from_weights(weights: Tensor, uniforms: Tensor) -> Tensor:
         ).squeeze(-1)
         entry = torch.minimum(entry, _last_positive(within).squeeze(-1))
         drawn.append(run * _CHUNK + entry)
-    return torch.cat(drawn, 1)
+    # The tokens of a row that is not finite are undefined, but never outside the vocabulary.
+    return torch.cat(drawn, 1).clamp_(max=weights.shape[-1] - 1)
 
 
 def unpacked(allowed: Tensor, vocab_size: int) -> Tensor:
@@ -140,3 +147,42 @@ def filter_(weights: Tensor, params: Sequence[SamplingParams]) -> None:
 def _pad(weights: Tensor) -> Tensor:
     missing = -weights.shape[-1] % _CHUNK
     return F.pad(weights, (0, missing)) if missing else weights
+
+
+class TorchSampling:
+    """The choice of tokens from logits (see `Sampling`)."""
+
+    def __init__(
+        self,
+        log_sum_exp: LogSumExp,
+        device: torch.device,
+        sample_weights: WeightSampler = sample_from_weights,
+    ) -> None:
+        """`sample_weights`: samples from weights; torch's own function by default."""
+        self._log_sum_exp, self._sample_weights = log_sum_exp.log_sum_exp, sample_weights
+        self._filter_ = filter_sorted_ if Device(device).is_gpu else filter_
+
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Tensor | None,
+        temperatures: Tensor,
+        uniforms: Tensor,
+        allowed: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Sample one token from each row, or from each row in `rows` [N]."""
+        weights = logits.clone() if rows is None else logits[rows]
+        normalizer = self._log_sum_exp(weights, temperatures, weights=weights)
+        if allowed is None:
+            return self.sample_from_weights(weights, uniforms.unsqueeze(1)).squeeze(1), normalizer
+        keep_allowed_(weights, allowed)
+        tokens = self.sample_from_weights(weights, uniforms.unsqueeze(1)).squeeze(1)
+        return tokens.masked_fill_(weights.amax(1) < MIN_WEIGHT, -1), normalizer
+
+    def filter_(self, weights: Tensor, params: Sequence[SamplingParams]) -> None:
+        """Zero the weights [N, V] that top_k, then top_p, then min_p exclude."""
+        self._filter_(weights, params)
+
+    def sample_from_weights(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        """Sample K tokens from each row of unnormalized probabilities. Return them as [N, K]."""
+        return self._sample_weights(weights, uniforms)

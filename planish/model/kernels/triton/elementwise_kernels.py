@@ -57,7 +57,7 @@ def rms_norm(
     *,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the same as `Backend.rms_norm`, with outputs in `dtype`."""
+    """Do the same as `Norms.rms_norm`, with outputs in `dtype`."""
     assert x.dtype == torch.float32
     x = x.contiguous()
     assert _are_contiguous(residual, weight)
@@ -86,7 +86,7 @@ def rms_norm(
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, grad_total: Tensor | None
 ) -> Tensor:
-    """Do the same as `Backend.rms_norm_backward`. `x`: the sum that was normed."""
+    """Do the same as `Norms.rms_norm_backward`. `x`: the sum that was normed."""
     grad, grad_total = grad.contiguous(), None if grad_total is None else grad_total.contiguous()
     assert _are_contiguous(x, weight, scale)
     out = torch.empty_like(x)
@@ -175,7 +175,7 @@ def _rms_norm_backward(
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """Do the same as `Backend.rope`. The rows of `x` may have any stride."""
+    """Do the same as `Rope.rope`. The rows of `x` may have any stride."""
     rows, heads, e = x.shape
     assert x.stride(2) == 1
     assert heads == 1 or x.stride(1) == e
@@ -219,7 +219,7 @@ def qk_norm_rope(
     cos: Tensor,
     sin: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Do the same as `Backend.qk_norm_rope`, in one kernel."""
+    """Do the same as `QkNormRope.qk_norm_rope`, in one kernel."""
     assert _are_contiguous(qkv, cos, sin, *(norms or ()))
     rows, width = qkv.shape
     e = width // (heads[0] + 2 * heads[1])
@@ -296,7 +296,7 @@ def _qk_norm_rope(
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Do the same as `Backend.swiglu`."""
+    """Do the same as `Activations.swiglu`."""
     assert _are_contiguous(gate_up)
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     _swiglu[_tiles(out)](gate_up, out, out.shape[1], BLOCK=_TILE)
@@ -304,7 +304,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Do the same as `Backend.swiglu_backward`."""
+    """Do the same as `Activations.swiglu_backward`."""
     grad = grad.contiguous()
     assert _are_contiguous(gate_up)
     out = torch.empty_like(gate_up)
@@ -353,7 +353,7 @@ def log_sum_exp(
     exact: ExactLogits | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Do the same as `Backend.log_sum_exp`, for logits that need no correction by `exact`.
+    """Do the same as `LogSumExp.log_sum_exp`, for logits that need no correction by `exact`.
 
     A first kernel computes the max and the sum of each split of a row, and a second kernel combines
     them. One program per row would leave most of a GPU idle if there are few rows.
@@ -394,7 +394,7 @@ def log_sum_exp_backward_(
     grads: Tensor,
     exact: ExactLogits | None = None,
 ) -> None:
-    """Do the same as `Backend.log_sum_exp_backward_`, without a correction by `exact`."""
+    """Do the same as `LogSumExp.log_sum_exp_backward_`, without a correction by `exact`."""
     assert exact is None, "exact must be None: logits are already computed in float32 on a GPU"
     assert _are_contiguous(logits, log_total, first, targets, grads)
     (rows, vocab), block = logits.shape, _split(logits)

@@ -7,6 +7,7 @@ from variants import slow_after
 
 from planish.model.decoder import Decoder
 from planish.model.kernels.backend import Backend
+from planish.model.kernels.choose import reference_backend
 from planish.model.kernels.cpp.matmul import (
     CppAdapterBatch,
     CppPackedAdapter,
@@ -14,7 +15,6 @@ from planish.model.kernels.cpp.matmul import (
     CppPackedWeight,
     WeightArena,
 )
-from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.lora import FUSED_MODULE_NAMES, AdapterRange, LoraLayout, LoraWeights
 from planish.testing import tiny_model
 from planish.types import LoraConfig
@@ -198,6 +198,6 @@ def test_the_decoder_with_native_adapters_equals_torch(dtype, tmp_path):
         with torch.inference_mode():
             return decoder.forward(tokens, positions, queries, batch).float()
 
-    own, plain = hidden(decoder.backend), hidden(TorchBackend(decoder.config, dtype, CPU))
+    own, plain = hidden(decoder.backend), hidden(reference_backend(decoder.config, dtype, CPU))
     assert (own - plain).abs().max() < (0.05 if dtype == torch.bfloat16 else 1e-5) * own.abs().max()
     assert FUSED_MODULE_NAMES == ("attn_in", "attn_out", "mlp_in", "mlp_out")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import torch_backend
+from backends import CONFIG
 from variants import slow_after
 
 from planish.engine.engine import Engine
@@ -18,11 +18,10 @@ from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.kernels.backend import Backend
-from planish.model.kernels.choose import choose_backend
+from planish.model.kernels.choose import choose_backend, reference_backend
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.linear import onednn_packs_bfloat16
 from planish.model.kernels.reference import probe as probing
-from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.reference.lora import add_outputs_
 from planish.model.kernels.reference.probe import cancelling_inputs, probe
 from planish.model.kernels.row_tiling import FIXED, LoraRowRule, RowTiling
@@ -229,8 +228,7 @@ def test_deterministic_rejects_a_rank_that_no_padding_serves(tmp_path, monkeypat
         engine = Engine({"m": str(model)}, tmp_path / "data", settings)
         base = engine._base_models.get("m")
         tiling = RowTiling(lora=lambda rank: LoraRowRule(None if rank == 1 else 4))
-        assert isinstance(base.backend, TorchBackend)
-        base.backend.make_batch_invariant(tiling)
+        base.backend.tiling = tiling
         engine.submit(CreateModel("a", "m", LoraConfig(rank=2))).result()
         if deterministic:
             with pytest.raises(UserError, match=r"rank=1.*deterministic=True.*another rank"):
@@ -252,8 +250,7 @@ def test_rows_are_padded_to_the_minimum_then_to_the_multiple():
 def test_fixed_tiles_are_batch_invariant():
     x, weight = torch.randn(256, 64), torch.randn(96, 64)
     assert RowTiling(multiple=FIXED.multiple, tile=FIXED.multiple) == FIXED
-    backend = torch_backend()
-    backend.make_batch_invariant(FIXED)
+    backend = reference_backend(CONFIG, torch.float32, CPU, FIXED)
     linear = backend.pack([weight])
     whole = backend.matmul(x, linear)
     for start, stop in ((0, 32), (32, 64), (64, 65), (70, 150)):

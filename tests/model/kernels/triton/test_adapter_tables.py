@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from variants import slow_after
 
 from planish.model.config import ModelConfig, RopeConfig
-from planish.model.kernels.reference.backend import TorchBackend
+from planish.model.kernels.choose import reference_backend
 from planish.model.kernels.triton.adapters import AdapterTables
 from planish.model.linears import FUSED_MODULES, linear_shape
 from planish.model.lora import AdapterRange, LoraLayout, LoraWeights
@@ -39,7 +39,7 @@ def adapter(
 ) -> LoraWeights:
     layout = LoraLayout(config, lora)
     master = noise(layout.size, seed=seed, dtype=torch.float32) * 0.2
-    return LoraWeights(layout, master, TorchBackend(config, dtype, DEVICE), True)
+    return LoraWeights(layout, master, reference_backend(config, dtype, DEVICE), True)
 
 
 def placed(*members: tuple[LoraWeights | None, int], first: int = 0) -> list[AdapterRange]:
@@ -106,7 +106,7 @@ def assert_like_the_loop(
         )
         found, right = out.clone(), out.clone()
         own.add_(x, found, sizes, layer, site)
-        reference = TorchBackend(config, dtype, DEVICE).adapter_batch(adapters)
+        reference = reference_backend(config, dtype, DEVICE).adapter_batch(adapters)
         reference.add_(x, right, sizes, layer, site)
         close(found, right, dtype)
         assert torch.equal(found.eq(out).all(1), right.eq(out).all(1)), (

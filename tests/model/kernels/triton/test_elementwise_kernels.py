@@ -16,9 +16,9 @@ from planish.engine.sampling import token_sampling
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.head import scored_logprobs
-from planish.model.kernels.reference.backend import TorchBackend
+from planish.model.kernels.backend import Backend
+from planish.model.kernels.choose import reference_backend, triton_backend
 from planish.model.kernels.reference.token_sampling import sample_from_weights
-from planish.model.kernels.triton.backend import TritonBackend
 from planish.model.kernels.triton.families import FAMILIES
 from planish.model.lora import AdapterRange, LoraLayout, LoraMatrices, LoraWeights
 from planish.model.operations import add_rms_norm, gated_activation, rope
@@ -48,7 +48,7 @@ def both(device):
     """Return a function that calls another with the Triton backend and then with torch."""
 
     def call(function, dtype: torch.dtype = torch.float32):
-        triton = TritonBackend(CONFIG, dtype, device, FAMILIES)
+        triton = triton_backend(CONFIG, dtype, device, FAMILIES)
         return [function(backend) for backend in (triton, torch_backend(dtype, device))]
 
     return call
@@ -420,7 +420,7 @@ def test_a_whole_decoder_equals_torch(grad, tmp_path, device):
             0, 1
         )
 
-    def outcome(backend: TorchBackend) -> Tensor:
+    def outcome(backend: Backend) -> Tensor:
         decoder = Decoder(load_weights(tmp_path, config), backend)
         weights = LoraWeights(layout, layout.init(0) + 0.05, backend, requires_grad=grad)
         batch = weights if grad else backend.adapter_batch([AdapterRange(0, 6, weights)])
@@ -431,8 +431,8 @@ def test_a_whole_decoder_equals_torch(grad, tmp_path, device):
         hidden.logsumexp(-1).sum().backward()
         return weights.collect_grad()
 
-    triton = TritonBackend(config, torch.float32, device, FAMILIES)
-    ours, theirs = outcome(triton), outcome(TorchBackend(config, torch.float32, device))
+    triton = triton_backend(config, torch.float32, device, FAMILIES)
+    ours, theirs = outcome(triton), outcome(reference_backend(config, torch.float32, device))
     assert theirs.norm() > 0
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 

@@ -16,8 +16,7 @@ from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import Trainer, TrainerSettings
 from planish.model.decoder import Decoder
 from planish.model.kernels.reference.attention import dense_mask_attention
-from planish.model.kernels.triton import backend as triton_backend
-from planish.model.kernels.triton import tree_attention
+from planish.model.kernels.triton import parts, tree_attention
 from planish.model.kernels.triton.tree_attention import (
     TritonTreeAttention,
     key_plan,
@@ -255,7 +254,7 @@ def test_the_trainer_gradient_with_gpu_attention_equals_the_reference(tmp_path, 
     used = []
     monkeypatch.setenv("PLANISH_KERNELS", "triton")
     monkeypatch.setattr(
-        triton_backend,
+        parts,
         "TritonTreeAttention",
         lambda *given: used.append(given) or TritonTreeAttention(*given),
     )

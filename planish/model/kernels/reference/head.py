@@ -1,0 +1,178 @@
+"""The logits of the LM head and of its adapters in torch.
+
+Shapes: see kernels/interface.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from planish.model.kernels.device import Device
+from planish.model.kernels.interface import ExactLogits, HeadAdapters, Matmuls
+from planish.model.kernels.linear import PackedLinear
+from planish.model.kernels.reference.elementwise import accum_dtype
+from planish.model.kernels.row_tiling import RowTiling, RowTilings, row_slices
+from planish.model.lora import HeadAdapterRange, LoraMatrices, padded_lora_columns
+
+# Number of vocabulary entries per block in the search for the largest logits.
+_BLOCK = 32
+# Maximum number of gathered weight entries in memory at a time, on a CPU and on a GPU. It is larger
+# on a GPU because each part costs twenty kernel launches and a synchronization.
+_GATHERED_ENTRIES = (1 << 18, 1 << 24)
+# Number of rows per matmul with the head, on a CPU and on a GPU. Fewer rows would not fill a GPU.
+_HEAD_ROWS = (256, 2048)
+
+
+class TorchHead:
+    """The logits of the LM head (see `Head`)."""
+
+    def __init__(
+        self, matmuls: Matmuls, dtype: torch.dtype, device: torch.device, tilings: RowTilings
+    ) -> None:
+        """`matmuls`: compute the logits of all tokens. `dtype`: the dtype of the model."""
+        is_gpu = Device(device).is_gpu
+        self._matmul, self._dtype, self._tilings = matmuls.matmul, dtype, tilings
+        self.logits_dtype = torch.promote_types(dtype, torch.float32) if is_gpu else dtype
+        self.head_rows = _HEAD_ROWS[is_gpu]
+        self._gathered_entries = _GATHERED_ENTRIES[is_gpu]
+
+    def base_logits(self, hidden: Tensor, head: PackedLinear, *, training: bool = False) -> Tensor:
+        """Return the logits [R, V] of the base model in `logits_dtype`. `hidden`: [R, D]."""
+        if self.logits_dtype == self._dtype:
+            return self._matmul(hidden, head, training=training)
+
+        def float32_matmul(hidden: Tensor) -> Tensor:
+            return torch.mm(hidden, head.weight.t(), out_dtype=self.logits_dtype)
+
+        return self._tilings.of(training=training).run(float32_matmul, hidden)
+
+    def head_adapters(
+        self,
+        adapter_ranges: Sequence[HeadAdapterRange],
+        hidden: Tensor,
+        lora_hidden: Tensor | None = None,
+    ) -> HeadAdapters:
+        """Return head adapters that are applied to one range of rows after another."""
+        return TorchHeadAdapters(self._tilings.sampling, adapter_ranges, hidden, lora_hidden)
+
+    def top_logits(
+        self,
+        hidden: Tensor,
+        head: PackedLinear,
+        adapters: HeadAdapters | None,
+        logits: Tensor,
+        k: int,
+        float32_logits: Tensor | None = None,
+    ) -> ExactLogits:
+        """Find the k largest `logits` of each row, and return them recomputed in float32."""
+        tokens = _top_tokens(logits, k)
+        rows = torch.arange(hidden.shape[0], device=hidden.device).repeat_interleave(k)
+        exact = self.token_logits(hidden, head, adapters, rows, tokens.flatten())
+        exact = exact.view(tokens.shape)
+        if float32_logits is not None:
+            float32_logits.copy_(logits).scatter_(1, tokens, exact)
+        return tokens, exact
+
+    def token_logits(
+        self,
+        hidden: Tensor,
+        head: PackedLinear,
+        adapters: HeadAdapters | None,
+        rows: Tensor,
+        tokens: Tensor,
+    ) -> Tensor:
+        """Return single logits [P] in float32 or wider, as sums of elementwise products."""
+        out = torch.empty(rows.shape[0], dtype=accum_dtype(hidden), device=hidden.device)
+        for pair_slice in row_slices(
+            rows.shape[0], max(1, self._gathered_entries // hidden.shape[1])
+        ):
+            x, weight = (
+                hidden[rows[pair_slice]].to(out.dtype),
+                head.weight[tokens[pair_slice]].to(out.dtype),
+            )
+            out[pair_slice] = (x * weight).sum(-1)
+            if adapters is not None:
+                adapters.add_single_(out[pair_slice], rows[pair_slice], tokens[pair_slice])
+        return out
+
+
+class TorchHeadAdapters:
+    """The head adapters of ranges of rows, applied one after another."""
+
+    hidden: Tensor
+    """The LoRA hidden states [R, r or more]."""
+
+    def __init__(
+        self,
+        tiling: RowTiling,
+        adapter_ranges: Sequence[HeadAdapterRange],
+        x: Tensor,
+        lora_hidden: Tensor | None,
+    ) -> None:
+        self._tiling, self._adapter_ranges = tiling, adapter_ranges
+        self.hidden = self._lora_hidden(x) if lora_hidden is None else lora_hidden
+
+    def _lora_hidden(self, x: Tensor) -> Tensor:
+        ranks = [lora.rank for _, _, lora in self._adapter_ranges]
+        width = max(map(padded_lora_columns, ranks), default=0)
+        # The C++ kernels of single logits read an even number of columns and multiply those after
+        # the rank by zero, which gives NaN if they are not finite.
+        hidden = x.new_zeros(x.shape[0], width)
+        for start, stop, lora in self._adapter_ranges:
+            a, rows = lora.a.t(), x[start:stop]
+            hidden[start:stop, : lora.rank] = self._tiling.run(
+                lambda rows, a=a: rows @ a, rows, rank=lora.rank
+            )
+        return hidden
+
+    def add_(self, logits: Tensor) -> None:
+        """Add the adapters' part to `logits` [R, V], in place."""
+        for start, stop, lora in self._adapter_ranges:
+
+            def add(hidden: Tensor, logits: Tensor, lora: LoraMatrices = lora) -> Tensor:
+                lora_hidden, b = hidden[:, : lora.rank], lora.b_matrices[0].t()
+                if logits.dtype == hidden.dtype:
+                    logits.addmm_(lora_hidden, b)
+                else:
+                    logits.add_(torch.mm(lora_hidden, b, out_dtype=logits.dtype))
+                return hidden
+
+            self._tiling.run(add, self.hidden[start:stop], logits[start:stop], rank=lora.rank)
+
+    def add_single_(self, out: Tensor, rows: Tensor, tokens: Tensor) -> None:
+        """Add the adapters' part to single logits `out` [P] of `rows` and `tokens` [P]."""
+        for start, stop, lora in self._adapter_ranges:
+            own_pairs = ((rows >= start) & (rows < stop)).nonzero().squeeze(1)
+            lora_hidden, b = (
+                self.hidden[rows[own_pairs], : lora.rank],
+                lora.b_matrices[0][tokens[own_pairs]],
+            )
+            out[own_pairs] += (lora_hidden.to(out.dtype) * b.to(out.dtype)).sum(-1)
+
+
+def _top_tokens(logits: Tensor, k: int) -> Tensor:
+    """Return the indices [R, k] of the k largest logits of each row.
+
+    The k largest logits lie in the k blocks with the largest maxima. So one pass over the logits
+    suffices. A full `topk` over the vocabulary would cost as much as the matmul itself.
+    """
+    num_blocks = logits.shape[1] // _BLOCK
+    if num_blocks <= 2 * k:
+        return logits.topk(k, dim=1).indices
+    blocks = (
+        logits[:, : num_blocks * _BLOCK]
+        .unflatten(1, (_BLOCK, num_blocks))
+        .amax(1)
+        .topk(k, dim=1)
+        .indices
+    )
+    offsets_in_block = torch.arange(_BLOCK, device=logits.device) * num_blocks
+    candidates = (blocks.unsqueeze(2) + offsets_in_block).flatten(1)
+    tail_tokens = torch.arange(num_blocks * _BLOCK, logits.shape[1], device=logits.device).expand(
+        logits.shape[0], -1
+    )
+    candidates = torch.cat([candidates, tail_tokens], 1)
+    return candidates.gather(1, logits.gather(1, candidates).topk(k, dim=1).indices)
