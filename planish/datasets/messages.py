@@ -224,7 +224,13 @@ def with_tools(messages: list[Message], tools: list[Any], where: str) -> list[Me
         # The renderer writes the format's default system message before the tools, so the message
         # is no more the row's text than a default one is: it is not learned.
         return [
-            {"role": "system", "content": "", "tools": tools, "weight": 0, **_untrained(messages)},
+            {
+                "role": "system",
+                "content": None,
+                "tools": tools,
+                "weight": 0,
+                **_untrained(messages),
+            },
             *messages,
         ]
     if first.get("tools") not in (None, tools):

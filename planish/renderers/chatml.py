@@ -139,7 +139,8 @@ class ChatML(StopTokenFormat):
     ) -> Turn:
         text: tuple[Piece, ...] = (message.text,)
         if message.tools:
-            text = tools_pieces(message.text or self.default_system or "", message.tools)
+            system = message.text if message.is_given else self.default_system or None
+            text = tools_pieces(system, message.tools)
         return Turn(
             header=(*separator, START, f"{message.role}\n"), output=(*text, END), message=index
         )

@@ -99,7 +99,7 @@ class Kimi(StopTokenFormat):
             elif message.role == "tool":
                 turns.append(self._tool_turn(messages, index))
             else:
-                text = message.text or (DEFAULT_SYSTEM if index == 0 and tools else "")
+                text = message.text if message.is_given else DEFAULT_SYSTEM
                 turns.append(Turn(self._header(message.role), (text, END), index))
         return turns
 

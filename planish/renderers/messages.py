@@ -89,7 +89,8 @@ class Message(TypedDict):
     """Required on every message with TrainOnWhat.CUSTOMIZED, rejected otherwise."""
     tools: NotRequired[list[ToolSpec]]
     """On a first system message: the tools it offers (see
-    Renderer.create_conversation_prefix_with_tools).
+    Renderer.create_conversation_prefix_with_tools). Its content may be None: then the conversation
+    has no system message of its own, and the format writes its default one.
     """
     tool_call_id: NotRequired[str]
     """On a tool result: the id of the call that it answers (read by kimi_k2)."""
@@ -161,6 +162,10 @@ class CheckedMessage:
     """On a tool result: the name of the function, if it is given."""
     call_id: str = ""
     """On a tool result: the id of the call, if it is given."""
+    is_given: bool = True
+    """False for a system message that only offers tools, in a conversation without a system message
+    of its own.
+    """
     has_inline_thinking: bool = False
     """Whether the thinking was a think block at the start of the content, a string."""
 
@@ -263,6 +268,7 @@ def _read(
         weight == 1,
         name,
         call_id,
+        is_given=message.get("content") is not None or not tools,
         has_inline_thinking=thinking is not None and is_inline,
     )
 
@@ -298,7 +304,7 @@ def _read_content(
     message: Mapping[str, Any], where: str, capabilities: Capabilities
 ) -> tuple[str, str | None]:
     content = message.get("content")
-    if content is None and (message.get("tool_calls") or message.get("unparsed_tool_calls")):
+    if content is None and any(map(message.get, ("tool_calls", "unparsed_tool_calls", "tools"))):
         content = ""
     if content is None:
         raise ValueError(

@@ -312,8 +312,9 @@ class Renderer:
     ) -> list[dict[str, Any]]:
         """Return the messages that offer `tools` to the model, for the start of a conversation.
 
-        The rendered text equals that of the model's chat template. Raises UnsupportedError if the
-        format cannot express tools.
+        The rendered text equals that of the model's chat template. With `system_prompt` "", the
+        conversation has no system message of its own. Raises UnsupportedError if the format cannot
+        express tools.
         """
         if not self.format.capabilities.tools:
             raise UnsupportedError(
@@ -326,7 +327,7 @@ class Renderer:
             )
         for number, tool in enumerate(tools):
             tool_json(tool, f"tools[{number}]")
-        return [{"role": "system", "content": system_prompt, "tools": list(tools)}]
+        return [{"role": "system", "content": system_prompt or None, "tools": list(tools)}]
 
     def _ending(self, message: CheckedMessage, sampled: list[int]) -> MessageEnding | None:
         """Return how a sampled message ends, or None if a conversation cannot continue after it."""
@@ -372,9 +373,10 @@ def with_tools(
     if not tools:
         return list(messages)
     system = [message for message in messages[:1] if message["role"] == "system"]
-    text = get_text_content(system[0]) if system else ""
-    prefix = renderer.create_conversation_prefix_with_tools(tools, text)
-    return [*cast(list[Message], prefix), *messages[len(system) :]]
+    [prefix] = renderer.create_conversation_prefix_with_tools(tools)
+    if system:
+        prefix["content"] = get_text_content(system[0])
+    return [cast(Message, prefix), *messages[len(system) :]]
 
 
 def _last(ids: Sequence[int]) -> int | None:

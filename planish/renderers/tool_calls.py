@@ -45,9 +45,11 @@ TOOLS_CONCLUSION: tuple[Piece, ...] = (
 VERBATIM_CALL = re.compile(r'\s*\{"name": "[^"\\]+", "arguments": (\{.*\})\}\s*', re.DOTALL)
 
 
-def tools_pieces(system: str, tools: Sequence[str]) -> tuple[Piece, ...]:
-    """Return the text of a system message that offers `tools`, each a JSON text."""
-    lead = f"{system}\n\n" if system else ""
+def tools_pieces(system: str | None, tools: Sequence[str]) -> tuple[Piece, ...]:
+    """Return the text of a system message that offers `tools`, each a JSON text. `system` is the
+    text before them; None = there is none.
+    """
+    lead = f"{system}\n\n" if system is not None else ""
     return (lead + TOOLS_INTRODUCTION, *(f"\n{tool}" for tool in tools), *TOOLS_CONCLUSION)
 
 

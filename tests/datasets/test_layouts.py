@@ -161,7 +161,7 @@ def test_a_system_message_and_tools_accompany_every_layout_of_messages(columns, 
 def test_tools_without_a_system_message_come_first_and_are_not_learned():
     tools = [{"name": "now"}]
     first, *others = conversation_of({"messages": CHAT, "tools": tools}, "here")
-    assert first == {"role": "system", "content": "", "tools": tools, "weight": 0}
+    assert first == {"role": "system", "content": None, "tools": tools, "weight": 0}
     assert others == CHAT
     marked = [{**message, "trainable": True} for message in CHAT]
     first = conversation_of({"messages": marked, "tools": tools, "system": "S"}, "here")[0]

@@ -76,6 +76,7 @@ CONVERSATIONS: dict[str, Conversation] = {
 TOOL_CONVERSATIONS: dict[str, Conversation] = {
     "tools": [user("Add.")],
     "tools and system": [SYSTEM, user("Add.")],
+    "tools and empty system": [{"role": "system", "content": ""}, user("Add.")],
     "call": [user("Add."), assistant("", calls=CALLS[:1])],
     "call with text": [user("Add."), assistant("One moment.", calls=CALLS[:1])],
     "reasoned call": [user("Add."), assistant("One moment.", "I add.", calls=CALLS[:1])],
@@ -166,6 +167,11 @@ def template_messages(conversation: Conversation) -> Conversation:
 
 def with_tools(renderer: Any, messages: Conversation, tools: list[Any] = TOOLS) -> list[Any]:
     """Return the messages with the renderer's messages that offer `tools` at the start."""
-    system = messages[0]["content"] if messages[0]["role"] == "system" else ""
-    rest = messages[1:] if messages[0]["role"] == "system" else messages
-    return [*renderer.create_conversation_prefix_with_tools(tools, system), *rest]
+    has_system = messages[0]["role"] == "system"
+    system = messages[0]["content"] if has_system else ""
+    prefix = renderer.create_conversation_prefix_with_tools(tools, system)
+    if has_system and not system and "tools" in prefix[0]:
+        # With "", the function says that there is no system message. The cookbook, whose messages
+        # contain the tools as text, cannot express an empty one.
+        prefix[0]["content"] = ""
+    return [*prefix, *messages[has_system:]]

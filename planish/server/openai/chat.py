@@ -387,11 +387,10 @@ def build_prompt(
     has_system = bool(messages) and messages[0].get("role") == "system"
     try:
         if functions:
-            system = messages.pop(0).get("content") if has_system else ""
-            messages = [
-                *renderer.create_conversation_prefix_with_tools(functions, _system_text(system)),
-                *messages,
-            ]
+            [prefix] = renderer.create_conversation_prefix_with_tools(functions)
+            if has_system:
+                prefix["content"] = _system_text(messages.pop(0).get("content"))
+            messages = [prefix, *messages]
         if options.continue_final_message:
             return renderer.build_continued_prompt(messages)
         return renderer.build_generation_prompt(messages)
