@@ -23,7 +23,7 @@ EXTRAS := 'planish[inspect,trackio,verifiers]' trl bitsandbytes \
 	aiohttp blobfile cloudpickle pylatexenc termcolor tiktoken
 # The tests that are skipped, in whole or in part, where these packages are not installed.
 EXTRAS_TESTS ?= tests/cookbook tests/evaluation/test_inspect.py tests/export/test_trl.py \
-	tests/model/test_bitsandbytes.py tests/recipes/test_fresh_runs.py \
+	tests/datasets/test_trl_files.py tests/model/test_bitsandbytes.py tests/recipes/test_fresh_runs.py \
 	tests/renderers/test_renderer_oracles.py \
 	tests/rl/test_verifiers_env.py tests/runlog/test_metrics_log.py tests/server/openai
 # All tests of a file run in one process, which starts their servers and loads their models once.
