@@ -245,6 +245,12 @@ def _read(
     calls, unparsed = _read_calls(message, where, role, capabilities, renderer)
     tools = _read_tools(message, where, index, capabilities, renderer)
     name, call_id = (_read_optional_text(message, key, where) for key in ("name", "tool_call_id"))
+    if role != "tool" and (name or call_id):
+        key = "name" if name else "tool_call_id"
+        raise ValueError(
+            f"{where} is of role {role!r} and has {key!r}, which only a tool result may have: "
+            "remove it"
+        )
     texts = (text, thinking or "", *chain.from_iterable(calls), *unparsed, *tools, name, call_id)
     for written in texts:
         check_characters(written, where)

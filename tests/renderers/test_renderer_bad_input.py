@@ -170,6 +170,17 @@ def said(**changes) -> dict:
         ),
         (
             INSTRUCT,
+            [{**USER, "name": "Alice"}],
+            r"messages\[0\] is of role 'user' and has 'name', which only a tool result may have",
+        ),
+        (
+            get_renderer("kimi_k2", family_tokenizer("kimi")),
+            [USER, said(name="Bob")],
+            r"messages\[1\] is of role 'assistant' and has 'name'",
+        ),
+        (INSTRUCT, [USER, said(tool_call_id="c1")], r"messages\[1\] is .* has 'tool_call_id'"),
+        (
+            INSTRUCT,
             [{"role": "user", "content": [{"type": "text", "text": "a", "weight": 0}]}],
             r"messages\[0\], content\[0\] has \['weight'\], which planish does not use; remove it",
         ),
