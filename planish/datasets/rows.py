@@ -287,6 +287,18 @@ def hold_out(
     return train, sorted(held_out)
 
 
+def warn_of_partial_batch(num_rows: int, batch_size: int, unit: str = "rows") -> None:
+    """Log how many rows an epoch leaves out because they do not fill a batch."""
+    if num_left := num_rows % batch_size:
+        _log.warning(
+            "batch_size=%d: %d of %d %s do not fill a batch and are left out of each epoch",
+            batch_size,
+            num_left,
+            num_rows,
+            unit,
+        )
+
+
 def check_shuffle_seed(shuffle_seed: int | None) -> None:
     """Raise UserError for a negative seed, which numpy's generators reject."""
     if shuffle_seed is not None and shuffle_seed < 0:

@@ -31,6 +31,7 @@ from planish.completers import derived_seed
 from planish.datasets.grading import Grader, GradingError
 from planish.datasets.gsm8k import Problem, problem_prompt
 from planish.datasets.math_problems import load_problems
+from planish.datasets.rows import warn_of_partial_batch
 from planish.datasets.split_names import SplitNames
 from planish.model.sources import DEFAULT_MODEL
 from planish.processes.interruption import StopRequest
@@ -153,6 +154,7 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
         problems = fitting_problems(config, problems, "train", renderer, context_window)
         test_problems = fitting_problems(config, test_problems, "test", renderer, context_window)
         require_batch(config, problems)
+        warn_of_partial_batch(len(problems), config.batch_size, "problems")
         all_steps = len(problems) // config.batch_size
         steps = all_steps if config.max_steps is None else min(all_steps, config.max_steps)
         if start.batch >= steps:

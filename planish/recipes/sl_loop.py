@@ -28,7 +28,7 @@ from planish.datasets.gsm8k import is_gsm8k, problem_prompt, read_problem
 from planish.datasets.layouts import CONVERSATIONS, WORKED_SOLUTION, conversation_of, find_layout
 from planish.datasets.messages import Conversation, PlainText, location_of
 from planish.datasets.row_files import Row
-from planish.datasets.rows import load_rows
+from planish.datasets.rows import load_rows, warn_of_partial_batch
 from planish.datasets.split_names import SplitNames
 from planish.datasets.unused_columns import UnusedColumns
 from planish.errors import UserError
@@ -119,6 +119,7 @@ def train(config: Config, service_client: ServiceClient) -> Path:
         config,
         batch_size=(steps_per_epoch > 0, f"at most {len(conversations)}, the number of examples"),
     )
+    warn_of_partial_batch(len(conversations), config.batch_size, "examples")
     steps = config.num_epochs * steps_per_epoch
     steps = steps if config.max_steps is None else min(steps, config.max_steps)
     with RunDirectory(config.log_path, chz.asdict(config), may_change=RESUMABLE_OPTIONS) as run:

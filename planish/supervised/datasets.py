@@ -16,7 +16,12 @@ import numpy as np
 from planish.datasets.layouts import CONVERSATIONS, Layout, conversation_of
 from planish.datasets.messages import PlainText
 from planish.datasets.row_files import Row
-from planish.datasets.rows import check_shuffle_seed, has_split, open_rows
+from planish.datasets.rows import (
+    check_shuffle_seed,
+    has_split,
+    open_rows,
+    warn_of_partial_batch,
+)
 from planish.datasets.split_names import SplitNames
 from planish.datasets.unused_columns import UnusedColumns
 from planish.errors import UserError
@@ -68,6 +73,7 @@ class RowDataset(SupervisedDataset):
         None without rows.
         """
         train_set = cls(train, batch_size, to_batch, shuffle_seed=shuffle_seed)
+        warn_of_partial_batch(len(train), batch_size)
         return train_set, cls(test, batch_size, to_batch, drop_last=False) if test else None
 
     def get_batch(self, index: int) -> Batch:

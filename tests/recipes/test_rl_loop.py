@@ -41,10 +41,13 @@ def untimed(rows):
     ]
 
 
-def test_a_run_goes_once_through_the_data_with_one_row_a_step(service, sums_dataset, tmp_path):
+def test_a_run_goes_once_through_the_data_with_one_row_a_step(
+    service, sums_dataset, tmp_path, caplog
+):
     run = rl_loop.train(options(sums_dataset, tmp_path), service)
     rows = read_rows(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(6))
+    assert "batch_size=4: 2 of 26 problems do not fill a batch and are left out" in caplog.text
     assert [row["progress/batch"] for row in rows] == list(range(6))
     assert rows[-1]["progress/done_frac"] == 1.0
     assert rows[0]["reward/total"] < rows[-1]["reward/total"]

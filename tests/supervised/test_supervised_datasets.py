@@ -164,13 +164,22 @@ def test_held_out_rows_keep_their_numbers(tmp_path):
 
 def test_unused_columns_are_named_once_with_their_rows(tmp_path, caplog):
     chat = say(1)
-    rows = [chat, {**chat, "source": "web"}, {**chat, "source": "books", "id": 7}, chat, chat]
+    rows = [chat, {**chat, "source": "web"}, {**chat, "source": "books", "id": 7}, chat]
     path = write(tmp_path / "chats.jsonl", rows)
     for _ in range(2):
         FromRowsBuilder(common_config=config(), dataset=path)()
     assert [record.getMessage() for record in caplog.records] == [
         f'dataset {path}: columns that are not used: "source" (2 rows, first in {path}, line 2), '
         f'"id" (1 row, first in {path}, line 3)'
+    ]
+
+
+def test_rows_that_do_not_fill_a_batch_are_counted(tmp_path, caplog):
+    path = write(tmp_path / "chats.jsonl", [say(number) for number in range(12)])
+    for batch_size in (4, 5):
+        FromRowsBuilder(common_config=config(batch_size=batch_size), dataset=path, test_size=0)()
+    assert [record.getMessage() for record in caplog.records] == [
+        "batch_size=5: 2 of 12 rows do not fill a batch and are left out of each epoch"
     ]
 
 
