@@ -25,7 +25,7 @@ ROLES = {
     "function_response": "tool",
     "function": "tool",
 }
-"""Roles under other names: those of ShareGPT and its descendants, and of OpenAI's API."""
+"""Other names of roles: in ShareGPT and its descendants, and in OpenAI's API."""
 FUNCTION_CALL = "function_call"
 """The role of a message whose text is a tool call, or a list of them, as JSON."""
 SHAREGPT_ROLES = ("user", "assistant", "system", "tool", *ROLES, FUNCTION_CALL)
@@ -112,7 +112,9 @@ def _from_sharegpt(message: Message, where: str) -> Message:
 
 
 def _from_function_call(message: Message, where: str) -> Message:
-    """Return a message whose content is JSON text of tool calls as an assistant's message."""
+    """Return the assistant message of a message whose content is a tool call, or a list of tool
+    calls, as JSON text.
+    """
     calls = _parse(message.get("content") or "", where, "a tool call as JSON")
     tool_calls = [
         call
@@ -216,13 +218,13 @@ def with_system(messages: list[Message], system: Any, where: str) -> list[Messag
 
 
 def with_tools(messages: list[Message], tools: list[Any], where: str) -> list[Message]:
-    """Return messages whose first, a system message, offers `tools`, as renderers take them."""
+    """Return the messages with `tools` on a system message at their start, as renderers read them."""
     if not tools:
         return messages
     first = messages[0]
     if first.get("role") != "system":
-        # The renderer writes the format's default system message before the tools, so the message
-        # is no more the row's text than a default one is: it is not learned.
+        # The format writes its default system message here. That is no text of the row, so it is not
+        # learned.
         return [
             {
                 "role": "system",

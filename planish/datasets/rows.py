@@ -271,7 +271,7 @@ def _first_line(error: Exception) -> str:
 def hold_out(
     num_problems: int, eval_problems: int, seed: int, source: str, unit: str = "problems"
 ) -> tuple[list[int], list[int]]:
-    """Return the positions of the problems for training and of those for evaluation, in order.
+    """Return the positions of the training problems and of the evaluation problems, both in order.
 
     `eval_problems` random ones of `num_problems` problems are held out of training. Raise UserError
     if no training problem would be left. `source` is the part of the message that says why problems
