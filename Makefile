@@ -1,6 +1,6 @@
 # demo and test do all their own set-up: a virtual environment, pinned packages, the embedded model.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-extras lint bench bench-peers clean
+.PHONY: help demo test test-all test-extras lint docs bench bench-peers clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -37,7 +37,8 @@ help:
 	@echo "make test   the test suite"
 	@echo "make test-all  the slow tests: servers, crashes, started programs, interpreted Triton kernels"
 	@echo "make test-extras  tests with the real Inspect, verifiers, Trackio, TRL, OpenAI clients and tinker-cookbook"
-	@echo "make lint   ruff and pyright"
+	@echo "make lint   ruff, pyright, and the limits of sizes and imports"
+	@echo "make docs   write docs/reference/file-tree.md"
 	@echo "make bench  rollouts and training against transformers and PEFT on this machine (a quarter of an hour)"
 	@echo "make bench-peers  all works and all peers (hours; downloads some gigabytes)"
 	@echo "make clean  remove everything that these commands made, except the cached model"
@@ -65,6 +66,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python tools/code_size.py
+
+docs:
+	$(PYTHON) tools/file_tree.py
 
 bench: $(VENV)/.model
 	$(BIN)/python benchmarks/compare.py

@@ -110,6 +110,17 @@ def test_the_tutorial_runs_as_a_script(workplace):
 
 
 @pytest.mark.slow
+def test_grpo_on_one_page_runs(workplace):
+    page = ROOT / "examples" / "grpo_one_page.py"
+    assert len(page.read_text().splitlines()) <= 110
+    printed = run(workplace, str(page), "2")
+    expected = (
+        r"test sums .*: \d+%\nstep 0: reward [\d.]+\nstep 1: reward [\d.]+\ntest sums .*: \d+%\n"
+    )
+    assert re.fullmatch(expected, printed), printed
+
+
+@pytest.mark.slow
 def test_words_are_split_by_family_and_trained_on(workplace):
     words = [f"{chr(97 + n % 26)}{chr(97 + n // 26)}word" for n in range(40)]
     rated = [(word + end, (-1) ** n * 2.0) for n, word in enumerate(words) for end in ("", "ly")]

@@ -1,4 +1,4 @@
-"""Programs that a person runs: `python -m planish.recipes.NAME key=value ...`."""
+"""Programs that a person runs with `python -m` and options as key=value."""
 
 import sys
 from types import TracebackType
