@@ -259,7 +259,9 @@ class SampledToken:
     token: int
     logprob: float
     topk: Sequence[tuple[int, float]]
-    """The `topk_sample_logprobs` most likely tokens, as (token id, logprob), likeliest first."""
+    """The `topk_sample_logprobs` most likely tokens, as (token id, logprob), likeliest first; or the
+    tokens of `logprob_token_ids`.
+    """
     num_unsettled: int = 0
     """The number of tokens at the end of the sample, this one included, that a stop string may
     still remove from the text, completely or in part.
@@ -285,6 +287,11 @@ class Sample(Operation[SampleResponse]):
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
+    logprob_token_ids: Sequence[int] = ()
+    """Tokens whose logprobs are returned for each sampled position, in place of the
+    `topk_sample_logprobs` likeliest. They are in the same fields, in the order given here. At most
+    MAX_SCORED_TOKENS. A client of a server rejects this option.
+    """
     target_prompt_logprobs: TensorData | None = None
     """int64 [P - 1, K]: K token ids for each of the prompt positions 1..P-1; -1 = no token. The
     response has the logprobs of these tokens.
@@ -312,6 +319,11 @@ class Sample(Operation[SampleResponse]):
     """Separates the caches of tenants: a request only uses cached prefixes and grammars of the same
     owner. A server sets the name of the tenant; clients leave this empty.
     """
+
+    @property
+    def num_scored_tokens(self) -> int:
+        """The number of logprobs per sampled position, apart from that of the token itself."""
+        return len(self.logprob_token_ids) or self.topk_sample_logprobs
 
     def __post_init__(self) -> None:
         _check_type("prompt", self.prompt, ModelInput)

@@ -42,6 +42,8 @@ number of its choices. A longer text could take too long to compile.
 
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKENS = 1 << 15
+MAX_SCORED_TOKENS = 1024
+"""Maximum number of `Sample.logprob_token_ids`."""
 """Limits of SamplingParams.logit_bias and allowed_token_ids, in tokens."""
 
 StopReason = Literal["stop", "length"]

@@ -238,6 +238,11 @@ class RemoteService:
                         "on_token: a server returns complete samples; use its /v1 endpoints to "
                         "stream tokens"
                     )
+                if operation.logprob_token_ids:
+                    raise UnsupportedError(
+                        "logprob_token_ids: only an engine in this process has it; use the "
+                        "server's /v1/completions"
+                    )
                 if operation.stop_gate is not None:
                     raise UnsupportedError("stop_gate: only an engine in this process has it")
                 sampler = self._sampler(operation.sampler_id)

@@ -837,6 +837,15 @@ class Sampler:
             [p.temperature or 1.0 for p in params], torch.float32, logits.device
         )
         logprobs = token_logprobs(sampled_logits / temperature, sampled.log_normalizer).tolist()
+        listed_values = self._head.listed_logprobs(
+            hidden,
+            logits,
+            rows,
+            [token.sample.request.op.logprob_token_ids for token in tokens],
+            sampled.log_normalizer,
+            temperature,
+            adapters,
+        )
         max_topk = max(token.sample.request.op.topk_sample_logprobs for token in tokens)
         if max_topk and rows != list(range(logits.shape[0])):
             logits = logits[on_device(rows, torch.int64, logits.device)]
@@ -861,10 +870,13 @@ class Sampler:
                 # cannot have reached the other rows.
                 sample.request.fail(_non_finite_error(sample.request.op.sampler_id))
                 continue
+            listed_ids = sample.request.op.logprob_token_ids
             k = sample.request.op.topk_sample_logprobs
             sample.tokens.append(token_id)
             sample.logprobs.append(logprob)
-            if k:
+            if listed_ids:
+                sample.top_logprobs.append(([*listed_ids], listed_values[i]))
+            elif k:
                 sample.top_logprobs.append((top_ids[i][:k], top_values[i][:k]))
             try:
                 text_end = sample.stop_matcher.text_end(sample.tokens)
@@ -966,7 +978,7 @@ class Sampler:
         """Build the sample's sequence. Deliver the response after the last one."""
         assert sample.stop_reason is not None
         request = sample.request
-        k = request.op.topk_sample_logprobs
+        k = request.op.num_scored_tokens
         top = None
         if k:
             top = TopkLogprobs(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from planish.model.decoder import Decoder
-from planish.model.head import exact_logits, head_logits
+from planish.model.head import exact_logits, head_logits, token_logprobs
 from planish.model.lora import AdapterRange, HeadAdapterRange, LoraWeights
 from planish.model.transfer import on_device
 
@@ -83,6 +84,35 @@ class SamplingHead:
         if self._backend.logits_are_exact:
             return logits[row_index, tokens]
         return self.token_logits(hidden, row_index, tokens, adapters)
+
+    def listed_logprobs(
+        self,
+        hidden: Tensor,
+        logits: Tensor,
+        rows: list[int],
+        ids_by_row: Sequence[Sequence[int]],
+        normalizer: Tensor,
+        temperature: Tensor,
+        adapters: list[AdapterRange],
+    ) -> list[list[float]]:
+        """Return the logprobs of the tokens ids_by_row[i] at row rows[i], computed as the logprob
+        of a sampled token is. `normalizer` and `temperature` are [len(rows)].
+        """
+        ids = [token for tokens in ids_by_row for token in tokens]
+        if not ids:
+            return [[] for _ in rows]
+        owners = [i for i, tokens in enumerate(ids_by_row) for _ in tokens]
+        index = on_device(owners, torch.int64, logits.device)
+        token_logits = self.sampled_logits(
+            hidden,
+            logits,
+            [rows[i] for i in owners],
+            on_device(ids, torch.int64, logits.device),
+            adapters,
+        )
+        values = token_logprobs(token_logits / temperature[index], normalizer[index]).tolist()
+        ends = [*accumulate(map(len, ids_by_row), initial=0)]
+        return [values[begin:end] for begin, end in pairwise(ends)]
 
 
 def _head_adapter_ranges(adapters: list[AdapterRange]) -> list[HeadAdapterRange]:

@@ -10,6 +10,7 @@ from planish.engine.sampling.prompt_scores import wants_prompt_scores
 from planish.errors import ContextLengthError, UserError
 from planish.model.config import ModelConfig
 from planish.service import Sample
+from planish.types import MAX_SCORED_TOKENS
 
 MAX_RESPONSE_BYTES = 512 << 20
 """The maximum size of one response in bytes, in memory and as a message to a client."""
@@ -99,6 +100,12 @@ def _check_prompt_scores(op: Sample, prompt_length: int, vocab_size: int) -> Non
             raise UserError(
                 f"{name}={getattr(op, name)}: give a number from 0 to the vocabulary's {vocab_size}"
             )
+    if len(op.logprob_token_ids) > MAX_SCORED_TOKENS:
+        raise UserError(
+            f"logprob_token_ids has {len(op.logprob_token_ids):,} token ids; give at most "
+            f"{MAX_SCORED_TOKENS:,}"
+        )
+    _check_vocabulary("logprob_token_ids", op.logprob_token_ids, vocab_size)
     if op.prompt_logprobs_last_n is not None:
         if op.prompt_logprobs_last_n < 1:
             raise UserError(
@@ -144,7 +151,7 @@ def _check_response_size(op: Sample, prompt_length: int, max_tokens: int) -> Non
     All sampled tokens stay in memory until the last sample of the request has ended.
     """
     targets = op.target_prompt_logprobs
-    size = op.num_samples * max_tokens * (8 + 8 * op.topk_sample_logprobs)
+    size = op.num_samples * max_tokens * (8 + 8 * op.num_scored_tokens)
     size += prompt_length * (4 + 8 * op.topk_prompt_logprobs + 12 * op.prompt_alt_tokens_k)
     size += 4 * math.prod(targets.shape or ()) if targets is not None else 0
     if size > MAX_RESPONSE_BYTES:

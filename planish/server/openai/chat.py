@@ -112,6 +112,7 @@ def parse_chat(
             num_samples=options.n,
             sampling_params=options.sampling_params(stop_ids, stop_strings, constraint),
             topk_sample_logprobs=options.num_top_logprobs or 0,
+            logprob_token_ids=options.logprob_token_ids or (),
             # Stop strings of a request apply to the answer, not to the reasoning before it.
             stop_gate=stop_gate(chat.new_parser, stop_ids)
             if samples_thinking and continues != "text" and (options.stop or options.stop_token_ids)

@@ -100,6 +100,7 @@ def _parse_completion(model: ServedModel, options: CompletionRequest) -> ParsedC
             prompt_logprobs=scores_prompt,
             topk_prompt_logprobs=(options.logprobs or 0) if scores_prompt else 0,
             topk_sample_logprobs=options.logprobs or 0,
+            logprob_token_ids=options.logprob_token_ids or (),
             prompt_only=prompt_only,
         )
         for prompt in prompts

@@ -17,7 +17,9 @@ from planish.types import SampledSequence
 from planish.wire.pacing import pause_if_due
 
 TopTokens = Sequence[tuple[int, float]]
-"""The most likely tokens at a position, as (token id, logprob), likeliest first."""
+"""The most likely tokens at a position, as (token id, logprob), likeliest first; or the tokens that
+a request lists in `logprob_token_ids`, in the order of the list.
+"""
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ class CompletionLogprobs:
         if one.logprob is None:
             return None
         top: dict[str, float] = {}
-        for token, logprob in (*one.top_tokens, (one.token, one.logprob)):
+        entries = (*one.top_tokens, (one.token, one.logprob))
+        for token, logprob in sorted(entries, key=lambda entry: -entry[1]):
             top.setdefault(token_text(self.detokenizer, token), logprob)
         return top

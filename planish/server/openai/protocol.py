@@ -117,7 +117,7 @@ def _max_answer_bytes(operation: Sample, max_context: int) -> int:
         if operation.prompt_only
         else min(operation.sampling_params.max_tokens or max_context, max_context)
     )
-    bytes_per_sampled_token = _TOKEN_BYTES + _LOGPROB_BYTES * operation.topk_sample_logprobs
+    bytes_per_sampled_token = _TOKEN_BYTES + _LOGPROB_BYTES * operation.num_scored_tokens
     bytes_per_prompt_token = (
         _LOGPROB_BYTES * (1 + operation.topk_prompt_logprobs) if operation.prompt_logprobs else 0
     )
@@ -255,7 +255,7 @@ async def answer(
     sampling = sample_all(models, tenant, sampler_id, operations)
     prompts = await while_connected(request, sampling)
     size = sum(
-        len(sequence.tokens_np) * (_TOKEN_BYTES + _LOGPROB_BYTES * operation.topk_sample_logprobs)
+        len(sequence.tokens_np) * (_TOKEN_BYTES + _LOGPROB_BYTES * operation.num_scored_tokens)
         for operation, prompt in zip(operations, prompts, strict=True)
         for sequence in prompt.response.sequences
     )

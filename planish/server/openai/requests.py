@@ -20,6 +20,7 @@ from planish.server.http.openai_errors import UnsupportedParameterError, WrongPa
 from planish.types import (
     MAX_ALLOWED_TOKENS,
     MAX_LOGIT_BIASES,
+    MAX_SCORED_TOKENS,
     MAX_STOP_TOKENS,
     Constraint,
     SamplingParams,
@@ -214,6 +215,13 @@ class GenerationRequest(Request):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: Annotated[LogitBias, Field(max_length=MAX_LOGIT_BIASES)] = {}
     allowed_token_ids: Annotated[TokenIds, Field(max_length=MAX_ALLOWED_TOKENS)] = []
+    logprob_token_ids: Annotated[
+        Annotated[TokenIds, Field(min_length=1, max_length=MAX_SCORED_TOKENS)] | None,
+        Field(
+            description="Tokens whose logprobs are returned at each sampled position, in place of "
+            "the likeliest. Needs logprobs."
+        ),
+    ] = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchema | None = None
@@ -291,9 +299,13 @@ class GenerationRequest(Request):
             raise WrongParameterError(name, str(error).replace("SamplingParams.", "")) from None
 
     def check(self) -> None:
-        """Raise WrongParameterError if the request has `stream_options` but no `stream`."""
+        """Raise WrongParameterError if a parameter needs another one that is not given."""
         if self.stream_options is not None and not self.stream:
             raise WrongParameterError("stream_options", "stream_options needs stream=true")
+        if self.logprob_token_ids is not None and self.num_top_logprobs is None:
+            raise WrongParameterError(
+                "logprob_token_ids", "logprob_token_ids needs logprobs (true in a chat, else 0)"
+            )
 
 
 class Function(StrictModel):
