@@ -223,6 +223,20 @@ class RequestGenerator:
                 "prompt": self.random.choice(("hi", [1, 2, 3], ["a", "b"])),
                 "logprobs": 2,
             },
+            "/v1/responses": {
+                "model": model,
+                "input": [
+                    {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+                    {"type": "reasoning", "summary": [], "content": []},
+                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "c", "output": "x"},
+                ],
+                "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+                "max_output_tokens": 3,
+                "reasoning": {"summary": "auto"},
+                "include": ["message.output_text.logprobs"],
+                "stream": options["stream"],
+            },
         }
 
     def _number(self, model: str) -> int:

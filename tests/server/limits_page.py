@@ -15,7 +15,13 @@ from planish.engine.constraints import cache, refusals
 from planish.engine.constraints.worker import ProcessLimits
 from planish.server import uploads
 from planish.server.http import routes_uploads
-from planish.server.openai import adapter_requests, lora_adapters, requests, streaming
+from planish.server.openai import (
+    adapter_requests,
+    lora_adapters,
+    requests,
+    response_requests,
+    streaming,
+)
 from planish.server.openai.models import MAX_CHARACTERS_PER_TOKEN, MAX_TOKENIZED_BYTES
 from planish.server.openai.openapi import openapi
 from planish.server.openai.requests import MAX_OPTION_BYTES
@@ -341,8 +347,9 @@ def _integer_span(kind: str, name: str) -> str:
     """Return the range of an integer field. An integer field also accepts floats such as 3.0, and
     its JSON schema therefore lacks the bounds. So the bounds are read from the type.
     """
-    module = requests if hasattr(requests, kind) else adapter_requests
-    field = getattr(module, kind).model_fields.get(name) if hasattr(module, kind) else None
+    modules = (requests, response_requests, adapter_requests)
+    owner = next((getattr(one, kind) for one in modules if hasattr(one, kind)), None)
+    field = owner.model_fields.get(name) if owner is not None else None
     if field is None:
         return ""
     bounds = list(_metadata([*field.metadata, field.annotation]))
@@ -393,7 +400,7 @@ def _part_limit(part: Mapping[str, Any], name: str) -> str:
     return "not read" if not part else ""
 
 
-_TEXTS = ("messages", "tools", "prompt", "tokens")
+_TEXTS = ("messages", "tools", "prompt", "tokens", "input", "instructions")
 
 
 def _span(part: Mapping[str, Any]) -> str:

@@ -490,7 +490,7 @@ BAD_TOOL = {**ADD, "name": "a b"}
         ({"previous_response_id": "resp_1"}, "previous_response_id", "whole conversation in input"),
         ({"conversation": "conv_1"}, "conversation", "whole conversation in input"),
         ({"background": True}, "background", "leave it out"),
-        ({"truncation": "auto"}, "truncation", "shorten the conversation"),
+        ({"truncation": "auto", "input": "x" * 3000}, "input", "maximum context length"),
         ({"service_tier": "flex"}, "service_tier", "one tier"),
         ({"max_tool_calls": 3}, "max_tool_calls", "none here"),
         ({"prompt": {"id": "p"}}, "prompt", "give its text"),
@@ -555,7 +555,7 @@ def test_options_that_change_nothing_are_accepted(http):
     options = {
         "store": False,
         "background": False,
-        "truncation": "disabled",
+        "truncation": "auto",
         "service_tier": "auto",
         "previous_response_id": None,
         "include": ["reasoning.encrypted_content"],

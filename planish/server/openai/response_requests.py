@@ -50,6 +50,17 @@ def _rejects(remedies: Mapping[str, str]) -> Callable[[Any], Any]:
     return check
 
 
+def _rejects_values(*values: str, remedy: str) -> BeforeValidator:
+    """Return a validator that rejects `values`, which OpenAI's API has, with their remedy."""
+
+    def check(value: Any) -> Any:
+        if value in values:
+            raise PydanticCustomError("unsupported", "{remedy}", {"remedy": remedy})
+        return value
+
+    return BeforeValidator(check)
+
+
 class Part(StrictModel):
     """A part of the content of a message, or of a function's output."""
 
@@ -279,15 +290,32 @@ class TextOptions(StrictModel):
     format: Annotated[
         TextFormat | JsonObjectFormat | JsonSchemaTextFormat, Field(discriminator="type")
     ] = TextFormat(type="text")
-    verbosity: Literal["low", "medium", "high"] = "medium"
+    verbosity: Annotated[
+        Literal["medium"],
+        _rejects_values(
+            "low",
+            "high",
+            remedy="the models here have no such setting; ask for it in the instructions",
+        ),
+    ] = "medium"
+
+
+Summary = Annotated[
+    Literal["auto", "detailed"],
+    _rejects_values(
+        "concise",
+        remedy="this server does not shorten reasoning; give 'auto', which returns all of it, or "
+        "leave it out",
+    ),
+]
 
 
 class ReasoningOptions(StrictModel):
     """How the model reasons, and how the reasoning is returned."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
     """An older name of `summary`."""
 
 
@@ -317,7 +345,8 @@ _RESPONSES_NO_OP_PARAMS: NoOpParams = {
     "service_tier": (("auto", "default"), "there is one tier; leave it out"),
     "stop": (([],), "leave it out, or use /v1/chat/completions"),
     "store": ((False,), f"{_SEND_ALL}, and leave store out or give false"),
-    "truncation": (("disabled",), "shorten the conversation yourself; leave it out"),
+    # A conversation that is too long is an error with either value.
+    "truncation": (("disabled", "auto"), "leave it out"),
 }
 
 
@@ -371,24 +400,10 @@ class ResponsesRequest(Request):
         return "message.output_text.logprobs" in self.include
 
     def check(self) -> None:
-        """Raise WrongParameterError if two parameters contradict each other, or if an option is not
-        supported.
-        """
+        """Raise WrongParameterError if a parameter needs another one that is not given."""
         if self.stream_options is not None and not self.stream:
             raise WrongParameterError("stream_options", "stream_options needs stream=true")
         if self.top_logprobs and not self.includes_logprobs:
             raise WrongParameterError(
                 "top_logprobs", "top_logprobs needs include=['message.output_text.logprobs']"
-            )
-        if self.text.verbosity != "medium":
-            raise WrongParameterError(
-                "text",
-                f"text.verbosity={self.text.verbosity!r}: the models here have no such setting; "
-                "ask for it in the instructions",
-            )
-        if self.summary == "concise":
-            raise WrongParameterError(
-                "reasoning",
-                "reasoning.summary='concise': this server does not shorten reasoning; give 'auto', "
-                "which returns all of it, or leave it out",
             )

@@ -16,7 +16,7 @@ import schemathesis
 
 _MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The default model. It is not imported, because the environment of schemathesis has no planish."""
-_LIMITS = {"max_tokens": 3, "max_completion_tokens": 3, "n": 2}
+_LIMITS = {"max_tokens": 3, "max_completion_tokens": 3, "max_output_tokens": 3, "n": 2}
 
 
 @schemathesis.hook
@@ -30,5 +30,6 @@ def map_body(context: Any, body: Any) -> Any:
         for name, limit in _LIMITS.items():
             if isinstance(body.get(name), (int, float)) and body[name] > limit:
                 body[name] = limit
-        body.setdefault("max_tokens", 2)
+        is_response = context.operation.path.endswith("/responses")
+        body.setdefault("max_output_tokens" if is_response else "max_tokens", 2)
     return body
