@@ -18,12 +18,13 @@ TORCH := torch==2.13.0
 TESTS ?= tests
 # The second line has clients of the OpenAI endpoint, and the third what the recipes of
 # tinker-cookbook import.
-EXTRAS := 'planish[inspect,trackio,verifiers]' trl bitsandbytes \
+EXTRAS := 'planish[inspect,trackio,verifiers]' trl bitsandbytes sentencepiece \
 	langchain-openai litellm 'lm-eval[api]' 'pydantic-ai-slim[openai]' \
 	aiohttp blobfile cloudpickle pylatexenc termcolor tiktoken
 # The tests that are skipped, in whole or in part, where these packages are not installed.
 EXTRAS_TESTS ?= tests/cookbook tests/evaluation/test_inspect.py tests/export/test_trl.py \
-	tests/datasets/test_trl_files.py tests/model/test_bitsandbytes.py tests/recipes/test_fresh_runs.py \
+	tests/datasets/test_trl_files.py tests/model/test_bitsandbytes.py \
+	tests/model/test_sentencepiece_oracle.py tests/recipes/test_fresh_runs.py \
 	tests/renderers/test_renderer_oracles.py \
 	tests/rl/test_verifiers_env.py tests/runlog/test_metrics_log.py tests/server/openai
 # All tests of a file run in one process, which starts their servers and loads their models once.
@@ -36,7 +37,7 @@ help:
 	@echo "make demo   train the embedded model on sums and show the reward curve (a few minutes)"
 	@echo "make test   the test suite"
 	@echo "make test-all  the slow tests: servers, crashes, started programs, interpreted Triton kernels"
-	@echo "make test-extras  tests with the real Inspect, verifiers, Trackio, TRL, OpenAI clients and tinker-cookbook"
+	@echo "make test-extras  tests with the real Inspect, verifiers, Trackio, TRL, sentencepiece, OpenAI clients and tinker-cookbook"
 	@echo "make lint   ruff, pyright, and the limits of sizes and imports"
 	@echo "make docs   write docs/reference/file-tree.md"
 	@echo "make bench  rollouts and training against transformers and PEFT on this machine (a quarter of an hour)"
