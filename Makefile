@@ -26,7 +26,8 @@ EXTRAS_TESTS ?= tests/cookbook tests/evaluation/test_inspect.py tests/export/tes
 	tests/datasets/test_trl_files.py tests/model/test_bitsandbytes.py \
 	tests/model/test_sentencepiece_oracle.py tests/recipes/test_fresh_runs.py \
 	tests/renderers/test_renderer_oracles.py \
-	tests/rl/test_verifiers_env.py tests/runlog/test_metrics_log.py tests/server/openai
+	tests/rl/test_verifiers_env.py tests/runlog/test_metrics_log.py tests/server/openai \
+	tests/test_tokenizer.py
 # All tests of a file run in one process, which starts their servers and loads their models once.
 # Three processes keep two cores busy, because tests wait for the programs that they start. The
 # processes of `make test` share out the files before they read them, which saves a tenth of the

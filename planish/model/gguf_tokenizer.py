@@ -7,6 +7,7 @@ correctly and some wrongly. For the same reason it rejects files without a name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,9 +63,16 @@ by merges. By default, these tokenizers also add the BOS token.
 SENTENCEPIECE_ARCHITECTURES = ("llama", "gemma3")
 """The architectures whose SentencePiece tokenizers are supported: Llama 2, Mistral 7B, Gemma 3."""
 
+_SPECIAL_TOKEN = re.compile(r"<\|?[^\s<>|]+\|?>|\[/?[A-Z_]+\]")
+"""The form of special tokens in chat templates: <|im_end|>, <end_of_turn>, [/INST]."""
+
 
 def build_tokenizer(source: GGUFFile) -> Tokenizer:
-    """Build the BPE tokenizer from the file's tables, with the same token ids."""
+    """Build the BPE tokenizer from the file's tables, with the same token ids.
+
+    Raises UnsupportedError or DamagedFileError if the tables do not describe a tokenizer that
+    planish supports.
+    """
     metadata = source.metadata
     tokenizer_model = metadata.get("tokenizer.ggml.model")
     is_sentencepiece = (
@@ -121,7 +129,27 @@ def build_tokenizer(source: GGUFFile) -> Tokenizer:
         add_tokens(
             [AddedToken(token, special=is_special, normalized=False) for token in added_tokens]
         )
+    _check_special_tokens(source, tokenizer, vocab)
     return tokenizer
+
+
+def _check_special_tokens(source: GGUFFile, tokenizer: Tokenizer, vocab: Mapping[str, int]) -> None:
+    """Raise UnsupportedError if the tokenizer splits a special token.
+
+    Some converters mark special tokens as normal text. A chat then has the tokens of their letters.
+    """
+    metadata = source.metadata
+    tokens = metadata["tokenizer.ggml.tokens"]
+    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")]
+    special_tokens = {tokens[index] for index in ids if index is not None}
+    special_tokens.update(_SPECIAL_TOKEN.findall(metadata.get("tokenizer.chat_template") or ""))
+    for token in sorted(special_tokens & vocab.keys()):
+        if tokenizer.encode(token, add_special_tokens=False).ids != [vocab[token]]:
+            raise UnsupportedError(
+                f"{source.path} marks the special token {token} as normal text "
+                "(tokenizer.ggml.token_type), so a text with it would get the tokens of its "
+                "letters; get a file of another converter"
+            )
 
 
 def _byte_level_tokenizer(source: GGUFFile, vocab: Mapping[str, int]) -> Tokenizer:

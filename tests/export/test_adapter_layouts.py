@@ -321,3 +321,62 @@ def test_an_export_for_peft_asks_to_import_what_peft_does_not_know(tmp_path):
     config.write_text(json.dumps(json.loads(config.read_text()) | {"alpha_pattern": {}}))
     with pytest.raises(UnsupportedError, match=r"PEFT does not know.*planish checkpoints import"):
         weights.build_lora_adapter(**arguments, output_path=tmp_path / "out")
+
+
+OLD_PEFT = {
+    "base_model_name_or_path": "/Llama-2-7b-hf", "bias": "none", "enable_lora": None,
+    "fan_in_fan_out": False, "inference_mode": True, "lora_dropout": 0.0, "merge_weights": False,
+    "modules_to_save": None, "peft_type": "LORA", "task_type": "CAUSAL_LM",
+}  # fmt: skip
+AXOLOTL = {
+    "auto_mapping": None, "base_model_name_or_path": "NousResearch/Meta-Llama-3-8B",
+    "bias": "none", "fan_in_fan_out": None, "inference_mode": True, "init_lora_weights": True,
+    "layer_replication": None, "layers_pattern": None, "layers_to_transform": None,
+    "loftq_config": {}, "lora_dropout": 0, "megatron_config": None,
+    "megatron_core": "megatron.core", "modules_to_save": None, "peft_type": "LORA",
+    "rank_pattern": {}, "alpha_pattern": {}, "revision": None, "task_type": "CAUSAL_LM",
+    "use_dora": False, "use_rslora": False,
+}  # fmt: skip
+UNSLOTH = AXOLOTL | {
+    "alora_invocation_tokens": None, "arrow_config": None, "corda_config": None,
+    "auto_mapping": {
+        "base_model_class": "Qwen3ForCausalLM",
+        "parent_library": "transformers.models.qwen3.modeling_qwen3",
+        "unsloth_fixed": True,
+    },
+    "base_model_name_or_path": "unsloth/qwen3-0.6b-unsloth-bnb-4bit", "ensure_weight_tying": False,
+    "eva_config": None, "exclude_modules": None, "kasa_config": None, "lora_bias": False,
+    "lora_ga_config": None, "monteclora_config": None, "peft_version": "0.21.2",
+    "qalora_group_size": 16, "target_parameters": None, "trainable_token_indices": None,
+    "use_bdlora": None, "use_qalora": False, "velora_config": None,
+}  # fmt: skip
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "PEFT 0.2": OLD_PEFT,
+    "axolotl": AXOLOTL,
+    "Unsloth": UNSLOTH,
+    "Unsloth, a multimodal base": UNSLOTH | {
+        "target_modules": r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|down_proj).*?)",
+        "task_type": None,
+    },
+    "LLaMA-Factory": AXOLOTL | {"lora_alpha": 8.0, "base_model_name_or_path": "saves/base"},
+    "the hosted service": {},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_settings_that_programs_write_are_those_of_plain_lora(tmp_path, program):
+    """The fields are those of published files. None of them changes the adapter or gives a note."""
+    base = tiny_model(tmp_path / "base", "llama", tied=False)
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+    saved(base, tmp_path / "adapter", **settings)
+    expected = imported(tmp_path / "adapter", base)
+    store = CheckpointStore(tmp_path / "data")
+    matrices = load_file(store.files(expected.path)["adapter_model.safetensors"])
+    path = tmp_path / "adapter/adapter_config.json"
+    path.write_text(json.dumps(settings | PROGRAMS[program]))
+    found = imported(tmp_path / "adapter", base)
+    assert found.notes == expected.notes
+    assert found.num_linears == 4
+    for name, matrix in load_file(store.files(found.path)["adapter_model.safetensors"]).items():
+        assert torch.equal(matrix, matrices[name])

@@ -171,9 +171,10 @@ def write_gguf(
     return path
 
 
-def write_sentencepiece(path):
-    """Write a GGUF file of Gemma 3 with a SentencePiece vocabulary and no tensors but
-    embeddings.
+def write_sentencepiece(path, chat_template=None, normal=()):
+    """Write a GGUF file of Gemma 3 with a SentencePiece vocabulary and no tensors but embeddings.
+
+    `normal`: special tokens that the file marks as normal text.
     """
     control = ["<pad>", "<eos>", "<bos>", "<unk>", "<end_of_turn>"]
     runs = ["\n", "\n\n", "  "]
@@ -189,9 +190,12 @@ def write_sentencepiece(path):
     tokens = [*control, *runs, *byte_tokens, *merged, *letters]
     writer.add_token_list(tokens)
     writer.add_token_scores([-1000.0] * (8 + 256) + [-float(rank) for rank in range(10)])
+    control_types = [kinds.NORMAL if token in normal else kinds.CONTROL for token in control]
     writer.add_token_types(
-        [kinds.CONTROL] * 5 + [kinds.USER_DEFINED] * 3 + [kinds.BYTE] * 256 + [kinds.NORMAL] * 10
+        [*control_types, *[kinds.USER_DEFINED] * 3, *[kinds.BYTE] * 256, *[kinds.NORMAL] * 10]
     )
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
     writer.add_bos_token_id(2)
     writer.add_eos_token_id(1)
     writer.add_unk_token_id(3)

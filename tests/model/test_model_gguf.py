@@ -223,6 +223,17 @@ def test_a_sentencepiece_vocabulary_merges_by_score(tmp_path):
         assert tokenizer.decode(tokenizer.encode(text).ids[1:]) == text
 
 
+@pytest.mark.parametrize("token", ["<end_of_turn>", "<eos>"])
+def test_special_tokens_that_a_converter_marked_as_normal_text_are_named(tmp_path, token):
+    """Without them, a chat would have the tokens of their letters."""
+    template = "{{ bos_token }}{{ messages[0].content }}<end_of_turn>\n<start_of_turn>"
+    path = write_sentencepiece(tmp_path / "m.gguf", template)
+    assert build_tokenizer(read_gguf(path)).encode("<end_of_turn>").tokens[1:] == ["<end_of_turn>"]
+    path = write_sentencepiece(tmp_path / "n.gguf", template, normal=[token])
+    with pytest.raises(UnsupportedError, match=f"n.gguf marks the special token {token} as normal"):
+        build_tokenizer(read_gguf(path))
+
+
 def test_the_tokenizers_of_llama_2_and_mistral_equal_sentencepiece(tmp_path):
     """sentencepiece 0.2 trained the pieces with Llama 2's options, and encoded the texts."""
     recorded = json.loads(Path(__file__).with_name("sentencepiece_bpe.json").read_text())

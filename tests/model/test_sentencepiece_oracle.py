@@ -19,7 +19,31 @@ from planish.model.gguf_tokenizer import build_tokenizer
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="make test-extras runs it")
 
-WORDS = ["the", "answer", "is", "a", "sea", "of", "words,", "and", "one", "more:", "42", "or", "1,000!", "Größe", "naïve", "привет", "мир", "日本語", "テスト", "def", "f(x):", "return", "x*x"]
+WORDS = [
+    "the",
+    "answer",
+    "is",
+    "a",
+    "sea",
+    "of",
+    "words,",
+    "and",
+    "one",
+    "more:",
+    "42",
+    "or",
+    "1,000!",
+    "Größe",
+    "naïve",
+    "привет",
+    "мир",
+    "日本語",
+    "テスト",
+    "def",
+    "f(x):",
+    "return",
+    "x*x",
+]
 UNSEEN = ["é", "漢", "🤖", "\t", "\n", "\n\n", "ß", "'"]
 
 
