@@ -16,32 +16,31 @@ from planish.errors import DamagedFileError, UnsupportedError
 from planish.export.module_patterns import ModulePatterns
 from planish.model.config import read_json
 
-_PLAIN_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "use_dora": ((False, None), "DoRA scales the columns of the weight instead of adding to it"),
-    "use_qalora": ((False, None), "QALoRA pools the inputs"),
-    "use_bdlora": ((None, False), "the matrices would be block-diagonal"),
-    "kasa_config": ((None,), "KaSA changes the base weights and scales each rank"),
-    "monteclora_config": ((None,), "MonteCLoRA samples its matrices"),
-    "bias": (("none", None), "biases are not trained here"),
-    "lora_bias": ((False, None), "biases are not trained here"),
-    "fan_in_fan_out": ((False, None), "the weights of planish's models are not transposed"),
-    "layer_replication": (([], None), "the base model would have other layers"),
-    "alora_invocation_tokens": (([], None), "the adapter would act on a part of the tokens only"),
-    "arrow_config": ((None,), "several adapters would be mixed"),
-    "megatron_config": ((None,), "Megatron's layers are split across devices"),
+_OTHER_METHODS: Mapping[str, str] = {
+    "use_dora": "DoRA scales the columns of the weight instead of adding to it",
+    "use_qalora": "QALoRA pools the inputs",
+    "use_bdlora": "the matrices would be block-diagonal",
+    "kasa_config": "KaSA changes the base weights and scales each rank",
+    "monteclora_config": "MonteCLoRA samples its matrices",
+    "lora_bias": "biases are not trained here",
+    "fan_in_fan_out": "the weights of planish's models are not transposed",
+    "layer_replication": "the base model would have other layers",
+    "alora_invocation_tokens": "the adapter would act on a part of the tokens only",
+    "arrow_config": "several adapters would be mixed",
+    "megatron_config": "Megatron's layers are split across devices",
 }
-"""Fields of adapter_config.json: the values of a plain LoRA adapter, and why any other is
+"""Fields of adapter_config.json that a plain LoRA adapter leaves empty, and why any other value is
 rejected.
 """
 
 _USED_FIELDS = (
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save",
     "trainable_token_indices", "ensure_weight_tying", "init_lora_weights", "lora_dropout",
-    "base_model_name_or_path", "target_modules", "target_parameters",
+    "base_model_name_or_path", "target_modules", "target_parameters", "layers_to_transform",
+    "exclude_modules", "bias",
 )  # fmt: skip
 _FIELDS_WITHOUT_EFFECT = (
-    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "exclude_modules",
-    "layers_to_transform", "layers_pattern", "megatron_core", "loftq_config", "eva_config",
+    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "layers_pattern", "megatron_core", "loftq_config", "eva_config",
     "corda_config", "lora_ga_config", "velora_config", "qalora_group_size", "runtime_config",
 )  # fmt: skip
 """Fields that choose modules, which the tensors show, or that only matter in training."""
@@ -103,7 +102,7 @@ class AdapterConfig:
     @property
     def unknown_fields(self) -> list[str]:
         """The names of fields with a value that planish does not know."""
-        known = {*_USED_FIELDS, *_FIELDS_WITHOUT_EFFECT, *_PLAIN_VALUES}
+        known = {*_USED_FIELDS, *_FIELDS_WITHOUT_EFFECT, *_OTHER_METHODS}
         return sorted(name for name, value in self.fields.items() if value and name not in known)
 
     @property
@@ -115,6 +114,14 @@ class AdapterConfig:
     def trainable_token_indices(self) -> object:
         """The tokens whose embeddings are trained: a list, or lists by the module's name."""
         return self.fields.get("trainable_token_indices")
+
+    def is_target(self, module: str) -> bool:
+        """Return whether the settings name a module of every layer, such as "self_attn.q_proj"."""
+        targets = self.fields.get("target_modules")
+        chooses_layers = self.fields.get("layers_to_transform") is not None
+        if not isinstance(targets, list) or chooses_layers or self.fields.get("exclude_modules"):
+            return False
+        return any(f".{module}".endswith(f".{name}") for name in targets)
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module. `module`: its full name in the model that PEFT adapted."""
@@ -137,8 +144,12 @@ def _check_plain_lora(fields: Mapping[str, Any], path: Path) -> None:
         raise UnsupportedError(
             f"{path}: peft_type is {fields.get('peft_type')!r}; planish takes LORA"
         )
-    for name, (plain_values, reason) in _PLAIN_VALUES.items():
-        if name in fields and fields[name] not in plain_values:
+    if fields.get("bias") not in ("none", None):
+        raise UnsupportedError(
+            f"{path}: bias is {fields['bias']!r}, and biases are not trained here"
+        )
+    for name, reason in _OTHER_METHODS.items():
+        if fields.get(name):
             raise UnsupportedError(f"{path}: {name} is {fields[name]!r}, and {reason}")
     modules = fields.get("modules_to_save") or []
     if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):

@@ -28,6 +28,7 @@ from planish.export.adapter_layouts import HEAD, LoraMatrices
 from planish.export.lora_update import PEFT_PREFIX, StoredTensor, read_adapter
 from planish.export.writing import MARKER_FILE
 from planish.model.config import ModelConfig, read_json
+from planish.model.linears import fused_modules
 from planish.model.lora import LoraLayout
 from planish.model.quantization import check_quantizable
 from planish.model.quantized_names import unquantized_remedy
@@ -118,7 +119,7 @@ def import_adapter(
         quantization,
     )
     store.save(SaveRequest(path, overwrite=overwrite, user_metadata=metadata), saved_adapter)
-    notes = _notes(update.config, layout, reader.ranks)
+    notes = _notes(update.config, layout, reader.ranks, model_config)
     return ImportedAdapter(path, base_model, layout.lora_config, quantization, len(linears), notes)
 
 
@@ -213,13 +214,29 @@ def _master_weights(layout: LoraLayout, linears: Mapping[str, LoraMatrices]) -> 
     return master_weights
 
 
-def _notes(config: AdapterConfig, layout: LoraLayout, ranks: Mapping[str, int]) -> tuple[str, ...]:
+def _notes(
+    config: AdapterConfig, layout: LoraLayout, ranks: Mapping[str, int], model: ModelConfig
+) -> tuple[str, ...]:
     notes = []
     targets = {entry.target for entry in layout.entries}
     if targets - ranks.keys():
         notes.append(
             f"{len(targets - ranks.keys())} linears have no matrices in the adapter; training "
             "leaves them unchanged"
+        )
+    missing = [
+        linear
+        for layer in range(model.num_layers)
+        for names in fused_modules(model, layer)
+        for name in names
+        if config.is_target(name)
+        and not name.startswith("mlp.experts.")
+        and (linear := f"model.layers.{layer}.{name}") not in ranks
+    ]
+    if missing:
+        notes.append(
+            f"{len(missing)} linears are target_modules of {config.path} without matrices, such as "
+            f"{missing[0]}: the file may be incomplete"
         )
     different_ranks = sorted(set(ranks.values()))
     if len(different_ranks) > 1:

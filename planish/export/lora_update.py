@@ -45,6 +45,16 @@ _PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt")
 _TENSOR_NAME = re.compile(
     rf"(?:{re.escape(PEFT_PREFIX)})?(?P<module>.+)\.lora_(?P<matrix>[AB])(?:\.default)?\.weight"
 )
+_WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""Names that torch.compile, FSDP and activation checkpointing put before those of a module."""
+_OTHER_METHODS = {
+    re.compile(r".*\.lora_magnitude_vector(\..*)?"): "a magnitude vector of DoRA",
+    re.compile(r".*\.lora_[AB](\..*)?\.bias"): "the bias of a matrix",
+    re.compile(r".*\.lora_[AB]\..+\.weight"): (
+        "a matrix under the adapter's own name; save the adapter with PEFT's save_pretrained"
+    ),
+}
+"""Why neither an adapter in planish nor a merge can represent a tensor, by its name."""
 _DTYPES = ("BF16", "F16", "F32", "F64")
 
 
@@ -217,16 +227,19 @@ def _read_header(path: Path) -> tuple[dict[str, StoredPair], dict[str, StoredTen
     names: list[str] = handle.keys()
     for name in names:
         tensor = StoredTensor(handle, name, path)
-        match = _TENSOR_NAME.fullmatch(name)
+        plain_name = _WRAPPERS.sub("", name)
+        match = _TENSOR_NAME.fullmatch(plain_name)
         if match is None:
-            other_tensors[name] = tensor
+            for pattern, reason in _OTHER_METHODS.items():
+                if pattern.fullmatch(plain_name):
+                    raise UnsupportedError(f"{path} contains {name}, {reason}")
+            if plain_name in other_tensors:
+                raise _same_tensor(other_tensors[plain_name], tensor)
+            other_tensors[plain_name] = tensor
             continue
         pair = matrices.setdefault(match["module"], {})
         if match["matrix"] in pair:
-            raise DamagedFileError(
-                f"{path} contains {pair[match['matrix']].name} and {name}, which are the same "
-                "matrix; download the adapter again"
-            )
+            raise _same_tensor(pair[match["matrix"]], tensor)
         pair[match["matrix"]] = tensor
     for module, pair in matrices.items():
         if len(pair) < 2:
@@ -237,3 +250,10 @@ def _read_header(path: Path) -> tuple[dict[str, StoredPair], dict[str, StoredTen
         raise DamagedFileError(f"{path} has no tensors; download the adapter again")
     pairs = {module: StoredPair(pair["A"], pair["B"]) for module, pair in matrices.items()}
     return pairs, other_tensors
+
+
+def _same_tensor(first: StoredTensor, second: StoredTensor) -> DamagedFileError:
+    return DamagedFileError(
+        f"{first.path} contains {first.name} and {second.name}, which are the same tensor; download "
+        "the adapter again"
+    )

@@ -181,6 +181,11 @@ def _from_path(name: str, convert: bool) -> Path:
     if not os.path.exists(path):
         raise UnknownModelError("there is no such directory or .gguf file")
     if not (path / "config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            raise UnknownModelError(
+                f"{path} is an adapter, not a model: import it with `planish checkpoints import`, "
+                "or merge it into its base model with `planish export --format merged`"
+            )
         raise UnknownModelError(
             f"{path} is neither a model directory (it has no config.json) nor a .gguf file"
         )

@@ -341,3 +341,73 @@ def test_fields_that_planish_does_not_know_are_reported(base, tmp_path):
         "2 fields that planish does not know and does not use: n, use_new_kind" in note
         for note in notes
     )
+
+
+@pytest.mark.parametrize(
+    "wrapper", ["_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."]
+)
+def test_names_with_wrappers_of_torch_are_those_of_the_modules(base, tmp_path, wrapper):
+    """torch.compile, FSDP and activation checkpointing wrap modules, and some files keep that."""
+    saved(base, tmp_path / "adapter", **VARIANTS["q and v alone"])
+    store = CheckpointStore(tmp_path / "data")
+    path = import_adapter(tmp_path / "adapter", store).path
+    expected = load_file(store.files(path)["adapter_model.safetensors"])
+    change_names(tmp_path / "adapter", lambda name: name.replace(".layers.", f".{wrapper}layers."))
+    assert import_adapter(tmp_path / "adapter", store, overwrite=True).path == path
+    for name, tensor in load_file(store.files(path)["adapter_model.safetensors"]).items():
+        assert torch.equal(tensor, expected[name])
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {name.replace(wrapper, ""): t.clone() for name, t in tensors.items()}, file)
+    with pytest.raises(DamagedFileError, match="are the same tensor"):
+        import_adapter(tmp_path / "adapter", store, overwrite=True)
+
+
+def change_names(adapter: Path, change: Any) -> None:
+    file = adapter / "adapter_model.safetensors"
+    save_file({change(name): tensor for name, tensor in load_file(file).items()}, file)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda name: name.replace(".weight", ".policy.weight"), "under the adapter's own name"),
+        (lambda name: name.replace("lora_B.weight", "lora_B.bias"), "the bias of a matrix"),
+        (
+            lambda name: name.replace("lora_A.weight", "lora_magnitude_vector"),
+            "magnitude vector of DoRA",
+        ),
+    ],
+)
+def test_tensors_that_no_merge_can_represent_are_named(base, tmp_path, change, told):
+    saved(base, tmp_path / "adapter", **VARIANTS["q and v alone"])
+    change_names(tmp_path / "adapter", change)
+    with pytest.raises(UnsupportedError, match=told) as error:
+        import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"))
+    assert "NEW_MODEL" not in str(error.value)
+
+
+def test_targets_without_matrices_are_reported(base, tmp_path):
+    """An interrupted copy, or a program that skipped layers, may have lost them."""
+    saved(base, tmp_path / "adapter", **VARIANTS["all linears"])
+    store = CheckpointStore(tmp_path / "data")
+    assert "incomplete" not in "".join(import_adapter(tmp_path / "adapter", store).notes)
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    kept = {name: t for name, t in load_file(file).items() if "layers.1.mlp" not in name}
+    save_file({name: t for name, t in kept.items() if "v_proj" not in name}, file)
+    (note,) = [
+        note
+        for note in import_adapter(tmp_path / "adapter", store, overwrite=True).notes
+        if "incomplete" in note
+    ]
+    assert note.startswith("5 linears are target_modules of")
+    assert "such as model.layers.0.self_attn.v_proj" in note
+
+
+def test_an_adapter_given_as_a_base_model_is_named(base, tmp_path):
+    saved(base, tmp_path / "adapter", **VARIANTS["q and v alone"])
+    with (
+        ServiceClient(data_dir=tmp_path / "data") as client,
+        pytest.raises(UserError, match="is an adapter, not a model.*planish checkpoints import"),
+    ):
+        client.create_sampling_client(base_model=str(tmp_path / "adapter"))
