@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from planish.engine.sampling.sampler import Sampler, SamplerSettings
+from planish.engine.sampling.sampler import Sampler
+from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.sampling.stopping import Detokenizer, StopCondition, StopMatcher
 from planish.model.decoder import Decoder
 from planish.service import Sample

@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner
-from planish.engine.sampling.model_runner import InputBatch
-from planish.engine.sampling.sampling_head import RowLayout
+from planish.engine.sampling.plan import RowLayout, StepPlan
+from planish.engine.sampling.slots import SampleSlots
 from planish.engine.settings import DTYPES
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
@@ -620,18 +620,20 @@ def check_graphs(case: Case) -> None:
             batch.add_prompt(40, [5])
         members = [(step_adapters[index % len(step_adapters)], 1) for index in range(num_samples)]
         members.sort(key=lambda member: id(member[0]))
-        inputs = InputBatch(
+        first_rows: dict[SlotOwner, int] = {sample: row for row, sample in enumerate(batch.running)}
+        plan = StepPlan(
             case.random_ints(config.vocab_size, num_samples).tolist(),
             [sample.stored for sample in batch.running],
             RowLayout(members),
+            SampleSlots(first_rows, {}, batch.prompt_pools, batch.sample_pools),
         )
-        first_rows: dict[SlotOwner, int] = {sample: row for row, sample in enumerate(batch.running)}
         with torch.inference_mode():
-            actual = graph_runner.decode(inputs, first_rows, batch.prompt_pools, batch.sample_pools)
-            actual = tuple(x.clone() for x in actual)
-            expected = eager_runner.decode(
-                inputs, first_rows, batch.prompt_pools, batch.sample_pools
-            )
+            output = graph_runner.run(plan)
+            assert output.logits is not None
+            actual = output.hidden.clone(), output.logits.clone()
+            output = eager_runner.run(plan)
+            assert output.logits is not None
+            expected = output.hidden, output.logits
         for what, actual_output, expected_output in zip(
             ("hidden states", "logits"), actual, expected, strict=True
         ):

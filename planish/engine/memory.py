@@ -22,7 +22,7 @@ from threading import Lock
 
 import torch
 
-from planish.engine.sampling.sampler import SamplerSettings
+from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype
 from planish.engine.training.trainer import TrainerSettings
 from planish.errors import UserError

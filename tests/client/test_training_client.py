@@ -334,7 +334,7 @@ async def test_cancelling_an_async_sample_cancels_the_request(embedded_client):
         await sampling
     while sampler.busy:
         await asyncio.sleep(0.01)
-    assert not sampler._sample_pools.pools_in_use()
+    assert not sampler._slots.sample_pools.pools_in_use()
 
 
 def collect_until(condition: Callable[[], bool]) -> None:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 MODULES = (
+    "engine.sampling.requests",
     "engine.sampling.scheduler",
     "engine.sampling.prefix_cache",
     "engine.sampling.stopping",

@@ -332,7 +332,7 @@ def test_a_released_sampler_finishes_its_requests_and_frees_its_cache(engine):
     with pytest.raises(UserError, match="released"):
         engine.submit(request("s"))
     assert len(asked.result(WAIT).sequences) == 2
-    cache = engine._base_models.get("llama").sampler._prefix_cache
+    cache = engine._base_models.get("llama").sampler._prefill.prefix_cache
     wait_until(lambda: len(cache) == 0)
     assert engine._thread._sampler_sessions == []
 
@@ -350,7 +350,7 @@ def test_samplers_of_one_version_share_cached_prefixes_until_both_are_released(e
     ]
     assert hits[0] == 0
     assert hits[1] > 100
-    cache = engine._base_models.get("llama").sampler._prefix_cache
+    cache = engine._base_models.get("llama").sampler._prefill.prefix_cache
     engine.submit(ReleaseSampler("s")).result(WAIT)
     assert len(cache) > 0
     engine.submit(ReleaseSampler("t")).result(WAIT)
@@ -452,7 +452,7 @@ def test_an_error_in_a_decoding_step_fails_only_the_running_requests(engine, mon
     expected = tokens(engine, "s")
     base = engine._base_models.get("llama")
     with monkeypatch.context() as patch:
-        patch.setattr(base.sampler, "_decode", lambda _: 1 / 0)
+        patch.setattr(base.sampler, "_decoding_step", lambda _: 1 / 0)
         failing = [engine.submit(request("s")) for _ in range(3)]
         for future in failing:
             with pytest.raises(ZeroDivisionError):
@@ -545,7 +545,7 @@ def test_a_lost_gpu_closes_the_engine(engine, monkeypatch, side):
     monkeypatch.setattr(base, "is_lost", lambda: True)
     with pytest.raises(UserError):  # the error did not occur on the device
         engine.submit(OptimStep("a", STEP)).result(WAIT)
-    monkeypatch.setattr(base.sampler, "_decode", lost)
+    monkeypatch.setattr(base.sampler, "_decoding_step", lost)
     monkeypatch.setattr(base.trainer, "_run_micro_batch", lost)
     operation = (
         request("s") if side == "sampling" else ForwardBackward("a", [datum()], "cross_entropy")
@@ -566,11 +566,11 @@ def test_cancelling_a_running_sample_frees_its_memory(engine):
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
     sampler = engine._base_models.get("llama").sampler
     sample = engine.submit(replace(slow_sample("s", 1900), num_samples=4))
-    wait_until(lambda: bool(sampler._sample_pools.pools_in_use()))
+    wait_until(lambda: bool(sampler._slots.sample_pools.pools_in_use()))
     assert sample.cancel()
     wait_until(lambda: not sampler.busy)
-    wait_until(lambda: not sampler._sample_pools.pools_in_use())
-    wait_until(lambda: not sampler._prompt_pools.pools_in_use())
+    wait_until(lambda: not sampler._slots.sample_pools.pools_in_use())
+    wait_until(lambda: not sampler._slots.prompt_pools.pools_in_use())
     with pytest.raises(CancelledError):
         sample.result(WAIT)
     tokens(engine, "s")

@@ -22,7 +22,8 @@ from test_trainer import (
 from variants import slow_after
 
 from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
-from planish.engine.sampling.sampler import Sampler, SamplerSettings
+from planish.engine.sampling.sampler import Sampler
+from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.training.trainer import TrainerSettings
 from planish.model import experts
 from planish.model.decoder import Decoder

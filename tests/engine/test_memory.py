@@ -14,7 +14,7 @@ from planish.client.local import models_used_together
 from planish.engine import memory
 from planish.engine.engine import Engine
 from planish.engine.memory import RUNTIME_BYTES, DeviceMemory, ModelMemory
-from planish.engine.sampling.sampler import SamplerSettings
+from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.settings import EngineSettings
 from planish.engine.training.trainer import TrainerSettings
 from planish.errors import UserError

@@ -11,7 +11,8 @@ import pytest
 import torch
 from backends import with_tiling
 
-from planish.engine.sampling.sampler import Sampler, SamplerSettings
+from planish.engine.sampling.sampler import Sampler
+from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import Trainer, TrainerSettings
 from planish.model.config import ModelConfig

@@ -6,7 +6,7 @@ import torch
 from planish.engine import settings
 from planish.engine.base_models import BaseModel, _is_wsl
 from planish.engine.memory import ModelMemory
-from planish.engine.sampling.sampler import SamplerSettings
+from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.settings import EngineSettings, choose_device
 from planish.engine.training.trainer import TrainerSettings
 from planish.errors import UserError

@@ -1,1 +1,23 @@
-"""Sampling: the sampler schedules requests, prefills prompts and decodes tokens."""
+"""Sampling: the sampler schedules requests, prefills prompts and decodes tokens.
+
+The path of a sample, by module:
+
+    sampler.py      submit: a `Sample` operation becomes a `Request` (requests.py)
+    scheduler.py    the request gets a `Prompt` and, as memory allows, `RunningSample`s
+    slots.py        the prompt and its samples get slots in the KV cache
+    prefill.py      steps compute the prompt, from its cached prefix (prefix_cache.py)
+    plan.py         each step, the newest token of every sample becomes a row of a `StepPlan`
+    model_runner.py the rows become hidden states and logits (cuda_graph_runner.py on a GPU)
+    selection.py    the logits become the next tokens, and samples end (stopping.py)
+    delivery.py     the sequences become the response of the request
+
+A new option of `SamplingParams` needs a check in validation.py. Then it depends on what the option
+changes:
+
+    logits before sampling                      adjustments.py
+    filters of likely tokens                    token_sampling.py, and `filter_` of the backend
+    which tokens are allowed                    masks.py (`allowed_tokens`)
+    when a sample ends                          stopping.py
+    what the response contains                  selection.py records it, and delivery.py returns it
+    which scores of the prompt are computed     prompt_scores.py
+"""

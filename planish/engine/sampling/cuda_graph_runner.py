@@ -20,21 +20,22 @@ from __future__ import annotations
 import logging
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from planish.engine.release_memory import clear_frames
-from planish.engine.sampling.model_runner import InputBatch
+from planish.engine.sampling.plan import StepOutput, StepPlan
+from planish.engine.sampling.slots import SampleSlots
 from planish.model.decoder import Decoder
 from planish.model.kernels.device import Device
 from planish.model.kernels.triton.adapters import AdapterTables
 from planish.model.kernels.triton.families import wants_graphs
 from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
-from planish.model.kv_cache import KVPools, KVSpec, PrefillSpan, SlotOwner
+from planish.model.kv_cache import GappedKVPool, KVPool, KVSpec
 from planish.model.lora import AdapterRange
 from planish.model.transfer import on_device
 
@@ -60,6 +61,8 @@ class CudaGraphRunner:
     One graph is for batches without adapters, one for adapters of the layers only, and one for
     adapters of layers and LM head.
     """
+
+    pool_class: ClassVar[type[KVPool]] = GappedKVPool
 
     def __init__(
         self, decoder: Decoder, kv_spec: KVSpec, max_batch: int, max_prefill_tokens_per_step: int
@@ -100,43 +103,31 @@ class CudaGraphRunner:
         """Return whether the GPU kernels support this model."""
         return decoder.backend.supports_graph_runner
 
-    def row_multiple(self, num_adapters: int) -> int:
-        """Return 1: no padding is needed, because the kernels process several adapters at once."""
-        return 1
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Run the rows of a plan through the decoder, and store their keys and values.
 
-    def prefill(self, batch: InputBatch, spans: Sequence[PrefillSpan]) -> Tensor:
-        """Return the hidden states [T, D] of prompt rows, and store the rows' keys and values.
-
-        A prefill runs eagerly, without a CUDA graph.
+        A prefill runs eagerly, without a CUDA graph. The results of a decoding step are views of
+        buffers that the next step overwrites.
         """
-        tokens, positions = on_device(
-            [batch.tokens, batch.positions], torch.int64, self._decoder.device
-        )
-        adapters = _adapted_rows(batch)
+        adapters = [adapter for adapter in plan.layout.adapters if adapter.weights is not None]
+        rows = on_device([plan.tokens, plan.positions], torch.int64, self._decoder.device)
+        if isinstance(plan.slots, SampleSlots):
+            return self._decode(rows, plan.slots, adapters)
         self._prefill_adapters.fill(adapters)
         adapter_batch = self._prefill_adapters if adapters else self._no_adapters
-        attention = GpuPrefill(spans, self._pool_bases, self._decoder.config.num_heads)
-        return self._decoder.forward(tokens, positions, attention, adapter_batch)
+        attention = GpuPrefill(plan.slots, self._pool_bases, self._decoder.config.num_heads)
+        return StepOutput(self._decoder.forward(rows[0], rows[1], attention, adapter_batch), None)
 
-    def decode(
-        self,
-        batch: InputBatch,
-        first_rows: dict[SlotOwner, int],
-        prompt_pools: KVPools,
-        sample_pools: KVPools,
-        row_counts: Mapping[SlotOwner, int] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the hidden states [T, D] and float32 logits [T, V] of a decoding step.
-
-        Both are views of buffers that the next step overwrites.
-        """
-        num_rows = len(batch.tokens)
+    def _decode(
+        self, rows: Tensor, slots: SampleSlots, adapters: Sequence[AdapterRange]
+    ) -> StepOutput:
+        """Run a decoding step. `rows`: the tokens and the positions of T rows, int64 [2, T]."""
+        num_rows = rows.shape[1]
         size = self._batch_sizes[bisect_left(self._batch_sizes, num_rows)]
-        adapters = _adapted_rows(batch)
-        self._tokens_and_positions[:, :num_rows] = on_device(
-            [batch.tokens, batch.positions], torch.int64, self._tokens_and_positions.device
+        self._tokens_and_positions[:, :num_rows] = rows
+        self._attention.fill(
+            slots.first_rows, slots.prompt_pools, slots.sample_pools, slots.row_counts
         )
-        self._attention.fill(first_rows, prompt_pools, sample_pools, row_counts)
         self._adapters.fill(adapters)
         graph_key = (
             size,
@@ -148,7 +139,11 @@ class CudaGraphRunner:
         if graph_key not in self._steps:
             self._steps[graph_key] = self._make_step(*graph_key)
         hidden, logits = self._steps[graph_key]()
-        return hidden[:num_rows], logits[:num_rows]
+        return StepOutput(hidden[:num_rows], logits[:num_rows])
+
+    def row_multiple(self, num_adapters: int) -> int:
+        """Return 1: no padding is needed, because the kernels process several adapters at once."""
+        return 1
 
     @torch.inference_mode()
     def record(self) -> None:
@@ -211,11 +206,6 @@ def graph_sizes(max_batch: int) -> list[int]:
     sizes = [size for size in _BATCH_SIZES if size < max_batch]
     sizes += range(_BATCH_SIZES[-1] + 256, max_batch, 256)
     return [*sizes, max_batch]
-
-
-def _adapted_rows(batch: InputBatch) -> list[AdapterRange]:
-    """Return the row ranges that have an adapter."""
-    return [adapter for adapter in batch.layout.adapters if adapter.weights is not None]
 
 
 class GraphRecorder:

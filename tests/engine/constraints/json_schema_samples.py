@@ -34,7 +34,8 @@ import torch
 from referencing.exceptions import Unresolvable
 
 from planish.engine.constraints.cache import GrammarCache
-from planish.engine.sampling.sampler import Sampler, SamplerSettings
+from planish.engine.sampling.sampler import Sampler
+from planish.engine.sampling.settings import SamplerSettings
 from planish.errors import UserError
 from planish.model.decoder import Decoder
 from planish.model.sources import DEFAULT_MODEL, resolve_model

@@ -25,8 +25,10 @@ from planish.engine.constraints.grammar import (
     SampledTokens,
     wait_for_masks,
 )
-from planish.engine.sampling.model_runner import EagerRunner, InputBatch
-from planish.engine.sampling.sampler import Sampler, SamplerSettings
+from planish.engine.sampling.model_runner import EagerRunner
+from planish.engine.sampling.plan import StepOutput, StepPlan
+from planish.engine.sampling.sampler import Sampler
+from planish.engine.sampling.settings import SamplerSettings
 from planish.errors import UserError
 from planish.model.decoder import Decoder
 from planish.model.kernels.reference.token_sampling import unpacked
@@ -277,13 +279,14 @@ def test_forced_tokens_change_no_bits_however_many_fit_into_a_step(decoder, cach
 
 def test_a_step_has_no_more_rows_than_the_batch(decoder, cache, monkeypatch):
     rows = []
-    decode = EagerRunner.decode
+    original = EagerRunner.run
 
-    def counted(self: Any, given: InputBatch, *rest: Any) -> Any:
-        rows.append(len(given.tokens))
-        return decode(self, given, *rest)
+    def counted(self: EagerRunner, plan: StepPlan) -> StepOutput:
+        if plan.sampled.samples:  # a decoding step
+            rows.append(len(plan.tokens))
+        return original(self, plan)
 
-    monkeypatch.setattr(EagerRunner, "decode", counted)
+    monkeypatch.setattr(EagerRunner, "run", counted)
     sampler = Sampler(decoder, SamplerSettings(max_batch=10), text_of, cache)
     words = Constraint("regex", "a{50}[bc]d{50}")
     run(sampler, request(tokens(9), 8, constraint=words, max_tokens=200))

@@ -13,7 +13,9 @@ from test_sampler import adapter, request, run, tokens
 
 from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner, GraphRecorder, graph_sizes
 from planish.engine.sampling.model_runner import EagerRunner
-from planish.engine.sampling.sampler import Sampler, SamplerSettings
+from planish.engine.sampling.plan import StepOutput, StepPlan
+from planish.engine.sampling.sampler import Sampler
+from planish.engine.sampling.settings import SamplerSettings
 from planish.model.decoder import Decoder
 from planish.testing import tiny_model
 
@@ -86,13 +88,14 @@ def test_steps_of_all_batch_sizes_write_logits_to_one_buffer(decoder, with_kerne
     decoder = with_kernels("triton")
     sampler, found = sampler_of(decoder, max_batch=2), []
 
-    def noted(*given) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, logits = decode(*given)
-        found.append(logits)
-        return hidden, logits
+    def noted(plan: StepPlan) -> StepOutput:
+        output = original(plan)
+        if output.logits is not None:  # a decoding step
+            found.append(output.logits)
+        return output
 
-    decode = sampler._runner.decode
-    monkeypatch.setattr(sampler._runner, "decode", noted)
+    original = sampler._runner.run
+    monkeypatch.setattr(sampler._runner, "run", noted)
     run(sampler, *(request(tokens(5), seed=seed, max_tokens=3 + seed) for seed in range(2)))
     assert {len(logits) for logits in found} == {1, 2}
     assert len({logits.data_ptr() for logits in found}) == 1

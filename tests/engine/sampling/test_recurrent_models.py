@@ -18,7 +18,10 @@ from variants import slow_after
 
 from planish.engine.constraints.cache import GrammarCache
 from planish.engine.constraints.grammar import Grammar
-from planish.engine.sampling.sampler import Sampler, SamplerSettings
+from planish.engine.sampling.plan import StepOutput, StepPlan
+from planish.engine.sampling.requests import Prompt, PromptTensors, RunningSample
+from planish.engine.sampling.sampler import Sampler
+from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.training.trainer import TrainerSettings
 from planish.errors import UserError
 from planish.model.decoder import Decoder
@@ -76,13 +79,17 @@ def submit(
 
 
 def finish(sampler: Sampler) -> None:
+    prompts: set[Prompt] = set()
+    samples: set[RunningSample] = set()
     for _ in range(2000):
         if not sampler.busy:
             break
         sampler.step()
+        prompts.update(sampler._scheduler.prompts)
+        samples.update(sampler._scheduler.running)
     assert not sampler.busy
-    assert not sampler._recurrent_states
-    assert not sampler._chunk_states
+    assert all(prompt.tensors == PromptTensors() for prompt in prompts)
+    assert all(sample.recurrent_state is sample.next_state is None for sample in samples)
     assert sampler._scheduler._num_reserved_positions == 0
 
 
@@ -122,7 +129,7 @@ def test_a_cached_prefix_changes_no_bit(decoder, tiling, settings, common):
         alone = answer(sampler_of(decoder, tiling), request(prompt, 2))
         found = answer(sampler, request(prompt, 2))
         assert bits(found) == bits(alone)
-        chunk = sampler._chunk_size
+        chunk = sampler._prefill.chunk_size
         assert found.prompt_cache_hit_tokens == (common // chunk * chunk if index else 0)
 
 
@@ -140,14 +147,14 @@ def test_the_prefix_cache_counts_the_bytes_of_states(decoder, tiling):
     sampler = sampler_of(decoder, tiling)
     prompt = tokens(STATE_CHUNK + 1)
     answer(sampler, request(prompt))
-    (chunk,) = sampler._prefix_cache.find((id(None), ""), prompt)
+    (chunk,) = sampler._prefill.prefix_cache.find((id(None), ""), prompt)
     assert chunk.state is not None
     parts = (chunk.keys, chunk.values, chunk.hidden, chunk.state.conv, chunk.state.matrices)
     total = sum(part.nbytes for part in parts)
     assert total > size
     for slack in (-1, 0):
         sampler = sampler_of(decoder, tiling, prefix_cache_bytes=total + slack)
-        assert sampler._prefix_cache.capacity == 1 + slack
+        assert sampler._prefill.prefix_cache.capacity == 1 + slack
         assert bits(answer(sampler, request(prompt))) == bits(answer(sampler, request(prompt)))
 
 
@@ -186,7 +193,9 @@ def test_requests_beyond_memory_wait(decoder, tiling):
     most = 0
     while sampler.busy:
         sampler.step()
-        most = max(most, len(sampler._recurrent_states))
+        states = [prompt.tensors.state for prompt in sampler._scheduler.prompts]
+        states += [sample.recurrent_state for sample in sampler._scheduler.running]
+        most = max(most, sum(state is not None for state in states))
     assert 2 <= most <= 4
     for op, future in zip(ops, futures, strict=True):
         expected = answer(sampler_of(decoder, tiling), op)
@@ -210,14 +219,13 @@ def test_a_late_mask_does_not_advance_a_state_twice(
 
     def sampled() -> list[tuple[list[int], list[float]]]:
         sampler = Sampler(with_tiling(decoder, tiling), SamplerSettings(), str, grammars)
-        original = sampler._decode_state_segments
+        original = sampler._runner.run
 
-        def counted(samples, starts):
-            runs = original(samples, starts)
-            rows.extend(run.stop - run.start for run in runs)
-            return runs
+        def counted(plan: StepPlan) -> StepOutput:
+            rows.extend(sample.num_rows for sample in plan.sampled.samples)
+            return original(plan)
 
-        monkeypatch.setattr(sampler, "_decode_state_segments", counted)
+        monkeypatch.setattr(sampler._runner, "run", counted)
         return bits(answer(sampler, op))
 
     expected = sampled()
@@ -269,16 +277,18 @@ def test_a_late_mask_delays_only_its_own_sample(decoder, tiling, model_dir, monk
         submit(sampler, op)
         for op in (constrained("slow"), constrained("quick"), request(tokens(40), 2))
     ]
+    samples: set[RunningSample] = set()
     while not all(other.done() for other in others):
         sampler.step()
+        samples.update(sampler._scheduler.running)
     assert not waiting.done()
+    assert any(sample.next_state is not None for sample in samples)
     release.set()
     while sampler.busy:
         sampler.step()
     assert bits(waiting.result(timeout=0)) == expected
     assert bits(others[0].result(timeout=0)) == expected
-    assert not sampler._recurrent_states
-    assert not sampler._next_states
+    assert all(sample.recurrent_state is sample.next_state is None for sample in samples)
 
 
 def test_activation_bytes_include_the_recurrence(decoder):

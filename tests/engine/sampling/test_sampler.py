@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM
 from planish.engine.sampling import sampler as sampler_module
 from planish.engine.sampling import scheduler
 from planish.engine.sampling.prompt_scores import PromptScores
-from planish.engine.sampling.sampler import Sampler, SamplerSettings
+from planish.engine.sampling.requests import Prompt, PromptTensors
+from planish.engine.sampling.sampler import Sampler
+from planish.engine.sampling.settings import SamplerSettings
 from planish.errors import NonFiniteError
 from planish.model.decoder import Decoder
 from planish.model.kernels.cpp import ops
@@ -79,23 +81,22 @@ def run(sampler: Sampler, *ops: Sample | Job) -> list[SampleResponse]:
         sampler.validate(op)
         futures.append(Future())
         sampler.submit(op, weights, version, futures[-1])
+    prompts: set[Prompt] = set()
     for _ in range(5000):
         if not sampler.busy:
             break
         sampler.step()
+        prompts.update(sampler._scheduler.prompts)
     assert not sampler.busy
     assert_nothing_left(sampler)
+    assert all(prompt.tensors == PromptTensors() for prompt in prompts)
     return [future.result(timeout=0) for future in futures]
 
 
 def assert_nothing_left(sampler: Sampler) -> None:
     assert sampler._scheduler._num_reserved_positions == 0
-    assert not sampler._prompt_pools.pools_in_use()
-    assert not sampler._sample_pools.pools_in_use()
-    assert not sampler._last_hidden
-    assert not sampler._chunk_hidden
-    assert not sampler._recurrent_states
-    assert not sampler._chunk_states
+    assert not sampler._slots.prompt_pools.pools_in_use()
+    assert not sampler._slots.sample_pools.pools_in_use()
     assert not sampler._requests
 
 
@@ -209,9 +210,11 @@ def test_samples_of_a_request_differ_and_do_not_depend_on_their_number(decoder, 
 def test_equal_prompts_of_several_requests_are_computed_once(decoder, monkeypatch):
     sampler = sampler_of(decoder)
     computed = []
-    original = sampler._prefill
+    original = sampler._prefill_pass
     monkeypatch.setattr(
-        sampler, "_prefill", lambda batch: (computed.append([n for _, n in batch]), original(batch))
+        sampler,
+        "_prefill_pass",
+        lambda batch: (computed.append([n for _, n in batch]), original(batch)),
     )
     run(sampler, *[request(tokens(70), seed=i) for i in range(6)])
     assert computed == [[70]]
@@ -220,9 +223,11 @@ def test_equal_prompts_of_several_requests_are_computed_once(decoder, monkeypatc
 def test_a_common_prefix_within_one_batch_is_computed_once(decoder, monkeypatch):
     sampler = sampler_of(decoder)
     computed = []
-    original = sampler._prefill
+    original = sampler._prefill_pass
     monkeypatch.setattr(
-        sampler, "_prefill", lambda batch: (computed.append([n for _, n in batch]), original(batch))
+        sampler,
+        "_prefill_pass",
+        lambda batch: (computed.append([n for _, n in batch]), original(batch)),
     )
     common = tokens(100)
     run(sampler, *[request(common + tokens(20, seed=i + 1)) for i in range(4)])
@@ -267,14 +272,14 @@ def test_owners_share_cached_prefixes_only_if_told_to(decoder, shared):
     ops = [request(prompt, 2, seed=0, cache_owner=owner) for owner in ("first", "second")]
     both = run(sampler, *ops)
     prompts = 1 if shared else 2
-    assert len(sampler._prefix_cache) == prompts * 3
+    assert len(sampler._prefill.prefix_cache) == prompts * 3
     assert bits_equal(both[0], both[1])
     for op in ops:
         assert run(sampler, op)[0].prompt_cache_hit_tokens == 96
     (other,) = run(sampler, request(prompt, seed=0, cache_owner="third"))
     assert other.prompt_cache_hit_tokens == (96 if shared else 0)
     sampler.evict_prefixes("base")
-    assert not len(sampler._prefix_cache)
+    assert not len(sampler._prefill.prefix_cache)
 
 
 @pytest.mark.parametrize("chunk", [32, 50, 1000])
@@ -351,9 +356,11 @@ def test_alternative_prompt_tokens_do_not_depend_on_chunked_prefill(decoder, til
     whole = run(sampler_of(decoder, tiling), op)[0].prompt_alt_tokens
     monkeypatch.setattr(scheduler, "_MAX_ALT_TOKENS_PER_STEP", 9 * 70)
     sampler, computed = sampler_of(decoder, tiling), []
-    original = sampler._prefill
+    original = sampler._prefill_pass
     monkeypatch.setattr(
-        sampler, "_prefill", lambda batch: (computed.append([n for _, n in batch]), original(batch))
+        sampler,
+        "_prefill_pass",
+        lambda batch: (computed.append([n for _, n in batch]), original(batch)),
     )
     pieces = run(sampler, op)[0].prompt_alt_tokens
     assert computed == [[64], [64], [22]]
@@ -394,9 +401,11 @@ def test_scoring_a_prompt_uses_its_cached_prefix(decoder, tiling, options):
 
 def test_scoring_a_cached_prompt_is_limited_per_step(decoder, tiling, monkeypatch):
     sampler, rows = sampler_of(decoder, tiling, max_prefill_tokens_per_step=64), []
-    score = sampler._add_prompt_scores
+    score = sampler._prefill._add_scores
     monkeypatch.setattr(
-        sampler, "_add_prompt_scores", lambda *given: rows.append(len(given[2])) or score(*given)
+        sampler._prefill,
+        "_add_scores",
+        lambda *given: rows.append(len(given[2])) or score(*given),
     )
     op = request(tokens(300), prompt_logprobs=True, prompt_only=True)
     first, again = (run(sampler, op)[0].prompt_logprobs for _ in range(2))
@@ -485,7 +494,7 @@ def test_unseeded_requests_differ_and_seeded_ones_repeat(decoder):
 
 def test_requests_beyond_memory_wait_and_give_the_same_samples(decoder, tiling):
     unlimited = drawn(run(sampler_of(decoder, tiling), *mixed_requests()))
-    per_position = sampler_of(decoder)._kv_spec.bytes_per_position
+    per_position = sampler_of(decoder)._slots.spec.bytes_per_position
     tight = sampler_of(
         decoder,
         tiling,
@@ -494,7 +503,7 @@ def test_requests_beyond_memory_wait_and_give_the_same_samples(decoder, tiling):
         max_batch=3,
     )
     assert drawn(run(tight, *mixed_requests())) == unlimited
-    assert len(tight._prefix_cache) <= 2
+    assert len(tight._prefill.prefix_cache) <= 2
 
 
 def of_all_lengths() -> list[Sample]:
@@ -521,7 +530,7 @@ def in_step() -> list[Sample]:
 def test_kv_pools_allocate_at_most_an_eighth_more_than_the_budget(
     decoder, monkeypatch, asked, most
 ):
-    per_position = sampler_of(decoder)._kv_spec.bytes_per_position
+    per_position = sampler_of(decoder)._slots.spec.bytes_per_position
     sampler = sampler_of(
         decoder, max_batch=24, kv_cache_bytes=most * per_position, prefix_cache_bytes=0
     )
@@ -529,12 +538,12 @@ def test_kv_pools_allocate_at_most_an_eighth_more_than_the_budget(
 
     def noted(pool: KVPool, slots: int) -> None:
         resize(pool, slots)
-        taken.append(sampler._kv_budget.allocated_positions)
+        taken.append(sampler._slots.budget.allocated_positions)
 
     monkeypatch.setattr(KVPool, "_resize", noted)
     run(sampler, *asked())
     assert 0.8 * most < max(taken) <= most * 9 // 8
-    assert sampler._kv_budget.allocated_positions == 0
+    assert sampler._slots.budget.allocated_positions == 0
 
 
 def test_samples_that_end_together_are_freed_in_one_call(decoder, monkeypatch):
@@ -700,8 +709,8 @@ def test_a_request_cancelled_with_non_finite_logits_ends_once(decoder, monkeypat
     sampler = sampler_of(decoder)
     future: Future[SampleResponse] = Future()
     sampler.submit(request(tokens(20), 3), broken, "broken", future)
-    prefill = sampler._prefill
-    monkeypatch.setattr(sampler, "_prefill", lambda batch: (future.cancel(), prefill(batch)))
+    prefill = sampler._prefill_pass
+    monkeypatch.setattr(sampler, "_prefill_pass", lambda batch: (future.cancel(), prefill(batch)))
     sampler.step()
     sampler.abort_all(RuntimeError("the device is gone"))
     assert wait([future], timeout=0).done
@@ -783,7 +792,7 @@ def test_invalid_requests_are_rejected_by_option_name(decoder, op, message):
 
 def test_a_request_larger_than_the_kv_cache_is_rejected(decoder):
     sampler = sampler_of(
-        decoder, kv_cache_bytes=sampler_of(decoder)._kv_spec.bytes_per_position * 100
+        decoder, kv_cache_bytes=sampler_of(decoder)._slots.spec.bytes_per_position * 100
     )
     with pytest.raises(ValueError, match="kv_cache_bytes"):
         sampler.validate(request(tokens(80), max_tokens=60))
@@ -810,13 +819,13 @@ def test_prompts_take_half_of_the_time_beside_samples_of_another_owner(
     now = [100.0]
     monkeypatch.setattr(sampler_module, "perf_counter", lambda: now[0])
     sampler = sampler_of(decoder)
-    prefill = sampler._prefill
+    prefill = sampler._prefill_pass
 
     def slow_prefill(batch) -> None:
         prefill(batch)
         now[0] += 5.0
 
-    monkeypatch.setattr(sampler, "_prefill", slow_prefill)
+    monkeypatch.setattr(sampler, "_prefill_pass", slow_prefill)
     first, second = Future(), Future()
     sampler.submit(request(tokens(40, 1), cache_owner="anna"), None, "base", first)
     sampler.step()

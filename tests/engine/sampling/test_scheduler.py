@@ -9,7 +9,8 @@ import pytest
 
 from planish.detokenizer import Detokenizer
 from planish.engine.sampling.prefix_cache import PrefixCache
-from planish.engine.sampling.scheduler import Prompt, Request, RunningSample, Scheduler
+from planish.engine.sampling.requests import Prompt, Request, RunningSample
+from planish.engine.sampling.scheduler import Scheduler
 from planish.engine.sampling.stopping import StopCondition
 from planish.model.positions import CHUNK
 from planish.service import Sample

@@ -8,7 +8,8 @@ import torch
 from backends import with_tiling
 
 from planish.engine.sampling.model_runner import EagerRunner
-from planish.engine.sampling.sampler import Sampler, SamplerSettings
+from planish.engine.sampling.sampler import Sampler
+from planish.engine.sampling.settings import SamplerSettings
 from planish.model.decoder import Decoder
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.adapter_stacks import AdapterStacks

@@ -12,7 +12,8 @@ from backends import CONFIG
 from variants import slow_after
 
 from planish.engine.engine import Engine
-from planish.engine.sampling.sampler import Sampler, SamplerSettings
+from planish.engine.sampling.sampler import Sampler
+from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
 from planish.model.config import ModelConfig

@@ -1,0 +1,186 @@
+"""The plan of one pass through the decoder: its rows, their tokens, and where their keys and values
+are.
+
+A plan is either a prefill, whose rows are the next tokens of prompts, or a decoding step, whose
+rows are the newest tokens of samples. Every model runner takes both and returns a `StepOutput`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from planish.engine.constraints.grammar import GrammarState
+from planish.engine.sampling.requests import RunningSample
+from planish.engine.sampling.slots import SampleSlots, Slots
+from planish.model.delta_net import Recurrence, RecurrentState, StateSegment
+from planish.model.kernels.backend import Backend
+from planish.model.kernels.reference.adapter_stacks import shape_of
+from planish.model.kv_cache import PrefillSpan
+from planish.model.lora import AdapterRange, LoraWeights
+
+
+class RowLayout:
+    """The batch rows of each sequence (a prompt or a sample), grouped by adapter.
+
+    `first_rows` has each sequence's first row, and `num_rows` is the number of rows including
+    padding.
+    """
+
+    def __init__(
+        self, sequences: Sequence[tuple[LoraWeights | None, int]], row_multiple: int = 1
+    ) -> None:
+        """Lay out sequences, each given as (weights, number of rows).
+
+        Sequences of one adapter must be neighbours. After the last sequence of each adapter,
+        padding rows round the adapter's rows up to a multiple of `row_multiple`.
+        """
+        self.first_rows: list[int] = []
+        self.adapters: list[AdapterRange] = []
+        row = first = 0
+        for index, (weights, count) in enumerate(sequences):
+            self.first_rows.append(row)
+            row += count
+            if index + 1 == len(sequences) or sequences[index + 1][0] is not weights:
+                row += -(row - first) % row_multiple
+                self.adapters.append(AdapterRange(first, row, weights))
+                first = row
+        self.num_rows = row
+
+
+@dataclass(frozen=True, eq=False)
+class SampleRows:
+    """The samples that get tokens in a step, and the batch rows whose logits give these tokens.
+
+    Sample i has the rows first_rows[i] .. first_rows[i] + num_rows - 1. All but the last of them
+    give the logprobs of forced tokens. Several samples may have the same row.
+    """
+
+    samples: Sequence[RunningSample]
+    first_rows: Sequence[int]
+    adapters: Sequence[AdapterRange]
+    """The adapters of all rows of the batch."""
+    masks: Sequence[GrammarState] = ()
+    """The grammar states whose masks are computed during the pass. The tokens of their samples can
+    be sampled only after that.
+    """
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """One pass of T rows through the decoder, including padding rows.
+
+    Row i has token tokens[i] at position positions[i] of its sequence.
+    """
+
+    tokens: list[int]
+    positions: list[int]
+    layout: RowLayout
+    """The rows of each sequence, grouped by adapter."""
+    slots: Sequence[PrefillSpan] | SampleSlots
+    """Where the keys and values of the rows are stored: in the slots of prompts (a prefill) or of
+    samples (a decoding step).
+    """
+    recurrence: Recurrence | None = None
+    """The recurrence of the rows; None if the model has no gated delta-net layers."""
+    sampled: SampleRows = SampleRows((), (), ())
+    """Which samples get tokens from these rows; none in a prefill."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepOutput:
+    """The result of a pass. It is valid only until the next pass, which may overwrite it."""
+
+    hidden: Tensor
+    """The final hidden states [T, D] in the model's dtype."""
+    logits: Tensor | None
+    """The logits, float32 [T, V]. None for a prefill."""
+
+
+def plan_decoding(
+    samples: Sequence[RunningSample],
+    slots: Slots,
+    backend: Backend,
+    row_multiple_for: Callable[[int], int],
+) -> StepPlan:
+    """Plan a decoding step of all samples that have a slot or get one now.
+
+    Each sample has `num_rows` rows: its last token, and the forced tokens of its grammar that
+    follow it. `row_multiple_for`: see `ModelRunner.row_multiple`.
+    """
+    slots.ensure_space(samples)
+    rows_per_adapter: Counter[LoraWeights | None] = Counter()
+    for sample in samples:
+        rows_per_adapter[sample.prompt.weights] += sample.num_rows
+    row_multiple = row_multiple_for(len(rows_per_adapter))
+
+    def batch_order(sample: RunningSample) -> tuple[Any, ...]:
+        weights = sample.prompt.weights
+        return (
+            shape_of(weights),
+            -rows_per_adapter[weights] // row_multiple,
+            id(weights),
+            sample.capacity,
+            sample.slot,
+        )
+
+    # Adapters that can share a batched matmul become neighbours. The rows of an adapter are in
+    # the order of their slots. Attention can then read adjacent slots without copying them.
+    samples = sorted(samples, key=batch_order)
+    layout = RowLayout(
+        [(sample.prompt.weights, sample.num_rows) for sample in samples], row_multiple
+    )
+    tokens, positions = [0] * layout.num_rows, [0] * layout.num_rows
+    for sample, row in zip(samples, layout.first_rows, strict=True):
+        tokens[row], position = sample.tokens[-1], sample.position
+        positions[row] = position
+        if sample.num_rows > 1:
+            stop = row + sample.num_rows
+            tokens[row + 1 : stop] = sample.forced_tokens[: sample.num_rows - 1]
+            positions[row + 1 : stop] = range(position + 1, position + sample.num_rows)
+    return StepPlan(
+        tokens,
+        positions,
+        layout,
+        slots.of_samples(samples, layout.first_rows),
+        backend.sequence_recurrence(
+            _state_segments(samples, layout.first_rows, backend), layout.num_rows
+        ),
+        SampleRows(
+            samples,
+            layout.first_rows,
+            layout.adapters,
+            [sample.grammar for sample in samples if sample.grammar is not None],
+        ),
+    )
+
+
+def _state_segments(
+    samples: Sequence[RunningSample], first_rows: Sequence[int], backend: Backend
+) -> list[StateSegment]:
+    """Return the segments of a decoding step, one per sample.
+
+    Each segment updates the recurrent state of its sample in place, or writes to `next_state` if
+    the sample's mask is not computed yet. `first_rows`: the first row of each sample.
+    """
+    config = backend.config.delta_net
+    if config is None:
+        return []
+    segments = []
+    for sample, row in zip(samples, first_rows, strict=True):
+        if sample.recurrent_state is None:
+            state_of_prompt = sample.prompt.tensors.state
+            assert state_of_prompt is not None
+            sample.recurrent_state = state_of_prompt.copy()
+        state = final_state = sample.recurrent_state
+        sample.writes_next_state = sample.grammar is not None and not sample.grammar.is_ready
+        if sample.writes_next_state:
+            if sample.next_state is None:
+                sample.next_state = RecurrentState(config, backend.dtype, backend.device)
+            final_state = sample.next_state
+        segments.append(StateSegment(row, row + sample.num_rows, state, final_state))
+    return segments

@@ -1,0 +1,221 @@
+"""The selection of the next tokens: from the logits of a step to the tokens of its samples.
+
+Every sample gets one token. A constrained sample gets its forced tokens too, or none if its mask is
+missing. The tokens and their logprobs are appended to the samples, and samples that meet a stop
+condition or reach `max_tokens` end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from planish.engine.constraints.cache import GrammarCache
+from planish.engine.constraints.grammar import GrammarState
+from planish.engine.sampling.adjustments import Adjustment, sample_batch
+from planish.engine.sampling.delivery import call_on_token, non_finite_error
+from planish.engine.sampling.masks import allowed_tokens, has_usable_mask, wait_after_pass
+from planish.engine.sampling.plan import SampleRows, StepOutput
+from planish.engine.sampling.requests import RunningSample
+from planish.engine.sampling.sampling_head import SamplingHead
+from planish.engine.sampling.token_sampling import sample_tokens, top_logprobs
+from planish.model.decoder import Decoder
+from planish.model.head import token_logprobs
+from planish.model.lora import AdapterRange
+from planish.model.transfer import on_device
+
+_NO_TOKENS = np.zeros(0, np.int64)
+
+
+@dataclass(slots=True)
+class _TokenToSample:
+    """A token to sample, or a forced token to take, in one step."""
+
+    sample: RunningSample
+    row: int
+    """The batch row whose logits the token is sampled from."""
+    index: int
+    """The token's index within its sample."""
+    adjustment: Adjustment | None = None
+    """How the logits are adjusted first. None: the logits are used as they are."""
+
+
+@dataclass(frozen=True, eq=False)
+class _SampledTokens:
+    """The tokens of a step, with their logprobs, in the order of `_TokenToSample`s."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    top_tokens: list[list[int]]
+    """The likeliest tokens at each token, the likeliest first. Empty if no request wants them."""
+    top_logprobs: list[list[float]]
+    listed_logprobs: list[list[float]]
+    """The logprobs of the tokens that each request names (`Sample.logprob_token_ids`)."""
+
+
+class Selection:
+    """The selection of tokens for the samples of one sampler."""
+
+    def __init__(self, decoder: Decoder, head: SamplingHead, grammars: GrammarCache | None) -> None:
+        """`grammars` computes the masks of constrained samples."""
+        self._backend = decoder.backend
+        self._vocab_size = decoder.config.vocab_size
+        self._head, self._grammars = head, grammars
+
+    def apply(self, rows: SampleRows, output: StepOutput) -> list[RunningSample]:
+        """Select the next tokens, append them to their samples, and return the samples that ended.
+
+        A logprob that is not finite fails its request.
+        """
+        wait_after_pass(rows.masks)
+        tokens, exhausted_samples = self._tokens_to_sample(rows)
+        ended_samples: list[RunningSample] = []
+        if tokens:
+            sampled = self._sample(tokens, output, rows.adapters)
+            ended_samples = self._append(tokens, sampled)
+        for sample in exhausted_samples:
+            if sample.stop_reason is None:
+                sample.stop_reason = "stop"
+                ended_samples.append(sample)
+        return ended_samples
+
+    def _tokens_to_sample(
+        self, rows: SampleRows
+    ) -> tuple[list[_TokenToSample], list[RunningSample]]:
+        """Return the tokens to sample in this step, and the exhausted samples.
+
+        A sample with forced tokens has several tokens. Samples whose mask is missing, and samples
+        whose grammar failed, have none. The text of an exhausted sample is complete and cannot be
+        continued.
+        """
+        tokens: list[_TokenToSample] = []
+        exhausted_samples: list[RunningSample] = []
+        for sample, row in zip(rows.samples, rows.first_rows, strict=True):
+            index = len(sample.tokens)
+            if not sample.request.is_adjusted:
+                tokens.append(_TokenToSample(sample, row, index))
+                continue
+            if sample.grammar is not None and not has_usable_mask(sample, sample.grammar):
+                continue
+            # Each row of the sample gives the logprob of one token. If the mask was computed during
+            # this step, there may be more forced tokens than rows. The sample then takes one forced
+            # token per row, and later steps take the others.
+            forced_tokens = sample.forced_tokens[: sample.num_rows]
+            for number, token in enumerate(forced_tokens):
+                adjustment = Adjustment(None, _NO_TOKENS, (), token)
+                tokens.append(_TokenToSample(sample, row + number, index + number, adjustment))
+            if len(forced_tokens) == sample.num_rows:
+                continue
+            row, index = row + len(forced_tokens), index + len(forced_tokens)
+            allowed_bits = allowed_tokens(sample, index, self._vocab_size)
+            if allowed_bits is None and sample.grammar is not None:
+                exhausted_samples.append(sample)
+                continue
+            penalty = sample.request.op.sampling_params.repetition_penalty
+            prompt_tokens = sample.prompt.distinct_tokens if penalty != 1 else _NO_TOKENS
+            previous_tokens = [*sample.tokens, *forced_tokens] if forced_tokens else sample.tokens
+            adjustment = Adjustment(allowed_bits, prompt_tokens, previous_tokens)
+            tokens.append(_TokenToSample(sample, row, index, adjustment))
+        return tokens, exhausted_samples
+
+    def _sample(
+        self,
+        tokens: Sequence[_TokenToSample],
+        output: StepOutput,
+        adapters: Sequence[AdapterRange],
+    ) -> _SampledTokens:
+        """Sample the tokens and compute their logprobs."""
+        logits = output.logits
+        assert logits is not None
+        params = [token.sample.request.op.sampling_params for token in tokens]
+        uniforms = [token.sample.uniform_stream.at(token.index) for token in tokens]
+        rows = [token.row for token in tokens]
+        adjustments = {
+            i: token.adjustment for i, token in enumerate(tokens) if token.adjustment is not None
+        }
+        if adjustments:
+            sampled = sample_batch(self._backend, logits, params, uniforms, rows, adjustments)
+        else:
+            sampled = sample_tokens(self._backend, logits, params, uniforms, rows)
+        sampled_logits = self._head.sampled_logits(
+            output.hidden, logits, rows, sampled.tokens, adapters
+        )
+        temperature = on_device(
+            [p.temperature or 1.0 for p in params], torch.float32, logits.device
+        )
+        logprobs = token_logprobs(sampled_logits / temperature, sampled.log_normalizer).tolist()
+        listed_logprobs = self._head.listed_logprobs(
+            output.hidden,
+            logits,
+            rows,
+            [token.sample.request.op.logprob_token_ids for token in tokens],
+            sampled.log_normalizer,
+            temperature,
+            adapters,
+        )
+        top_tokens, top_values = [], []
+        max_topk = max(token.sample.request.op.topk_sample_logprobs for token in tokens)
+        if max_topk:
+            if rows != list(range(logits.shape[0])):
+                logits = logits[on_device(rows, torch.int64, logits.device)]
+            top_tokens, top_values = (
+                tensor.tolist()
+                for tensor in top_logprobs(logits, sampled.log_normalizer, temperature, max_topk)
+            )
+        return _SampledTokens(
+            sampled.tokens.tolist(), logprobs, top_tokens, top_values, listed_logprobs
+        )
+
+    def _append(
+        self, tokens: Sequence[_TokenToSample], sampled: _SampledTokens
+    ) -> list[RunningSample]:
+        """Append the tokens to their samples. Return the samples that stop."""
+        stopped_samples: list[RunningSample] = []
+        grammar_tokens: list[tuple[GrammarState, int]] = []
+        for i, (token, token_id, logprob) in enumerate(
+            zip(tokens, sampled.tokens, sampled.logprobs, strict=True)
+        ):
+            sample = token.sample
+            request = sample.request
+            if sample.stop_reason is not None:
+                continue  # The sample stopped at one of its forced tokens.
+            if not math.isfinite(logprob):
+                # Only this request fails: the rows of a batch are independent, so the NaN or inf
+                # cannot have reached the other rows.
+                request.fail(non_finite_error(request.op.sampler_id))
+                continue
+            sample.tokens.append(token_id)
+            sample.logprobs.append(logprob)
+            k = request.op.topk_sample_logprobs
+            if request.op.logprob_token_ids:
+                sample.top_logprobs.append(
+                    ([*request.op.logprob_token_ids], sampled.listed_logprobs[i])
+                )
+            elif k:
+                sample.top_logprobs.append((sampled.top_tokens[i][:k], sampled.top_logprobs[i][:k]))
+            try:
+                text_end = sample.stop_matcher.text_end(sample.tokens)
+            except Exception as error:
+                # The tokenizer failed on these tokens, which belong to this request alone.
+                request.fail(error)
+                continue
+            if text_end is not None:
+                sample.stop_reason = "stop"
+            elif len(sample.tokens) == request.max_tokens:
+                sample.stop_reason = "length"
+            if request.op.on_token is not None:
+                call_on_token(sample, text_end, request.op.on_token)
+            if sample.stop_reason is not None:
+                stopped_samples.append(sample)
+            elif sample.grammar is not None and token.adjustment is not None:
+                if token.adjustment.forced_token is None:
+                    grammar_tokens.append((sample.grammar, token_id))
+                else:
+                    del sample.grammar.forced_tokens[0]
+        if grammar_tokens and self._grammars is not None:
+            self._grammars.advance(grammar_tokens)
+        return stopped_samples

@@ -1,0 +1,63 @@
+"""The memory and batch limits of a sampler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planish.engine.sampling.prompt_scores import MAX_SCORED_ROWS
+from planish.model.delta_net import sampling_workspace_bytes
+from planish.model.kernels.backend import Backend
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    """The memory and batch limits of one sampler.
+
+    The defaults here suit a CPU. memory.py has the defaults for a GPU and for little memory.
+    """
+
+    kv_cache_bytes: int = 4 << 30
+    """The maximum bytes that running requests may reserve for keys and values. The KV
+    pools may allocate one eighth more for freed slots (see `max_pool_bytes`).
+    """
+    prefix_cache_bytes: int = 1 << 30
+    """The maximum bytes of the prefix cache, in addition to `kv_cache_bytes`."""
+    max_batch: int = 256
+    """The maximum number of samples that run at the same time."""
+    max_prefill_tokens_per_step: int = 2048
+    """The maximum number of prompt tokens that one step prefills."""
+
+    def workspace_bytes(self, backend: Backend) -> int:
+        """Estimate the workspace of one step, in bytes.
+
+        The workspace has the activations of prompts, the attention scores, and the logits that
+        tokens are sampled from. It does not include the KV cache.
+        """
+        config = backend.config
+        # There are three float32 logits tensors: the logits of the step, the copy that tokens are
+        # sampled from, and the logits of the prompts' last positions.
+        logits_bytes = 3 * 4 * config.vocab_size * max(self.max_batch, MAX_SCORED_ROWS)
+        query_size, kv_size = (
+            config.num_heads * config.head_dim,
+            config.num_kv_heads * config.head_dim,
+        )
+        mlp_size = 3 * config.intermediate_size
+        if config.num_experts:
+            # Each token is computed by several experts, so the experts' inputs and outputs have one
+            # row per pair of a token and one of its experts.
+            expert_size = 3 * config.expert_size + 3 * config.hidden_size
+            experts_size = config.experts_per_token * expert_size
+            if config.has_shared_expert:
+                mlp_size += experts_size
+            else:
+                mlp_size = max(mlp_size if config.dense_layers else 0, experts_size)
+        values_per_token = 4 * config.hidden_size + 3 * query_size + 4 * kv_size + mlp_size
+        return (
+            logits_bytes
+            + backend.workspace_bytes
+            + self.max_prefill_tokens_per_step
+            * (8 * config.hidden_size + backend.dtype.itemsize * values_per_token)
+            + sampling_workspace_bytes(
+                config, backend.dtype, self.max_batch, self.max_prefill_tokens_per_step
+            )
+        )
