@@ -55,8 +55,8 @@ class EngineClient:
         """Errors of this class name files relative to `data_dir`, because most errors reach
         clients, and clients must not learn where the server stores its data.
         """
-        engine.keep_expired_checkpoints()
-        self._engine = engine
+        engine.administration.keep_expired_checkpoints()
+        self._engine, self._administration = engine, engine.administration
         self._data_dir_pattern = re.compile(rf"{re.escape(str(data_dir))}(/|(?![\w.-]))")
         # There are two pools, so that a call that loads a model or reads a disk cannot delay the
         # submission of other operations.
@@ -120,11 +120,15 @@ class EngineClient:
 
     async def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
         """Return the memory that an adapter takes for training and for sampling."""
-        return await self.run_in_thread(lambda: self._engine.adapter_bytes(base_model, lora))
+        return await self.run_in_thread(
+            lambda: self._administration.adapter_bytes(base_model, lora)
+        )
 
     async def weights_fingerprint(self, base_model: str) -> str:
         """Return a hash of a base model's weight files."""
-        return await self.run_in_thread(lambda: self._engine.weights_fingerprint(base_model))
+        return await self.run_in_thread(
+            lambda: self._administration.weights_fingerprint(base_model)
+        )
 
     async def tokenizer_directory(self, base_model: str) -> Path:
         """Return the directory of a base model's tokenizer."""
@@ -142,7 +146,7 @@ class EngineClient:
         """Return the paths of all checkpoints on disk, including damaged ones and the private
         copies that the server makes for itself.
         """
-        return await self.run_in_thread(self._engine.checkpoint_paths)
+        return await self.run_in_thread(self._administration.checkpoint_paths)
 
     async def checkpoint_exists(self, path: str) -> bool:
         """Return whether there is such a checkpoint."""
@@ -157,7 +161,9 @@ class EngineClient:
     ) -> None:
         """Copy a checkpoint, and replace any checkpoint at `destination`."""
         await self.run_in_thread(
-            lambda: self._engine.copy_checkpoint(source, destination, ttl_seconds, overwrite=True)
+            lambda: self._administration.copy_checkpoint(
+                source, destination, ttl_seconds, overwrite=True
+            )
         )
 
     async def copy_without_metadata(self, source: str, destination: str) -> None:
@@ -165,22 +171,22 @@ class EngineClient:
         metadata may be large and cannot be shared by hard links.
         """
         await self.run_in_thread(
-            lambda: self._engine.copy_checkpoint(
+            lambda: self._administration.copy_checkpoint(
                 source, destination, overwrite=True, keep_metadata=False
             )
         )
 
     async def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:
         """Set the time to live of a checkpoint."""
-        await self.run_in_thread(lambda: self._engine.set_checkpoint_ttl(path, ttl_seconds))
+        await self.run_in_thread(lambda: self._administration.set_checkpoint_ttl(path, ttl_seconds))
 
     async def checkpoint_files(self, path: str) -> Mapping[str, Path]:
         """Return the files of a checkpoint by name."""
-        return await self.run_in_thread(lambda: self._engine.checkpoint_files(path))
+        return await self.run_in_thread(lambda: self._administration.checkpoint_files(path))
 
     async def clear_leftovers(self) -> None:
         """Delete files of interrupted writes."""
-        await self.run_in_thread(self._engine.clear_leftovers)
+        await self.run_in_thread(self._administration.clear_leftovers)
 
     async def delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint, if it exists."""

@@ -298,7 +298,10 @@ def test_loading_a_base_model_does_not_block_other_base_models(engine, monkeypat
         go_on.set()
         for caller in slow_ones:
             caller.result(WAIT).result(WAIT)
-    assert engine._sampler_sessions["t"].base is engine._sampler_sessions["u"].base
+    assert (
+        engine._preparation.sampler_sessions["t"].base
+        is engine._preparation.sampler_sessions["u"].base
+    )
 
 
 def test_a_sample_request_waits_for_a_sampler_being_published(engine):
@@ -693,14 +696,17 @@ def test_training_resumed_in_a_new_engine_ends_bitwise_identical(engines):
         if i < 2:
             step(engine, "half", datum(start=i), datum(start=i + 7))
     path = engine.submit(SaveWeights("half", "at-2")).result(WAIT).path
-    whole = engine._training_models["whole"]
+    whole = engine._preparation.training_models["whole"]
     loss(engine, "whole")
     fresh = engines()
     fresh.submit(CreateModel("resumed", from_path=path, with_optimizer=True)).result(WAIT)
     for i in (2, 3):
         step(fresh, "resumed", datum(start=i), datum(start=i + 7))
     assert loss(fresh, "resumed") == loss(engine, "whole")
-    ours, theirs = whole.adapter.state(), fresh._training_models["resumed"].adapter.state()
+    ours, theirs = (
+        whole.adapter.state(),
+        fresh._preparation.training_models["resumed"].adapter.state(),
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert int(ours["step"]) == 4
 

@@ -294,7 +294,7 @@ def test_copies_of_checkpoints_name_the_scheme(engines, tmp_path):
         "tinker://b/sampler_weights/z": SaveWeightsForSampler("a", "y"),
     }
     for copy, save in copies.items():
-        engine.copy_checkpoint(engine.submit(save).result(WAIT).path, copy)
+        engine.administration.copy_checkpoint(engine.submit(save).result(WAIT).path, copy)
         assert engine._store.manifest(CheckpointPath.parse(copy)).quantize == "int8"
         with pytest.raises(CheckpointError, match="quantized with int8.*quantize='int8'"):
             engines().submit(CreateSampler("s", model_path=copy))
@@ -353,4 +353,7 @@ def test_the_named_weights_of_each_family_are_quantized(tmp_path, family, monkey
 
 def test_the_fingerprint_of_the_weights_has_the_scheme(engines):
     plain, quantized = engines(), engines(quantize="int8")
-    assert quantized.weights_fingerprint("base") == plain.weights_fingerprint("base") + " int8"
+    assert (
+        quantized.administration.weights_fingerprint("base")
+        == plain.administration.weights_fingerprint("base") + " int8"
+    )

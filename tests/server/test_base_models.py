@@ -60,7 +60,7 @@ def test_a_name_that_is_not_served_is_neither_a_path_nor_downloaded(
     for name in (str(other_dir), "HuggingFaceTB/SmolLM2-135M-Instruct", "Tiny"):
         for call in (
             lambda name=name: engine.check_sample(name, WARMUP_SAMPLE),
-            lambda name=name: engine.adapter_bytes(name, LoraConfig(4)),
+            lambda name=name: engine.administration.adapter_bytes(name, LoraConfig(4)),
             lambda name=name: engine.tokenizer_directory(name),
             lambda name=name: engine.submit(CreateSampler("s", name)),
         ):

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -183,7 +184,7 @@ def test_systemd_is_told_the_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 async def test_a_fault_is_noted_when_a_submission_meets_it(tmp_path: Path):
     class Faulty:
-        def keep_expired_checkpoints(self) -> None: ...
+        administration = SimpleNamespace(keep_expired_checkpoints=lambda: None)
 
         def submit(self, operation: object) -> object:
             raise EngineClosedError("a fault while nothing ran")

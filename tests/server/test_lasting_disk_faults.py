@@ -11,7 +11,7 @@ import orjson
 import pytest
 from server_client import TENANT, Client, adam, gradient, running, sample
 
-from planish.engine.engine import Engine
+from planish.engine.checkpoint_loading import CheckpointLoader
 from planish.errors import CheckpointError, StorageError
 from planish.server.durable import retries
 from planish.server.durable.retries import is_lasting_fault
@@ -33,18 +33,18 @@ class BrokenDisk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_broken = False
         self.faults = 0
-        body, read = Store.read_body, Engine._read_adapter
+        body, read = Store.read_body, CheckpointLoader.read
 
         def broken_body(store: Store, stored: StoredBody) -> bytes:
             self.check()
             return body(store, stored)
 
-        def broken_read(engine: Engine, *arguments: Any) -> Any:
+        def broken_read(loader: CheckpointLoader, *arguments: Any) -> Any:
             self.check()
-            return read(engine, *arguments)
+            return read(loader, *arguments)
 
         monkeypatch.setattr(Store, "read_body", broken_body)
-        monkeypatch.setattr(Engine, "_read_adapter", broken_read)
+        monkeypatch.setattr(CheckpointLoader, "read", broken_read)
 
     def check(self) -> None:
         if self.is_broken:

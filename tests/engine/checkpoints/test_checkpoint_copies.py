@@ -144,7 +144,9 @@ def test_the_engine_validates_a_sample_request_without_a_sampler(model_dir, tmp_
 def test_adapter_bytes_grow_with_rank_and_count_training_state(model_dir, tmp_path):
     engine = Engine({"tiny": str(model_dir)}, tmp_path)
     try:
-        small, large = (engine.adapter_bytes("tiny", LoraConfig(rank=rank)) for rank in (4, 8))
+        small, large = (
+            engine.administration.adapter_bytes("tiny", LoraConfig(rank=rank)) for rank in (4, 8)
+        )
         layout = LoraLayout(ModelConfig.from_directory(model_dir), LoraConfig(rank=4))
         assert small.training > 4 * 4 * layout.size
         assert small.training < large.training <= 2 * small.training
@@ -174,7 +176,7 @@ def test_adapter_bytes_include_the_packed_weights(model_dir, tmp_path, lora):
         {"tiny": str(model_dir)}, tmp_path, EngineSettings(device="cpu", dtype="bfloat16")
     )
     try:
-        found = engine.adapter_bytes("tiny", layout.lora_config)
+        found = engine.administration.adapter_bytes("tiny", layout.lora_config)
     finally:
         engine.close()
     assert found.sampling == 2 * layout.size + forth
