@@ -60,7 +60,7 @@ def test_pairs_that_trl_has_taken_apart(tmp_path, suffix):
     assert sorted(labels) == [False, False, True, True]
     for row in rows:
         if row["label"]:
-            conversation = conversation_of(row, row.location)
+            conversation: Any = conversation_of(row, row.location)
             assert [each["content"] for each in conversation[-2:]] == ["2 + 2?", "4"]
             assert [each.get("weight") for each in conversation][-2:] == [0, None]
         else:
@@ -69,16 +69,13 @@ def test_pairs_that_trl_has_taken_apart(tmp_path, suffix):
 
 
 def test_a_sharegpt_row_is_the_row_that_trl_converts_it_to(tmp_path):
-    row = {"conversations": [{"from": "user", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]}
-    given = Dataset.from_list([{"conversations": [dict(each) for each in row["conversations"]]}])
+    messages = [{"from": "user", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
+    given = Dataset.from_list([{"conversations": messages}])
     converted = given.map(data_utils.maybe_convert_to_chatml)
-    [ours] = rows_of(given, tmp_path / "given.parquet")
-    [theirs] = rows_of(converted, tmp_path / "converted.parquet")
-    contents = [
-        [each["content"] for each in conversation_of(each_row, "here")]
-        for each_row in (ours, theirs)
-    ]
-    assert contents[0] == contents[1] == ["2 + 2?", "4"]
+    for name, dataset in (("given", given), ("converted", converted)):
+        [row] = rows_of(dataset, tmp_path / f"{name}.parquet")
+        conversation: Any = conversation_of(row, row.location)
+        assert [each["content"] for each in conversation] == ["2 + 2?", "4"]
 
 
 @pytest.mark.parametrize("form", ["messages", "text"])
@@ -114,8 +111,8 @@ def test_the_completions_that_grpo_logs_are_conversations(tmp_path, form, caplog
     rows = open_rows(str(path), "train")
     assert len(rows) == 2
     for row in rows:
-        conversation = conversation_of(row, row.location)
-        prompt = QUESTION if form == "messages" else [{"role": "user", "content": "2 + 2?"}]
+        conversation: Any = conversation_of(row, row.location)
+        prompt: Any = QUESTION if form == "messages" else [{"role": "user", "content": "2 + 2?"}]
         assert [(each["role"], each["content"]) for each in conversation[:-1]] == [
             (each["role"], each["content"]) for each in prompt
         ]
