@@ -16,10 +16,12 @@ endef
 # torch is installed first, so that no other package pulls in a larger build of it.
 TORCH := torch==2.13.0
 TESTS ?= tests
+# Codex is a program of its own, which npm installs beside the extras.
+CODEX := @openai/codex@0.171.0
 # The second line has clients of the OpenAI endpoint, and the third what the recipes of
 # tinker-cookbook import.
 EXTRAS := 'planish[inspect,trackio,verifiers]' trl bitsandbytes sentencepiece \
-	langchain-openai litellm 'lm-eval[api]' 'pydantic-ai-slim[openai]' \
+	langchain-openai litellm openai-agents 'lm-eval[api]' 'pydantic-ai-slim[openai]' \
 	aiohttp blobfile cloudpickle pylatexenc termcolor tiktoken
 # The tests that are skipped, in whole or in part, where these packages are not installed.
 EXTRAS_TESTS ?= tests/cookbook tests/evaluation/test_inspect.py tests/export/test_trl.py \
@@ -62,6 +64,7 @@ test-all: $(VENV)/.dev $(VENV)/.model
 
 # A skipped test fails the run here.
 test-extras: $(EXTRAS_VENV)/.made $(VENV)/.model
+	PATH=$(abspath $(EXTRAS_VENV))/node_modules/.bin:$$PATH \
 	$(call PYTEST,$(EXTRAS_VENV)) --dist loadfile -m "not gpu" --timeout 600 --no-skips $(EXTRAS_TESTS)
 
 lint: $(VENV)/.dev
@@ -99,6 +102,7 @@ $(EXTRAS_VENV)/.made: $(VENV)/.dev constraints-extras.txt
 	echo "import site; site.addsitedir('$$base')" > "$$own/base.pth"
 	@$(call PIP_INSTALL,$(EXTRAS_VENV),-c constraints-extras.txt --no-compile $(EXTRAS))
 	@$(call PIP_INSTALL,$(EXTRAS_VENV),-c constraints-extras.txt --no-deps tinker-cookbook instructor)
+	npm install --no-audit --no-fund --silent --prefix $(EXTRAS_VENV) $(CODEX)
 	touch $@
 
 $(VENV)/.model: $(VENV)/.run
