@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict
 from scripted_server import BASE, CHAT, EFFORTS, HELLO, THINKER, Served, serving
 
 from planish.renderers import get_renderer
+from planish.testing import tiny_model
+from planish.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -340,6 +342,55 @@ def test_reasoning_begins_a_message_of_its_own(served, http):
     for message in messages:
         message.setdefault("content", "")
     assert renderer.build_generation_prompt([*system, *messages]).to_ints() == prompt
+
+
+@pytest.fixture
+def gpt_oss(tmp_path: Path) -> Iterator[Served]:
+    """A model whose messages may have several segments of reasoning."""
+    directory = tiny_model(tmp_path / "model", vocab_size=320)
+    tokenizer = load_tokenizer(directory)
+    names = ("start", "end", "message", "channel", "constrain", "call", "return")
+    tokenizer.add_tokens([f"<|{name}|>" for name in names], special_tokens=True)
+    tokenizer.save_pretrained(str(directory))
+    with serving({BASE: directory, GPT_OSS: directory}, tmp_path / "data") as served:
+        yield served
+
+
+GPT_OSS = "openai/gpt-oss-20b"
+
+
+def test_items_of_one_sample_become_one_message_again(gpt_oss):
+    text = (
+        "<|channel|>analysis<|message|>First.<|end|><|start|>assistant"
+        "<|channel|>commentary<|message|>I add.<|end|><|start|>assistant"
+        "<|channel|>analysis<|message|>More.<|end|><|start|>assistant"
+        '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
+    )
+    with gpt_oss.client() as client:
+        with gpt_oss.engine.saying(text, gpt_oss.tokenizer):
+            response, events = respond(client, model=GPT_OSS, tools=[ADD])
+            chat = client.chat.completions.create(model=GPT_OSS, messages=HELLO, tools=[CHAT_ADD])
+        check_stream(response, events)
+        types = [item.type for item in response.output]
+        assert types == ["reasoning", "message", "reasoning", "function_call"]
+        output: Any = {
+            "type": "function_call_output",
+            "call_id": response.output[-1].call_id,
+            "output": "2",
+        }
+        client.responses.create(
+            model=GPT_OSS,
+            tools=[ADD],
+            input=[HELLO[0], *response.output, output],
+            max_output_tokens=1,
+        )
+        prompt = gpt_oss.engine.last_prompt
+        message = chat.choices[0].message
+        tool: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "2"}
+        client.chat.completions.create(
+            model=GPT_OSS, tools=[CHAT_ADD], messages=[*HELLO, message, tool], max_tokens=1
+        )
+        assert gpt_oss.engine.last_prompt == prompt
 
 
 def test_functions_of_namespaces_are_called(served, client):

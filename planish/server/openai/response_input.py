@@ -5,7 +5,9 @@ The items of a conversation become chat messages:
 * `instructions`, and the system and developer messages at the start, become one system message.
   Many chat formats allow only one. Their texts are separated by an empty line.
 * Reasoning, an assistant's message and function calls that follow each other become one assistant
-  message, because the model has sampled them as one message.
+  message, because the model has sampled them as one message. The ids of items tell which belong
+  together. Without such ids, reasoning after text or calls begins a message, and so does text after
+  text.
 
 So a conversation has the same prompt here and in a chat. Errors name the place in this request's
 body: `rename_error` replaces the chat's names.
@@ -37,6 +39,7 @@ from planish.server.openai.response_requests import (
     FunctionCallItem,
     FunctionOutputItem,
     FunctionTool,
+    Item,
     JsonSchemaTextFormat,
     MessageItem,
     NamedFunctionTool,
@@ -133,6 +136,22 @@ def rename_error(error: WrongParameterError, translation: ChatTranslation) -> Wr
     return renamed
 
 
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_[0-9]+")
+
+
+def item_id(prefix: str, sample: str, index: int) -> str:
+    """Return the id of an item. Items of one sample have the same `sample`, 32 hexadecimal digits,
+    so that they become one message again when they are sent back.
+    """
+    return f"{prefix}_{sample}_{index}"
+
+
+def _sample_of(item: Item) -> str | None:
+    """Return the sample that an item belongs to; None if its id does not say so."""
+    found = _ITEM_ID.fullmatch(item.id or "")
+    return None if found is None else found[1]
+
+
 def encode_reasoning(text: str) -> str:
     """Return the `encrypted_content` of a reasoning item. The text is encoded, and not encrypted,
     because it belongs to the client.
@@ -164,6 +183,8 @@ class _Conversation:
     """The functions of all calls so far."""
     is_assistant_open: bool = False
     """Whether the last message is the assistant's and the next item may belong to it."""
+    sample: str | None = None
+    """The sample of the last message, if the ids of its items say so."""
 
     def add(self, place: str, message: dict[str, Any]) -> None:
         """Add a message."""
@@ -178,12 +199,17 @@ class _Conversation:
         else:
             self.add(place, {"role": "system", "content": text})
 
-    def assistant(self, place: str, continues: bool) -> dict[str, Any]:
-        """Return the last message if it is the assistant's and `continues` is true. Otherwise begin
-        an assistant's message.
+    def assistant(self, place: str, item: Item, continues: bool) -> dict[str, Any]:
+        """Return the last message if it is the assistant's and `item` belongs to it. Otherwise
+        begin an assistant's message. `continues`: whether the item belongs to it by its type, if
+        its id does not tell.
         """
+        sample = _sample_of(item)
+        if sample is not None and self.sample is not None:
+            continues = sample == self.sample
         if not (self.is_assistant_open and continues):
             self.add(place, {"role": "assistant", "content": ""})
+            self.sample = sample
         return self.messages[-1]
 
     @property
@@ -230,7 +256,7 @@ def _read_input(request: ResponsesRequest) -> _Conversation:
 def _add_answer(conversation: _Conversation, place: str, item: MessageItem) -> None:
     # A model may write text after its calls. Text after text is another message.
     continues = not conversation.has_text or conversation.has_calls
-    message = conversation.assistant(place, continues)
+    message = conversation.assistant(place, item, continues)
     content = _content(item.content)
     message["content"] = (
         [*_parts(message["content"]), *_parts(content)] if message["content"] else content
@@ -246,12 +272,12 @@ def _add_reasoning(conversation: _Conversation, place: str, item: ReasoningItem)
         text = "\n\n".join(part.text for part in item.summary)
     if text:
         continues = not conversation.has_text and not conversation.has_calls
-        message = conversation.assistant(place, continues)
+        message = conversation.assistant(place, item, continues)
         message["reasoning_content"] = message.get("reasoning_content", "") + text
 
 
 def _add_call(conversation: _Conversation, place: str, item: FunctionCallItem) -> None:
-    message = conversation.assistant(place, continues=True)
+    message = conversation.assistant(place, item, continues=True)
     name = FunctionId(item.name, item.namespace).chat_name
     conversation.names_by_call_id[item.call_id] = name
     function = {"name": name, "arguments": item.arguments}

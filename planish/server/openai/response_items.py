@@ -6,12 +6,11 @@ without its number: the writer of the stream numbers the events.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from planish.server.openai.response_input import FunctionId, encode_reasoning
+from planish.server.openai.response_input import FunctionId, encode_reasoning, item_id
 
 Event = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -65,6 +64,8 @@ REASONING_SUMMARY = TextKind(
 class TextItem:
     """A message, or the reasoning before it."""
 
+    sample: str
+    """Names the sample in the ids of its items."""
     output_index: int
     kind: TextKind
     is_encoded: bool = False
@@ -76,7 +77,7 @@ class TextItem:
 
     def __post_init__(self) -> None:
         prefix = "msg" if self.kind is MESSAGE_TEXT else "rs"
-        self.id = f"{prefix}_{secrets.token_hex(16)}"
+        self.id = item_id(prefix, self.sample, self.output_index)
 
     @property
     def is_empty(self) -> bool:
@@ -152,6 +153,8 @@ class TextItem:
 class FunctionCallOutput:
     """A call of a function."""
 
+    sample: str
+    """Names the sample in the ids of its items."""
     output_index: int
     function: FunctionId
     call_id: str
@@ -159,7 +162,7 @@ class FunctionCallOutput:
     _pieces: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.id = f"fc_{secrets.token_hex(16)}"
+        self.id = item_id("fc", self.sample, self.output_index)
 
     def begin(self) -> Iterator[Event]:
         """Yield the event that begins the item."""

@@ -6,6 +6,7 @@ response without streaming.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,7 @@ class ResponseOutput:
         self._options = options
         self._detokenizer = chat.model.tokenization.detokenizer
         self._parser = chat.new_parser()
+        self._sample = secrets.token_hex(16)
         self._items: list[OutputItem] = []
         self._parts: list[tuple[MessagePart, list[ScoredToken]]] = []
         """The parts of the message that no event contains yet, with the tokens of text."""
@@ -93,7 +95,7 @@ class ResponseOutput:
         is_incomplete = sequence.stop_reason == "length"
         if not is_incomplete and all(_is_reasoning(item) for item in self._items):
             # The model has ended its message without text, so the message is empty.
-            yield from self._begin(TextItem(len(self._items), MESSAGE_TEXT))
+            yield from self._begin(TextItem(self._sample, len(self._items), MESSAGE_TEXT))
         if self._items:
             yield from self._items[-1].end("incomplete" if is_incomplete else "completed")
 
@@ -124,7 +126,8 @@ class ResponseOutput:
 
     def _begin_call(self, part: MessagePart) -> Iterator[Event]:
         function = self._options.functions.get(part.text, FunctionId(part.text))
-        yield from self._begin(FunctionCallOutput(len(self._items), function, id_of_call(part)))
+        index, call_id = len(self._items), id_of_call(part)
+        yield from self._begin(FunctionCallOutput(self._sample, index, function, call_id))
 
     def _add_text(self, part: MessagePart, tokens: list[ScoredToken]) -> Iterator[Event]:
         kind = MESSAGE_TEXT
@@ -133,7 +136,7 @@ class ResponseOutput:
         item = self._items[-1] if self._items else None
         if not isinstance(item, TextItem) or item.kind is not kind:
             is_encoded = self._options.encodes_reasoning and kind is not MESSAGE_TEXT
-            item = TextItem(len(self._items), kind, is_encoded)
+            item = TextItem(self._sample, len(self._items), kind, is_encoded)
             yield from self._begin(item)
         if item.is_empty:
             tokens = _without_lead(self._detokenizer, part.text, tokens)
