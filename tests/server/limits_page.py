@@ -109,7 +109,10 @@ def page() -> str:
         "The kernel ends a process that exceeds a limit. Then the requests with this constraint "
         "fail, and",
         f"the tenant cannot use it for {refusals.REFUSAL_SECONDS / 60:g} minutes. On macOS only "
-        "the limits of time hold.\n",
+        "the limits of time hold.",
+        "A restart of the server forgets such refusals, because another try ends only another "
+        "process of",
+        "its own.\n",
         _table(("what", "limit", "beyond it"), _constraint_rows()),
         "",
         "## Streams\n",

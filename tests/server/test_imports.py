@@ -308,6 +308,7 @@ def models_of(url: str, key: str = "tml-second") -> dict[str, str]:
     return {entry["id"]: entry["parent"] for entry in listed if entry["parent"]}
 
 
+@pytest.mark.slow
 def test_loaded_adapters_outlast_a_restart(served: Served, model_dir: Path, tmp_path: Path):
     """They keep their names, and the operator can replace and unload them."""
 
@@ -342,6 +343,38 @@ def test_loaded_adapters_outlast_a_restart(served: Served, model_dir: Path, tmp_
         assert models_of(url) == {}
         assert post(url, "unload_lora_adapter", lora_name="tutor").status_code == 404
         assert post(url, "load_lora_adapter", lora_name="tutor", **options).status_code == 200
+
+
+@pytest.mark.slow
+def test_a_replaced_adapter_is_used_at_once(served: Served):
+    """Other servers kept cached prefixes of the replaced weights under the same name. A request
+    that runs keeps the weights with which it began.
+    """
+    other = served.adapter.parent / "other"
+    with ServiceClient(base_url=served.url, api_key="tml-first") as service:
+        client = service.create_lora_training_client(BASE, rank=4, seed=2)
+        datum = Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [98, 98, 98]})
+        client.forward_backward([datum], "cross_entropy")
+        client.optim_step(AdamParams(learning_rate=0.1)).result(WAIT)
+        path = client.save_weights_for_sampler("other").result(WAIT).path
+    other.mkdir()
+    ServerRecords(served.url, "tml-first").download(path, other)
+    options = {"prompt": [5] * 100, "max_tokens": 60, "seed": 1, "logprobs": 0}
+
+    def answer(model: str, key: str) -> Any:
+        return call(served, "completions", key, model=model, **options).json()["choices"]
+
+    first, second = answer(served.trained_path, "tml-first"), answer(path, "tml-first")
+    assert first != second
+    loading = {"lora_name": "tutor", "load_inplace": True}
+    assert call(served, "load_lora_adapter", lora_path="adapter", **loading).status_code == 200
+    assert answer("tutor", "tml-second") == first
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(answer, "tutor", "tml-second") for _ in range(4)]
+        assert call(served, "load_lora_adapter", lora_path="other", **loading).status_code == 200
+        assert answer("tutor", "tml-second") == second
+        assert all(one.result() in (first, second) for one in running)
+    assert call(served, "unload_lora_adapter", lora_name="tutor").status_code == 200
 
 
 def test_unanswered_requests_to_load_adapters_are_limited(
