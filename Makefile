@@ -16,12 +16,13 @@ endef
 # torch is installed first, so that no other package pulls in a larger build of it.
 TORCH := torch==2.13.0
 TESTS ?= tests
-# Codex is a program of its own, which npm installs beside the extras.
+# Coding agents are programs of their own, which npm installs beside the extras.
 CODEX := @openai/codex@0.171.0
-# The second line has clients of the OpenAI endpoint, and the third what the recipes of
+CLAUDE_CODE := @anthropic-ai/claude-code@2.1.332
+# The second line has clients of the server's /v1 endpoints, and the third what the recipes of
 # tinker-cookbook import.
 EXTRAS := 'planish[inspect,trackio,verifiers]' trl bitsandbytes sentencepiece \
-	langchain-openai litellm openai-agents 'lm-eval[api]' 'pydantic-ai-slim[openai]' \
+	anthropic langchain-openai litellm openai-agents 'lm-eval[api]' 'pydantic-ai-slim[openai]' \
 	aiohttp blobfile cloudpickle pylatexenc termcolor tiktoken
 # The tests that are skipped, in whole or in part, where these packages are not installed.
 EXTRAS_TESTS ?= tests/cookbook tests/evaluation/test_inspect.py tests/export/test_trl.py \
@@ -29,7 +30,8 @@ EXTRAS_TESTS ?= tests/cookbook tests/evaluation/test_inspect.py tests/export/tes
 	tests/model/test_sentencepiece_oracle.py tests/recipes/test_fresh_runs.py \
 	tests/renderers/test_renderer_oracles.py \
 	tests/rl/test_verifiers_env.py tests/runlog/test_metrics_log.py tests/server/openai \
-	tests/test_tokenizer.py
+	tests/test_tokenizer.py \
+	tests/server/messages/test_anthropic_client.py tests/server/messages/test_claude_code.py
 # All tests of a file run in one process, which starts their servers and loads their models once.
 # Three processes keep two cores busy, because tests wait for the programs that they start. The
 # processes of `make test` share out the files before they read them, which saves a tenth of the
@@ -102,7 +104,7 @@ $(EXTRAS_VENV)/.made: $(VENV)/.dev constraints-extras.txt
 	echo "import site; site.addsitedir('$$base')" > "$$own/base.pth"
 	@$(call PIP_INSTALL,$(EXTRAS_VENV),-c constraints-extras.txt --no-compile $(EXTRAS))
 	@$(call PIP_INSTALL,$(EXTRAS_VENV),-c constraints-extras.txt --no-deps tinker-cookbook instructor)
-	npm install --no-audit --no-fund --silent --prefix $(EXTRAS_VENV) $(CODEX)
+	npm install --no-audit --no-fund --silent --prefix $(EXTRAS_VENV) $(CODEX) $(CLAUDE_CODE)
 	touch $@
 
 $(VENV)/.model: $(VENV)/.run

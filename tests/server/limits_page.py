@@ -5,6 +5,7 @@ python tests/server/limits_page.py > docs/operators/limits.md
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
@@ -15,6 +16,7 @@ from planish.engine.constraints import cache, refusals
 from planish.engine.constraints.worker import ProcessLimits
 from planish.server import uploads
 from planish.server.http import routes_uploads
+from planish.server.messages import requests as messages_requests
 from planish.server.openai import (
     adapter_requests,
     lora_adapters,
@@ -333,7 +335,8 @@ def _schema_fields(
         where = f"{path}.{name}".lstrip(".")
         span = _integer_span(kind, name)
         for part in _parts(one):
-            limit = span if part.get("type") == "integer" else _part_limit(part, name)
+            parameter = re.split(r"[.\[]", where)[0]
+            limit = span if part.get("type") == "integer" else _part_limit(part, parameter)
             if limit:
                 yield where, limit
             yield from _schema_fields(part, schemas, where)
@@ -350,7 +353,7 @@ def _integer_span(kind: str, name: str) -> str:
     """Return the range of an integer field. An integer field also accepts floats such as 3.0, and
     its JSON schema therefore lacks the bounds. So the bounds are read from the type.
     """
-    modules = (requests, response_requests, adapter_requests)
+    modules = (requests, response_requests, adapter_requests, messages_requests)
     owner = next((getattr(one, kind) for one in modules if hasattr(one, kind)), None)
     field = owner.model_fields.get(name) if owner is not None else None
     if field is None:
@@ -378,7 +381,7 @@ def _metadata(values: Any) -> Iterator[Any]:
         yield value
 
 
-def _part_limit(part: Mapping[str, Any], name: str) -> str:
+def _part_limit(part: Mapping[str, Any], parameter: str) -> str:
     """Return the limit of one alternative of a field. The limit is empty for an object whose fields
     are listed.
     """
@@ -386,7 +389,9 @@ def _part_limit(part: Mapping[str, Any], name: str) -> str:
         values = part.get("enum", [part.get("const")])
         return " or ".join(f"`{_shown(value)}`" for value in values) or "absent"
     size = (
-        "text that fits the context" if name in _TEXTS else f"{MAX_OPTION_BYTES >> 10} KiB of JSON"
+        "text that fits the context"
+        if parameter in _TEXTS
+        else f"{MAX_OPTION_BYTES >> 10} KiB of JSON"
     )
     match part.get("type"):
         case "boolean":
@@ -403,7 +408,7 @@ def _part_limit(part: Mapping[str, Any], name: str) -> str:
     return "not read" if not part else ""
 
 
-_TEXTS = ("messages", "tools", "prompt", "tokens", "input", "instructions")
+_TEXTS = ("messages", "tools", "prompt", "tokens", "input", "instructions", "system")
 
 
 def _span(part: Mapping[str, Any]) -> str:

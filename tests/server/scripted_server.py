@@ -4,7 +4,7 @@ sample.
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +48,8 @@ class ScriptedEngine(Engine):
     paused_after: int | None = None
     """The engine waits for `resumed` after this many tokens."""
     resumed: threading.Event
+    later_scripts: Sequence[list[int]] = ()
+    """What the engine draws for the next samples."""
 
     def submit(self, operation: Operation[Any]) -> Future[Any]:
         if isinstance(operation, Sample):
@@ -56,7 +58,10 @@ class ScriptedEngine(Engine):
             return super().submit(operation)
         answer: Future[Any] = Future()
         if self.paused_after is None:
-            self._say(operation, answer, self.script)
+            script = self.script
+            if self.later_scripts:
+                self.script, *self.later_scripts = self.later_scripts
+            self._say(operation, answer, script)
         else:
             threading.Thread(target=self._say, args=(operation, answer, self.script)).start()
         return answer
@@ -92,12 +97,23 @@ class ScriptedEngine(Engine):
         paused_after: int | None = None,
     ) -> Iterator[None]:
         self.paused_after, self.resumed = paused_after, threading.Event()
-        self.script = [*tokenizer.encode(text, add_special_tokens=False), EOS_TOKEN_ID]
         self.error = error
+        try:
+            with self.saying_in_turn([text], tokenizer):
+                yield
+        finally:
+            self.error = self.paused_after = None
+
+    @contextmanager
+    def saying_in_turn(self, texts: Sequence[str], tokenizer: Any) -> Iterator[None]:
+        """Draw one text after the other, and the last one from then on."""
+        self.script, *self.later_scripts = [
+            [*tokenizer.encode(text, add_special_tokens=False), EOS_TOKEN_ID] for text in texts
+        ]
         try:
             yield
         finally:
-            self.script = self.error = self.paused_after = None
+            self.script, self.later_scripts = None, ()
 
 
 @dataclass(frozen=True)
@@ -140,7 +156,7 @@ class Served:
 def serving(
     models: Mapping[str, Path],
     data: Path,
-    aliases: Mapping[str, str] | None = None,
+    aliases: Mapping[str, str] = {},
     **settings: Any,
 ) -> Iterator[Served]:
     """Serve `models`, whose directories have one tokenizer, with the data directory `data`.

@@ -898,6 +898,7 @@ def test_the_list_of_models_ends_with_a_slash_or_without(http):
         ({"extra_body": {"chat_template_kwargs": {"tone": "low"}}}, "chat_template_kwargs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"extra_body": {"guided_json": "{"}}, "guided_json"),
+        ({"stop": ["x" * 200]}, "stop"),
         ({"extra_body": {"guided_choice": []}}, "guided_choice"),
         ({"extra_body": {"guided_regex": "a", "guided_choice": ["b"]}}, "guided_choice"),
         ({"extra_body": {"structured_outputs": {}}}, "structured_outputs"),

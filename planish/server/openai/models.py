@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -209,6 +209,15 @@ class OpenAIModels:
             renderer if renderer in FORMATS else None,
             info.checkpoint.time.timestamp(),
         )
+
+    async def entry(self, tenant: Tenant, name: str) -> dict[str, Any]:
+        """Return the entry of the model `name` in GET /v1/models. Raise ModelNotFoundError if the
+        name is neither a base model nor a checkpoint that the tenant may read.
+        """
+        model = await self.find(tenant, name)
+        if model.name == model.base_model:
+            return self.list.base_model(model.name)
+        return self.list.checkpoint(name, model.name, model.base_model, model.created)
 
     async def check(self, tenant: Tenant, model: ServedModel, operations: Sequence[Sample]) -> None:
         """Raise ValueError if an operation is invalid, and TooManyRequests or Unavailable if the

@@ -1,4 +1,4 @@
-"""GET /openapi.json: the OpenAPI description of the OpenAI-compatible endpoints. The request
+"""GET /openapi.json: the OpenAPI description of the endpoints under /v1. The request
 schemas are generated from the pydantic types that validate the requests.
 """
 
@@ -8,6 +8,7 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any
 
+from planish.server.messages.requests import CountTokensRequest, MessagesRequest
 from planish.server.openai.adapter_requests import (
     LOAD_PATH,
     UNLOAD_PATH,
@@ -30,6 +31,8 @@ _REQUESTS: dict[str, tuple[type[RequestBody], str]] = {
     "/v1/responses": (ResponsesRequest, "Answer the items of a conversation."),
     "/tokenize": (TokenizeRequest, "Return the tokens of a prompt or of a chat."),
     "/detokenize": (DetokenizeRequest, "Return the text of tokens."),
+    "/v1/messages": (MessagesRequest, "Answer the messages of a chat, in Anthropic's form."),
+    "/v1/messages/count_tokens": (CountTokensRequest, "Return the number of tokens of a prompt."),
 }
 _ADAPTER_REQUESTS: dict[str, tuple[type[RequestBody], str]] = {
     LOAD_PATH: (LoadAdapterRequest, "Load an adapter. This needs the operator's key."),
@@ -55,7 +58,20 @@ _ERROR = {
         }
     },
 }
-_STREAMING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_MESSAGES_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
+    },
+}
+_STREAMING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
 
 @cache
@@ -88,7 +104,11 @@ def openapi(has_adapter_routes: bool) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-            "schemas": {**request_schemas(kinds), "Error": _ERROR},
+            "schemas": {
+                **request_schemas(kinds),
+                "Error": _ERROR,
+                "MessagesError": _MESSAGES_ERROR,
+            },
         },
     }
 
@@ -99,7 +119,8 @@ def _responses(path: str) -> dict[str, Any]:
         content = {"text/plain": {}}
     if path in _STREAMING:
         content["text/event-stream"] = {}
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    error_name = "MessagesError" if path.startswith("/v1/messages") else "Error"
+    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error_name}"}}}
     return {
         "200": {"description": "The answer.", "content": content},
         "default": {"description": "An error.", "content": error},

@@ -8,6 +8,7 @@ value null counts as absent. Parameters that only describe the client are ignore
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -35,7 +36,7 @@ MAX_OPTION_BYTES = 256 << 10
 """Limit for the JSON of one parameter in bytes. It does not apply to `_TEXT_PARAMETERS`, which
 carry the text of the request.
 """
-_TEXT_PARAMETERS = ("messages", "tools", "prompt", "tokens", "input", "instructions")
+_TEXT_PARAMETERS = ("messages", "tools", "prompt", "tokens", "input", "instructions", "system")
 _DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for a text completion."""
 
@@ -295,7 +296,8 @@ class GenerationRequest(Request):
                 allowed_token_ids=self.allowed_token_ids,
             )
         except UserError as error:
-            name = str(error).partition("SamplingParams.")[2].partition("=")[0]
+            found = re.search(r"SamplingParams\.(\w+)", str(error))
+            name = "" if found is None else found[1]
             raise WrongParameterError(name, str(error).replace("SamplingParams.", "")) from None
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ even while it is being trained. The second column names the module that answers 
     POST /tokenize, /detokenize tokenizing   as in vLLM
     GET  /openapi.json          openapi      the description of these endpoints
 
-lora_adapters.py has two further endpoints, for the server's operator.
+lora_adapters.py has two further endpoints, for the server's operator. Requests of Anthropic's clients are answered by planish.server.messages, on the same models.
 
 `model` in a request is the name of a base model, or the tinker:// path of a checkpoint. The API key
 of the server is sent as the bearer token.
@@ -35,6 +35,7 @@ from planish.server.http.context import (
     to_response,
 )
 from planish.server.http.openai_errors import make_openai_error_body, openai_error_response
+from planish.server.messages import routes as messages_routes
 from planish.server.openai.chat import chat_completions
 from planish.server.openai.completions import completions
 from planish.server.openai.models import OpenAIModels
@@ -69,6 +70,7 @@ def routes(
     """
     models = OpenAIModels(server, directories, aliases)
     return [
+        *messages_routes.routes(models),
         _post_route("/v1/chat/completions", ChatRequest, chat_completions, models),
         _post_route("/v1/completions", CompletionRequest, completions, models),
         _post_route("/v1/responses", ResponsesRequest, responses, models),
@@ -79,6 +81,7 @@ def routes(
         _get_route("/v1/models/{model:path}", _get_model, models),
         _description_route(has_adapter_routes),
         *(_unsupported_route(path, sentence) for path, sentence in _UNSUPPORTED_ENDPOINTS.items()),
+        messages_routes.fallback_route(),
     ]
 
 
@@ -157,8 +160,4 @@ async def _list_models(models: OpenAIModels, context: RequestContext) -> Json:
 
 
 async def _get_model(models: OpenAIModels, context: RequestContext) -> Json:
-    name = context.path_parameter("model")
-    model = await models.find(context.tenant, name)
-    if model.name == model.base_model:
-        return models.list.base_model(model.name)
-    return models.list.checkpoint(name, model.name, model.base_model, model.created)
+    return await models.entry(context.tenant, context.path_parameter("model"))

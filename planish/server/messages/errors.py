@@ -1,0 +1,110 @@
+"""Errors in the form of Anthropic's API: {"type": "error", "error": {"type", "message"},
+"request_id"}. The header `request-id` has the same id.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from planish.errors import ContextLengthError
+from planish.server.http.access import key_from_headers
+from planish.server.http.context import (
+    Handler,
+    authenticate,
+    json_response,
+    status_and_message,
+    to_response,
+)
+from planish.server.http.openai_errors import WrongParameterError
+from planish.server.openai.protocol import ClientGoneError
+from planish.server.results import Unauthorized, client_error, retry_headers, status_of
+from planish.server.settings import HttpSettings
+
+_UNAVAILABLE, _OVERLOADED = 503, 529
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    _OVERLOADED: "overloaded_error",
+}
+_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
+"""Details of errors by parameter. With these, Anthropic's tool runner sends whole conversations."""
+REQUEST_ID_HEADER = "request-id"
+
+
+class PromptTooLongError(WrongParameterError):
+    """The prompt exceeds the model's context. Agents look for the wording, and then shorten the
+    conversation.
+    """
+
+    code = ContextLengthError.code
+
+    def __init__(self, num_tokens: int, maximum: int, explanation: str = "") -> None:
+        """`num_tokens`: the tokens of the prompt. `maximum`: the most tokens a prompt may have."""
+        super().__init__(
+            "messages", f"prompt is too long: {num_tokens} tokens > {maximum} maximum{explanation}"
+        )
+
+
+def error_body(error: Exception, request_id: str | None = None) -> dict[str, Any]:
+    """Return the body that reports an error."""
+    _, message = status_and_message(error)
+    body = _body(message, _status_of(error), request_id)
+    details = _DETAILS.get(getattr(error, "param", None) or "")
+    return body if details is None else {**body, "error": {**body["error"], "details": details}}
+
+
+def _status_of(error: Exception) -> int:
+    status = status_of(client_error(error))
+    # Clients know 529 as "try again later", and treat 503 as a fault of the network.
+    return _OVERLOADED if status == _UNAVAILABLE else status
+
+
+def _body(message: str, status: int, request_id: str | None) -> dict[str, Any]:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    body = {"type": "error", "error": {"type": kind, "message": message}}
+    return body if request_id is None else {**body, "request_id": request_id}
+
+
+def error_response(message: str, status: int) -> Response:
+    """Return a response that reports an error."""
+    request_id = _new_request_id()
+    headers = {REQUEST_ID_HEADER: request_id}
+    return json_response(_body(message, status, request_id), status, headers)
+
+
+def _new_request_id() -> str:
+    return f"req_{secrets.token_hex(12)}"
+
+
+def authenticated(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    """Require a key, and answer errors in Anthropic's form."""
+
+    async def answer(request: Request) -> Response:
+        request_id = _new_request_id()
+        try:
+            key = key_from_headers(request.headers)
+            settings: HttpSettings = request.app.state.http.settings
+            if not key and settings.tenants_by_key is not None:
+                raise Unauthorized(
+                    "this server needs a key: give it to Anthropic's client as api_key or in "
+                    "ANTHROPIC_API_KEY (header `x-api-key: KEY`)"
+                )
+            response = to_response(await handler(authenticate(request, key)))
+        except (ClientDisconnect, ClientGoneError):
+            return Response(status_code=499)  # the client has disconnected and does not read this
+        except Exception as error:
+            status, headers = _status_of(error), retry_headers(client_error(error))
+            response = json_response(error_body(error, request_id), status, headers)
+        response.headers[REQUEST_ID_HEADER] = request_id
+        return response
+
+    return answer
