@@ -77,13 +77,13 @@ def test_prompt_logprob_requests_survive_encoding():
         ModelInput.from_ints([1, 2, 3]),
         1,
         SamplingParams(1, seed=1),
-        True,
-        2,
-        3,
-        targets,
-        4,
-        5,
-        True,
+        prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+        topk_sample_logprobs=3,
+        target_prompt_logprobs=targets,
+        prompt_alt_tokens_k=4,
+        prompt_logprobs_last_n=5,
+        record_stability_info=True,
     )
     journaled = encode_request(operation, 0)
     back = operation_from_bytes(journaled.kind, journaled.body)
