@@ -104,7 +104,8 @@ $(EXTRAS_VENV)/.made: $(VENV)/.dev constraints-extras.txt
 	echo "import site; site.addsitedir('$$base')" > "$$own/base.pth"
 	@$(call PIP_INSTALL,$(EXTRAS_VENV),-c constraints-extras.txt --no-compile $(EXTRAS))
 	@$(call PIP_INSTALL,$(EXTRAS_VENV),-c constraints-extras.txt --no-deps tinker-cookbook instructor)
-	npm install --no-audit --no-fund --silent --prefix $(EXTRAS_VENV) $(CODEX) $(CLAUDE_CODE)
+	install() { npm install --no-audit --no-fund --silent --prefix $(EXTRAS_VENV) $(CODEX) $(CLAUDE_CODE); }; \
+	install || { echo "npm failed; trying once more" >&2; sleep 10; install; }
 	touch $@
 
 $(VENV)/.model: $(VENV)/.run
