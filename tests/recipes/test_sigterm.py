@@ -41,7 +41,7 @@ RECIPES: dict[str, Sequence[str]] = {
     "rl_basic": [*QUESTIONS, "group_size=4", "max_tokens=8", "eval_problems=0"],
     "sl_loop": ["max_steps=8", "batch_size=3", "save_every=100"],
     "sl_basic": QUESTIONS,
-    "dpo": [*QUESTIONS, "largest=8", "test_size=4"],
+    "dpo": [*QUESTIONS, "largest=8", "test_size=5"],
 }
 QUICK = ("rl_loop", "rl_basic")
 

@@ -18,12 +18,19 @@ from planish.renderers import TrainOnWhat, get_renderer
 from planish.rubric.grading import Grader, judge_prompt
 from planish.rubric.rubrics import Criterion, RubricRow
 from planish.supervised.rendering import conversation_to_data
+from planish.testing import tiny_model
 
 pytestmark = pytest.mark.slow
 
 NAME = "Qwen/Qwen3-4B-Instruct-2507"
 """The tiny model's, so that the server gives it the renderer of that name."""
 ROW = RubricRow(({"role": "user", "content": "What is 3 + 4?"},), (Criterion("Is it 7?"),))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """The judge's prompt has more than 2048 tokens of the byte tokenizer for some answers."""
+    return str(tiny_model(tmp_path_factory.mktemp("model"), max_context=4096))
 
 
 @pytest.fixture(scope="module")

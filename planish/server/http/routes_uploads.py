@@ -40,6 +40,7 @@ from planish.server.uploads import (
     Uploads,
     result_to_json,
 )
+from planish.types import check_name
 from planish.wire.fields import Fields
 from planish.wire.models import lora_from_json
 
@@ -114,6 +115,7 @@ def _external_options(fields: Fields) -> ImportOptions:
 def _import_options(fields: Fields) -> ImportOptions:
     with fields:
         name = fields.optional(fields.text, "name", "imported")
+        check_name("name", name)
         check_name_is_not_private(name)
         check_name_is_not_external(name)
         files = fields.optional(fields.array, "files", list(REQUIRED_FILES))
