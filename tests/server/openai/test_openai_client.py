@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def client(base_url) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=base_url, api_key="tml-any", max_retries=0, timeout=120) as client:
+    with openai.OpenAI(base_url=base_url, api_key="tml-any", max_retries=0, timeout=500) as client:
         yield client
 
 
