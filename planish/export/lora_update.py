@@ -55,6 +55,9 @@ _OTHER_METHODS = {
     ),
 }
 """Why neither an adapter in planish nor a merge can represent a tensor, by its name."""
+_MERGEABLE = re.compile(r"(?:.+\.)?(?:embed_tokens|lm_head|unembed_tokens|\w*norm)\..+")
+"""The tensors that a merge adds to a base model beside the matrices, by their names."""
+_LAYER = re.compile(r"(?:.+\.)?layers\.\d+\..+")
 _DTYPES = ("BF16", "F16", "F32", "F64")
 
 
@@ -169,22 +172,48 @@ class LoraUpdate:
 
         `is_ignored` decides from name and tensor whether a tensor is left out.
         """
+        trained = [
+            name.removeprefix(PEFT_PREFIX)
+            for name, tensor in self.other_tensors.items()
+            if not is_ignored(name, tensor)
+        ]
+        for name in trained:
+            if not _MERGEABLE.fullmatch(name):
+                raise unmergeable_error(self.path, name)
         remedy = (
             "An adapter in planish has LoRA matrices only. Merge this one into a new base model: "
             f"`planish export {self.path.parent} NEW_MODEL --format merged`, and use NEW_MODEL as "
             "the base model"
         )
-        for name in ("modules_to_save", "trainable_token_indices"):
-            if self.config.fields.get(name):
+        for field in ("modules_to_save", "trainable_token_indices"):
+            if self.config.fields.get(field):
                 raise UnsupportedError(
-                    f"{self.config.path}: {name} is {self.config.fields[name]!r}. {remedy}"
+                    f"{self.config.path}: {field} is {self.config.fields[field]!r}. {remedy}"
                 )
-        for name, tensor in self.other_tensors.items():
-            if not is_ignored(name, tensor):
-                raise UnsupportedError(
-                    f"{self.path} contains {name.removeprefix(PEFT_PREFIX)}, which planish does not "
-                    f"support in an adapter. {remedy}"
-                )
+        if trained:
+            raise UnsupportedError(
+                f"{self.path} contains {trained[0]}, which planish does not support in an adapter. "
+                f"{remedy}"
+            )
+
+
+def unmergeable_error(path: Path, name: str) -> UnsupportedError:
+    """Return the error for a trained tensor that cannot be merged into a base model either.
+
+    `path`: the file of the adapter. `name`: the tensor's name in it.
+    """
+    name = name.removeprefix(PEFT_PREFIX)
+    if _LAYER.fullmatch(name):
+        return UnsupportedError(
+            f"{path} contains {name}, a whole weight of a layer. planish merges LoRA matrices, "
+            "embeddings, the head and norms only. Merge this adapter with PEFT (merge_and_unload, "
+            "then save_pretrained), and use the result as the base model"
+        )
+    return UnsupportedError(
+        f"{path} contains {name}, which is not a weight of a language model. planish has no heads of "
+        "classifiers and reward models. To reward answers with this model, call it with transformers "
+        "in a reward function, or train a preference model (recipe preference_model)"
+    )
 
 
 def read_adapter(directory: Path) -> LoraUpdate:

@@ -21,9 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planish.errors import CheckpointError, DamagedFileError, UnsupportedError
+from planish.errors import CheckpointError, DamagedFileError
 from planish.export.adapter_layouts import HEAD, is_head
-from planish.export.lora_update import PEFT_PREFIX, LoraUpdate, StoredTensor
+from planish.export.lora_update import (
+    PEFT_PREFIX,
+    LoraUpdate,
+    StoredTensor,
+    unmergeable_error,
+)
 from planish.model.config import ModelConfig, read_json
 from planish.model.weights import text_model_name
 from planish.renderers.recommend import MAX_TOKENIZER_BYTES
@@ -88,10 +93,7 @@ class _Reader:
         match = _FORMS.fullmatch(name)
         weight = None if match is None else self._weight_name(match["module"])
         if match is None or weight is None:
-            raise UnsupportedError(
-                f"{self._update.path} contains {name.removeprefix(PEFT_PREFIX)}, which planish does not "
-                "support; it merges LoRA matrices, embeddings, the head and norms"
-            )
+            raise unmergeable_error(self._update.path, name)
         if match["matrix"] and weight == EMBEDDING_WEIGHT:
             self._matrices[match["matrix"]] = tensor
             self._embedding_module = match["module"]

@@ -12,7 +12,7 @@ import torch
 from peft_adapters import FLOAT32, MERGED, fill, loaded, model_logprobs
 from safetensors.torch import load_file, save_file
 from trained_adapters import TOKENS
-from transformers import AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from planish import ModelInput, ServiceClient
 from planish.commands.cli import main
@@ -89,6 +89,39 @@ def test_the_new_base_model_computes_what_peft_computes(tmp_path, case, tied):
         import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"))
     with pytest.raises(UnsupportedError, match="NEW_MODEL --format merged"):
         weights.build_lora_adapter(adapter_path=tmp_path / "adapter", output_path=tmp_path / "peft")
+
+
+@pytest.mark.filterwarnings("ignore:.*weights were not initialized:UserWarning")
+def test_the_head_of_a_classifier_is_rejected_with_what_to_do_instead(tmp_path):
+    """PEFT adds "classifier" and "score" to modules_to_save of every classifier."""
+    base = tiny_model(tmp_path / "base", "llama")
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=LINEARS)
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    fields = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert fields["modules_to_save"] == ["classifier", "score"]
+    message = r"adapter_model.safetensors contains score.weight, which is not .* reward function"
+    with pytest.raises(UnsupportedError, match=message) as found:
+        import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"))
+    assert "--format merged" not in str(found.value)
+    with pytest.raises(UnsupportedError, match=message):
+        weights.build_hf_model(adapter_path=tmp_path / "adapter", output_path=tmp_path / "new")
+
+
+def test_a_whole_weight_of_a_layer_is_merged_with_peft(tmp_path):
+    base = tiny_model(tmp_path / "base", "llama", tied=False)
+    tuned = adapted(loaded(base), modules_to_save=["o_proj"])
+    tuned.save_pretrained(str(tmp_path / "adapter"))
+    expected = model_logprobs(tuned)
+    message = r"contains model.layers.0.self_attn.o_proj.weight, .* PEFT \(merge_and_unload"
+    with pytest.raises(UnsupportedError, match=message):
+        import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"))
+    with pytest.raises(UnsupportedError, match=message):
+        weights.build_hf_model(adapter_path=tmp_path / "adapter", output_path=tmp_path / "new")
+    tuned.merge_and_unload().float().save_pretrained(tmp_path / "merged")
+    save_byte_tokenizer(tmp_path / "merged")
+    merged = str(tmp_path / "merged")
+    assert planish_logprobs(merged, tmp_path / "data") == pytest.approx(expected, abs=FLOAT32)
 
 
 @pytest.mark.slow
