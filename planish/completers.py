@@ -46,6 +46,16 @@ class TokensWithLogprobs:
         return self.maybe_logprobs
 
 
+@dataclass(frozen=True)
+class PromptSize:
+    """The size of a prompt, as far as its model tells it; None for a number that is not known."""
+
+    num_tokens: int | None
+    """The number of tokens of the prompt."""
+    context_window: int | None
+    """The maximum number of tokens of a prompt and its answer together."""
+
+
 class TokenCompleter(ABC):
     """A policy that takes and returns tokens."""
 
@@ -168,8 +178,14 @@ class TinkerMessageCompleter(MessageCompleter):
         max_tokens: int,
         stop_condition: StopCondition | None = None,
         temperature: float = 1.0,
+        context_window: int | None = None,
     ) -> None:
+        """`context_window`: the maximum number of tokens of a prompt and its answer together. None:
+        not known, so nothing can check in advance whether long conversations fit.
+        """
         self.renderer = renderer
+        self.max_tokens = max_tokens
+        self.context_window = context_window
         self.stop_condition = (
             renderer.get_stop_sequences() if stop_condition is None else stop_condition
         )

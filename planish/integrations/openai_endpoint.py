@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from planish.completers import MessageCompleter
+from planish.completers import MessageCompleter, PromptSize
 from planish.errors import PlanishError, UserError
 
 if TYPE_CHECKING:
@@ -59,16 +59,6 @@ class _TemporaryError(Exception):
     def __init__(self, reason: str, retry_after: float = 0.0) -> None:
         super().__init__(reason)
         self.retry_after = retry_after
-
-
-@dataclass(frozen=True)
-class PromptSize:
-    """What an endpoint tells of the size of a prompt; None for what it does not tell."""
-
-    num_tokens: int | None
-    """The number of tokens of the prompt."""
-    context_window: int | None
-    """The maximum number of tokens of a prompt and its answer together."""
 
 
 @dataclass

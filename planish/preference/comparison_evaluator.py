@@ -36,6 +36,7 @@ from planish.runlog.evaluators import SamplingClientEvaluator
 from planish.runlog.model_renderer import model_renderer
 from planish.runlog.run_directory import model_argument
 from planish.runlog.statistics import Mean
+from planish.training.scoring_models import vocabulary_difference
 
 POLICY, REFERENCE = 0, 1
 """The `role` of policy and reference in the derivation of sampling seeds."""
@@ -125,9 +126,22 @@ class PolicyReference(Reference):
             client = await self.service_client.create_sampling_client_async(
                 **model_argument(self.base_model, self.checkpoint_path)
             )
+            await self._require_vocabulary(client, answer_sampler.renderer)
             answers = await answer_sampler(client, prompts, REFERENCE)
             self._sampled = [answer.completion for answer in answers]
         return self._sampled
+
+    async def _require_vocabulary(self, client: SamplingClient, renderer: Renderer) -> None:
+        """Raise UserError unless the client's tokens are those of the policy's renderer, in which
+        the reference gets its prompts.
+        """
+        tokenizer = await client.get_tokenizer_async()
+        difference = vocabulary_difference(renderer.tokenizer.get_vocab(), tokenizer.get_vocab())
+        if difference is not None:
+            raise UserError(
+                f"the reference {self.checkpoint_path or self.base_model} has another vocabulary "
+                f"than the policy: {difference}; give a reference with the policy's tokenizer"
+            )
 
 
 async def judge_wins(

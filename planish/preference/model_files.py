@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import chz
 
@@ -19,6 +19,11 @@ from planish.files import write_atomically
 from planish.preference.bradley_terry import QUESTION
 from planish.preference.forms import Kind, form_of
 from planish.preference.preference_models import LogOddsModel, PreferenceModelBuilder
+from planish.runlog.checkpoint_info import (
+    find_checkpoint,
+    recorded_renderer_name,
+    require_base_model,
+)
 from planish.runlog.model_renderer import learn_renderer
 from planish.runlog.run_directory import PREFERENCE_MODEL
 
@@ -30,7 +35,9 @@ class TrainedPreferenceModelBuilder(PreferenceModelBuilder):
     kind: Kind
     model_name: str = chz.field(doc="base model")
     model_path: str | None = chz.field(default=None, doc="checkpoint; none = the base model itself")
-    renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
+    renderer_name: str | None = chz.field(
+        default=None, doc="chat format; none = that of the checkpoint's run, or the model's own"
+    )
     question: str = chz.field(
         default=QUESTION, doc="bradley_terry: question that is asked about an answer"
     )
@@ -41,12 +48,16 @@ class TrainedPreferenceModelBuilder(PreferenceModelBuilder):
 
     def __call__(self, service_client: ServiceClient | None = None) -> LogOddsModel:
         service_client = service_client or ServiceClient(base_url=self.base_url)
-        renderer = learn_renderer(service_client, self.model_name, self.renderer_name)
-        client_argument: dict[str, Any] = (
-            {"model_path": self.model_path} if self.model_path else {"base_model": self.model_name}
-        )
+        renderer_name = self.renderer_name
+        if self.model_path is None:
+            sampling_client = service_client.create_sampling_client(base_model=self.model_name)
+        else:
+            sampling_client = service_client.create_sampling_client(model_path=self.model_path)
+            require_base_model(sampling_client, self.model_name, self.model_path, "model_name")
+            checkpoint = find_checkpoint(service_client, self.model_path)
+            renderer_name = renderer_name or recorded_renderer_name(checkpoint)
+        renderer = learn_renderer(service_client, self.model_name, renderer_name)
         form = form_of(self.kind, renderer, self.question)
-        sampling_client = service_client.create_sampling_client(**client_argument)
         models = service_client.get_server_capabilities()
         return form.model(
             sampling_client, self.temperature, models.context_length_of(self.model_name)

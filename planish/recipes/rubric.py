@@ -14,7 +14,7 @@ rollout fails and is retried. planish/rubric/rubrics.py describes the rows.
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,25 +22,19 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.completers import MessageCompleter, TinkerMessageCompleter
+from planish.completers import TinkerMessageCompleter
 from planish.datasets.split_names import SplitNames
 from planish.errors import UserError
+from planish.evaluation.models import open_model
 from planish.integrations.openai_endpoint import ChatEndpoint
 from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
 from planish.recipes.rubric_sums import NUM_EXAMPLE_VERDICTS, generated_rubrics
-from planish.rubric.env import UNFINISHED_REWARD, RubricDatasetBuilder, RubricRows
+from planish.rubric.env import UNFINISHED_REWARD, RubricDatasetBuilder
 from planish.rubric.grading import Grader
-from planish.rubric.judge_limits import (
-    JudgeRequest,
-    SampledTokens,
-    judge_requests,
-    require_judge_fits,
-    require_request_fits,
-)
-from planish.rubric.rubrics import RUBRICS, read_rubric_row
-from planish.runlog.model_renderer import learn_renderer
-from planish.runlog.run_directory import checkpoint_of, model_argument
+from planish.rubric.rubrics import RUBRICS, RubricRows, read_rubric_row
+from planish.runlog.checkpoint_info import require_base_model
+from planish.runlog.run_directory import checkpoint_of
 from planish.supervised.datasets import read_splits, row_splits
 from planish.training.run_loop import open_client
 
@@ -66,7 +60,8 @@ class JudgeOptions:
         default=None, doc="weights of the judge: a checkpoint or a run directory"
     )
     judge_renderer_name: str | None = chz.field(
-        default=None, doc="chat format of the judge; none = the model's own"
+        default=None,
+        doc="chat format of the judge; none = that of the checkpoint's run, or the model's own",
     )
     judge_max_tokens: int = chz.field(
         default=64, doc="maximum number of tokens in the judge's reply, reasoning included"
@@ -142,7 +137,6 @@ def train(options: Options, rows: Callable[[], RubricRows], service_client: Serv
     """Train with a judge on the same engine or server, or behind an endpoint."""
     has_endpoint = options.judge_url is not None
     judge = endpoint_of(options) if has_endpoint else engine_judge(options, service_client)
-    require_fits(options, rows(), judge, service_client)
     builder = training_run.build(
         RubricDatasetBuilder,
         options,
@@ -168,49 +162,25 @@ def endpoint_of(options: Options) -> ChatEndpoint:
 
 
 def engine_judge(options: Options, service_client: ServiceClient) -> TinkerMessageCompleter:
-    """Return the judge that runs on the engine of the run."""
-    model = options.judge_model or options.model_name
-    sampling_client = service_client.create_sampling_client(
-        **model_argument(model, options.judge_checkpoint)
-    )
-    is_own = options.judge_renderer_name is None and options.judge_model is None
-    renderer = learn_renderer(
-        service_client, model, options.renderer_name if is_own else options.judge_renderer_name
-    )
-    return TinkerMessageCompleter(
-        sampling_client, renderer, options.judge_max_tokens, temperature=0.0
-    )
-
-
-def require_fits(
-    options: Options, rows: RubricRows, judge: MessageCompleter, service_client: ServiceClient
-) -> None:
-    """Raise UserError if the judge's context window cannot hold a request about one of the rows."""
-    requests = judge_requests(rows)
-    sampled = SampledTokens(options.max_tokens, options.judge_max_tokens)
-    if isinstance(judge, ChatEndpoint):
-        require_endpoint_fits(requests, sampled, judge)
-    else:
-        assert isinstance(judge, TinkerMessageCompleter)
-        model = options.judge_model or options.model_name
-        window = service_client.get_server_capabilities().context_length_of(model)
-        require_judge_fits(requests, sampled, judge.renderer, model, window)
-
-
-def require_endpoint_fits(
-    requests: Iterable[JudgeRequest], sampled: SampledTokens, endpoint: ChatEndpoint
-) -> None:
-    """Raise UserError if the request with the most characters exceeds the context window of the
-    endpoint's model. If the endpoint does not tell enough to know, a printed line says so.
+    """Return the judge that runs on the engine of the run. A checkpoint has the chat format that
+    its run recorded, unless `judge_renderer_name` names another one.
     """
-    longest = max(requests, key=lambda request: request.num_characters)
-    size = training_run.run_coroutine(endpoint.measure(longest.messages))
-    if size.num_tokens is not None and size.context_window is not None:
-        require_request_fits(longest, size.num_tokens, sampled, endpoint.model, size.context_window)
-        return
-    print(
-        f"judge_url: the endpoint does not tell how long a prompt of {endpoint.model} is, or may "
-        "be; so this run does not check whether the judge can read the longest answers"
+    is_own = options.judge_model is None and options.judge_checkpoint is None
+    judge = open_model(
+        service_client,
+        options.judge_checkpoint or options.judge_model or options.model_name,
+        options.judge_renderer_name or (options.renderer_name if is_own else None),
+    )
+    if options.judge_checkpoint is not None and options.judge_model is not None:
+        require_base_model(
+            judge.sampling_client, options.judge_model, options.judge_checkpoint, "judge_model"
+        )
+    return TinkerMessageCompleter(
+        judge.sampling_client,
+        judge.renderer,
+        options.judge_max_tokens,
+        temperature=0.0,
+        context_window=judge.context_window,
     )
 
 

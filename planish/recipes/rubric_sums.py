@@ -9,8 +9,7 @@ import random
 from planish.errors import UserError
 from planish.recipes.sums import EXAMPLE_SUMS, Sum, num_sums, split_sums, worked_example
 from planish.renderers import Message
-from planish.rubric.env import RubricRows
-from planish.rubric.rubrics import Criterion, Example, RubricRow
+from planish.rubric.rubrics import Criterion, Example, RubricRow, RubricRows
 
 WORDS = {"Yes": 1.0, "No": 0.0}
 NUM_EXAMPLE_VERDICTS = 5

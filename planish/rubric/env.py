@@ -7,8 +7,8 @@ An answer that was cut off or did not end properly is not shown to the judge; it
 the judge against it. The reward comes from the judge alone.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import chz
 
@@ -20,7 +20,8 @@ from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.rollout.metrics import mean
 from planish.rl.types import Metrics, RLDataset
 from planish.rubric.grading import Grade, Grader
-from planish.rubric.rubrics import RubricRow
+from planish.rubric.judge_limits import answer_check
+from planish.rubric.rubrics import RubricRow, RubricRows
 
 UNFINISHED_REWARD = -0.1
 
@@ -83,12 +84,6 @@ def grade_metrics(grade: Grade, answer: str) -> Metrics:
     return metrics
 
 
-@dataclass(frozen=True)
-class RubricRows:
-    train: Sequence[RubricRow]
-    test: Sequence[RubricRow] = ()
-
-
 @chz.chz
 class RubricDatasetBuilder(ProblemDatasetBuilder):
     """A dataset of rubric rows: groups for training, single answers for tests. With rollouts in
@@ -110,7 +105,10 @@ class RubricDatasetBuilder(ProblemDatasetBuilder):
         rows = self.rows()
         if not rows.train:
             raise UserError("rows: there is no row to train on; give at least one")
-        return self.shuffled(rows.train), self.evaluation(rows.test)
+        train, test = self.shuffled(rows.train), self.evaluation(rows.test)
+        graded = [*train.problems, *(test.problems if test is not None else ())]
+        check = await answer_check(self.grader.judge, self.judge_name, graded)
+        return replace(train, check_answers=check), test
 
     def make_env(self, problem: RubricRow) -> EnvFromMessageEnv:
         """Return the environment of one answer."""

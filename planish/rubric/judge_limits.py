@@ -5,14 +5,34 @@ without a score, and the second request with its reply. If it exceeds the judge'
 the run would fail at the first long answer.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, runtime_checkable
 
+from planish.completers import MessageCompleter, PromptSize, TinkerMessageCompleter
 from planish.errors import UserError
-from planish.renderers import Message, Renderer
+from planish.renderers import Message, get_text_content
 from planish.renderers.codec import token_bounds
-from planish.rubric.env import RubricRows
 from planish.rubric.grading import judge_prompt, retry_prompt
+from planish.rubric.rubrics import RubricRow
+
+NUM_REPLIES = 2
+"""The number of replies in the longest request: the first one has no score."""
+
+
+@runtime_checkable
+class MeasuringJudge(Protocol):
+    """A judge that can measure a prompt, such as ChatEndpoint."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The maximum number of tokens in a reply; None = the judge's own limit."""
+        ...
+
+    async def measure(self, messages: Sequence[Message]) -> PromptSize:
+        """Return the size of a prompt, as far as the judge tells it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -30,58 +50,82 @@ class JudgeRequest:
 
 
 @dataclass(frozen=True)
-class SampledTokens:
-    """The tokens that are added to a request: an answer, and two replies of the judge."""
+class JudgeLimits:
+    """What a judge can read."""
 
-    answer: int
-    """The option `max_tokens`."""
-    reply: int
-    """The option `judge_max_tokens`."""
+    name: str
+    """The judge's name in messages."""
+    context_window: int
+    """The maximum number of tokens of a prompt and its reply together."""
+    reply_tokens: int
+    """The maximum number of tokens of a reply."""
 
-    @property
-    def total(self) -> int:
-        """The number of tokens of all sampled texts."""
-        return self.answer + 2 * self.reply
+    def sampled_tokens(self, answer_tokens: int) -> int:
+        """Return the number of tokens of all sampled texts in the longest request."""
+        return answer_tokens + NUM_REPLIES * self.reply_tokens
+
+    def require_fits(self, request: JudgeRequest, num_tokens: int, answer_tokens: int) -> None:
+        """Raise UserError if a request whose prompt has `num_tokens` tokens is too long with an
+        answer of `answer_tokens` tokens.
+        """
+        if num_tokens + self.sampled_tokens(answer_tokens) > self.context_window:
+            raise UserError(
+                f"the judge ({self.name}) has a context window of {self.context_window} tokens. For "
+                f"{request.where} it needs {num_tokens} tokens for the prompt, "
+                f"max_tokens={answer_tokens} for the answer, and {NUM_REPLIES} times "
+                f"{self.reply_tokens} for its replies; give smaller numbers, a judge with a longer "
+                "context, or a shorter row"
+            )
 
 
-def judge_requests(rows: RubricRows) -> Iterator[JudgeRequest]:
-    """Yield the request for each criterion of each row."""
-    for split, split_rows in (("train", rows.train), ("test", rows.test)):
-        for number, row in enumerate(split_rows, start=1):
-            for criterion in row.criteria:
-                place = row.location or f"{split} row {number}"
-                prompt = retry_prompt(judge_prompt(row.messages, "", criterion), "", criterion)
-                yield JudgeRequest(f"{place} and the criterion {criterion.name}", prompt)
+async def answer_check(
+    judge: MessageCompleter, name: str, rows: Sequence[RubricRow]
+) -> Callable[[int], None] | None:
+    """Return a function that raises UserError if the judge cannot read answers of a number of
+    tokens to one of the rows.
 
-
-def require_judge_fits(
-    requests: Iterable[JudgeRequest],
-    sampled: SampledTokens,
-    renderer: Renderer,
-    model: str,
-    context_window: int | None,
-) -> None:
-    """Raise UserError for the first request that exceeds the context window of a judge on the
-    engine; None = not known.
+    All rows are checked for a TinkerMessageCompleter, and the row with the most characters for a
+    MeasuringJudge. If one of these judges does not know its limits, a line is printed, and None is
+    returned. Other judges are not checked.
     """
-    if context_window is None:
-        return
+    requests = list(judge_requests(rows))
+    if isinstance(judge, TinkerMessageCompleter):
+        if judge.context_window is not None:
+            limits = JudgeLimits(name, judge.context_window, judge.max_tokens)
+            return partial(_require_all_fit, judge, limits, requests)
+    elif isinstance(judge, MeasuringJudge):
+        longest = max(requests, key=lambda request: request.num_characters)
+        size = await judge.measure(longest.messages)
+        if size.num_tokens is not None and size.context_window is not None:
+            limits = JudgeLimits(name, size.context_window, judge.max_tokens or 0)
+            return partial(limits.require_fits, longest, size.num_tokens)
+    else:
+        return None
+    print(
+        f"the judge ({name}) does not tell how long a prompt is, or may be; so this run does not "
+        "check whether it can read the longest answers"
+    )
+    return None
+
+
+def judge_requests(rows: Sequence[RubricRow]) -> Iterator[JudgeRequest]:
+    """Yield the request for each criterion of each row."""
+    for row in rows:
+        for criterion in row.criteria:
+            place = row.location or f"the row {get_text_content(row.messages[-1])!r:.100}"
+            prompt = retry_prompt(judge_prompt(row.messages, "", criterion), "", criterion)
+            yield JudgeRequest(f"{place} and the criterion {criterion.name}", prompt)
+
+
+def _require_all_fit(
+    judge: TinkerMessageCompleter,
+    limits: JudgeLimits,
+    requests: Sequence[JudgeRequest],
+    answer_tokens: int,
+) -> None:
     for request in requests:
         with token_bounds():
-            bound = renderer.build_generation_prompt(request.messages).length
-        if bound + sampled.total > context_window:
-            tokens = renderer.build_generation_prompt(request.messages).length
-            require_request_fits(request, tokens, sampled, model, context_window)
-
-
-def require_request_fits(
-    request: JudgeRequest, tokens: int, sampled: SampledTokens, model: str, context_window: int
-) -> None:
-    """Raise UserError if a request whose prompt has `tokens` tokens exceeds the context window."""
-    if tokens + sampled.total > context_window:
-        raise UserError(
-            f"the judge {model} has a context window of {context_window} tokens. For "
-            f"{request.where} it needs {tokens} tokens for the prompt, max_tokens={sampled.answer} "
-            f"for the answer, and twice judge_max_tokens={sampled.reply} for its replies; give "
-            "smaller numbers, a judge with a longer context, or a shorter row"
-        )
+            bound = judge.renderer.build_generation_prompt(request.messages).length
+        if bound + limits.sampled_tokens(answer_tokens) > limits.context_window:
+            num_tokens = judge.renderer.build_generation_prompt(request.messages).length
+            limits.require_fits(request, num_tokens, answer_tokens)

@@ -130,6 +130,14 @@ class RubricRow:
     """The place of its row, such as file and line, for messages; "" if it is not from a row."""
 
 
+@dataclass(frozen=True)
+class RubricRows:
+    """The rows to train on, and those to evaluate on."""
+
+    train: Sequence[RubricRow]
+    test: Sequence[RubricRow] = ()
+
+
 def read_rubric_row(row: Mapping[str, Any], where: str) -> RubricRow:
     """Return the row as a RubricRow. Raises UserError, which begins with `where`, if it is
     invalid.

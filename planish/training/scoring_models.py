@@ -13,6 +13,7 @@ import chz
 
 from planish import ServiceClient
 from planish.errors import UserError
+from planish.runlog.checkpoint_info import require_base_model
 from planish.runlog.run_directory import checkpoint_of
 from planish.types import SupportedModel
 
@@ -43,12 +44,7 @@ async def scoring_client(
         except UserError as error:
             raise UserError(f"{option}: {error}") from error
         client = await service_client.create_sampling_client_async(model_path=path)
-        if client.get_base_model() != scorer.base_model:
-            raise UserError(
-                f"{option}: {scorer.load_checkpoint_path} was trained on the base model "
-                f"{client.get_base_model()}, not on {scorer.base_model}; give the checkpoint's "
-                "base model"
-            )
+        require_base_model(client, scorer.base_model, scorer.load_checkpoint_path, option)
     await require_one_vocabulary(policy_model, scorer.base_model, service_client, option)
     return client
 

@@ -65,6 +65,8 @@ async def train(
             "dataset_builder returned a dataset without batches; give a dataset with at least one"
         )
     evaluators = build_evaluators(config, test_set)
+    for graded in (dataset, *(evaluator.dataset for evaluator in rl_test_sets(evaluators))):
+        graded.require_answers_fit(config.max_tokens)
 
     async def make_learner(loop: RunLoop) -> RLLearner:
         files = RolloutFiles(
@@ -80,7 +82,6 @@ async def train(
         )
         for prompts in (dataset, *(evaluator.dataset for evaluator in rl_test_sets(evaluators))):
             require_prompt_fits(prompts.longest_prompt, context_window, smallest_model)
-            prompts.require_answers_fit(config.max_tokens)
         return RLLearner(
             loop,
             config,

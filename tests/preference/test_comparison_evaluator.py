@@ -26,6 +26,7 @@ from planish.preference.prompts import PromptBuilder, Prompts
 from planish.preference.types import Comparison
 from planish.runlog.evaluators import validate_metrics
 from planish.runlog.statistics import Mean
+from planish.testing import tiny_model
 from planish.types import SampledSequence, SampleResponse
 
 PROMPTS = [[{"role": "user", "content": f"Say {n}."}] for n in range(4)]
@@ -57,6 +58,9 @@ class Policy:
         self.renderer = renderer
         self.times = times
         self.seeds = []
+
+    async def get_tokenizer_async(self):
+        return self.renderer.tokenizer
 
     async def sample_async(self, prompt, num_samples, sampling_params):
         self.seeds.append(sampling_params.seed)
@@ -200,6 +204,19 @@ def test_a_checkpoint_can_be_the_reference(renderer):
         )
     )
     assert made == [{"model_path": "planish://run/weights/7"}]
+
+
+def test_a_reference_with_another_vocabulary_is_rejected(renderer, tmp_path):
+    """The reference gets the tokens of the policy's prompts."""
+    base = tiny_model(tmp_path / "base")
+    file = base / "tokenizer.json"
+    file.write_text(file.read_text().replace("<think>", "<muse>"))
+    with ServiceClient(data_dir=tmp_path / "data", dtype="float32") as client:
+        ours = evaluator(renderer, PolicyReference(client, str(base)))
+        with pytest.raises(
+            UserError, match=r"reference .*base has another vocabulary .*'<(think|muse)>'"
+        ):
+            asyncio.run(ours(Policy(renderer, 1)))  # pyright: ignore[reportArgumentType]
 
 
 def test_invalid_comparison_options_are_rejected(renderer):

@@ -323,6 +323,20 @@ def test_a_judge_that_cannot_read_the_longest_answers_is_named(models, tmp_path,
     )
 
 
+def test_a_checkpoint_is_read_with_its_own_base_model_and_format(models, tmp_path):
+    with ServiceClient(data_dir=tmp_path / "data", dtype="float32") as client:
+        training_client = client.create_lora_training_client(
+            base_model=models[0], rank=2, user_metadata={"renderer_name": "role_colon"}
+        )
+        path = training_client.save_state("x").result().path
+        builder = TrainedPreferenceModelBuilder(kind="chat", model_name=models[0], model_path=path)
+        model: Any = builder(client)
+        assert model.choice.renderer.name == "role_colon"
+        other = str(tiny_model(tmp_path / "other", seed=1))
+        with pytest.raises(UserError, match=f"model_name: .* was trained on .*, not on {other}"):
+            chz.replace(builder, model_name=other)(client)
+
+
 def test_a_run_with_such_a_judge_ends_before_the_first_step(models, short_judge, tmp_path):
     judge, client = short_judge
     path = tmp_path / "prompts.jsonl"

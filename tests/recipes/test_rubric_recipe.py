@@ -93,6 +93,27 @@ def test_a_trained_judge(options, small_model, rows, tmp_path):
     assert path in json.loads((run / "config.json").read_text())["dataset_builder"]["judge_name"]
 
 
+def test_a_trained_judge_is_read_with_its_own_base_model_and_format(
+    options, small_model, tmp_path_factory
+):
+    """A judge reads text, so its tokenizer and chat format need not be the policy's."""
+    other = str(tiny_model(tmp_path_factory.mktemp("other"), seed=1))
+    with ServiceClient() as client:
+        training_client = client.create_lora_training_client(
+            base_model=other, rank=2, user_metadata={"renderer_name": "role_colon"}
+        )
+        path = training_client.save_state("judge").result().path
+        judge = rubric.engine_judge(options(f"judge_checkpoint={path}"), client)
+        assert judge.renderer.name == "role_colon"
+        assert judge.renderer.tokenizer.name_or_path == other
+        given = ["judge_renderer_name=qwen3_instruct", f"judge_model={other}"]
+        judge = rubric.engine_judge(options(f"judge_checkpoint={path}", *given), client)
+        assert judge.renderer.name == "qwen3_instruct"
+        wrong = options(f"judge_checkpoint={path}", f"judge_model={small_model}")
+        with pytest.raises(UserError, match=f"judge_model: .* on the base model {other}, not on"):
+            rubric.engine_judge(wrong, client)
+
+
 def test_a_judge_with_too_short_a_context_is_named_with_the_row(
     options, rows, tmp_path, tmp_path_factory
 ):
@@ -102,7 +123,7 @@ def test_a_judge_with_too_short_a_context_is_named_with_the_row(
     rows.write_text("\n".join([*lines[:5], json.dumps(long), *lines[6:]]) + "\n")
     judge = tiny_model(tmp_path_factory.mktemp("judge"), max_context=800)
     given = [f"dataset={rows}", "test_size=0", f"judge_model={judge}", "max_steps=1"]
-    message = f"the judge {judge} has a context window of 800 tokens. For .*rows.jsonl, line 6 and"
+    message = rf"the judge \({judge}.* has a context window of 800 .* For .*rows.jsonl, line 6 and"
     with pytest.raises(UserError, match=message):
         rubric.main(options(*given))
     assert not (tmp_path / "run").exists()
@@ -158,13 +179,15 @@ def test_a_judge_behind_an_endpoint_with_too_short_a_context_is_named_with_the_r
     rows.write_text("\n".join([*lines[:5], json.dumps(long), *lines[6:]]) + "\n")
     given = [f"dataset={rows}", "test_size=0", f"judge_url={url}", "judge_model=judge"]
     if counts:
-        message = "the judge judge has a context window of 400 tokens. For .*rows.jsonl, line 6 and"
+        message = r"the judge \(judge, of .* context window of 400 .* For .*rows.jsonl, line 6 and"
         with pytest.raises(UserError, match=message):
             rubric.main(options(*given, "max_steps=1"))
         assert not (tmp_path / "run").exists()
     else:
         rubric.main(options(*given, "max_steps=1"))
-        assert "the endpoint does not tell how long a prompt of judge" in capsys.readouterr().out
+        assert re.search(
+            r"the judge \(judge, of .* does not tell how long", capsys.readouterr().out
+        )
 
 
 def test_an_invalid_row_is_rejected_with_its_number_before_loading(options, rows, tmp_path):

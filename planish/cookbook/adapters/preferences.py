@@ -17,6 +17,7 @@ from planish.preference.preference_models import PreferenceModel, PreferenceMode
 from planish.preference.prompts import PromptsOfComparisons
 from planish.preference.types import Comparison, LabeledComparison
 from planish.rl.types import RLDataset, RLDatasetBuilder
+from planish.runlog.checkpoint_info import require_base_model
 from planish.runlog.model_renderer import model_renderer
 from planish.tinker import ServiceClient
 
@@ -118,6 +119,7 @@ class PreferenceModelBuilderFromChatRenderer(PreferenceModelBuilder):
         client = service_client or ServiceClient(base_url=self.base_url)
         renderer = model_renderer(self.model_name, self.renderer_name)
         sampler = client.create_sampling_client(model_path=self.rm_weights_path)
+        require_base_model(sampler, self.model_name, self.rm_weights_path, "model_name")
         return ChatPreferenceModel(sampler, label_choice(renderer))
 
 
