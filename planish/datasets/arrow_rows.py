@@ -1,6 +1,6 @@
-"""Rows of Arrow tables, as they were before the table: parquet files, and tables of `datasets`.
+"""Read the rows of Arrow tables: parquet files, and tables of the library `datasets`.
 
-A table changes nested values in two ways, which are undone here.
+A table changes nested values in two ways. This module restores the values that were stored.
 
 * The Json feature of `datasets` stores any value as JSON text. The schema names such columns, at
   every depth, and their texts are parsed.

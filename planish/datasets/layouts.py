@@ -76,7 +76,7 @@ class Pair:
 def conversation_of(row: Columns, where: str) -> Conversation | PlainText:
     """Return the conversation to train on, or a plain text.
 
-    Messages that are no answer in the row's layout have "weight" 0: all of a "prompt". Raise
+    The messages of a column "prompt" get "weight" 0, so that only the completion is learned. Raise
     UserError, which names the row by `where`, for a row of another layout.
     """
     layout = find_layout(row, CONVERSATIONS, where)
@@ -294,7 +294,9 @@ def _check_fields(
 def _chosen_and_rejected(
     column: str | None, read_prompt: Callable[[Columns, str], list[Message]]
 ) -> Callable[[Columns, str], Pair]:
-    """Return a reader of "chosen" and "rejected" with the prompt in `column`; None = in both."""
+    """Return a reader of "chosen" and "rejected". `column`: the column with the prompt, which
+    `read_prompt` reads; None = chosen and rejected begin with the prompt.
+    """
 
     def read(row: Columns, where: str) -> Pair:
         chosen, rejected = (_answer(row, name, where) for name in ("chosen", "rejected"))
@@ -323,8 +325,8 @@ def _answer(row: Columns, name: str, where: str) -> list[Message]:
 
 
 def _shared_beginning(chosen: list[Message], rejected: list[Message], where: str) -> list[Message]:
-    """Return the messages before the first answer in which two conversations differ. Conversations
-    that are equal differ in nothing; their last answer is not part of the beginning.
+    """Return the messages before the first answer in which two conversations differ. The last
+    message is an answer in any case, also if the two are equal.
     """
     length = 0
     for one, other in zip(chosen[:-1], rejected[:-1], strict=False):
@@ -343,7 +345,9 @@ def _shared_beginning(chosen: list[Message], rejected: list[Message], where: str
 def _joined(
     prompt: list[Message], shared: list[Message], column: str | None, where: str
 ) -> list[Message]:
-    """Return the prompt of answers that may repeat it, all of it or its end."""
+    """Return the whole prompt of two answers. `prompt` is from the column of that name, and
+    `shared` from before the answers. One of the two may be empty, or lack the other's beginning.
+    """
     if not shared or prompt[-len(shared) :] == shared:
         return prompt
     is_repeated = prompt == shared[-len(prompt) :] or (len(prompt) == 1 and prompt[0] in shared)

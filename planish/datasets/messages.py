@@ -202,7 +202,7 @@ def read_tools(value: Any, where: str) -> list[Any]:
 
 
 def with_system(messages: list[Message], system: Any, where: str) -> list[Message]:
-    """Return messages that begin with the system message `system`. An empty text is none."""
+    """Return messages that begin with the system message `system`. An empty text adds none."""
     if not isinstance(system, str):
         raise UserError(f"{where} is a {type(system).__name__}; give the system message's text")
     if not system:
@@ -223,8 +223,8 @@ def with_tools(messages: list[Message], tools: list[Any], where: str) -> list[Me
         return messages
     first = messages[0]
     if first.get("role") != "system":
-        # The format writes its default system message here. That is no text of the row, so it is not
-        # learned.
+        # With the content None, the renderer writes the default system message of its format. This
+        # text is not in the row, so it is not learned.
         return [
             {
                 "role": "system",

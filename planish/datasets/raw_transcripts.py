@@ -15,8 +15,8 @@ def is_transcript(text: str) -> bool:
 
 
 def read_transcript(text: str, where: str) -> list[dict[str, str]]:
-    """Return the messages of a transcript, without the blanks around them. Raise UserError, which
-    names `where`, if it has no answer at its end.
+    """Return the messages of a transcript, each without blanks at its start and end. Raise
+    UserError, which names `where`, if the transcript does not end with an answer.
     """
     _, *parts = _TURN.split(text)
     messages = [

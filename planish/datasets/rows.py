@@ -15,6 +15,7 @@ files are held in memory. Every row knows where it is (`Row.location`).
 
 import logging
 import random
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ _DEFAULT_CONFIGS = ("data", "main", "default", "plain_text")
 """Folders that are read if no configuration is named, in this order."""
 _SAVED_SPLITS, _SAVED_TABLE = "dataset_dict.json", "state.json"
 """Files of a directory that `save_to_disk` has written, with several splits or without splits."""
-_warned_datasets: set[str] = set()
-"""Datasets for which the warning about a directory with a hub name was logged."""
+_SHARD = re.compile(r"-(\d+)-of-(\d+)\.")
+_logged_warnings: set[str] = set()
 
 
 class TableRows(Sequence[Row]):
@@ -125,9 +126,8 @@ def _local_files(path: Path, config: str | None, dataset: str, split: str) -> Se
     """Return the files of a split; None if the dataset is not a file or directory."""
     if path.is_dir():
         hides_hub = not _is_path(dataset) and "/" in dataset
-        if hides_hub and dataset not in _warned_datasets:
-            _warned_datasets.add(dataset)
-            _log.warning("dataset %s: the directory of this name is read, not the hub", dataset)
+        if hides_hub:
+            _warn_once(f"dataset {dataset}: the directory of this name is read, not the hub")
         return _require_split_files(path, split, config, hides_hub=hides_hub)
     if not path.is_file():
         return None
@@ -169,25 +169,32 @@ def _require_split_files(
 
 
 def _find_split_files(directory: Path, split: str, config: str | None = None) -> Sequence[Path]:
-    """Return the files of a split, in the directory itself or in the folder of a configuration."""
+    """Return the files of a split, in the directory itself or in the folder of a configuration. A
+    warning names the other folders that have files of the split.
+    """
     if config is not None:
         return _files_in_folder(directory / config, split)
-    if files := _files_in_folder(directory, split):
-        return files
     folders = {
         folder.name: files
         for folder in sorted(directory.iterdir())
-        if folder.is_dir() and (files := _files_in_folder(folder, split))
+        if folder.name != split and folder.is_dir() and (files := _files_in_folder(folder, split))
     }
-    default_config = next((name for name in _DEFAULT_CONFIGS if name in folders), None)
-    if default_config is not None:
-        return folders[default_config]
-    if len(folders) > 1:
-        raise UserError(
-            f"the dataset {directory} has several configurations: {', '.join(folders)}; name one, "
-            f"such as {directory}:{next(iter(folders))}"
+    files = _files_in_folder(directory, split)
+    if not files:
+        default_config = next((name for name in _DEFAULT_CONFIGS if name in folders), None)
+        if default_config is None and len(folders) > 1:
+            raise UserError(
+                f"the dataset {directory} has several configurations: {', '.join(folders)}; name "
+                f"one, such as {directory}:{next(iter(folders))}"
+            )
+        files = folders.pop(default_config or next(iter(folders), ""), [])
+    if folders:
+        _warn_once(
+            f"dataset {directory}: {files[0].relative_to(directory)} is read, and not the {split} "
+            f"split in {', '.join(folders)}; to read that, name the folder: {directory}:"
+            f"{next(iter(folders))}"
         )
-    return next(iter(folders.values()), [])
+    return files
 
 
 def _files_in_folder(folder: Path, split: str) -> Sequence[Path]:
@@ -205,7 +212,37 @@ def _files_in_folder(folder: Path, split: str) -> Sequence[Path]:
         raise UserError(
             f"{folder} has its {split} split in several formats: {names}; keep one of them"
         )
-    return next(iter(by_suffix.values()), [])
+    files = next(iter(by_suffix.values()), [])
+    _check_shards(files, split)
+    return files
+
+
+def _check_shards(files: Sequence[Path], split: str) -> None:
+    """Raise UserError for files such as train-00001-of-00003.parquet of which some are missing, or
+    which belong to two divisions of a dataset.
+    """
+    matches = [match for file in files if (match := _SHARD.search(file.name))]
+    totals = {int(match[2]) for match in matches}
+    if len(totals) > 1:
+        raise UserError(
+            f"{files[0].parent} has its {split} split in {' and in '.join(map(str, sorted(totals)))} "
+            "files (-of-...); remove those of one of the two"
+        )
+    numbers = {int(match[1]) for match in matches}
+    for total in totals:
+        expected = set(range(total)) if 0 in numbers else set(range(1, total + 1))
+        if missing := sorted(expected - numbers):
+            raise UserError(
+                f"{files[0].parent} has {len(numbers)} of the {total} files of its {split} split; "
+                f"number {missing[0]} is missing. Download the dataset again"
+            )
+
+
+def _warn_once(text: str) -> None:
+    """Log a warning, unless this process has logged it before. A dataset is opened several times."""
+    if text not in _logged_warnings:
+        _logged_warnings.add(text)
+        _log.warning("%s", text)
 
 
 def _is_saved(path: Path) -> bool:

@@ -63,6 +63,14 @@ def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, torch.
     shape).
     """
     directory = Path(directory)
+    if (directory / SINGLE_FILE).is_file() and (directory / INDEX_FILE).is_file():
+        _log.warning(
+            "%s: %s is read, as in transformers, and not the files that %s names; remove one of "
+            "the two",
+            directory,
+            SINGLE_FILE,
+            INDEX_FILE,
+        )
     with ExitStack() as stack:
         handles = {
             file: stack.enter_context(_open_safetensors(directory / file))

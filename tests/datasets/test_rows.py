@@ -55,6 +55,48 @@ def test_a_configuration_is_named_after_a_colon(tmp_path):
         load_rows(f"{tmp_path}:three", "train")
 
 
+def test_other_folders_with_files_of_the_split_are_named_once(tmp_path, caplog):
+    write(tmp_path / "main/train.jsonl", 1)
+    write(tmp_path / "socratic/train.jsonl", 2)
+    assert load_rows(str(tmp_path), "train") == [{"n": 1}]
+    message = (
+        f"dataset {tmp_path}: main/train.jsonl is read, and not the train split in socratic; to read "
+        f"that, name the folder: {tmp_path}:socratic"
+    )
+    assert has_split(str(tmp_path), "train")
+    assert caplog.messages == [message]
+    write(tmp_path / "train.jsonl", 3)
+    assert load_rows(str(tmp_path), "train") == [{"n": 3}]
+    assert "train.jsonl is read, and not the train split in main, socratic" in caplog.messages[1]
+    assert load_rows(f"{tmp_path}:socratic", "train") == [{"n": 2}]
+    assert len(caplog.messages) == 2
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        (
+            ["00000-of-00003", "00002-of-00003"],
+            "has 2 of the 3 files of its train split; number 1 ",
+        ),
+        (["00000-of-00002"], "has 1 of the 2 files of its train split; number 1 is missing"),
+        (["2-of-2"], "has 1 of the 2 files of its train split; number 1 is missing"),
+        (["0-of-1", "0-of-2", "1-of-2"], "its train split in 1 and in 2 files"),
+    ],
+)
+def test_missing_files_of_a_divided_split_are_an_error(tmp_path, numbers, message):
+    for number in numbers:
+        write(tmp_path / f"data/train-{number}.parquet", 1)
+    with pytest.raises(UserError, match=message):
+        load_rows(str(tmp_path), "train")
+
+
+def test_files_of_a_divided_split_may_be_numbered_from_1(tmp_path):
+    write(tmp_path / "train-1-of-2.jsonl", 1)
+    write(tmp_path / "train-2-of-2.jsonl", 2)
+    assert load_rows(str(tmp_path), "train") == [{"n": 1}, {"n": 2}]
+
+
 def test_an_error_lists_what_is_there(tmp_path):
     write(tmp_path / "main/training.jsonl", 1)
     with pytest.raises(UserError, match="no train.jsonl .* found main/training.jsonl. Add that"):
@@ -66,7 +108,7 @@ def test_an_error_lists_what_is_there(tmp_path):
 
 def test_a_directory_with_the_name_of_a_hub_dataset_is_reported_once(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rows, "_warned_datasets", set())
+    monkeypatch.setattr(rows, "_logged_warnings", set())
     write(tmp_path / "openai/gsm8k/train.jsonl", 1)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

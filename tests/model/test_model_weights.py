@@ -1,4 +1,5 @@
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,20 @@ def test_missing_weights_and_shards_are_rejected(tmp_path):
     (directory / "model.safetensors.index.json").unlink()
     with pytest.raises(UnknownModelError, match="no weights"):
         load(directory)
+
+
+def test_a_single_file_beside_an_index_is_reported(tmp_path, caplog):
+    """Both can be there if a model was saved twice into one directory."""
+    directory = tiny_model(tmp_path, shards=2)
+    load_weights(directory, ModelConfig.from_directory(directory))
+    assert caplog.messages == []
+    tiny_model(tmp_path / "other", seed=1)
+    shutil.copy(tmp_path / "other/model.safetensors", directory)
+    load_weights(directory, ModelConfig.from_directory(directory))
+    assert caplog.messages == [
+        f"{directory}: model.safetensors is read, as in transformers, and not the files that "
+        "model.safetensors.index.json names; remove one of the two"
+    ]
 
 
 @pytest.mark.parametrize(
