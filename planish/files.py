@@ -205,16 +205,23 @@ def _repair(path: Path) -> None:
     """Make the file end with a complete line: add a missing newline, or remove an incomplete
     row.
     """
-    if not path.exists():
+    if not path.exists() or _ends_with_newline(path):
         return
     content = path.read_bytes()
     complete_lines, _, tail = content.rpartition(b"\n")
-    if not tail:
-        return
     if _parse(tail) is not None:
         write_atomically(path, content + b"\n")
     else:
         write_atomically(path, complete_lines + b"\n" if complete_lines else b"")
+
+
+def _ends_with_newline(path: Path) -> bool:
+    """Return whether a file is empty or ends with a newline. Reads one byte."""
+    with open(path, "rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
 
 
 def _parse(line: bytes) -> Row | None:

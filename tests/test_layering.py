@@ -42,7 +42,7 @@ LAYERS = (
     ("distillation",),
     ("preference",),
     ("evaluation",),
-    ("integrations", "export"),
+    ("integrations", "export", "console"),
     ("tinker", "import_shims"),
     ("commands", "cookbook", "doctor", "recipes"),
     ("__main__",),

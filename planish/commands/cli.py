@@ -3,6 +3,7 @@
     planish models               list the base models that can be loaded, and from where
     planish models --fetch       download and prepare the default model before its first use
     planish doctor               show what planish uses on this machine and why
+    planish console DIR [DIR...] show runs in a browser, while they train and afterwards
     planish plot RUN [RUN ...]   draw the curves of runs, as a picture and as a page
     planish play RECIPE          be the policy yourself, in an environment of a recipe
     planish rollouts RUN         show prompts, answers and rewards of a run
@@ -36,6 +37,7 @@ COMMANDS = {
     "doctor": "show what planish uses on this machine and why; status 1 if something needs "
     "attention",
     "models": "list the base models that can be loaded, and where their files are",
+    "console": "show runs in a browser, while they train and afterwards",
     "plot": "plot the metrics of runs as curves.png and as an interactive curves.html",
     "trace": "write a timeline of a run that had enable_trace=True, for Perfetto (trace.json)",
     "eval": "evaluate a model or checkpoint on GSM8K, MATH-500 or your own questions",

@@ -11,21 +11,28 @@ layout also has hard links to these two files, with the names of the folder layo
 and the texts (rollouts.jsonl) have a row for every trajectory. The page shows groups in full until
 it has MAX_PAGE_TOKENS tokens, and links to the texts of the remaining groups. The tree has the
 first `num_groups_to_log` groups, for which the logs of the environments are kept. Files are written
-atomically. If an iteration is repeated, its files are replaced.
+atomically. If an iteration is repeated, its files are replaced. The index of the whole run is
+rollouts/index.jsonl (planish/reports/rollout_index.py).
 """
 
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from planish.errors import StorageError, UserError
 from planish.files import write_atomically
 from planish.logtree.nodes import Node
+from planish.reports.rollout_index import (
+    append_to_index,
+    index_rows,
+    remove_from_index,
+    text_places,
+)
 from planish.reports.rollout_page import rollout_page
 from planish.reports.rollout_rows import rollout_rows, summary_rows
 from planish.reports.rollout_tokens import DisplayDetokenizer
@@ -125,15 +132,20 @@ class RolloutFiles:
             rollouts_file=json_paths[-1].name if json_paths else None,
         )
         self._make_parent(page_path)
+        places = []
         if self.json_export:
-            rows = summary_rows(split, iteration, groups)
-            lines = "".join(json.dumps(row) + "\n" for row in rows)
-            write_atomically(self.path(split, iteration, SUMMARIES), lines)
-            rows = rollout_rows(split, iteration, groups, advantages_P_G, self._detokenizer)
-            lines = "".join(json.dumps(row) + "\n" for row in rows)
-            write_atomically(self.path(split, iteration, ROLLOUT_TEXTS), lines)
+            summaries = _lines(summary_rows(split, iteration, groups))
+            write_atomically(self.path(split, iteration, SUMMARIES), b"".join(summaries))
+            texts_path = self.path(split, iteration, ROLLOUT_TEXTS)
+            texts = _lines(
+                rollout_rows(split, iteration, groups, advantages_P_G, self._detokenizer)
+            )
+            write_atomically(texts_path, b"".join(texts))
+            places = text_places(texts_path.relative_to(self.directory).as_posix(), texts)
             write_atomically(self.path(split, iteration, TREE), json.dumps(trace.to_json()) + "\n")
         write_atomically(page_path, page.encode(errors="backslashreplace"))
+        rows = index_rows(split, iteration, groups, advantages_P_G, places)
+        append_to_index(self.directory, list(rows))
         if self.layout == "flat":
             self._link_into_folder(split, iteration)
         return page_path
@@ -161,7 +173,10 @@ class RolloutFiles:
                 os.link(self.path(split, iteration, suffix), link_path)
 
     def remove_from(self, iteration: int) -> None:
-        """Remove the files of `iteration` and all later iterations, before they are repeated."""
+        """Remove the files of `iteration` and all later iterations, and their rows of the index,
+        before they are repeated.
+        """
+        remove_from_index(self.directory, iteration)
         for path in list(self._files_from(iteration)):
             path.unlink(missing_ok=True)
         for folder in list(self._folders_from(iteration)):
@@ -191,6 +206,10 @@ class RolloutFiles:
             raise StorageError(
                 f"cannot make {path.parent} ({error}); free disk space or allow writing there"
             ) from error
+
+
+def _lines(rows: Iterable[dict[str, Any]]) -> list[bytes]:
+    return [json.dumps(row).encode() + b"\n" for row in rows]
 
 
 def _num_groups_to_show(groups: Sequence[GroupRollout], min_groups: int) -> int:

@@ -1,11 +1,14 @@
 """The JSON lines of an iteration, one row for each trajectory.
 
 *_rollout_summaries.jsonl has numbers, for programs that filter, count and plot. *_rollouts.jsonl
-has the texts, which `planish rollouts` reads.
+has the texts and tokens, which `planish rollouts`, `planish console` and `planish replay` read.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
+import orjson
 
 from planish.logtree.html import visible
 from planish.logtree.nodes import plain
@@ -64,6 +67,18 @@ def rollout_rows(
             )
 
 
+def shortest_floats(values: Sequence[float] | None) -> list[float | None] | None:
+    """Return float32 numbers as the shortest decimals that give the same float32 again. A number
+    that is not finite becomes None. Numbers that are not float32 are returned unchanged.
+    """
+    if values is None:
+        return None
+    singles = np.asarray(values, np.float32)
+    if not np.array_equal(singles, np.asarray(values, np.float64), equal_nan=True):
+        return plain(values)
+    return orjson.loads(orjson.dumps(singles, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
 def _row_key_fields(
     split: str, iteration: int, rollout: GroupRollout, record: TrajectoryRecord
 ) -> dict[str, Any]:
@@ -92,10 +107,18 @@ def _step_fields(index: int, turn: TurnRecord) -> dict[str, Any]:
 
 def _turn_fields(turn: TurnRecord, detokenizer: DisplayDetokenizer) -> dict[str, Any]:
     transition = turn.transition
+    pieces = detokenizer.pieces(transition.ac.tokens)
     return {
         "observation": detokenizer.text(turn.new_tokens),
-        "answer": detokenizer.text(transition.ac.tokens),
+        "observation_ids": turn.new_tokens,
+        "extends_context": turn.extends_context,
+        "answer": "".join([piece.text for piece in pieces]),
         "answer_tokens": len(transition.ac.tokens),
+        "answer_ids": transition.ac.tokens,
+        "logprobs": shortest_floats(transition.ac.maybe_logprobs),
+        "piece_lengths": " ".join([piece.length_code for piece in pieces]),
+        "control_pieces": [index for index, piece in enumerate(pieces) if piece.is_control],
+        "is_trained": transition.train_on_action,
         "reward": transition.reward,
         "metrics": transition.metrics,
         "logs": {name: visible(str(value)) for name, value in transition.logs.items()},

@@ -120,6 +120,10 @@ class Trajectory:
     transitions: list[Transition]
     final_ob: Observation
     stop_reason: str | None = None
+    seed: int | None = None
+    """The seed of its policy. Turn t, counted from 1, samples with `derived_seed(seed, t)`. None if
+    the rollout had no seed.
+    """
 
     @property
     def step_rewards(self) -> float:

@@ -11,6 +11,8 @@
     reference.json      the reference policy of preference training (planish/preference/dpo.py)
     preference_model.json
                         how to load the trained preference model (planish/preference/model_files.py)
+    rollouts/index.jsonl
+                        one object per rollout (planish/reports/rollout_index.py)
     *.png               curves
 
 Invariants: `write_atomically` replaces a file atomically. If a crash leaves a partial row at the

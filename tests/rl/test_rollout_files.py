@@ -94,6 +94,7 @@ def test_flat_file_names(files, tmp_path):
         "iteration_000010/train_rollout_summaries.jsonl",
         "iteration_000020/eval_test_logtree.json",
         "iteration_000020/eval_test_rollout_summaries.jsonl",
+        "rollouts/index.jsonl",
         "train_iteration_000010.html",
         "train_iteration_000010_logtree.json",
         "train_iteration_000010_rollout_summaries.jsonl",
@@ -122,7 +123,7 @@ def test_without_hard_links_only_flat_names_are_written(files, tmp_path, monkeyp
 
     monkeypatch.setattr("os.link", refuse)
     files.write("train", 10, questions(1))
-    assert [name for name in names(tmp_path) if "/" in name] == []
+    assert [name for name in names(tmp_path) if "/" in name] == ["rollouts/index.jsonl"]
 
 
 def test_file_names_in_folders(tmp_path, tokenizer):
@@ -138,6 +139,7 @@ def test_file_names_in_folders(tmp_path, tokenizer):
         "iteration_000010/train_logtree.json",
         "iteration_000010/train_rollout_summaries.jsonl",
         "iteration_000010/train_rollouts.jsonl",
+        "rollouts/index.jsonl",
     ]
 
 
@@ -194,7 +196,7 @@ def test_a_page_shows_groups_up_to_its_size_limit(tmp_path, tokenizer, monkeypat
 
 def test_json_files_can_be_disabled(tmp_path, tokenizer):
     RolloutFiles(tmp_path, "flat", 2, False, tokenizer).write("train", 0, questions(1))
-    assert names(tmp_path) == ["train_iteration_000000.html"]
+    assert names(tmp_path) == ["rollouts/index.jsonl", "train_iteration_000000.html"]
     assert "logtree.json" not in (tmp_path / "train_iteration_000000.html").read_text()
 
 

@@ -16,6 +16,7 @@ from metric_tables import definition_of
 from planish.errors import UnsupportedError, UserError
 from planish.files import read_rows
 from planish.processes.interruption import Interruption
+from planish.reports.rollout_index import INDEX
 from planish.rl.environments.datasets import InterleavedRLDatasetBuilder
 from planish.rl.kl import AdvantageShaping
 from planish.rl.rollout.evaluation import RLTestSetEvaluator
@@ -126,6 +127,21 @@ def test_a_run_writes_all_its_files(service, tmp_path):
             for end in (".html", "_logtree.json", "_rollout_summaries.jsonl", "_rollouts.jsonl")
         }
     assert expected <= names
+    index = read_rows(tmp_path / INDEX)
+    assert {(row["split"], row["step"]) for row in index} == {
+        *(("train", step) for step in range(4)),
+        *(("eval/test", step) for step in (0, 3, 4)),
+    }
+    for row in index:
+        with open(tmp_path / row["file"], "rb") as file:
+            file.seek(row["offset"])
+            texts = json.loads(file.read(row["bytes"]))
+        assert texts["split"] == row["split"]
+        assert (texts["iteration"], texts["group_idx"], texts["traj_idx"]) == (
+            row["step"],
+            row["group"],
+            row["sample"],
+        )
     rows = rows_of(tmp_path, timed=True)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row["step"] for row in rows if "test/env/all/reward/total" in row] == [0, 3, 4]
@@ -183,8 +199,11 @@ def test_a_run_killed_at_any_operation_resumes_to_the_same_result(tokenizer, tmp
         ]
         records = read_rows(path / "checkpoints.jsonl")
         assert len({(record["name"], record["batch"]) for record in records}) == len(records)
+        index, whole_index = (read_rows(run / INDEX) for run in (path, tmp_path / "whole"))
+        assert [rollout_of(row) for row in index] == [rollout_of(row) for row in whole_index]
         if "lag" not in name:
             assert rows == expected
+            assert index == whole_index
             assert final_weights(service) == final_weights(whole)
 
 
@@ -218,6 +237,10 @@ def test_control_c_saves_the_finished_steps(tokenizer, tmp_path, name, monkeypat
         ]
         if name != "lag":
             assert final_weights(service) == final_weights(whole)
+
+
+def rollout_of(row):
+    return row["step"], row["split"], row["group"], row["sample"], row["seed"]
 
 
 def recorded(interruptions):

@@ -22,7 +22,7 @@ import logging
 import textwrap
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TypeVar
 
@@ -147,16 +147,16 @@ class GroupRun:
         title = f"Trajectory {index}" + (f", attempt {attempt + 1}" if attempt else "")
         with error_context(title, self.builder), logtree.scope_header(title):
             async with time_limit("per_rollout_timeout", self.rules.timeout_seconds):
-                trajectory = await do_single_rollout(
-                    self._policy(index, attempt), env, on_turn=self.on_turn
-                )
-        return FinishedRollout(trajectory, env)
+                seed = self._sample_seed(index, attempt)
+                policy = self.policy if seed is None else self.policy.seeded(seed)
+                trajectory = await do_single_rollout(policy, env, on_turn=self.on_turn)
+        return FinishedRollout(replace(trajectory, seed=seed), env)
 
-    def _policy(self, index: int, attempt: int) -> TokenCompleter:
+    def _sample_seed(self, index: int, attempt: int) -> int | None:
+        """Return the seed of one attempt at a trajectory; None if the group has no seed."""
         if self.seed is None:
-            return self.policy
-        seed_key = (index, attempt) if attempt else (index,)
-        return self.policy.seeded(derived_seed(self.seed, *seed_key))
+            return None
+        return derived_seed(self.seed, *((index, attempt) if attempt else (index,)))
 
     async def _make_envs(self) -> Sequence[Env]:
         """Return new environments. Raise UserError if their number differs from the first call."""

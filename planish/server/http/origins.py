@@ -40,7 +40,7 @@ def check_is_not_web_page(
     `has_key`: the request has a key. Call this on a server without keys only.
     """
     host, origin = headers.get("host"), headers.get("origin")
-    if host is not None and not is_loopback(_host_name(host)):
+    if host is not None and not is_loopback(host_name(host)):
         raise Unauthorized(
             "this server has no keys, so it serves only programs on its own machine. It rejects "
             f"requests with the Host {host[:100]!r}, because a web page may have sent them; call "
@@ -54,7 +54,7 @@ def check_is_not_web_page(
         )
 
 
-def _host_name(host: str) -> str:
+def host_name(host: str) -> str:
     """Return the name in a Host header, without port and brackets; "" for an invalid header."""
     match = _HOST.fullmatch(host)
     return "" if match is None else match[1].strip("[]").lower()

@@ -1,0 +1,61 @@
+// Requests to the console, and the data of an exported page, which has no console to ask.
+
+const root = document.documentElement;
+const embedded = document.getElementById("export-data");
+export const exported = embedded ? JSON.parse(embedded.textContent) : null;
+export const BASE = root.dataset.base ?? "";
+const cache = new Map();
+
+export class RequestError extends Error {}
+
+/** Return the path of a request in its canonical form: parameters sorted, empty ones left out. */
+export function requestPath(path, params = {}) {
+  const pairs = Object.entries(params).flatMap(([name, value]) =>
+    (Array.isArray(value) ? value : [value]).filter((one) => one !== null && one !== undefined && one !== "").map((one) => [name, String(one)]));
+  const query = new URLSearchParams(pairs.sort(([a], [b]) => (a < b ? -1 : a > b ? 1 : 0))).toString();
+  return query ? `${path}?${query}` : path;
+}
+
+/** Return the answer of the console. The same object again means that nothing has changed. */
+export async function get(path, params = {}, signal) {
+  const key = requestPath(path, params);
+  if (exported) {
+    if (!(key in exported.answers)) throw new RequestError("This exported page does not contain it. Open the run with planish console.");
+    return exported.answers[key];
+  }
+  const known = cache.get(key);
+  let response;
+  try {
+    response = await fetch(`${BASE}/api/${key}`, { signal, headers: known ? { "If-None-Match": known.etag } : {} });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new RequestError("The console does not answer. Is planish console still running?");
+  }
+  if (response.status === 304 && known) return known.answer;
+  const answer = await response.json().catch(() => ({ error: `The console answered with status ${response.status}.` }));
+  if (!response.ok) throw new RequestError(answer.error ?? `status ${response.status}`);
+  cache.delete(key);
+  cache.set(key, { etag: response.headers.get("ETag") ?? "", answer });
+  if (cache.size > 200) cache.delete(cache.keys().next().value);
+  return answer;
+}
+
+/** Send an action. The console takes it only from its own pages. */
+export async function post(path, body, signal) {
+  const response = await fetch(`${BASE}/api/${path}`, {
+    method: "POST", signal, body: JSON.stringify(body), headers: { "Content-Type": "application/json", "X-Planish-Console": "1" },
+  });
+  const answer = await response.json().catch(() => ({}));
+  if (!response.ok) throw new RequestError(answer.error ?? `The console answered with status ${response.status}.`);
+  return answer;
+}
+
+/** Call `work` now and then every `milliseconds`, until `signal` aborts. A hidden page pauses. */
+export function poll(work, milliseconds, signal) {
+  const turn = async () => {
+    if (signal.aborted) return;
+    if (!document.hidden) await work();
+    if (!signal.aborted && !exported) setTimeout(turn, milliseconds);
+  };
+  return turn();
+}

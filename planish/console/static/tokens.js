@@ -1,0 +1,117 @@
+// Tokens of an answer as coloured text, and the tip that says what a token is.
+
+import { fill, h, number, signed } from "./dom.js";
+
+const PROBABILITY_BINS = [0.9, 0.5, 0.2, 0.05, 0.01];
+export const MODES = [["probability", "probability"], ["advantage", "advantage"], ["gap", "gap between sampler and trainer"], ["mask", "trained or not"], ["none", "no colours"]];
+
+const tip = h("div", { id: "tip", role: "tooltip", hidden: true });
+document.body.append(tip);
+let shown = null;
+
+/** Return an element with the answer of a turn, painted in a mode. The arrow keys move from token to token. */
+export function answerElement(turn, rollout, mode) {
+  const element = h("div", { class: "answer", tabindex: "0", role: "textbox", "aria-readonly": "true", "aria-label": "answer; arrow keys go through its tokens" });
+  element.turn = turn;
+  element.rollout = rollout;
+  const sizes = (turn.piece_lengths ?? "").split(" ").filter(Boolean);
+  if (!sizes.length) {
+    element.textContent = turn.answer ?? "";
+    return element;
+  }
+  const controls = new Set(turn.control_pieces ?? []);
+  let offset = 0, token = 0;
+  sizes.forEach((size, piece) => {
+    const [units, count] = size.split("*").map(Number), span = document.createElement("span");
+    span.textContent = turn.answer.slice(offset, offset + units);
+    span.first = token;
+    span.last = token + (count || 1);
+    if (controls.has(piece)) span.classList.add("control");
+    element.append(span);
+    offset += units;
+    token = span.last;
+  });
+  paint(element, mode);
+  return element;
+}
+
+/** Colour the tokens of an answer. */
+export function paint(element, mode) {
+  const { turn, rollout } = element;
+  for (const span of element.children) {
+    span.className = span.classList.contains("control") ? "control" : "";
+    const name = className(mode, turn, rollout, span);
+    if (name) span.classList.add(name);
+  }
+}
+
+function className(mode, turn, rollout, span) {
+  if (mode === "probability" && turn.logprobs) {
+    const logprob = turn.logprobs.slice(span.first, span.last).reduce((sum, each) => sum + (each ?? 0), 0);
+    const bin = PROBABILITY_BINS.findIndex((lowest) => Math.exp(logprob) >= lowest);
+    return `q${bin < 0 ? PROBABILITY_BINS.length : bin}`;
+  }
+  if (mode === "mask") return turn.is_trained ? "trained" : "untrained";
+  if (mode === "advantage") {
+    const value = tokenAdvantage(turn, rollout, span.first);
+    return value ? (value > 0 ? "up" : "down") + Math.min(3, Math.ceil(Math.abs(value) * 2)) : "";
+  }
+  if (mode === "gap") {
+    const gap = tokenGap(turn, span.first);
+    return gap === null ? "" : gap === 0 ? "nogap" : `gap${Math.min(3, 1 + Math.floor(Math.max(0, Math.log10(Math.abs(gap) / 1e-4))))}`;
+  }
+  return "";
+}
+
+const tokenAdvantage = (turn, rollout, token) => (turn.is_trained ? (turn.advantages?.[token] ?? rollout.advantage) : 0);
+const tokenGap = (turn, token) => (turn.trainer_logprobs ? turn.trainer_logprobs[token] - turn.logprobs[token] : turn.has_equal_trainer_logprobs ? 0 : null);
+
+function fillTip(span) {
+  const { turn, rollout } = span.parentNode, lines = [];
+  const text = /^\s|\s$|[^\x20-\x7e]/.test(span.textContent) ? JSON.stringify(span.textContent) : span.textContent;
+  const line = (label, value) => lines.push(h("div", {}, h("span", {}, label), value));
+  lines.push(h("code", {}, text));
+  if (span.last - span.first > 1) line(`${span.last - span.first} tokens make this character`, "");
+  for (let token = span.first; token < span.last; token++) {
+    const logprob = turn.logprobs?.[token];
+    line("token", String(turn.answer_ids?.[token] ?? "–"));
+    if (logprob !== undefined && logprob !== null) {
+      const percent = 100 * Math.exp(logprob);
+      line("logprob", String(logprob));
+      line("probability", `${percent >= 10 ? percent.toFixed(1) : percent.toPrecision(2)} %`);
+    }
+    const gap = tokenGap(turn, token);
+    if (gap !== null) line("trainer − sampler", gap === 0 ? "0" : gap.toExponential(2));
+    const advantage = tokenAdvantage(turn, rollout, token);
+    if (advantage !== null && advantage !== undefined) line("advantage", turn.is_trained ? signed(advantage) : "not trained on");
+    line("position", `${token + 1} of ${number(turn.answer_ids?.length)}`);
+  }
+  fill(tip, ...lines);
+}
+
+function show(span) {
+  if (span === shown) return;
+  shown?.classList.remove("pointed");
+  shown = span;
+  tip.hidden = !span;
+  if (!span) return;
+  span.classList.add("pointed");
+  fillTip(span);
+  const box = span.getClientRects()[0] ?? span.getBoundingClientRect(), size = tip.getBoundingClientRect(), above = box.top - size.height - 6;
+  tip.style.left = `${Math.max(6, Math.min(box.left, innerWidth - size.width - 6))}px`;
+  tip.style.top = `${above > 6 ? above : box.bottom + 6}px`;
+}
+
+document.addEventListener("pointerover", (event) => show(event.target instanceof Element ? event.target.closest(".answer > span") : null));
+document.addEventListener("scroll", () => show(null), { passive: true, capture: true });
+document.addEventListener("focusout", (event) => { if (event.target.classList?.contains("answer")) show(null); });
+document.addEventListener("keydown", (event) => {
+  const answer = event.target instanceof Element && event.target.classList.contains("answer") ? event.target : null;
+  if (!answer) return;
+  if (event.key === "Escape") return show(null);
+  const offset = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!offset || !answer.children.length) return;
+  event.preventDefault();
+  const next = shown?.parentNode === answer ? (offset > 0 ? shown.nextElementSibling : shown.previousElementSibling) : answer.firstElementChild;
+  if (next) show(next);
+});
