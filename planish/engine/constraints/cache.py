@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from planish.engine.constraints.fair_pool import FairPool
 from planish.engine.constraints.grammar import Grammar, GrammarState, MaskLayout
@@ -29,8 +29,9 @@ from planish.engine.constraints.processes import (
     TokenizerSpec,
 )
 from planish.engine.constraints.refusals import REFUSAL_SECONDS, Refusals
+from planish.engine.constraints.tokenizer_spec import tokenizer_spec
 from planish.engine.constraints.worker import ProcessLimits
-from planish.errors import UnsupportedError, UserError
+from planish.errors import UserError
 from planish.types import Constraint
 
 if TYPE_CHECKING:
@@ -53,7 +54,6 @@ NUM_MASK_THREADS, MAX_MASK_JOBS_PER_OWNER = 4, 2
 running process may take up to `ProcessLimits.memory_bytes`.
 """
 _DEFAULT_LIMITS = ProcessLimits()
-_END_TOKEN = "<|planish: end of the text|>"
 
 
 class _Compilation:
@@ -261,7 +261,7 @@ class GrammarCache:
             compilation.process = None
         if "error" in answer:
             raise _unusable_error(constraint, answer["error"])
-        layout = MaskLayout(self._vocab_size, spec.end_token)
+        layout = MaskLayout(self._vocab_size, spec.n_vocab, spec.end_token)
         grammar = Grammar(owner, constraint, process, layout, answer["forced"], data)
         with self._lock:
             self._grammars[owner, constraint] = grammar
@@ -298,21 +298,7 @@ class GrammarCache:
 
     @cached_property
     def _tokenizer_spec(self) -> TokenizerSpec:
-        from tokenizers import AddedToken, Tokenizer
-
-        backend: Any = getattr(self._load_tokenizer(), "backend_tokenizer", None)
-        if backend is None:
-            raise UnsupportedError(
-                "SamplingParams.constraint needs a tokenizer with a tokenizer.json, and this model "
-                "has none; convert its tokenizer, or leave the constraint out"
-            )
-        tokenizer = Tokenizer.from_str(backend.to_str())
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        tokenizer.add_special_tokens([AddedToken(_END_TOKEN, special=True, normalized=False)])
-        end_token = tokenizer.token_to_id(_END_TOKEN)
-        assert end_token is not None
-        return TokenizerSpec(tokenizer.to_str(), max(self._vocab_size, end_token + 1), end_token)
+        return tokenizer_spec(self._load_tokenizer(), self._vocab_size)
 
 
 def timeout_error(constraint: Constraint) -> UserError:

@@ -23,6 +23,9 @@ class MaskLayout:
     """The bit positions of the model's tokens and of the end token in llguidance's masks."""
 
     vocab_size: int
+    """The number of the model's logits."""
+    num_bits: int
+    """The number of bits in a mask: one for each token of the model and of its tokenizer."""
     end_token: int
     """The id of the end token, which is also the position of its bit. Only llguidance knows this
     token; the model never sees it. Its bit says whether the text may end.
@@ -43,7 +46,7 @@ class MaskLayout:
 
     @property
     def _num_words(self) -> int:
-        return -(-max(self.vocab_size, self.end_token + 1) // 32)
+        return -(-self.num_bits // 32)
 
     def _read_mask(self, words: np.ndarray) -> Mask:
         is_complete = bool(words[self.end_token // 32] >> np.uint32(self.end_token % 32) & 1)

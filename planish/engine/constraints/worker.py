@@ -217,7 +217,7 @@ class ConstraintProcess:
         forced_tokens = self._consume_forced_tokens(matcher)
         # The state of a matcher changes while it computes a mask.
         mask_matcher = matcher.deep_copy()
-        mask = mask_matcher.compute_bitmask()
+        mask = self._mask(mask_matcher)
         if mask_matcher.is_error():
             return {"error": _error_message(mask_matcher)}, b""
         self._first = matcher
@@ -251,10 +251,15 @@ class ConstraintProcess:
         step: dict[str, Any] = {}
         if matcher.consume_token(token):
             forced_tokens = self._consume_forced_tokens(matcher)
-            mask = matcher.compute_bitmask()
+            mask = self._mask(matcher)
             self._lengths[number] += len(forced_tokens)
             step = {"forced": forced_tokens, "mask": masks.setdefault(mask, len(masks))}
         return {"error": _error_message(matcher)} if matcher.is_error() else step
+
+    def _mask(self, matcher: LLMatcher) -> bytes:
+        """Return the mask of the next token. llguidance's masks may have further, unused words."""
+        num_words = -(-self._tokenizer.vocab_size // 32)
+        return matcher.compute_bitmask()[: 4 * num_words]
 
     def _consume_forced_tokens(self, matcher: LLMatcher) -> list[int]:
         """Consume and return the tokens that must come next.

@@ -335,7 +335,7 @@ class Search:
     def __init__(self, spec: TokenizerSpec, vocab_size: int, seed: int) -> None:
         self.report = Report()
         self._spec = spec
-        self._layout = MaskLayout(vocab_size, spec.end_token)
+        self._layout = MaskLayout(vocab_size, spec.n_vocab, spec.end_token)
         self._template = ProcessTemplate(ProcessLimits())
         self._random = np.random.default_rng(seed)
         self._template.start(spec)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from constraint_search import search
+from tokenizers import AddedToken, Tokenizer
 
 from planish.engine.constraints import cache as cache_module
 from planish.engine.constraints import refusals as refusals_module
@@ -99,6 +100,57 @@ def take(cache: GrammarCache, state: GrammarState) -> int:
 
 def text_of(tokens: Sequence[int]) -> str:
     return bytes(tokens).decode()
+
+
+@pytest.mark.parametrize("num_logits", [270, 272, 288, 320])
+@pytest.mark.parametrize("num_added", [0, 40, 100])
+def test_a_model_may_have_more_or_fewer_logits_than_its_tokenizer_has_tokens(
+    tmp_path, num_logits: int, num_added: int
+):
+    """Models pad their logits, mostly to a multiple of 32 or more, and a tokenizer may have tokens
+    that the model cannot sample.
+    """
+    directory = save_byte_tokenizer(tmp_path)
+    backend = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    backend.add_tokens([AddedToken(f"xx{n}", normalized=False) for n in range(num_added)])
+    backend.save(str(directory / "tokenizer.json"))
+    tokenizer = load_tokenizer(directory)
+    cache = GrammarCache(lambda: tokenizer, num_logits)
+    for constraint, text in (
+        (Constraint("choice", choices=("xx1xx39",)), "xx1xx39"),
+        (Constraint("regex", "xx1[0-1]b"), "xx10b"),
+        (Constraint("json_schema", '{"const": {"a": "xx2"}}'), '{"a": "xx2"}'),
+    ):
+        state = cache.new_state(constraint, "first")
+        tokens: list[int] = []
+        while not (mask := ready(state).mask) or state.forced_tokens or not mask.is_complete:
+            if state.error is not None:
+                raise state.error
+            # The token with the longest text that continues the wanted text.
+            token = (
+                state.forced_tokens[0]
+                if state.forced_tokens
+                else _longest(state, tokenizer, text[len(tokenizer.decode(tokens)) :])
+            )
+            assert token < num_logits
+            if state.forced_tokens:
+                state.forced_tokens.pop(0)
+            else:
+                cache.advance([(state, token)])
+            tokens.append(token)
+        assert tokenizer.decode(tokens) == text
+
+
+def _longest(state: GrammarState, tokenizer: Any, rest: str) -> int:
+    """Return the allowed token with the longest text that begins `rest`."""
+    assert state.mask is not None
+    bits = np.unpackbits(state.mask.bits.view(np.uint8), bitorder="little")
+    allowed = np.flatnonzero(bits).tolist()
+    texts = {token: tokenizer.decode([token]) for token in allowed}
+    return max(
+        (token for token in allowed if rest.startswith(texts[token])),
+        key=lambda token: len(texts[token]),
+    )
 
 
 @pytest.mark.parametrize(
