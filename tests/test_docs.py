@@ -214,3 +214,29 @@ def test_blocks_and_commands_are_found(tmp_path):
         run_page(PAGE.replace("x = 1", "x = 2"), tmp_path, "page_of_a_test")
     with pytest.raises(NameError):
         run_page(PAGE.replace("x = 1", "y = 1"), tmp_path, "page_of_a_test")
+
+
+def test_the_versions_of_clients_are_those_of_the_tests():
+    """docs/operators/conformance.md names the versions of clients that the tests install."""
+    root = DOCS.parent
+    page, makefile = (
+        (root / name).read_text() for name in ("docs/operators/conformance.md", "Makefile")
+    )
+    pins = "".join(
+        (root / name).read_text() for name in ("constraints.txt", "constraints-extras.txt")
+    )
+    versions = dict(re.findall(r"^([\w.-]+)==([\w.]+)$", pins, re.MULTILINE))
+    versions["pydantic-ai"] = versions["pydantic-ai-slim"]
+    programs = dict(re.findall(r"@[\w-]+/([\w-]+)@([\d.]+)", makefile))
+    versions |= {"Codex": programs["codex"], "Claude Code": programs["claude-code"]}
+    rows = re.findall(r"^\| ([\w -]+?)(?: \(.*?\))? \| ([\d.]+) \|", page, re.MULTILINE)
+    named = {name: version for name, version in rows if name in versions}
+    assert named.keys() >= {
+        "openai",
+        "anthropic",
+        "litellm",
+        "openai-agents",
+        "Codex",
+        "Claude Code",
+    }
+    assert named == {name: versions[name] for name in named}

@@ -186,6 +186,13 @@ class Fields:
         check_count(self.path(name), len(value), maximum, "items")
         return value
 
+    def texts(self, name: str) -> list[str]:
+        """Read a list of strings."""
+        values = self.array(name)
+        if not all(isinstance(value, str) for value in values):
+            raise UserError(f"{self.path(name)} contains a value that is not a string")
+        return values
+
     def object(self, name: str) -> Fields:
         """Read an object."""
         return self._object(name, self._get(name))

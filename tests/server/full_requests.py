@@ -109,7 +109,7 @@ def _session_requests(ids: Ids) -> list[FullRequest]:
             {
                 "session_id": ids.session,
                 "owner": {"type": "own"},
-                "project_ids": ["p"],
+                "project_ids": ["default"],
                 "statuses": [{"type": "active", "reasons": []}],
                 "limit": 5,
                 "cursor": {"last_created_at": "2030-01-01T00:00:00+00:00", "last_session_id": "x"},
@@ -217,6 +217,20 @@ def _save_requests(ids: Ids) -> list[FullRequest]:
         ),
         _post("save_weights_external", {**save_body(options=False), **recipients}),
         _post("weights_info", {"tinker_path": ids.path}),
+        _post(
+            "checkpoints/search",
+            {
+                "owner": {"type": "own"},
+                "project_ids": ["default"],
+                "user_metadata": {"key": "value"},
+                "checkpoint_type": "sampler",
+                "base_models": [ids.base_model],
+                "limit": 5,
+                "cursor": {
+                    "last_created_at": "2030-01-01T00:00:00+00:00", "last_checkpoint_uuid": "x",
+                },
+            },
+        ),
         _post(
             "copy_weights",
             {"source_path": ids.path, "session_id": ids.session, "ttl_seconds": 60,

@@ -148,6 +148,7 @@ class RequestGenerator:
             "/session_heartbeat": {"session_id": session},
             f"/sessions/{quote(ended, safe='')}/finish": {"reason": {"type": "success"}, "detail": None},
             "/sessions/search": {"user_metadata": {}, "limit": 5, "owner": {"type": "own"}, "display_name": "a"},
+            "/checkpoints/search": {"user_metadata": {}, "limit": 5, "owner": {"type": "own"}, "checkpoint_type": "sampler", "base_models": ["x"]},
             "/telemetry": {"events": [{"event": "SESSION_START"}], "platform": "x", "session_id": session},
             "/auth/token": {}, "/create_custom_loss": {}, "/join_sampling_session": {}, "/retrieve_futures": {},
         }  # fmt: skip

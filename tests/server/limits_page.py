@@ -20,6 +20,7 @@ from planish.server.messages import requests as messages_requests
 from planish.server.openai import (
     adapter_requests,
     lora_adapters,
+    protocol,
     requests,
     response_requests,
     streaming,
@@ -151,7 +152,11 @@ def page() -> str:
         "8,388,608 characters if that is more. The server tokenizes several bodies at once, with "
         "at most",
         f"{MAX_TOKENIZED_BYTES >> 20} MiB of text together. The other bodies wait for their "
-        "tenant's turn.\n",
+        "tenant's turn.",
+        "An answer may need "
+        f"{protocol.MAX_ANSWER_BYTES >> 20:,} MiB of memory, estimated from `n`, the maximum number "
+        "of tokens and",
+        "the logprobs per token. A request for more gets status 400.\n",
     ]
     for path, fields in openai_fields().items():
         rows = [(f"`{name}`", limit) for name, limit in fields.items()]
@@ -340,7 +345,8 @@ def _schema_fields(
             if limit:
                 yield where, limit
             yield from _schema_fields(part, schemas, where)
-            yield from _schema_fields(part.get("items", {}), schemas, f"{where}[]")
+            for item in _parts(part.get("items", {})):
+                yield from _schema_fields(item, schemas, f"{where}[]")
 
 
 def _parts(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -403,11 +409,16 @@ def _part_limit(part: Mapping[str, Any], parameter: str) -> str:
             return size if count is None else f"{count:,} items (together {size})"
         case "string" if "maxLength" in part:
             return f"{part['maxLength']:,} characters"
+        case "string" if part.get("pattern", "").startswith(_NAME_PATTERN):
+            longest = int(part["pattern"].removeprefix(_NAME_PATTERN).rstrip("}$"))
+            return f"{longest} letters, digits, `_` and `-`"
         case "string" | "object":
             return size
     return "not read" if not part else ""
 
 
+_NAME_PATTERN = "^[a-zA-Z0-9_-]{1,"
+"""The beginning of the pattern of a name; its greatest length follows."""
 _TEXTS = ("messages", "tools", "prompt", "tokens", "input", "instructions", "system")
 
 

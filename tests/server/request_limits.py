@@ -137,6 +137,14 @@ METADATA = Limit(
     [{"k" * 1000: "v" * (MAX_METADATA - 999)}, {f"{i}": "" for i in range(MAX_LIST_ITEMS + 1)}],
     covers_all_within=True,
 )
+SEARCHED_METADATA = Limit(
+    f"{MAX_LIST_ITEMS:,} strings",
+    f"has {MAX_LIST_ITEMS + 1:,} entries; give at most {MAX_LIST_ITEMS:,}",
+    [{f"{i}": "" for i in range(MAX_LIST_ITEMS)}],
+    [{f"{i}": "" for i in range(MAX_LIST_ITEMS + 1)}],
+    covers_all_within=True,
+)
+PROJECTS = Limit("`default`", "this server has no projects", [["default"]], [["other"], []])
 SESSION_SPEC = Limit(
     f"{MAX_METADATA:,} characters together, {MAX_LIST_ITEMS:,} entries",
     " give at most ",
@@ -331,7 +339,7 @@ JSON_LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "session_id": text(),
         "owner": OBJECT,
         "owner.type": one_of("own", "accessible", answer="sessions of other keys"),
-        "project_ids": NOT_READ,
+        "project_ids": PROJECTS,
         "statuses": items(MAX_LIST_ITEMS, {"type": "active"}),
         "statuses[].type": one_of(
             "active", "client_finished", "cancelled", "failed", answer="is unknown"
@@ -341,12 +349,7 @@ JSON_LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "cursor": OBJECT,
         "cursor.last_created_at": Limit("a time in ISO 8601"),
         "cursor.last_session_id": text(),
-        "user_metadata": Limit(
-            f"{MAX_LIST_ITEMS:,} "
-            "strings", f"has {MAX_LIST_ITEMS + 1:,} entries; give at most {MAX_LIST_ITEMS:,}",
-            [{f"{i}": "" for i in range(MAX_LIST_ITEMS)}], [{f"{i}": "" for i in range(MAX_LIST_ITEMS + 1)}],
-            covers_all_within=True,
-        ),
+        "user_metadata": SEARCHED_METADATA,
         "display_name": text(),
     },
     "/telemetry": {"": NOT_READ},
@@ -386,6 +389,18 @@ JSON_LIMITS: Mapping[str, Mapping[str, Limit]] = {
     },
     "/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/ttl": {
         "ttl_seconds": whole(1, LONGEST_TTL_SECONDS),
+    },
+    "/checkpoints/search": {
+        "owner": OBJECT,
+        "owner.type": one_of("own", "accessible", answer="checkpoints of other keys"),
+        "project_ids": PROJECTS,
+        "user_metadata": SEARCHED_METADATA,
+        "checkpoint_type": one_of("training", "sampler", "external", answer="is unknown"),
+        "base_models": items(MAX_LIST_ITEMS, "a"),
+        "limit": whole(1, 200),
+        "cursor": OBJECT,
+        "cursor.last_created_at": Limit("a time in ISO 8601"),
+        "cursor.last_checkpoint_uuid": text(),
     },
     "/external_weights_upload_start": {
         "base_model": text(), **_LORA, "destination_project_id": text(),

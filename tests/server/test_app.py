@@ -568,6 +568,45 @@ def test_sessions_can_be_searched(alice: Caller):
     assert len(alice.post("/sessions/search", active)["sessions"]) == 2
 
 
+def test_checkpoints_can_be_searched(alice: Caller, bob: Caller):
+    model = alice.model()
+    saves: list[tuple[str, dict[str, Any]]] = [
+        ("save_weights", {"path": name, "user_metadata": {"set": "found", "name": name}})
+        for name in ("one", "two", "three")
+    ]
+    saves.append(("save_weights_for_sampler", {"path": "four", "user_metadata": {"set": "found"}}))
+    saves.append(("save_weights_external", {"path": "five"}))
+    for seq, (call, body) in enumerate(saves, 1):
+        alice.result(alice.post(f"/{call}", {"model_id": model, "seq_id": seq, **body}))
+
+    def search(caller: Caller = alice, **query: Any) -> tuple[list[str], Any]:
+        page = caller.post("/checkpoints/search", query)
+        paths = [one["tinker_path"] for one in page["checkpoints"]]
+        assert all(one["base_model"] == BASE for one in page["checkpoints"])
+        return [path.removeprefix(f"tinker://{model}/") for path in paths], page["next_cursor"]
+
+    found = {"set": "found"}
+    training = ["weights/three", "weights/two", "weights/one"]
+    assert search(user_metadata=found) == (["sampler_weights/four", *training], None)
+    assert search(user_metadata={**found, "name": "two"}) == (["weights/two"], None)
+    assert search(user_metadata=found, checkpoint_type="training") == (training, None)
+    assert search(user_metadata=found, checkpoint_type="sampler")[0] == ["sampler_weights/four"]
+    assert "external_weights/five" in search(checkpoint_type="external", limit=200)[0]
+    assert search(user_metadata=found, base_models=[BASE, "other"])[0] == [
+        "sampler_weights/four",
+        *training,
+    ]
+    assert search(user_metadata=found, base_models=["other"]) == ([], None)
+    assert search(user_metadata=found, base_models=[]) == ([], None)
+    first, cursor = search(user_metadata=found, limit=2)
+    second, last = search(user_metadata=found, limit=2, cursor=cursor)
+    assert [*first, *second] == ["sampler_weights/four", *training]
+    assert last is None
+    assert search(bob, user_metadata=found) == ([], None)
+    for wrong in ({"checkpoint_type": "x"}, {"project_ids": ["p"]}, {"owner": {"type": "user"}}):
+        alice.post("/checkpoints/search", wrong, 400)
+
+
 def test_the_client_config_has_the_expected_settings(alice: Caller):
     config = alice.post("/client/config", {"sdk_version": "0.38.0"})
     assert config["parallel_fwdbwd_chunks"] is False

@@ -70,7 +70,7 @@ from planish.types import LONGEST_TTL_SECONDS, Checkpoint, CheckpointPath
 
 _log = logging.getLogger(__name__)
 
-_IS_UNEXPIRED = "(expires IS NULL OR expires > ?)"
+IS_UNEXPIRED = "(expires IS NULL OR expires > ?)"
 _TOLERATED_SECONDS = 60.0
 """The files of a checkpoint are corrected if their time differs by more than this."""
 _MAX_CORRECTED_CHECKPOINTS = 1000
@@ -122,7 +122,7 @@ class CheckpointCatalog:
         first. A page ends early when the metadata of its checkpoints exceed PAGE_BYTES.
         `Page.limit` is then the number of checkpoints on the page.
         """
-        where, values = f"tenant = ? AND {_IS_UNEXPIRED}", [tenant.name, time.time()]
+        where, values = f"tenant = ? AND {IS_UNEXPIRED}", [tenant.name, time.time()]
         if run_id is not None:
             where, values = f"{where} AND run = ?", [*values, run_id]
         order = f"{where} ORDER BY created DESC, path LIMIT ? OFFSET ?"
@@ -145,7 +145,7 @@ class CheckpointCatalog:
         """Return the number of checkpoints of a session's runs, and their total size in bytes."""
         query = (
             "SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM checkpoints WHERE tenant = ? "
-            f"AND {_IS_UNEXPIRED} AND run IN (SELECT id FROM models WHERE session = ?)"
+            f"AND {IS_UNEXPIRED} AND run IN (SELECT id FROM models WHERE session = ?)"
         )
         values = [tenant.name, time.time(), session_id]
         number, size = await self._store.read(lambda db: db.execute(query, values).fetchone())
@@ -157,10 +157,10 @@ class CheckpointCatalog:
         """
         # "0" is the character after "/", so these bounds select the paths of one directory.
         where = (
-            f"run = ? AND {_IS_UNEXPIRED} AND path > ? || '/' AND path < ? || '0' AND NOT "
+            f"run = ? AND {IS_UNEXPIRED} AND path > ? || '/' AND path < ? || '0' AND NOT "
             "(path > ? AND path < ?) ORDER BY created DESC LIMIT 1"
         )
-        external = f"tinker://{run_id}{_STORED_DIRECTORY}"
+        external = f"tinker://{run_id}{STORED_DIRECTORY}"
         newest: dict[str, Checkpoint] = {}
         for segment in ("weights", "sampler_weights"):
             directory = f"tinker://{run_id}/{segment}"
@@ -245,7 +245,7 @@ class CheckpointCatalog:
         expired = await self._store.read(
             select,
             CheckpointRow,
-            f"(expires_at_uptime IS NULL AND NOT {_IS_UNEXPIRED}) OR expires_at_uptime <= ?",
+            f"(expires_at_uptime IS NULL AND NOT {IS_UNEXPIRED}) OR expires_at_uptime <= ?",
             [self._expiry_clock.earliest(), self._expiry_clock.uptime()],
         )
         deletions = []
@@ -263,7 +263,7 @@ class CheckpointCatalog:
         """
         ranked = (
             "SELECT path, public, ROW_NUMBER() OVER (PARTITION BY run, CASE "
-            f"WHEN instr(path, '{_STORED_DIRECTORY}') THEN 2 "
+            f"WHEN instr(path, '{STORED_DIRECTORY}') THEN 2 "
             "WHEN instr(path, '/sampler_weights/') THEN 1 ELSE 0 END "
             "ORDER BY created DESC, path DESC) AS rank FROM checkpoints"
         )
@@ -622,14 +622,14 @@ def check_name_is_not_private(name: str) -> None:
 
 
 EXTERNAL_PREFIX = "external:"
-_CLIENT_DIRECTORY, _STORED_DIRECTORY = "/external_weights/", f"/sampler_weights/{EXTERNAL_PREFIX}"
+_CLIENT_DIRECTORY, STORED_DIRECTORY = "/external_weights/", f"/sampler_weights/{EXTERNAL_PREFIX}"
 
 
 def stored_path(path: str) -> str:
     """Return the stored path of a checkpoint for the path that clients use. Raise UserError for a
     name that is reserved for external weights.
     """
-    stored = path.replace(_CLIENT_DIRECTORY, _STORED_DIRECTORY, 1)
+    stored = path.replace(_CLIENT_DIRECTORY, STORED_DIRECTORY, 1)
     parsed = CheckpointPath.parse(stored)
     if stored == path:
         check_name_is_not_external(parsed.name)
@@ -638,12 +638,12 @@ def stored_path(path: str) -> str:
 
 def shown_path(path: str) -> str:
     """Return the path that clients use for a stored path."""
-    return path.replace(_STORED_DIRECTORY, _CLIENT_DIRECTORY, 1)
+    return path.replace(STORED_DIRECTORY, _CLIENT_DIRECTORY, 1)
 
 
 def is_external(path: str) -> bool:
     """Return whether a stored path belongs to external weights."""
-    return _STORED_DIRECTORY in path
+    return STORED_DIRECTORY in path
 
 
 def check_name_is_not_external(name: str) -> None:

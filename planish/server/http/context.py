@@ -264,10 +264,17 @@ class RequestContext:
                 budget.release(self.tenant, reserved_bytes)
 
     @asynccontextmanager
+    async def read_body(self, limit: int, read: Callable[[Fields], T]) -> AsyncIterator[T]:
+        """Yield what `read` makes of the body, a JSON object."""
+        async with self.body(limit) as body:
+            self.request.state.body = body
+            yield await self.compute(len(body), lambda: read(Fields.of(body)))
+
+    @asynccontextmanager
     async def fields(self, limit: int = MAX_SMALL_BODY) -> AsyncIterator[Fields]:
         """Yield the body as a JSON object."""
-        async with self.body(limit) as body:
-            yield await self.compute(len(body), lambda: Fields.of(body))
+        async with self.read_body(limit, lambda fields: fields) as fields:
+            yield fields
 
     async def cancelled_by(self, event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of `work`. If the event is set first, cancel `work` and return None."""
@@ -304,6 +311,26 @@ async def _next_piece(stream: AsyncIterator[bytes]) -> bytes | None:
             f"no more of the body arrived for {_STALL_SECONDS:g} seconds; send the request again",
             1.0,
         ) from None
+
+
+PROJECT = "default"
+"""The one project that clients see. The server has no projects of its own."""
+
+
+def check_search_scope(fields: Fields, what: str) -> None:
+    """Raise UnsupportedError if a search names other owners or projects. `what` is searched."""
+    owner = fields.optional(fields.object, "owner")
+    if owner is not None:
+        with owner:
+            if owner.text("type") not in ("own", "accessible"):
+                raise UnsupportedError(
+                    f"owner: {what} of other keys cannot be searched; leave it out"
+                )
+    projects = fields.optional(fields.texts, "project_ids")
+    if projects is not None and projects != [PROJECT]:
+        raise UnsupportedError(
+            f"project_ids: this server has no projects; leave it out, or give [{PROJECT!r}]"
+        )
 
 
 Json = dict[str, Any]

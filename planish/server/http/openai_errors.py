@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from planish.errors import UserError
 from planish.server.http.context import json_response, status_and_message
+from planish.server.http.v1 import Api
 from planish.server.results import NotFound, client_error, retry_headers, status_of
 
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -63,3 +64,11 @@ def openai_error_response(error: Exception) -> Response:
     """Return the response for an error to an OpenAI client."""
     sent_error = client_error(error)
     return json_response(openai_error_body(error), status_of(sent_error), retry_headers(sent_error))
+
+
+OPENAI_API = Api(
+    "this server needs a key: give it to OpenAI's client as api_key or in OPENAI_API_KEY (header "
+    "`Authorization: Bearer KEY`)",
+    openai_error_response,
+)
+"""OpenAI's API."""

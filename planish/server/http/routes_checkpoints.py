@@ -8,16 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from planish.errors import UserError
-from planish.server.durable.checkpoints import is_external, shown_path, stored_path
-from planish.server.http.context import Json, RequestContext, endpoint, page_to_json
-from planish.server.results import (
-    NoSuchBaseModel,
-    TrainingRun,
+from planish.server.durable.checkpoint_search import (
+    CHECKPOINT_TYPES,
+    CheckpointSearch,
+    search_checkpoints,
 )
-from planish.types import LONGEST_TTL_SECONDS, Checkpoint
+from planish.server.durable.checkpoints import is_external, shown_path, stored_path
+from planish.server.http.context import (
+    Json,
+    RequestContext,
+    check_search_scope,
+    endpoint,
+    page_to_json,
+)
+from planish.server.results import NoSuchBaseModel, TrainingRun
+from planish.types import LONGEST_TTL_SECONDS, Checkpoint, CheckpointPath
 from planish.wire.fields import Fields
 from planish.wire.models import reject_access_token
-from planish.wire.records import checkpoint_to_json, weights_info_to_json
+from planish.wire.records import checkpoint_to_json, time_from_json, weights_info_to_json
 
 
 async def training_runs(context: RequestContext) -> Json:
@@ -51,6 +59,55 @@ async def checkpoints(context: RequestContext) -> Json:
     limit, offset = context.limit_and_offset(100)
     page = await context.server.list_checkpoints(context.tenant, None, limit, offset)
     return page_to_json("checkpoints", page, lambda item: _checkpoint_to_json(context, item))
+
+
+async def search(context: RequestContext) -> Json:
+    """Search among the tenant's checkpoints, newest first, page by page."""
+    async with context.fields() as fields:
+        query = _search_of(fields)
+    found = await context.server.store.read(search_checkpoints, context.tenant.name, query)
+    last = found.last
+    checkpoints = []
+    for checkpoint in found.checkpoints:
+        run = CheckpointPath.parse(checkpoint.tinker_path).run_id
+        base_model = found.base_models.get(run)
+        checkpoints.append({**_checkpoint_to_json(context, checkpoint), "base_model": base_model})
+    return {
+        "checkpoints": checkpoints,
+        "next_cursor": None
+        if last is None
+        else {
+            "last_created_at": last.time.isoformat(),
+            "last_checkpoint_uuid": last.tinker_path,
+        },
+    }
+
+
+def _search_of(fields: Fields) -> CheckpointSearch:
+    with fields:
+        check_search_scope(fields, "checkpoints")
+        cursor = fields.optional(fields.object, "cursor")
+        return CheckpointSearch(
+            fields.optional(fields.strings, "user_metadata", {}),
+            fields.optional(lambda name: _checkpoint_type(fields, name), "checkpoint_type"),
+            fields.optional(fields.texts, "base_models"),
+            fields.optional(lambda name: fields.integer(name, 1, 200), "limit", 50),
+            None
+            if cursor is None
+            else (
+                time_from_json(cursor, "last_created_at").timestamp(),
+                cursor.text("last_checkpoint_uuid"),
+            ),
+        )
+
+
+def _checkpoint_type(fields: Fields, name: str) -> str:
+    kind = fields.text(name)
+    if kind not in CHECKPOINT_TYPES:
+        raise UserError(
+            f"{name}={kind[:40]!r} is unknown; give one of {', '.join(CHECKPOINT_TYPES)}"
+        )
+    return kind
 
 
 async def delete_checkpoint(context: RequestContext) -> None:
@@ -214,6 +271,7 @@ ROUTES = [
     endpoint(_RUN_PATH, training_run, "GET"),
     endpoint(_RUN_PATH + "/checkpoints", run_checkpoints, "GET"),
     endpoint("/checkpoints", checkpoints, "GET"),
+    endpoint("/checkpoints/search", search),
     # A checkpoint id contains a slash, so the DELETE route of CHECKPOINT_PATH matches /publish too.
     # Starlette takes the first match, so the routes of /publish come first.
     endpoint(CHECKPOINT_PATH + "/publish", publish, "POST"),

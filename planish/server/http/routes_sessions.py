@@ -13,7 +13,14 @@ from typing import Any
 from planish.errors import UnsupportedError, UserError
 from planish.server.durable.records import PAGE_BYTES, item_bytes
 from planish.server.http.budgets import MAX_TELEMETRY_BODY, MIB
-from planish.server.http.context import Json, RequestContext, endpoint, page_to_json
+from planish.server.http.context import (
+    PROJECT,
+    Json,
+    RequestContext,
+    check_search_scope,
+    endpoint,
+    page_to_json,
+)
 from planish.server.results import SessionRecord, SessionSpec
 from planish.service import MAX_METADATA
 from planish.wire.fields import Fields
@@ -113,9 +120,7 @@ async def capabilities(context: RequestContext) -> Json:
 
 
 def _session_spec(fields: Fields) -> SessionSpec:
-    tags = fields.optional(fields.array, "tags", [])
-    if not all(isinstance(tag, str) for tag in tags):
-        raise UserError("tags contains a value that is not a string")
+    tags = fields.optional(fields.texts, "tags", [])
     metadata = fields.optional(fields.strings, "user_metadata", {})
     version = fields.optional(fields.text, "sdk_version", "")
     name = fields.optional(fields.text, "display_name")
@@ -232,7 +237,7 @@ async def _session_summary(context: RequestContext, record: SessionRecord) -> di
         "session_id": record.session_id,
         "created_at": record.created.isoformat(),
         "owner": context.tenant.name,
-        "project_id": "default",
+        "project_id": PROJECT,
         "status": {"type": "active"} if record.ended is None else None,
         "checkpoints_count": number,
         "checkpoint_storage_bytes": size,
@@ -243,10 +248,7 @@ async def _session_summary(context: RequestContext, record: SessionRecord) -> di
 
 def _session_query(fields: Fields) -> SessionQuery:
     with fields:
-        owner = fields.optional(fields.object, "owner")
-        if owner is not None and owner.text("type") not in ("own", "accessible"):
-            raise UnsupportedError("owner: sessions of other keys cannot be searched; leave it out")
-        fields.skip("project_ids")  # this server has no projects
+        check_search_scope(fields, "sessions")
         cursor = fields.optional(fields.object, "cursor")
         return SessionQuery(
             fields.optional(fields.text, "session_id"),

@@ -5,25 +5,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from planish.errors import ContextLengthError
-from planish.server.http.access import key_from_headers
-from planish.server.http.context import (
-    Handler,
-    authenticate,
-    json_response,
-    status_and_message,
-    to_response,
-)
+from planish.server.http.context import json_response, status_and_message
 from planish.server.http.openai_errors import WrongParameterError
-from planish.server.openai.protocol import ClientGoneError
-from planish.server.results import Unauthorized, client_error, retry_headers, status_of
-from planish.server.settings import HttpSettings
+from planish.server.http.v1 import Api
+from planish.server.results import client_error, retry_headers, status_of
 
 _UNAVAILABLE, _OVERLOADED = 503, 529
 _TYPES = {
@@ -81,30 +71,24 @@ def error_response(message: str, status: int) -> Response:
     return json_response(_body(message, status, request_id), status, headers)
 
 
+def _response_of(error: Exception) -> Response:
+    request_id = _new_request_id()
+    headers = {REQUEST_ID_HEADER: request_id, **retry_headers(client_error(error))}
+    return json_response(error_body(error, request_id), _status_of(error), headers)
+
+
+def _add_request_id(response: Response) -> None:
+    response.headers.setdefault(REQUEST_ID_HEADER, _new_request_id())
+
+
 def _new_request_id() -> str:
     return f"req_{secrets.token_hex(12)}"
 
 
-def authenticated(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """Require a key, and answer errors in Anthropic's form."""
-
-    async def answer(request: Request) -> Response:
-        request_id = _new_request_id()
-        try:
-            key = key_from_headers(request.headers)
-            settings: HttpSettings = request.app.state.http.settings
-            if not key and settings.tenants_by_key is not None:
-                raise Unauthorized(
-                    "this server needs a key: give it to Anthropic's client as api_key or in "
-                    "ANTHROPIC_API_KEY (header `x-api-key: KEY`)"
-                )
-            response = to_response(await handler(authenticate(request, key)))
-        except (ClientDisconnect, ClientGoneError):
-            return Response(status_code=499)  # the client has disconnected and does not read this
-        except Exception as error:
-            status, headers = _status_of(error), retry_headers(client_error(error))
-            response = json_response(error_body(error, request_id), status, headers)
-        response.headers[REQUEST_ID_HEADER] = request_id
-        return response
-
-    return answer
+ANTHROPIC_API = Api(
+    "this server needs a key: give it to Anthropic's client as api_key or in ANTHROPIC_API_KEY "
+    "(header `x-api-key: KEY`)",
+    _response_of,
+    _add_request_id,
+)
+"""Anthropic's API."""

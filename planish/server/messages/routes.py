@@ -20,22 +20,17 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from planish.errors import UserError
-from planish.server.http.budgets import MAX_SAMPLE_BODY
-from planish.server.http.context import (
-    Answer,
-    Json,
-    RequestContext,
-)
+from planish.server.http.context import Answer, Json, RequestContext
 from planish.server.http.openai_errors import WrongParameterError
+from planish.server.http.v1 import authenticated, post_route
 from planish.server.messages.answers import PING_EVENT, MessageStreamWriter, message_body
 from planish.server.messages.conversation import Conversation, translate
-from planish.server.messages.errors import authenticated, error_response
+from planish.server.messages.errors import ANTHROPIC_API, error_response
 from planish.server.messages.requests import CountTokensRequest, MessagesRequest
 from planish.server.messages.sampling import error_of_messages, parse_messages
 from planish.server.openai.models import OpenAIModels
 from planish.server.openai.protocol import answer
 from planish.server.openai.requests import read_request
-from planish.wire.fields import Fields
 
 R = TypeVar("R", bound=CountTokensRequest)
 
@@ -54,10 +49,8 @@ def routes(models: OpenAIModels) -> list[Route]:
     return [
         _post_route("/v1/messages", MessagesRequest, _create_message, models),
         _post_route("/v1/messages/count_tokens", CountTokensRequest, _count_tokens, models),
-        _AnthropicRoute("/v1/models", authenticated(lambda context: _list_models(models, context))),
-        _AnthropicRoute(
-            "/v1/models/{model:path}", authenticated(lambda context: _get_model(models, context))
-        ),
+        _get_route("/v1/models", _list_models, models),
+        _get_route("/v1/models/{model:path}", _get_model, models),
     ]
 
 
@@ -86,19 +79,24 @@ def _post_route(
     endpoint: Callable[[OpenAIModels, RequestContext, Conversation], Awaitable[Answer]],
     models: OpenAIModels,
 ) -> Route:
-    async def handle(context: RequestContext) -> Answer:
-        context.server.engine.check_open()
-        async with context.body(MAX_SAMPLE_BODY) as body:
-            context.request.state.body = body
-            conversation = await context.compute(
-                len(body), lambda: translate(read_request(request_type, Fields.of(body)))
-            )
-            try:
-                return await endpoint(models, context, conversation)
-            except WrongParameterError as error:
-                raise error_of_messages(error, conversation) from None
+    async def handle(context: RequestContext, conversation: Conversation) -> Answer:
+        try:
+            return await endpoint(models, context, conversation)
+        except WrongParameterError as error:
+            raise error_of_messages(error, conversation) from None
 
-    return Route(path, authenticated(handle), methods=["POST"])
+    return post_route(
+        ANTHROPIC_API, path, lambda fields: translate(read_request(request_type, fields)), handle
+    )
+
+
+def _get_route(
+    path: str,
+    handler: Callable[[OpenAIModels, RequestContext], Awaitable[Json]],
+    models: OpenAIModels,
+) -> Route:
+    answer = authenticated(ANTHROPIC_API, lambda context: handler(models, context))
+    return _AnthropicRoute(path, answer)
 
 
 async def _create_message(

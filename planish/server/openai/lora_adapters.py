@@ -24,7 +24,12 @@ from starlette.routing import Route
 from planish.engine.checkpoints.files import ADAPTER_CONFIG_FILE
 from planish.server.http.budgets import MAX_SMALL_BODY
 from planish.server.http.context import RequestContext
-from planish.server.http.openai_errors import ModelNotFoundError, WrongParameterError
+from planish.server.http.openai_errors import (
+    OPENAI_API,
+    ModelNotFoundError,
+    WrongParameterError,
+)
+from planish.server.http.v1 import authenticated
 from planish.server.openai.adapter_requests import (
     LOAD_PATH,
     UNLOAD_PATH,
@@ -33,11 +38,9 @@ from planish.server.openai.adapter_requests import (
 )
 from planish.server.openai.model_names import adapter_paths
 from planish.server.openai.requests import R, read_request
-from planish.server.openai.routes import authenticated
 from planish.server.results import NotFound, TooManyRequests, Unauthorized
 from planish.server.server import Server
 from planish.server.uploads import ImportOptions, Uploads
-from planish.wire.fields import Fields
 
 OPERATOR_KEY_NAME = "operator"
 """The name of the key with which adapters are loaded and unloaded."""
@@ -67,8 +70,8 @@ class LoraAdapters:
     def routes(self) -> list[Route]:
         """Return the routes."""
         return [
-            Route(LOAD_PATH, authenticated(self._load), methods=["POST"]),
-            Route(UNLOAD_PATH, authenticated(self._unload), methods=["POST"]),
+            Route(LOAD_PATH, authenticated(OPENAI_API, self._load), methods=["POST"]),
+            Route(UNLOAD_PATH, authenticated(OPENAI_API, self._unload), methods=["POST"]),
         ]
 
     async def _load(self, context: RequestContext) -> Response:
@@ -115,10 +118,10 @@ class LoraAdapters:
 
     async def _read(self, context: RequestContext, request_type: type[R]) -> R:
         _check_operator(context)
-        async with context.body(MAX_SMALL_BODY) as body:
-            return await context.compute(
-                len(body), lambda: read_request(request_type, Fields.of(body))
-            )
+        async with context.read_body(
+            MAX_SMALL_BODY, lambda fields: read_request(request_type, fields)
+        ) as options:
+            return options
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from planish.errors import ContextLengthError, UserError
 from planish.server.http.context import RequestContext
 from planish.server.http.openai_errors import WrongParameterError, openai_error_body
+from planish.server.http.v1 import ClientGoneError
 from planish.server.openai.constraints import error_for_client
 from planish.server.openai.models import OpenAIModels, ServedModel
 from planish.server.openai.requests import GenerationRequest
@@ -40,7 +41,7 @@ R = TypeVar("R", bound=GenerationRequest)
 P = TypeVar("P", bound="ParsedRequest")
 
 
-_MAX_ANSWER_BYTES = 1 << 30
+MAX_ANSWER_BYTES = 1 << 30
 """Limit for the memory of one answer, in bytes."""
 _TRUNCATION_REMEDY = ", or give truncate_max_tokens=true, which lowers it to what is left"
 _TOKEN_BYTES, _LOGPROB_BYTES = 32, 300
@@ -102,11 +103,11 @@ def check_answer_size(operations: Sequence[Sample], max_context: int) -> None:
     `max_context` is the length of the model's context in tokens.
     """
     size = sum(_max_answer_bytes(operation, max_context) for operation in operations)
-    if size > _MAX_ANSWER_BYTES:
+    if size > MAX_ANSWER_BYTES:
         raise WrongParameterError(
             "n",
             f"the answer could have {size >> 20:,} MiB, and the limit is "
-            f"{_MAX_ANSWER_BYTES >> 20:,}; lower n, max_tokens, logprobs or the number of prompts",
+            f"{MAX_ANSWER_BYTES >> 20:,}; lower n, max_tokens, logprobs or the number of prompts",
         )
 
 
@@ -124,10 +125,6 @@ def _max_answer_bytes(operation: Sample, max_context: int) -> int:
     return operation.num_samples * (
         max_new_tokens * bytes_per_sampled_token + operation.prompt.length * bytes_per_prompt_token
     )
-
-
-class ClientGoneError(Exception):
-    """The client has closed the connection."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ even while it is being trained. The second column names the module that answers 
     POST /tokenize, /detokenize tokenizing   as in vLLM
     GET  /openapi.json          openapi      the description of these endpoints
 
-lora_adapters.py has two further endpoints, for the server's operator. Requests of Anthropic's clients are answered by planish.server.messages, on the same models.
+lora_adapters.py has two further endpoints, for the server's operator. Requests of Anthropic's
+clients are answered by planish.server.messages, on the same models.
 
 `model` in a request is the name of a base model, or the tinker:// path of a checkpoint. The API key
 of the server is sent as the bearer token.
@@ -19,28 +20,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from planish.server.http.access import key_from_headers
-from planish.server.http.budgets import MAX_SAMPLE_BODY
-from planish.server.http.context import (
-    Answer,
-    Handler,
-    Json,
-    RequestContext,
-    authenticate,
-    json_response,
-    to_response,
-)
-from planish.server.http.openai_errors import make_openai_error_body, openai_error_response
+from planish.server.http.context import Answer, Json, RequestContext, json_response
+from planish.server.http.openai_errors import OPENAI_API, make_openai_error_body
+from planish.server.http.v1 import authenticated, post_route
 from planish.server.messages import routes as messages_routes
 from planish.server.openai.chat import chat_completions
 from planish.server.openai.completions import completions
 from planish.server.openai.models import OpenAIModels
 from planish.server.openai.openapi import openapi
-from planish.server.openai.protocol import ClientGoneError
 from planish.server.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -52,10 +43,8 @@ from planish.server.openai.requests import (
 from planish.server.openai.response_requests import ResponsesRequest
 from planish.server.openai.responses import responses
 from planish.server.openai.tokenizing import detokenize, tokenize
-from planish.server.results import Tenant, Unauthorized
+from planish.server.results import Tenant
 from planish.server.server import Server
-from planish.server.settings import HttpSettings
-from planish.wire.fields import Fields
 
 
 def routes(
@@ -113,16 +102,12 @@ def _post_route(
     endpoint: Callable[[OpenAIModels, Tenant, Request, R], Awaitable[Answer]],
     models: OpenAIModels,
 ) -> Route:
-    async def answer(context: RequestContext) -> Answer:
-        context.server.engine.check_open()
-        async with context.body(MAX_SAMPLE_BODY) as body:
-            context.request.state.body = body
-            options = await context.compute(
-                len(body), lambda: read_request(request_type, Fields.of(body))
-            )
-            return await endpoint(models, context.tenant, context.request, options)
-
-    return Route(path, authenticated(answer), methods=["POST"])
+    return post_route(
+        OPENAI_API,
+        path,
+        lambda fields: read_request(request_type, fields),
+        lambda context, options: endpoint(models, context.tenant, context.request, options),
+    )
 
 
 def _get_route(
@@ -130,29 +115,8 @@ def _get_route(
     handler: Callable[[OpenAIModels, RequestContext], Awaitable[Answer]],
     models: OpenAIModels,
 ) -> Route:
-    return Route(path, authenticated(lambda context: handler(models, context)), methods=["GET"])
-
-
-def authenticated(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """Require a key, and return errors in the form that OpenAI clients read."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            key = key_from_headers(request.headers)
-            settings: HttpSettings = request.app.state.http.settings
-            if not key and settings.tenants_by_key is not None:
-                raise Unauthorized(
-                    "this server needs a key: give it to OpenAI's client as api_key or in "
-                    "OPENAI_API_KEY (header `Authorization: Bearer KEY`)"
-                )
-            context = authenticate(request, key)
-            return to_response(await handler(context))
-        except (ClientDisconnect, ClientGoneError):
-            return Response(status_code=499)  # the client has disconnected and does not read this
-        except Exception as error:
-            return openai_error_response(error)
-
-    return answer
+    answer = authenticated(OPENAI_API, lambda context: handler(models, context))
+    return Route(path, answer, methods=["GET"])
 
 
 async def _list_models(models: OpenAIModels, context: RequestContext) -> Json:
