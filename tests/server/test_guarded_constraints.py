@@ -5,12 +5,13 @@ server.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -150,3 +151,42 @@ def test_a_killed_constraint_process_makes_no_sample_a_suspect(
         assert_constraints_work(server)
         assert server.process.poll() is None
         assert server.stop() == 0
+
+
+def test_a_killed_server_leaves_no_process_and_no_suspect(
+    model_dir: Path, tmp_path: Path, expected: list[list[int]]
+):
+    """The server is killed while it compiles a constraint of one tenant and runs a sample of
+    another one.
+    """
+    keys = tmp_path / "keys"
+    keys.write_text("".join(f"{name} {key}\n" for name, key in KEYS.items()))
+    options = ("--port", str(free_port()), "--api-key-file", str(keys))
+    with ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(1))
+        with running_server(
+            tmp_path / "data", model_dir, *options, prelude=_LARGE_LIMITS
+        ) as server:
+            service = stack.enter_context(ServiceClient(base_url=server.url, api_key=KEYS["two"]))
+            sampler = service.create_sampling_client(base_model=BASE_MODEL)
+            sample = sampler.sample(ModelInput.from_ints([5, 6]), 4, _PARAMS)
+            compiling = threads.submit(
+                complete, server, guided_json={"type": "integer", "multipleOf": 9999991}
+            )
+            wait_until(lambda: constraint_processes(server))
+            handles = [
+                os.pidfd_open(pid) for pid in (*templates(server), *constraint_processes(server))
+            ]
+            assert len(handles) == 2
+            server.stop(signal.SIGKILL)
+        for handle in handles:
+            # The handle of a process can be read when the process has ended.
+            assert select.select([handle], [], [], WAIT)[0] == [handle]
+            os.close(handle)
+        with pytest.raises(httpx.TransportError):
+            compiling.result()
+        restarted = stack.enter_context(running_server(tmp_path / "data", model_dir, *options))
+        assert suspects(tmp_path) == []
+        assert sequences(sample.result(WAIT).sequences) == expected
+        assert_constraints_work(restarted)
+        assert restarted.stop() == 0

@@ -177,6 +177,86 @@ def test_keys_that_clients_copy_from_answers_change_nothing(served: Served, http
         assert ("refusal" if "refusal" in wrong else "invented") in error["message"]
 
 
+def _call(name: str) -> dict[str, Any]:
+    return {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}}
+
+
+def _result(name: str, **more: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": name, "content": f"result {name}", **more}
+
+
+TOOL: Any = {"type": "function", "function": {"name": "one", "parameters": {"type": "object"}}}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [_call("one"), _call("two")]}
+
+
+@pytest.mark.parametrize("tools", [[], [TOOL]], ids=["no tools", "tools"])
+def test_tool_results_are_put_into_the_order_of_their_calls(http: httpx.Client, tools):
+    def prompt_of(*results: dict[str, Any]) -> list[int]:
+        body = {"model": CHAT, "messages": [*HELLO, CALLS, *results, *HELLO, CALLS], "tools": tools}
+        answer = http.post("/tokenize", json={**body, "add_generation_prompt": True})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["tokens"]
+
+    one, two = _result("one"), _result("two")
+    assert prompt_of(two, one) == prompt_of(one, two)
+    assert prompt_of(one) != prompt_of(one, two)
+    # Without ids, results answer the calls in their order.
+    without_ids = [{"role": "tool", "content": each["content"]} for each in (one, two)]
+    assert prompt_of(*without_ids) == prompt_of(one, two)
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        ([_result("two")], "the call 'one' of messages[1] has no result, but a later call has"),
+        ([_result("one"), _result("three")], "messages[3].tool_call_id='three' answers no call"),
+        ([_result("one"), _result("one")], "messages[3].tool_call_id='one' answers a call that"),
+        ([_result("two", invented=1), _result("one")], "messages[2] has unknown keys ['invented']"),
+        ([_result("two", content=5), _result("one")], "messages[2]['content'] is a int"),
+    ],
+)
+def test_wrong_tool_results_are_reported(http: httpx.Client, results, message: str):
+    for tools in ([], [TOOL]):
+        error = error_of(
+            http, "/v1/chat/completions", messages=[*HELLO, CALLS, *results], tools=tools
+        )
+        assert error["param"] == "messages"
+        assert message in error["message"]
+
+
+def test_an_error_that_mentions_tools_names_the_parameter_at_fault(http: httpx.Client):
+    """Errors of messages with the word "tool" named `tools`."""
+    path = "/v1/chat/completions"
+    system = {"role": "system", "content": "Be brief."}
+    for messages, message in (
+        (
+            [{**HELLO[0], "tool_calls": [_call("one")]}],
+            "messages[0] is of role 'user' and has tool",
+        ),
+        ([{**HELLO[0], "tool_call_id": "one"}], "messages[0] is of role 'user' and has 'tool_call"),
+        (
+            [{**system, "tools": [TOOL]}, *HELLO],
+            "messages[0] has the key 'tools': give the tools in",
+        ),
+        ([{**system, "weight": 0}, *HELLO], "messages[0] has the key 'weight'"),
+        ([{**system, "invented": 1}, *HELLO], "messages[0] has unknown keys ['invented']"),
+        ([{**system, "content": None}, *HELLO], "messages[0] has no content"),
+        (
+            [{**system, "content": [{"type": "image"}]}, *HELLO],
+            "messages[0], content[0] is of type 'image'",
+        ),
+    ):
+        for tools in ([], [TOOL]):
+            error = error_of(http, path, messages=messages, tools=tools)
+            assert (error["param"], message in error["message"]) == ("messages", True), error
+    parts = {**system, "content": [{"type": "text", "text": "Be brief."}]}
+    prompts = [
+        http.post("/tokenize", json={"model": CHAT, "messages": [one, *HELLO], "tools": [TOOL]})
+        for one in (system, parts)
+    ]
+    assert prompts[0].json()["tokens"] == prompts[1].json()["tokens"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -11,7 +11,8 @@ from planish.renderers.registry import with_effort, with_thinking
 from planish.server.http.openai_errors import WrongParameterError
 from planish.server.messages.conversation import Conversation
 from planish.server.messages.errors import PromptTooLongError
-from planish.server.openai.chat import ParsedChat, parse_chat, with_message_names
+from planish.server.openai.chat import ParsedChat, parse_chat
+from planish.server.openai.chat_prompts import with_message_names
 from planish.server.openai.models import ModelTokenization, ServedModel
 from planish.server.openai.protocol import count_characters
 from planish.service import Sample

@@ -7,9 +7,8 @@ complete. The renderer rejects messages that its format cannot express.
 
 from __future__ import annotations
 
-import re
 import secrets
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,14 +18,11 @@ from starlette.responses import Response
 from planish.errors import UserError
 from planish.renderers import Renderer
 from planish.renderers.message_parts import MessagePart, ParseOptions
-from planish.renderers.messages import (
-    RENDERERS_WITH_TOOLS,
-    get_text_content,
-    get_thinking_content,
-)
+from planish.renderers.messages import get_text_content, get_thinking_content
 from planish.renderers.registry import with_effort, with_thinking
 from planish.renderers.stream_parser import SampleParser, message_parser, stop_gate
 from planish.server.http.openai_errors import WrongParameterError
+from planish.server.openai.chat_prompts import build_prompt, normalize_message
 from planish.server.openai.constraints import chat_constraint, constrains_calls
 from planish.server.openai.logprobs import ScoredToken, chat_logprobs, scored_tokens
 from planish.server.openai.models import OpenAIModels, ServedModel
@@ -35,15 +31,13 @@ from planish.server.openai.protocol import (
     SampledPrompt,
     Usage,
     answer,
-    check_text,
     error_events,
 )
-from planish.server.openai.requests import ChatRequest, TokenizeRequest, Tool
+from planish.server.openai.requests import ChatRequest, TokenizeRequest
 from planish.server.openai.streaming import DONE_EVENT, server_sent_event
 from planish.server.results import Tenant
 from planish.service import Sample, SampledToken, TextEnd
-from planish.types import Constraint, ModelInput, SampledSequence, SampleResponse
-from planish.wire.pacing import pause_if_due
+from planish.types import Constraint, SampledSequence, SampleResponse
 
 
 @dataclass(frozen=True)
@@ -136,7 +130,7 @@ def _continued_part(
             "continue_final_message cannot be combined with a constraint, which describes a whole "
             "message; leave response_format and the other constraints out",
         )
-    message = _normalize_message(options.messages[-1])
+    message = normalize_message(options.messages[-1], len(options.messages) - 1)
     has_text = bool(get_text_content(message).strip())
     return "text" if has_text or not get_thinking_content(message) else "reasoning"
 
@@ -354,115 +348,3 @@ def _logprobs(chat: ParsedChat, tokens: Sequence[ScoredToken]) -> dict[str, Any]
     if chat.options.num_top_logprobs is None:
         return None
     return chat_logprobs(chat.model.tokenization.detokenizer, tokens)
-
-
-# Clients copy earlier answers into the conversation, including these fields. planish ignores the
-# first group if they are empty or null. The others describe an answer and are not part of it.
-_ANSWER_FIELDS = ("refusal", "audio", "function_call")
-_DESCRIPTIVE_FIELDS = ("id", "annotations", "provider_specific_fields")
-_DESCRIPTIVE_FIELDS_OF_PARTS = ("id", "index", "annotations", "cache_control")
-_DESCRIPTIVE_FIELDS_OF_CALLS = ("index", "provider_specific_fields")
-
-
-def build_prompt(
-    model: ServedModel,
-    renderer: Renderer,
-    options: ChatRequest | TokenizeRequest,
-    tools: Sequence[Tool],
-) -> ModelInput:
-    """Return the prompt for the messages of a request. If there are `tools`, the system message of
-    the prompt describes them. Raise WrongParameterError, which names the field, if the renderer
-    cannot express a message or tool.
-    """
-    request_messages = options.messages or []
-    functions = [tool.function.model_dump(exclude={"strict"}, exclude_none=True) for tool in tools]
-    for name, value in (("messages", request_messages), ("tools", functions)):
-        check_text(name, value, model.tokenization.max_characters)
-    messages = [_normalize_message(one) for one in request_messages]
-    if functions and not renderer.format.capabilities.tools:
-        raise WrongParameterError(
-            "tools",
-            f"renderer {renderer.name} of {model.name} has no form for tools; leave tools out, or "
-            f"use a model with renderer {RENDERERS_WITH_TOOLS}",
-        )
-    has_system = bool(messages) and messages[0].get("role") == "system"
-    try:
-        if functions:
-            [prefix] = renderer.create_conversation_prefix_with_tools(functions)
-            if has_system:
-                prefix["content"] = _system_text(messages.pop(0).get("content"))
-            messages = [prefix, *messages]
-        if options.continue_final_message:
-            return renderer.build_continued_prompt(messages)
-        return renderer.build_generation_prompt(messages)
-    except ValueError as error:
-        name = "tools" if functions and "tool" in str(error) else "messages"
-        text = str(error)
-        if functions and not has_system:
-            # The prompt has one message more than the request, at its start.
-            text = with_message_names(text, lambda index: f"messages[{index - 1}]")
-        raise WrongParameterError(name, text) from None
-
-
-def with_message_names(text: str, name: Callable[[int], str]) -> str:
-    """Return the text of an error in which `name(i)` replaces each `messages[i]`."""
-    return _MESSAGE_INDEX.sub(lambda found: name(int(found[1])), text)
-
-
-_MESSAGE_INDEX = re.compile(r"messages\[(\d+)\]")
-
-
-def _normalize_message(original: Mapping[str, Any]) -> dict[str, Any]:
-    pause_if_due()
-    message = {
-        key: value
-        for key, value in original.items()
-        if not (key in _ANSWER_FIELDS and not value)
-        and key not in _DESCRIPTIVE_FIELDS
-        and value is not None
-    }
-    for name, descriptive in (
-        ("content", _DESCRIPTIVE_FIELDS_OF_PARTS),
-        ("tool_calls", _DESCRIPTIVE_FIELDS_OF_CALLS),
-    ):
-        if isinstance(message.get(name), list):
-            message[name] = [_without(element, descriptive) for element in message[name]]
-    if message.get("refusal") and not message.get("content"):
-        # A refusal is what the assistant said, in a field of its own.
-        message["content"] = message.pop("refusal")
-    if message.get("role") == "developer":
-        message["role"] = "system"
-    if message.get("role") != "tool":
-        # This name identifies a participant of the chat. No chat format here writes such a name.
-        message.pop("name", None)
-    # vLLM and its clients also use the name `reasoning` for reasoning_content.
-    reasoning_texts = [message.pop(name, None) for name in ("reasoning_content", "reasoning")]
-    reasoning = reasoning_texts[0] or reasoning_texts[1]
-    if reasoning:
-        message["content"] = [
-            {"type": "thinking", "thinking": reasoning},
-            *_content_parts(message.get("content", "")),
-        ]
-    return message
-
-
-def _without(element: Any, fields: Sequence[str]) -> Any:
-    if not isinstance(element, Mapping):
-        return element
-    return {key: value for key, value in element.items() if key not in fields}
-
-
-def _content_parts(content: Any) -> list[Any]:
-    if isinstance(content, list):
-        return content
-    return [{"type": "text", "text": content}] if content else []
-
-
-def _system_text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not all(
-        isinstance(part, Mapping) and part.get("type") == "text" for part in content
-    ):
-        raise UserError("the system message before tools must be text")
-    return "".join(str(part.get("text")) for part in content)

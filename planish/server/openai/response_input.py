@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planish.server.http.openai_errors import WrongParameterError
-from planish.server.openai.chat import with_message_names
+from planish.server.openai.chat_prompts import with_message_names
 from planish.server.openai.requests import (
     ChatRequest,
     Function,

@@ -10,7 +10,8 @@ from starlette.requests import Request
 
 from planish.server.http.context import Json
 from planish.server.http.openai_errors import WrongParameterError
-from planish.server.openai.chat import build_prompt, renderer_of
+from planish.server.openai.chat import renderer_of
+from planish.server.openai.chat_prompts import build_prompt
 from planish.server.openai.models import OpenAIModels, ServedModel
 from planish.server.openai.protocol import check_text
 from planish.server.openai.requests import DetokenizeRequest, TokenizeRequest
