@@ -6,6 +6,7 @@ all formats share: checking, tokenising and weighting. A new family needs one mo
 class, and one line in the registry.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -51,8 +52,22 @@ class ChatFormat(Protocol):
         """Return the turns of the messages, and of the default system message if it is added."""
         ...
 
-    def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
-        """Return the header of the next message, which `role` will write."""
+    def prompt_turns(self, messages: Sequence[CheckedMessage], role: str) -> list[Turn]:
+        """Return the turns of the prompt for the next message, which `role` will write. The last
+        turn is the header of that message.
+        """
+        ...
+
+    def extends(self, messages: Sequence[CheckedMessage], answer: int) -> bool:
+        """Return whether the prompt after `messages` begins with the prompt before the message
+        `answer` and that message.
+        """
+        ...
+
+    def example_ends(self, messages: Sequence[CheckedMessage]) -> list[int]:
+        """Return the number of messages in each training example of a conversation. An example
+        contains all messages before its end, and trains those after the end of the example before.
+        """
         ...
 
     def prefill(self, text: str) -> tuple[Piece, ...]:
@@ -80,7 +95,47 @@ class ChatFormat(Protocol):
         ...
 
 
-class StopTokenFormat:
+class FixedHistory(ABC):
+    """The methods of formats whose rule for history is the same for all conversations. The rule is
+    a part of their capabilities.
+    """
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What the format can express."""
+
+    @abstractmethod
+    def turns(self, messages: Sequence[CheckedMessage]) -> list[Turn]:
+        """Return the turns of the messages."""
+
+    @abstractmethod
+    def suffix(self, messages: Sequence[CheckedMessage], role: str) -> tuple[Piece, ...]:
+        """Return the header of the next message, which `role` will write."""
+
+    def prompt_turns(self, messages: Sequence[CheckedMessage], role: str) -> list[Turn]:
+        """Return the turns of the prompt for the next message, the header of that message last."""
+        header = self.suffix(messages, role)
+        return [*self.turns(messages), Turn(header, (), None, sampled=True)]
+
+    def extends(self, messages: Sequence[CheckedMessage], answer: int) -> bool:
+        """Return whether prompts begin with the earlier prompts and their answers."""
+        return self.capabilities.extends
+
+    def example_ends(self, messages: Sequence[CheckedMessage]) -> list[int]:
+        """Return the number of messages in each training example: all, or those up to the end of
+        each user turn or of each answer.
+        """
+        if self.capabilities.extends:
+            return [len(messages)]
+        if self.capabilities.extends_in_turn:
+            users = [index for index, message in enumerate(messages) if message.role == "user"]
+            return [*users[1:], len(messages)]
+        ends = [i + 1 for i, message in enumerate(messages) if message.role == "assistant"]
+        return ends if ends[-1:] == [len(messages)] else [*ends, len(messages)]
+
+
+class StopTokenFormat(FixedHistory):
     """The methods of formats whose sampled messages end with a stop token. A format derives from
     this class and adds the other methods of `ChatFormat`.
     """

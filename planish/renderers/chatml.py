@@ -199,13 +199,17 @@ def tool_turn(
     return Turn(header, (*response_pieces(text), trailing, *((END,) if is_last else ())), index)
 
 
-def split_thought(pieces: Sequence[Piece], calls: Control = CALL) -> tuple[str | None, list[Piece]]:
+def split_thought(
+    pieces: Sequence[Piece],
+    calls: Control = CALL,
+    tags: tuple[Control, Control] = (THINK, THINK_END),
+) -> tuple[str | None, list[Piece]]:
     """Split a sampled message into (reasoning, rest); reasoning is None without a think block.
-    `calls` is the tag that begins the tool calls.
+    `calls` is the tag that begins the tool calls, and `tags` are those of the think block.
     """
-    end = find_piece(pieces, THINK_END)
+    end = find_piece(pieces, tags[1])
     before = pieces[:end]
-    start = find_piece(before, THINK)
+    start = find_piece(before, tags[0])
     has_start_tag = start < len(before)
     if not has_start_tag and (end == len(pieces) or calls in before):
         return None, list(pieces)
@@ -215,9 +219,9 @@ def split_thought(pieces: Sequence[Piece], calls: Control = CALL) -> tuple[str |
     return as_text(before[start + 1 :] if has_start_tag else before), list(pieces[end + 1 :])
 
 
-def begun_in_thought(pieces: Sequence[Piece]) -> Sequence[Piece]:
+def begun_in_thought(pieces: Sequence[Piece], begin: Control = THINK) -> Sequence[Piece]:
     """Return a message that was sampled inside a think block, with the opening tag put first."""
-    return pieces if pieces and pieces[0] == THINK else [THINK, *pieces]
+    return pieces if pieces and pieces[0] == begin else [begin, *pieces]
 
 
 def with_thought(message: dict[str, Any], thought: str | None) -> dict[str, Any]:

@@ -119,7 +119,9 @@ class Capabilities:
     thought: ThoughtForm = THINK_BLOCK_FORM
     """The form of sampled reasoning."""
     calls: CallForm | None = None
-    """The form of tool calls; None if the format has no tools."""
+    """The form of tool calls for grammars; None if the format has no tools, or no grammar."""
+    has_tools: bool = False
+    """Whether the format has tools although `calls` is None."""
     required: tuple[str, ...] = ()
     """Controls that the vocabulary must have as single tokens."""
     extends: bool = True
@@ -132,7 +134,7 @@ class Capabilities:
     @property
     def tools(self) -> bool:
         """Whether the format has tools."""
-        return self.calls is not None
+        return self.has_tools or self.calls is not None
 
 
 class Call(NamedTuple):

@@ -2,8 +2,9 @@
 
 For a directory, the right renderer is the one that writes the same text as its chat template. Base
 models often contain their family's template without having been trained on it. If the
-end-of-sequence token is not the template's end of turn, the model is such a base model. For a name,
-the model family decides. An unknown model is an error that lists the renderers.
+end-of-sequence token is not the template's end of turn, the model is such a base model. If no
+renderer writes what the template writes, the renderer is `template`, which uses the template
+itself. For a name, the model family decides. An unknown name is an error that lists the renderers.
 """
 
 import re
@@ -23,6 +24,8 @@ from planish.renderers.chat_format import ChatFormat
 from planish.renderers.chatml import ChatML
 from planish.renderers.llama3 import BOS, EOT, START
 from planish.renderers.registry import FORMATS
+from planish.renderers.template_markup import ChatTemplate
+from planish.renderers.template_traits import find_traits
 from planish.renderers.templates import (
     HELLO,
     choose_template,
@@ -64,6 +67,16 @@ RENDERERS_BY_NAME: tuple[tuple[str, str], ...] = (
     (r"ministral-3-\d+b-base-2512", "role_colon"),
     (r"mistral-small-(?:3\.[12]-)?24b-instruct-\d+", "mistral"),
     (r"mistral-7b-v0\.[13]", "role_colon"),
+    (r"(?:mistral-7b|mixtral-8x\d+b|mistral-nemo)-instruct-.*|magistral-small-.*", "template"),
+    (r"qwen3-[\d.]+b(?:-a[\d.]+b)?-thinking-2507|qwen3-coder-.*-instruct", "template"),
+    (r"deepseek-r1-distill-.*|deepseek-r1-0528-qwen3-8b", "template"),
+    (
+        r"phi-4(?:-mini)?(?:-instruct|-reasoning|-reasoning-plus)?|phi-3(?:\.5)?-.*-instruct",
+        "template",
+    ),
+    (r"olmo-(?:2|3|3\.1)-.*-(?:instruct|think)|hermes-[234]-.*", "template"),
+    (r"gemma-2-\d+b-it|granite-[34]\.\d-.*(?<!base)|seed-oss-\d+b-instruct", "template"),
+    (r"glm-4(?:\.\d)?-.*(?<!base)|exaone-4\.0-.*|lfm2(?:\.5)?-.*(?<!base)", "template"),
     (r"mistral-(?:nemo|small-24b)-base-\d+", "role_colon"),
 )
 """Model names without their organisation, in lower case, and their renderers."""
@@ -138,18 +151,10 @@ def _renderer_of_directory(path: Path) -> str:
         for name, chat_format in _candidates(template, special_tokens).items()
         if writes_like(template, chat_format, special_tokens)
     ]
-    if not matches:
-        raise UnknownModelError(
-            f"the chat template in {path} writes the format of no renderer of planish; "
-            f"{_choose_hint()}"
-        )
-    text_renderer = matches[0][0]
     matches = [match for match in matches if writes_tools_like(template, match[1], special_tokens)]
     if not matches:
-        raise UnknownModelError(
-            f"the chat template in {path} writes text as renderer {text_renderer} does, but tools "
-            f"and their calls in a form that no renderer of planish has; {_choose_hint()}"
-        )
+        _check_template(path, template, special_tokens, tokenizer_config)
+        return "template"
     # The formats of one family may differ only in how they write reasoning. So prefer a format that
     # also writes reasoning like the template.
     matches.sort(key=lambda match: not writes_reasoning_like(template, match[1], special_tokens))
@@ -183,6 +188,22 @@ default. The template of gpt-oss writes the current date, so prompts would not b
 """
 
 
+def _check_template(
+    path: Path, template: str, special_tokens: Mapping[str, str], tokenizer_config: dict[str, Any]
+) -> None:
+    """Raise UnsupportedError, or DamagedFileError, if the renderer `template` cannot use a chat
+    template. A directory without tokenizer files is not checked.
+    """
+    added = _added_tokens(path, tokenizer_config)
+    marks = sorted(
+        text
+        for text, is_special in added.values()
+        if is_special or (text.startswith("<") and text.endswith(">"))
+    )
+    if marks:
+        find_traits(ChatTemplate(template, tuple(special_tokens.items()), tuple(marks)))
+
+
 def _candidates(template: str, special_tokens: Mapping[str, str]) -> dict[str, ChatFormat]:
     formats = {name: FORMATS[name](None) for name in _TEMPLATE_RENDERERS}
     formats["chatml"] = ChatML(default_system=default_system_message(template, special_tokens))
@@ -206,24 +227,30 @@ def _is_base(path: Path, tokenizer_config: dict[str, Any], config: dict[str, Any
     for source in (config, generation):
         value = source.get("eos_token_id")
         ids.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
+    names = {id_: text for id_, (text, _) in _added_tokens(path, tokenizer_config).items()}
+    eos_texts = {names[str(id_)] for id_ in ids if str(id_) in names} | {
+        _token_text(tokenizer_config.get("eos_token"))
+    } - {""}
+    return bool(eos_texts) and "<|im_end|>" not in eos_texts
+
+
+def _added_tokens(path: Path, tokenizer_config: dict[str, Any]) -> dict[str, tuple[str, bool]]:
+    """Return the added tokens of a tokenizer by id: the text, and whether the token is special."""
     tokenizer = _read_optional_json(path / "tokenizer.json", MAX_TOKENIZER_BYTES) or {}
     try:
-        names = {
-            str(id_): _token_text(token)
+        tokens = {
+            str(id_): (_token_text(token), bool(token.get("special")))
             for id_, token in (tokenizer_config.get("added_tokens_decoder") or {}).items()
         }
-        names |= {
-            str(token["id"]): token["content"] for token in tokenizer.get("added_tokens") or []
+        return tokens | {
+            str(token["id"]): (token["content"], bool(token.get("special")))
+            for token in tokenizer.get("added_tokens") or []
         }
     except (AttributeError, KeyError, TypeError) as error:
         raise DamagedFileError(
             f"the added tokens in {path}/tokenizer_config.json or tokenizer.json are malformed "
             f"({error!r}); copy both from the model again, or {_choose_hint()}"
         ) from error
-    eos_texts = {names[str(id_)] for id_ in ids if str(id_) in names} | {
-        _token_text(tokenizer_config.get("eos_token"))
-    } - {""}
-    return bool(eos_texts) and "<|im_end|>" not in eos_texts
 
 
 def _read_chat_template(path: Path) -> str | None:

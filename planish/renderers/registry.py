@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from functools import partial
-from typing import Any
 
 from planish.errors import UnsupportedError
 from planish.renderers.chat_format import ChatFormat
@@ -20,6 +19,7 @@ from planish.renderers.qwen3_5 import Qwen35
 from planish.renderers.renderer import Renderer
 from planish.renderers.role_colon import RoleColon
 from planish.renderers.smollm3 import SmolLM3
+from planish.renderers.template_format import template_format
 from planish.renderers.templates import chat_template_of, default_system_message
 from planish.tokenizer import ModelTokenizer
 
@@ -79,7 +79,7 @@ FIXED_FORMATS: dict[str, ChatFormat] = {
 }
 """The formats that are the same for every tokenizer."""
 
-FORMATS: dict[str, Callable[[Any], ChatFormat]] = {
+FORMATS: dict[str, Callable[..., ChatFormat]] = {
     "role_colon": _role_colon,
     "chatml": _chatml,
     **{name: partial(lambda form, tokenizer: form, form) for name, form in FIXED_FORMATS.items()},
@@ -89,6 +89,9 @@ FORMATS: dict[str, Callable[[Any], ChatFormat]] = {
     },
     "smollm3": partial(_smollm3, True),
     "smollm3_disable_thinking": partial(_smollm3, False),
+    "template": template_format,
+    "template_thinking": partial(template_format, thinks=True),
+    "template_disable_thinking": partial(template_format, thinks=False),
 }
 """Maps each renderer name to a function that makes its format for a tokenizer."""
 
@@ -105,8 +108,9 @@ def get_renderer(
 
     `default_system` (chatml only) replaces the default system message of the tokenizer's chat
     template; "" means none. `strip_thinking_from_history=False` (qwen3 only) keeps all reasoning in
-    prompts, so that each prompt extends the one before it. `current_date` (gpt_oss_*_reasoning and
-    smollm3 only), such as "2025-06-28", is the date in the system message, by default today's.
+    prompts, so that each prompt extends the one before it. `current_date` (gpt_oss_*_reasoning,
+    smollm3* and template* only), such as "2025-06-28", is the date in the system message, by
+    default today's.
     Raises ValueError for an unknown name or an option of another renderer.
     """
     if name not in FORMATS:
@@ -120,12 +124,14 @@ def get_renderer(
         raise ValueError(
             f"strip_thinking_from_history is an option of renderer qwen3, not of {name}; remove it"
         )
+    if name.startswith("template") and current_date is not None:
+        return Renderer(name, tokenizer, FORMATS[name](tokenizer, current_date=current_date))
     chat_format = FORMATS[name](tokenizer)
     if current_date is not None:
         if not isinstance(chat_format, Harmony | SmolLM3) or not chat_format.date:
             raise ValueError(
-                "current_date is an option of the renderers gpt_oss_*_reasoning and smollm3*, not "
-                f"of {name}; remove it"
+                "current_date is an option of the renderers gpt_oss_*_reasoning, smollm3* and "
+                f"template*, not of {name}; remove it"
             )
         return Renderer(name, tokenizer, replace(chat_format, date=current_date))
     if name == "chatml" and default_system is not None:
@@ -147,6 +153,7 @@ _WITHOUT_THINKING = {
     "kimi_k26": "kimi_k26_disable_thinking",
     "kimi_k26_preserve_thinking": "kimi_k26_disable_thinking",
     "smollm3": "smollm3_disable_thinking",
+    "template": "template_disable_thinking",
     "nemotron3": "nemotron3_disable_thinking",
     "nemotron3_low_thinking": "nemotron3_disable_thinking",
     "nemotron3_preserve_thinking": "nemotron3_disable_thinking",

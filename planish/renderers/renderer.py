@@ -21,7 +21,7 @@ import torch
 
 from planish.errors import UnsupportedError
 from planish.renderers.chat_format import ChatFormat, Turn
-from planish.renderers.codec import Codec, Piece
+from planish.renderers.codec import Codec, Control, Piece
 from planish.renderers.messages import (
     RENDERERS_WITH_TOOLS,
     CheckedMessage,
@@ -104,12 +104,7 @@ class Renderer:
         if prefill is not None and not isinstance(prefill, str):
             raise ValueError(f"prefill is a {type(prefill).__name__}; give a string, or None")
         check_characters(prefill or "", "prefill")
-        ids = self.codec.encode(self.format.opening())
-        for turn in self.format.turns(checked):
-            header, output = self._encode_turn(turn, _last(ids))
-            ids += header
-            ids += output
-        ids += self.codec.encode(self.format.suffix(checked, role), _last(ids))
+        ids = self._encode_turns(self.format.prompt_turns(checked, role))
         if prefill:
             ids += self.codec.encode(self.format.prefill(prefill), _last(ids))
         return ModelInput.from_ints(ids)
@@ -138,7 +133,6 @@ class Renderer:
             if continues_reasoning
             else replace(last, text=placeholder)
         )
-        ids = self.codec.encode(self.format.opening())
         *turns, last_turn = self.format.turns([*checked[:-1], marked])
         output: list[Piece] = []
         for piece in last_turn.output:
@@ -147,11 +141,8 @@ class Renderer:
                 output.append(before if continues_reasoning else before + given)
                 break
             output.append(piece)
-        for turn in (*turns, replace(last_turn, output=tuple(output))):
-            header, body = self._encode_turn(turn, _last(ids))
-            ids += header
-            ids += body
-        return ModelInput.from_ints(ids)
+        turns.append(replace(last_turn, output=tuple(output)))
+        return ModelInput.from_ints(self._encode_turns(turns))
 
     def build_continuation(
         self, messages: Messages, answer: int, sampled: Sequence[int]
@@ -174,17 +165,14 @@ class Renderer:
         * In role_colon, the answer ends with `User:`, but another role writes the next message.
         """
         checked = read_messages(messages, self.format.capabilities, self.name)
-        if not self.has_extension_property:
+        if not self.format.extends(checked, answer):
             return None
-        ending = self._ending(checked[answer], list(sampled))
+        turns = self.format.prompt_turns(checked, "assistant")
+        at = next(number for number, turn in enumerate(turns) if turn.message == answer)
+        ending = self._ending(checked[answer], turns[at], list(sampled))
         if ending is None:
             return None
-        next_turns = [
-            turn
-            for turn in self.format.turns(checked)
-            if turn.message is not None and turn.message > answer
-        ]
-        next_turns.append(Turn(self.format.suffix(checked, "assistant"), (), None, sampled=True))
+        next_turns = turns[at + 1 :]
         if ending.next_header and as_text(next_turns[0].header) != ending.next_header:
             return None
         if ending.next_header:
@@ -267,10 +255,12 @@ class Renderer:
         trained = target_flags(checked, train_on)
         if self.has_extension_property or train_on in SINGLE_EXAMPLE_TARGETS:
             return [(messages, train_on)]
+        ends = self.format.example_ends(checked)
+        if len(ends) == 1:
+            return [(messages, train_on)]
         examples: list[tuple[Messages, TrainOnWhat]] = []
         begin = 0
-        find_ends = _turn_ends if self.format.capabilities.extends_in_turn else _answer_ends
-        for end in find_ends(checked):
+        for end in ends:
             flags = [begin <= index and flag for index, flag in enumerate(trained[:end])]
             if any(flags):
                 example_messages = [
@@ -329,27 +319,41 @@ class Renderer:
             tool_json(tool, f"tools[{number}]")
         return [{"role": "system", "content": system_prompt or None, "tools": list(tools)}]
 
-    def _ending(self, message: CheckedMessage, sampled: list[int]) -> MessageEnding | None:
-        """Return how a sampled message ends, or None if a conversation cannot continue after it."""
-        [stop] = self.get_stop_sequences()
+    def _ending(
+        self, message: CheckedMessage, turn: Turn, sampled: list[int]
+    ) -> MessageEnding | None:
+        """Return how a sampled message ends, or None if a conversation cannot continue after it.
+        `turn` is the message as the next prompt writes it.
+        """
+        stops = self.get_stop_sequences()
         eos_tokens = eos_ids(self.codec)
-        if isinstance(stop, int):
+        if not any(isinstance(stop, str) for stop in stops):
+            end_mark = turn.output[-1] if turn.output else None
+            stop = self.codec.control_id(end_mark.text) if isinstance(end_mark, Control) else None
             is_closed = sampled[-1:] == [stop]
             body = sampled[:-1] if is_closed else sampled
-            return (
-                None
-                if (eos_tokens | {stop}).intersection(body)
-                else MessageEnding([] if is_closed else [stop])
-            )
+            if stop is None or stop not in stops or eos_tokens.union(stops).intersection(body):
+                return None
+            return MessageEnding([] if is_closed else [stop])
+        [stop_text] = map(str, stops)
         text = self.codec.decode(sampled)
-        body = text.removesuffix(stop)
-        if eos_tokens.intersection(sampled) or stop in body:
+        body = text.removesuffix(stop_text)
+        if eos_tokens.intersection(sampled) or stop_text in body:
             return None
         next_header = as_text(self.format.overlap(message))
         if body != text:
             return MessageEnding([], next_header)
-        end = stop.removesuffix(next_header)
+        end = stop_text.removesuffix(next_header)
         return MessageEnding([] if text.endswith(end) else self.codec.encode([end], _last(sampled)))
+
+    def _encode_turns(self, turns: Sequence[Turn]) -> list[int]:
+        """Return the tokens of a conversation's turns, after the pieces at its start."""
+        ids = self.codec.encode(self.format.opening())
+        for turn in turns:
+            header, output = self._encode_turn(turn, _last(ids))
+            ids += header
+            ids += output
+        return ids
 
     def _encode_turn(self, turn: Turn, after: int | None) -> tuple[list[int], list[int]]:
         header = self.codec.encode(turn.header, after)
@@ -381,15 +385,3 @@ def with_tools(
 
 def _last(ids: Sequence[int]) -> int | None:
     return ids[-1] if ids else None
-
-
-def _turn_ends(messages: Sequence[CheckedMessage]) -> list[int]:
-    """Return where each user turn ends: before the next user message, and at the end."""
-    begins = [index for index, message in enumerate(messages) if message.role == "user"]
-    return [*begins[1:], len(messages)]
-
-
-def _answer_ends(messages: Sequence[CheckedMessage]) -> list[int]:
-    """Return where each assistant message ends, and the end of the conversation."""
-    ends = [index + 1 for index, message in enumerate(messages) if message.role == "assistant"]
-    return ends if ends[-1:] == [len(messages)] else [*ends, len(messages)]

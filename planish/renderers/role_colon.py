@@ -11,7 +11,7 @@ trained with that message.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from planish.renderers.chat_format import Turn
+from planish.renderers.chat_format import FixedHistory, Turn
 from planish.renderers.codec import Codec, Control, Piece
 from planish.renderers.message_parts import HeldText, MessageParser, ParseOptions, PartList
 from planish.renderers.messages import Capabilities, CheckedMessage
@@ -21,7 +21,7 @@ STOP = "\n\nUser:"
 
 
 @dataclass(frozen=True)
-class RoleColon:
+class RoleColon(FixedHistory):
     """The format of transcripts with role names."""
 
     bos: str | None = None

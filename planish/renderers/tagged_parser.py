@@ -10,13 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from planish.renderers.codec import Control
 from planish.renderers.forms import THINK, THINK_END
 from planish.renderers.message_parts import HeldText, ParseOptions, PartList
 from planish.renderers.tool_calls import CALL, CALL_END, ReadCall, read_json_call
 
+ReadList = Callable[[str], tuple[list[dict[str, Any]] | None, str | None]]
+"""Reads the text of several calls. Returns (calls, None) or (None, error)."""
 OpenCall = tuple[str, str, str | None]
 """The name of a function, the begin of its arguments, and the id of the call if there is one."""
 _JSON_HEAD = re.compile(r'\s*\{"name": "([^"\\]+)", "arguments": (\{.*)', re.DOTALL)
@@ -32,10 +34,11 @@ def open_json_call(inner: str) -> OpenCall | None:
 
 @dataclass(frozen=True)
 class CallTags:
-    """How a format writes a tool call between two tags."""
+    """How a format writes a tool call, or a list of calls, between two tags."""
 
     begin: Control = CALL
-    end: Control = CALL_END
+    end: Control | None = CALL_END
+    """None if the calls end at the next `begin` or at the end of the message."""
     read: ReadCall = read_json_call
     """Reads the text of a complete call."""
     open: Callable[[str], OpenCall | None] | None = open_json_call
@@ -46,6 +49,15 @@ class CallTags:
     """Tags within a call."""
     section_tags: tuple[Control, ...] = ()
     """Tags around all calls of a message. They are no part of the text."""
+    read_list: ReadList | None = None
+    """Reads the text between two tags that contain several calls, instead of `read`."""
+
+    def read_all(self, inner: str) -> list[dict[str, Any]] | None:
+        """Return the calls between two tags, or None if they cannot be read."""
+        if self.read_list is not None:
+            return self.read_list(inner)[0]
+        call, _ = self.read(inner)
+        return None if call is None else [call]
 
 
 @dataclass(frozen=True)
@@ -110,6 +122,8 @@ class TaggedParser:
     """Whether the format has `<think>` blocks."""
     begins_in_reasoning: bool = False
     """Whether the prompt ends with `<think>`."""
+    think_tags: tuple[Control, Control] = (THINK, THINK_END)
+    """The tags that begin and end reasoning."""
     parts: PartList = field(default_factory=PartList)
     has_begun_answer: bool = False
 
@@ -145,10 +159,11 @@ class TaggedParser:
         """The tags that this parser interprets."""
         tags: list[Control] = []
         if self.reads_reasoning:
-            tags += [THINK, THINK_END]
+            tags += self.think_tags
         if self._reads_calls and self.calls is not None:
             calls = self.calls
-            tags += [calls.begin, calls.end, *calls.inner_tags, *calls.section_tags]
+            tags += [calls.begin, *calls.inner_tags, *calls.section_tags]
+            tags += [] if calls.end is None else [calls.end]
         return [tag.text for tag in tags]
 
     def feed(self, piece: str | Control) -> None:
@@ -172,6 +187,8 @@ class TaggedParser:
         """End the message. Text that looked like the begin of a call turns out to be text."""
         if self._state == "undecided":
             self._begin_text()
+        if self._state == "call" and self.calls is not None and self.calls.end is None:
+            self._close_call()
         if self._state == "call":
             self._reject_call(closing="")
         held = self._text.take_held()
@@ -182,10 +199,10 @@ class TaggedParser:
         """Add a piece to a message that so far consists of white space."""
         if isinstance(piece, str) and not piece.strip():
             self._lead.append(piece)
-        elif piece == THINK:
+        elif piece == self.think_tags[0]:
             self._lead.clear()
             self._state = "reasoning"
-        elif piece == THINK_END:
+        elif piece == self.think_tags[1]:
             self._lead.clear()
             self._end_reasoning()
         else:
@@ -199,9 +216,9 @@ class TaggedParser:
             self._feed_text(lead)
 
     def _feed_reasoning(self, piece: str | Control) -> None:
-        if piece == THINK_END:
+        if piece == self.think_tags[1]:
             self._end_reasoning()
-        elif piece != THINK or not self._may_open_reasoning:
+        elif piece != self.think_tags[0] or not self._may_open_reasoning:
             self._reasoning.feed(piece.text if isinstance(piece, Control) else piece)
         self._may_open_reasoning = False
 
@@ -244,7 +261,10 @@ class TaggedParser:
             self._close_call()
             return
         if piece == self.calls.begin:
-            self._reject_call(closing="")
+            if self.calls.end is None:
+                self._close_call()
+            else:
+                self._reject_call(closing="")
             self._feed_text(piece)
             return
         self._call_pieces.append(piece.text if isinstance(piece, Control) else piece)
@@ -261,12 +281,13 @@ class TaggedParser:
     def _close_call(self) -> None:
         """Read a call that is complete. If it cannot be read, it is text."""
         assert self.calls is not None
-        call, _ = self.calls.read("".join(self._call_pieces))
-        if call is None:
-            self._reject_call(closing=self.calls.end.text)
+        calls = self.calls.read_all("".join(self._call_pieces))
+        if calls is None:
+            self._reject_call(closing="" if self.calls.end is None else self.calls.end.text)
             return
         self._emit_before_call()
-        self.parts.add_call(call)
+        for call in calls:
+            self.parts.add_call(call)
         self._end_call()
 
     def _reject_call(self, closing: str) -> None:

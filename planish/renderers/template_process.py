@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ class TemplateRefusedError(DamagedFileError):
     failed on it.
     """
 
+    reason: str = ""
+    """What the template said."""
+
 
 class TemplateProcess:
     """A worker process. Templates of several threads are rendered one after the other."""
@@ -37,31 +41,41 @@ class TemplateProcess:
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
 
-    def render(self, template: str, names: dict[str, Any]) -> str:
-        """Return the text that a template writes with the variables `names`.
+    def render(self, template: str, names: dict[str, Any], now: str = "") -> str:
+        """Return the text that a template writes with the variables `names`; see `render_all`."""
+        return self.render_all(template, [names], now)[0]
+
+    def render_all(
+        self, template: str, names: Sequence[dict[str, Any]], now: str = ""
+    ) -> list[str]:
+        """Return the texts that a template writes with each of the variables `names`. `now` is the
+        time, in ISO format, for a template that writes it; "" = the present.
 
         Raises TemplateRefusedError if the template rejects its variables or fails on them, and
         DamagedFileError if it is no template or exceeds the limits.
         """
-        request = json.dumps({"template": template, "names": names}) + "\n"
+        request = json.dumps({"template": template, "names": list(names), "now": now}) + "\n"
         with self._lock:
             reply = self._ask(request) or self._ask(request)
-        if reply is None:
-            reply = {"error": "the process that renders templates does not start"}
+        reply = reply or {"error": "the process that renders templates does not start"}
         if "error" in reply:
             kind = TemplateRefusedError if reply.get("kind") == "refused" else DamagedFileError
-            raise kind(
+            error = kind(
                 f"the chat template cannot be rendered ({reply['error']}); name the renderer "
                 "yourself, and for chatml its default_system"
             )
-        return reply["text"]
+            if isinstance(error, TemplateRefusedError):
+                error.reason = reply["error"]
+            raise error
+        texts: list[str] = reply["texts"]
+        return texts
 
     def close(self) -> None:
         """End the process. Another template would start a new one."""
         with self._lock:
             self._end()
 
-    def _ask(self, request: str) -> dict[str, str] | None:
+    def _ask(self, request: str) -> dict[str, Any] | None:
         """Return the worker's reply, or None if it had ended before the request."""
         process = self._running_process()
         assert process.stdin is not None
@@ -82,7 +96,7 @@ class TemplateProcess:
             self._end()
             raise
         if line:
-            reply: dict[str, str] = json.loads(line)
+            reply: dict[str, Any] = json.loads(line)
             return reply
         status = process.wait()
         self._end()

@@ -1,7 +1,7 @@
 """The main program of the process that renders chat templates (template_process.py).
 
-It reads one request per line, a JSON object with the template and its variables, and answers each
-with one line, {"text": TEXT} or {"error": REASON}. The kernel limits its memory, and its CPU time
+It reads one request per line, a JSON object with the template and a list of its variables, and
+answers each with one line, {"texts": [TEXT]} or {"error": REASON}. The kernel limits its memory, and its CPU time
 for each request. It imports nothing from planish, so that it starts fast, and ends when standard
 input ends or no request comes for some seconds.
 """
@@ -26,7 +26,9 @@ IDLE_SECONDS = 20.0
 
 
 class GenerationBlocks(jinja2.ext.Extension):
-    """The tag `generation` of transformers, which marks the assistant's text and writes nothing."""
+    """The tag `generation` of transformers, which marks the assistant's text. It writes the
+    variables planish_generation and planish_endgeneration around the text, if they are defined.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -34,7 +36,11 @@ class GenerationBlocks(jinja2.ext.Extension):
         """Return the statements between the tags, in a scope of their own."""
         line = next(parser.stream).lineno
         statements = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-        return jinja2.nodes.Scope(statements, lineno=line)
+        begin, end = (
+            jinja2.nodes.Output([jinja2.nodes.Name(name, "load")])
+            for name in ("planish_generation", "planish_endgeneration")
+        )
+        return jinja2.nodes.Scope([begin, *statements, end], lineno=line)
 
 
 class TextLimitError(Exception):
@@ -70,9 +76,14 @@ def to_json(
     )
 
 
+_clock: dict[str, datetime | None] = {"now": None}
+
+
 def strftime_now(text: str) -> str:
-    """Return the present time in a format; templates call this function."""
-    return datetime.now().strftime(text)
+    """Return the time of the request, by default the present, in a format; templates call this
+    function.
+    """
+    return (_clock["now"] or datetime.now()).strftime(text)
 
 
 @lru_cache(8)
@@ -88,8 +99,11 @@ def compiled(template: str) -> Any:
     return environment.from_string(template)
 
 
-def render(template: str, names: dict[str, Any]) -> str:
-    """Return the template's text. Raises TextLimitError if it is too long."""
+def render(template: str, names: dict[str, Any], now: str = "") -> str:
+    """Return the template's text. Raises TextLimitError if it is too long. `now`: the time, in ISO
+    format, for templates that write it; "" = the present.
+    """
+    _clock["now"] = datetime.fromisoformat(now) if now else None
     pieces: list[str] = []
     length = 0
     for piece in compiled(template).generate(names):
@@ -100,14 +114,15 @@ def render(template: str, names: dict[str, Any]) -> str:
     return "".join(pieces)
 
 
-def answer(request: dict[str, Any]) -> dict[str, str]:
-    """Return the reply to a request."""
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the reply to a request: one text for each set of variables."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     seconds = int(usage.ru_utime + usage.ru_stime) + 1 + CPU_SECONDS
     # The kernel ends the process at this limit: one operation on huge numbers cannot be interrupted.
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
     try:
-        return {"text": render(**request)}
+        template, now = request["template"], request["now"]
+        return {"texts": [render(template, names, now) for names in request["names"]]}
     except (MemoryError, RecursionError, TextLimitError, jinja2.TemplateSyntaxError) as error:
         return {"error": REASONS.get(type(error), str(error))}
     except Exception as error:  # a template can raise whatever Python's operators raise

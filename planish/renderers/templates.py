@@ -217,6 +217,7 @@ def format_text(
     """
     checked = read_messages(messages, chat_format.capabilities, type(chat_format).__name__)
     pieces = list(chat_format.opening())
-    for turn in chat_format.turns(checked):
+    turns = chat_format.prompt_turns(checked, "assistant") if prompt else chat_format.turns(checked)
+    for turn in turns:
         pieces += [*turn.header, *turn.output]
-    return as_text([*pieces, *(chat_format.suffix(checked, "assistant") if prompt else ())])
+    return as_text(pieces)

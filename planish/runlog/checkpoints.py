@@ -30,6 +30,7 @@ from planish.errors import (
 from planish.files import short_path
 from planish.processes.interruption import Interrupted, StopRequest
 from planish.renderers import Renderer, get_renderer, recommended_renderer_name
+from planish.renderers.templates import chat_template_of
 from planish.runlog.console import StepDisplay
 from planish.runlog.retention import Retention, metric_values
 from planish.runlog.run_directory import (
@@ -177,7 +178,7 @@ def choose_renderer(
     renderer_name: str | None, model_name: str, tokenizer: ModelTokenizer
 ) -> Renderer:
     """Return the named renderer. With None, choose it by the model's name. If that name is unknown,
-    choose it by the name of the tokenizer.
+    choose it by the name of the tokenizer, or use the tokenizer's chat template.
     """
     if renderer_name is not None:
         with as_user_errors("renderer_name"):
@@ -185,7 +186,12 @@ def choose_renderer(
     try:
         name = recommended_renderer_name(model_name)
     except UnknownModelError:
-        name = recommended_renderer_name(tokenizer.name_or_path)
+        try:
+            name = recommended_renderer_name(tokenizer.name_or_path)
+        except UnknownModelError:
+            if chat_template_of(tokenizer) is None:
+                raise
+            name = "template"
     return get_renderer(name, tokenizer)
 
 

@@ -18,6 +18,11 @@ RENDERERS = {
     "qwen3_instruct": ("qwen", "qwen3_instruct_2507"),
     "smollm3": ("smollm3", "smollm3"),
     "smollm3_disable_thinking": ("smollm3", "smollm3"),
+    "template of Llama 3": ("llama3", "llama3"),
+    "template of Gemma 3": ("gemma", "gemma3"),
+    "template of Qwen2.5": ("qwen", "qwen2_5"),
+    "template of Qwen3": ("qwen", "qwen3"),
+    "template_disable_thinking of Qwen3": ("qwen", "qwen3"),
     "qwen3_instruct without word tokens": ("smollm2", "qwen3_instruct_2507"),
     **{
         name: (family_of(name), None)

@@ -7,7 +7,7 @@ import pytest
 from family_tokenizers import family_tokenizer, template
 from oracle_cases import family_of, is_of_a_family
 
-from planish.errors import DamagedFileError, PlanishError, UnknownModelError
+from planish.errors import DamagedFileError, PlanishError, UnsupportedError
 from planish.renderers import FORMATS, get_renderer, recommended_renderer_name
 from planish.testing import tiny_model
 
@@ -86,6 +86,19 @@ LLAMA31 = """{{- bos_token }}
         ("HuggingFaceTB/SmolLM3-3B", "smollm3"),
         ("HuggingFaceTB/SmolLM3-3B-Base", "role_colon"),
         ("mistralai/Mistral-Nemo-Base-2407", "role_colon"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "template"),
+        ("mistralai/Magistral-Small-2507", "template"),
+        ("Qwen/Qwen3-4B-Thinking-2507", "template"),
+        ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "template"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "template"),
+        ("microsoft/phi-4", "template"),
+        ("microsoft/Phi-4-mini-instruct", "template"),
+        ("allenai/Olmo-3-7B-Instruct", "template"),
+        ("allenai/Olmo-3-7B-Think", "template"),
+        ("NousResearch/Hermes-3-Llama-3.1-8B", "template"),
+        ("google/gemma-2-2b-it", "template"),
+        ("ibm-granite/granite-4.0-micro", "template"),
+        ("zai-org/GLM-4.5-Air", "template"),
         ("mistralai/Mistral-Small-24B-Base-2501", "role_colon"),
     ],
 )
@@ -97,8 +110,7 @@ def test_known_model_names_have_a_renderer(name, renderer):
     "name",
     [
         "zai-org/GLM-5.3",
-        "mistralai/Mistral-7B-Instruct-v0.3",
-        "Qwen/Qwen3-4B-Thinking-2507",
+        "mistralai/Codestral-22B-v0.1",
         "no/such/directory",
         "",
         "Qwen3",
@@ -214,13 +226,10 @@ CODER = """{%- if tools %}
 """Text as Qwen3 Instruct 2507 writes it, and tools in XML, as in Qwen3-Coder."""
 
 
-def test_a_template_with_another_form_of_tools_is_rejected(tmp_path):
+def test_a_template_with_another_form_of_tools_is_used_itself(tmp_path):
     """qwen3_instruct writes the same text, but calls as JSON."""
     path = model_directory(tmp_path, "qwen3_moe", CODER, eos_token="<|im_end|>")
-    with pytest.raises(
-        ValueError, match=r"text as renderer qwen3_instruct does, but tools.*chatml"
-    ):
-        recommended_renderer_name(path)
+    assert recommended_renderer_name(path) == "template"
     without_tools = CODER.replace("{%- if tools %}", "{%- if false %}").replace(
         "message.tool_calls or []", "[]"
     )
@@ -235,11 +244,10 @@ ENDS_WITH_EOS = """{%- for message in messages %}
 
 
 def test_templates_with_end_tokens_and_without_system_messages_are_not_damaged(tmp_path):
-    """Such a template is intact, but no renderer writes its format."""
+    """Such a template is intact, but no other renderer writes its format."""
     tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
     path = model_directory(tmp_path, "mistral", ENDS_WITH_EOS, **tokens)
-    with pytest.raises(UnknownModelError, match="writes the format of no renderer"):
-        recommended_renderer_name(path)
+    assert recommended_renderer_name(path) == "template"
     chatml = template("qwen3_instruct_2507").replace("'<|im_end|>\\n'", "eos_token + '\\n'")
     assert "eos_token" in chatml
     path = model_directory(tmp_path, "qwen3", chatml, eos_token="<|im_end|>")
@@ -268,15 +276,14 @@ def test_the_tiny_test_model_is_recognised(tmp_path):
 def test_unknown_directories_are_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"no config.json.*role_colon"):
         recommended_renderer_name(tmp_path)
-    for chat_template in (
-        "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}",
-        THINKING_2507,
-    ):
-        path = model_directory(tmp_path / "other", "qwen3", chat_template)
-        with pytest.raises(
-            ValueError, match=r"chat template .* no renderer of planish.*role_colon"
-        ):
-            recommended_renderer_name(path)
+    path = model_directory(tmp_path / "other", "qwen3", THINKING_2507)
+    assert recommended_renderer_name(path) == "template"
+    family_tokenizer("qwen").save_pretrained(path)
+    (path / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    )
+    with pytest.raises(UnsupportedError, match="no control token after an answer"):
+        recommended_renderer_name(path)
     with pytest.raises(ValueError, match=r"no chat template.*'gpt2'.*role_colon"):
         recommended_renderer_name(model_directory(tmp_path / "gpt2", "gpt2", None))
     for chat_template in (
@@ -296,4 +303,5 @@ def test_every_recommended_name_can_be_made():
     tokenizers = {"role_colon": "qwen", "llama3": "llama3", "chatml": "smollm2", "gemma3": "gemma"}
     for name in FORMATS:
         family = family_of(name) if is_of_a_family(name) else tokenizers.get(name, "qwen")
-        assert get_renderer(name, family_tokenizer(family)).name == name
+        chat_template = "qwen3" if name.startswith("template") else None
+        assert get_renderer(name, family_tokenizer(family, chat_template)).name == name

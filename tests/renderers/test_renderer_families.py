@@ -311,6 +311,8 @@ def test_errors_name_every_renderer_with_tools():
     assert all(any(name.startswith(begin) for name in FORMATS) for begin in named)
     tokenizer = TOKENIZERS[family_of("qwen3_5")]
     for name in FORMATS:
+        if name.startswith("template"):  # it has the tools of its chat template
+            continue
         is_named = name != "deepseekv3_thinking" and name.startswith(named)
         assert FORMATS[name](tokenizer).capabilities.tools == is_named, name
 

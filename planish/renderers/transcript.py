@@ -1,0 +1,325 @@
+"""One conversation as a chat template writes it, divided into turns."""
+
+import json
+from collections.abc import Container, Sequence
+from functools import cached_property
+from typing import Any
+
+from planish.errors import UserError
+from planish.renderers.chat_format import Turn
+from planish.renderers.codec import Control, Piece
+from planish.renderers.messages import CheckedMessage
+from planish.renderers.template_markup import ChatTemplate, Markers, Rendering
+from planish.renderers.template_process import TemplateRefusedError
+from planish.renderers.template_traits import TemplateTraits, common_prefix
+
+_REWRITTEN = (
+    "the chat template writes other text before this answer than in the prompt that sampling would "
+    "use; train the answer in an example of its own (build_supervised_examples, or "
+    "train_on_what=last_assistant_message)"
+)
+_NO_REASONING = (
+    "the prompt begins a block of reasoning, and the message has none; add reasoning_content"
+)
+_REASONING_LEFT_OUT = "the chat template leaves out its reasoning; remove the reasoning"
+_NO_END = "the chat template writes no end token after this answer"
+_IN_PARTS = "the chat template writes this answer as several messages, of which a sample is one"
+_NO_GENERATION = "the chat template has no generation block around this answer"
+_NO_PLACE = "its text is empty, or the chat template writes it into another message"
+
+
+class Transcript:
+    """A conversation, rendered by a chat template up to different messages."""
+
+    def __init__(
+        self, template: ChatTemplate, traits: TemplateTraits, messages: Sequence[CheckedMessage]
+    ) -> None:
+        """Raises ValueError if the template cannot write one of the messages."""
+        self.template = template
+        self.traits = traits
+        self.messages = messages
+        self.markers = Markers.absent_from([text for one in messages for text in _texts(one)])
+        self._renderings: dict[tuple[int, bool], Rendering] = {}
+        for index, message in enumerate(messages):
+            self._check_calls(index, message)
+
+    def prompt_turns(self) -> list[Turn]:
+        """Return the turns of the prompt for the next answer. The last turn is its header."""
+        rendering = self._rendering(len(self.messages), prompt=True)
+        turns, at = self._split(rendering, len(rendering.code), is_example=False)
+        header = (*rendering.pieces(at), *self.traits.missing_prompt)
+        return [*turns, Turn(header, (), None, sampled=True)]
+
+    def example_turns(self) -> list[Turn]:
+        """Return the turns of a training example."""
+        count = len(self.messages)
+        rendering = self._rendering(count, prompt=False)
+        end = rendering.end_of_markup(len(rendering.code))
+        if self.messages[-1].role != "assistant":
+            end = min(end, self._shared_with_prompt(rendering))
+        turns, at = self._split(rendering, end, is_example=True)
+        if self.messages[-1].role != "assistant" and at < end:
+            turns.append(Turn(rendering.pieces(at, end), (), None))
+        return turns
+
+    def extends(self, answer: int, count: int) -> bool:
+        """Return whether the prompt after `count` messages begins with the prompt of the message
+        `answer` and that message.
+        """
+        before = self._prompt_code(answer)
+        upto, after = self._rendering(answer + 1, False), self._rendering(count, True)
+        if before is None or not upto.code.startswith(before):
+            return False
+        stop = upto.next_control(len(before), self.traits.stops)
+        end = upto.end_of_markup(len(upto.code)) if stop is None else stop + 1
+        return after.code.startswith(upto.code[:end]) and (
+            stop is not None or after.control_at(end) in self.traits.stops
+        )
+
+    def _check_calls(self, index: int, message: CheckedMessage) -> None:
+        if len(message.calls) > 1 and not self.traits.has_several_calls:
+            raise ValueError(
+                f"messages[{index}] has {len(message.calls)} tool calls, and the chat template "
+                "writes one call in a message; split the message"
+            )
+        if message.calls and message.text.strip() and not self.traits.calls_have_text:
+            raise ValueError(
+                f"messages[{index}] has text and tool calls, and the chat template leaves out one "
+                "of the two; remove the text"
+            )
+
+    @cached_property
+    def _tools(self) -> list[Any]:
+        tools = self.messages[0].tools if self.messages else ()
+        return self.template.guard_all([json.loads(tool) for tool in tools], self.markers)
+
+    def _rendering(self, count: int, prompt: bool) -> Rendering:
+        """Return the output for the first `count` messages."""
+        if (count, prompt) not in self._renderings:
+            self._renderings[count, prompt] = self._render(count, prompt)
+        return self._renderings[count, prompt]
+
+    def _render(self, count: int, prompt: bool) -> Rendering:
+        marked: Sequence[int] = range(count)
+        plain, rendering = self._render_marked(count, prompt, (), marked)
+        if rendering.code != plain.code:
+            # The template compares texts with others, such as `/no_think` at the end of a text. So
+            # these texts get no edges.
+            ones = self._render_marked(count, prompt, *((index,) for index in marked))
+            marked = [index for index, one in enumerate(ones) if one.code == plain.code]
+            [rendering] = self._render_marked(count, prompt, marked)
+        unmarked = set(range(count)) - set(marked)
+        if rendering.code != plain.code or any(map(self._may_complete_mark, unmarked)):
+            raise ValueError(
+                "the chat template reads the texts of the messages, or gives two texts for one "
+                "conversation; name the renderer of the model's family"
+            )
+        for index, message in enumerate(self.messages[:count]):
+            text = message.text.strip()
+            is_written = 2 * index in rendering.places if index in marked else text in plain.code
+            if text and not is_written and message.is_given:
+                raise ValueError(
+                    f"messages[{index}]: the chat template leaves out the text of this message; "
+                    "remove the message, or name the renderer of the model's family"
+                )
+        return rendering
+
+    def _render_marked(self, count: int, prompt: bool, *marked: Container[int]) -> list[Rendering]:
+        """Return the output for the first `count` messages, once for each set of messages whose
+        texts have edges.
+        """
+        form, messages = self.traits.form, self.messages[:count]
+        variants = [form.messages(messages, self.template, self.markers, one) for one in marked]
+        try:
+            return self.template.render_all(
+                variants, self.markers, prompt=prompt, tools=self._tools
+            )
+        except TemplateRefusedError as error:
+            raise _RejectedError(
+                f"the chat template rejects the conversation: {error.reason}"
+            ) from None
+
+    def _may_complete_mark(self, index: int) -> bool:
+        """Return whether a text without edges could form a control token with the markup beside
+        it.
+        """
+        message = self.messages[index]
+        return any(
+            text.startswith(mark[cut:]) or text.endswith(mark[:cut])
+            for text in (message.text.strip(), (message.thinking or "").strip())
+            for mark in self.template.marks
+            for cut in range(1, len(mark))
+        )
+
+    def _shared_with_prompt(self, rendering: Rendering) -> int:
+        """Return the end of the last message: white space, or an end of sequence, that the next
+        header does not follow is no part of it.
+        """
+        try:
+            prompt = self._rendering(len(self.messages), prompt=True)
+        except _RejectedError:
+            return len(rendering.code)
+        shared = rendering.end_of_markup(common_prefix(rendering.code, prompt.code))
+        return max([shared, *(end for spans in rendering.places.values() for _, end in spans)])
+
+    def _prompt_code(self, count: int) -> str | None:
+        """Return the code of the prompt after `count` messages, or None if there is none."""
+        if not any(message.is_given for message in self.messages[:count]):
+            return None
+        try:
+            rendering = self._rendering(count, prompt=True)
+        except _RejectedError:
+            return None
+        return rendering.code + rendering.code_of(self.traits.missing_prompt)
+
+    def _split(self, rendering: Rendering, end: int, is_example: bool) -> tuple[list[Turn], int]:
+        """Divide the output before `end` into turns. Return them and the end of the last one."""
+        turns: list[Turn] = []
+        at = 0
+        follows_located = False
+        for index, message in enumerate(self.messages):
+            limit = self._next_start(rendering, index, end)
+            if message.role == "assistant":
+                start = self._answer_start(rendering, index, at, limit, follows_located)
+                turn, at = self._answer_turn(rendering, index, (at, start, limit, end), is_example)
+                follows_located = True
+            else:
+                turn, at, follows_located = self._other_turn(rendering, index, at, limit)
+            turns.append(turn)
+        return turns, at
+
+    def _next_start(self, rendering: Rendering, index: int, end: int) -> int:
+        """Return where the text of a later message begins; `end` if there is none."""
+        starts = (
+            rendering.places[number][0][0]
+            for later in range(index + 1, len(self.messages))
+            for number in (2 * later, 2 * later + 1)
+            if number in rendering.places
+        )
+        return min(starts, default=end)
+
+    def _other_turn(
+        self, rendering: Rendering, index: int, at: int, limit: int
+    ) -> tuple[Turn, int, bool]:
+        message = self.messages[index]
+        ending = self.traits.role_ends.get(message.role)
+        places = [place for place in rendering.places.get(2 * index, ()) if place[0] >= at]
+        if ending is None or not places or places[0][0] > limit:
+            return Turn((), (), index, untrainable_reason=_NO_PLACE), at, False
+        start, stop = places[0]
+        leading = message.text[: len(message.text) - len(message.text.lstrip())]
+        trailing = message.text[len(message.text.rstrip()) :]
+        before = rendering.code[at:start]
+        if before[len(before.rstrip()) :] == self.traits.role_leads[message.role] + leading:
+            start -= len(leading)
+        stop += len(trailing) if rendering.code.startswith(trailing, stop) else 0
+        end_code = rendering.code_of(ending)
+        # More text of the template may follow in the message, such as the tools.
+        end = rendering.code.find(end_code, stop, limit)
+        if end >= 0:
+            stop = end + len(end_code)
+        else:
+            stop += common_prefix(rendering.code[stop:limit], end_code)
+            if rendering.control_at(stop - 1) is None and rendering.control_at(stop) is None:
+                return Turn((), (), index, untrainable_reason=_NO_PLACE), at, False
+        turn = Turn(rendering.pieces(at, start), rendering.pieces(start, stop), index)
+        return turn, stop, True
+
+    def _answer_start(
+        self, rendering: Rendering, index: int, at: int, limit: int, follows_located: bool
+    ) -> int:
+        """Return the end of an answer's header, as far as it can be told from the output."""
+        own = min((start for start, _ in self._spans(rendering, index)), default=limit)
+        head = rendering.code_of(self.traits.head).lstrip()
+        position = rendering.code.find(head, at, own) if head else -1
+        if position < 0:
+            if follows_located:
+                return at
+            controls = [at]
+            while (control := rendering.next_control(controls[-1])) is not None and control < own:
+                controls.append(control + 1)
+            return controls[-1]
+        position += len(head)
+        opening = rendering.code_of(self.traits.opening)
+        return position + len(opening) * rendering.code.startswith(opening, position)
+
+    def _answer_turn(
+        self, rendering: Rendering, index: int, bounds: tuple[int, int, int, int], is_example: bool
+    ) -> tuple[Turn, int]:
+        at, start, limit, end = bounds
+        reason: str | None = None
+        header: tuple[Piece, ...] = ()
+        lead: tuple[Piece, ...] = ()
+        if is_example:
+            before = self._prompt_code(index)
+            if before is not None and rendering.code.startswith(before) and len(before) >= at:
+                start = len(before)
+            elif before is not None and self._leaves_out_opening(rendering, index, before):
+                header = self.traits.opening
+                lead, reason = self._reasoning_of(index)
+            else:
+                reason = _REWRITTEN
+        control = rendering.next_control(start, self.traits.ends)
+        is_last = index == len(self.messages) - 1
+        if control is not None and control < max(limit, start + 1):
+            stop = control + 1
+        elif is_last:
+            stop = end
+            reason = reason or (None if self.traits.stops_in_next_header else _NO_END)
+        else:
+            stop = max([start, *(stop for _, stop in self._spans(rendering, index))])
+            reason = reason or _NO_END
+        if any(place_end > stop for _, place_end in self._spans(rendering, index)):
+            reason = reason or _IN_PARTS
+        thinking = self.messages[index].thinking
+        is_left_out = 2 * index + 1 not in rendering.places and not lead
+        if is_last and thinking and thinking.strip() and is_left_out:
+            reason = reason or _REASONING_LEFT_OUT
+        if is_example and rendering.generations:
+            block = next(
+                (one for one in rendering.generations if start < one[1] and one[0] < stop), None
+            )
+            reason = reason or (None if block else _NO_GENERATION)
+            start, stop = (max(start, block[0]), min(stop, block[1])) if block else (start, stop)
+        header = (*rendering.pieces(at, start), *header)
+        output = (*lead, *rendering.pieces(start, stop))
+        turn = Turn(header, output, index, sampled=True, untrainable_reason=reason)
+        return turn, stop
+
+    def _spans(self, rendering: Rendering, index: int) -> list[tuple[int, int]]:
+        """Return the places of the text and the reasoning of a message."""
+        numbers = (2 * index, 2 * index + 1)
+        return [rendering.places[number][0] for number in numbers if number in rendering.places]
+
+    def _leaves_out_opening(self, rendering: Rendering, index: int, before: str) -> bool:
+        """Return whether the template writes the last answer as in history, without the block of
+        reasoning that the prompt begins.
+        """
+        opening = rendering.code_of(self.traits.opening)
+        return (
+            self.traits.opens_thought
+            and index == len(self.messages) - 1
+            and before.endswith(opening)
+            and rendering.code.startswith(before.removesuffix(opening))
+        )
+
+    def _reasoning_of(self, index: int) -> tuple[tuple[Piece, ...], str | None]:
+        """Return the pieces of the reasoning that the template leaves out, as the model samples it,
+        or the reason against training if there is no reasoning.
+        """
+        thinking = (self.messages[index].thinking or "").strip("\n")
+        assert self.traits.think_tags is not None
+        if not thinking:
+            return (), _NO_REASONING
+        return (f"{thinking}\n", Control(self.traits.think_tags[1]), "\n\n"), None
+
+
+class _RejectedError(UserError):
+    """The template rejected a conversation."""
+
+
+def _texts(message: CheckedMessage) -> list[str]:
+    """Return all texts of a message."""
+    calls = [part for call in message.calls for part in call]
+    texts = [message.text, message.thinking or "", message.name, message.call_id]
+    return [*texts, *calls, *message.unparsed_calls, *message.tools]
