@@ -51,6 +51,10 @@ class OpenRequests:
         """Set the response of a complete request on its future."""
         scores = request.prompt_scores
         assert request.prompt is not None
+        if scores is not None and not scores.is_finite:
+            self._requests.remove(request)
+            request.fail(non_finite_error(request.op.sampler_id))
+            return
         response = SampleResponse(
             sequences=[request.sequences[i] for i in range(request.num_samples)],
             prompt_logprobs_np=scores.logprobs if scores else None,
@@ -101,6 +105,7 @@ def call_on_token(
 def non_finite_error(sampler_id: str) -> NonFiniteError:
     """Return the error of a request whose logits are not finite."""
     return NonFiniteError(
-        f"sampler_id={sampler_id!r}: the logits are not finite, so no token can be sampled. The "
-        "sampler's weights are too large; load an earlier checkpoint and lower learning_rate"
+        f"sampler_id={sampler_id!r}: the logits are not finite, so there are no tokens and logprobs. "
+        "The sampler's weights are too large, or NaN; load an earlier checkpoint and lower "
+        "learning_rate, or another base model"
     )

@@ -188,6 +188,16 @@ class PromptScores:
         self._alt_arrays[1][positions] = logprobs.view(-1, k).cpu().numpy()
 
     @property
+    def is_finite(self) -> bool:
+        """Whether all requested scores are finite. In the result, NaN stands for no request."""
+        scores = [self._target_logprobs, self._alt_arrays[1] if self._alt_arrays else None]
+        if self.logprobs is not None:
+            scores.append(self.logprobs[self._first_index :])
+        if self.top_logprobs is not None:
+            scores.append(self.top_logprobs.logprobs[self._first_index :])
+        return all(np.isfinite(values).all() for values in scores if values is not None)
+
+    @property
     def target_logprobs(self) -> TensorData | None:
         """The logprobs of the target tokens, float32 [n - 1, K], 0 where the target is -1."""
         return (

@@ -675,6 +675,32 @@ def test_non_finite_logits_fail_only_their_requests(decoder, tiling, size):
     assert after == fresh
 
 
+@pytest.mark.parametrize(
+    "scores",
+    [
+        {"prompt_logprobs": True},
+        {"prompt_logprobs": True, "prompt_logprobs_last_n": 2},
+        {"topk_prompt_logprobs": 2},
+        {"target_prompt_logprobs": TensorData.from_numpy(np.full((19, 1), 7, np.int64))},
+    ],
+    ids=lambda scores: " ".join(scores),
+)
+def test_prompt_scores_that_are_not_finite_are_an_error(decoder, scores):
+    """In a response, None stands for a score that was not requested, not for NaN."""
+    layout = adapter(decoder, 1).layout
+    broken = LoraWeights(layout, layout.init(1) * 0 + torch.nan, decoder.backend)
+    sampler = sampler_of(decoder)
+    futures: list[Future[SampleResponse]] = [Future(), Future()]
+    op = request(tokens(20), prompt_only=True, **scores)
+    sampler.submit(op, broken, "broken", futures[0])
+    sampler.submit(op, None, "base", futures[1])
+    while sampler.busy:
+        sampler.step()
+    assert isinstance(futures[0].exception(timeout=0), NonFiniteError)
+    futures[1].result(timeout=0)
+    assert_nothing_left(sampler)
+
+
 @pytest.mark.parametrize("kernels", [True, False])
 def test_a_slot_with_non_finite_values_does_not_affect_its_next_owner(
     model_dir, monkeypatch, kernels
