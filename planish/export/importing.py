@@ -32,7 +32,6 @@ from planish.model.linears import fused_modules
 from planish.model.lora import LoraLayout
 from planish.model.quantization import check_quantizable
 from planish.model.quantized_names import unquantized_remedy
-from planish.model.sources import resolve_model
 from planish.model.weight_sizes import SCHEMES
 from planish.model.weights import load_weights, weights_fingerprint
 from planish.types import CheckpointPath, CheckpointType, LoraConfig
@@ -85,11 +84,8 @@ def import_adapter(
     """
     update = read_adapter(directory)
     _check_init(update.config)
-    base_model = base_model or update.base_model
-    if not base_model:
-        raise UserError(f"{update.config.path} names no base model; give --base-model NAME")
     quantization = _base_quantization(directory, quantize)
-    base_directory = resolve_model(base_model, models)
+    base_model, base_directory = update.resolve_base(base_model, models)
     model_config = _read_config(base_directory, base_model)
     check_quantizable(model_config, quantization)
     update.check_only_lora(
@@ -120,6 +116,8 @@ def import_adapter(
     )
     store.save(SaveRequest(path, overwrite=overwrite, user_metadata=metadata), saved_adapter)
     notes = _notes(update.config, layout, reader.ranks, model_config)
+    if not any(matrices.b.any() for matrices in linears.values()):
+        notes += (f"all matrices lora_B of {update.path} are 0, so it changes nothing",)
     return ImportedAdapter(path, base_model, layout.lora_config, quantization, len(linears), notes)
 
 

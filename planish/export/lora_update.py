@@ -27,7 +27,13 @@ from planish.engine.checkpoints.files import (
     check_file,
     read_manifest,
 )
-from planish.errors import CheckpointError, DamagedFileError, UnsupportedError
+from planish.errors import (
+    CheckpointError,
+    DamagedFileError,
+    UnknownModelError,
+    UnsupportedError,
+    UserError,
+)
 from planish.export.adapter_config import AdapterConfig
 from planish.export.adapter_layouts import (
     AdapterReader,
@@ -37,10 +43,12 @@ from planish.export.adapter_layouts import (
     is_hosted_name,
 )
 from planish.model.config import ModelConfig
+from planish.model.sources import resolve_model
 
 PEFT_PREFIX = "base_model.model."
 MAX_MERGED_RANK = 4096
 """The maximum rank of an adapter that is merged into a base model."""
+_MLX_FILE = "adapters.safetensors"
 _PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt")
 _TENSOR_NAME = re.compile(
     rf"(?:{re.escape(PEFT_PREFIX)})?(?P<module>.+)\.lora_(?P<matrix>[AB])(?:\.default)?\.weight"
@@ -107,6 +115,30 @@ class LoraUpdate:
     def base_model(self) -> str | None:
         """The name of the base model according to the files."""
         return self.manifest.base_model if self.manifest else self.config.base_model
+
+    def base_name(self, given: str | None) -> str:
+        """Return the name of the base model: `given`, or else the name in the files. Raises
+        UserError if both are missing.
+        """
+        name = given or self.base_model
+        if not name:
+            raise UserError(f"{self.config.path} names no base model; give --base-model NAME")
+        return name
+
+    def resolve_base(self, given: str | None, models: Mapping[str, str] | None) -> tuple[str, Path]:
+        """Return name and directory of the base model. Raises the errors of `base_name` and
+        `resolve_model`.
+        """
+        name = self.base_name(given)
+        try:
+            return name, resolve_model(name, models)
+        except UnknownModelError as error:
+            if given:
+                raise
+            raise UnknownModelError(
+                f"{error}\n{self.config.path} names this base model. If it is elsewhere, give "
+                "--base-model NAME or DIRECTORY"
+            ) from error
 
     def reader(self, model: ModelConfig, max_rank: int) -> AdapterReader:
         """Return a reader of the matrices for a base model. Raises the errors of AdapterReader."""
@@ -234,6 +266,11 @@ def read_adapter(directory: Path) -> LoraUpdate:
             raise UnsupportedError(
                 f"{directory / pickled} is a pickle, which could run code; save it again with "
                 "save_pretrained(..., safe_serialization=True)"
+            )
+        if (directory / _MLX_FILE).exists():
+            raise UnsupportedError(
+                f"{directory / _MLX_FILE} is an adapter of mlx-lm, whose layout planish does not "
+                "read; merge it with mlx_lm.fuse, and use the result as the base model"
             )
         raise CheckpointError(
             f"{directory} has no {ADAPTER_FILE}, so it is not an adapter; get the adapter again"

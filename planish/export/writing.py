@@ -116,16 +116,13 @@ def _resolve_base(
 
     With `options.base_model`, only the architecture has to be the same.
     """
-    name = options.base_model or update.base_model
-    if not name:
-        raise UserError("the adapter names no base model; give base_model, a name or a directory")
     # A merge needs the weights. An adapter is checked against them only if they are on this
     # machine.
-    directory = (
-        resolve_model(name, models)
-        if options.format == "merged"
-        else _local_directory(name, models)
-    )
+    if options.format == "merged":
+        name, directory = update.resolve_base(options.base_model, models)
+    else:
+        name = update.base_name(options.base_model)
+        directory = _local_directory(name, models)
     if directory is None:
         return ExportBase(name, None)
     config = ModelConfig.from_directory(directory)

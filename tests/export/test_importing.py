@@ -14,7 +14,13 @@ from planish import AdamParams, Datum, ModelInput, ServiceClient
 from planish.client.checkpoint_records import LocalRecords
 from planish.commands.cli import main
 from planish.engine.checkpoints.store import CheckpointStore
-from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
+from planish.errors import (
+    CheckpointError,
+    DamagedFileError,
+    UnknownModelError,
+    UnsupportedError,
+    UserError,
+)
 from planish.export import weights
 from planish.export.importing import ImportedAdapter, import_adapter
 from planish.testing import tiny_model
@@ -249,6 +255,40 @@ def test_a_fully_trained_head_is_rejected(base, tmp_path):
     save_file({**tensors, head: tensors[head] * 1.5}, file)
     with pytest.raises(UnsupportedError, match="lm_head.base_layer.weight, which planish"):
         import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"))
+
+
+def test_a_base_model_that_is_elsewhere_is_named_with_the_option(base, tmp_path):
+    saved(base, tmp_path / "adapter", **VARIANTS["q and v alone"])
+    file = tmp_path / "adapter/adapter_config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps({**fields, "base_model_name_or_path": "/root/models/llama"}))
+    store = CheckpointStore(tmp_path / "data")
+    message = r"/root/models/llama(?s:.*)adapter_config.json names this .* give --base-model"
+    with pytest.raises(UnknownModelError, match=message):
+        import_adapter(tmp_path / "adapter", store)
+    with pytest.raises(UnknownModelError, match=message):
+        weights.build_hf_model(adapter_path=tmp_path / "adapter", output_path=tmp_path / "new")
+    assert import_adapter(tmp_path / "adapter", store, base_model=str(base)).base_model == str(base)
+
+
+def test_an_adapter_that_changes_nothing_is_reported(base, tmp_path):
+    """Programs that shard a model's weights have saved such files."""
+    saved(base, tmp_path / "adapter", **VARIANTS["q and v alone"])
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({name: t * ("lora_A" in name) for name, t in tensors.items()}, file)
+    found = import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"))
+    assert f"all matrices lora_B of {file} are 0, so it changes nothing" in found.notes
+
+
+def test_an_adapter_of_mlx_is_named(tmp_path):
+    save_file(
+        {"model.layers.0.self_attn.q_proj.lora_a": torch.ones(64, 4)},
+        tmp_path / "adapters.safetensors",
+    )
+    (tmp_path / "adapter_config.json").write_text('{"fine_tune_type": "lora", "num_layers": 8}')
+    with pytest.raises(UnsupportedError, match=r"an adapter of mlx-lm, .* mlx_lm.fuse"):
+        import_adapter(tmp_path, CheckpointStore(tmp_path / "data"))
 
 
 def test_files_that_are_not_what_they_should_be_are_named(base, tmp_path):
