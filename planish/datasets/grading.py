@@ -124,11 +124,11 @@ class Grader:
         Raise GradingError if the two cannot be compared.
         """
         answer_text, expected_text = _normalize(answer), _normalize(expected)
+        if not answer_text:  # also if the expected answer is empty
+            return False
         if answer_text == expected_text:
             return True
-        if not answer_text or any(
-            sign in answer_text and sign not in expected_text for sign in _VALUE_SEPARATORS
-        ):
+        if any(sign in answer_text and sign not in expected_text for sign in _VALUE_SEPARATORS):
             return False
         sides = [side.strip() for side in answer_text.split("=")]
         if len(sides) > 1 and "=" not in expected_text:

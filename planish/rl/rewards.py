@@ -21,6 +21,10 @@ metrics.
 """
 
 
+TOTAL_NAMES = frozenset({"reward", "score"})
+"""The names under which graders of other libraries return the whole reward, beside metrics."""
+
+
 def read_verdict(value: Any, grader: str) -> bool:
     """Return whether an answer is right. Raises UserError, which names `grader`, for any value but
     True, False, 0 and 1.
@@ -73,6 +77,12 @@ def read_graded(value: Any, grader: str) -> tuple[float, Metrics]:
     if isinstance(value, Mapping):
         if not value:
             raise UserError(f"{grader} returned no number; return at least one")
+        totals = sorted(TOTAL_NAMES.intersection(value))
+        if totals and len(value) > 1:
+            raise UserError(
+                f"{grader} returned {_shown(value)}, whose sum would be the reward; return a pair of "
+                f"the reward and the other numbers, or give the part {totals[0]!r} another name"
+            )
         parts = {str(name): read_reward(part, f"{grader}, {name}") for name, part in value.items()}
         return read_reward(sum(parts.values()), grader), dict(parts)
     return read_reward(value, grader), {}

@@ -188,6 +188,11 @@ def test_a_response_without_a_box_is_wrong(grader):
     assert grader.grade(r"\boxed{5}", "5") == Grade(boxed="5", correct=True)
 
 
+@pytest.mark.parametrize("expected", ["", "5", ".", "$$"])
+def test_an_empty_answer_is_wrong_whatever_is_expected(grader, expected):
+    assert grader.grade(r"\boxed{}", expected) == Grade(boxed="", correct=False)
+
+
 @pytest.mark.sandbox
 @pytest.mark.slow
 def test_an_endless_answer_is_ended_counted_and_raised():

@@ -208,6 +208,8 @@ def test_a_grader_of_conversations_gets_a_copy(renderer):
         ((1.0, None), r"grade returned None as metrics"),
         ({}, r"grade returned no number"),
         ({"a": "x"}, r"grade, a returned reward='x'"),
+        ({"score": 1.0, "acc": True}, r"sum would be the reward; return a pair .* part 'score'"),
+        ({"length": 3, "reward": 1}, r"sum would be the reward; return a pair .* part 'reward'"),
     ],
 )
 def test_a_reward_that_is_no_number_names_the_function(renderer, returned, message):
@@ -219,6 +221,12 @@ def test_a_reward_that_is_no_number_names_the_function(renderer, returned, messa
     for kind in ("reward", "tools"):
         with pytest.raises(UserError, match="returned"):
             rolled_out(renderer, kind, grade, "a")
+
+
+def test_named_numbers_are_summed():
+    assert read_graded({"score": 0.5}, "grade") == (0.5, {"score": 0.5})
+    assert read_graded({"right": True, "short": 0.5}, "grade") == (1.5, {"right": 1, "short": 0.5})
+    assert read_graded((1.0, {"acc": 1.0}), "grade") == (1.0, {"acc": 1.0})
 
 
 def test_a_tool_environment_names_its_reward_function(renderer):
