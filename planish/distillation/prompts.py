@@ -6,6 +6,7 @@ layouts of rows.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import chz
@@ -19,6 +20,7 @@ from planish.datasets.unused_columns import UnusedColumns
 from planish.errors import UserError
 from planish.renderers import Renderer
 from planish.renderers.messages import read_messages
+from planish.renderers.spelled_tokens import SpelledTokens
 from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.environments.problem_env import final_step
 from planish.rl.types import (
@@ -41,12 +43,15 @@ def load_prompts(
     UserError for a prompt that the chat format cannot express after `prefix`.
     """
     prompts = []
-    unused = UnusedColumns(dataset)
+    unused, spelled = UnusedColumns(dataset), SpelledTokens()
     for row in open_rows(dataset, split or "train"):
         prompts.append(prompt_of(row, row.location))
         unused.add_layout(row, PROMPTS, row.location)
         check_prompt([*prefix, *prompts[-1]], renderer, row.location)
+        render = partial(renderer.build_generation_prompt, prompts[-1])
+        spelled.add_rendered(prompts[-1], renderer, render, row.location)
     unused.warn()
+    spelled.warn(f"of {len(prompts)} prompts of {dataset}")
     return prompts
 
 

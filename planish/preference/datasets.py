@@ -12,6 +12,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import chz
@@ -21,6 +22,7 @@ from planish.datasets.split_names import SplitNames
 from planish.errors import UserError
 from planish.preference.types import LabeledComparison, Messages, read_comparison
 from planish.renderers import Renderer, TrainOnWhat
+from planish.renderers.spelled_tokens import SpelledTokens
 from planish.supervised.datasets import RowDataset, read_splits, row_splits
 from planish.supervised.objective import Metrics
 from planish.supervised.rendering import conversation_to_data
@@ -186,18 +188,25 @@ class DPODatasetBuilderFromComparisons(ChatDatasetBuilder):
 def check_comparisons(
     comparisons: Sequence[LabeledComparison], renderer: Renderer, split: str
 ) -> None:
-    """Raise UserError for the first comparison with an answer that cannot be trained on.
+    """Raise UserError for the first comparison with an answer that cannot be trained on. A warning
+    counts the answers whose texts spell special tokens.
 
     The check does not tokenize anything.
     """
+    spelled = SpelledTokens()
     for index, labeled in enumerate(comparisons, start=1):
+        where = labeled.location or f"{split} comparison {index}"
         for answer in labeled.ranked or ():
             conversation = answer_conversation(labeled.comparison.prompt_conversation, answer)
             try:
                 renderer.check_supervised_examples(conversation, TrainOnWhat.CUSTOMIZED)
             except ValueError as error:
-                where = labeled.location or f"{split} comparison {index}"
                 raise UserError(f"{where}: {error}") from error
+            render = partial(
+                renderer.build_supervised_examples, conversation, TrainOnWhat.CUSTOMIZED
+            )
+            spelled.add_rendered(conversation, renderer, render, where)
+    spelled.warn(f"of {2 * len(comparisons)} {split} answers")
 
 
 def without_identical(

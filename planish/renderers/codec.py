@@ -36,22 +36,25 @@ MAX_CACHED_CHARACTERS = 1000
 """The ids of this many texts, each of at most so many characters, are kept."""
 
 
-_returns_bounds: ContextVar[bool] = ContextVar("returns_bounds", default=False)
+_spelled_tokens: ContextVar[list[str] | None] = ContextVar("spelled_tokens", default=None)
 
 
 @contextmanager
-def token_bounds() -> Iterator[None]:
+def token_bounds() -> Iterator[list[str]]:
     """Within the block, codecs do not tokenise text. They return as many zeros as the text can have
     tokens at most, so the length of a prompt is an upper bound, and takes a fraction of the time.
+
+    The value of the block is a list, to which codecs add the guarded tokens that texts spell.
 
     The block changes only this thread (and asyncio task). Tokenizers that are no fast tokenizers of
     transformers still tokenise.
     """
-    token = _returns_bounds.set(True)
+    spelled: list[str] = []
+    token = _spelled_tokens.set(spelled)
     try:
-        yield
+        yield spelled
     finally:
-        _returns_bounds.reset(token)
+        _spelled_tokens.reset(token)
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,11 @@ class Codec:
             if token.content != unknown
             and (token.special or (token.content.startswith("<") and token.content.endswith(">")))
         }
+
+    @cached_property
+    def guarded_pattern(self) -> re.Pattern[str]:
+        """Finds the text of a guarded token."""
+        return re.compile("|".join(map(re.escape, self.guarded_tokens.values())) or "(?!)")
 
     def control_id(self, text: str) -> int | None:
         """Return the id of `text` as one token, or None if the vocabulary has no such token."""
@@ -154,7 +162,10 @@ class Codec:
         if not text:
             return []
         text = whole_characters(text)
-        if _returns_bounds.get() and self._backend is not None:
+        spelled = _spelled_tokens.get()
+        if spelled is not None and self._backend is not None:
+            if match := self.guarded_pattern.search(text):
+                spelled.append(match[0])
             return [0] * self._max_tokens(text)
         adds_blank = self._would_add_blank(after)
         continuing_copy = self._copy(guards=False, continues_text=True) if adds_blank else None

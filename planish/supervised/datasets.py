@@ -8,6 +8,7 @@ runs. Rows are rendered when their batch is requested, so memory holds only the 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, Self, TypeVar, overload
 
 import chz
@@ -26,6 +27,7 @@ from planish.datasets.split_names import SplitNames
 from planish.datasets.unused_columns import UnusedColumns
 from planish.errors import UserError
 from planish.renderers import Renderer, TrainOnWhat
+from planish.renderers.spelled_tokens import SpelledTokens
 from planish.supervised.rendering import check_conversation, conversation_converter
 from planish.supervised.types import Batch, ChatDatasetBuilder, SupervisedDataset
 
@@ -196,13 +198,19 @@ def check_rows(
     so it is fast enough to run before training.
 
     The columns that the layouts of conversations do not use are added to `unused`. A `read_row` of
-    the user's own decides itself what it uses.
+    the user's own decides itself what it uses. A warning counts the rows whose texts spell special
+    tokens.
     """
+    spelled = SpelledTokens()
     for row in rows:
         conversation = read_row(row, row.location)
         if read_row is conversation_of:
             unused.add_layout(row, CONVERSATIONS, row.location)
         check_conversation(conversation, renderer, train_on_what, row.location)
+        if not isinstance(conversation, PlainText):
+            render = partial(renderer.build_supervised_examples, conversation, train_on_what)
+            spelled.add_rendered(conversation, renderer, render, row.location)
+    spelled.warn(f"of {len(rows)} conversations of {unused.dataset}")
 
 
 @chz.chz

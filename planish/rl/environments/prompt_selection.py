@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from planish import logtree
 from planish.errors import UserError
 from planish.renderers.codec import token_bounds
+from planish.renderers.spelled_tokens import SpelledTokens
 from planish.rl.types import Env, PromptLength, longest_of
 from planish.types import ModelInput
 
@@ -71,7 +72,7 @@ def select_problems(
     max_prompt_tokens: int | None = None,
 ) -> Selection[P]:
     """Return the problems whose prompts have at most `max_prompt_tokens` tokens (None: all). A
-    warning counts the others.
+    warning counts the others, and another one the prompts whose texts spell special tokens.
 
     `prompt_of` returns the first prompt of a problem. If it returns None, the prompts are known
     only during rollouts, so no problem is checked. `place_of` names the problem with an index in
@@ -83,8 +84,12 @@ def select_problems(
     selected: list[int] = []
     bounds: list[int] = []
     too_long: list[PromptLength] = []
+    spelled = SpelledTokens()
     for index, problem in enumerate(problems):
-        length = length_bound(prompt_of, problem)
+        found: list[str] = []
+        length = length_bound(prompt_of, problem, found)
+        if found:
+            spelled.add(found, place_of(index))
         if length is None or (max_prompt_tokens is not None and length > max_prompt_tokens):
             prompt = prompt_with_place(prompt_of, problem, place_of, index)
             if prompt is None and max_prompt_tokens is None:
@@ -113,20 +118,26 @@ def select_problems(
                 f"max_prompt_tokens={max_prompt_tokens}: the prompts of all {len(problems)} "
                 f"{split} problems are longer; give a larger number, or shorter prompts"
             )
+    spelled.warn(f"of {len(problems)} {split} prompts")
     used = [problems[index] for index in selected]
     lengths = PromptLengths(used, prompt_of, lambda number: place_of(selected[number]), bounds)
     return Selection(used, lengths)
 
 
-def length_bound(prompt_of: Callable[[P], ModelInput | None], problem: P) -> int | None:
+def length_bound(
+    prompt_of: Callable[[P], ModelInput | None], problem: P, spelled: list[str] | None = None
+) -> int | None:
     """Return a number of tokens that a problem's prompt does not exceed. Return None if the prompt
-    is not known or cannot be rendered.
+    is not known or cannot be rendered. The special tokens that its texts spell are added to
+    `spelled`.
     """
     try:
-        with token_bounds():
+        with token_bounds() as found:
             prompt = prompt_of(problem)
     except Exception:  # the caller renders the prompt again, and reports the error
         return None
+    if spelled is not None:
+        spelled += found
     return None if prompt is None else prompt.length
 
 
