@@ -73,18 +73,11 @@ IN_FUNCTIONS = {
 """For whom torch would be loaded in vain: clients of a server, and a list of models."""
 
 
-CIRCULAR_FOR_TYPES = {"server"}
-"""The layers whose modules may import one another in a circle if the imports are for types only.
-The parts of the server still know the object that creates them.
-"""
-
-
 @dataclass(frozen=True)
 class Arrow:
     source: str
     target: str
     in_function: bool
-    for_types: bool
 
 
 def modules() -> dict[str, Path]:
@@ -98,16 +91,11 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def arrows_of(
-    source: str, node: ast.AST, in_function: bool = False, for_types: bool = False
-) -> Iterator[Arrow]:
+def arrows_of(source: str, node: ast.AST, in_function: bool = False) -> Iterator[Arrow]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.expr):  # An expression contains no import.
             continue
         inner = in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
-        types_only = for_types or (
-            isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-        )
         names: list[str] = []
         if isinstance(child, ast.Import):
             names = [alias.name for alias in child.names]
@@ -116,11 +104,11 @@ def arrows_of(
             joined = [f"{child.module}.{alias.name}" for alias in child.names]
             names = [name if name in MODULES else child.module or "" for name in joined]
         yield from (
-            Arrow(source, n, in_function, for_types)
+            Arrow(source, n, in_function)
             for n in dict.fromkeys(names)
             if n.split(".")[0] == "planish"
         )
-        yield from arrows_of(source, child, inner, types_only)
+        yield from arrows_of(source, child, inner)
 
 
 @pytest.fixture(scope="module", name="arrows")
@@ -159,16 +147,8 @@ def test_no_import_hides_in_a_function(arrows):
 
 
 def test_there_is_no_cycle(arrows):
-    """Imports for types only count too, except between modules of CIRCULAR_FOR_TYPES."""
-    graph = {
-        name: {
-            a.target
-            for a in arrows
-            if a.source == name
-            and not (a.for_types and {part(a.source), part(a.target)} <= CIRCULAR_FOR_TYPES)
-        }
-        for name in MODULES
-    }
+    """Imports for types only count too."""
+    graph = {name: {a.target for a in arrows if a.source == name} for name in MODULES}
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:

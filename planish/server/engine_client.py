@@ -8,15 +8,16 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from planish.engine.constraints.cache import CHECK_TIMEOUT_SECONDS, timeout_error
 from planish.engine.constraints.grammar import Grammar
 from planish.engine.engine import Engine
-from planish.errors import CheckpointError, EngineClosedError
+from planish.errors import CheckpointError, EngineClosedError, UnknownModelError
 from planish.server.results import stopping
 from planish.service import (
     AdapterBytes,
@@ -51,10 +52,12 @@ _NUM_LOAD_THREADS = 8
 class EngineClient:
     """Calls the engine from the event loop. Slow calls run in threads."""
 
-    def __init__(self, engine: Engine, data_dir: Path) -> None:
-        """Errors of this class name files relative to `data_dir`, because most errors reach
-        clients, and clients must not learn where the server stores its data.
+    def __init__(self, engine: Engine, data_dir: Path, base_models: Sequence[str]) -> None:
+        """Clients can use only `base_models`. Errors of this class name files relative to
+        `data_dir`, because most errors reach clients, and clients must not learn where the server
+        stores its data.
         """
+        self.base_models = tuple(base_models)
         engine.administration.keep_expired_checkpoints()
         self._engine, self._administration = engine, engine.administration
         self._data_dir_pattern = re.compile(rf"{re.escape(str(data_dir))}(/|(?![\w.-]))")
@@ -83,6 +86,22 @@ class EngineClient:
         """Raise Unavailable if clients may not send requests, or the engine has failed."""
         if not self.is_healthy:
             raise stopping()
+
+    def check_base_model(self, name: str) -> None:
+        """Raise UnknownModelError for a base model that is not served. This check keeps a client
+        from starting a download with an arbitrary name.
+        """
+        if name not in self.base_models:
+            raise UnknownModelError(
+                f"base_model={name[:200]!r} is not served here; this server has "
+                f"{', '.join(self.base_models)}"
+            )
+
+    async def load_base_models(self) -> None:
+        """Load all base models."""
+        for name in self.base_models:
+            with suppress(Exception):  # only requests of this base model will fail
+                await self.check_sample(name, WARMUP_SAMPLE)
 
     async def submit(self, operation: Operation[R]) -> asyncio.Future[R]:
         """Queue an operation. Errors of the submission are raised here, and later errors by the
@@ -135,8 +154,11 @@ class EngineClient:
         return await self.run_in_thread(lambda: self._engine.tokenizer_directory(base_model))
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
-        """Return the engine's base models."""
-        return self._engine.capabilities()
+        """Return the base models that are served."""
+        models = self._engine.capabilities().supported_models
+        return GetServerCapabilitiesResponse(
+            [model for model in models if model.model_name in self.base_models]
+        )
 
     async def checkpoint_info(self, path: str) -> CheckpointInfo:
         """Return a checkpoint's base model, LoRA configuration and description."""

@@ -25,17 +25,28 @@ from dataclasses import dataclass, field
 
 from planish.errors import EngineClosedError, StorageError
 from planish.server.durable import journal
-from planish.server.durable.checkpoints import is_private, private_copy_seq
+from planish.server.durable.checkpoints import (
+    CheckpointCatalog,
+    is_private,
+    private_copy_seq,
+)
+from planish.server.durable.expiry_clock import ExpiryClock
+from planish.server.durable.failed_requests import FailedRequests
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow, SamplerRow, SessionRow, select
-from planish.server.durable.request_log import done_from_result
-from planish.server.durable.store import Transaction
-from planish.server.models.model import ModelActor
+from planish.server.durable.request_log import RequestLog
+from planish.server.durable.store import Store, Transaction
+from planish.server.engine_client import EngineClient
+from planish.server.models.catalog import Models
 from planish.server.models.request_queue import QueueItem, RequestQueue
+from planish.server.request import done_from_result
 from planish.server.results import Failed
-from planish.server.samplers import Sampler
-from planish.server.services import Services
-from planish.server.sessions import AHEAD_SECONDS, delete_sessions
+from planish.server.samplers import Sampler, Samplers
+from planish.server.sampling import Sampling
+from planish.server.scheduling import AdapterCache
+from planish.server.sessions import AHEAD_SECONDS, Sessions, delete_sessions
+from planish.server.settings import ServerSettings
+from planish.server.settle import Settlement
 from planish.service import UnloadModel
 from planish.types import CheckpointPath
 
@@ -56,7 +67,15 @@ class RecoveredCounts:
 class Recovery:
     """Opens the sessions, models and samplers of an earlier process, and resumes their requests."""
 
-    _services: Services
+    _store: Store
+    _engine: EngineClient
+    _sessions: Sessions
+    _checkpoints: CheckpointCatalog
+    _models: Models
+    _samplers: Samplers
+    _sampling: Sampling
+    _request_log: RequestLog
+    _settlement: Settlement
     _repeatable_loads: set[tuple[str, int]] = field(default_factory=set)
     """(model id, sequence number) of each load_weights that a replay would repeat."""
     _closing: set[asyncio.Task[None]] = field(default_factory=set)
@@ -65,7 +84,7 @@ class Recovery:
         """Open sessions, models and samplers, delete private checkpoints that no row names, and
         resume the unanswered requests.
         """
-        store, sessions = self._services.store, self._services.sessions
+        store, sessions = self._store, self._sessions
         # Leave out the clients' texts, because all of them together may exceed the memory.
         session_rows = await store.read(select, SessionRow, "ended IS NULL", omit="spec")
         is_open = "closed IS NULL ORDER BY created"
@@ -78,12 +97,12 @@ class Recovery:
             await self._add_model(model)
         for sampler in samplers:
             await self._add_sampler(sampler)
-        await self._services.engine.clear_leftovers()
-        await self._services.checkpoints.reconcile()
+        await self._engine.clear_leftovers()
+        await self._checkpoints.reconcile()
         await self._delete_unreferenced()
         for row in unanswered:
             self._resume(row)
-        for model in list(self._services.sessions.models.values()):
+        for model in self._models.open_models():
             model.wake()
         session_ids = {row.session for row in (*models, *samplers)}
         for session_id in session_ids:
@@ -91,7 +110,7 @@ class Recovery:
         return RecoveredCounts(len(session_rows), len(models), len(samplers), len(unanswered))
 
     async def _add_model(self, row: ModelRow) -> None:
-        rows = await self._services.store.read(journal.requests_of_model, row.id, row.last_snapshot)
+        rows = await self._store.read(journal.requests_of_model, row.id, row.last_snapshot)
         queue: RequestQueue[QueueItem] = RequestQueue(row.last_snapshot + 1, row.skipped_below)
         unload_seq = None
         for request_row in rows:
@@ -102,16 +121,16 @@ class Recovery:
             is_unanswered = request_row.is_unanswered
             queue.add(
                 request_row.seq,
-                self._services.request_log.restore(request_row) if is_unanswered else request_row,
+                self._request_log.restore(request_row) if is_unanswered else request_row,
             )
         # Answered requests before the first unanswered one are replayed when the model is loaded.
         while isinstance(queue.peek(), RequestRow):
             queue.take()
-        ModelActor(self._services, row, queue, unload_seq)
+        self._models.open(row, queue, unload_seq)
 
     async def _add_sampler(self, row: SamplerRow) -> None:
-        model = self._services.sessions.models.get(row.model) if row.model is not None else None
-        sampler = self._services.samplers.add(row, model)
+        model = self._models.get(row.model) if row.model is not None else None
+        sampler = self._samplers.add(row, None if model is None else model.adapter)
         if row.model is None or row.source is not None:
             sampler.ready.set()
         elif model is None:
@@ -123,7 +142,7 @@ class Recovery:
         """Open a published sampler if the request that publishes it succeeded, and close the
         sampler if the request failed. If the request has no answer yet, the sampler stays as it is.
         """
-        row = await self._services.store.read(journal.request_row, request_id)
+        row = await self._store.read(journal.request_row, request_id)
         if row is not None and row.state == "done":
             sampler.ready.set()
         elif row is None or not row.is_unanswered:
@@ -131,7 +150,7 @@ class Recovery:
 
     def _close(self, sampler: Sampler, reason: str) -> None:
         """Close a sampler in the background, because on a full disk the write waits for space."""
-        task = asyncio.create_task(self._services.samplers.close(sampler, reason))
+        task = asyncio.create_task(self._samplers.close(sampler, reason))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
@@ -143,40 +162,39 @@ class Recovery:
 
     def _resume(self, row: RequestRow) -> None:
         """Resume an unanswered request. Requests of open models are in their queues already."""
-        request_log = self._services.request_log
         if row.kind == "sample":
-            sampler, request = self._services.samplers.get(row.owner), request_log.restore(row)
+            sampler, request = self._samplers.get(row.owner), self._request_log.restore(row)
             if sampler is not None:
-                self._services.samplers.start(sampler, request)
+                self._sampling.start(sampler, request)
             else:
                 failure = Failed(f"sampling_session_id={row.owner!r} is closed", "user")
-                request_log.settle(request, failure)
-        elif row.owner not in self._services.sessions.models:
-            request = request_log.restore(row)
+                self._settlement.settle(request, failure)
+        elif self._models.get(row.owner) is None:
+            request = self._request_log.restore(row)
             if row.kind == "unload_model":  # it was unloaded, and the crash came before the answer
-                request_log.settle(request, done_from_result(UnloadModel(row.owner), None))
+                self._settlement.settle(request, done_from_result(UnloadModel(row.owner), None))
             else:
                 failure = Failed(f"model_id={row.owner!r} is closed", "user")
-                request_log.settle(request, failure, state="refused")
+                self._settlement.settle(request, failure, state="refused")
 
     async def _delete_unreferenced(self) -> None:
         """Delete private checkpoints that no row names. Such a checkpoint exists if the server
         crashed after it made the checkpoint and before it wrote the row.
         """
-        sources = {sampler.row.source for sampler in self._services.samplers.open_samplers()}
-        for path in await self._services.engine.checkpoint_paths():
+        sources = {sampler.row.source for sampler in self._samplers.open_samplers()}
+        for path in await self._engine.checkpoint_paths():
             if not is_private(path) or path in sources:
                 continue
-            model = self._services.sessions.models.get(CheckpointPath.parse(path).run_id)
+            model = self._models.get(CheckpointPath.parse(path).run_id)
             seq = private_copy_seq(path)
             is_loaded = (
                 model is not None and seq is not None and (model.id, seq) in self._repeatable_loads
             )
             if model is not None and (is_loaded or path == model.row.snapshot):
-                model.private_paths.add(path)
+                model.adapter.private_paths.add(path)
             else:
                 try:
-                    await self._services.engine.delete_checkpoint(path)
+                    await self._engine.delete_checkpoint(path)
                 except StorageError as error:
                     _log.error("%s is not needed, and stays on disk: %s", path, error)
 
@@ -197,22 +215,28 @@ _MAX_FREED_PAGES = 1000
 class Cleanup:
     """Removes expired and excess data in a background task."""
 
-    _services: Services
+    _store: Store
+    _sessions: Sessions
+    _checkpoints: CheckpointCatalog
+    _models: Models
+    _samplers: Samplers
+    _adapter_cache: AdapterCache
+    _failed_requests: FailedRequests
+    _expiry_clock: ExpiryClock
+    _settings: ServerSettings
 
     async def run(self) -> None:
         """Clean up until the task is cancelled."""
         last_cleanup = time.monotonic()
         while True:
             await asyncio.sleep(
-                min(_SHORT_INTERVAL_SECONDS, self._services.settings.missing_request_timeout / 4)
+                min(_SHORT_INTERVAL_SECONDS, self._settings.missing_request_timeout / 4)
             )
-            await self._run_logging_errors(self._expire_missing_requests)
+            await self._run_logging_errors(self._models.expire_missing_requests)
             await self._run_logging_errors(
-                lambda: self._services.adapter_cache.unload_idle(
-                    self._services.settings.adapter_idle_timeout
-                )
+                lambda: self._adapter_cache.unload_idle(self._settings.adapter_idle_timeout)
             )
-            self._services.expiry_clock.earliest()
+            self._expiry_clock.earliest()
             if time.monotonic() - last_cleanup >= _CLEANUP_INTERVAL_SECONDS:
                 last_cleanup = time.monotonic()
                 await self.clean()
@@ -221,10 +245,10 @@ class Cleanup:
         """Run the parts of the cleanup that run every 30 seconds. Delete files first, because on a
         full disk every write to the database waits for space.
         """
-        await self._run_logging_errors(self._services.checkpoints.remove_expired)
-        await self._run_logging_errors(self._services.checkpoints.remove_excess)
-        await self._run_logging_errors(self._services.checkpoints.correct_expiry)
-        await self._run_logging_errors(self._services.sessions.write_last_seen)
+        await self._run_logging_errors(self._checkpoints.remove_expired)
+        await self._run_logging_errors(self._checkpoints.remove_excess)
+        await self._run_logging_errors(self._checkpoints.correct_expiry)
+        await self._run_logging_errors(self._sessions.write_last_seen)
         await self._run_logging_errors(self._end_stale_sessions)
         await self._run_logging_errors(self._close_excess_samplers)
         await self._run_logging_errors(self._delete_results)
@@ -238,15 +262,10 @@ class Cleanup:
         except Exception:
             _log.exception("cleaning up failed; it is tried again")
 
-    async def _expire_missing_requests(self) -> None:
-        for model in list(self._services.sessions.models.values()):
-            await model.intake.expire_missing_request()
-
     async def _end_stale_sessions(self) -> None:
-        services = self._services
-        oldest = services.expiry_clock.before(services.settings.session_timeout)
-        for session_id in services.sessions.stale_session_ids(oldest):
-            await services.sessions.end(session_id, "its client has sent nothing for too long")
+        oldest = self._expiry_clock.before(self._settings.session_timeout)
+        for session_id in self._sessions.stale_session_ids(oldest):
+            await self._sessions.end(session_id, "its client has sent nothing for too long")
 
     async def _close_excess_samplers(self) -> None:
         """Close the least recently used unnamed samplers of a tenant that has more than
@@ -254,16 +273,16 @@ class Cleanup:
         `max_unnamed_sampler_bytes`, close the least recently used sampler of the tenant that stores
         the most.
         """
-        settings = self._services.settings
+        settings = self._settings
         samplers_by_tenant = defaultdict[str, list[Sampler]](list)
         for sampler in sorted(
-            self._services.samplers.open_samplers(), key=lambda sampler: sampler.last_used
+            self._samplers.open_samplers(), key=lambda sampler: sampler.last_used
         ):
             if sampler.row.model and sampler.row.source:
                 samplers_by_tenant[sampler.row.tenant].append(sampler)
         for published in samplers_by_tenant.values():
             while len(published) > settings.max_samplers:
-                await self._services.samplers.close(
+                await self._samplers.close(
                     published.pop(0),
                     "it was the least recently used one when this tenant had more than "
                     f"{settings.max_samplers:,} unnamed samplers (max_samplers); save weights "
@@ -277,7 +296,7 @@ class Cleanup:
             largest_tenant = max(sizes, key=lambda tenant: sizes[tenant])
             sampler = samplers_by_tenant[largest_tenant].pop(0)
             sizes[largest_tenant] -= sampler.row.bytes
-            await self._services.samplers.close(
+            await self._samplers.close(
                 sampler,
                 "it was the least recently used one when unnamed samplers took more than "
                 f"{settings.max_unnamed_sampler_bytes:,} bytes; save weights under a name to keep "
@@ -285,10 +304,10 @@ class Cleanup:
             )
 
     async def _delete_results(self) -> None:
-        store, clock = self._services.store, self._services.expiry_clock
+        store, clock = self._store, self._expiry_clock
         await store.write_with_retries(_correct_times, time.time())
         await store.write_with_retries(clock.record)
-        oldest = clock.before(self._services.settings.result_retention)
+        oldest = clock.before(self._settings.result_retention)
         while (
             await store.write_with_retries(self._delete_expired_results, oldest)
             == _MAX_DELETED_ROWS
@@ -300,7 +319,7 @@ class Cleanup:
         await store.write_with_retries(
             self._delete_excess_results, clock.before(_MIN_RESULT_AGE_SECONDS)
         )
-        await self._services.request_log.failed_requests.trim()
+        await self._failed_requests.trim()
         await store.write_with_retries(lambda transaction: transaction.free_pages(_MAX_FREED_PAGES))
 
     def _delete_expired_results(self, transaction: Transaction, expired_before: float) -> int:
@@ -319,7 +338,7 @@ class Cleanup:
         """
         query = "SELECT SUM(result_bytes) FROM requests WHERE finished IS NOT NULL"
         total_bytes = transaction.execute(query).fetchone()[0] or 0
-        if total_bytes <= self._services.settings.max_result_bytes:
+        if total_bytes <= self._settings.max_result_bytes:
             return
         rows = transaction.execute(
             "SELECT id, result_bytes FROM requests WHERE finished < ? AND result_bytes > 0 ORDER "
@@ -327,7 +346,7 @@ class Cleanup:
             [before],
         )
         for request_id, size in rows.fetchall():
-            if total_bytes <= self._services.settings.max_result_bytes:
+            if total_bytes <= self._settings.max_result_bytes:
                 return
             total_bytes -= size
             journal.drop_results(transaction, "id = ?", [request_id])

@@ -50,9 +50,9 @@ class _WaitingRequest:
 class SlotLease:
     """The slots of one request in the engine. The request holds them until `release`."""
 
-    def __init__(self, release: Callable[[], None]) -> None:
-        """`release` returns the slots to the queue. It is called once."""
-        self._release: Callable[[], None] | None = release
+    def __init__(self, release: Callable[[], None] | None = None) -> None:
+        """`release` returns the slots to the queue. It is called once. None: there are no slots."""
+        self._release = release
 
     def release(self) -> None:
         """Give the slots back. Further calls have no effect."""

@@ -1,5 +1,5 @@
-"""Sessions, and the open models in them. The models and samplers of a client belong to the client's
-session, and are closed when the session ends. Named checkpoints are kept.
+"""Sessions. The models and samplers of a client belong to the client's session, and are closed when
+the session ends. Named checkpoints are kept.
 
 A session ends when its client asks for it, or when the client has sent no request for
 `session_timeout`.
@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from planish.errors import EngineClosedError, StorageError
 from planish.server.durable.crash_points import crash_point
@@ -48,9 +48,6 @@ from planish.server.results import (
 )
 from planish.server.settings import TenantSettings
 
-if TYPE_CHECKING:
-    from planish.server.models.model import ModelActor
-
 SESSION_ENDED = "its session ended"
 
 _SUSPENSION_SECONDS = 300.0
@@ -75,7 +72,7 @@ _log = logging.getLogger(__name__)
 
 
 class Sessions:
-    """The open sessions of a server, and its open models."""
+    """The open sessions of a server."""
 
     def __init__(
         self,
@@ -92,10 +89,6 @@ class Sessions:
         self._settings = settings
         self._check_disk = check_disk
         self._close_functions = close_functions
-        self.models: dict[str, ModelActor] = {}
-        """The open models of all sessions, by id. A model adds itself, and removes itself when it
-        is closed.
-        """
         self._open_rows: dict[str, SessionRow] = {}
         self._last_seen: dict[str, float] = {}
         """The times of last requests that are not on disk yet, by session id."""
@@ -288,30 +281,6 @@ class Sessions:
                 self._open_rows[session_id] = replace(self._open_rows[session_id], used=last_seen)
         pairs = [(last_seen, session_id) for session_id, last_seen in seen.items()]
         return lambda transaction: update_rows(transaction, SessionRow, "used", pairs)
-
-    async def open_model(self, tenant: Tenant, model_id: str) -> ModelActor:
-        """Return the tenant's model. Raise NotFound if the tenant has no such model, and Gone if
-        the model is closed.
-        """
-        model = self.models.get(model_id)
-        if model is not None and model.row.tenant == tenant.name:
-            return model
-        row = await self.model_row(tenant, model_id)
-        raise Gone(
-            f"model_id={model_id!r} takes no more requests: {row.closed}; create another model "
-            "from one of its checkpoints"
-        )
-
-    async def model_row(self, tenant: Tenant, model_id: str) -> ModelRow:
-        """Return the row of a model of the tenant, open or closed. Raise NotFound if there is no
-        such model.
-        """
-        rows = await self._store.read(
-            select, ModelRow, "id = ? AND tenant = ?", [model_id, tenant.name]
-        )
-        if not rows:
-            raise NotFound(f"model_id={model_id[:200]!r}: there is no such model")
-        return rows[0]
 
     async def page(self, tenant: Tenant, limit: int, offset: int) -> Page[str]:
         """Return a page of the tenant's session ids, newest first."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planish.errors import UserError
+from planish.server.durable.checkpoints import CheckpointCatalog
 from planish.server.durable.quotas import row_bytes
 from planish.server.durable.records import (
     ModelRow,
@@ -22,11 +23,12 @@ from planish.server.durable.records import (
     upsert,
     upsert_checkpoint,
 )
-from planish.server.durable.request_log import run_uncancelled
-from planish.server.durable.store import Transaction
+from planish.server.durable.store import Store, Transaction
+from planish.server.engine_client import EngineClient
+from planish.server.intake import Intake
+from planish.server.request import run_uncancelled
 from planish.server.results import KeyReused, SessionSpec, Tenant
-from planish.server.services import Services
-from planish.server.sessions import new_session_id
+from planish.server.sessions import Sessions, new_session_id
 from planish.types import CheckpointPath
 from planish.wire.models import IdParts, session_id_of
 
@@ -36,9 +38,18 @@ _OWN_SESSION_REASON = "it only holds a stored checkpoint"
 class StoredRuns:
     """Creates the runs that hold copied or imported checkpoints."""
 
-    def __init__(self, services: Services, run_lock: Callable[[str], asyncio.Lock]) -> None:
-        """`run_lock` returns the lock of a run's id."""
-        self._services = services
+    def __init__(
+        self,
+        store: Store,
+        engine: EngineClient,
+        sessions: Sessions,
+        checkpoints: CheckpointCatalog,
+        intake: Intake,
+        run_lock: Callable[[str], asyncio.Lock],
+    ) -> None:
+        """`intake` checks the tenants' limits. `run_lock` returns the lock of a run's id."""
+        self._store, self._engine, self._sessions = store, engine, sessions
+        self._checkpoints, self._intake = checkpoints, intake
         self._run_lock = run_lock
 
     async def copy(
@@ -52,10 +63,10 @@ class StoredRuns:
         """Copy a checkpoint into a new run of a session, and return the path of the copy. A
         repeated request returns the path of the first copy.
         """
-        self._services.engine.check_open()
-        await self._services.sessions.touch(tenant, session_id)
+        self._engine.check_open()
+        await self._sessions.touch(tenant, session_id)
         run_id = IdParts(session_id, model_seq_id).model_id
-        row = await self._services.checkpoints.readable_row(tenant, source)
+        row = await self._checkpoints.readable_row(tenant, source)
         copying = self._copy(tenant, row.path, run_id, ttl_seconds, has_own_session=False)
         return await run_uncancelled(copying)
 
@@ -66,8 +77,8 @@ class StoredRuns:
         copy. A request with the same key returns the path of the first copy. Raise KeyReused if it
         asks for another copy.
         """
-        self._services.engine.check_open()
-        row = await self._services.checkpoints.readable_row(tenant, source)
+        self._engine.check_open()
+        row = await self._checkpoints.readable_row(tenant, source)
         run_id = IdParts(new_session_id(tenant, idempotency_key), 0).model_id
         copying = self._copy(tenant, row.path, run_id, ttl_seconds, has_own_session=True)
         return await run_uncancelled(copying)
@@ -81,7 +92,7 @@ class StoredRuns:
         has_own_session: bool,
     ) -> str:
         """Copy a checkpoint into the run `run_id`, unless the run already contains this copy."""
-        services, source_path = self._services, CheckpointPath.parse(source)
+        source_path = CheckpointPath.parse(source)
         path = str(CheckpointPath(run_id, source_path.checkpoint_type, source_path.name))
         ttl_note = "" if ttl_seconds is None else f", with ttl_seconds={ttl_seconds}"
         closed_reason = f"it holds a copy of {source}{ttl_note}"
@@ -90,9 +101,9 @@ class StoredRuns:
         async with self._run_lock(run_id):
             if await self._is_copied(run_id, closed_reason, has_own_session):
                 return path
-            await services.checkpoints.check_quota(tenant)
-            services.request_log.check_capacity(tenant.name, 0)
-            await services.engine.copy_checkpoint(source, path, ttl_seconds)
+            await self._checkpoints.check_quota(tenant)
+            self._intake.check_capacity(tenant.name, 0)
+            await self._engine.copy_checkpoint(source, path, ttl_seconds)
             await self.record(
                 tenant,
                 path,
@@ -113,11 +124,11 @@ class StoredRuns:
         `own_session`, record the run's own session too. With `alias`, all tenants may read the
         checkpoint under this name, and a checkpoint that had the name before loses it.
         """
-        services, run_id = self._services, CheckpointPath.parse(path).run_id
+        run_id = CheckpointPath.parse(path).run_id
         # Describe the new files: the owner of a copy's source may overwrite the source at any time.
-        info = await services.engine.checkpoint_info(path)
+        info = await self._engine.checkpoint_info(path)
         checkpoint_row = replace(
-            await services.checkpoints.row_from_files(tenant, path),
+            await self._checkpoints.row_from_files(tenant, path),
             public=int(alias is not None),
             alias=alias,
         )
@@ -139,19 +150,19 @@ class StoredRuns:
 
         def write(transaction: Transaction) -> None:
             if own_session is not None:
-                services.sessions.insert_ended(
+                self._sessions.insert_ended(
                     transaction, tenant, run.session, own_session, _OWN_SESSION_REASON
                 )
             upsert(transaction, run)
             upsert_checkpoint(transaction, checkpoint_row)
 
-        await services.store.write(write)
+        await self._store.write(write)
 
     async def _is_copied(self, run_id: str, closed_reason: str, has_own_session: bool) -> bool:
         """Return whether the run already contains this copy. If something else uses the id of the
         run, raise KeyReused for a run with a session of its own, and UserError for another run.
         """
-        runs, sessions = await self._services.store.read(
+        runs, sessions = await self._store.read(
             lambda db: (
                 select(db, ModelRow, "id = ?", [run_id]),
                 select(db, SessionRow, "id = ?", [session_id_of(run_id)]),

@@ -139,7 +139,7 @@ class Uploads:
         """
         server = self._server
         server.engine.check_open()
-        server.check_base_model(options.base_model)
+        server.engine.check_base_model(options.base_model)
         CheckpointPath("run", options.checkpoint_type, options.name)
         unknown = set(options.files) - {*REQUIRED_FILES, *OPTIONAL_FILES}
         if unknown or not set(REQUIRED_FILES) <= set(options.files):
@@ -148,7 +148,7 @@ class Uploads:
                 f"{', '.join(OPTIONAL_FILES)}"
             )
         await server.checkpoints.check_quota(tenant)
-        server.request_log.check_capacity(tenant.name, 0)
+        server.intake.check_capacity(tenant.name, 0)
         await self._remove_expired()
         unfinished = [
             one for one in self._uploads.values() if one.tenant == tenant and one.result is None
@@ -181,7 +181,7 @@ class Uploads:
         limit = upload.max_bytes if name == ADAPTER_FILE else MAX_JSON_BYTES
         if size > limit:
             raise UserError(f"{name} has {size:,} bytes, and the limit is {limit:,}")
-        self._server.request_log.check_capacity(upload.tenant.name, size)
+        self._server.intake.check_capacity(upload.tenant.name, size)
         async with upload.lock:
             partial = upload.directory / f".{name}"
             written = 0
@@ -246,7 +246,7 @@ class Uploads:
         async with self._import_lock:
             server.engine.check_open()
             await server.checkpoints.check_quota(tenant)
-            server.request_log.check_capacity(tenant.name, 0)
+            server.intake.check_capacity(tenant.name, 0)
             imported = await server.engine.run_in_thread(import_adapter)
         path = str(imported.path)
         try:

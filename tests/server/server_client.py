@@ -73,8 +73,7 @@ async def running(
 async def submit_training(
     server: Server, tenant: Tenant, seq_id: int, operation: Operation[Any]
 ) -> Accepted:
-    model = await server.sessions.open_model(tenant, operation.model_id)  # type: ignore[attr-defined]
-    return await model.intake.submit(seq_id, operation)
+    return await server.models.submit(tenant, operation.model_id, seq_id, operation)  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -95,7 +94,7 @@ class Client:
 
     async def answer(self, request_id: str) -> Done | Failed:
         while isinstance(
-            outcome := await self.server.request_log.outcome(self.tenant, request_id, POLL_SECONDS),
+            outcome := await self.server.settlement.outcome(self.tenant, request_id, POLL_SECONDS),
             TryAgain,
         ):
             pass
@@ -109,7 +108,7 @@ class Client:
     async def model(self, seed: int | None = 1, **options: Any) -> Model:
         model_id = f"{self.session_id}:train:{self.models}"
         self.models += 1
-        accepted = await self.server.create_model(
+        accepted = await self.server.models.create(
             self.tenant,
             CreateModel(
                 model_id, **{"base_model": BASE, "lora": LoraConfig(RANK, seed), **options}
@@ -129,7 +128,7 @@ class Client:
         return f"{self.session_id}:sample:{self.samplers - 1}"
 
     async def sample(self, sampler_id: str, seq_id: int = 0, **options: Any) -> SampleResponse:
-        accepted = await self.server.samplers.submit(
+        accepted = await self.server.sampling.submit(
             self.tenant, seq_id, sample(sampler_id, **options)
         )
         return sample_response_from_message(

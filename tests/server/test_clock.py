@@ -163,7 +163,7 @@ class ShiftedClock:
         monkeypatch.setattr("time.time", lambda: time_of_day() + self.seconds + self._run_seconds)
         monkeypatch.setattr(f"{STORE}.datetime", ShiftedDatetime)
         monkeypatch.setattr(
-            "planish.server.services.ExpiryClock",
+            "planish.server.server.ExpiryClock",
             lambda delay: ExpiryClock(delay, monotonic=lambda: monotonic() + self._run_seconds),
         )
 

@@ -10,8 +10,8 @@ import pytest
 from planish.errors import EngineClosedError
 from planish.server.durable import crash_guard, journal
 from planish.server.durable.crash_guard import CrashGuard
-from planish.server.durable.request_log import insert_request
 from planish.server.durable.store import Store
+from planish.server.intake import insert_request
 from planish.server.results import Abandoned
 
 

@@ -190,7 +190,7 @@ async def test_a_fault_is_noted_when_a_submission_meets_it(tmp_path: Path):
             raise EngineClosedError("a fault while nothing ran")
 
     service: Any = Faulty()
-    client = EngineClient(service, tmp_path)
+    client = EngineClient(service, tmp_path, [])
     with pytest.raises(EngineClosedError):
         await client.submit(UnloadModel("m"))
     assert client.fault == "a fault while nothing ran"

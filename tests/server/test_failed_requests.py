@@ -35,10 +35,10 @@ async def test_rejected_requests_have_a_bound(model_dir, data_dir):
     async with running(model_dir, data_dir, SMALL) as server:
         client, other = await Client.start(server), await Client.start(server, OTHER)
         model, theirs = await client.model(), await other.model()
-        await server.reject(OTHER, theirs.model_id, 1, WRONG)
+        await server.models.reject(OTHER, theirs.model_id, 1, WRONG)
         for number in range(1, 201):
             kind = ("forward_backward", "optim_step", "save_weights")[number % 3]
-            await server.reject(TENANT, model.model_id, number, WRONG, kind)
+            await server.models.reject(TENANT, model.model_id, number, WRONG, kind)
             assert await failed_rows(server) <= 21
         assert await failed_rows(server, OTHER.name) == 1
         # A number whose row was deleted stays used, and the next one is free.
@@ -74,18 +74,20 @@ async def test_rows_that_a_replay_needs_are_kept_and_more_are_rejected(model_dir
         async def fill() -> None:
             for _ in range(100):
                 await model.run(gradient(model.model_id))
-                await server.reject(TENANT, model.model_id, model.seq + 1, WRONG, "optim_step")
+                await server.models.reject(
+                    TENANT, model.model_id, model.seq + 1, WRONG, "optim_step"
+                )
                 model.seq += 1
 
         with pytest.raises(TooManyRequests, match="max_rejected_request_bytes"):
             await fill()
         assert await failed_rows(server) <= 21
         await model.run(adam(model.model_id))  # the number is still free
-        unload = await server.unload_model(TENANT, model.model_id)
+        unload = await server.models.unload(TENANT, model.model_id)
         await client.done(unload.request_id)
         another = await client.model()
-        server.request_log.failed_requests._full_since.clear()
-        await server.reject(TENANT, another.model_id, 1, WRONG)
+        server.failed_requests._full_since.clear()
+        await server.models.reject(TENANT, another.model_id, 1, WRONG)
 
 
 @pytest.mark.slow
@@ -116,11 +118,11 @@ async def test_a_restart_computes_the_same_without_the_deleted_rows(model_dir, d
                     kind = "forward_backward" if what == "bad gradient" else "optim_step"
                     model.seq += 1
                     try:
-                        await server.reject(TENANT, model.model_id, model.seq, WRONG, kind)
+                        await server.models.reject(TENANT, model.model_id, model.seq, WRONG, kind)
                     except TooManyRequests:
-                        server.request_log.failed_requests._full_since.clear()
+                        server.failed_requests._full_since.clear()
                         model.seq -= 1
-            await server.request_log.failed_requests.trim()
+            await server.failed_requests.trim()
             await asyncio.sleep(0.1)
             rows = await failed_rows(server)
             copy = place.with_name(place.name + " copy")
@@ -206,10 +208,10 @@ async def test_the_sizes_are_counted_again_after_a_restart(model_dir, data_dir):
         client = await Client.start(server)
         model = await client.model()
         for number in range(1, 41):
-            await server.reject(TENANT, model.model_id, number, WRONG, "save_weights")
+            await server.models.reject(TENANT, model.model_id, number, WRONG, "save_weights")
     async with running(model_dir, data_dir, SMALL) as server:
         assert await failed_rows(server) == 40
-        await server.reject(TENANT, model.model_id, 41, WRONG)
+        await server.models.reject(TENANT, model.model_id, 41, WRONG)
         assert await failed_rows(server) < 20
         assert await server.store.read(request_row, f"{model.model_id}:41") is not None
         plan = await server.store.read(

@@ -19,6 +19,7 @@ from server_client import (
     state,
 )
 
+from planish.server.durable.database import Database
 from planish.server.durable.store import Store
 from planish.server.results import Done, TryAgain, Unavailable
 from planish.server.server import Server
@@ -35,7 +36,7 @@ async def test_new_requests_are_rejected_with_little_disk_space(
         monkeypatch.setattr(server.store, "free_bytes", lambda: 999)
         calls = [
             model.submit(gradient(model.model_id), 2),
-            server.samplers.submit(TENANT, 0, sample(sampler)),
+            server.sampling.submit(TENANT, 0, sample(sampler)),
             client.model(),
             client.sampler(),
         ]
@@ -88,7 +89,7 @@ def test_answers_wait_until_a_full_disk_accepts_them(model_dir, tmp_path, monkey
             request = await model.submit(gradient(model.model_id))
             refusing = full
             if full:
-                assert await server.request_log.outcome(TENANT, request, 0.3) == TryAgain()
+                assert await server.settlement.outcome(TENANT, request, 0.3) == TryAgain()
                 with pytest.raises(Unavailable):
                     await model.submit(gradient(model.model_id), 2)
                 refusing = False
@@ -166,20 +167,20 @@ def client_of(server: Server, client: Client) -> Client:
 def test_spare_space_is_freed_if_the_database_cannot_be_opened(tmp_path, monkeypatch, caplog):
     """SQLite needs space to open a database, even to read it."""
     Store(tmp_path).close()
-    spare, opened = tmp_path / ".server.spare", Store._open_database
+    spare, opened = tmp_path / ".server.spare", Database._open
     assert spare.stat().st_size == 1 << 20
     assert spare.stat().st_mode & 0o777 == 0o600
 
-    def refuse(store: Store) -> sqlite3.Connection:
-        connection = opened(store)
+    def refuse(database: Database) -> sqlite3.Connection:
+        connection = opened(database)
         if spare.exists():
             error = sqlite3.OperationalError("disk I/O error")
             error.sqlite_errorcode = sqlite3.SQLITE_IOERR
             raise error
         return connection
 
-    monkeypatch.setattr(Store, "_open_database", refuse)
-    monkeypatch.setattr(Store, "free_bytes", lambda store: 0)
+    monkeypatch.setattr(Database, "_open", refuse)
+    monkeypatch.setattr(Database, "free_bytes", lambda database: 0)
     Store(tmp_path).close()
     assert not spare.exists()
     assert "the spare space was freed" in caplog.text

@@ -9,7 +9,7 @@ import pytest
 from json_bodies import forward_backward_to_json
 from server_client import adam, gradient, sample
 
-from planish.server.durable.request_log import encode_request
+from planish.server.request import encode_operation
 from planish.service import (
     CreateModel,
     ForwardBackward,
@@ -47,7 +47,7 @@ OPERATIONS = [
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: type(operation).__name__)
 def test_an_operation_survives_encoding(operation):
-    journaled = encode_request(operation, 7)
+    journaled = encode_operation(operation, 7)
     assert journaled.operation is operation
     assert operation_from_bytes(journaled.kind, journaled.body) == operation
 
@@ -57,7 +57,7 @@ def test_training_data_survive_encoding(forward_only):
     operation = replace(
         gradient(MODEL, 1, forward_only), loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.9}
     )
-    journaled = encode_request(operation, 2**40)
+    journaled = encode_operation(operation, 2**40)
     assert journaled.kind == ("forward" if forward_only else "forward_backward")
     back = operation_from_bytes(journaled.kind, journaled.body)
     assert isinstance(back, ForwardBackward)
@@ -85,7 +85,7 @@ def test_prompt_logprob_requests_survive_encoding():
         prompt_logprobs_last_n=5,
         record_stability_info=True,
     )
-    journaled = encode_request(operation, 0)
+    journaled = encode_operation(operation, 0)
     back = operation_from_bytes(journaled.kind, journaled.body)
     assert isinstance(back, Sample)
     assert back.target_prompt_logprobs is not None
@@ -96,18 +96,18 @@ def test_prompt_logprob_requests_survive_encoding():
 
 
 def test_the_digest_covers_the_request_and_not_the_chosen_seed():
-    first, second = (encode_request(sample(SAMPLER), 3) for _ in range(2))
+    first, second = (encode_operation(sample(SAMPLER), 3) for _ in range(2))
     assert first.digest == second.digest
     assert first.operation != second.operation
     assert operation_from_bytes("sample", first.body) == first.operation
-    created = [encode_request(CreateModel(MODEL, "base", LoraConfig(4)), 0) for _ in range(2)]
+    created = [encode_operation(CreateModel(MODEL, "base", LoraConfig(4)), 0) for _ in range(2)]
     assert created[0].digest == created[1].digest
     assert created[0].body != created[1].body
 
 
 def test_different_requests_have_different_digests():
     digests = {
-        encode_request(operation, 7).digest
+        encode_operation(operation, 7).digest
         for operation in [*OPERATIONS, gradient(MODEL, 1), gradient(MODEL, 2)]
     }
     assert len(digests) == len(OPERATIONS) + 2
@@ -117,16 +117,16 @@ def test_both_wires_have_one_digest():
     operation = gradient(MODEL, 1)
     told = Fields(forward_backward_to_json(operation, 5))
     assert (
-        encode_request(forward_backward_from_json(told, False), 5).digest
-        == encode_request(operation, 5).digest
+        encode_operation(forward_backward_from_json(told, False), 5).digest
+        == encode_operation(operation, 5).digest
     )
     shuffled = [
         replace_inputs(datum, dict(reversed(list(datum.loss_fn_inputs.items()))))
         for datum in operation.data
     ]
     assert (
-        encode_request(replace(operation, data=shuffled), 5).digest
-        == encode_request(operation, 5).digest
+        encode_operation(replace(operation, data=shuffled), 5).digest
+        == encode_operation(operation, 5).digest
     )
 
 

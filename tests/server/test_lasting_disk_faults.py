@@ -71,9 +71,9 @@ async def test_accepted_requests_wait_for_the_disk(model_dir, data_dir, monkeypa
     async with running(model_dir, data_dir) as server:
         client.server = server
         await disk.fail(40)
-        assert isinstance(await server.request_log.outcome(TENANT, waiting, 0.0), TryAgain)
+        assert isinstance(await server.settlement.outcome(TENANT, waiting, 0.0), TryAgain)
         assert server.engine.is_healthy  # a restart would not help
-        assert not server.request_log.disk_is_full()  # one file may be damaged
+        assert not server.intake.disk_is_full()  # one file may be damaged
     async with running(model_dir, data_dir) as server:  # a stop in between loses nothing
         client.server = server
         await disk.fail(10)
@@ -100,17 +100,17 @@ async def test_samples_wait_for_the_disk_without_a_turn(model_dir, data_dir, mon
         base = await client.sampler()
         await server.adapter_cache.unload_idle(0)
         disk.is_broken = True
-        unaffected = await server.samplers.submit(TENANT, 0, sample(base))
-        waiting = [await server.samplers.submit(TENANT, 0, sample(one)) for one in samplers]
+        unaffected = await server.sampling.submit(TENANT, 0, sample(base))
+        waiting = [await server.sampling.submit(TENANT, 0, sample(one)) for one in samplers]
         await disk.fail(40)
         assert isinstance(await client.answer(unaffected.request_id), Done)
-        assert server.request_log.disk_is_full()
+        assert server.intake.disk_is_full()
         with pytest.raises(Unavailable, match="full or broken"):
-            server.request_log.check_disk(0)
+            server.intake.check_disk(0)
         disk.is_broken = False
         for one in waiting:
             assert isinstance(await client.answer(one.request_id), Done)
-        assert not server.request_log.disk_is_full()
+        assert not server.intake.disk_is_full()
 
 
 @pytest.mark.parametrize(

@@ -32,17 +32,17 @@ async def test_a_page_of_checkpoints_is_cut_by_bytes(model_dir, data_dir, small_
         paths = await many_checkpoints(server)
         found: list[str] = []
         for offset, size in ((0, 2), (2, 2), (4, 1)):
-            page = await server.list_checkpoints(TENANT, None, 100, offset)
+            page = await server.runs.list_checkpoints(TENANT, None, 100, offset)
             assert (len(page.items), page.total) == (size, 5)
             assert page.limit == (size if size == 2 else 100)
             found += [item.tinker_path for item in page.items]
         assert found == paths
-        [run] = (await server.training_runs(TENANT, 10, 0)).items
-        assert (await server.list_checkpoints(TENANT, run.training_run_id)).limit == 2
+        [run] = (await server.runs.page(TENANT, 10, 0)).items
+        assert (await server.runs.list_checkpoints(TENANT, run.training_run_id)).limit == 2
         # One item is returned, however large it is.
         model = await (await Client.start(server)).model()
         await model.save("large", user_metadata={"key": "x" * 50_000})
-        assert len((await server.list_checkpoints(TENANT, None, 100, 0)).items) == 1
+        assert len((await server.runs.list_checkpoints(TENANT, None, 100, 0)).items) == 1
 
 
 async def test_a_page_of_runs_is_cut_by_bytes(model_dir, data_dir, small_pages):
@@ -53,10 +53,10 @@ async def test_a_page_of_runs_is_cut_by_bytes(model_dir, data_dir, small_pages):
             await (await client.model()).save("a", user_metadata=METADATA)
         for number in range(2):
             await client.model(user_metadata={"number": str(number), **METADATA})
-        page = await server.training_runs(TENANT, 10, 0)
+        page = await server.runs.page(TENANT, 10, 0)
         assert [run.user_metadata["number"] for run in page.items] == ["1", "0"]
         assert (page.limit, page.total) == (2, 5)
-        rest = await server.training_runs(TENANT, 10, 2)
+        rest = await server.runs.page(TENANT, 10, 2)
         assert len(rest.items) == 2
         assert all(run.last_checkpoint is not None for run in rest.items)
 
@@ -68,7 +68,7 @@ async def test_the_last_checkpoint_of_each_kind_is_found(model_dir, data_dir):
         await model.save("last")
         for name in ("sampler", "external:program"):
             await model.run(SaveWeightsForSampler(model.model_id, name))
-        run = await server.training_run(TENANT, model.model_id)
+        run = await server.runs.run(TENANT, model.model_id)
         assert run.last_checkpoint is not None
         assert run.last_checkpoint.tinker_path.endswith("/weights/last")
         assert run.last_sampler_checkpoint is not None
@@ -96,7 +96,7 @@ async def test_a_start_reads_no_manifest_of_a_named_checkpoint(
     monkeypatch.setattr(checkpoint_store, "read_manifest", spy)
     async with running(model_dir, data_dir) as server:
         assert not read
-        assert len((await server.list_checkpoints(TENANT)).items) == 5
+        assert len((await server.runs.list_checkpoints(TENANT)).items) == 5
         await server.checkpoints.verify()
         assert len(set(read)) == 5
         with pytest.raises(DamagedFileError, match="more than the limit 4,194,304"):
@@ -111,14 +111,14 @@ async def test_the_verification_corrects_rows_of_interrupted_changes(model_dir, 
     async with running(model_dir, data_dir) as server:
         path = await (await Client.start(server)).model()
         path = await path.save("a")
-        true = (await server.list_checkpoints(TENANT)).items
+        true = (await server.runs.list_checkpoints(TENANT)).items
         await server.store.write(
             lambda transaction: (
                 transaction.execute("UPDATE checkpoints SET expires = 4e9, bytes = 0").rowcount
             )
         )
     async with running(model_dir, data_dir) as server:
-        while (await server.list_checkpoints(TENANT)).items != true:
+        while (await server.runs.list_checkpoints(TENANT)).items != true:
             await asyncio.sleep(0.01)
 
 
@@ -127,10 +127,10 @@ async def test_a_start_reads_no_texts_of_sessions_and_models(model_dir, data_dir
         client = await Client.start(server)
         await server.sessions.create(TENANT, SessionSpec(user_metadata=METADATA))
         model = await client.model(user_metadata=METADATA)
-        assert not server.sessions.models[model.model_id].row.user_metadata
+        assert not server.models.get(model.model_id).row.user_metadata
         await model.step()
     async with running(model_dir, data_dir) as server:
-        opened = server.sessions.models[model.model_id]
+        opened = server.models.get(model.model_id)
         assert not opened.row.user_metadata
         model.client.server = server
         await model.step()  # restores the model, with its metadata

@@ -33,7 +33,7 @@ async def test_a_rejected_request_leaves_little_in_the_journal(model_dir, data_d
     async with running(model_dir, data_dir) as server:
         client = await Client.start(server)
         model = await client.model()
-        await server.reject(client.tenant, model.model_id, 1, ValueError("k" * 10_000_000))
+        await server.models.reject(client.tenant, model.model_id, 1, ValueError("k" * 10_000_000))
         row = await server.store.read(journal.request_row, f"{model.model_id}:1")
         assert row is not None
         assert row.message is not None

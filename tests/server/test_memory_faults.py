@@ -16,11 +16,11 @@ from server_client import Client, adam, gradient, make_core, running, state
 from starlette.testclient import TestClient
 
 from planish.errors import StorageError, UserError
-from planish.server.durable.request_log import failed_from_error
 from planish.server.durable.retries import retry_until_memory_suffices
 from planish.server.durable.store import Store, Transaction
 from planish.server.http.app import create_app
 from planish.server.models import steps
+from planish.server.request import failed_from_error
 from planish.server.results import Unavailable
 from planish.server.server import Server
 from planish.server.settings import ServerSettings
@@ -99,11 +99,11 @@ async def test_writes_that_lack_memory_are_not_reported_as_a_full_disk(model_dir
         while not server.store.is_failing:
             await asyncio.sleep(0.01)
         with pytest.raises(Unavailable, match="out of memory; send the request again"):
-            server.request_log.check_disk(0)
+            server.intake.check_disk(0)
         assert await readiness(server) == "out of memory"
         lacks_memory = False
         await write
-        server.request_log.check_disk(0)
+        server.intake.check_disk(0)
         assert await readiness(server) == "ready"
 
 

@@ -30,7 +30,7 @@ def test_a_secret_in_a_known_template_cannot_be_guessed(model_dir, data_dir, sha
                 operation = sample(sampler, TEMPLATE % guess, 1, 1)
                 if scored:
                     operation = replace(operation, prompt_only=True, prompt_logprobs=True)
-                response = await server.samplers.sample(ATTACKER, operation)
+                response = await server.sampling.sample(ATTACKER, operation)
                 hits[guess] = response.prompt_cache_hit_tokens
             return hits
 

@@ -141,7 +141,7 @@ async def test_open_models_samplers_and_sessions_are_limited(model_dir, data_dir
             assert "2 open models, which is the limit (max_models); unload some" in str(error)
         assert await rows(server, ModelRow) == 2
         [model, _] = [model for model in made if not isinstance(model, BaseException)]
-        unload = await server.unload_model(TENANT, model.model_id)
+        unload = await server.models.unload(TENANT, model.model_id)
         await client.done(unload.request_id)
         await client.model()
 
@@ -183,7 +183,7 @@ async def test_the_tenant_with_most_unnamed_samplers_loses_them_first(model_dir,
         await published(server)
         size = server.samplers.open_samplers()[0].row.bytes
         limited = ServerSettings(max_unnamed_sampler_bytes=2 * size)
-        object.__setattr__(server.cleanup._services, "settings", limited)
+        object.__setattr__(server.cleanup, "_settings", limited)
         await server.cleanup.clean()
         left = server.samplers.open_samplers()
         assert [sampler.row.tenant for sampler in left] == [OTHER.name, TENANT.name]
@@ -195,7 +195,7 @@ async def test_ended_sessions_make_room_for_new_ones(model_dir, data_dir):
         first = await Client.start(server)
         model = await first.model()
         path = await model.save("a")
-        await server.unload_model(TENANT, (await first.model()).model_id)
+        await server.models.unload(TENANT, (await first.model()).model_id)
         await server.sessions.finish(TENANT, first.session_id, "success", "x" * 100_000)
         await server.sessions.wait_until_closed()
         [ended] = await server.store.read(
@@ -210,9 +210,9 @@ async def test_ended_sessions_make_room_for_new_ones(model_dir, data_dir):
         with pytest.raises(NotFound):
             await server.sessions.record(TENANT, first.session_id)
         # A run with a checkpoint stays.
-        assert [
-            item.training_run_id for item in (await server.training_runs(TENANT, 10, 0)).items
-        ] == [model.model_id]
+        assert [item.training_run_id for item in (await server.runs.page(TENANT, 10, 0)).items] == [
+            model.model_id
+        ]
         assert (await server.checkpoints.info(TENANT, path)).base_model
 
 
@@ -263,7 +263,7 @@ async def test_an_idempotency_key_gives_one_copy_after_an_interrupted_one(
     for _ in range(2):
         async with running(model_dir, data_dir) as server:
             paths += [await copied(server, source) for _ in range(2)]
-            listed = (await server.list_checkpoints(TENANT)).items
+            listed = (await server.runs.list_checkpoints(TENANT)).items
             assert {item.tinker_path for item in listed} == {source, paths[0]}
     assert len(set(paths)) == 1
 

@@ -160,7 +160,7 @@ async def test_answers_and_numbers_survive_a_restart(model_dir, data_dir):
         sampler = await client.sampler()
         done = [await model.submit(op) for op in (gradient(model.model_id), adam(model.model_id))]
         before = [await client.answer(request_id) for request_id in done]
-        accepted = await server.samplers.submit(TENANT, 0, sample(sampler))
+        accepted = await server.sampling.submit(TENANT, 0, sample(sampler))
         drawn_before = await client.answer(accepted.request_id)
         bad = Datum(
             ModelInput.from_ints([1]),
@@ -173,15 +173,15 @@ async def test_answers_and_numbers_survive_a_restart(model_dir, data_dir):
         assert isinstance(failed, Failed)
         assert failed.error_class == "NonFiniteError"
         waiting = await model.submit(adam(model.model_id), 4)
-        assert isinstance(await server.request_log.outcome(TENANT, waiting, 0.05), TryAgain)
+        assert isinstance(await server.settlement.outcome(TENANT, waiting, 0.05), TryAgain)
     async with running(model_dir, data_dir) as server:
         client.server = server
         assert [await client.answer(request_id) for request_id in done] == before
         assert await client.answer(accepted.request_id) == drawn_before
         assert await client.answer(failing) == failed
-        assert await server.samplers.submit(TENANT, 0, sample(sampler)) == accepted
+        assert await server.sampling.submit(TENANT, 0, sample(sampler)) == accepted
         assert await model.submit(gradient(model.model_id), 1) == done[0]
-        assert isinstance(await server.request_log.outcome(TENANT, waiting, 0.05), TryAgain)
+        assert isinstance(await server.settlement.outcome(TENANT, waiting, 0.05), TryAgain)
         await model.submit(gradient(model.model_id, 1), 3)
         assert orjson.loads(await client.done(waiting))["metrics"]["adam_step"] == 2
 
@@ -224,7 +224,7 @@ async def test_a_stop_rejects_new_requests_and_keeps_waiting_ones(model_dir, dat
         client = await Client.start(server)
         sampler = await client.sampler()
         accepted = [
-            await server.samplers.submit(
+            await server.sampling.submit(
                 TENANT, seq, sample(sampler, n=1, max_tokens=300, stop=[], seed=seq)
             )
             for seq in range(4)
@@ -249,7 +249,7 @@ async def test_a_stop_waits_only_for_requests_in_the_engine(model_dir, data_dir)
         client = await Client.start(server)
         sampler = await client.sampler()
         accepted = [
-            await server.samplers.submit(
+            await server.sampling.submit(
                 TENANT, seq, sample(sampler, n=1, max_tokens=50, stop=[], seed=seq)
             )
             for seq in range(5)
@@ -262,7 +262,7 @@ async def test_a_stop_waits_only_for_requests_in_the_engine(model_dir, data_dir)
         server.stop = do_nothing  # it has stopped
         assert counters.num_sample_requests == first
         answers = [
-            await server.request_log.outcome(TENANT, one.request_id, 0) for one in accepted[:first]
+            await server.settlement.outcome(TENANT, one.request_id, 0) for one in accepted[:first]
         ]
         assert all(isinstance(answer, Done) for answer in answers)
     async with running(model_dir, data_dir) as server:
@@ -313,7 +313,7 @@ async def test_files_left_by_a_crash_are_removed_at_the_next_start(model_dir, da
 
 async def listed(model_dir, data_dir) -> list[Checkpoint]:
     async with running(model_dir, data_dir) as server:
-        return list((await server.list_checkpoints(TENANT)).items)
+        return list((await server.runs.list_checkpoints(TENANT)).items)
 
 
 async def test_a_session_that_ended_before_a_crash_is_cleared_at_the_next_start(
@@ -332,9 +332,9 @@ async def test_a_session_that_ended_before_a_crash_is_cleared_at_the_next_start(
         for call in (client.sample(sampler), model.publish()):
             with pytest.raises(Gone):
                 await call
-        assert [item.tinker_path for item in (await server.list_checkpoints(TENANT)).items] == [
-            path
-        ]
+        assert [
+            item.tinker_path for item in (await server.runs.list_checkpoints(TENANT)).items
+        ] == [path]
         assert {file.name for file in (data_dir / "checkpoints").glob("*/*/*")} == {"a"}
 
 
@@ -545,8 +545,8 @@ async def test_a_snapshot_is_not_recorded_if_a_sampler_before_it_could_not_be_sa
 
         sampler = await publish_unsaved_sampler(server, monkeypatch, may_fail, failures=1000)
         model = sampler.model
-        opened = server.sessions.models[model.model_id]
-        while opened.is_snapshotting:
+        opened = server.models.get(model.model_id)
+        while opened.adapter.is_snapshotting:
             await asyncio.sleep(0.01)
         monkeypatch.setattr(server.engine, "submit", hold_snapshots)
         monkeypatch.setattr(server.engine, "perform", end_snapshots_before_a_restore)
@@ -554,7 +554,7 @@ async def test_a_snapshot_is_not_recorded_if_a_sampler_before_it_could_not_be_sa
         while not held:
             steps, last = steps + 1, await model.step(steps + 1)
         may_fail.set()
-        while not opened.adapter.has_lost_work:
+        while not opened.adapter.state.has_lost_work:
             await asyncio.sleep(0.01)
         asyncio.get_running_loop().call_later(0.5, may_end.set)
     async with running(model_dir, data_dir) as server:

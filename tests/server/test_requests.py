@@ -21,9 +21,10 @@ from server_client import (
 
 from planish.server.durable import journal
 from planish.server.durable.checkpoints import CheckpointCatalog
-from planish.server.durable.request_log import QueuedRequest, failed_from_error
-from planish.server.models import replay, steps
+from planish.server.models import steps
 from planish.server.models.model import ModelActor
+from planish.server.models.replay import Replay
+from planish.server.request import Request, failed_from_error
 from planish.server.results import (
     OUT_OF_MEMORY,
     BadRequest,
@@ -33,7 +34,8 @@ from planish.server.results import (
     TryAgain,
     Unavailable,
 )
-from planish.server.samplers import Sampler, Samplers
+from planish.server.samplers import Sampler
+from planish.server.sampling import Sampling
 from planish.server.settings import ServerSettings
 from planish.service import CreateModel, ForwardBackward, LoadWeights, Operation, SaveWeights
 from planish.types import Datum, LoraConfig, ModelInput
@@ -54,8 +56,8 @@ async def test_a_journaled_request_runs_after_its_client_disconnected(model_dir,
         model, sampler = await client.model(), await client.sampler()
         calls = [
             submit_training(server, TENANT, 1, gradient(model.model_id)),
-            server.samplers.submit(TENANT, 0, sample(sampler)),
-            server.create_model(
+            server.sampling.submit(TENANT, 0, sample(sampler)),
+            server.models.create(
                 TENANT, CreateModel(f"{client.session_id}:train:7", BASE, LoraConfig(RANK))
             ),
         ]
@@ -77,17 +79,17 @@ async def test_a_journaled_request_runs_after_its_client_disconnected(model_dir,
 
 
 async def test_a_sample_can_be_cancelled_before_it_starts(model_dir, data_dir, monkeypatch):
-    start = Samplers.start
+    start = Sampling.start
 
-    def start_and_cancel(samplers: Samplers, sampler: Sampler, request: QueuedRequest) -> None:
-        start(samplers, sampler, request)
-        samplers.cancel(TENANT, request.id)  # before its task had a step
+    def start_and_cancel(sampling: Sampling, sampler: Sampler, request: Request) -> None:
+        start(sampling, sampler, request)
+        sampling.cancel(TENANT, request.id)  # before its task had a step
 
-    monkeypatch.setattr(Samplers, "start", start_and_cancel)
+    monkeypatch.setattr(Sampling, "start", start_and_cancel)
 
     async with running(model_dir, data_dir) as server:
         client = await Client.start(server)
-        accepted = await server.samplers.submit(TENANT, 0, sample(await client.sampler()))
+        accepted = await server.sampling.submit(TENANT, 0, sample(await client.sampler()))
         assert await client.answer(accepted.request_id) == Failed(
             "the request was cancelled", "user"
         )
@@ -119,18 +121,16 @@ async def test_an_answer_is_sent_once_it_is_on_disk(model_dir, data_dir, monkeyp
             await other.submit(bad_gradient(other.model_id)),
             await other.submit(adam(other.model_id)),
         ]
-        drawn = await server.samplers.submit(TENANT, 0, sample(sampler))
+        drawn = await server.sampling.submit(TENANT, 0, sample(sampler))
         is_full = True
         stopping.clear()
-        for one in server.sessions.models.values():
+        for one in server.models.open_models():
             one.wake()
-        while any(
-            request.answer_written is None for request in server.request_log._active.values()
-        ):
+        while any(request.answer_written is None for request in server.request_log.active.values()):
             await asyncio.sleep(0.01)
         requests = [*good, *bad, drawn.request_id]
         for request_id in requests:
-            assert await server.request_log.outcome(TENANT, request_id, 0) == TryAgain()
+            assert await server.settlement.outcome(TENANT, request_id, 0) == TryAgain()
         is_full = False
         answers = [await client.answer(request_id) for request_id in requests]
         assert [type(answer) for answer in answers] == [Done] * 3 + [Failed] * 2 + [Done]
@@ -187,9 +187,9 @@ async def test_requests_that_change_nothing_also_trigger_a_snapshot(model_dir, d
         model = await (await Client.start(server)).model()
         for _ in range(6):
             await model.run(gradient(model.model_id, forward_only=True))
-        while next(iter(server.sessions.models.values())).is_snapshotting:
+        while next(iter(server.models.open_models())).adapter.is_snapshotting:
             await asyncio.sleep(0.01)
-        assert next(iter(server.sessions.models.values())).row.last_snapshot >= 5
+        assert next(iter(server.models.open_models())).row.last_snapshot >= 5
 
 
 async def test_the_data_of_one_gradient_are_limited(model_dir, data_dir):
@@ -198,14 +198,14 @@ async def test_the_data_of_one_gradient_are_limited(model_dir, data_dir):
         client = await Client.start(server)
         model = await client.model()
         while (
-            next(iter(server.sessions.models.values())).adapter.cost.bytes
+            next(iter(server.models.open_models())).adapter.state.cost.bytes
             <= settings.max_gradient_request_bytes
         ):
             await model.run(gradient(model.model_id))
         with pytest.raises(BadRequest, match="the data of one gradient"):
             await model.submit(gradient(model.model_id))
         assert isinstance(await client.answer(await model.submit(adam(model.model_id))), Failed)
-        while (held := next(iter(server.sessions.models.values()))).is_snapshotting or held.worker:
+        while (held := next(iter(server.models.open_models()))).adapter.is_snapshotting or held.worker:
             await asyncio.sleep(0.01)
         await model.run(gradient(model.model_id, forward_only=True))
 
@@ -217,7 +217,7 @@ async def test_numbers_too_large_for_the_database_are_rejected(model_dir, data_d
         for seq in (2**62 + 1, 2**63 - 1, 2**63, 2**70):
             with pytest.raises(BadRequest, match="seq_id"):
                 await model.submit(gradient(model.model_id), seq)
-            await server.reject(TENANT, model.model_id, seq, BadRequest("no"))
+            await server.models.reject(TENANT, model.model_id, seq, BadRequest("no"))
         last = await model.submit(gradient(model.model_id), 2**62)
         answer = await client.answer(last)
         assert isinstance(answer, Failed)
@@ -231,7 +231,7 @@ async def test_a_model_number_is_never_reused(model_dir, data_dir):
         path = await model.save("a")
         copied = await server.stored_runs.copy(TENANT, path, client.session_id, 5, None)
         with pytest.raises(BadRequest, match="already been used"):
-            await server.create_model(
+            await server.models.create(
                 TENANT, CreateModel(f"{client.session_id}:train:5", BASE, LoraConfig(RANK))
             )
         assert (await server.checkpoints.info(TENANT, copied)).base_model == BASE
@@ -242,10 +242,10 @@ async def test_a_pending_unload_survives_a_restart(model_dir, data_dir):
         client = await Client.start(server)
         model = await client.model()
         await model.submit(adam(model.model_id), 2)  # waits for number 1
-        unloading = await server.unload_model(TENANT, model.model_id)
+        unloading = await server.models.unload(TENANT, model.model_id)
     async with running(model_dir, data_dir) as server:
         client.server = server
-        assert await server.unload_model(TENANT, model.model_id) == unloading
+        assert await server.models.unload(TENANT, model.model_id) == unloading
         with pytest.raises(Gone, match="being unloaded"):
             await submit_training(server, TENANT, 3, gradient(model.model_id))
         await model.submit(gradient(model.model_id), 1)
@@ -268,7 +268,7 @@ async def test_ended_sessions_are_forgotten_after_a_week(model_dir, data_dir):
         await server.cleanup.clean()
         assert list((await server.sessions.page(TENANT, 10, 0)).items) == [new.session_id]
         # The old session's run has no checkpoint.
-        assert (await server.training_runs(TENANT, 10, 0)).total == 2
+        assert (await server.runs.page(TENANT, 10, 0)).total == 2
         left = await server.store.read(
             lambda db: db.execute("SELECT session FROM samplers").fetchall()
         )
@@ -280,7 +280,7 @@ async def test_requests_that_wait_for_a_closed_sampler_fail_and_leave_nothing(mo
         client = await Client.start(server)
         sampler = await client.sampler()
         drawing, waiting = [
-            await server.samplers.submit(
+            await server.sampling.submit(
                 TENANT, seq, sample(sampler, n=32, max_tokens=1500, stop=[])
             )
             for seq in range(2)
@@ -289,7 +289,7 @@ async def test_requests_that_wait_for_a_closed_sampler_fail_and_leave_nothing(mo
             await asyncio.sleep(0.01)
         await server.sessions.finish(TENANT, client.session_id, "success", None)
         await server.sessions.wait_until_closed()
-        server.samplers.cancel(TENANT, drawing.request_id)
+        server.sampling.cancel(TENANT, drawing.request_id)
         answer = await client.answer(waiting.request_id)
         assert isinstance(answer, Failed)
         assert "its session ended" in answer.message
@@ -305,7 +305,7 @@ async def test_an_internal_error_still_answers_the_request(model_dir, data_dir, 
         model = await client.model()
         with monkeypatch.context() as patch:
             patch.setattr(ModelActor, "_submit", broken)
-            patch.setattr(replay, "repeat_failure", broken)
+            patch.setattr(Replay, "repeat_failure", broken)
             requests = [
                 await model.submit(gradient(model.model_id)),
                 await model.submit(adam(model.model_id)),
@@ -321,7 +321,7 @@ async def test_a_rejected_unload_leaves_the_model_unchanged(model_dir, data_dir,
         with monkeypatch.context() as patch:
             patch.setattr(server.store, "free_bytes", lambda: 0)
             with pytest.raises(Unavailable):
-                await server.unload_model(TENANT, model.model_id)
+                await server.models.unload(TENANT, model.model_id)
         await model.step()
 
 
@@ -344,10 +344,10 @@ async def test_an_unload_queues_behind_a_load_that_is_still_being_checked(
             asyncio.create_task(model.submit(LoadWeights(model.model_id, path), 2))
             for _ in range(2)
         ]
-        while not next(iter(server.sessions.models.values())).intake.arriving:
+        while not next(iter(server.models._intakes.values())).arriving:
             await asyncio.sleep(0)
-        unloading = await server.unload_model(TENANT, model.model_id)
-        await server.reject(TENANT, model.model_id, 2, BadRequest("it is taken"))
+        unloading = await server.models.unload(TENANT, model.model_id)
+        await server.models.reject(TENANT, model.model_id, 2, BadRequest("it is taken"))
         looked_at.set()
         first, again = await asyncio.gather(*loads)
         assert first == again

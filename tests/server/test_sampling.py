@@ -66,15 +66,15 @@ async def test_a_repeated_unseeded_sample_returns_the_same_answer(model_dir, dat
         client = await Client.start(server)
         sampler = await client.sampler()
         accepted = await asyncio.gather(
-            *[server.samplers.submit(TENANT, 5, sample(sampler)) for _ in range(3)]
+            *[server.sampling.submit(TENANT, 5, sample(sampler)) for _ in range(3)]
         )
         assert len({one.request_id for one in accepted}) == 1
         await client.done(accepted[0].request_id)
-        again = await server.samplers.submit(TENANT, 5, sample(sampler))
+        again = await server.sampling.submit(TENANT, 5, sample(sampler))
         assert again == accepted[0]
         with pytest.raises(BadRequest, match="a different request"):
-            await server.samplers.submit(TENANT, 5, sample(sampler, n=3))
-        large = await server.samplers.submit(TENANT, 2**63 - 1, sample(sampler))
+            await server.sampling.submit(TENANT, 5, sample(sampler, n=3))
+        large = await server.sampling.submit(TENANT, 2**63 - 1, sample(sampler))
         assert isinstance(await client.answer(large.request_id), Done)
 
 
@@ -87,10 +87,10 @@ async def test_a_request_that_never_fits_is_rejected_at_once(model_dir, data_dir
             sample(sampler, max_tokens=5000),
         ):
             with pytest.raises(ValueError, match=r"99999|5000"):
-                await server.samplers.submit(TENANT, 0, bad)
+                await server.sampling.submit(TENANT, 0, bad)
         await client.sample(sampler, 0, stop=["text"])
         with pytest.raises(NotFound):
-            await server.samplers.submit(TENANT, 0, sample(f"{client.session_id}:sample:77"))
+            await server.sampling.submit(TENANT, 0, sample(f"{client.session_id}:sample:77"))
 
 
 async def test_a_sampler_is_created_once(model_dir, data_dir):
@@ -167,7 +167,7 @@ async def test_many_samples_are_answered_concurrently(model_dir, data_dir):
         sampler = await client.sampler()
         accepted = await asyncio.gather(
             *[
-                server.samplers.submit(
+                server.sampling.submit(
                     TENANT, seq, sample(sampler, n=1, max_tokens=2, seed=seq % 5)
                 )
                 for seq in range(500)
@@ -186,14 +186,14 @@ async def test_short_requests_of_one_tenant_do_not_wait_for_all_of_another(model
         # done.
         long = await asyncio.gather(
             *(
-                server.samplers.submit(
+                server.sampling.submit(
                     anna.tenant, seq, sample(samplers[0], n=2, max_tokens=60, stop=[])
                 )
                 for seq in range(24)
             )
         )
         await ben.sample(samplers[1], 0, n=1, max_tokens=2)
-        states = [await server.request_log.outcome(anna.tenant, one.request_id, 0) for one in long]
+        states = [await server.settlement.outcome(anna.tenant, one.request_id, 0) for one in long]
         assert sum(isinstance(state, TryAgain) for state in states) >= 4
 
 
@@ -202,7 +202,7 @@ async def test_a_sample_can_be_cancelled(model_dir, data_dir):
         client = await Client.start(server)
         sampler = await client.sampler()
         running_one, waiting = [
-            await server.samplers.submit(
+            await server.sampling.submit(
                 TENANT, seq, sample(sampler, n=32, max_tokens=1500, stop=[])
             )
             for seq in range(2)
@@ -210,14 +210,14 @@ async def test_a_sample_can_be_cancelled(model_dir, data_dir):
         while not (server.sampling_queue.used_slots and server.sampling_queue.num_waiting):
             await asyncio.sleep(0.01)
         for one in (waiting, running_one):
-            server.samplers.cancel(Tenant("another"), one.request_id)
-            assert not server.samplers._tasks[one.request_id].cancelling()
-            server.samplers.cancel(TENANT, one.request_id)
+            server.sampling.cancel(Tenant("another"), one.request_id)
+            assert not server.sampling._tasks[one.request_id].cancelling()
+            server.sampling.cancel(TENANT, one.request_id)
             answer = await client.answer(one.request_id)
             assert answer == Failed("the request was cancelled", "user")
-        server.samplers.cancel(TENANT, "nothing")
+        server.sampling.cancel(TENANT, "nothing")
         response = await client.sample(sampler, 3)
-        server.samplers.cancel(TENANT, f"{sampler}:3")
+        server.sampling.cancel(TENANT, f"{sampler}:3")
         assert len(response.sequences) == 2
 
 
@@ -237,7 +237,7 @@ async def test_prompt_logprobs_are_returned(model_dir, data_dir):
             prompt_logprobs=True,
             prompt_only=True,
         )
-        accepted = await server.samplers.submit(TENANT, 0, question)
+        accepted = await server.sampling.submit(TENANT, 0, question)
         assert len(await client.done(accepted.request_id)) >= 3 * np.dtype(np.float32).itemsize
 
 
@@ -261,7 +261,7 @@ async def test_a_sampler_closed_during_loading_is_removed_from_memory(model_dir,
             return result
 
         server.engine.perform = slow
-        accepted = await server.samplers.submit(TENANT, 0, sample(sampler.id))
+        accepted = await server.sampling.submit(TENANT, 0, sample(sampler.id))
         await loading.wait()
         await server.samplers.close(sampler, "it was released")
         closed.set()
@@ -306,7 +306,7 @@ async def test_a_sampler_closed_before_publication_is_not_in_memory(model_dir, d
         await server.adapter_cache.unload_idle(0)
         sampler_id = client.new_sampler_id()
         publishing = await model.submit(PublishSampler(model.model_id, sampler_id))
-        while 1 not in next(iter(server.sessions.models.values())).in_flight.running:
+        while 1 not in next(iter(server.models.open_models())).in_flight.running:
             await asyncio.sleep(0)
         sampler = server.samplers.get(sampler_id)
         assert sampler is not None
@@ -331,7 +331,7 @@ async def test_a_cancelled_sample_is_charged_for_its_tokens(model_dir, data_dir)
         operation = replace(
             sample(await client.sampler(), n=1, max_tokens=2000, stop=[]), on_token=on_token
         )
-        drawing = asyncio.create_task(server.samplers.sample(TENANT, operation))
+        drawing = asyncio.create_task(server.sampling.sample(TENANT, operation))
         await enough.wait()
         drawing.cancel()
         await asyncio.wait([drawing])
@@ -353,7 +353,7 @@ async def test_a_waiting_request_is_read_from_the_journal_when_its_turn_comes(mo
             return await journaled(row)
 
         server.request_log.read_operation = reading
-        accepted = [await server.samplers.submit(TENANT, seq, sample(sampler)) for seq in range(3)]
+        accepted = [await server.sampling.submit(TENANT, seq, sample(sampler)) for seq in range(3)]
         while server.sampling_queue.num_waiting < 3:
             await asyncio.sleep(0.01)
         assert not read
@@ -386,7 +386,7 @@ async def test_an_unjournaled_sample_that_crashed_the_server_is_recognised(
     async with running(model_dir, data_dir) as server:
         sampler = await (await Client.start(server)).sampler()
         killing = sample(sampler, b"kills", seed=1)
-        await server.samplers.sample(TENANT, killing)
+        await server.sampling.sample(TENANT, killing)
     change_database(data_dir, "INSERT INTO meta VALUES ('running', x'')")
 
     async def begins(operation: Operation[Any]) -> Any:
@@ -404,16 +404,16 @@ async def test_an_unjournaled_sample_that_crashed_the_server_is_recognised(
             with pytest.raises(
                 Abandoned, match="crashed 3 times while it ran a sample of everybody"
             ):
-                await server.samplers.sample(TENANT, repeated)
+                await server.sampling.sample(TENANT, repeated)
             assert (
-                await server.samplers.sample(TENANT, sample(another, b"kills", seed=2))
+                await server.sampling.sample(TENANT, sample(another, b"kills", seed=2))
             ).sequences
-            assert (await server.samplers.sample(Tenant("another"), repeated)).sequences
+            assert (await server.sampling.sample(Tenant("another"), repeated)).sequences
             await server.stop(5)
         else:
             with monkeypatch.context() as patched:
                 patched.setattr(server.engine, "perform", begins)
                 with pytest.raises(EngineClosedError):
-                    await server.samplers.sample(TENANT, repeated)
+                    await server.sampling.sample(TENANT, repeated)
             monkeypatch.setattr(server.crash_guard, "end", nothing)  # it does not stop in order
             await server.stop(5)

@@ -28,16 +28,16 @@ async def test_lists_are_newest_first_and_in_pages(model_dir, data_dir):
         paths = [await first.save(name, user_metadata={"name": name}) for name in "ab"]
         await first.run(SaveWeightsForSampler(first.model_id, "s", 3600))
         paths += [f"tinker://{first.model_id}/sampler_weights/s", await second.save("c")]
-        page = await server.list_checkpoints(TENANT)
+        page = await server.runs.list_checkpoints(TENANT)
         assert [item.tinker_path for item in page.items] == paths[::-1]
-        assert (await server.list_checkpoints(TENANT, first.model_id)).total == 3
-        part = await server.list_checkpoints(TENANT, limit=2, offset=1)
+        assert (await server.runs.list_checkpoints(TENANT, first.model_id)).total == 3
+        part = await server.runs.list_checkpoints(TENANT, limit=2, offset=1)
         assert [item.tinker_path for item in part.items] == paths[2:0:-1]
         assert (part.total, part.offset, part.limit) == (4, 1, 2)
         assert page.items[3].user_metadata == {"task": "a", "name": "a"}
         assert page.items[1].expires_at is not None
         assert (page.items[3].size_bytes or 0) > 1000
-        runs = await server.training_runs(TENANT, 10, 0)
+        runs = await server.runs.page(TENANT, 10, 0)
         assert [item.training_run_id for item in runs.items] == [
             second.model_id,
             first.model_id,
@@ -52,7 +52,7 @@ async def test_lists_are_newest_first_and_in_pages(model_dir, data_dir):
         assert seen.last_checkpoint.tinker_path == paths[1]
         assert seen.last_sampler_checkpoint is not None
         with pytest.raises(NotFound):
-            await server.list_checkpoints(TENANT, "no:train:0")
+            await server.runs.list_checkpoints(TENANT, "no:train:0")
 
 
 async def test_a_checkpoint_can_be_described_kept_and_deleted(model_dir, data_dir):
@@ -108,9 +108,9 @@ async def test_an_expired_checkpoint_is_not_found(model_dir, data_dir):
         time.sleep(1.1)
         with pytest.raises(NotFound):
             await server.checkpoints.info(TENANT, path)
-        assert [item.tinker_path for item in (await server.list_checkpoints(TENANT)).items] == [
-            kept
-        ]
+        assert [
+            item.tinker_path for item in (await server.runs.list_checkpoints(TENANT)).items
+        ] == [kept]
         await server.cleanup.clean()
         assert not (data_dir / "checkpoints" / model.model_id / "weights" / "a").exists()
 
@@ -159,7 +159,9 @@ async def test_a_damaged_checkpoint_stays_listed_until_restored_or_deleted(
     content = manifest.read_bytes()
     manifest.write_bytes(b"{" + content)
     async with running(model_dir, data_dir) as server:
-        assert {item.tinker_path for item in (await server.list_checkpoints(TENANT)).items} == {
+        assert {
+            item.tinker_path for item in (await server.runs.list_checkpoints(TENANT)).items
+        } == {
             path,
             other,
         }
@@ -175,7 +177,7 @@ async def test_a_damaged_checkpoint_stays_listed_until_restored_or_deleted(
         assert (await server.checkpoints.info(TENANT, path)).checkpoint.tinker_path == path
         manifest.write_bytes(b"")
         await server.checkpoints.delete(TENANT, path)
-        assert not (await server.list_checkpoints(TENANT)).items
+        assert not (await server.runs.list_checkpoints(TENANT)).items
 
 
 @pytest.mark.slow
@@ -205,7 +207,7 @@ async def test_a_copy_belongs_to_a_new_run(model_dir, data_dir):
         assert state(data_dir, copy) == before
         second = await client.model(base_model=None, from_path=copy, with_optimizer=True)
         assert (await second.step())["adam_step"] == 2
-        found = await server.training_run(TENANT, f"{client.session_id}:train:8")
+        found = await server.runs.run(TENANT, f"{client.session_id}:train:8")
         assert (found.base_model, found.lora_rank, found.user_metadata) == (
             BASE,
             RANK,
@@ -237,7 +239,7 @@ async def test_concurrent_copies_into_one_run_do_not_mix(model_dir, data_dir, mo
             """Copy when both copies have begun, or after 0.5 s if the other one cannot."""
             nonlocal begun
             begun += 1
-            creations.append(asyncio.create_task(server.create_model(TENANT, creation)))
+            creations.append(asyncio.create_task(server.models.create(TENANT, creation)))
             if begun == 2:
                 both.set()
             with suppress(TimeoutError):
@@ -255,7 +257,7 @@ async def test_concurrent_copies_into_one_run_do_not_mix(model_dir, data_dir, mo
         [number] = [index for index in (0, 1) if isinstance(answers[index], str)]
         copied = str(answers[number])
         assert state(data_dir, copied) == state(data_dir, paths[number])
-        assert (await server.training_run(TENANT, run_id)).user_metadata == {"number": str(number)}
+        assert (await server.runs.run(TENANT, run_id)).user_metadata == {"number": str(number)}
         with pytest.raises(ValueError, match="already used by another model or by a copy"):
             await server.stored_runs.copy(TENANT, paths[1 - number], client.session_id, 8, None)
 
@@ -339,9 +341,9 @@ async def test_ending_a_session_removes_everything_but_named_checkpoints(model_d
             with pytest.raises(Gone):
                 await call
         assert (await server.sessions.record(TENANT, client.session_id)).ended is not None
-        assert [item.tinker_path for item in (await server.list_checkpoints(TENANT)).items] == [
-            path
-        ]
+        assert [
+            item.tinker_path for item in (await server.runs.list_checkpoints(TENANT)).items
+        ] == [path]
         left = {file.name for file in (data_dir / "checkpoints").glob("*/*/*")}
         assert left == {"a"}
         assert server.adapter_cache.loaded_adapters() == []
@@ -378,7 +380,7 @@ async def test_sessions_have_time_to_return_after_the_server_was_suspended(
 
     async with running(model_dir, data_dir) as server:
         watch = ExpiryClock(server.settings.expiry_delay, clock.time, clock.monotonic)
-        monkeypatch.setattr(server, "expiry_clock", watch)
+        object.__setattr__(server.cleanup, "_expiry_clock", watch)
         silent, heard = await Client.start(server), await Client.start(server)
         waited = 3 * 86400.0
         await server.cleanup.clean()
@@ -431,12 +433,12 @@ async def test_the_newest_checkpoints_of_each_run_are_kept(model_dir, data_dir):
         await server.checkpoints.set_public(TENANT, first[0], True)
         sampler = await client.sampler(None, first[1])
         await server.cleanup.clean()
-        left = {item.tinker_path for item in (await server.list_checkpoints(TENANT)).items}
+        left = {item.tinker_path for item in (await server.runs.list_checkpoints(TENANT)).items}
         assert left == {first[0], *first[2:], *second[2:]}
         for path in (first[1], *second[:2]):
             assert not (data_dir / "checkpoints" / path.removeprefix("tinker://")).exists()
         await client.sample(sampler)  # it has its own copy of the files
         newer = await runs[0].save("e")
         await server.cleanup.clean()
-        left = {item.tinker_path for item in (await server.list_checkpoints(TENANT)).items}
+        left = {item.tinker_path for item in (await server.runs.list_checkpoints(TENANT)).items}
         assert left == {first[0], first[3], newer, *second[2:]}

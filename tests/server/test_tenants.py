@@ -33,25 +33,25 @@ async def test_no_object_of_another_tenant_is_found(model_dir, data_dir):
             server.sessions.touch(ben.tenant, anna.session_id),
             server.sessions.finish(ben.tenant, anna.session_id, "success", None),
             server.sessions.record(ben.tenant, anna.session_id),
-            server.create_model(ben.tenant, CreateModel(f"{anna.session_id}:train:5", "tiny")),
-            server.create_model(
+            server.models.create(ben.tenant, CreateModel(f"{anna.session_id}:train:5", "tiny")),
+            server.models.create(
                 ben.tenant, CreateModel(f"{ben.session_id}:train:5", from_path=path)
             ),
             submit_training(server, ben.tenant, 5, adam(run_id)),
-            server.unload_model(ben.tenant, run_id),
+            server.models.unload(ben.tenant, run_id),
             server.samplers.create(
                 ben.tenant, CreateSampler(f"{anna.session_id}:sample:5", "tiny")
             ),
             server.samplers.create(
                 ben.tenant, CreateSampler(f"{ben.session_id}:sample:5", None, path)
             ),
-            server.samplers.submit(ben.tenant, 5, sample(sampler)),
-            server.request_log.outcome(ben.tenant, request_id, 0),
-            server.request_log.outcome(ben.tenant, f"{sampler}:0", 0),
-            server.model_info(ben.tenant, run_id),
+            server.sampling.submit(ben.tenant, 5, sample(sampler)),
+            server.settlement.outcome(ben.tenant, request_id, 0),
+            server.settlement.outcome(ben.tenant, f"{sampler}:0", 0),
+            server.models.info(ben.tenant, run_id),
             server.samplers.info(ben.tenant, sampler),
-            server.training_run(ben.tenant, run_id),
-            server.list_checkpoints(ben.tenant, run_id),
+            server.runs.run(ben.tenant, run_id),
+            server.runs.list_checkpoints(ben.tenant, run_id),
             server.checkpoints.info(ben.tenant, path),
             server.checkpoints.delete(ben.tenant, path),
             server.checkpoints.set_public(ben.tenant, path, True),
@@ -63,11 +63,11 @@ async def test_no_object_of_another_tenant_is_found(model_dir, data_dir):
         for call in theirs:
             with pytest.raises(NotFound):
                 await call
-        server.samplers.cancel(ben.tenant, f"{sampler}:0")
-        await server.reject(ben.tenant, run_id, 20, ValueError("no"))
+        server.sampling.cancel(ben.tenant, f"{sampler}:0")
+        await server.models.reject(ben.tenant, run_id, 20, ValueError("no"))
         assert (await server.sessions.page(ben.tenant, 10, 0)).items == [ben.session_id]
-        assert (await server.training_runs(ben.tenant, 10, 0)).total == 0
-        assert (await server.list_checkpoints(ben.tenant)).total == 0
+        assert (await server.runs.page(ben.tenant, 10, 0)).total == 0
+        assert (await server.runs.list_checkpoints(ben.tenant)).total == 0
         assert (await model.step(3))["adam_step"] == 2
 
 
@@ -109,16 +109,16 @@ async def test_limits_apply_to_each_tenant_separately(model_dir, data_dir):
         sampler, other = await anna.sampler(), await ben.sampler()
         turn = await server.sampling_queue.acquire_slots("somebody", 1, 0)
         accepted = [
-            await server.samplers.submit(
+            await server.sampling.submit(
                 anna.tenant, seq, sample(sampler, n=1, max_tokens=200, stop=[])
             )
             for seq in range(3)
         ]
         with pytest.raises(TooManyRequests) as refused:
-            await server.samplers.submit(anna.tenant, 3, sample(sampler))
+            await server.sampling.submit(anna.tenant, 3, sample(sampler))
         assert refused.value.retry_after is not None
         assert (
-            await server.samplers.submit(
+            await server.sampling.submit(
                 anna.tenant, 1, sample(sampler, n=1, max_tokens=200, stop=[])
             )
             == accepted[1]
@@ -180,7 +180,7 @@ def test_tokens_are_shared_evenly_although_long_requests_came_first(model_dir, d
                 sampler = await client.sampler()
                 for seq in range(wanted // length):
                     asked = sample(sampler, b"x", n=1, max_tokens=length, stop=[])
-                    submissions.append(server.samplers.submit(client.tenant, seq, asked))
+                    submissions.append(server.sampling.submit(client.tenant, seq, asked))
             await asyncio.gather(
                 *submissions
             )  # they share a few writes to the disk: all are there before half are drawn
@@ -213,7 +213,7 @@ async def test_a_short_step_does_not_wait_for_long_requests_of_other_tenants(mod
         while server.training_queue.used_slots < 3:
             await asyncio.sleep(0.005)
         await models[3].step()
-        answers = [server.request_log.active(request_id) for request_id in under_way]
+        answers = [server.request_log.active.get(request_id) for request_id in under_way]
         assert all(answer is not None and not answer.answer.done() for answer in answers)
 
 

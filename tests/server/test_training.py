@@ -28,7 +28,7 @@ from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.errors import UnknownModelError
 from planish.server.durable.records import ModelRow, select
-from planish.server.models.model import ModelActor
+from planish.server.models.adapter import ModelAdapter
 from planish.server.results import BadRequest, Done, Failed, Gone, NotFound, TryAgain
 from planish.server.server import Server
 from planish.server.settings import ServerSettings
@@ -92,7 +92,7 @@ async def test_requests_run_in_the_order_of_their_numbers(model_dir, data_dir):
         ids = {}
         for seq in (4, 2, 3):
             ids[seq] = await model.submit(operations[seq - 1], seq)
-        assert isinstance(await server.request_log.outcome(TENANT, ids[2], 0.2), TryAgain)
+        assert isinstance(await server.settlement.outcome(TENANT, ids[2], 0.2), TryAgain)
         ids[1] = await model.submit(operations[0], 1)
         steps = [
             orjson.loads(await model.client.done(ids[seq]))["metrics"]["adam_step"]
@@ -105,12 +105,12 @@ async def test_a_repeated_number_needs_the_same_request(model_dir, data_dir):
     async with running(model_dir, data_dir) as server:
         client = await Client.start(server)
         create = CreateModel(f"{client.session_id}:train:0", BASE, LoraConfig(RANK))
-        both = await asyncio.gather(*[server.create_model(TENANT, create) for _ in range(3)])
+        both = await asyncio.gather(*[server.models.create(TENANT, create) for _ in range(3)])
         assert len({accepted.request_id for accepted in both}) == 1
         await client.done(both[0].request_id)
-        assert await server.create_model(TENANT, create) == both[0]
+        assert await server.models.create(TENANT, create) == both[0]
         with pytest.raises(BadRequest, match="a different request"):
-            await server.create_model(
+            await server.models.create(
                 TENANT, CreateModel(create.model_id, BASE, LoraConfig(RANK + 1))
             )
         model = Model(client, create.model_id)
@@ -150,18 +150,18 @@ async def test_an_unreadable_body_uses_up_its_number(model_dir, data_dir):
     async with running(model_dir, data_dir) as server:
         model = await (await Client.start(server)).model()
         step = await model.submit(adam(model.model_id), 3)
-        await server.reject(TENANT, model.model_id, 2, BadRequest("data[0] is torn"))
+        await server.models.reject(TENANT, model.model_id, 2, BadRequest("data[0] is torn"))
         await model.submit(gradient(model.model_id), 1)
         answer = await model.client.answer(step)
         assert isinstance(answer, Failed)
         with pytest.raises(BadRequest, match="data.0. is torn"):
             await model.submit(gradient(model.model_id), 2)
-        await server.reject(TENANT, model.model_id, 2, BadRequest("again"))
-        await server.reject(TENANT, "no:train:0", 1, BadRequest("no model"))
-        await server.reject(
+        await server.models.reject(TENANT, model.model_id, 2, BadRequest("again"))
+        await server.models.reject(TENANT, "no:train:0", 1, BadRequest("no model"))
+        await server.models.reject(
             TENANT, model.model_id, 4, BadRequest("adam_params is missing"), "optim_step"
         )
-        await server.reject(
+        await server.models.reject(
             TENANT, model.model_id, 5, BadRequest("path is missing"), "save_weights"
         )
         model.seq = 5
@@ -175,7 +175,7 @@ class IntakeClock:
 
     async def wait_until_missed(self, server: Server, model: Model, seq_id: int) -> None:
         """Wait until the server has noticed that `seq_id` of the model is missing."""
-        intake = server.sessions.models[model.model_id].intake
+        intake = server.models._intakes[model.model_id]
         while intake._missing_since is None or intake._missing_since[0] != seq_id:
             await asyncio.sleep(0.01)
 
@@ -184,7 +184,7 @@ class IntakeClock:
 def intake_clock(monkeypatch: pytest.MonkeyPatch) -> IntakeClock:
     clock = IntakeClock()
     fake_time = SimpleNamespace(time=time.time, monotonic=lambda: clock.now)
-    monkeypatch.setattr("planish.server.models.request_queue.time", fake_time)
+    monkeypatch.setattr("planish.server.models.intake.time", fake_time)
     return clock
 
 
@@ -227,7 +227,7 @@ async def test_each_missing_number_has_the_whole_timeout(model_dir, data_dir, in
         assert isinstance(await client.answer(second), Done)
         await intake_clock.wait_until_missed(server, model, 3)
         intake_clock.now = 0.6
-        assert isinstance(await server.request_log.outcome(TENANT, fourth, 0.5), TryAgain)
+        assert isinstance(await server.settlement.outcome(TENANT, fourth, 0.5), TryAgain)
         intake_clock.now = 0.8
         assert isinstance(await client.answer(fourth), Failed)
 
@@ -241,16 +241,16 @@ async def test_invalid_numbers_and_unknown_models_are_rejected(model_dir, data_d
         with pytest.raises(NotFound):
             await submit_training(server, TENANT, 1, adam(f"{client.session_id}:train:7"))
         with pytest.raises(NotFound):
-            await server.create_model(TENANT, CreateModel("other:train:0", BASE))
+            await server.models.create(TENANT, CreateModel("other:train:0", BASE))
         with pytest.raises(UnknownModelError, match="this server has tiny"):
-            await server.create_model(
+            await server.models.create(
                 TENANT, CreateModel(f"{client.session_id}:train:8", "some/hub-model")
             )
         with pytest.raises(NotFound):
-            await server.request_log.outcome(TENANT, "nothing", 0)
+            await server.settlement.outcome(TENANT, "nothing", 0)
         with pytest.raises(NotFound):
-            await server.model_info(TENANT, "nothing")
-        assert (await server.model_info(TENANT, model.model_id)).lora_rank == RANK
+            await server.models.info(TENANT, "nothing")
+        assert (await server.models.info(TENANT, model.model_id)).lora_rank == RANK
 
 
 async def test_a_checkpoint_name_can_be_used_once(model_dir, data_dir):
@@ -306,15 +306,15 @@ async def test_an_unloaded_model_rejects_requests(model_dir, data_dir):
         client = await Client.start(server)
         model = await client.model()
         step = [await model.submit(op) for op in (gradient(model.model_id), adam(model.model_id))]
-        unload = await server.unload_model(TENANT, model.model_id)
-        assert await server.unload_model(TENANT, model.model_id) == unload
+        unload = await server.models.unload(TENANT, model.model_id)
+        assert await server.models.unload(TENANT, model.model_id) == unload
         assert isinstance(await client.answer(step[1]), Done)
         assert orjson.loads(await client.done(unload.request_id))["type"] == "unload_model"
         with pytest.raises(Gone):
             await model.submit(gradient(model.model_id))
-        assert await server.unload_model(TENANT, model.model_id) == unload
+        assert await server.models.unload(TENANT, model.model_id) == unload
         assert server.adapter_cache.loaded_adapters() == []
-        assert (await server.training_run(TENANT, model.model_id)).base_model == BASE
+        assert (await server.runs.run(TENANT, model.model_id)).base_model == BASE
 
 
 async def test_a_model_evicted_while_closing_leaves_no_snapshot(model_dir, data_dir):
@@ -325,7 +325,7 @@ async def test_a_model_evicted_while_closing_leaves_no_snapshot(model_dir, data_
         used = await (await Client.start(server)).model()
         await used.step()
         model, submit, saving = (
-            next(iter(server.sessions.models.values())),
+            next(iter(server.models.open_models())),
             server.engine.submit,
             asyncio.Event(),
         )
@@ -336,18 +336,18 @@ async def test_a_model_evicted_while_closing_leaves_no_snapshot(model_dir, data_
             return await submit(operation)
 
         server.engine.submit = slow  # type: ignore[method-assign]
-        snapshot = asyncio.create_task(model.begin_snapshot())
+        snapshot = asyncio.create_task(model.adapter.begin_snapshot())
         await asyncio.sleep(0)
-        assert model.is_snapshotting
+        assert model.adapter.is_snapshotting
         # what was with the engine when it began is counted when it is answered
-        model.adapter.cost.num_changes = 1
+        model.adapter.state.cost.num_changes = 1
         closing = asyncio.create_task(model.close("it was unloaded"))
         await asyncio.sleep(0)
         leaving = asyncio.create_task(server.adapter_cache.unload_idle(0))
         await asyncio.sleep(0.01)
         saving.set()
         await asyncio.gather(snapshot, closing, leaving)
-        while model.is_snapshotting:
+        while model.adapter.is_snapshotting:
             await asyncio.sleep(0.01)
         rows = await server.store.read(lambda db: select(db, ModelRow, "1"))
         assert [(row.closed, row.snapshot) for row in rows] == [("it was unloaded", None)]
@@ -364,14 +364,14 @@ async def test_a_failed_creation_is_reported_and_leaves_no_files(model_dir, data
         bad = CreateModel(
             f"{client.session_id}:train:9", from_path=sampler_path, with_optimizer=True
         )
-        accepted = await server.create_model(TENANT, bad)
+        accepted = await server.models.create(TENANT, bad)
         answer = await client.answer(accepted.request_id)
         assert isinstance(answer, Failed)
         assert "optimizer" in answer.message
         with pytest.raises(Gone, match="could not be created"):
             await submit_training(server, TENANT, 1, adam(bad.model_id))
         with pytest.raises(ValueError, match="could not be created"):
-            await server.model_info(TENANT, bad.model_id)
+            await server.models.info(TENANT, bad.model_id)
         await client.model(base_model=None, from_path=sampler_path)
 
 
@@ -381,7 +381,7 @@ async def test_a_creation_repeated_while_being_written_is_the_same(
     async with running(model_dir, data_dir) as server:
         client = await Client.start(server)
         create = CreateModel(f"{client.session_id}:train:0", BASE, LoraConfig(RANK))
-        repeats = server.request_log.was_accepted
+        repeats = server.intake.was_accepted
 
         pauses = iter((0.3, 0.0, 0.0))  # a request without a pause overtakes the first one
 
@@ -390,9 +390,9 @@ async def test_a_creation_repeated_while_being_written_is_the_same(
             await asyncio.sleep(next(pauses))
             return found
 
-        monkeypatch.setattr(server.request_log, "was_accepted", slowly)
+        monkeypatch.setattr(server.intake, "was_accepted", slowly)
         accepted, again = await asyncio.gather(
-            server.create_model(TENANT, create), server.create_model(TENANT, create)
+            server.models.create(TENANT, create), server.models.create(TENANT, create)
         )
         assert accepted == again
         assert isinstance(await client.answer(accepted.request_id), Done)
@@ -400,20 +400,20 @@ async def test_a_creation_repeated_while_being_written_is_the_same(
 
 async def test_requests_after_a_failed_creation_load_no_adapter(model_dir, data_dir, monkeypatch):
     loaded = []
-    load = ModelActor.load
+    load = ModelAdapter.load
 
-    async def loading(model: ModelActor) -> None:
+    async def loading(model: ModelAdapter) -> None:
         loaded.append(model.id)
         await load(model)
 
-    monkeypatch.setattr(ModelActor, "load", loading)
+    monkeypatch.setattr(ModelAdapter, "load", loading)
 
     async with running(model_dir, data_dir) as server:
         client = await Client.start(server)
         model = await client.model()
         path = orjson.loads(await model.run(SaveWeightsForSampler(model.model_id, "s")))["path"]
         bad = CreateModel(f"{client.session_id}:train:9", from_path=path, with_optimizer=True)
-        created = await server.create_model(TENANT, bad)
+        created = await server.models.create(TENANT, bad)
         behind = await submit_training(server, TENANT, 1, adam(bad.model_id))
         for accepted in (created, behind):
             assert isinstance(await client.answer(accepted.request_id), Failed)

@@ -50,6 +50,7 @@ from planish.errors import (
     UserError,
 )
 from planish.server.durable.crash_points import crash_point
+from planish.server.durable.database import PRIVATE_PREFIX
 from planish.server.durable.expiry_clock import ExpiryClock
 from planish.server.durable.links import LinkSigner
 from planish.server.durable.quotas import check_storage
@@ -61,7 +62,7 @@ from planish.server.durable.records import (
     select_checkpoint_page,
     update_row,
 )
-from planish.server.durable.store import PRIVATE_PREFIX, Store, Transaction
+from planish.server.durable.store import Store, Transaction
 from planish.server.engine_client import EngineClient
 from planish.server.results import Conflict, NoSuchCheckpoint, Page, Tenant
 from planish.server.settings import ServerSettings

@@ -124,9 +124,9 @@ async def readyz(request: Request) -> Response:
     state: HttpState = request.app.state.http
     if state.stopping.is_set() or not state.server.engine.is_healthy:
         return json_response({"status": "stopping"}, 503)
-    request_log = state.server.request_log
-    if await asyncio.to_thread(request_log.disk_is_full):
-        reason = "out of memory" if request_log.lacks_memory else "disk full"
+    intake = state.server.intake
+    if await asyncio.to_thread(intake.disk_is_full):
+        reason = "out of memory" if intake.lacks_memory else "disk full"
         return json_response({"status": reason}, 503)
     return (
         json_response({"status": "loading"}, 503)

@@ -32,7 +32,7 @@ async def training_runs(context: RequestContext) -> Json:
     """List the tenant's training runs."""
     context.check_scope()
     limit, offset = context.limit_and_offset(20)
-    page = await context.server.training_runs(context.tenant, limit, offset)
+    page = await context.server.runs.page(context.tenant, limit, offset)
     return page_to_json("training_runs", page, lambda run: _run_to_json(context, run))
 
 
@@ -41,7 +41,7 @@ async def training_run(context: RequestContext) -> Json:
     context.check_scope()
     return _run_to_json(
         context,
-        await context.server.training_run(context.tenant, context.path_parameter("run_id")),
+        await context.server.runs.run(context.tenant, context.path_parameter("run_id")),
     )
 
 
@@ -50,14 +50,14 @@ async def run_checkpoints(context: RequestContext) -> Json:
     a page.
     """
     run_id, offset = context.path_parameter("run_id"), context.query_integer("offset", 0, 0, 2**53)
-    page = await context.server.list_checkpoints(context.tenant, run_id, None, offset)
+    page = await context.server.runs.list_checkpoints(context.tenant, run_id, None, offset)
     return page_to_json("checkpoints", page, lambda item: _checkpoint_to_json(context, item))
 
 
 async def checkpoints(context: RequestContext) -> Json:
     """List the tenant's checkpoints."""
     limit, offset = context.limit_and_offset(100)
-    page = await context.server.list_checkpoints(context.tenant, None, limit, offset)
+    page = await context.server.runs.list_checkpoints(context.tenant, None, limit, offset)
     return page_to_json("checkpoints", page, lambda item: _checkpoint_to_json(context, item))
 
 

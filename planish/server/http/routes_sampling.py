@@ -90,7 +90,7 @@ async def asample(context: RequestContext) -> Json:
             len(body), lambda: sample_request_from_json(Fields.of(body))
         )
         return accepted_to_json(
-            await context.open_server.samplers.submit(
+            await context.open_server.sampling.submit(
                 context.tenant, request.seq_id, request.operation
             )
         )
@@ -182,12 +182,12 @@ async def _answer_one(
     try:
         if isinstance(request, PlanishError):
             raise request
-        accepted = await context.open_server.samplers.submit(
+        accepted = await context.open_server.sampling.submit(
             context.tenant, request.seq_id, request.operation
         )
         frames.put_nowait(Frame(_accepted_header(index, accepted)))
         while isinstance(
-            outcome := await context.server.request_log.outcome(
+            outcome := await context.server.settlement.outcome(
                 context.tenant, accepted.request_id, context.state.settings.poll_seconds
             ),
             TryAgain,
@@ -257,7 +257,7 @@ async def _wait_for_outcome(context: RequestContext, request_id: str) -> Outcome
     """Return the answer of a request. Return TryAgain if the request has no answer after
     `poll_seconds`, or when a stopping server has finished its work.
     """
-    waiting = context.server.request_log.outcome(
+    waiting = context.server.settlement.outcome(
         context.tenant, request_id, context.state.settings.poll_seconds
     )
     return await context.cancelled_by(context.state.ending, waiting) or TryAgain()
@@ -290,7 +290,7 @@ async def cancel_future(context: RequestContext) -> None:
     """Cancel a sample request."""
     async with context.fields() as fields:
         request_id = fields.identifier("request_id")
-    context.server.samplers.cancel(context.tenant, request_id)
+    context.server.sampling.cancel(context.tenant, request_id)
 
 
 ROUTES = [

@@ -116,7 +116,7 @@ async def telemetry(context: RequestContext) -> Json:
 
 async def capabilities(context: RequestContext) -> Json:
     """List the base models."""
-    return capabilities_to_json(context.server.capabilities())
+    return capabilities_to_json(context.server.engine.capabilities())
 
 
 def _session_spec(fields: Fields) -> SessionSpec:

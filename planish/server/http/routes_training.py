@@ -75,11 +75,11 @@ async def submit(context: RequestContext, body: bytes, parse: Callable[[], _Pars
             return parsed.head, parsed.kind, error.with_traceback(None)
 
     head, kind, found = await context.compute(len(body), read)
+    models = context.server.models
     if isinstance(found, ValueError):
-        await context.open_server.reject(context.tenant, head.model_id, head.seq_id, found, kind)
+        await models.reject(context.tenant, head.model_id, head.seq_id, found, kind)
         raise found
-    model = await context.open_server.sessions.open_model(context.tenant, head.model_id)
-    return accepted_to_json(await model.intake.submit(head.seq_id, found))
+    return accepted_to_json(await models.submit(context.tenant, head.model_id, head.seq_id, found))
 
 
 def submit_handler(kind: str, decode: Callable[[Fields], Operation[Any]]) -> Handler:
@@ -126,7 +126,7 @@ async def create_model(context: RequestContext) -> Json:
     """Create a fresh model."""
     async with context.fields() as fields:
         operation = create_model_from_json(fields)
-    return accepted_to_json(await context.server.create_model(context.tenant, operation))
+    return accepted_to_json(await context.server.models.create(context.tenant, operation))
 
 
 async def load_weights(context: RequestContext) -> Json:
@@ -138,7 +138,7 @@ async def load_weights(context: RequestContext) -> Json:
             return await submit(context, b"", lambda: parsed)
         operation = load_weights_from_json(fields)
     assert isinstance(operation, CreateModel)
-    return accepted_to_json(await context.server.create_model(context.tenant, operation))
+    return accepted_to_json(await context.server.models.create(context.tenant, operation))
 
 
 def _save_for_sampler_from_json(fields: Fields) -> Operation[Any]:
@@ -164,7 +164,7 @@ async def unload_model(context: RequestContext) -> Json:
     """Unload a model."""
     async with context.fields() as fields:
         model_id = fields.identifier("model_id")
-    return accepted_to_json(await context.server.unload_model(context.tenant, model_id))
+    return accepted_to_json(await context.server.models.unload(context.tenant, model_id))
 
 
 async def get_info(context: RequestContext) -> Json:
@@ -174,7 +174,7 @@ async def get_info(context: RequestContext) -> Json:
     async with context.fields() as fields:
         model_id = fields.identifier("model_id")
     info = await context.cancelled_by(
-        context.state.stopping, context.server.model_info(context.tenant, model_id)
+        context.state.stopping, context.server.models.info(context.tenant, model_id)
     )
     if info is None:  # the wait for the creation was cancelled
         raise stopping()

@@ -28,13 +28,15 @@ import orjson
 from planish.errors import CheckpointError, DamagedFileError, UserError
 from planish.server.durable import journal
 from planish.server.durable.checkpoints import private_copy_path, snapshot_name
+from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.crash_points import crash_point
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow, select, update_row
+from planish.server.durable.request_log import RequestLog
 from planish.server.durable.store import Store, Transaction
 from planish.server.engine_client import EngineClient
+from planish.server.metrics import Counters
 from planish.server.results import Failed
-from planish.server.services import Services
 from planish.server.settings import ReplaySettings
 from planish.service import (
     CreateModel,
@@ -125,105 +127,157 @@ Republish = Callable[[int, PublishSampler], Awaitable[None]]
 """Publishes a sampler again, as the request with this number did."""
 
 
-async def restore(
-    services: Services, row: ModelRow, next_seq: int, adapter: AdapterState, republish: Republish
-) -> None:
-    """Create the model of `row` in the engine from its snapshot, and repeat the requests below
-    `next_seq` that were answered since. `adapter` is updated along the way. Raise DamagedFileError
-    if a file was altered or removed.
-    """
-    snapshot_seq = row.last_snapshot
-    try:
-        if row.snapshot is not None:
-            [stored_row] = await services.store.read(select, ModelRow, "id = ?", [row.id])
-            creation = CreateModel(
-                row.id,
-                from_path=row.snapshot,
-                with_optimizer=True,
-                user_metadata=stored_row.metadata,
-            )
-            async with services.crash_guard.running(row.id):
-                await services.engine.perform(creation)
-            adapter.last_seq = snapshot_seq
-        crash_point("loaded before replay")
-        rows = await services.store.read(journal.requests_of_model, row.id, snapshot_seq)
-        for request_row in rows:
-            if request_row.seq < next_seq:
-                await repeat(services, request_row, adapter, republish)
-                crash_point("between replayed operations")
-    except (DamagedFileError, CheckpointError) as error:
-        _log.error("%s cannot be loaded until the file is restored: %s", row.id, error)
-        raise DamagedFileError(
-            f"model_id={row.id!r} cannot be loaded ({error}). Create a new client from your last "
-            "checkpoint; the server's operator may have the file in a backup"
-        ) from error
+@dataclass(frozen=True)
+class Replay:
+    """Restores models, and records from where they are restored."""
 
+    _store: Store
+    _engine: EngineClient
+    _request_log: RequestLog
+    _crash_guard: CrashGuard
+    _settings: ReplaySettings
+    _counters: Counters
 
-async def repeat(
-    services: Services, row: RequestRow, adapter: AdapterState, republish: Republish
-) -> None:
-    """Repeat the effect of an answered request on a model, and update `adapter`."""
-    assert not row.is_unanswered, row
-    adapter.last_seq = row.seq
-    adapter.cost.requests += 1
-    if row.is_replayed:
-        async with services.crash_guard.running(row.id):
-            operation = await services.request_log.read_operation(row)
-            if isinstance(operation, PublishSampler):
-                await republish(row.seq, operation)
-            else:
-                await _run_again(services, row, operation, adapter)
-        services.counters.replayed_requests += 1
-        adapter.cost.num_changes += 1
-        adapter.cost.bytes += row.body_bytes
-    elif row.state != "done":
-        await repeat_failure(services.engine, row, row.failure, adapter)
+    async def restore(
+        self, row: ModelRow, next_seq: int, adapter: AdapterState, republish: Republish
+    ) -> None:
+        """Create the model of `row` in the engine from its snapshot, and repeat the requests below
+        `next_seq` that were answered since. `adapter` is updated along the way. Raise
+        DamagedFileError if a file was altered or removed.
+        """
+        snapshot_seq = row.last_snapshot
+        try:
+            if row.snapshot is not None:
+                [stored_row] = await self._store.read(select, ModelRow, "id = ?", [row.id])
+                creation = CreateModel(
+                    row.id,
+                    from_path=row.snapshot,
+                    with_optimizer=True,
+                    user_metadata=stored_row.metadata,
+                )
+                async with self._crash_guard.running(row.id):
+                    await self._engine.perform(creation)
+                adapter.last_seq = snapshot_seq
+            crash_point("loaded before replay")
+            rows = await self._store.read(journal.requests_of_model, row.id, snapshot_seq)
+            for request_row in rows:
+                if request_row.seq < next_seq:
+                    await self.repeat(request_row, adapter, republish)
+                    crash_point("between replayed operations")
+        except (DamagedFileError, CheckpointError) as error:
+            _log.error("%s cannot be loaded until the file is restored: %s", row.id, error)
+            raise DamagedFileError(
+                f"model_id={row.id!r} cannot be loaded ({error}). Create a new client from your "
+                "last checkpoint; the server's operator may have the file in a backup"
+            ) from error
 
+    async def repeat(self, row: RequestRow, adapter: AdapterState, republish: Republish) -> None:
+        """Repeat the effect of an answered request on a model, and update `adapter`."""
+        assert not row.is_unanswered, row
+        adapter.last_seq = row.seq
+        adapter.cost.requests += 1
+        if row.is_replayed:
+            async with self._crash_guard.running(row.id):
+                operation = await self._request_log.read_operation(row)
+                if isinstance(operation, PublishSampler):
+                    await republish(row.seq, operation)
+                else:
+                    await self._run_again(row, operation, adapter)
+            self._counters.replayed_requests += 1
+            adapter.cost.num_changes += 1
+            adapter.cost.bytes += row.body_bytes
+        elif row.state != "done":
+            await self.repeat_failure(row, row.failure, adapter)
 
-async def _run_again(
-    services: Services, row: RequestRow, operation: Operation[Any], adapter: AdapterState
-) -> None:
-    """Run an answered operation again. Loads read the private copy that their first run made."""
-    match operation:
-        case CreateModel(from_path=str(path)):
-            operation = replace(operation, from_path=private_copy_path(row.owner, row.seq, path))
-        case LoadWeights(path=path):
-            operation = replace(operation, path=private_copy_path(row.owner, row.seq, path))
-            adapter.has_gradient = False
-    adapter.note_gradient(operation)
-    try:
-        result: Any = await services.engine.perform(operation)
-    except UserError as error:
-        if not isinstance(operation, OptimStep):
-            raise
-        # The first run applied the step. Without it, the model would get other weights.
-        raise DamagedFileError(
-            f"the journal contradicts itself: the first run applied {row.id}, but a request before "
-            f"it is stored as failed, so the step cannot be repeated: {error}"
-        ) from error
-    if isinstance(operation, OptimStep) and not adapter.has_warned:
-        adapter.has_warned = not await is_reproduced(services.store, row, result)
+    async def _run_again(
+        self, row: RequestRow, operation: Operation[Any], adapter: AdapterState
+    ) -> None:
+        """Run an answered operation again. Loads read the private copy that their first run
+        made.
+        """
+        match operation:
+            case CreateModel(from_path=str(path)):
+                copy = private_copy_path(row.owner, row.seq, path)
+                operation = replace(operation, from_path=copy)
+            case LoadWeights(path=path):
+                operation = replace(operation, path=private_copy_path(row.owner, row.seq, path))
+                adapter.has_gradient = False
+        adapter.note_gradient(operation)
+        try:
+            result: Any = await self._engine.perform(operation)
+        except UserError as error:
+            if not isinstance(operation, OptimStep):
+                raise
+            # The first run applied the step. Without it, the model would get other weights.
+            raise DamagedFileError(
+                f"the journal contradicts itself: the first run applied {row.id}, but a request "
+                f"before it is stored as failed, so the step cannot be repeated: {error}"
+            ) from error
+        if isinstance(operation, OptimStep) and not adapter.has_warned:
+            adapter.has_warned = not await is_reproduced(self._store, row, result)
 
-
-async def repeat_failure(
-    engine: EngineClient, row: RequestRow, failure: Failed, adapter: AdapterState
-) -> None:
-    """Repeat the effect of a request that failed with `failure`. A failed forward_backward makes
-    the next optim_step fail. A failed optim_step clears the gradient. Other failures have no
-    effect.
-    """
-    if row.kind not in ("forward_backward", "optim_step"):
-        return
-    adapter.has_gradient = row.kind == "forward_backward"
-    # A DeferredForwardBackward gets its data from a future. This future has an error, so the engine
-    # rejects the next optim_step, as in the first run.
-    failed_data: Future[Sequence[Datum]] = Future()
-    failed_data.set_exception(error_from_name(failure.message, failure.error_class))
-    with suppress(ValueError):
-        await engine.perform(DeferredForwardBackward(row.owner, failed_data, "cross_entropy"))
-    if row.kind == "optim_step":
+    async def repeat_failure(self, row: RequestRow, failure: Failed, adapter: AdapterState) -> None:
+        """Repeat the effect of a request that failed with `failure`. A failed forward_backward
+        makes the next optim_step fail. A failed optim_step clears the gradient. Other failures have
+        no effect.
+        """
+        if row.kind not in ("forward_backward", "optim_step"):
+            return
+        adapter.has_gradient = row.kind == "forward_backward"
+        # A DeferredForwardBackward gets its data from a future. This future has an error, so the
+        # engine rejects the next optim_step, as in the first run.
+        failed_data: Future[Sequence[Datum]] = Future()
+        failed_data.set_exception(error_from_name(failure.message, failure.error_class))
         with suppress(ValueError):
-            await engine.perform(OptimStep(row.owner, AdamParams()))
+            await self._engine.perform(
+                DeferredForwardBackward(row.owner, failed_data, "cross_entropy")
+            )
+        if row.kind == "optim_step":
+            with suppress(ValueError):
+                await self._engine.perform(OptimStep(row.owner, AdamParams()))
+
+    def is_snapshot_due(self, adapter: AdapterState) -> bool:
+        """Return whether the replay of the model would be too long without a new snapshot."""
+        return adapter.cost.exceeds(self._settings)
+
+    async def submit_snapshot(self, model_id: str, seq: int) -> asyncio.Future[SaveWeightsResponse]:
+        """Queue a snapshot after request `seq`. Errors are raised by the future."""
+        try:
+            return await self._engine.submit(
+                SaveWeights(model_id, snapshot_name(seq), overwrite=True)
+            )
+        except Exception as error:
+            failed: asyncio.Future[SaveWeightsResponse] = asyncio.get_running_loop().create_future()
+            failed.set_exception(error)
+            return failed
+
+    async def record_snapshot(self, row: ModelRow, seq: int, path: str) -> None:
+        """Make `path` the snapshot of `row`'s model after request `seq`, and drop the bodies that
+        it covers.
+        """
+        crash_point("snapshot saved before recording")
+        assert seq > row.last_snapshot, (row.id, seq, row.last_snapshot)
+
+        def record(transaction: Transaction) -> None:
+            columns = {"snapshot": path, "snapshot_seq": seq, "used": time.time()}
+            update_row(transaction, ModelRow, row.id, **columns)
+            journal.drop_bodies(transaction, "owner = ? AND seq <= ?", (row.id, seq))
+
+        await self._store.write_with_retries(record)
+        self._counters.num_snapshots += 1
+        crash_point("snapshot recorded before cleaning")
+
+    async def record_closing(self, row: ModelRow) -> None:
+        """Record why the model of `row` is closed, and drop the data that only a restore would
+        need.
+        """
+
+        def record(transaction: Transaction) -> None:
+            columns = {"closed": row.closed, "snapshot": None, "snapshot_seq": None}
+            update_row(transaction, ModelRow, row.id, **columns)
+            journal.drop_bodies(transaction, "owner = ?", [row.id])
+
+        await self._store.write_with_retries(record)
 
 
 async def is_reproduced(store: Store, row: RequestRow, response: OptimStepResponse) -> bool:
@@ -250,42 +304,3 @@ async def is_reproduced(store: Store, row: RequestRow, response: OptimStepRespon
             )
             return False
     return True
-
-
-async def submit_snapshot(
-    engine: EngineClient, model_id: str, seq: int
-) -> asyncio.Future[SaveWeightsResponse]:
-    """Queue a snapshot after request `seq`. Errors are raised by the future."""
-    try:
-        return await engine.submit(SaveWeights(model_id, snapshot_name(seq), overwrite=True))
-    except Exception as error:
-        failed: asyncio.Future[SaveWeightsResponse] = asyncio.get_running_loop().create_future()
-        failed.set_exception(error)
-        return failed
-
-
-async def record_snapshot(services: Services, row: ModelRow, seq: int, path: str) -> None:
-    """Make `path` the snapshot of `row`'s model after request `seq`, and drop the bodies that it
-    covers.
-    """
-    crash_point("snapshot saved before recording")
-    assert seq > row.last_snapshot, (row.id, seq, row.last_snapshot)
-
-    def record(transaction: Transaction) -> None:
-        update_row(transaction, ModelRow, row.id, snapshot=path, snapshot_seq=seq, used=time.time())
-        journal.drop_bodies(transaction, "owner = ? AND seq <= ?", (row.id, seq))
-
-    await services.store.write_with_retries(record)
-    services.counters.num_snapshots += 1
-    crash_point("snapshot recorded before cleaning")
-
-
-async def record_closing(store: Store, row: ModelRow) -> None:
-    """Record why the model of `row` is closed, and drop the data that only a restore would need."""
-
-    def record(transaction: Transaction) -> None:
-        columns = {"closed": row.closed, "snapshot": None, "snapshot_seq": None}
-        update_row(transaction, ModelRow, row.id, **columns)
-        journal.drop_bodies(transaction, "owner = ?", [row.id])
-
-    await store.write_with_retries(record)

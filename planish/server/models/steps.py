@@ -5,47 +5,42 @@ that a replay finds it even if the checkpoint was deleted. A save first records 
 free. If the save is repeated after a crash, files under this name come from its own first run, and
 it overwrites them.
 
-These functions do not change the model's state. They return values, with which `Model` changes its
-state.
+A step does not change the model's state.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planish.errors import EngineClosedError, UserError
-from planish.server.durable.checkpoints import private_copy_path, sampler_name
+from planish.errors import UserError
+from planish.server.durable.checkpoints import CheckpointCatalog, private_copy_path
 from planish.server.durable.crash_points import crash_point
 from planish.server.durable.records import ModelRow, update_row, upsert_checkpoint
-from planish.server.durable.request_log import QueuedRequest, TransactionHook, done_from_result
-from planish.server.engine_client import EngineClient
+from planish.server.durable.request_log import RequestLog
+from planish.server.engine_client import DeviceClock, EngineClient
+from planish.server.request import Request, TransactionHook, done_from_result
 from planish.server.results import Done, Tenant
-from planish.server.samplers import Sampler
-from planish.server.services import Services
 from planish.service import (
     CreateModel,
     ForwardBackward,
     LoadWeights,
     Operation,
-    PublishSampler,
+    OptimStep,
     SaveWeights,
     SaveWeightsForSampler,
 )
-from planish.types import CheckpointPath, CheckpointType, SaveWeightsForSamplerResponse
-
-_log = logging.getLogger(__name__)
+from planish.types import CheckpointPath, CheckpointType
 
 
 @dataclass(frozen=True, eq=False)
 class SubmittedRequest:
     """One request that was submitted to the engine."""
 
-    request: QueuedRequest
+    request: Request
     operation: Operation[Any]
     """The operation as the client sent it."""
     future: asyncio.Future[Any]
@@ -63,40 +58,104 @@ def loaded_checkpoint(operation: CreateModel | LoadWeights) -> str | None:
     return operation.path if isinstance(operation, LoadWeights) else operation.from_path
 
 
-async def submit_load(
-    services: Services, request: QueuedRequest, operation: CreateModel | LoadWeights
-) -> SubmittedRequest:
-    """Give a load, or the creation of a model, to the engine. A creation has completed when this
-    returns. Raise UserError if the creation failed.
-    """
-    submitted_at, source = services.clock.now(), loaded_checkpoint(operation)
-    copy_path = None if source is None else await _create_private_copy(services, request, source)
-    with _client_path_in_errors(source, copy_path):
-        if isinstance(operation, LoadWeights):
-            assert copy_path is not None
-            future = await services.engine.submit(replace(operation, path=copy_path))
-            return SubmittedRequest(request, operation, future, submitted_at)
-        info = await services.engine.perform(replace(operation, from_path=copy_path))
-    creation: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    creation.set_result(info)
+@dataclass(frozen=True)
+class Steps:
+    """Gives the requests of models to the engine."""
 
-    async def record() -> TransactionHook:
-        arch = info.model_data.arch
-        return lambda transaction: update_row(transaction, ModelRow, operation.model_id, arch=arch)
+    _engine: EngineClient
+    _checkpoints: CheckpointCatalog
+    _request_log: RequestLog
+    clock: DeviceClock
 
-    return SubmittedRequest(request, operation, creation, submitted_at, record)
+    async def submit_training(
+        self, request: Request, operation: ForwardBackward | OptimStep
+    ) -> SubmittedRequest:
+        """Give a training operation to the engine."""
+        submitted_at = self.clock.now()
+        future = await self._engine.submit(operation)
+        self._request_log.release_operation(request)
+        return SubmittedRequest(request, operation, future, submitted_at)
 
+    async def submit_load(
+        self, request: Request, operation: CreateModel | LoadWeights
+    ) -> SubmittedRequest:
+        """Give a load, or the creation of a model, to the engine. A creation has completed when
+        this returns. Raise UserError if the creation failed.
+        """
+        submitted_at, source = self.clock.now(), loaded_checkpoint(operation)
+        copy_path = None if source is None else await self._create_private_copy(request, source)
+        with _client_path_in_errors(source, copy_path):
+            if isinstance(operation, LoadWeights):
+                assert copy_path is not None
+                future = await self._engine.submit(replace(operation, path=copy_path))
+                return SubmittedRequest(request, operation, future, submitted_at)
+            info = await self._engine.perform(replace(operation, from_path=copy_path))
+        creation: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        creation.set_result(info)
 
-async def _create_private_copy(services: Services, request: QueuedRequest, path: str) -> str:
-    """Return the path of a private copy of the checkpoint that a request reads. The copy is made
-    only once, so a replay reads the same files.
-    """
-    copy_path = private_copy_path(request.row.owner, request.seq, path)
-    if request.row.state == "accepted":
-        await services.engine.copy_without_metadata(path, copy_path)
-        crash_point("pinned before recording")
-        await services.request_log.set_state(request, "started")
-    return copy_path
+        async def record() -> TransactionHook:
+            arch = info.model_data.arch
+            return lambda transaction: update_row(
+                transaction, ModelRow, operation.model_id, arch=arch
+            )
+
+        return SubmittedRequest(request, operation, creation, submitted_at, record)
+
+    async def _create_private_copy(self, request: Request, path: str) -> str:
+        """Return the path of a private copy of the checkpoint that a request reads. The copy is
+        made only once, so a replay reads the same files.
+        """
+        copy_path = private_copy_path(request.row.owner, request.seq, path)
+        if request.row.state == "accepted":
+            await self._engine.copy_without_metadata(path, copy_path)
+            crash_point("pinned before recording")
+            await self._request_log.set_state(request, "started")
+        return copy_path
+
+    async def submit_save(
+        self, request: Request, operation: SaveWeights | SaveWeightsForSampler
+    ) -> tuple[SubmittedRequest, asyncio.Lock]:
+        """Submit a save to the engine. Return the submitted save and the acquired lock of the
+        checkpoint's path. The caller releases the lock once the answer is being written.
+        """
+        tenant = Tenant(request.row.tenant)
+        await self._checkpoints.check_quota(tenant)
+        kind: CheckpointType = "training" if isinstance(operation, SaveWeights) else "sampler"
+        path = str(CheckpointPath(operation.model_id, kind, operation.name))
+        lock = self._checkpoints.lock(path)
+        await lock.acquire()
+        try:
+            submitted = await self._submit_save(tenant, path, request, operation)
+        except BaseException:
+            lock.release()
+            raise
+        return submitted, lock
+
+    async def _submit_save(
+        self,
+        tenant: Tenant,
+        path: str,
+        request: Request,
+        operation: SaveWeights | SaveWeightsForSampler,
+    ) -> SubmittedRequest:
+        saving = operation
+        if (
+            request.row.state == "started"
+            or operation.overwrite
+            or await self._checkpoints.is_name_free(path)
+        ):
+            await self._request_log.set_state(request, "started")
+            crash_point("save marked")
+            saving = replace(saving, overwrite=True)
+        submitted_at = self.clock.now()
+        future = await self._engine.submit(saving)
+
+        async def record() -> TransactionHook:
+            row = await self._checkpoints.row_from_files(tenant, path)
+            crash_point("saved before recording")
+            return lambda transaction: upsert_checkpoint(transaction, row)
+
+        return SubmittedRequest(request, operation, future, submitted_at, record)
 
 
 @contextmanager
@@ -108,96 +167,6 @@ def _client_path_in_errors(path: str | None, copy_path: str | None) -> Iterator[
         if copy_path is not None and path is not None:
             error.args = (str(error).replace(copy_path, path),)
         raise
-
-
-async def submit_save(
-    services: Services, request: QueuedRequest, operation: SaveWeights | SaveWeightsForSampler
-) -> tuple[SubmittedRequest, asyncio.Lock]:
-    """Submit a save to the engine. Return the submitted save and the acquired lock of the
-    checkpoint's path. The caller releases the lock once the answer is being written.
-    """
-    tenant = Tenant(request.row.tenant)
-    await services.checkpoints.check_quota(tenant)
-    kind: CheckpointType = "training" if isinstance(operation, SaveWeights) else "sampler"
-    path = str(CheckpointPath(operation.model_id, kind, operation.name))
-    lock = services.checkpoints.lock(path)
-    await lock.acquire()
-    try:
-        submitted = await _submit_save(services, tenant, path, request, operation)
-    except BaseException:
-        lock.release()
-        raise
-    return submitted, lock
-
-
-async def _submit_save(
-    services: Services,
-    tenant: Tenant,
-    path: str,
-    request: QueuedRequest,
-    operation: SaveWeights | SaveWeightsForSampler,
-) -> SubmittedRequest:
-    saving = operation
-    if (
-        request.row.state == "started"
-        or operation.overwrite
-        or await services.checkpoints.is_name_free(path)
-    ):
-        await services.request_log.set_state(request, "started")
-        crash_point("save marked")
-        saving = replace(saving, overwrite=True)
-    submitted_at = services.clock.now()
-    future = await services.engine.submit(saving)
-
-    async def record() -> TransactionHook:
-        row = await services.checkpoints.row_from_files(tenant, path)
-        crash_point("saved before recording")
-        return lambda transaction: upsert_checkpoint(transaction, row)
-
-    return SubmittedRequest(request, operation, future, submitted_at, record)
-
-
-async def submit_publication(
-    engine: EngineClient, seq: int, operation: PublishSampler
-) -> tuple[asyncio.Future[str], asyncio.Future[SaveWeightsForSamplerResponse]]:
-    """Queue the publication of a sampler, directly followed by a save of its weights. Return the
-    futures of both.
-    """
-    published = await engine.submit(operation)
-    return published, await submit_published_save(engine, seq, operation)
-
-
-async def submit_published_save(
-    engine: EngineClient, seq: int, operation: PublishSampler
-) -> asyncio.Future[SaveWeightsForSamplerResponse]:
-    """Queue a save of the model's present weights as those of a published sampler."""
-    return await engine.submit(
-        SaveWeightsForSampler(operation.model_id, sampler_name(seq), overwrite=True)
-    )
-
-
-async def record_published_save(
-    services: Services,
-    sampler: Sampler | None,
-    save: asyncio.Future[SaveWeightsForSamplerResponse],
-) -> bool:
-    """Record where a published sampler's weights were saved, or delete them if it was closed.
-    Return False if the weights are not on disk.
-    """
-    try:
-        path = (await save).path
-        info = await services.engine.checkpoint_info(path)
-        crash_point("sampler saved before recording")
-        if sampler is None or services.samplers.get(sampler.id) is not sampler:
-            await services.engine.delete_checkpoint(path)
-        else:
-            await services.samplers.record_save(sampler, path, info.checkpoint.size_bytes or 0)
-    except Exception as error:
-        if not isinstance(error, EngineClosedError):
-            sampler_id = "that was closed" if sampler is None else sampler.id
-            _log.exception("the published sampler %s could not be saved yet", sampler_id)
-        return False
-    return True
 
 
 async def encode_result(operation: Operation[Any], result: Any) -> Done:

@@ -80,7 +80,7 @@ class LoraAdapters:
         with self._counted():
             async with self._lock:
                 replaced = (await adapter_paths(server)).get(name)
-                is_taken = name in self.aliases or name in server.base_models
+                is_taken = name in self.aliases or name in server.engine.base_models
                 if is_taken or (replaced is not None and not options.load_inplace):
                     raise WrongParameterError(
                         "lora_name",
@@ -91,7 +91,7 @@ class LoraAdapters:
                 base_model = options.base_model_name or await asyncio.to_thread(
                     self._base_model_of, directory
                 )
-                server.check_base_model(base_model)
+                server.engine.check_base_model(base_model)
                 await self.uploads.import_directory(
                     context.tenant,
                     directory,
@@ -158,11 +158,11 @@ class LoraAdapters:
             raise WrongParameterError(
                 "lora_path", f"{ADAPTER_CONFIG_FILE} is damaged ({error}); get the adapter again"
             ) from None
-        if name not in self.server.base_models:
+        if name not in self.server.engine.base_models:
             raise WrongParameterError(
                 "base_model_name",
                 f"the adapter names the base model {name[:200]!r}, which is not served; give "
-                f"base_model_name, one of {', '.join(self.server.base_models)}",
+                f"base_model_name, one of {', '.join(self.server.engine.base_models)}",
             )
         return name
 

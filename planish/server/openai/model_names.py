@@ -79,9 +79,9 @@ class ModelList:
 
     async def entries(self, tenant: Tenant) -> list[dict[str, Any]]:
         """Return the base models, the tenant's checkpoints, and the aliases that it may use."""
-        checkpoints = (await self._server.list_checkpoints(tenant)).items
-        base_models = await self._server.base_models_of_runs(tenant)
-        entries = [self.base_model(name) for name in self._server.base_models]
+        checkpoints = (await self._server.runs.list_checkpoints(tenant)).items
+        base_models = await self._server.runs.base_models(tenant)
+        entries = [self.base_model(name) for name in self._server.engine.base_models]
         for checkpoint in checkpoints:
             run = CheckpointPath.parse(checkpoint.tinker_path).run_id
             entries.append(self._checkpoint(checkpoint, base_models.get(run)))
@@ -125,7 +125,7 @@ class ModelList:
         return next(
             (
                 model.max_context_length
-                for model in self._server.capabilities().supported_models
+                for model in self._server.engine.capabilities().supported_models
                 if model.model_name == base_model
             ),
             None,

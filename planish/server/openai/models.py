@@ -225,7 +225,7 @@ class OpenAIModels:
         """
         self.server.limits.check(tenant.name, 0)
         for operation in operations:
-            await self.server.samplers.check(tenant, model.base_model, operation)
+            await self.server.sampling.check(tenant, model.base_model, operation)
 
     async def sample(self, tenant: Tenant, sampler_id: str, operation: Sample) -> SampleResponse:
         """Sample from the sampler `sampler_id`, which replaces `operation.sampler_id`. Cancelling
@@ -236,7 +236,7 @@ class OpenAIModels:
         try:
             self.server.limits.use_tokens(tenant.name, operation.prompt.length)
             self.server.engine.check_open()
-            return await self.server.samplers.sample(
+            return await self.server.sampling.sample(
                 tenant, replace(operation, sampler_id=sampler_id)
             )
         finally:

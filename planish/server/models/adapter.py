@@ -1,0 +1,308 @@
+"""The adapter of a training model: its loads, its snapshots, and the samplers it publishes.
+
+An adapter in memory is a cache of the last snapshot and the requests that were answered since
+(replay.py). So it can leave memory at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from planish.errors import EngineClosedError, UserError
+from planish.server.durable.checkpoints import is_superseded, private_copy_path, sampler_name
+from planish.server.durable.crash_points import crash_point
+from planish.server.durable.journal import RequestRow
+from planish.server.durable.records import ModelRow
+from planish.server.engine_client import EngineClient
+from planish.server.models.replay import AdapterState, Replay, ReplayCost
+from planish.server.models.request_queue import InFlight, QueueItem, RequestQueue
+from planish.server.results import Failed
+from planish.server.samplers import Sampler, Samplers
+from planish.service import PublishSampler, SaveWeightsForSampler, UnloadModel
+from planish.types import SaveWeightsForSamplerResponse, SaveWeightsResponse
+
+R = TypeVar("R")
+
+_log = logging.getLogger(__name__)
+
+
+class ModelAdapter:
+    """The adapter of one training model, in memory or not. It implements `CachedAdapter`
+    (scheduling.py): the adapter cache calls `load` and `unload`.
+    """
+
+    def __init__(
+        self,
+        row: ModelRow,
+        queue: RequestQueue[QueueItem],
+        engine: EngineClient,
+        replay: Replay,
+        samplers: Samplers,
+    ) -> None:
+        """A load replays the requests that were taken from `queue`."""
+        self.row = row
+        """The model's row. `user_metadata` is empty here, because only the database keeps it."""
+        self.queue = queue
+        self.in_flight = InFlight()
+        self.state = AdapterState()
+        self.private_paths: set[str] = set()
+        """Private checkpoints (checkpoints.py) from which the server restores this model."""
+        self.is_snapshotting = False
+        self._engine, self._replay, self._samplers = engine, replay, samplers
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def id(self) -> str:
+        """The id of the model."""
+        return self.row.id
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the adapter with its optimizer state."""
+        return self.row.training_bytes
+
+    @property
+    def is_evictable(self) -> bool:
+        """Always true, because the model can be restored from its snapshot and the journal."""
+        return True
+
+    # Loading and unloading.
+
+    async def load(self) -> None:
+        """Bring the adapter back into memory: load the snapshot, then replay. Raise UserError if
+        the model was closed, and DamagedFileError if a file was altered or removed.
+        """
+        if self.row.closed is not None:
+            raise UserError(
+                f"model_id={self.id!r} is closed, and its unnamed samplers were lost with it"
+            )
+        await self.restore()
+        if self.row.closed is not None:  # the model was closed during the load
+            await self.remove_from_engine()
+            raise UserError(f"model_id={self.id!r} is closed: {self.row.closed}")
+
+    async def unload(self) -> None:
+        """Take a snapshot if one is due, and free the adapter's memory."""
+        if self.row.closed is None:
+            await self.save_snapshot()
+            await self.remove_from_engine()
+
+    async def remove_from_engine(self) -> None:
+        """Remove the model from the engine, if it is there."""
+        self.state = self.state.unloaded()
+        with suppress(UserError, EngineClosedError):
+            await self._engine.perform(UnloadModel(self.id))
+            crash_point("unloaded")
+
+    async def restore(self) -> None:
+        """Restore the adapter to its state after the last dequeued request. If a file is damaged or
+        missing, raise DamagedFileError and leave the adapter unloaded. The snapshot and the journal
+        do not change, so a later load succeeds once the file is restored.
+        """
+        # Wait for running snapshots. A snapshot that is recorded during the replay would delete the
+        # snapshot from which the replay began.
+        while self.is_snapshotting:
+            await self.in_flight.wait_for_change()
+        # The replay reads the answered requests from the database, so all answers must be there.
+        await asyncio.gather(*self.in_flight.unwritten_answers.values())
+        self.state = self.state.unloaded()
+        try:
+            await self._replay.restore(
+                self.row, self.queue.next_seq, self.state, self._publish_again
+            )
+        except BaseException:
+            await self.remove_from_engine()
+            raise
+
+    async def repeat(self, row: RequestRow) -> None:
+        """Repeat the effect of an answered request."""
+        await self._replay.repeat(row, self.state, self._publish_again)
+
+    async def repeat_failure(self, row: RequestRow, failure: Failed) -> None:
+        """Repeat the effect of a request that failed before the engine had it."""
+        await self._replay.repeat_failure(row, failure, self.state)
+        self.state.last_seq = row.seq
+
+    async def close(self, reason: str) -> None:
+        """Mark the model as closed, once its snapshots and published samplers are on disk."""
+        while self.in_flight.unsaved_samplers or self.is_snapshotting:
+            await self.in_flight.wait_for_change()
+        self.row = replace(self.row, closed=reason, snapshot=None, snapshot_seq=None)
+
+    async def delete(self) -> None:
+        """Delete everything from which a closed model could be restored."""
+        await self._replay.record_closing(self.row)
+        crash_point("model closed before cleaning")
+        await self.remove_from_engine()
+        await self._delete_private_checkpoints(list(self.private_paths))
+
+    def note_loaded(self, seq: int, path: str) -> None:
+        """Note that request `seq` loads the checkpoint `path`, from a private copy."""
+        self.private_paths.add(private_copy_path(self.id, seq, path))
+
+    # Published samplers.
+
+    async def publish(
+        self, seq: int, operation: PublishSampler
+    ) -> tuple[asyncio.Future[str], Sampler]:
+        """Queue the publication of a sampler, directly followed by a save of its weights. Return
+        the future of the publication, and the sampler. Raise UserError if the sampler was closed.
+        """
+        sampler = self._samplers.get(operation.sampler_id)
+        if sampler is None:
+            raise UserError(
+                f"sampling_session_id={operation.sampler_id!r} was closed before it was created; "
+                "create another one"
+            )
+        return await self._publish(seq, operation), sampler
+
+    async def note_published(self, sampler: Sampler) -> None:
+        """Note that the engine has published a sampler."""
+        await self._samplers.note_published(sampler)
+
+    def note_failed(self, seq: int, message: str) -> None:
+        """Note that a request failed. A sampler that it should have published fails too."""
+        self._samplers.note_failed_request(self.id, seq, message)
+
+    async def _publish(self, seq: int, operation: PublishSampler) -> asyncio.Future[str]:
+        publication = await self._engine.submit(operation)
+        await self._save_published(seq, operation)
+        return publication
+
+    async def _save_published(self, seq: int, operation: PublishSampler) -> None:
+        """Queue a save of the model's present weights as those of a published sampler, and record
+        in the background where they were saved.
+        """
+        save = await self._engine.submit(
+            SaveWeightsForSampler(operation.model_id, sampler_name(seq), overwrite=True)
+        )
+        sampler = self._samplers.get(operation.sampler_id)
+
+        async def record() -> None:
+            try:
+                is_saved = await self._record_published_save(sampler, save)
+                self.state.has_lost_work = self.state.has_lost_work or not is_saved
+            finally:
+                # If the model was restored meanwhile, a newer save has replaced this one.
+                if self.in_flight.unsaved_samplers[seq] is task:
+                    del self.in_flight.unsaved_samplers[seq]
+                self.in_flight.notify()
+
+        self.in_flight.unsaved_samplers[seq] = task = self.spawn(record())
+
+    async def _record_published_save(
+        self, sampler: Sampler | None, save: asyncio.Future[SaveWeightsForSamplerResponse]
+    ) -> bool:
+        """Record where a published sampler's weights were saved, or delete them if it was closed.
+        Return False if the weights are not on disk.
+        """
+        try:
+            path = (await save).path
+            info = await self._engine.checkpoint_info(path)
+            crash_point("sampler saved before recording")
+            if sampler is None or self._samplers.get(sampler.id) is not sampler:
+                await self._engine.delete_checkpoint(path)
+            else:
+                await self._samplers.record_save(sampler, path, info.checkpoint.size_bytes or 0)
+        except Exception as error:
+            if not isinstance(error, EngineClosedError):
+                sampler_id = "that was closed" if sampler is None else sampler.id
+                _log.exception("the published sampler %s could not be saved yet", sampler_id)
+            return False
+        return True
+
+    async def _publish_again(self, seq: int, operation: PublishSampler) -> None:
+        """Publish a sampler again, unless its weights are on disk or it was closed. A sampler that
+        is in memory has these weights and may have running samples, so only its save is repeated.
+        """
+        sampler = self._samplers.get(operation.sampler_id)
+        if sampler is None or sampler.row.source is not None:
+            return
+        if self._samplers.is_loaded(sampler):
+            await self._save_published(seq, operation)
+        else:
+            await (await self._publish(seq, operation))
+            await self._samplers.note_published(sampler)
+
+    # Snapshots.
+
+    @property
+    def _can_snapshot(self) -> bool:
+        return self.row.closed is None and self.state.can_be_saved
+
+    async def save_due_snapshot(self) -> None:
+        """Begin a snapshot if the replay of the model would be too long without a new one."""
+        is_due = self._replay.is_snapshot_due(self.state)
+        if is_due and self._can_snapshot and not self.is_snapshotting:
+            await self.begin_snapshot()
+
+    async def save_snapshot(self) -> bool:
+        """Take a snapshot if the adapter has changed since the last one. Take none if the model is
+        closed, a gradient is pending or work was lost. Return whether the last snapshot is up to
+        date.
+        """
+        while self.is_snapshotting:
+            await self.in_flight.wait_for_change()
+        state = self.state
+        has_unsaved_changes = state.cost.num_changes > 0 and state.last_seq > self.row.last_snapshot
+        if has_unsaved_changes and self._can_snapshot:
+            return await (await self.begin_snapshot())
+        return not has_unsaved_changes
+
+    async def begin_snapshot(self) -> asyncio.Task[bool]:
+        """Queue a snapshot after the last operation in the engine. The returned task ends with
+        False if the snapshot failed. A failure is logged and loses nothing.
+        """
+        crash_point("before snapshot")
+        self.is_snapshotting, self.state.cost = True, ReplayCost()
+        state, seq = self.state, self.state.last_seq
+        save = await self._replay.submit_snapshot(self.id, seq)
+        return self.spawn(self._finish_snapshot(state, seq, save))
+
+    async def _finish_snapshot(
+        self, state: AdapterState, seq: int, save: asyncio.Future[SaveWeightsResponse]
+    ) -> bool:
+        """Record a snapshot that was submitted after request `seq`, when the adapter had the state
+        `state`. The adapter may have another state by now, because it was unloaded meanwhile.
+        """
+        try:
+            path = (await save).path
+            self.private_paths.add(path)
+            await self.in_flight.wait_until_durable(seq)
+            if state.has_lost_work or self.state.has_lost_work:
+                return False
+            await self._replay.record_snapshot(self.row, seq, path)
+            self.row = replace(self.row, snapshot=path, snapshot_seq=seq)
+            await self._delete_private_checkpoints(
+                [p for p in self.private_paths if is_superseded(p, seq)]
+            )
+        except Exception as error:
+            if not isinstance(error, EngineClosedError):
+                _log.exception(
+                    "the snapshot of %s failed; everything since the last one stays in the journal",
+                    self.id,
+                )
+            return False
+        finally:
+            self.is_snapshotting = False
+            self.in_flight.notify()
+        return True
+
+    async def _delete_private_checkpoints(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            await self._engine.delete_checkpoint(path)
+            self.private_paths.discard(path)
+
+    def spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        """Run `work` in a task. The event loop has only weak references to tasks, so keep one here
+        until the task ends.
+        """
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

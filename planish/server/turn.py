@@ -1,0 +1,112 @@
+"""The middle stage of every request: its turn to run.
+
+A request has its turn when the fair queue has given it slots, its adapter is in memory, and the
+crash guard lets it run. No other module waits for all three.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+
+from planish.server.durable.crash_guard import CrashGuard
+from planish.server.durable.crash_points import crash_point
+from planish.server.request import Request
+from planish.server.scheduling import AdapterCache, CachedAdapter, FairQueue, SlotLease
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Gives turns to the training requests of all models, or to the samples of all samplers."""
+
+    _queue: FairQueue
+    _cache: AdapterCache
+    _crash_guard: CrashGuard
+    stopping: asyncio.Event
+    """Set when the server begins to stop. Models then take no more requests from their queues."""
+
+    def loaded(self, adapter: CachedAdapter) -> AbstractAsyncContextManager[None]:
+        """Keep an adapter in memory for the block. If its load fails, raise the error of `load`."""
+        return self._cache.pinned(adapter)
+
+    async def load(self, adapter: CachedAdapter) -> None:
+        """Load an adapter, if it is not in memory."""
+        async with self._cache.pinned(adapter):
+            pass
+
+    def is_loaded(self, adapter: CachedAdapter) -> bool:
+        """Return whether an adapter is in memory."""
+        return self._cache.is_loaded(adapter)
+
+    def is_ready(self, adapter: CachedAdapter) -> bool:
+        """Return whether an adapter is in memory and is not being unloaded."""
+        return self._cache.is_ready(adapter)
+
+    def discard(self, adapter: CachedAdapter) -> None:
+        """Note that the caller has unloaded an adapter."""
+        self._cache.discard(adapter)
+
+    @property
+    def is_memory_wanted(self) -> bool:
+        """Whether another adapter waits for memory."""
+        return self._cache.is_waiting
+
+    async def take(self, request: Request, num_slots: int, num_tokens_ahead: int = 0) -> SlotLease:
+        """Wait until a request of a loaded adapter may run, and return its slots. A request without
+        slots waits for the crash guard only. Call `end` when the request is answered.
+
+        `num_tokens_ahead` is the number of tokens of the model's earlier requests that still run.
+        """
+        lease = SlotLease()
+        if num_slots:
+            lease = await self._queue.acquire_slots(
+                request.row.tenant, num_slots, request.num_input_tokens, num_tokens_ahead
+            )
+        try:
+            if not self._crash_guard.is_inactive:
+                await self._crash_guard.enter(request.id)
+        except BaseException:
+            lease.release()
+            raise
+        crash_point("before running")
+        return lease
+
+    def end(self, request: Request) -> None:
+        """Note that a request was answered."""
+        self._crash_guard.leave(request.id)
+
+    @asynccontextmanager
+    async def turn(
+        self,
+        key: str,
+        tenant: str,
+        num_slots: int,
+        num_tokens: int,
+        loaded: AbstractAsyncContextManager[None],
+    ) -> AsyncIterator[None]:
+        """Wait for slots, then for the adapter, which is in memory within `loaded`, and then for
+        the crash guard. The turn ends with the block. `key` is the crash guard's key.
+        """
+        lease = await self._queue.acquire_slots(tenant, num_slots, num_tokens)
+        try:
+            async with loaded, self._crash_guard.running(key):
+                crash_point("before running")
+                yield
+        finally:
+            lease.release()
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether the crash guard asks for the keys of requests."""
+        return not self._crash_guard.is_inactive
+
+    @property
+    def num_used_slots(self) -> int:
+        """The number of slots in use."""
+        return self._queue.used_slots
+
+    def charge(self, tenant: str, num_tokens: int) -> None:
+        """Charge tokens that were not known when the turn was given."""
+        self._queue.charge(tenant, num_tokens)
