@@ -68,19 +68,18 @@ class EngineClient:
         )
         self.fault: str | None = None
         """The error that stopped the engine; None while the engine works."""
-        self.accepts_requests = False
-        """Whether clients may send requests. The server sets it to True at the end of its start,
-        and to False at the beginning of its stop.
-        """
+        self.is_healthy = False
+        """Whether clients may send requests, and the engine works."""
         self._is_closed = False
         self._load_threads = ThreadPoolExecutor(
             _NUM_LOAD_THREADS, thread_name_prefix="planish-load"
         )
 
-    @property
-    def is_healthy(self) -> bool:
-        """Whether clients may send requests, and the engine works."""
-        return self.accepts_requests and self.fault is None
+    def accept_requests(self, accepts: bool) -> None:
+        """Let clients send requests from now on, or no more. The server calls this at the end of
+        its start, and at the beginning of its stop.
+        """
+        self.is_healthy = accepts and self.fault is None
 
     def check_open(self) -> None:
         """Raise Unavailable if clients may not send requests, or the engine has failed."""
@@ -231,7 +230,7 @@ class EngineClient:
     def fail(self, fault: str) -> None:
         """Record that the engine has failed, and log the fault. Only the first fault counts."""
         if self.fault is None:
-            self.fault = fault
+            self.fault, self.is_healthy = fault, False
             _log.critical(
                 "the engine failed, and nothing runs until the server is restarted: %s", fault
             )

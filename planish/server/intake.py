@@ -38,18 +38,18 @@ class Intake:
     _disk_was_full: bool = False
     """Whether the last request was rejected for lack of disk space."""
 
-    async def was_accepted(self, request_id: str, digest: bytes) -> bool:
+    async def was_accepted(self, new_row: RequestRow) -> bool:
         """Return whether the same request was accepted before. Raise BadRequest if a different
         request has this id, or if the earlier request was rejected.
         """
-        active = self._request_log.active.get(request_id)
+        active = self._request_log.active.get(new_row.id)
         if active is not None:
-            check_same_request(active.row, digest)
+            check_same_request(active.row, new_row.digest)
             await asyncio.shield(active.journaled)
             return True
-        row = await self._store.read(journal.request_row, request_id)
+        row = await self._store.read(journal.request_row, new_row.id)
         if row is not None:
-            check_same_request(row, digest)
+            check_same_request(row, new_row.digest)
         return row is not None
 
     async def accept(
@@ -62,7 +62,8 @@ class Intake:
         before anything is written, if the tenant's limits or the disk allow no new request.
         """
         row = request.row
-        if request.is_rejected:
+        is_rejected = row.state == "refused"
+        if is_rejected:
             await self._failed_requests.check(row.tenant)
         active = self._request_log.active.get(row.id)
         if active is not None:
@@ -91,7 +92,7 @@ class Intake:
             self._request_log.discard(request)
             check_same_request(existing_row, row.digest)
             return False
-        if request.is_rejected:
+        if is_rejected:
             self._failed_requests.add(row.tenant, row.message)
         self._counters.accepted_requests[row.kind] += 1
         crash_point("before acknowledging")
@@ -121,7 +122,7 @@ class Intake:
                 f"{self._min_free_disk_bytes:,}",
             )
         self._disk_was_full = is_full
-        if self.lacks_memory:
+        if self._store.lacks_memory:
             raise Unavailable(OUT_OF_MEMORY, _RETRY_SECONDS)
         if is_full:
             raise Unavailable(

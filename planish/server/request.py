@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -69,24 +69,6 @@ class Request:
     """
     answer_written: asyncio.Future[None] | None = None
     """Done when the answer is on disk."""
-
-    @classmethod
-    def of(cls, tenant: Tenant, owner: str, seq: int, encoded: EncodedOperation) -> Request:
-        """Return a new request to the model or sampler with the id `owner`."""
-        row = RequestRow(
-            id=f"{owner}:{seq}",
-            tenant=tenant.name,
-            kind=encoded.kind,
-            owner=owner,
-            seq=seq,
-            state="accepted",
-            digest=encoded.digest,
-            accepted=time.time(),
-            body_bytes=len(encoded.body),
-        )
-        request = cls(row, encoded.operation, encoded.body)
-        request.set_counts(encoded.operation)
-        return request
 
     @classmethod
     def rejected(cls, tenant: Tenant, owner: str, seq: int, kind: str, error: Exception) -> Request:
@@ -152,21 +134,41 @@ def check_same_request(row: RequestRow, digest: bytes | None) -> None:
         )
 
 
-async def encode(operation: Operation[Any], seq_id: int) -> EncodedOperation:
-    """Encode an operation for the journal, in a thread if it is large. Raise ValueError if it is
-    invalid.
+def encoded_request(
+    tenant: Tenant,
+    owner: str,
+    seq: int,
+    operation: Operation[Any],
+    request_id: str | None = None,
+) -> Awaitable[Request]:
+    """Return a new request to the model or sampler with the id `owner`. Large operations are
+    encoded in a thread. Raise ValueError if the operation is invalid.
     """
+    row = RequestRow(
+        id=request_id or f"{owner}:{seq}",
+        tenant=tenant.name,
+        kind=operation_kind(operation),
+        owner=owner,
+        seq=seq,
+        state="accepted",
+        digest=None,
+        accepted=time.time(),
+    )
+    request = Request(row, operation)
+
+    def encode() -> Request:
+        encoded = encode_operation(operation, seq)
+        request.operation, request.body = encoded.operation, encoded.body
+        request.row = replace(row, digest=encoded.digest, body_bytes=len(encoded.body))
+        request.set_counts(encoded.operation)
+        return request
+
     # Datums without tokens take time too, so every ForwardBackward is encoded in a thread.
     if not isinstance(operation, ForwardBackward):
         num_targets = target_count(operation) if isinstance(operation, Sample) else 0
         if input_token_count(operation) + num_targets <= _MAX_INLINE_TOKENS:
-            return encode_operation(operation, seq_id)
-
-    def encode_and_count() -> EncodedOperation:
-        input_token_count(operation)  # caches the count, so the event loop need not count
-        return encode_operation(operation, seq_id)
-
-    return await asyncio.to_thread(encode_and_count)
+            return completed(encode())
+    return asyncio.to_thread(encode)
 
 
 def encode_operation(operation: Operation[Any], seq_id: int) -> EncodedOperation:
@@ -232,6 +234,13 @@ def failed_from_error(error: Exception) -> Failed:
         message = f"{OUT_OF_MEMORY} ({message})" if message else OUT_OF_MEMORY
     message = "\n".join([message or type(error).__name__, *getattr(error, "__notes__", ())])
     return Failed(message, category, error_class_name(error))
+
+
+def completed(result: R) -> asyncio.Future[R]:
+    """Return a future that is done."""
+    future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+    future.set_result(result)
+    return future
 
 
 async def run_uncancelled(work: Coroutine[Any, Any, R]) -> R:

@@ -21,8 +21,8 @@ from planish.server.metrics import Counters
 from planish.server.request import (
     Request,
     done_from_result,
-    encode,
     encode_operation,
+    encoded_request,
     failed_from_error,
     run_uncancelled,
 )
@@ -102,8 +102,7 @@ class Sampling:
         """
         sampler = await self._samplers.touch(tenant, operation.sampler_id)
         await self.check(tenant, sampler.row.base_model, operation)
-        encoded = await encode(operation, seq_id)
-        request = Request.of(tenant, sampler.id, seq_id, encoded)
+        request = await encoded_request(tenant, sampler.id, seq_id, operation)
         await run_uncancelled(self._accept(sampler, request))
         sequence_ids = [f"{request.id}:{index}" for index in range(operation.num_samples)]
         return Accepted(request.id, sample_sequence_ids=sequence_ids)

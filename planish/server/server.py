@@ -212,7 +212,13 @@ class Server:
         self._background_tasks: list[asyncio.Task[None]] = []
 
     def _turns(self, queue: FairQueue) -> Turns:
-        return Turns(queue, self.adapter_cache, self.crash_guard, self.stopping)
+        return Turns(
+            queue,
+            self.adapter_cache,
+            self.crash_guard,
+            self.request_log.disk_faults,
+            self.stopping,
+        )
 
     def _make_model(
         self, row: ModelRow, queue: RequestQueue[QueueItem], unload_seq: int | None
@@ -263,7 +269,7 @@ class Server:
             asyncio.create_task(self.cleanup.run(), name="cleanup"),
             asyncio.create_task(self._verify_checkpoints(), name="verification of checkpoints"),
         ]
-        self.engine.accepts_requests = True
+        self.engine.accept_requests(True)
         _log.info(
             "ready in %.1f s with %d sessions, %d models, %d samplers and %d unanswered requests "
             "from before",
@@ -282,7 +288,7 @@ class Server:
         if self.stopping.is_set():
             return
         self.stopping.set()
-        self.engine.accepts_requests = False
+        self.engine.accept_requests(False)
         self.request_log.disk_faults.stop()
         for task in self._background_tasks:
             task.cancel()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.crash_points import crash_point
+from planish.server.durable.retries import DiskFaults
 from planish.server.request import Request
 from planish.server.scheduling import AdapterCache, CachedAdapter, FairQueue, SlotLease
 
@@ -24,25 +25,28 @@ class Turns:
     _queue: FairQueue
     _cache: AdapterCache
     _crash_guard: CrashGuard
+    _disk_faults: DiskFaults
     stopping: asyncio.Event
     """Set when the server begins to stop. Models then take no more requests from their queues."""
 
-    def loaded(self, adapter: CachedAdapter) -> AbstractAsyncContextManager[None]:
-        """Keep an adapter in memory for the block. If its load fails, raise the error of `load`."""
-        return self._cache.pinned(adapter)
+    @asynccontextmanager
+    async def loaded(self, adapter: CachedAdapter) -> AsyncIterator[None]:
+        """Keep an adapter in memory for the block. While a lasting fault of the disk prevents its
+        load, wait. If the load fails otherwise, raise the error of `load`.
+        """
 
-    async def load(self, adapter: CachedAdapter) -> None:
-        """Load an adapter, if it is not in memory."""
+        async def load() -> None:
+            async with self._cache.pinned(adapter):
+                pass
+
+        if not self._cache.is_ready(adapter):
+            await self._disk_faults.retry_until_fixed(load, adapter.id)
         async with self._cache.pinned(adapter):
-            pass
+            yield
 
     def is_loaded(self, adapter: CachedAdapter) -> bool:
         """Return whether an adapter is in memory."""
         return self._cache.is_loaded(adapter)
-
-    def is_ready(self, adapter: CachedAdapter) -> bool:
-        """Return whether an adapter is in memory and is not being unloaded."""
-        return self._cache.is_ready(adapter)
 
     def discard(self, adapter: CachedAdapter) -> None:
         """Note that the caller has unloaded an adapter."""

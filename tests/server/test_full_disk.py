@@ -5,6 +5,7 @@ space.
 import asyncio
 import shutil
 import sqlite3
+from types import SimpleNamespace
 
 import pytest
 from server_client import (
@@ -180,7 +181,7 @@ def test_spare_space_is_freed_if_the_database_cannot_be_opened(tmp_path, monkeyp
         return connection
 
     monkeypatch.setattr(Database, "_open", refuse)
-    monkeypatch.setattr(Database, "free_bytes", lambda database: 0)
+    monkeypatch.setattr("shutil.disk_usage", lambda directory: SimpleNamespace(free=0))
     Store(tmp_path).close()
     assert not spare.exists()
     assert "the spare space was freed" in caplog.text

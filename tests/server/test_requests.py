@@ -205,7 +205,9 @@ async def test_the_data_of_one_gradient_are_limited(model_dir, data_dir):
         with pytest.raises(BadRequest, match="the data of one gradient"):
             await model.submit(gradient(model.model_id))
         assert isinstance(await client.answer(await model.submit(adam(model.model_id))), Failed)
-        while (held := next(iter(server.models.open_models()))).adapter.is_snapshotting or held.worker:
+        while (
+            held := next(iter(server.models.open_models()))
+        ).adapter.is_snapshotting or held.worker:
             await asyncio.sleep(0.01)
         await model.run(gradient(model.model_id, forward_only=True))
 

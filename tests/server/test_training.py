@@ -27,6 +27,7 @@ from server_client import (
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.errors import UnknownModelError
+from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow, select
 from planish.server.models.adapter import ModelAdapter
 from planish.server.results import BadRequest, Done, Failed, Gone, NotFound, TryAgain
@@ -385,8 +386,8 @@ async def test_a_creation_repeated_while_being_written_is_the_same(
 
         pauses = iter((0.3, 0.0, 0.0))  # a request without a pause overtakes the first one
 
-        async def slowly(request_id: str, digest: bytes) -> bool:
-            found = await repeats(request_id, digest)
+        async def slowly(row: RequestRow) -> bool:
+            found = await repeats(row)
             await asyncio.sleep(next(pauses))
             return found
 

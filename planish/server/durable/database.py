@@ -77,13 +77,6 @@ class Database:
             connection.close()
         self._lock.release()
 
-    def free_bytes(self) -> int:
-        """Return the free space of the disk in bytes; 0 if the directory was moved away."""
-        try:
-            return shutil.disk_usage(self.directory).free
-        except FileNotFoundError:
-            return 0
-
     def connect(self) -> sqlite3.Connection:
         """Return a new connection, which is open until `close`."""
         connection = sqlite3.connect(
@@ -209,7 +202,7 @@ class Database:
         start on a completely full disk.
         """
         spare = self.directory / _SPARE_FILE
-        if spare.exists() or self.free_bytes() < 4 * _SPARE_BYTES:
+        if spare.exists() or shutil.disk_usage(self.directory).free < 4 * _SPARE_BYTES:
             return
         try:
             with open(spare, "xb") as file:

@@ -20,9 +20,10 @@ import asyncio
 import logging
 import os
 import secrets
+import shutil
 import sqlite3
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -152,13 +153,13 @@ class Store:
         self._thread = threading.Thread(target=self._run, name="planish-store", daemon=True)
         self._thread.start()
 
-    async def write(
+    def write(
         self, change: Callable[Concatenate[Transaction, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> R:
+    ) -> Awaitable[R]:
         """Call `change` with a transaction and the arguments. Return its result when the change is
         on disk. Raise StorageError if the disk refused the write; then nothing has changed.
         """
-        return await asyncio.wrap_future(self._enqueue(change, False, args, kwargs))
+        return asyncio.wrap_future(self._enqueue(change, False, args, kwargs))
 
     def write_with_retries(
         self, change: Callable[Concatenate[Transaction, P], R], *args: P.args, **kwargs: P.kwargs
@@ -223,7 +224,10 @@ class Store:
 
     def free_bytes(self) -> int:
         """Return the free space of the disk in bytes; 0 if the directory was moved away."""
-        return self._database.free_bytes()
+        try:
+            return shutil.disk_usage(self.directory).free
+        except FileNotFoundError:
+            return 0
 
     def close(self) -> None:
         """Write all waiting changes, close the database, and unlock the directory."""

@@ -75,7 +75,7 @@ async def submit(context: RequestContext, body: bytes, parse: Callable[[], _Pars
             return parsed.head, parsed.kind, error.with_traceback(None)
 
     head, kind, found = await context.compute(len(body), read)
-    models = context.server.models
+    models = context.state.server.models
     if isinstance(found, ValueError):
         await models.reject(context.tenant, head.model_id, head.seq_id, found, kind)
         raise found

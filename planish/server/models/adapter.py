@@ -45,6 +45,7 @@ class ModelAdapter:
         samplers: Samplers,
     ) -> None:
         """A load replays the requests that were taken from `queue`."""
+        self.id = row.id
         self.row = row
         """The model's row. `user_metadata` is empty here, because only the database keeps it."""
         self.queue = queue
@@ -55,11 +56,6 @@ class ModelAdapter:
         self.is_snapshotting = False
         self._engine, self._replay, self._samplers = engine, replay, samplers
         self._tasks: set[asyncio.Task[Any]] = set()
-
-    @property
-    def id(self) -> str:
-        """The id of the model."""
-        return self.row.id
 
     @property
     def memory_bytes(self) -> int:

@@ -20,8 +20,16 @@ from planish.server.intake import Intake
 from planish.server.models.intake import ModelIntake
 from planish.server.models.model import ModelActor
 from planish.server.models.request_queue import QueueItem, RequestQueue
-from planish.server.request import EncodedOperation, Request, encode, run_uncancelled
-from planish.server.results import Accepted, BadRequest, Failed, Gone, NotFound, Tenant
+from planish.server.request import Request, encoded_request, run_uncancelled
+from planish.server.results import (
+    Accepted,
+    BadRequest,
+    Failed,
+    Gone,
+    NotFound,
+    Tenant,
+    stopping,
+)
 from planish.server.sessions import Sessions
 from planish.server.settings import TenantSettings
 from planish.server.settle import Settlement
@@ -114,8 +122,12 @@ class Models:
         self, tenant: Tenant, model_id: str, seq_id: int, operation: Operation[Any]
     ) -> Accepted:
         """Journal and queue an operation of a model (`ModelIntake.submit`)."""
-        self._engine.check_open()
-        return await (await self._open_intake(tenant, model_id)).submit(seq_id, operation)
+        if not self._engine.is_healthy:
+            raise stopping()
+        intake = self._intakes.get(model_id)
+        if intake is None or intake.model.tenant != tenant:
+            intake = await self._open_intake(tenant, model_id)
+        return await intake.submit(seq_id, operation)
 
     async def reject(
         self,
@@ -145,16 +157,14 @@ class Models:
         """
         self._engine.check_open()
         await self._sessions.touch(tenant, session_id_of(operation.model_id))
-        encoded = await encode(operation, 0)
-        return await run_uncancelled(self._create(tenant, operation, encoded))
+        request = await encoded_request(tenant, operation.model_id, 0, operation)
+        return await run_uncancelled(self._create(tenant, operation, request))
 
-    async def _create(
-        self, tenant: Tenant, operation: CreateModel, encoded: EncodedOperation
-    ) -> Accepted:
+    async def _create(self, tenant: Tenant, operation: CreateModel, request: Request) -> Accepted:
         model_id = operation.model_id
-        accepted = Accepted(f"{model_id}:0", model_id)
+        accepted = Accepted(request.id, model_id)
         async with self.run_lock(model_id):
-            if await self._intake.was_accepted(accepted.request_id, encoded.digest):
+            if await self._intake.was_accepted(request.row):
                 return accepted
             if await self._store.read(select, ModelRow, "id = ?", [model_id]):
                 raise BadRequest(
@@ -162,7 +172,7 @@ class Models:
                     "sequence number"
                 )
             row = await self._new_row(tenant, operation)
-            await self._journal_creation(row, Request.of(tenant, model_id, 0, encoded))
+            await self._journal_creation(row, request)
         return accepted
 
     def run_lock(self, run_id: str) -> asyncio.Lock:
@@ -220,15 +230,16 @@ class Models:
         requests. Its checkpoints and samplers are kept.
         """
         self._engine.check_open()
-        accepted = Accepted(f"{model_id}:unload", model_id)
-        encoded = await encode(UnloadModel(model_id), 0)
+        operation, request_id = UnloadModel(model_id), f"{model_id}:unload"
+        request = await encoded_request(tenant, model_id, 0, operation, request_id)
+        accepted = Accepted(request_id, model_id)
         try:
             intake = await self._open_intake(tenant, model_id)
         except Gone:
-            if await self._intake.was_accepted(accepted.request_id, encoded.digest):
+            if await self._intake.was_accepted(request.row):
                 return accepted
             raise
-        await intake.unload(accepted.request_id, encoded)
+        await intake.unload(request)
         return accepted
 
     async def stop(self) -> None:

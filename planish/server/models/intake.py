@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from planish.errors import StorageError
 from planish.server.durable import journal
@@ -33,11 +33,10 @@ from planish.server.durable.store import Store, Transaction
 from planish.server.intake import Intake
 from planish.server.models.model import ModelActor
 from planish.server.request import (
-    EncodedOperation,
     Request,
     TransactionHook,
-    encode,
     encode_operation,
+    encoded_request,
     run_uncancelled,
 )
 from planish.server.results import Accepted, BadRequest, Failed, Gone, ServerError
@@ -53,8 +52,6 @@ from planish.service import (
     SaveWeightsForSampler,
 )
 from planish.wire.operations import operation_kind
-
-R = TypeVar("R")
 
 RESTART_OFFSET = 1 << 61
 """Added to the sequence numbers of a client that restarted them."""
@@ -115,28 +112,33 @@ class ModelIntake:
     _missing_since: tuple[int, float] | None = None
     """The missing number, and since when the model waits for it."""
 
-    async def submit(self, seq_id: int, operation: Operation[Any]) -> Accepted:
+    def submit(self, seq_id: int, operation: Operation[Any]) -> Awaitable[Accepted]:
         """Journal and queue an operation, which runs once all lower numbers have run.
 
         A repeated request, with the same number and operation, returns the same request id. Raise
         BadRequest if another operation has used this number. Raise BadRequest, NotFound or
         UserError if the operation is invalid; its number is then used up. Raise Gone if the model
         or its session has ended.
+
+        The work continues even if the caller is cancelled, because every journaled request must
+        also be queued.
         """
+        return asyncio.shield(asyncio.create_task(self._submit(seq_id, operation)))
+
+    async def _submit(self, seq_id: int, operation: Operation[Any]) -> Accepted:
         if not 1 <= seq_id <= _MAX_SEQ:
             raise BadRequest(f"seq_id={seq_id}: the requests of a model are numbered from 1")
         model = self.model
-        await self._sessions.touch(model.tenant, model.row.session)
+        await self._sessions.touch(model.tenant, model.adapter.row.session)
         seq = await self._stored_seq(seq_id, operation)
-        accepted = Accepted(f"{model.id}:{seq}", model.id)
         try:
-            encoded = await encode(operation, seq)
+            request = await encoded_request(model.tenant, model.id, seq, operation)
         except ValueError as error:
             await self._use_up_seq(seq, error, operation_kind(operation))
             raise
-        if not await self._is_repeated(seq, accepted.request_id, encoded.digest):
-            await self._run_arrival(seq, self._check_and_journal(seq, operation, encoded))
-        return accepted
+        if not await self._is_repeated(request):
+            await self._arrive(seq, self._check_and_journal(request, operation))
+        return Accepted(request.row.id, model.id)
 
     async def reject(self, seq_id: int, error: Exception, kind: str) -> None:
         """Use up the number of a request whose body could not be read. `kind` is the kind of the
@@ -146,12 +148,11 @@ class ModelIntake:
         if 1 <= seq <= _MAX_SEQ:
             await self._use_up_seq(seq, error, kind)
 
-    async def unload(self, request_id: str, encoded: EncodedOperation) -> None:
+    async def unload(self, request: Request) -> None:
         """Journal and queue the unloading of the model, after everything accepted before."""
         previous = self._unload_seq
         self._unload_seq = self._unused_seq if previous is None else previous
-        request = Request.of(self.model.tenant, self.model.id, self._unload_seq, encoded)
-        request.row = replace(request.row, id=request_id)
+        request.row = replace(request.row, seq=self._unload_seq)
         try:
             await run_uncancelled(self._journal(request))
         except (ServerError, StorageError):
@@ -183,26 +184,28 @@ class ModelIntake:
                 self.model.skip_below(skipped_below)
         return self._offset_seq(seq_id)
 
-    async def _run_arrival(self, seq: int, work: Coroutine[Any, Any, R]) -> R:
-        """Run `work`, which accepts a request, and return its result. `work` continues even if the
-        caller is cancelled, because every journaled request must also be queued.
-        """
-        task = asyncio.create_task(work)
+    async def _arrive(self, seq: int, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work`, which accepts a request, while the present task is in `arriving`."""
+        task = asyncio.current_task()
+        assert task is not None
         self.arriving[seq] = task
-        task.add_done_callback(lambda _: self.arriving.pop(seq))
-        return await asyncio.shield(task)
+        try:
+            await work
+        finally:
+            del self.arriving[seq]
 
-    async def _is_repeated(self, seq: int, request_id: str, digest: bytes) -> bool:
+    async def _is_repeated(self, request: Request) -> bool:
         """Return whether this request was accepted before. Raise BadRequest or Gone if its number
         cannot be used.
         """
+        seq = request.row.seq
         while (arriving := self.arriving.get(seq)) is not None:
             await asyncio.wait([arriving])
         if self._unload_seq is not None and seq >= self._unload_seq:
             raise Gone(f"model_id={self.model.id!r} is being unloaded and takes no more requests")
         if not self.model.queue.is_used(seq):
             return False
-        if await self._intake.was_accepted(request_id, digest):
+        if await self._intake.was_accepted(request.row):
             return True
         if seq < self.model.queue.skipped_below:
             raise BadRequest(
@@ -213,19 +216,16 @@ class ModelIntake:
             f"seq_id={seq} of {self.model.id!r} was answered long ago, and its result was removed"
         )
 
-    async def _check_and_journal(
-        self, seq: int, operation: Operation[Any], encoded: EncodedOperation
-    ) -> None:
-        model = self.model
+    async def _check_and_journal(self, request: Request, operation: Operation[Any]) -> None:
+        seq, sampler = request.row.seq, None
         try:
-            await self._operation_check.check(model, operation)
+            await self._operation_check.check(self.model, operation)
         except (ValueError, ServerError) as error:
-            await self._journal_rejected(seq, error, encoded.kind)
+            await self._journal_rejected(seq, error, request.row.kind)
             raise
-        sampler = None
         if isinstance(operation, PublishSampler):
-            sampler = _sampler_row(model.row, seq, operation)
-        await self._journal(Request.of(model.tenant, model.id, seq, encoded), sampler)
+            sampler = _sampler_row(self.model.row, seq, operation)
+        await self._journal(request, sampler)
 
     async def expire_missing_request(self) -> None:
         """If a number has been missing for too long, fail the requests that wait for it."""
@@ -277,7 +277,7 @@ class ModelIntake:
         """
         is_late = self._unload_seq is not None and seq >= self._unload_seq
         if not (is_late or self.model.queue.is_used(seq) or seq in self.arriving):
-            await self._run_arrival(seq, self._journal_rejected(seq, error, kind))
+            await run_uncancelled(self._arrive(seq, self._journal_rejected(seq, error, kind)))
 
     async def _journal_rejected(self, seq: int, error: Exception, kind: str) -> None:
         await self._journal(Request.rejected(self.model.tenant, self.model.id, seq, kind, error))

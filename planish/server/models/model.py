@@ -68,6 +68,7 @@ class ModelActor:
         forget: Callable[[str], object],
     ) -> None:
         """Open a model. `forget` is called with its id when it is closed."""
+        self.id, self.tenant = adapter.id, Tenant(adapter.row.tenant)
         self.adapter = adapter
         self.queue = adapter.queue
         self.in_flight: InFlight = adapter.in_flight
@@ -80,24 +81,15 @@ class ModelActor:
         """The model's row. `user_metadata` is empty here, because only the database keeps it."""
         return self.adapter.row
 
-    @property
-    def id(self) -> str:
-        """The id of the model."""
-        return self.adapter.row.id
-
-    @property
-    def tenant(self) -> Tenant:
-        """The owner of the model."""
-        return Tenant(self.adapter.row.tenant)
-
     # Taking requests.
 
     def enqueue(self, request: Request) -> None:
         """Queue a journaled request. If the model was closed or the number was skipped while the
         request was journaled, reject it.
         """
-        if self.row.closed is None and not self.queue.is_used(request.seq):
-            self.queue.add(request.seq, request)
+        seq = request.row.seq
+        if self.adapter.row.closed is None and not self.queue.is_used(seq):
+            self.queue.add(seq, request)
             self.wake()
         else:
             reason = self.row.closed or "the server no longer waits for this request's number"
@@ -118,7 +110,7 @@ class ModelActor:
         self.in_flight.notify()
         if (
             self.worker is None
-            and self.row.closed is None
+            and self.adapter.row.closed is None
             and self.queue.is_ready
             and not self._turns.stopping.is_set()
         ):
@@ -131,10 +123,6 @@ class ModelActor:
 
     async def _run_worker(self) -> None:
         try:
-            if not self._turns.is_ready(self.adapter):
-                await self._request_log.disk_faults.retry_until_fixed(
-                    lambda: self._turns.load(self.adapter), self.id
-                )
             async with self._turns.loaded(self.adapter):
                 await self._run_queue()
         except EngineClosedError:
@@ -151,7 +139,7 @@ class ModelActor:
         """Run requests until the queue is empty, or the model should leave memory."""
         loaded_since = time.monotonic()
         adapter, in_flight = self.adapter, self.in_flight
-        while not self._turns.stopping.is_set() and self.row.closed is None:
+        while not self._turns.stopping.is_set() and adapter.row.closed is None:
             is_time_up = time.monotonic() - loaded_since > _MAX_PINNED_SECONDS
             must_leave = is_time_up and self._turns.is_memory_wanted
             item = None if must_leave else self.queue.take()
