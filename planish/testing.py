@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GenerationConfig,
@@ -264,6 +265,61 @@ def tiny_model(
         tensors.pop("lm_head.weight")
     save_weights(directory, tensors, shards)
     return save_byte_tokenizer(directory)
+
+
+TINY_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "sliding_window": WINDOW,
+    "pad_token_id": 256,
+    "bos_token_id": 256,
+    "eos_token_id": EOS_TOKEN_ID,
+    # mixtures of experts
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    # latent attention
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+"""The sizes of the models of `tiny_transformers_model`. A config takes those that it has."""
+
+
+def tiny_transformers_model(
+    path: str | Path, model_type: str, *, seed: int = 0, dtype: str = "float32", **options: Any
+) -> Path:
+    """Write a random model of any causal language model of transformers, as a Hugging Face
+    directory, and return its path.
+
+    `model_type`: that of config.json, such as "glm4". `options`: fields of its config, which take
+    the place of those of TINY_SIZES.
+    """
+    defaults = AutoConfig.for_model(model_type)
+    sizes = {key: value for key, value in TINY_SIZES.items() if hasattr(defaults, key)}
+    if "qk_rope_head_dim" in sizes:
+        sizes["head_dim"] = sizes["qk_rope_head_dim"]  # the size of the rotated part
+    config = AutoConfig.for_model(model_type, **sizes | options, dtype=dtype)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    randomize(model, seed)
+    model.to(DTYPES[dtype])
+    Path(path).mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path)
+    GenerationConfig(eos_token_id=EOS_TOKEN_ID, pad_token_id=256).save_pretrained(path)
+    return save_byte_tokenizer(path)
 
 
 def _hub_tensors(

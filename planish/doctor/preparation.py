@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from planish.engine.base_models import checked_backend
+from planish.engine.base_models import BaseModel, checked_backend
+from planish.engine.memory import DeviceMemory
 from planish.engine.numerics import Numerics, describe_numerics
 from planish.engine.settings import EngineSettings
 from planish.model.config import ModelConfig
@@ -93,6 +94,10 @@ def prepare(device_name: str, directory: Path | None) -> PreparationResult:
     if directory is None:
         return PreparationResult()
     config, settings = ModelConfig.from_directory(directory), EngineSettings(device=device_name)
+    if config.hf is not None:
+        # Loading the model also measures how far sampler and trainer are apart.
+        memory = DeviceMemory(settings).claim(directory)
+        return PreparationResult((), BaseModel(directory, settings, memory).numerics())
     backend, verdicts = checked_backend(directory, config, settings)
     return PreparationResult(verdicts, describe_numerics(backend))
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from planish.engine.agreement import measure_difference
 from planish.engine.constraints.cache import GrammarCache
 from planish.engine.memory import DeviceMemory, ModelMemory, gib
 from planish.engine.numerics import Numerics, describe_numerics
@@ -32,16 +33,16 @@ from planish.engine.settings import (
 from planish.engine.training.trainer import Trainer
 from planish.errors import UnknownModelError, UserError
 from planish.model.config import ModelConfig
-from planish.model.decoder import Decoder
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.device import Device, accumulate_in_float32
 from planish.model.kernels.triton.families import supported_families
 from planish.model.kernels.triton.self_test import check_kernels
 from planish.model.kernels.verdicts import Verdict
+from planish.model.loading import load_decoder
 from planish.model.quantization import check_quantizable
 from planish.model.sources import checked_mapping, resolve_model
-from planish.model.weights import load_weights, weights_fingerprint
+from planish.model.weights import weights_fingerprint
 from planish.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class BaseModel:
         """Fingerprint of the weights; `config.fingerprint()` is that of the architecture."""
         self.quantize = settings.quantize
         """The quantization scheme of the weights, or None."""
-        self.decoder = Decoder(load_weights(directory, config), self.backend, self.quantize)
+        self.decoder = load_decoder(directory, self.backend, self.quantize)
         self._requires_batch_invariance = settings.deterministic is True
         self.trainer = Trainer(self.decoder, memory.trainer)
         self._tokenizer = _LazyTokenizer(directory)
@@ -92,12 +93,15 @@ class BaseModel:
             vocabulary_entry=self._tokenizer.vocabulary_entry,
         )
         self.sampler.record_cuda_graphs()
+        self._difference: float | None = None
+        if config.hf is not None:
+            self._difference = measure_difference(self.decoder, self.sampler, self.trainer)
 
     def numerics(self) -> Numerics:
         """Return a description of the numerics: kernels, batch invariance, and how closely sampler
         and trainer agree.
         """
-        return describe_numerics(self.backend, self.quantize)
+        return describe_numerics(self.backend, self.quantize, self._difference)
 
     def check_rank(self, rank: int) -> None:
         """Raise UserError if `deterministic=True` is impossible for adapters of this rank."""

@@ -40,6 +40,12 @@ class Numerics:
     """If `optim/kl_sample_train_v2` exceeds this value, rounding alone cannot be the cause."""
     quantize: str | None = None
     """The quantization scheme of the base weights, or None."""
+    architecture: str | None = None
+    """The class in transformers whose code computes the layers. None: our own decoder does."""
+    measured_difference: float | None = None
+    """The largest difference between sampled and trained logprobs of a few tokens, in nats,
+    measured when the model was loaded. None: not measured.
+    """
 
     @property
     def summary(self) -> str:
@@ -52,19 +58,34 @@ class Numerics:
             else "not batch-invariant: other requests may change the tokens of a seed "
             "(deterministic=True prevents that, but is slower)"
         )
+        code = ""
+        if self.architecture is not None:
+            code = f", layers by transformers' {self.architecture}"
+        measured = ""
+        if self.measured_difference is not None:
+            measured = (
+                "; sampled and trained logprobs of some tokens differ by at most "
+                f"{self.measured_difference:.2g}"
+            )
         expected = f"up to about {self.expected_kl:g}" if self.expected_kl else "0"
         return (
-            f"{self.dtype}{weights} on {self.device}, {self.kernels}{replaced}; {invariant}; "
+            f"{self.dtype}{weights} on {self.device}, {self.kernels}{replaced}{code}; {invariant}{measured}; "
             f"on-policy kl_sample_train_v2 is {expected}, and above {self.alarm_kl:g} something is "
             "wrong"
         )
 
 
-def describe_numerics(backend: Backend, quantize: str | None = None) -> Numerics:
-    """Return the numerics of the backend's model. `quantize`: the scheme of its weights."""
+def describe_numerics(
+    backend: Backend, quantize: str | None = None, measured_difference: float | None = None
+) -> Numerics:
+    """Return the numerics of the backend's model.
+
+    `quantize`: the scheme of its weights. `measured_difference`: see `Numerics`.
+    """
     replaced, tiling = backend.torch_families, backend.tiling
     # The trainer never computes in fixed tiles. So if the sampler does, their matmuls may sum in
     # different orders.
+    hf = backend.config.hf
     has_equal_order = backend.uses_compiled_kernels or (tiling is not None and tiling.tile is None)
     if has_equal_order:
         # Torch's log-sum-exp may differ in its last bit. If several logits are equal, sampler
@@ -74,6 +95,10 @@ def describe_numerics(backend: Backend, quantize: str | None = None) -> Numerics
         )
     else:
         expected, alarm = (1e-3, 1e-2) if backend.dtype == torch.bfloat16 else (1e-8, 1e-4)
+    if measured_difference is not None:
+        # The kl is half the mean squared difference. More tokens may differ by more.
+        largest_kl = measured_difference**2 / 2
+        expected, alarm = max(expected, largest_kl), max(alarm, 100 * largest_kl)
     return Numerics(
         device=str(backend.device),
         dtype=str(backend.dtype).removeprefix("torch."),
@@ -83,4 +108,6 @@ def describe_numerics(backend: Backend, quantize: str | None = None) -> Numerics
         expected_kl=expected,
         alarm_kl=alarm,
         quantize=quantize,
+        architecture=None if hf is None else hf.architecture,
+        measured_difference=measured_difference,
     )

@@ -32,7 +32,7 @@ from torch import Tensor
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError
 from planish.export.adapter_config import AdapterConfig
 from planish.model.config import ModelConfig
-from planish.model.linears import fused_modules, linear_shape
+from planish.model.linears import fused_modules, head_name, linear_shape, trainable_linears
 from planish.model.lora import split_expert_matrices
 from planish.model.weights import text_model_name
 
@@ -141,6 +141,7 @@ class AdapterReader:
         self._config = config
         self._model = model
         self._file = file
+        self._linears = trainable_linears(model)
         self._modules: dict[str, list[_Module]] = {}
         for name, pair in pairs.items():
             place = self._place(name, pair)
@@ -169,11 +170,15 @@ class AdapterReader:
         }
 
     def _place(self, module: str, pair: StoredPair) -> _Place:
-        if is_head(module):
-            return _Place(HEAD, _ALL_ROWS)
+        if is_head(module) or module == head_name(self._model):
+            return _Place(head_name(self._model), _ALL_ROWS)
         name = text_model_name(module)
         match = _LAYER_NAME.fullmatch(name)
-        if match is not None and int(match[1]) < self._model.num_layers:
+        if self._model.hf is not None:
+            place = self._place_of_transformers(name, pair)
+            if place is not None:
+                return place
+        elif match is not None and int(match[1]) < self._model.num_layers:
             place = self._place_in_layer(int(match[1]), match[2], pair)
             if place is not None:
                 return place
@@ -212,6 +217,18 @@ class AdapterReader:
             return _Place(prefix + linear, rows, layout="hosted")
         return None
 
+    def _place_of_transformers(self, name: str, pair: StoredPair) -> _Place | None:
+        """Return the place of a module of a model of model/hf, or None if it has no such linear."""
+        layer, _, last = name.removesuffix(".base_layer").rpartition(".")
+        if last == "experts":
+            for linear in self._linears:
+                fits = (*pair.b.shape[:1], *pair.a.shape[-1:]) == self._full_shape(linear)
+                if linear.startswith(f"{layer}.experts.") and fits:
+                    return _Place(linear, _ALL_ROWS, layout="joint")
+            return None
+        is_linear = name in self._linears and ".experts." not in name
+        return _Place(name, _ALL_ROWS) if is_linear else None
+
     def _delta_net_rows(self, name: str) -> slice:
         """Return the outputs of in_proj_qkv that in_proj_q, in_proj_k or in_proj_v stands for."""
         delta_net = self._model.delta_net
@@ -245,9 +262,10 @@ class AdapterReader:
 
     def _full_shape(self, linear: str) -> tuple[int, int]:
         """Return the shape (out, in) of a linear, for experts that of one expert."""
-        if linear == HEAD:
+        if linear == head_name(self._model):
             return self._model.vocab_size, self._model.hidden_size
-        return linear_shape(self._model, linear.split(".", 3)[3])
+        layer, name = self._linears[linear]
+        return linear_shape(self._model, name, layer)
 
     def _checked_rank(self, name: str, place: _Place, pair: StoredPair) -> int:
         """Return the rank of a pair. Raises an error unless its shapes fit each other and the

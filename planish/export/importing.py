@@ -24,11 +24,11 @@ from planish.engine.checkpoints.files import MANIFEST_FILE, read_manifest
 from planish.engine.checkpoints.store import AdapterSnapshot, CheckpointStore, SaveRequest
 from planish.errors import DamagedFileError, UnsupportedError, UserError
 from planish.export.adapter_config import AdapterConfig
-from planish.export.adapter_layouts import HEAD, LoraMatrices
+from planish.export.adapter_layouts import LoraMatrices
 from planish.export.lora_update import PEFT_PREFIX, StoredTensor, read_adapter
 from planish.export.writing import MARKER_FILE
 from planish.model.config import ModelConfig, read_json
-from planish.model.linears import fused_modules
+from planish.model.linears import head_name, is_mlp, num_experts_of, trainable_linears
 from planish.model.lora import LoraLayout
 from planish.model.quantization import check_quantizable
 from planish.model.quantized_names import unquantized_remedy
@@ -94,7 +94,7 @@ def import_adapter(
     if not update.pairs:
         raise DamagedFileError(f"{update.path} has no matrices; download the adapter again")
     reader = update.reader(model_config, MAX_RANK)
-    layout = LoraLayout(model_config, _lora_config(reader.ranks))
+    layout = LoraLayout(model_config, _lora_config(reader.ranks, model_config))
     linears = reader.read(unit=layout.scaling)
     master_weights = _master_weights(layout, linears)
     state = {
@@ -184,15 +184,15 @@ def _is_copy_of_base(
     return base_weight.shape == tensor.shape and torch.equal(base_weight.float(), tensor.load())
 
 
-def _lora_config(ranks: Mapping[str, int]) -> LoraConfig:
+def _lora_config(ranks: Mapping[str, int], model: ModelConfig) -> LoraConfig:
     """Return the settings of the layout that contains linears of these ranks."""
+    linears = trainable_linears(model)
+    of_mlp = {is_mlp(model, *linears[name]) for name in ranks if name in linears}
     return LoraConfig(
         rank=max(ranks.values()),
-        train_attn=any(
-            module in name for name in ranks for module in (".self_attn.", ".linear_attn.")
-        ),
-        train_mlp=any(".mlp." in name for name in ranks),
-        train_unembed=HEAD in ranks,
+        train_attn=False in of_mlp,
+        train_mlp=True in of_mlp,
+        train_unembed=head_name(model) in ranks,
     )
 
 
@@ -224,12 +224,8 @@ def _notes(
         )
     missing = [
         linear
-        for layer in range(model.num_layers)
-        for names in fused_modules(model, layer)
-        for name in names
-        if config.is_target(name)
-        and not name.startswith("mlp.experts.")
-        and (linear := f"model.layers.{layer}.{name}") not in ranks
+        for linear, (_, name) in trainable_linears(model).items()
+        if config.is_target(name) and not num_experts_of(model, (name,)) and linear not in ranks
     ]
     if missing:
         notes.append(

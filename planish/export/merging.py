@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from planish.errors import NonFiniteError, StorageError
+from planish.errors import NonFiniteError, StorageError, UnsupportedError
 from planish.export.adapter_layouts import LoraMatrices
 from planish.export.lora_update import LoraUpdate
 from planish.export.trained_weights import (
@@ -171,6 +171,13 @@ def write_merged(
         weights.setdefault(HEAD_WEIGHT, weights[EMBEDDING_WEIGHT])
         stored_dtypes[HEAD_WEIGHT] = stored_dtypes[EMBEDDING_WEIGHT]
     matrices_by_weight = update.matrices_by_weight(config)
+    missing = [name for name in matrices_by_weight if f"{name}.weight" not in weights]
+    if missing and config.hf is not None:
+        raise UnsupportedError(
+            f"the files of {base_directory} have no {missing[0]}.weight, because transformers "
+            "renames or joins their tensors; export the adapter with --format peft, and merge it "
+            "with PEFT"
+        )
     separate_tensors = [
         MergedTensor(
             name,

@@ -1,7 +1,7 @@
 """The architecture of a base model, read from a Hugging Face config.json.
 
 One decoder supports all families of `FAMILIES`, because they differ only in the fields of
-`ModelConfig`. A config that requires a feature that the decoder lacks is rejected before any weight
+`ModelConfig`. transformers' code computes the layers of other architectures (model/hf). A config that requires a feature that the decoder lacks is rejected before any weight
 is read, and the error names the field. Required dimensions must be present. Any other missing field
 takes the default of `transformers`. A `ModelConfig` does not contain the model's name, so the same
 architecture from the hub and from a GGUF file compares equal.
@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
 from planish.model.fp8_config import Fp8Config, read_fp8
+from planish.model.hf.inspection import inspect_model
+from planish.model.hf.modules import HFModules
 from planish.model.json_fields import optional_object, positive_float, positive_int
 from planish.model.rope_config import (
     LayerRopeSource,
@@ -220,7 +222,8 @@ class ModelConfig:
     Creating one raises UnsupportedError or DamagedFileError if the values contradict each other.
     """
 
-    family: Family
+    family: str
+    """A value of `FAMILIES`, or transformers' model_type if `hf` is given."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -322,6 +325,16 @@ class ModelConfig:
     """Whether q_proj also computes a gate for each attention output (Qwen3.5)."""
     delta_net: DeltaNetConfig | None = None
     """The gated delta-net layers (Qwen3.5). None: every layer has attention."""
+    score_cap: float | None = None
+    """The limit c of attention scores, which become c * tanh(score / c) (Gemma 2). None: no limit.
+    """
+    logit_cap: float | None = None
+    """The limit of logits, applied in the same way. None: no limit."""
+    hf: HFModules | None = None
+    """The modules, if transformers' code computes the layers. None: our own decoder does. With
+    `hf`, the fields that describe details of a layer, such as `rope` and `activation`, have no
+    meaning.
+    """
 
     def has_experts(self, layer: int) -> bool:
         """Return whether the MLP of a layer is a mixture of experts."""
@@ -401,6 +414,8 @@ class ModelConfig:
         fields = outer_fields = read_json(directory / "config.json")
         architecture = _architecture(fields, directory)
         eos_token_ids = _eos_token_ids(directory, fields)
+        if architecture is None:
+            return _config_of_transformers(directory, str(fields["model_type"]), eos_token_ids)
         try:
             fields = text_fields(fields)
             if not fields.get("quantization_config"):
@@ -436,6 +451,8 @@ class ModelConfig:
         # same fingerprint.
         values["mxfp4_experts"], values["fp8"] = False, None
         del values["eos_token_ids"], values["max_context"]
+        if self.hf is not None:
+            values["hf"] = self.hf.settings_digest
         # Checkpoints contain fingerprints, so a new field of ModelConfig must not change the
         # fingerprints of existing models. These models have the default of the new field, so
         # fields with their default are left out.
@@ -472,8 +489,11 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     return content
 
 
-def _architecture(fields: Mapping[str, Any], directory: Path) -> str:
-    """Return the supported architecture that config.json names, or raise UnsupportedError."""
+def _architecture(fields: Mapping[str, Any], directory: Path) -> str | None:
+    """Return the architecture that config.json names, or None if our own decoder lacks it.
+
+    Raises UnsupportedError if config.json names no model_type that transformers could know.
+    """
     model_type, listed = fields.get("model_type"), fields.get("architectures") or []
     if not isinstance(model_type, str | None) or not (
         isinstance(listed, list) and all(isinstance(name, str) for name in listed)
@@ -490,11 +510,55 @@ def _architecture(fields: Mapping[str, Any], directory: Path) -> str:
     for name in architectures:
         if name in model_types and model_type in (None, model_types[name]):
             return str(name)
+    if model_type is not None and model_type not in model_types.values():
+        return None
     raise UnsupportedError(
         f"{directory}/config.json: the architecture is "
         f"{', '.join(map(str, architectures)) or 'not named'} (model_type {model_type!r}); planish "
-        f"supports {', '.join(FAMILIES)}, and the text models of "
-        f"{', '.join(MULTIMODAL_ARCHITECTURES)}"
+        f"supports {', '.join(FAMILIES)}, the text models of "
+        f"{', '.join(MULTIMODAL_ARCHITECTURES)}, and models that transformers has by their "
+        "model_type"
+    )
+
+
+def _config_of_transformers(
+    directory: Path, model_type: str, eos_token_ids: tuple[int, ...]
+) -> ModelConfig:
+    """Return the config of a model whose layers transformers' code computes.
+
+    Raises UnsupportedError with the reason if planish cannot run the model.
+    """
+    try:
+        model = inspect_model(directory)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{directory}/config.json: planish has no decoder of its own for model_type "
+            f"{model_type!r}, and cannot run the model by the code of transformers: {error}"
+        ) from error
+    return ModelConfig(
+        family=model_type,
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_layers=len(model.attention),
+        num_heads=max(call.num_heads for call in model.attention),
+        num_kv_heads=max(call.num_kv_heads for call in model.attention),
+        head_dim=max(max(call.key_dim, call.value_dim) for call in model.attention),
+        rms_norm_eps=0.0,
+        rope=RopeConfig(theta=1.0),
+        max_context=model.max_context,
+        tied_head=model.tied_head,
+        qk_norm=False,
+        qkv_bias=False,
+        eos_token_ids=eos_token_ids,
+        windows=model.windows,
+        attention_sinks=any(call.has_sinks for call in model.attention),
+        score_cap=model.attention[0].softcap,
+        logit_cap=model.logit_cap,
+        num_experts=model.num_experts,
+        experts_per_token=model.experts_per_token,
+        expert_size=model.expert_size,
+        hf=model.modules,
     )
 
 

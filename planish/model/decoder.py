@@ -32,7 +32,7 @@ from planish.model.delta_net import DeltaNetInputs, DeltaNetWeights, Recurrence
 from planish.model.experts import mixture_of_experts
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
-from planish.model.kernels.interface import AdapterBatch, Attend
+from planish.model.kernels.interface import AdapterBatch, Attend, ForwardPass
 from planish.model.kernels.linear import PackedLinear
 from planish.model.layers import DenseMLP, Experts, Layer, SharedExpert
 from planish.model.linears import fused_modules
@@ -140,6 +140,10 @@ class Decoder:
     def device(self) -> torch.device:
         """The device of the weights."""
         return self.backend.device
+
+    def decode_pass(self) -> ForwardPass | None:
+        """Return a forward pass for decoding steps that is faster than `forward`, or None."""
+        return self.backend.decode_pass(self)
 
     def forward(
         self,
@@ -348,7 +352,7 @@ class _ForwardPass:
         """Return the outputs [T, out] of the linears that share the input `x` [T, in].
 
         The LoRA outputs of each row's adapter are already added. `module`: the name of the target
-        module, a field of LayerLora.
+        module (see `fused_module_names`).
         """
         if self.adapters is None:
             return adapted_linear(self.backend, x, linear, None)

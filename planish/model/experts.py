@@ -57,7 +57,7 @@ def mixture_of_experts(
         lora_in = lora_out = None
         if isinstance(adapters, LoraWeights):
             layer_lora = adapters.layers[layer]
-            lora_in, lora_out = layer_lora.mlp_in, layer_lora.mlp_out
+            lora_in, lora_out = map(layer_lora.matrices_of, ("mlp_in", "mlp_out"))
         matrices = [
             matrix
             for lora in (lora_in, lora_out)
@@ -66,12 +66,12 @@ def mixture_of_experts(
         call = _ExpertsCall(backend, experts, pairs, lora_in, lora_out)
         return _ExpertsFunction.apply(call, x, weights, *matrices)  # type: ignore[no-any-return]
     expert_inputs = x[pairs.row_indices]
-    gate_up = _matmuls(backend, expert_inputs, experts.gate_up, pairs)
+    gate_up = expert_matmuls(backend, expert_inputs, experts.gate_up, pairs)
     adapter_batch.add_expert_(expert_inputs, gate_up, pairs, layer, "mlp_in")
     activations = gated_activation_forward(backend, gate_up)
-    out = _matmuls(backend, activations, experts.down, pairs)
+    out = expert_matmuls(backend, activations, experts.down, pairs)
     adapter_batch.add_expert_(activations, out, pairs, layer, "mlp_out")
-    return _weighted_sum(out, pairs, weights)
+    return weighted_sum(out, pairs, weights)
 
 
 def route(
@@ -131,14 +131,14 @@ class _ExpertsFunction(torch.autograd.Function):
     def forward(ctx, call: _ExpertsCall, x: Tensor, weights: Tensor, *matrices: Tensor) -> Tensor:
         backend, pairs = call.backend, call.pairs
         expert_inputs = x[pairs.row_indices]
-        gate_up = _matmuls(backend, expert_inputs, call.experts.gate_up, pairs, training=True)
-        lora_hidden_in = _add_lora_(backend, expert_inputs, gate_up, pairs, call.lora_in)
+        gate_up = expert_matmuls(backend, expert_inputs, call.experts.gate_up, pairs, training=True)
+        lora_hidden_in = add_expert_lora_(backend, expert_inputs, gate_up, pairs, call.lora_in)
         activations = gated_activation_forward(backend, gate_up)
-        out = _matmuls(backend, activations, call.experts.down, pairs, training=True)
-        lora_hidden_out = _add_lora_(backend, activations, out, pairs, call.lora_out)
+        out = expert_matmuls(backend, activations, call.experts.down, pairs, training=True)
+        lora_hidden_out = add_expert_lora_(backend, activations, out, pairs, call.lora_out)
         ctx.call = call
         ctx.save_for_backward(x, weights, gate_up, lora_hidden_in, lora_hidden_out)
-        return _weighted_sum(out, pairs, weights)
+        return weighted_sum(out, pairs, weights)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -156,8 +156,9 @@ class _ExpertsFunction(torch.autograd.Function):
             activations * scale,
             None if lora_hidden_out is None else lora_hidden_out * scale,
         )
-        grad_activations, grads_out = _expert_linears_backward(
-            call, grad[pairs.row_indices], *weighted_inputs, call.experts.down, call.lora_out
+        linears_out = (call.experts.down, call.lora_out)
+        grad_activations, grads_out = expert_linears_backward(
+            backend, pairs, grad[pairs.row_indices], *weighted_inputs, *linears_out
         )
         grad_weights = (grad_activations.to(weights.dtype) * activations.to(weights.dtype)).sum(1)
         for expert, expert_slice in pairs.expert_slices:
@@ -167,8 +168,9 @@ class _ExpertsFunction(torch.autograd.Function):
                 grad_weights[expert_slice] += grad_float32 @ bias.to(weights.dtype)
         grad_activations = (grad_activations * pair_weights).to(activations.dtype)
         grad_gate_up = gated_activation_backward(backend, grad_activations, gate_up)
-        grad_expert_inputs, grads_in = _expert_linears_backward(
-            call,
+        grad_expert_inputs, grads_in = expert_linears_backward(
+            backend,
+            pairs,
             grad_gate_up,
             x[pairs.row_indices],
             lora_hidden_in,
@@ -177,14 +179,14 @@ class _ExpertsFunction(torch.autograd.Function):
         )
         return (
             None,
-            _weighted_sum(grad_expert_inputs, pairs),
+            weighted_sum(grad_expert_inputs, pairs),
             pairs.unsort(grad_weights),
             *grads_in,
             *grads_out,
         )
 
 
-def _matmuls(
+def expert_matmuls(
     backend: Backend,
     x: Tensor,
     linears: Sequence[PackedLinear],
@@ -199,7 +201,7 @@ def _matmuls(
     return out
 
 
-def _add_lora_(
+def add_expert_lora_(
     backend: Backend, x: Tensor, out: Tensor, pairs: TokenExpertPairs, lora: LoraMatrices | None
 ) -> Tensor | None:
     """Add the LoRA outputs of the experts to `out` [P, out].
@@ -217,8 +219,9 @@ def _add_lora_(
     return lora_hidden
 
 
-def _expert_linears_backward(
-    call: _ExpertsCall,
+def expert_linears_backward(
+    backend: Backend,
+    pairs: TokenExpertPairs,
     grad: Tensor,
     x: Tensor,
     lora_hidden: Tensor | None,
@@ -237,8 +240,8 @@ def _expert_linears_backward(
             torch.zeros(matrix.shape, dtype=torch.float32, device=matrix.device)
             for matrix in (lora.a, *lora.b_matrices)
         ]
-    for expert, expert_slice in call.pairs.expert_slices:
-        grad_x[expert_slice] = call.backend.matmul_backward(grad[expert_slice], linears[expert])
+    for expert, expert_slice in pairs.expert_slices:
+        grad_x[expert_slice] = backend.matmul_backward(grad[expert_slice], linears[expert])
         if lora is not None and lora_hidden is not None:
             operands = (
                 grad[expert_slice],
@@ -246,7 +249,7 @@ def _expert_linears_backward(
                 lora_hidden[expert_slice, : lora.rank],
                 grad_x[expert_slice],
             )
-            grad_a, b_grads = call.backend.lora_backward_(
+            grad_a, b_grads = backend.lora_backward_(
                 *operands, [grad.shape[1]], lora.expert(expert)
             )
             for layer_grad, expert_grad in zip(grads, (grad_a, *b_grads), strict=True):
@@ -254,7 +257,7 @@ def _expert_linears_backward(
     return grad_x, grads
 
 
-def _weighted_sum(values: Tensor, pairs: TokenExpertPairs, weights: Tensor | None = None) -> Tensor:
+def weighted_sum(values: Tensor, pairs: TokenExpertPairs, weights: Tensor | None = None) -> Tensor:
     """Return the weighted sum over each row's experts, [T, D], in the dtype of `values` [P, D].
 
     `weights`: [T, k]; None stands for 1. The terms are added in float32, one column of `weights`

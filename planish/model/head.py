@@ -45,9 +45,10 @@ def head_logits(
     if not _is_rounded(backend):
         return logits.float()
     float32_logits = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    backend.top_logits(
-        hidden, head, lora, logits, min(_NUM_EXACT_LOGITS, logits.shape[1]), float32_logits
-    )
+    k = min(_NUM_EXACT_LOGITS, logits.shape[1])
+    tokens, exact = backend.top_logits(hidden, head, lora, logits, k, float32_logits)
+    if _has_function(backend, head):
+        float32_logits.scatter_(1, tokens, _finish(backend, head, exact, tokens))
     return float32_logits
 
 
@@ -65,7 +66,7 @@ def exact_logits(
     `rows`, `tokens`: int64 [P], the row and the vocabulary entry of each logit.
     """
     lora = backend.head_adapters(adapters, hidden) if adapters else None
-    return backend.token_logits(hidden, head, lora, rows, tokens)
+    return _token_logits(backend, hidden, head, lora, rows, tokens)
 
 
 def token_logprobs(scaled_logits: Tensor, log_sum_exp: Tensor) -> Tensor:
@@ -143,7 +144,8 @@ class _ScoringCall:
         if not _is_rounded(self.backend):
             return [logits]
         k = min(_NUM_EXACT_LOGITS, logits.shape[1])
-        return [*self.backend.top_logits(hidden, self.head, lora, logits, k), logits]
+        tokens, exact = self.backend.top_logits(hidden, self.head, lora, logits, k)
+        return [tokens, _finish(self.backend, self.head, exact, tokens), logits]
 
 
 class _ScoredLogprobs(torch.autograd.Function):
@@ -163,7 +165,7 @@ class _ScoredLogprobs(torch.autograd.Function):
                 stored_tensors[-1], temperatures[chunk], _exact_logits_of(stored_tensors)
             )
             stored_chunks += stored_tensors if call.stores_logits else ()
-        scored = backend.token_logits(hidden, call.head, lora, rows, targets)
+        scored = _token_logits(backend, hidden, call.head, lora, rows, targets)
         ctx.save_for_backward(hidden, rows, targets, log_sum_exp, *stored_chunks)
         ctx.call, ctx.lora = call, lora
         scaled_logits = scored.div_(torch.full_like(scored, call.temperature))
@@ -185,11 +187,13 @@ class _ScoredLogprobs(torch.autograd.Function):
             row_indices = pairs.distinct_rows(chunk)
             if row_indices.numel() == 0:
                 continue
+            slopes = None
             loss_inputs = (call.temperature, log_sum_exp[row_indices], *pairs.by_row(row_indices))
             if call.stores_logits:
                 stored_tensors = stored_chunks[
                     tensors_per_chunk * number : tensors_per_chunk * (number + 1)
                 ]
+                slopes = _cap_slopes(call.backend, stored_tensors[-1], row_indices - chunk.start)
                 grad_logits = call.backend.log_sum_exp_backward(
                     stored_tensors[-1],
                     row_indices - chunk.start,
@@ -200,9 +204,12 @@ class _ScoredLogprobs(torch.autograd.Function):
                 lora = call.adapters(hidden[row_indices], ctx.lora, row_indices)
                 stored_tensors = call.stored_logits(hidden[row_indices], lora)
                 grad_logits = stored_tensors[-1]
+                slopes = _cap_slopes(call.backend, grad_logits)
                 call.backend.log_sum_exp_backward_(
                     grad_logits, *loss_inputs, _exact_logits_of(stored_tensors)
                 )
+            if slopes is not None:
+                grad_logits = grad_logits * slopes
             grads.add(row_indices, grad_logits.to(hidden.dtype))
         return grads.hidden, *grads.matrices, None, None, None
 
@@ -280,7 +287,53 @@ def _logits(
     logits = backend.base_logits(hidden, head, training=training)
     if lora is not None:
         lora.add_(logits)
-    return logits
+    return _capped(backend, logits)
+
+
+def _token_logits(
+    backend: Backend,
+    hidden: Tensor,
+    head: PackedLinear,
+    lora: HeadAdapters | None,
+    rows: Tensor,
+    tokens: Tensor,
+) -> Tensor:
+    """Return single logits [P] (see `Head.token_logits`) with the head's bias and cap."""
+    logits = backend.token_logits(hidden, head, lora, rows, tokens)
+    return _finish(backend, head, logits, tokens)
+
+
+def _has_function(backend: Backend, head: PackedLinear) -> bool:
+    """Return whether logits are more than products of hidden states and the head's weights."""
+    return head.bias is not None or backend.config.logit_cap is not None
+
+
+def _finish(backend: Backend, head: PackedLinear, logits: Tensor, tokens: Tensor) -> Tensor:
+    """Add the head's bias to single logits of `tokens`, and apply the model's cap."""
+    if head.bias is not None:
+        logits = logits + head.bias[tokens].to(logits.dtype)
+    return _capped(backend, logits)
+
+
+def _capped(backend: Backend, logits: Tensor) -> Tensor:
+    """Return the logits with the model's cap (see `ModelConfig.logit_cap`), in their dtype."""
+    cap = backend.config.logit_cap
+    if cap is None:
+        return logits
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return ((wide / cap).tanh_() * cap).to(logits.dtype)
+
+
+def _cap_slopes(backend: Backend, logits: Tensor, rows: Tensor | None = None) -> Tensor | None:
+    """Return the derivative of the cap at `logits` that it has produced, or None without a cap.
+
+    `rows`: the rows of `logits` to use; None: all.
+    """
+    cap = backend.config.logit_cap
+    if cap is None:
+        return None
+    chosen = logits if rows is None else logits[rows]
+    return 1 - (chosen.float() / cap).square_()
 
 
 def _is_rounded(backend: Backend) -> bool:

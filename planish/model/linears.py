@@ -10,8 +10,8 @@ FUSED_MODULES = (
 )
 """The linears of an ordinary layer: with attention, a dense MLP and separate projections.
 
-Linears that read the same input form a group. The groups are in the field order of `LayerLora`. The
-other kinds of layers have other groups (see `fused_modules`).
+Linears that read the same input form a group. The groups are in the order of `TARGET_NAMES` (lora.py).
+The other kinds of layers have other groups (see `fused_modules`).
 """
 _JOINED_MODULES = (
     ("self_attn.qkv_proj",),
@@ -41,11 +41,14 @@ _DELTA_NET_MODULES = (
 
 
 def fused_modules(model: ModelConfig, layer: int) -> tuple[tuple[str, ...], ...]:
-    """Return the checkpoint names of a decoder layer's linears, in the field order of `LayerLora`.
+    """Return the checkpoint names of a decoder layer's linears, in the order of `target_modules`.
 
-    Linears that read the same input form a group. A model has the same number of groups in each
-    layer: six with shared experts, else four.
+    Linears that read the same input form a group. A model of our own decoder has the same number of
+    groups in each layer: six with shared experts, else four. In other models (model/hf), each
+    linear is a group of its own.
     """
+    if model.hf is not None:
+        return tuple((linear.name,) for linear in model.hf.layers[layer])
     groups = _JOINED_MODULES if model.fused_projections else FUSED_MODULES
     if model.has_experts(layer):
         groups = _EXPERT_MODULES
@@ -56,22 +59,79 @@ def fused_modules(model: ModelConfig, layer: int) -> tuple[tuple[str, ...], ...]
     return groups
 
 
+def target_modules(model: ModelConfig, layer: int) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of `fused_modules`, of the same number in each layer.
+
+    In a model of model/hf, the groups are those of all layers, and a layer may lack some of them.
+    """
+    if model.hf is not None:
+        return tuple((name,) for name in model.hf.linear_names)
+    return fused_modules(model, layer)
+
+
+def layer_name(model: ModelConfig, layer: int) -> str:
+    """Return the name of a decoder layer, such as "model.layers.0"."""
+    layers = "model.layers" if model.hf is None else model.hf.layers_name
+    return f"{layers}.{layer}"
+
+
+def head_name(model: ModelConfig) -> str:
+    """Return the name of the output head, such as "lm_head"."""
+    return "lm_head" if model.hf is None else model.hf.head_name
+
+
+def trainable_linears(model: ModelConfig) -> dict[str, tuple[int, str]]:
+    """Return the layer of each linear that adapters can train, and its name within that layer.
+
+    The keys are the linears' full names, such as "model.layers.0.self_attn.q_proj".
+    """
+    return {
+        f"{layer_name(model, layer)}.{name}": (layer, name)
+        for layer in range(model.num_layers)
+        for names in fused_modules(model, layer)
+        for name in names
+    }
+
+
+def is_mlp(model: ModelConfig, layer: int, name: str) -> bool:
+    """Return whether a linear of a layer belongs to its MLP, else to its attention."""
+    if model.hf is not None:
+        return model.hf.linear(layer, name).is_mlp
+    return name.startswith("mlp")
+
+
 def distinct_fused_modules(model: ModelConfig) -> tuple[tuple[str, ...], ...]:
     """Return the different groups of linears of all layers (see `fused_modules`)."""
     layers = range(model.num_layers)
     return tuple(dict.fromkeys(names for layer in layers for names in fused_modules(model, layer)))
 
 
+def distinct_group_shapes(model: ModelConfig) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return the shapes (out, in) of the linears of each different group of all layers."""
+    shapes = (
+        tuple(linear_shape(model, name, layer) for name in names)
+        for layer in range(model.num_layers)
+        for names in fused_modules(model, layer)
+    )
+    return tuple(dict.fromkeys(shapes))
+
+
 def num_experts_of(model: ModelConfig, names: tuple[str, ...]) -> int:
     """Return the number of experts if the group `names` belongs to the experts, else 0."""
+    if model.hf is not None:
+        return model.hf.num_experts_by_name[names[0]]
     return model.num_experts if names[0].startswith("mlp.experts.") else 0
 
 
-def linear_shape(model: ModelConfig, name: str) -> tuple[int, int]:
+def linear_shape(model: ModelConfig, name: str, layer: int = 0) -> tuple[int, int]:
     """Return the shape (out, in) of the linear `name` of a layer, such as "self_attn.q_proj".
 
-    For "mlp.experts.gate_up_proj" and "mlp.experts.down_proj", the shape is that of one expert.
+    For the linears of all experts, such as "mlp.experts.gate_up_proj", the shape is that of one
+    expert. `layer`: only in models of model/hf, the layers may have different shapes.
     """
+    if model.hf is not None:
+        linear = model.hf.linear(layer, name)
+        return linear.fan_out, linear.fan_in
     if name.startswith("mlp.experts."):
         is_down = name.endswith("down_proj")
         shape = (model.hidden_size, model.expert_size)

@@ -14,20 +14,29 @@ scaling alpha / rank is multiplied into the B matrices of the copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from planish.model.config import ModelConfig
-from planish.model.linears import fused_modules, linear_shape, num_experts_of
+from planish.model.linears import (
+    fused_modules,
+    head_name,
+    is_mlp,
+    layer_name,
+    linear_shape,
+    num_experts_of,
+    target_modules,
+)
 from planish.types import LoraConfig
 
 PEFT_EXPERT_NAMES = {
-    "mlp.experts.gate_up_proj": "mlp.experts.base_layer",
-    "mlp.experts.down_proj": "mlp.experts",
+    "experts.gate_up_proj": "experts.base_layer",
+    "experts.up_proj": "experts.base_layer",
+    "experts.down_proj": "experts",
 }
 """PEFT's names of the experts' linears. PEFT wraps the experts of a layer twice: its inner wrapper
 has the adapter of gate_up_proj, its outer one the adapter of down_proj.
@@ -219,40 +228,35 @@ class AdapterPacker(Protocol):
         ...
 
 
-@dataclass(frozen=True)
 class LayerLora:
-    """The LoRA matrices of one decoder layer by target module.
+    """The LoRA matrices of one decoder layer by target module."""
 
-    A field is None if the adapter does not train that module.
-    """
-
-    attn_in: LoraMatrices | None
-    attn_out: LoraMatrices | None
-    mlp_in: LoraMatrices | None
-    mlp_out: LoraMatrices | None
-    shared_in: LoraMatrices | None = None
-    """The gate and up projections of the shared expert."""
-    shared_out: LoraMatrices | None = None
+    def __init__(self, modules: Mapping[str, LoraMatrices | None]) -> None:
+        """`modules`: the matrices by the module's name in `target_names`. None: the adapter does
+        not train the module.
+        """
+        self.modules = dict(modules)
 
     def matrices_of(self, module: str) -> LoraMatrices | None:
-        """Return the matrices of a target module, or None if the adapter does not train it.
-
-        `module`: the name of a field of this class.
-        """
-        matrices: LoraMatrices | None = getattr(self, module)
-        return matrices
+        """Return the matrices of a target module, or None if the adapter does not train it."""
+        return self.modules[module]
 
 
-_MODULE_NAMES = tuple(module.name for module in fields(LayerLora))
-FUSED_MODULE_NAMES = _MODULE_NAMES[:4]
-"""The names of the groups of `fused_modules` in a model without shared experts: "attn_in",
-"attn_out", "mlp_in", "mlp_out".
+_TARGET_NAMES = ("attn_in", "attn_out", "mlp_in", "mlp_out", "shared_in", "shared_out")
+FUSED_MODULE_NAMES = _TARGET_NAMES[:4]
+"""The names of the groups of `fused_modules` in a model without shared experts. "shared_in" and
+"shared_out" are those of a shared expert.
 """
 
 
 def fused_module_names(model: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the groups of `fused_modules`, which are fields of LayerLora."""
-    return _MODULE_NAMES[: len(fused_modules(model, 0))]
+    """Return the names of a layer's target modules, in the order of `target_modules`.
+
+    In a model of model/hf, these are the names of the linears.
+    """
+    if model.hf is not None:
+        return model.hf.linear_names
+    return _TARGET_NAMES[: len(fused_modules(model, 0))]
 
 
 class LoraLayout:
@@ -274,25 +278,26 @@ class LoraLayout:
         """The entries of each trained target module, the As before the Bs.
 
         A target module is a group of linears that read the same input. The modules of each layer
-        come first (at most six per layer), then the head.
+        come first, then the head.
         """
         for layer in range(model_config.num_layers):
             for module_names in fused_modules(model_config, layer):
                 if (
                     lora_config.train_mlp
-                    if module_names[0].startswith("mlp")
+                    if is_mlp(model_config, layer, module_names[0])
                     else lora_config.train_attn
                 ):
+                    prefix = layer_name(model_config, layer)
                     self._add_target_module(
                         [
-                            (f"model.layers.{layer}.{name}", *linear_shape(model_config, name))
+                            (f"{prefix}.{name}", *linear_shape(model_config, name, layer))
                             for name in module_names
                         ],
                         num_experts_of(model_config, module_names),
                     )
         if lora_config.train_unembed:
             self._add_target_module(
-                [("lm_head", model_config.vocab_size, model_config.hidden_size)]
+                [(head_name(model_config), model_config.vocab_size, model_config.hidden_size)]
             )
         self.size = sum(entry.size for entry in self.entries)
 
@@ -362,9 +367,9 @@ class LoraWeights:
         }
         layers = range(layout.model_config.num_layers)
         targets = [
-            f"model.layers.{layer}.{names[0]}"
+            f"{layer_name(layout.model_config, layer)}.{names[0]}"
             for layer in layers
-            for names in fused_modules(layout.model_config, layer)
+            for names in target_modules(layout.model_config, layer)
         ]
         matrices = [matrices_by_target.get(target) for target in targets]
         self.packed = backend.pack_adapter(matrices)
@@ -372,12 +377,12 @@ class LoraWeights:
         computes LoRA with torch.
         """
         layer_matrices = _with_packed(matrices, self.packed)
-        head = [matrices_by_target.get("lm_head")]
+        head = [matrices_by_target.get(head_name(layout.model_config))]
         self._packed_head = backend.pack_adapter(head, is_head=True)
         (self.head,) = _with_packed(head, self._packed_head)
-        num_modules = len(fused_module_names(layout.model_config))
+        names = fused_module_names(layout.model_config)
         self.layers = [
-            LayerLora(*layer_matrices[num_modules * layer : num_modules * (layer + 1)])
+            LayerLora(dict(zip(names, layer_matrices[len(names) * layer :], strict=False)))
             for layer in layers
         ]
 
@@ -458,10 +463,10 @@ class LoraStack:
         self.adapters = tuple(adapters)
         self.layers = [
             LayerLora(
-                *(
-                    _stack_matrices([getattr(layer, module.name) for layer in layers])
-                    for module in fields(LayerLora)
-                )
+                {
+                    name: _stack_matrices([layer.matrices_of(name) for layer in layers])
+                    for name in layers[0].modules
+                }
             )
             for layers in zip(*(weights.layers for weights in adapters), strict=True)
         ]

@@ -11,7 +11,7 @@ from itertools import repeat
 from math import prod
 
 from planish.model.config import ModelConfig
-from planish.model.linears import fused_modules, linear_shape, num_experts_of
+from planish.model.linears import fused_modules, layer_name, linear_shape, num_experts_of
 from planish.model.weights import expected_shapes
 
 SCHEMES = ("int8", "nf4")
@@ -28,7 +28,19 @@ _MXFP4_SUFFIXES = (".blocks", ".scales")
 
 
 def quantized_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the shape (out, in) of each weight that planish quantizes, by the weight's name."""
+    """Return the shape (out, in) of each weight that planish quantizes, by the weight's name.
+
+    The weight of all experts of a layer (model/hf) has the outputs of all experts.
+    """
+    if config.hf is not None:
+        return {
+            f"{layer_name(config, layer)}.{linear.name}{'' if linear.num_experts else '.weight'}": (
+                linear.fan_out * max(1, linear.num_experts),
+                linear.fan_in,
+            )
+            for layer, linears in enumerate(config.hf.layers)
+            for linear in linears
+        }
     return {
         name: (shape[0], shape[1])
         for name, shape in expected_shapes(config).items()
@@ -46,8 +58,9 @@ def fused_quantized_shapes(config: ModelConfig) -> Iterator[list[tuple[int, int]
             num_experts = num_experts_of(config, names)
             if config.mxfp4_experts and not num_experts:
                 continue
-            shapes = [linear_shape(config, name) for name in names]
-            if names == ("mlp.experts.gate_up_proj",) and not config.expert_biases:
+            shapes = [linear_shape(config, name, layer) for name in names]
+            is_native_pair = names == ("mlp.experts.gate_up_proj",) and config.hf is None
+            if is_native_pair and not config.expert_biases:
                 fan_out, fan_in = shapes[0]
                 shapes = 2 * [(fan_out // 2, fan_in)]  # a gate and an up projection
             yield from repeat(shapes, num_experts or 1)

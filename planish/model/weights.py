@@ -53,7 +53,8 @@ _log = logging.getLogger(__name__)
 def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, torch.Tensor]:
     """Return the tensors of `expected_shapes(config)` by Hugging Face name, memory-mapped on CPU.
 
-    `lm_head.weight` is absent if the head is tied. The text model's tensors in a multimodal
+    The tensors of a model of model/hf are those of the files, and transformers checks them when it
+    loads the model. `lm_head.weight` is absent if the head is tied. The text model's tensors in a multimodal
     checkpoint get the names of a text model, and all other tensors are skipped. A weight in fp8,
     such as "model.layers.0.mlp.up_proj.weight", is float8_e4m3fn, and its scales are in the result
     under `scale_name` of its name.
@@ -76,6 +77,12 @@ def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, torch.
             file: stack.enter_context(_open_safetensors(directory / file))
             for file in weight_files(directory)
         }
+        if config.hf is not None:
+            return {
+                name: _StoredTensor(handle, name).load()
+                for handle in handles.values()
+                for name in handle.keys()  # noqa: SIM118 - a handle is no mapping
+            }
         tensors = _stored_tensors(directory, handles, config)
         scales = _pop_scales(directory, config, tensors)
         _check_names_and_shapes(directory, config, tensors)
@@ -88,7 +95,12 @@ def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, torch.
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of the architecture by its name; matrices are (out, in)."""
+    """Return the shape of every tensor of the architecture by its name; matrices are (out, in).
+
+    The names of a model of model/hf are those in transformers' modules.
+    """
+    if config.hf is not None:
+        return dict(config.hf.weight_shapes)
     hidden_size = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden_size)

@@ -25,12 +25,14 @@ from safetensors import SafetensorError
 
 from planish.errors import CheckpointError, DamagedFileError, StorageError
 from planish.files import set_default_mode, sync
+from planish.model.linears import is_mlp, num_experts_of, trainable_linears
 from planish.types import LoraConfig
 
 if TYPE_CHECKING:
     # Importing torch takes seconds, and commands that only list checkpoints do not need it.
     from torch import Tensor
 
+    from planish.model.config import ModelConfig
     from planish.model.lora import LoraLayout
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -216,6 +218,8 @@ def _peft_targets(layout: LoraLayout) -> dict[str, list[str]]:
     linears of dense layers are listed in target_parameters too.
     """
     targets = {entry.target for entry in layout.entries}
+    if layout.model_config.hf is not None:
+        return _peft_targets_of_linears(layout.model_config, targets)
     if not layout.model_config.num_experts:
         return {"target_modules": sorted({target.rsplit(".", 1)[-1] for target in targets})}
     mlp = {target.split(".", 3)[-1] for target in targets if ".mlp." in target}
@@ -227,6 +231,27 @@ def _peft_targets(layout: LoraLayout) -> dict[str, list[str]]:
             name if ".experts." in name else f"{name}.weight" for name in mlp
         ),
     }
+
+
+def _peft_targets_of_linears(model: ModelConfig, targets: set[str]) -> dict[str, list[str]]:
+    """Return the result of `_peft_targets` for a model of model/hf."""
+    linears = trainable_linears(model)
+    adapted = {linears[target] for target in targets if target in linears}
+    names = {name for _, name in adapted}
+    mlp = {name for layer, name in adapted if is_mlp(model, layer, name)}
+    # A last part such as "c_proj" may be that of a linear without an adapter, too.
+    others = {name.rsplit(".", 1)[-1] for _, name in set(linears.values()) - adapted}
+    in_parameters = mlp if model.num_experts else set()
+    modules = {
+        last if (last := name.rsplit(".", 1)[-1]) not in others else name
+        for name in names - in_parameters
+    }
+    modules |= targets - linears.keys()
+    experts = {name for name in in_parameters if num_experts_of(model, (name,))}
+    parameters = experts | {f"{name}.weight" for name in in_parameters - experts}
+    return {"target_modules": sorted(modules)} | (
+        {"target_parameters": sorted(parameters)} if parameters else {}
+    )
 
 
 def _flat_master(tensors: Mapping[str, Tensor], layout: LoraLayout) -> Tensor:

@@ -30,7 +30,7 @@ from torch import Tensor
 from planish.engine.release_memory import clear_frames
 from planish.engine.sampling.plan import StepOutput, StepPlan
 from planish.engine.sampling.slots import SampleSlots
-from planish.model.decoder import Decoder
+from planish.model.base_decoder import BaseDecoder
 from planish.model.kernels.device import Device
 from planish.model.kernels.triton.adapters import AdapterTables
 from planish.model.kernels.triton.families import wants_graphs
@@ -65,7 +65,11 @@ class CudaGraphRunner:
     pool_class: ClassVar[type[KVPool]] = GappedKVPool
 
     def __init__(
-        self, decoder: Decoder, kv_spec: KVSpec, max_batch: int, max_prefill_tokens_per_step: int
+        self,
+        decoder: BaseDecoder,
+        kv_spec: KVSpec,
+        max_batch: int,
+        max_prefill_tokens_per_step: int,
     ) -> None:
         """Allocate the tables.
 
@@ -99,7 +103,7 @@ class CudaGraphRunner:
         """The graph recorder. None: steps run eagerly, kernel by kernel."""
 
     @staticmethod
-    def supports(decoder: Decoder) -> bool:
+    def supports(decoder: BaseDecoder) -> bool:
         """Return whether the GPU kernels support this model."""
         return decoder.backend.supports_graph_runner
 

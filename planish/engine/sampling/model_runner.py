@@ -15,7 +15,7 @@ from torch import Tensor
 from planish.engine.sampling.plan import StepOutput, StepPlan
 from planish.engine.sampling.sampling_head import SamplingHead
 from planish.engine.sampling.slots import SampleSlots
-from planish.model.decoder import Decoder
+from planish.model.base_decoder import BaseDecoder
 from planish.model.kernels.reference.adapter_stacks import ROWS, AdapterStacks
 from planish.model.kv_cache import KVPool
 from planish.model.lora import AdapterRange, AdapterStackRange
@@ -52,12 +52,12 @@ class EagerRunner:
 
     pool_class: ClassVar[type[KVPool]] = KVPool
 
-    def __init__(self, decoder: Decoder, head: SamplingHead) -> None:
+    def __init__(self, decoder: BaseDecoder, head: SamplingHead) -> None:
         """Create a model runner for `decoder` whose logits come from `head`."""
         self._decoder, self._backend = decoder, decoder.backend
         self._head = head
         self._stacks = AdapterStacks()
-        self._decode_pass = decoder.backend.decode_pass(decoder) or decoder.forward
+        self._decode_pass = decoder.decode_pass() or decoder.forward
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Run the rows of a plan through the decoder, and store their keys and values."""

@@ -20,7 +20,7 @@ from planish.engine.sampling.requests import Prompt, PromptTensors, Request
 from planish.engine.sampling.sampling_head import SamplingHead
 from planish.engine.sampling.settings import SamplerSettings
 from planish.engine.sampling.slots import Slots
-from planish.model.decoder import Decoder
+from planish.model.base_decoder import BaseDecoder
 from planish.model.delta_net import RecurrentState, StateSegment, state_bytes
 from planish.model.lora import AdapterRange
 from planish.model.positions import CHUNK, STATE_CHUNK
@@ -45,7 +45,7 @@ class Prefill:
     """The prefill of the active prompts of one sampler, with its prefix cache."""
 
     def __init__(
-        self, decoder: Decoder, head: SamplingHead, slots: Slots, settings: SamplerSettings
+        self, decoder: BaseDecoder, head: SamplingHead, slots: Slots, settings: SamplerSettings
     ) -> None:
         """Create an empty prefix cache. The keys and values of prompts are in `slots`."""
         self._decoder, self._head, self._slots = decoder, head, slots

@@ -49,7 +49,7 @@ from planish.engine.sampling.slots import Slots
 from planish.engine.sampling.stopping import StopCondition
 from planish.engine.sampling.validation import check_sample, max_tokens_of
 from planish.errors import UserError
-from planish.model.decoder import Decoder
+from planish.model.base_decoder import BaseDecoder
 from planish.model.delta_net import state_bytes
 from planish.model.kv_cache import KVSpec
 from planish.model.lora import LoraWeights
@@ -65,7 +65,7 @@ class Sampler:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: BaseDecoder,
         settings: SamplerSettings,
         decode_text: Callable[[Sequence[int]], str],
         grammars: GrammarCache | None = None,
@@ -325,7 +325,7 @@ class Sampler:
 
 
 def _model_runner(
-    decoder: Decoder, head: SamplingHead, spec: KVSpec, settings: SamplerSettings
+    decoder: BaseDecoder, head: SamplingHead, spec: KVSpec, settings: SamplerSettings
 ) -> ModelRunner:
     """Return the model runner for the decoder's device and kernels."""
     if not CudaGraphRunner.supports(decoder):

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from planish.model.decoder import Decoder
+from planish.model.base_decoder import BaseDecoder
 from planish.model.head import exact_logits, head_logits, token_logprobs
 from planish.model.lora import AdapterRange, HeadAdapterRange
 from planish.model.transfer import on_device
@@ -17,7 +17,7 @@ from planish.model.transfer import on_device
 class SamplingHead:
     """The LM head over a batch whose rows have several adapters."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: BaseDecoder) -> None:
         """Use the LM head of `decoder`."""
         self._head, self._backend = decoder.head, decoder.backend
 

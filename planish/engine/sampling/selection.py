@@ -23,7 +23,7 @@ from planish.engine.sampling.plan import SampleRows, StepOutput
 from planish.engine.sampling.requests import RunningSample
 from planish.engine.sampling.sampling_head import SamplingHead
 from planish.engine.sampling.token_sampling import sample_tokens, top_logprobs
-from planish.model.decoder import Decoder
+from planish.model.base_decoder import BaseDecoder
 from planish.model.head import token_logprobs
 from planish.model.lora import AdapterRange
 from planish.model.transfer import on_device
@@ -60,7 +60,9 @@ class _SampledTokens:
 class Selection:
     """The selection of tokens for the samples of one sampler."""
 
-    def __init__(self, decoder: Decoder, head: SamplingHead, grammars: GrammarCache | None) -> None:
+    def __init__(
+        self, decoder: BaseDecoder, head: SamplingHead, grammars: GrammarCache | None
+    ) -> None:
         """`grammars` computes the masks of constrained samples."""
         self._backend = decoder.backend
         self._vocab_size = decoder.config.vocab_size

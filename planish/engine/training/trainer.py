@@ -32,7 +32,7 @@ from planish.engine.training.adapters import Adapter, is_finite
 from planish.engine.training.datums import Example, read_examples
 from planish.engine.training.losses import Loss, find_loss
 from planish.errors import NonFiniteError
-from planish.model.decoder import Decoder
+from planish.model.base_decoder import BaseDecoder
 from planish.model.delta_net import activation_bytes_per_row, backward_bytes
 from planish.model.head import scored_logprobs
 from planish.model.kernels.backend import Backend
@@ -194,7 +194,7 @@ class _MicroBatchResult:
 class Trainer:
     """Runs `forward_backward` calls of LoRA adapters on one frozen base model."""
 
-    def __init__(self, decoder: Decoder, settings: TrainerSettings = TrainerSettings()) -> None:
+    def __init__(self, decoder: BaseDecoder, settings: TrainerSettings = TrainerSettings()) -> None:
         """Create a trainer for the adapters of one base model.
 
         If the backend is batch-invariant, the trainer reproduces the sampler's logprobs. With the

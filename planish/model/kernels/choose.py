@@ -159,7 +159,7 @@ def _cpp_parts(
     parts = replace(parts, sampling=CppSampling(sampling) if "sampling" in families else sampling)
     if config.delta_net is not None and supports_delta_net(config.delta_net):
         parts = replace(parts, recurrences=CppRecurrences(config.delta_net, device))
-    if ops.supports_attention(config.head_dim):
+    if ops.supports_attention(config.head_dim) and config.score_cap is None:
         parts = replace(parts, attention=CppAttention(dtype, config.windows))
         if parts.lora.packs_layer_adapters and "decode" in families:
             parts = replace(parts, decode_passes=CppDecodePasses(config))

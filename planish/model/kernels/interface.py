@@ -152,7 +152,7 @@ class AdapterBatch(Protocol):
     def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, module: str) -> None:
         """Add the LoRA outputs of one target module to `out`, in place.
 
-        `x`: input [T, in]. `out`: [T, sum(sizes)]. `module`: a field of LayerLora ("attn_in").
+        `x`: input [T, in]. `out`: [T, sum(sizes)]. `module`: its name in `fused_module_names` ("attn_in").
         """
         ...
 

@@ -17,12 +17,7 @@ from planish.model.kernels.cpp.matmul import (
     supports_lora_forward,
 )
 from planish.model.kernels.interface import AdapterBatch, Lora
-from planish.model.linears import (
-    distinct_fused_modules,
-    fused_modules,
-    linear_shape,
-    num_experts_of,
-)
+from planish.model.linears import distinct_group_shapes, head_name, num_experts_of, target_modules
 from planish.model.lora import (
     AdapterRange,
     AdapterStackRange,
@@ -39,9 +34,7 @@ class CppLora:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, fallback: Lora) -> None:
         """`dtype`: the dtype of the model. `fallback`: computes what the kernels do not support."""
         self._config, self._dtype, self._fallback = config, dtype, fallback
-        linears = [
-            linear_shape(config, name) for names in distinct_fused_modules(config) for name in names
-        ]
+        linears = [shape for group in distinct_group_shapes(config) for shape in group]
         self.packs_layer_adapters = supports_lora(linears, dtype)
         self.packs_head_adapters = supports_lora_forward(
             [(config.vocab_size, config.hidden_size)], dtype
@@ -80,7 +73,7 @@ class CppLora:
         return [
             num_experts_of(self._config, names)
             for layer in range(self._config.num_layers)
-            for names in fused_modules(self._config, layer)
+            for names in target_modules(self._config, layer)
         ]
 
     def packed_adapter_sizes(self, layout: LoraLayout) -> tuple[int, int]:
@@ -92,7 +85,7 @@ class CppLora:
             b_shapes = [entry.shape[-2:] for entry in entries if entry.is_b]
             lora_columns = sum(entry.shape[-2] for entry in entries if not entry.is_b)
             shapes = [(fan_out, fan_in) for fan_out, _ in b_shapes]
-            is_head = entries[0].target == "lm_head"
+            is_head = entries[0].target == head_name(self._config)
             if (is_head or self.packs_layer_adapters) and supports_lora_forward(
                 shapes, self._dtype
             ):

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -187,12 +188,16 @@ class TorchTreeAttention:
         device: torch.device,
         piece_backward: PieceBackward | None = None,
         windows: Sequence[int | None] = (),
+        cap: float | None = None,
     ) -> None:
         """`piece_backward`: the backward pass of a piece; by default the fastest for the device.
 
-        `windows`: the attention window of each layer (see `ModelConfig.windows`).
+        `windows`: the attention window of each layer (see `ModelConfig.windows`). `cap`: the limit
+        of scores (see `ModelConfig.score_cap`).
         """
         fastest = fused_cpu_backward if device.type == "cpu" else block_backward
+        if cap is not None:
+            fastest = partial(block_backward, cap=cap)
         batches = [(group.length, *group.rows(device)) for group in triangles(micro_batch)]
         self._plan = _Plan(
             _paths(micro_batch, device),
@@ -201,14 +206,14 @@ class TorchTreeAttention:
             torch.from_numpy(micro_batch.positions).to(device),
             piece_backward or fastest,
         )
-        self._windows = windows
+        self._windows, self._cap = windows, cap
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """Return the attention output [T, Hq, E], with gradients (see `Attend`)."""
         window = self._windows[layer] if self._windows else None
-        return _TreeAttention.apply(q, k, v, self._plan, window, sinks)  # type: ignore[no-any-return]
+        return _TreeAttention.apply(q, k, v, self._plan, window, sinks, self._cap)  # type: ignore[no-any-return]
 
 
 def dense_mask_attention(
@@ -284,12 +289,13 @@ class _TreeAttention(torch.autograd.Function):
         plan: _Plan,
         window: int | None,
         sinks: Tensor | None,
+        cap: float | None,
     ) -> Tensor:
         accum_dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:2], dtype=accum_dtype, device=q.device)
         for path in plan.paths:
-            part, part_lse = _attend_path(q, k, v, path, window, sinks)
+            part, part_lse = _attend_path(q, k, v, path, window, sinks, cap)
             out[path.rows[path.real]] = part[path.real].to(q.dtype)
             lse[path.rows[path.real]] = part_lse[path.real]
         ctx.save_for_backward(q, k, v, out, lse)
@@ -324,7 +330,8 @@ class _TreeAttention(torch.autograd.Function):
                 total[where] += part[0].transpose(0, 1)
         # The softmax's gradient of the scores is a function of `out` and `lse`, which contain the
         # sinks. The sinks themselves are frozen.
-        return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype), None, None, None
+        grads = [grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)]
+        return *grads, None, None, None, None
 
 
 def _heads(x: Tensor) -> Tensor:
@@ -338,7 +345,13 @@ def _batch(x: Tensor, length: int) -> Tensor:
 
 
 def _attend_path(
-    q: Tensor, k: Tensor, v: Tensor, path: _Path, window: int | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    path: _Path,
+    window: int | None,
+    sinks: Tensor | None,
+    cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, n, Hq, E] and the log-sum-exp [B, n, Hq] of one batch of queries."""
     batch, n = path.rows.shape
@@ -349,7 +362,7 @@ def _attend_path(
     visible = (path.positions + 1).repeat(1, group).unsqueeze(1)
     if sinks is not None:
         sinks = sinks.view(-1, group).repeat_interleave(n, 1)
-    out, lse = ordered_attention.attend(queries, keys, values, visible, window, sinks)
+    out, lse = ordered_attention.attend(queries, keys, values, visible, window, sinks, cap)
     return (
         out.unflatten(2, (group, n)).permute(0, 3, 1, 2, 4).reshape(batch, n, q.shape[1], -1),
         lse.unflatten(2, (group, n)).permute(0, 3, 1, 2).reshape(batch, n, -1),
@@ -392,11 +405,12 @@ def block_backward(
     lse: Tensor,
     causal: bool,
     window: Window | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v (see `PieceBackward`), computed on any device.
 
     Plain matmuls over blocks of queries compute them. The number of scores per block is bounded for
-    any length of the piece.
+    any length of the piece. `cap`: the limit of scores (see `ModelConfig.score_cap`).
     """
     group = q.shape[1] // k.shape[1]
     k, v = _expand(k, group), _expand(v, group)
@@ -406,14 +420,22 @@ def block_backward(
     for start, stop in _blocks(q, k):
         rows, keys = slice(start, stop), slice(0, stop if causal else k.shape[2])
         scores = _scores(q[:, :, rows], k[:, :, keys], start if causal else None)
+        slopes = None
+        if cap is not None:
+            # tanh(-inf) is -1, so masked scores must be masked again.
+            masked = scores == float("-inf")
+            capped = scores.div_(cap).tanh_()
+            slopes = 1 - capped.square()
+            scores = capped.mul_(cap).masked_fill_(masked, float("-inf"))
         if window is not None:
             scores.masked_fill_(window.hides(rows, keys), float("-inf"))
         weights = scores.sub_(lse[:, :, rows, None]).exp_()
         grad_v[:, :, keys] += weights.to(q.dtype).transpose(-1, -2) @ grad[:, :, rows]
         inner = (grad[:, :, rows] @ v[:, :, keys].transpose(-1, -2)).to(lse.dtype)
-        grad_scores = (
-            inner.sub_(delta[:, :, rows]).mul_(weights).mul_(q.shape[-1] ** -0.5).to(q.dtype)
-        )
+        grad_scores = inner.sub_(delta[:, :, rows]).mul_(weights).mul_(q.shape[-1] ** -0.5)
+        if slopes is not None:
+            grad_scores.mul_(slopes)
+        grad_scores = grad_scores.to(q.dtype)
         grad_q.append(grad_scores @ k[:, :, keys])
         grad_k[:, :, keys] += grad_scores.transpose(-1, -2) @ q[:, :, rows]
     return torch.cat(grad_q, 2), _fold(grad_k, group), _fold(grad_v, group)

@@ -34,14 +34,15 @@ class TorchAttention:
     ) -> None:
         self.kv_dtype = kv_dtype
         self._windows, self._device, self._tilings = config.windows, device, tilings
+        self._cap = config.score_cap
 
     def tree_attention(self, micro_batch: MicroBatch) -> Attend:
         """Return the attention of a micro-batch of the trainer, with gradients."""
-        return TorchTreeAttention(micro_batch, self._device, windows=self._windows)
+        return TorchTreeAttention(micro_batch, self._device, windows=self._windows, cap=self._cap)
 
     def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
         """Return the causal attention of prompt rows, which stores their keys and values."""
-        return PrefillAttention(spans, self._windows)
+        return PrefillAttention(spans, self._windows, self._cap)
 
     def decode_attention(
         self,
@@ -59,6 +60,7 @@ class TorchAttention:
             self._device,
             self._windows,
             row_counts,
+            self._cap,
         )
 
 

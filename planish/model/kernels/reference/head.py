@@ -45,7 +45,8 @@ class TorchHead:
             return self._matmul(hidden, head, training=training)
 
         def float32_matmul(hidden: Tensor) -> Tensor:
-            return torch.mm(hidden, head.weight.t(), out_dtype=self.logits_dtype)
+            logits = torch.mm(hidden, head.weight.t(), out_dtype=self.logits_dtype)
+            return logits if head.bias is None else logits.add_(head.bias)
 
         return self._tilings.of(training=training).run(float32_matmul, hidden)
 

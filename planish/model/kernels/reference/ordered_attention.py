@@ -40,13 +40,18 @@ class Sums:
 
 
 def attention_scores(
-    q: Tensor, keys: Tensor, visible: Tensor, first: Tensor | None = None
+    q: Tensor,
+    keys: Tensor,
+    visible: Tensor,
+    first: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return the scaled scores [G, H, M, L] in float32 or wider.
 
     `q`: [G, H, M, E]. `keys`: [G, H, L, E]. `visible`: [G or 1, 1, M or 1], the number of leading
     keys that a row attends to; the scores of later keys are -inf. `first`: [G or 1, 1, M or 1], the
-    first key that a row attends to, in a layer with a window. Products of bf16 operands are
+    first key that a row attends to, in a layer with a window. `cap`: the limit of scores (see
+    `ModelConfig.score_cap`). Products of bf16 operands are
     exact in float32, and they are accumulated in float32.
     """
     scale = q.shape[-1] ** -0.5
@@ -56,6 +61,8 @@ def attention_scores(
         scores = flat.unflatten(0, q.shape[:2]).mul_(scale)
     else:
         scores = torch.matmul(q.to(accum_dtype) * scale, keys.to(accum_dtype).transpose(-1, -2))
+    if cap is not None:
+        scores = scores.div_(cap).tanh_().mul_(cap)
     numbers = torch.arange(keys.shape[2], device=q.device)
     unseen = numbers >= visible.unsqueeze(-1)
     if first is not None:
@@ -102,18 +109,19 @@ def attend(
     visible: Tensor,
     window: int | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [G, H, M, E] and the log-sum-exp [G, H, M] of the rows `q`.
 
     Each row attends to the first `visible` [G, 1, M] keys, or to the last `window` of these. The
     keys start at position 0, and their number must be a multiple of SPAN. `sinks`: the sink of each
-    row, [H, M], or None (see `Attend`). The log-sum-exp contains the sink.
+    row, [H, M], or None (see `Attend`). `cap`: as in `attention_scores`. The log-sum-exp contains the sink.
     """
     rows = q.shape[2]
     missing = max(0, QUERY_ROWS - rows)
     visible = F.pad(visible, (0, missing), value=1)
     first = None if window is None else visible - window
-    scores = attention_scores(F.pad(q, (0, 0, 0, missing)), keys, visible, first)
+    scores = attention_scores(F.pad(q, (0, 0, 0, missing)), keys, visible, first, cap)
     maxima = row_max(scores)
     if sinks is not None:
         sinks = F.pad(sinks, (0, missing)).unsqueeze(-1)

@@ -36,7 +36,7 @@ from planish.model.config import ModelConfig
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.reference.lora import add_lora_stack_, add_outputs_
 from planish.model.kernels.row_tiling import QUERY_ROWS, LoraRowRule, RowTiling
-from planish.model.linears import distinct_fused_modules, linear_shape
+from planish.model.linears import distinct_group_shapes
 from planish.model.lora import LORA_COLUMNS, LoraMatrices
 from planish.model.positions import SPAN
 
@@ -217,8 +217,7 @@ class _TorchLoraModule:
 def _torch_lora_modules(backend: Backend) -> tuple[_TorchLoraModule, ...]:
     config, found = backend.config, set()
     if not backend.packs_layer_adapters:
-        for names in distinct_fused_modules(config):
-            shapes = [linear_shape(config, name) for name in names]
+        for shapes in distinct_group_shapes(config):
             found.add(_TorchLoraModule(tuple(fan_out for fan_out, _ in shapes), shapes[0][1]))
     if not backend.packs_head_adapters:
         vocab, hidden = _head_shape(config)
@@ -372,10 +371,8 @@ def _probe_query_rows(config: ModelConfig, device: torch.device) -> int:
 
 def _base_shapes(config: ModelConfig) -> set[tuple[int, int]]:
     """Return (out, in) of each matmul with base weights; linears with the same input share one."""
-    modules = (
-        [linear_shape(config, name) for name in module] for module in distinct_fused_modules(config)
-    )
-    shapes = {(sum(fan_out for fan_out, _ in module), module[0][1]) for module in modules}
+    groups = distinct_group_shapes(config)
+    shapes = {(sum(fan_out for fan_out, _ in group), group[0][1]) for group in groups}
     if config.delta_net is not None:  # in_proj_b and in_proj_a
         shapes.add((2 * config.delta_net.num_value_heads, config.hidden_size))
     return shapes | {_head_shape(config)}

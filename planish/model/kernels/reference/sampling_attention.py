@@ -52,12 +52,18 @@ class PrefillAttention:
     positions up to its own.
     """
 
-    def __init__(self, spans: Sequence[PrefillSpan], windows: Sequence[int | None] = ()) -> None:
+    def __init__(
+        self,
+        spans: Sequence[PrefillSpan],
+        windows: Sequence[int | None] = (),
+        cap: float | None = None,
+    ) -> None:
         """`spans` names the rows of each prompt; rows outside of them are padding.
 
-        `windows`: the attention window of each layer (see `ModelConfig.windows`).
+        `windows`: the attention window of each layer (see `ModelConfig.windows`). `cap`: the limit
+        of scores (see `ModelConfig.score_cap`).
         """
-        self._spans, self._windows = spans, windows
+        self._spans, self._windows, self._cap = spans, windows, cap
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
@@ -99,6 +105,7 @@ class PrefillAttention:
                 seen.repeat(group)[None, None],
                 self._windows[layer] if self._windows else None,
                 None if sinks is None else sinks.view(heads, group).repeat_interleave(len(part), 1),
+                self._cap,
             )
             rows = attended[0].unflatten(1, (group, len(part))).permute(2, 0, 1, 3).flatten(1, 2)
             out[first : first + len(part)] = rows.to(out.dtype)
@@ -116,13 +123,15 @@ class DecodeAttention:
         device: torch.device,
         windows: Sequence[int | None] = (),
         row_counts: Mapping[SlotOwner, int] | None = None,
+        cap: float | None = None,
     ) -> None:
         """`first_rows`, `row_counts`: see `Backend.decode_attention`.
 
         `query_rows` is the minimum number of rows of a matmul; fewer rows are padded. `windows`:
-        the attention window of each layer (see `ModelConfig.windows`).
+        the attention window of each layer (see `ModelConfig.windows`). `cap`: as in
+        `PrefillAttention`.
         """
-        self._query_rows, self._windows = query_rows, windows
+        self._query_rows, self._windows, self._cap = query_rows, windows, cap
         rows_of = {
             sample: range(row, row + (row_counts.get(sample, 1) if row_counts else 1))
             for sample, row in first_rows.items()
@@ -160,7 +169,9 @@ class DecodeAttention:
                 else slot_group.window_starts(window, grouped.shape[2], by_slot)
             )
             group_scores.append(
-                attention_scores(by_slot, slot_group.keys(layer), slot_group.visible, first)
+                attention_scores(
+                    by_slot, slot_group.keys(layer), slot_group.visible, first, self._cap
+                )
             )
         accum_dtype = group_scores[0].dtype
         maxima = torch.full(

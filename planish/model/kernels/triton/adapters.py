@@ -91,7 +91,7 @@ class AdapterTables:
     def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, module: str) -> None:
         """Add the LoRA outputs of one target module for x [T, in] to `out` [T, sum(sizes)].
 
-        `module`: a field of LayerLora.
+        `module`: a name in `fused_module_names`.
         """
         self._add(x, out, sizes, layer * len(FUSED_MODULE_NAMES) + FUSED_MODULE_NAMES.index(module))
 
@@ -130,7 +130,9 @@ class AdapterTables:
         assert layout.lora_config.rank <= self._max_rank
         assert all(matrix.dtype == self._dtype for matrix in weights.leaves)
         addresses = self._pointers.host[slot]
-        modules = [getattr(layer, name) for layer in weights.layers for name in FUSED_MODULE_NAMES]
+        modules = [
+            layer.matrices_of(name) for layer in weights.layers for name in FUSED_MODULE_NAMES
+        ]
         addresses[:] = [_addresses(module) for module in (*modules, weights.head)]
         assert not (self._aligned and np.any(addresses % _ALIGNMENT))
         self._pointers.copy(slot, slot + 1)

@@ -44,8 +44,12 @@ def supported_families(config: ModelConfig, *, is_quantized: bool = True) -> tup
     """
     excluded: tuple[str, ...] = ()
     has_head_size = config.head_dim % 16 == 0 and config.head_dim <= 256
-    if not has_head_size or any(config.windows) or config.attention_sinks:
+    is_plain = not (any(config.windows) or config.attention_sinks or config.score_cap)
+    if not has_head_size or not is_plain:
         excluded = _OF_HEADS
+    elif config.hf is not None:
+        # A CUDA graph cannot contain modelling code that waits for the GPU.
+        excluded = ("attention", "lora", "graphs")
     elif config.delta_net is not None:
         # The sampler's runner for these families does not support recurrent states. The trainer
         # does not use that runner, so "tree attention" is not excluded.
@@ -54,6 +58,8 @@ def supported_families(config: ModelConfig, *, is_quantized: bool = True) -> tup
         # The number of rows of each expert is known only when the layer runs. So a CUDA graph
         # cannot contain experts.
         excluded = ("lora", "graphs")
+    if config.hf is not None:
+        excluded += ("norms", "rope", "swiglu")
     if not is_quantized:
         excluded += ("quantized",)
     return tuple(family for family in FAMILIES if family not in excluded)

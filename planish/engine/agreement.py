@@ -1,0 +1,88 @@
+"""How far the logprobs of sampler and trainer are apart, measured when a model is loaded.
+
+Our own decoder adds all numbers in one order, so its sampler and trainer agree
+(docs/architecture.md). Where transformers' code computes a part of the layers, the difference is
+measured: the sampler decodes a few tokens, and the trainer scores them.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+import torch
+
+from planish.engine.sampling.sampler import Sampler
+from planish.engine.training.adapters import Adapter
+from planish.engine.training.trainer import Trainer
+from planish.errors import UnsupportedError
+from planish.model.base_decoder import BaseDecoder
+from planish.model.lora import LoraLayout
+from planish.service import Sample
+from planish.types import (
+    Datum,
+    EncodedTextChunk,
+    LoraConfig,
+    ModelInput,
+    SampleResponse,
+    SamplingParams,
+)
+
+MAX_DIFFERENCE = 1.0
+"""The largest difference of logprobs, in nats, that rounding may cause. A larger one means that the
+model's code combines positions in another way than by attention.
+"""
+_PROMPT_LENGTHS = (3, 70)
+_SAMPLES, _TOKENS = 2, 12
+_RANK = 8
+
+
+def measure_difference(decoder: BaseDecoder, sampler: Sampler, trainer: Trainer) -> float:
+    """Return the largest difference between sampled and trained logprobs, over a few tokens.
+
+    The samples have two prompts of random tokens, one of which begins with the other, and a random
+    adapter. Raises UnsupportedError if the difference exceeds MAX_DIFFERENCE.
+    """
+    layout = LoraLayout(decoder.config, LoraConfig(rank=_RANK))
+    generator = torch.Generator().manual_seed(0)
+    noise = 0.02 * torch.randn(layout.size, generator=generator)
+    adapter = Adapter(layout, decoder.backend, layout.init(0) + noise)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, decoder.config.vocab_size, max(_PROMPT_LENGTHS)).tolist()
+    prompts = [ModelInput.from_ints(tokens[:length]) for length in _PROMPT_LENGTHS]
+    params = SamplingParams(max_tokens=_TOKENS, stop=[], seed=0)
+    futures: list[Future[SampleResponse]] = [Future() for _ in prompts]
+    for prompt, future in zip(prompts, futures, strict=True):
+        op = Sample("agreement", prompt, _SAMPLES, params)
+        sampler.submit(op, adapter.snapshot(), "agreement", future)
+    while sampler.busy:
+        sampler.step()
+    data, sampled = [], []
+    for prompt, future in zip(prompts, futures, strict=True):
+        for sequence in future.result().sequences:
+            pad = [0] * (prompt.length - 1)
+            whole = prompt.append(EncodedTextChunk(sequence.tokens[:-1]))
+            data.append(Datum(whole, {"target_tokens": pad + sequence.tokens}))
+            sampled.append(np.array(sequence.logprobs))
+    trained = _trained_logprobs(trainer, adapter, data)
+    difference = max(
+        float(np.abs(ours - theirs[-len(ours) :]).max())
+        for ours, theirs in zip(sampled, trained, strict=True)
+    )
+    if not difference <= MAX_DIFFERENCE:
+        raise UnsupportedError(
+            f"sampled and trained logprobs of this model ({decoder.config.family}) differ by "
+            f"{difference:.3g} nats, so its code in transformers combines positions in another "
+            "way than by attention. planish cannot run it"
+        )
+    return difference
+
+
+def _trained_logprobs(trainer: Trainer, adapter: Adapter, data: list[Datum]) -> list[np.ndarray]:
+    """Return the trainer's logprobs of all targets of each datum."""
+    work = trainer.forward_backward(adapter, data, "cross_entropy", forward_only=True)
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return [output["logprobs"].to_numpy() for output in end.value.loss_fn_outputs]

@@ -1,0 +1,61 @@
+"""What the sampler and the trainer need of a decoder.
+
+Two classes have this interface: `Decoder` (decoder.py) and `TransformersDecoder` (hf/decoder.py).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from planish.model.config import ModelConfig
+from planish.model.delta_net import Recurrence
+from planish.model.kernels.backend import Backend
+from planish.model.kernels.interface import AdapterBatch, Attend, ForwardPass
+from planish.model.kernels.linear import PackedLinear
+from planish.model.lora import LoraWeights
+
+
+class BaseDecoder(Protocol):
+    """A frozen base model: its layers, and the weights of its head."""
+
+    config: ModelConfig
+    backend: Backend
+    head: PackedLinear
+    """The output head, [V, D]."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights and matmuls."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        ...
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        adapters: LoraWeights | AdapterBatch | None,
+        *,
+        recompute: bool = False,
+        recurrence: Recurrence | None = None,
+    ) -> Tensor:
+        """Return the last hidden states, from which the head computes logits: [T, D] in the model's
+        dtype.
+
+        `tokens`, `positions`: int64 [T]. `attend`: the attention, from the backend. `adapters`: one
+        adapter (or None) for all rows, with gradients, or a batch of several adapters, without
+        gradients. `recompute`: use activation checkpointing, which stores only each layer's input
+        for the backward pass. `recurrence`: required for models with gated delta-net layers.
+        """
+        ...
+
+    def decode_pass(self) -> ForwardPass | None:
+        """Return a forward pass for decoding steps that is faster than `forward`, or None."""
+        ...

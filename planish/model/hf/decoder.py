@@ -1,0 +1,157 @@
+"""A decoder whose layers transformers' modelling code computes.
+
+It has the interface of model/decoder.py, so sampler and trainer use either. Attention, linears and
+experts are planish's. Embedding, norms, RoPE and activations are transformers', in the dtype of the
+model.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from planish.errors import DamagedFileError
+from planish.model.delta_net import Recurrence
+from planish.model.hf.forward_pass import ATTENTION, HFForwardPass, attention, current_pass
+from planish.model.hf.frozen import freeze_experts, freeze_linear
+from planish.model.hf.inspection import has_adapter
+from planish.model.hf.probing import first_line, is_experts_module, quiet
+from planish.model.kernels.backend import Backend
+from planish.model.kernels.interface import AdapterBatch, Attend
+from planish.model.lora import LoraWeights
+from planish.model.weights import weight_files
+
+
+class TransformersDecoder:
+    """A frozen base model of transformers, for models that `Decoder` does not cover."""
+
+    def __init__(self, directory: Path, backend: Backend, quantize: str | None = None) -> None:
+        """Load the model in `directory`, whose config is `backend.config`.
+
+        `quantize`: the scheme of the layers' linears (model/quantization.py), or None. Raises
+        DamagedFileError if the weights do not fit the model.
+        """
+        assert backend.config.hf is not None
+        self.config, self.backend, self._modules = backend.config, backend, backend.config.hf
+        model = load_model(directory, backend.dtype).to(backend.device)
+        head = model.get_submodule(self._modules.head_name)
+        bias = None if head.bias is None else head.bias.detach()
+        self.head = backend.pack([head.weight.detach()], [bias])
+        self._attention_index = {
+            model.get_submodule(name): layer
+            for layer, name in enumerate(self._modules.attention_names)
+        }
+        layers = model.get_submodule(self._modules.layers_name)
+        for index, layer in enumerate(layers.children()):
+            _freeze_layer(layer, index, backend, quantize)
+            layer.forward = partial(_recomputable, layer.forward)  # type: ignore[method-assign]
+        self._model: nn.Module = model.base_model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights and matmuls."""
+        return self.backend.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.backend.device
+
+    def decode_pass(self) -> None:
+        """Return None: no kernel runs these layers in one call."""
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        adapters: LoraWeights | AdapterBatch | None,
+        *,
+        recompute: bool = False,
+        recurrence: Recurrence | None = None,
+    ) -> Tensor:
+        """Return the last hidden states: [T, D] in the model's dtype (see `Decoder.forward`).
+
+        They are multiplied by the model's factor of logits.
+        """
+        run = HFForwardPass(self.backend, attend, adapters, self._attention_index, recompute)
+        with run.running():
+            output = self._model(tokens[None], position_ids=positions[None], use_cache=False)
+        hidden: Tensor = output.last_hidden_state[0]
+        scale = self._modules.head_scale
+        return hidden if scale == 1 else hidden * scale
+
+
+def load_model(directory: Path, dtype: torch.dtype) -> Any:
+    """Return the model in `directory` with planish's attention, its weights memory-mapped.
+
+    Raises UnsupportedError if the weights are pickled, and DamagedFileError if they do not fit the
+    model.
+    """
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    weight_files(directory)
+    AttentionInterface.register(ATTENTION, attention)
+    try:
+        with quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # The loader raises many kinds of errors.
+        raise DamagedFileError(
+            f"transformers cannot load the weights in {directory} ({first_line(error)}); download "
+            "the model again"
+        ) from error
+    problems = [
+        f"{problem}: {', '.join(map(str, sorted(info[key], key=str)[:5]))}"
+        for problem, key in (
+            ("missing", "missing_keys"),
+            ("unexpected", "unexpected_keys"),
+            ("of the wrong shape", "mismatched_keys"),
+            ("not converted", "error_msgs"),
+        )
+        if info.get(key)
+    ]
+    if problems:
+        raise DamagedFileError(
+            f"the weights in {directory} do not match its config.json; {'; '.join(problems)}. "
+            "Download the weights and config.json of one model"
+        )
+    return model.eval().requires_grad_(False)
+
+
+def _freeze_layer(layer: nn.Module, index: int, backend: Backend, scheme: str | None) -> None:
+    """Replace the linears and experts of a layer."""
+    for parent_name, parent in list(layer.named_modules()):
+        for child_name, child in list(parent.named_children()):
+            name = f"{parent_name}.{child_name}" if parent_name else child_name
+            if isinstance(child, nn.Linear):
+                target = name if has_adapter(name) else None
+                setattr(parent, child_name, freeze_linear(child, backend, scheme, index, target))
+            elif is_experts_module(child):
+                setattr(parent, child_name, freeze_experts(child, backend, scheme, index, name))
+
+
+def _recomputable(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a layer. If the pass recomputes layers, only the layer's inputs are stored."""
+    run = current_pass()
+    if not run.recompute or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+
+    def layer(*args: Any, **kwargs: Any) -> Any:
+        # The backward pass calls this function again, outside of the pass.
+        with run.running():
+            return forward(*args, **kwargs)
+
+    return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

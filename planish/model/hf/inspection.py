@@ -1,0 +1,348 @@
+"""Find out how a model's code in transformers uses attention, linears and experts.
+
+The model is created without weights (on torch's meta device), and one forward pass records each
+call of the attention. So a model that planish cannot run is refused before anything is loaded, and
+the error names the reason. No code of the model's own repository runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from planish.errors import UnsupportedError
+from planish.model.hf.modules import HFLinear, HFModules
+from planish.model.hf.probing import (
+    AttentionCall,
+    expert_linear_names,
+    find_head_function,
+    first_line,
+    is_experts_module,
+    quiet,
+    record_attention,
+)
+
+IGNORED_FIELDS = frozenset(
+    (
+        *("_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id"),
+        *("max_position_embeddings", "pad_token_id", "torch_dtype", "transformers_version"),
+        *("use_cache", "attention_dropout", "initializer_range"),
+    )
+)
+"""The fields of config.json that do not change logits."""
+_NO_ADAPTER_NAMES = ("gate", "router", "shared_expert_gate", "shared_gate")
+"""The names of linears that choose or weight experts. They have no adapter, as in Tinker."""
+_CONTEXT_FIELDS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """What planish needs to know of a model whose layers transformers' code computes."""
+
+    modules: HFModules
+    attention: tuple[AttentionCall, ...]
+    """The attention of each layer."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    """The largest output of a linear of the MLPs. Memory estimates use it."""
+    expert_size: int
+    experts_per_token: int
+    max_context: int
+    tied_head: bool
+    logit_cap: float | None
+    """The limit of logits (see `ModelConfig.logit_cap`)."""
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts of each mixture-of-experts layer; 0 without experts."""
+        return max(linear.num_experts for layer in self.modules.layers for linear in layer)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The attention window of each layer; empty if no layer has one."""
+        windows = tuple(
+            None if call.window is None or call.window >= self.max_context else call.window
+            for call in self.attention
+        )
+        return windows if any(windows) else ()
+
+
+def inspect_model(directory: Path) -> HFModel:
+    """Return the description of the model in `directory`, which has a config.json.
+
+    Raises UnsupportedError with the reason if planish cannot run the model.
+    """
+    path = directory / "config.json"
+    return _inspect(directory, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _inspect(directory: Path, _modified: int) -> HFModel:
+    """Return the result of `inspect_model`, which is cached until config.json changes."""
+    fields = json.loads((directory / "config.json").read_text())
+    config = hf_config(directory, fields)
+    return inspect_config(config, _settings_digest(fields))
+
+
+def hf_config(directory: Path, fields: Mapping[str, Any]) -> Any:
+    """Return transformers' config of the model. `fields`: the content of config.json.
+
+    Raises UnsupportedError if transformers has no causal language model for it.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = fields.get("model_type")
+    version = f"transformers {transformers.__version__}"
+    if model_type not in CONFIG_MAPPING:
+        remote = (
+            "; its repository has code of its own (auto_map), which planish never runs"
+            if fields.get("auto_map")
+            else ""
+        )
+        raise UnsupportedError(f"{version} has no model_type {model_type!r}{remote}")
+    if fields.get("quantization_config"):
+        raise UnsupportedError(
+            "quantization_config is set, and planish reads quantized checkpoints only in families "
+            "that it has a decoder for; use the unquantized checkpoint, with quantize='int8' or "
+            "'nf4' if memory is short"
+        )
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type), ())
+    known_names = (known,) if isinstance(known, str) else tuple(known)
+    listed = fields.get("architectures") or list(known_names)
+    if not known_names or listed[0] not in known_names:
+        raise UnsupportedError(
+            f"the architecture {', '.join(map(str, listed)) or 'not named'} (model_type "
+            f"{model_type!r}) is no causal language model in {version}"
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            directory, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:
+        # The classes of configs validate their fields with many kinds of errors.
+        raise UnsupportedError(f"{version} cannot read it: {first_line(error)}") from error
+
+
+def inspect_config(config: Any, settings_digest: str) -> HFModel:
+    """Return the description of the model with this config of transformers.
+
+    Raises UnsupportedError with the reason if planish cannot run the model.
+    """
+    text_config = config.get_text_config(decoder=True)
+    if text_config is not config:
+        raise UnsupportedError(
+            f"{type(config).__name__} contains several models, and planish runs text models only"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError("it has an encoder, and planish runs decoders only")
+    _check_layer_types(config)
+    max_context = _max_context(config)
+    with quiet():
+        model = meta_model(config)
+        layers_name = _layers_name(model)
+        _check_mixing(model, layers_name)
+        head_name = _head_name(model)
+        head_shape = tuple(model.get_submodule(head_name).weight.shape)
+        layer_linears = [
+            list(_linears(layer)) for layer in model.get_submodule(layers_name).children()
+        ]
+        weight_shapes = tuple((n, tuple(w.shape)) for n, w in model.named_parameters())
+        calls = record_attention(model, max_context)
+        _check_one_call_per_layer(calls, layers_name, len(layer_linears))
+        _check_attention(calls)
+        head_function = find_head_function(model, head_shape[1])
+    prefixes = [f"{call.module_name.removeprefix(layers_name).split('.', 2)[2]}." for call in calls]
+    layers = tuple(
+        tuple(
+            HFLinear(name, *shape, is_mlp=not name.startswith(prefix), num_experts=num_experts)
+            for name, shape, num_experts in linears
+        )
+        for linears, prefix in zip(layer_linears, prefixes, strict=True)
+    )
+    mlp = [linear for layer in layers for linear in layer if linear.is_mlp]
+    expert_size = min((linear.fan_in for linear in mlp if linear.num_experts), default=0)
+    return HFModel(
+        modules=HFModules(
+            architecture=type(model).__name__,
+            layers_name=layers_name,
+            head_name=head_name,
+            layers=layers,
+            attention_names=tuple(call.module_name for call in calls),
+            weight_shapes=weight_shapes,
+            settings_digest=settings_digest,
+            head_scale=head_function.scale,
+        ),
+        attention=tuple(calls),
+        vocab_size=head_shape[0],
+        hidden_size=head_shape[1],
+        intermediate_size=max(
+            (max(linear.fan_out, linear.fan_in) for linear in mlp if not linear.num_experts),
+            default=head_shape[1],
+        ),
+        expert_size=expert_size,
+        experts_per_token=_experts_per_token(config) if expert_size else 0,
+        max_context=max_context,
+        tied_head=bool(getattr(config, "tie_word_embeddings", False)),
+        logit_cap=head_function.cap,
+    )
+
+
+def meta_model(config: Any) -> Any:
+    """Return the model of a config without weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    except Exception as error:  # Model classes raise many kinds of errors for odd configs.
+        raise UnsupportedError(f"transformers cannot create it: {first_line(error)}") from error
+    return model.eval().requires_grad_(False)
+
+
+def has_adapter(name: str) -> bool:
+    """Return whether an adapter may train the linear of this name."""
+    return name.rpartition(".")[2] not in _NO_ADAPTER_NAMES
+
+
+def _check_layer_types(config: Any) -> None:
+    """Raise UnsupportedError if the config names layers with a recurrent state."""
+    layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    others = sorted(
+        {
+            str(kind)
+            for kind in layer_types or ()
+            if not str(kind).endswith("attention") or "linear" in str(kind)
+        }
+    )
+    if others:
+        raise UnsupportedError(
+            f"it has layers of the types {', '.join(others)}, and planish runs layers with a "
+            "recurrent state only in Qwen3.5"
+        )
+
+
+def _check_mixing(model: Any, layers_name: str) -> None:
+    """Raise UnsupportedError if layers combine positions outside of the attention."""
+    from torch import nn
+
+    for name, module in model.get_submodule(layers_name).named_modules():
+        if isinstance(module, nn.Conv1d | nn.Conv2d):
+            raise UnsupportedError(
+                f"{layers_name}.{name} is a convolution over positions, and planish runs layers "
+                "with a recurrent state only in Qwen3.5"
+            )
+
+
+def _max_context(config: Any) -> int:
+    """Return the maximum length of a sequence.
+
+    With longrope, the frequencies change when the longest sequence of a batch exceeds the original
+    context. So that context is the maximum. In a model that attends within chunks of positions
+    (Llama 4), the maximum is one chunk.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    originals = [
+        parameters.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)
+        for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict)))
+        if parameters.get("rope_type") == "longrope"
+    ]
+    for name in _CONTEXT_FIELDS:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            limits = [*originals, getattr(config, "attention_chunk_size", None)]
+            return min([value, *filter(None, limits)])
+    raise UnsupportedError(
+        "its config.json names no maximum context; set max_position_embeddings to it"
+    )
+
+
+def _layers_name(model: Any) -> str:
+    """Return the name of the list of decoder layers."""
+    from torch import nn
+
+    num_layers = model.config.num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return str(name)
+    raise UnsupportedError(f"it has no list of {num_layers} layers (num_hidden_layers)")
+
+
+def _check_one_call_per_layer(
+    calls: list[AttentionCall], layers_name: str, num_layers: int
+) -> None:
+    if not calls:
+        raise UnsupportedError(
+            "its code does not call attention through transformers' AttentionInterface, so planish "
+            "cannot replace it"
+        )
+    called = [call.module_name.removeprefix(f"{layers_name}.").split(".")[0] for call in calls]
+    if called != [str(layer) for layer in range(num_layers)]:
+        raise UnsupportedError(
+            f"its {num_layers} layers call attention {len(calls)} times, and planish needs one "
+            "call in each layer"
+        )
+
+
+def _head_name(model: Any) -> str:
+    """Return the name of the output head. Raise UnsupportedError unless it is one linear."""
+    from torch import nn
+
+    head = model.get_output_embeddings()
+    name = next((name for name, module in model.named_modules() if module is head), None)
+    if name is None or not isinstance(head, nn.Linear):
+        raise UnsupportedError("its output head is not one linear")
+    return str(name)
+
+
+def _linears(layer: Any) -> Iterator[tuple[str, tuple[int, int], int]]:
+    """Yield the name, the shape (out, in) and the number of experts of each linear of a layer that
+    adapters can train. The number of experts is 0 for a single linear.
+    """
+    from torch import nn
+
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear) and has_adapter(name):
+            yield name, (module.out_features, module.in_features), 0
+        elif is_experts_module(module):
+            for linear in expert_linear_names(module):
+                num_experts, *shape = getattr(module, linear).shape
+                fan_out, fan_in = reversed(shape) if module.is_transposed else shape
+                yield f"{name}.{linear}", (fan_out, fan_in), num_experts
+
+
+def _check_attention(calls: list[AttentionCall]) -> None:
+    """Raise UnsupportedError if the layers differ in a way that planish's attention lacks."""
+    if len({call.softcap for call in calls}) > 1:
+        raise UnsupportedError("its layers have different caps of attention scores")
+    num_kv_heads = max(call.num_kv_heads for call in calls)
+    for call in calls:
+        if num_kv_heads % call.num_kv_heads or call.num_heads % num_kv_heads:
+            raise UnsupportedError(
+                f"{call.module_name} has {call.num_heads} query heads and {call.num_kv_heads} "
+                f"key-value heads, and another layer has {num_kv_heads} key-value heads; planish "
+                "needs multiples"
+            )
+
+
+def _experts_per_token(config: Any) -> int:
+    for name in ("num_experts_per_tok", "moe_topk", "top_k", "moe_k"):
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    return 1
+
+
+def _settings_digest(fields: Mapping[str, Any]) -> str:
+    relevant = {key: value for key, value in fields.items() if key not in IGNORED_FIELDS}
+    text = json.dumps(relevant, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,61 @@
+"""The description of a model whose layers transformers' modelling code computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class HFLinear:
+    """A linear of a layer that adapters can train."""
+
+    name: str
+    """The linear's name within its layer, such as "self_attn.q_proj". A name that ends in
+    ".experts.gate_up_proj" stands for that linear of all experts of the layer.
+    """
+    fan_out: int
+    fan_in: int
+    is_mlp: bool
+    """Whether `train_mlp` trains the linear. `train_attn` trains the others."""
+    num_experts: int = 0
+    """The number of experts, whose linears have this shape each. 0: a single linear."""
+
+
+@dataclass(frozen=True)
+class HFModules:
+    """The modules of a model whose layers transformers' modelling code computes."""
+
+    architecture: str
+    """The class in transformers, such as "Glm4ForCausalLM"."""
+    layers_name: str
+    """The name of the list of decoder layers, such as "model.layers"."""
+    head_name: str
+    """The name of the output head, such as "lm_head"."""
+    layers: tuple[tuple[HFLinear, ...], ...]
+    """The linears of each decoder layer that adapters can train, in the order of the modules."""
+    attention_names: tuple[str, ...]
+    """The name of the module that calls the attention, for each layer."""
+    weight_shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    """The name and shape of each weight in transformers' modules."""
+    settings_digest: str
+    """A hash of the fields of config.json that determine logits."""
+    head_scale: float = 1.0
+    """The factor of the logits (Granite, Cohere)."""
+
+    @cached_property
+    def num_experts_by_name(self) -> dict[str, int]:
+        """The number of experts of the linears of each name, in any layer; 0: single linears."""
+        return {linear.name: linear.num_experts for layer in self.layers for linear in layer}
+
+    @property
+    def linear_names(self) -> tuple[str, ...]:
+        """The names of the linears of all layers, each once."""
+        return tuple(self.num_experts_by_name)
+
+    def linear(self, layer: int, name: str) -> HFLinear:
+        """Return a linear of a layer by its name. Raise KeyError if the layer does not have it."""
+        for linear in self.layers[layer]:
+            if linear.name == name:
+                return linear
+        raise KeyError(name)

@@ -1,0 +1,21 @@
+"""Load a base model with the decoder that fits it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from planish.model.base_decoder import BaseDecoder
+from planish.model.decoder import Decoder
+from planish.model.hf.decoder import TransformersDecoder
+from planish.model.kernels.backend import Backend
+from planish.model.weights import load_weights
+
+
+def load_decoder(directory: Path, backend: Backend, quantize: str | None = None) -> BaseDecoder:
+    """Load the model in `directory`, whose config is `backend.config`.
+
+    `quantize`: the scheme of the layers' linears, or None.
+    """
+    if backend.config.hf is not None:
+        return TransformersDecoder(directory, backend, quantize)
+    return Decoder(load_weights(directory, backend.config), backend, quantize)

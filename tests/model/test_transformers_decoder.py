@@ -1,0 +1,219 @@
+"""Models of which transformers' code computes the layers equal transformers and PEFT."""
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
+
+from planish.engine.agreement import measure_difference
+from planish.engine.checkpoints.files import peft_config
+from planish.engine.sampling.sampler import Sampler
+from planish.engine.sampling.settings import SamplerSettings
+from planish.engine.training.adapters import Adapter
+from planish.engine.training.trainer import Trainer, TrainerSettings
+from planish.errors import DamagedFileError, UnsupportedError
+from planish.model.config import ModelConfig
+from planish.model.hf.decoder import TransformersDecoder
+from planish.model.kernels.choose import choose_backend
+from planish.model.lora import LoraLayout
+from planish.service import Sample
+from planish.testing import VOCAB_SIZE, tiny_transformers_model
+from planish.types import Datum, LoraConfig, ModelInput, SampleResponse, SamplingParams
+
+CPU = torch.device("cpu")
+FAMILIES = ["glm4", "granite", "olmo2", "mixtral", "deepseek_v3", "cohere2"]
+
+
+def load(path, dtype=torch.float32) -> TransformersDecoder:
+    config = ModelConfig.from_directory(path)
+    return TransformersDecoder(path, choose_backend(config, dtype, CPU, deterministic=False))
+
+
+def random_adapter(decoder: TransformersDecoder, seed: int = 0, **options) -> Adapter:
+    layout = LoraLayout(decoder.config, LoraConfig(rank=4, **options))
+    generator = torch.Generator().manual_seed(seed)
+    noise = 0.05 * torch.randn(layout.size, generator=generator)
+    return Adapter(layout, decoder.backend, layout.init(seed) + noise)
+
+
+def random_sequences() -> list[list[int]]:
+    """Return token sequences of several lengths, most of which share a prefix."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, VOCAB_SIZE, 40).tolist()
+    return [
+        *(shared[:30] + rng.integers(0, VOCAB_SIZE, extra).tolist() for extra in (2, 20, 35)),
+        shared,
+        rng.integers(0, VOCAB_SIZE, 9).tolist(),
+    ]
+
+
+def datums(sequences: list[list[int]]) -> list[Datum]:
+    return [
+        Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
+        for tokens in sequences
+    ]
+
+
+def train(decoder, adapter, sequences, **options) -> list[np.ndarray]:
+    """Return the trainer's logprobs, and add the gradient of their sum to the adapter."""
+    work = Trainer(decoder, TrainerSettings(**options)).forward_backward(
+        adapter, datums(sequences), "cross_entropy"
+    )
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return [output["logprobs"].to_numpy() for output in end.value.loss_fn_outputs]
+
+
+def peft_model(path, layout: LoraLayout, master: torch.Tensor):
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    fields = peft_config(layout, "")
+    peft = get_peft_model(
+        base,
+        PeftConfig(
+            r=layout.lora_config.rank,
+            lora_alpha=32,
+            target_modules=fields["target_modules"],
+            target_parameters=fields.get("target_parameters"),
+        ),
+    )
+    parameters = dict(peft.named_parameters())
+    views = layout.views(master)
+    for entry in layout.entries:
+        name = f"base_model.model.{entry.peft_name}.default.weight"
+        parameters[name].data.copy_(entry.to_peft(views[entry.name]))
+    return peft
+
+
+def reference_logprobs(model, tokens: list[int]) -> torch.Tensor:
+    logits = model(torch.tensor([tokens])).logits[0].float()
+    return logits.log_softmax(-1)[range(len(tokens) - 1), tokens[1:]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_and_gradients_of_a_prefix_tree_equal_peft(tmp_path, family):
+    tiny_transformers_model(tmp_path, family)
+    decoder = load(tmp_path)
+    # PEFT's adapter of a tied head also changes the embedding.
+    adapter = random_adapter(decoder, train_unembed=not decoder.config.tied_head)
+    sequences = random_sequences()
+    ours = train(decoder, adapter, sequences)
+    peft = peft_model(tmp_path, adapter.layout, adapter.master)
+    theirs = [reference_logprobs(peft, tokens) for tokens in sequences]
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b.detach().numpy(), atol=2e-4)
+    (-torch.cat(theirs).sum()).backward()
+    parameters = dict(peft.named_parameters())
+    gradient = adapter.layout.views(adapter.grad)
+    largest = float(adapter.grad.abs().max())
+    for entry in adapter.layout.entries:
+        expected = parameters[f"base_model.model.{entry.peft_name}.default.weight"].grad
+        found = entry.to_peft(gradient[entry.name])
+        torch.testing.assert_close(found, expected, atol=1e-4 * largest, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_and_trained_logprobs_agree(tmp_path, family):
+    tiny_transformers_model(tmp_path, family)
+    decoder = load(tmp_path)
+    sampler = Sampler(decoder, SamplerSettings(), str)
+    assert measure_difference(decoder, sampler, Trainer(decoder)) < 1e-5
+
+
+def test_samples_of_two_adapters_in_one_batch_equal_those_of_each_alone(tmp_path):
+    tiny_transformers_model(tmp_path, "glm4")
+    decoder = load(tmp_path)
+    adapters = [random_adapter(decoder, seed) for seed in (1, 2)]
+    sampler = Sampler(decoder, SamplerSettings(), str)
+
+    def samples(chosen: list[Adapter]) -> list[list[float]]:
+        futures: list[Future[SampleResponse]] = [Future() for _ in chosen]
+        for adapter, future in zip(chosen, futures, strict=True):
+            params = SamplingParams(max_tokens=10, seed=3, stop=[])
+            op = Sample("s", ModelInput.from_ints(list(range(40))), 2, params)
+            sampler.submit(op, adapter.snapshot(), str(id(adapter)), future)
+        while sampler.busy:
+            sampler.step()
+        return [
+            [*sequence.tokens, *sequence.logprobs]
+            for future in futures
+            for sequence in future.result().sequences
+        ]
+
+    together = samples(adapters)
+    alone = samples(adapters[:1]) + samples(adapters[1:])
+    np.testing.assert_allclose(together, alone, atol=1e-4)
+    assert together[0] != together[2]
+
+
+@pytest.mark.parametrize("family", ["olmo2", "mixtral"])
+def test_recomputing_layers_gives_the_same_gradient(tmp_path, family):
+    tiny_transformers_model(tmp_path, family)
+    decoder = load(tmp_path)
+    gradients = []
+    for recompute in (False, True):
+        adapter = random_adapter(decoder)
+        train(decoder, adapter, random_sequences(), recompute=recompute)
+        gradients.append(adapter.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_model_of_transformers_takes_quantized_weights(tmp_path):
+    tiny_transformers_model(tmp_path, "glm4")
+    config = ModelConfig.from_directory(tmp_path)
+    exact = load(tmp_path)
+    backend = choose_backend(config, torch.float32, CPU, deterministic=False)
+    quantized = TransformersDecoder(tmp_path, backend, "int8")
+    sequences = random_sequences()
+    exact_logprobs, found = (
+        np.concatenate(train(decoder, random_adapter(decoder), sequences))
+        for decoder in (exact, quantized)
+    )
+    difference = np.abs(found - exact_logprobs).max()
+    assert 0 < difference < 0.3
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of the types conv"),
+        ("mamba", {}, "layers of the types linear_attention"),
+        ("gptj", {"rotary_dim": 8}, "AttentionInterface"),
+        ("bert", {}, "not causal"),
+    ],
+)
+def test_a_model_that_cannot_run_is_refused_with_the_reason(tmp_path, family, options, reason):
+    tiny_transformers_model(tmp_path, family, **options)
+    (tmp_path / "model.safetensors").unlink()  # The refusal comes before anything is loaded.
+    with pytest.raises(UnsupportedError, match=reason):
+        ModelConfig.from_directory(tmp_path)
+
+
+def test_code_in_a_models_repository_is_never_run(tmp_path):
+    tiny_transformers_model(tmp_path, "glm4")
+    config = (tmp_path / "config.json").read_text()
+    code = tmp_path / "modeling_evil.py"
+    code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    auto_map = '"auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"},'
+    for model_type, error in (("evil", "code of its own"), ("glm4", None)):
+        changed = config.replace('"glm4"', f'"{model_type}"').replace("{", "{" + auto_map, 1)
+        (tmp_path / "config.json").write_text(changed)
+        if error:
+            with pytest.raises(UnsupportedError, match=error):
+                ModelConfig.from_directory(tmp_path)
+        else:
+            load(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_weights_that_do_not_fit_the_config_are_named(tmp_path):
+    tiny_transformers_model(tmp_path, "glm4")
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    with pytest.raises(DamagedFileError, match="missing: model.layers.2"):
+        load(tmp_path)
