@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
 from planish.model.fp8_config import Fp8Config, read_fp8
-from planish.model.hf.inspection import inspect_model
-from planish.model.hf.modules import HFModules
+from planish.model.inspection.inspect_model import inspect_model
+from planish.model.inspection.modules import HFModules
 from planish.model.json_fields import optional_object, positive_float, positive_int
 from planish.model.rope_config import (
     LayerRopeSource,

@@ -3,7 +3,7 @@
 import pytest
 
 from planish.errors import UnsupportedError
-from planish.model.hf.masks import read_mask
+from planish.model.inspection.masks import read_mask
 
 CONTEXT = 100
 

@@ -19,8 +19,8 @@ from planish.errors import DamagedFileError
 from planish.model.delta_net import Recurrence
 from planish.model.hf.forward_pass import ATTENTION, HFForwardPass, attention, current_pass
 from planish.model.hf.frozen import freeze_experts, freeze_linear
-from planish.model.hf.inspection import has_adapter
-from planish.model.hf.probing import first_line, is_experts_module, quiet
+from planish.model.inspection.inspect_model import has_adapter
+from planish.model.inspection.probing import first_line, is_experts_module, quiet
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.interface import AdapterBatch, Attend
 from planish.model.lora import LoraWeights

@@ -90,7 +90,7 @@ def attention(
     """Return planish's attention of one layer: [1, T, Hq, value size] (transformers' interface).
 
     `query`: [1, Hq, T, head size]. `key`, `value`: [1, Hkv, T, head size]. `s_aux`: the sinks
-    [Hq]. Windows are those of the config, which inspection.py read from this code.
+    [Hq]. Windows are those of the config, which were read from the same code.
     """
     run, value_size = current_pass(), value.shape[-1]
     head_dim, num_kv_heads = run.backend.config.head_dim, run.backend.config.num_kv_heads

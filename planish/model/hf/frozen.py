@@ -16,7 +16,7 @@ from planish.model.expert_pairs import TokenExpertPairs
 from planish.model.experts import weighted_sum
 from planish.model.hf.expert_linears import expert_linears
 from planish.model.hf.forward_pass import current_pass
-from planish.model.hf.probing import expert_linear_names
+from planish.model.inspection.probing import expert_linear_names
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.linear import PackedLinear
 from planish.model.quantization import quantize

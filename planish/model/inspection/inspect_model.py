@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from planish.errors import UnsupportedError
-from planish.model.hf.modules import HFLinear, HFModules
-from planish.model.hf.probing import (
+from planish.model.inspection.modules import HFLinear, HFModules
+from planish.model.inspection.probing import (
     AttentionCall,
     expert_linear_names,
     find_head_function,

@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from planish.errors import UnsupportedError
-from planish.model.hf.masks import CausalMask, read_mask
+from planish.model.inspection.masks import CausalMask, read_mask
 
 _PROBE_TOKENS = 3
 _IGNORED_ARGUMENTS = frozenset(

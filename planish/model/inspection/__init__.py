@@ -1,0 +1,1 @@
+"""What planish finds out about a model of transformers before it is loaded."""
