@@ -19,8 +19,8 @@ from planish.errors import DamagedFileError
 from planish.model.delta_net import Recurrence
 from planish.model.hf.forward_pass import ATTENTION, HFForwardPass, attention, current_pass
 from planish.model.hf.frozen import freeze_experts, freeze_linear
-from planish.model.inspection.inspect_model import has_adapter
-from planish.model.inspection.probing import first_line, is_experts_module, quiet
+from planish.model.inspection.modules import HFModules
+from planish.model.inspection.probing import base_model_name, first_line, is_experts_module, quiet
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.interface import AdapterBatch, Attend
 from planish.model.lora import LoraWeights
@@ -48,9 +48,10 @@ class TransformersDecoder:
         }
         layers = model.get_submodule(self._modules.layers_name)
         for index, layer in enumerate(layers.children()):
-            _freeze_layer(layer, index, backend, quantize)
+            _freeze_layer(layer, index, self._modules, backend, quantize)
             layer.forward = partial(_recomputable, layer.forward)  # type: ignore[method-assign]
-        self._model: nn.Module = model.base_model
+        model.config.pad_token_id = None  # Some models look for padding in each batch of tokens.
+        self._model: nn.Module = getattr(model, base_model_name(self._modules.layers_name))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -131,13 +132,16 @@ def load_model(directory: Path, dtype: torch.dtype) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def _freeze_layer(layer: nn.Module, index: int, backend: Backend, scheme: str | None) -> None:
+def _freeze_layer(
+    layer: nn.Module, index: int, modules: HFModules, backend: Backend, scheme: str | None
+) -> None:
     """Replace the linears and experts of a layer."""
+    with_adapters = {linear.name for linear in modules.layers[index]}
     for parent_name, parent in list(layer.named_modules()):
         for child_name, child in list(parent.named_children()):
             name = f"{parent_name}.{child_name}" if parent_name else child_name
             if isinstance(child, nn.Linear):
-                target = name if has_adapter(name) else None
+                target = name if name in with_adapters else None
                 setattr(parent, child_name, freeze_linear(child, backend, scheme, index, target))
             elif is_experts_module(child):
                 setattr(parent, child_name, freeze_experts(child, backend, scheme, index, name))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from planish.errors import UnsupportedError
 from planish.model.inspection.modules import HFLinear, HFModules
 from planish.model.inspection.probing import (
     AttentionCall,
+    base_model_name,
     expert_linear_names,
     find_head_function,
     first_line,
@@ -37,6 +38,8 @@ IGNORED_FIELDS = frozenset(
 """The fields of config.json that do not change logits."""
 _NO_ADAPTER_NAMES = ("gate", "router", "shared_expert_gate", "shared_gate")
 """The names of linears that choose or weight experts. They have no adapter, as in Tinker."""
+_RECURRENT_WORDS = ("conv", "delta", "linear", "mamba", "recurrent", "ssm")
+"""Parts of the names of layer types with a recurrent state."""
 _CONTEXT_FIELDS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
 
 
@@ -155,15 +158,16 @@ def inspect_config(config: Any, settings_digest: str) -> HFModel:
             list(_linears(layer)) for layer in model.get_submodule(layers_name).children()
         ]
         weight_shapes = tuple((n, tuple(w.shape)) for n, w in model.named_parameters())
-        calls = record_attention(model, max_context)
+        base_name = base_model_name(layers_name)
+        calls = record_attention(model, getattr(model, base_name), max_context)
         _check_one_call_per_layer(calls, layers_name, len(layer_linears))
         _check_attention(calls)
-        head_function = find_head_function(model, head_shape[1])
+        head_function = find_head_function(model, base_name, head_shape[1])
     prefixes = [f"{call.module_name.removeprefix(layers_name).split('.', 2)[2]}." for call in calls]
     layers = tuple(
         tuple(
             HFLinear(name, *shape, is_mlp=not name.startswith(prefix), num_experts=num_experts)
-            for name, shape, num_experts in linears
+            for name, shape, num_experts in _without_router(linears, prefix)
         )
         for linears, prefix in zip(layer_linears, prefixes, strict=True)
     )
@@ -208,11 +212,6 @@ def meta_model(config: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def has_adapter(name: str) -> bool:
-    """Return whether an adapter may train the linear of this name."""
-    return name.rpartition(".")[2] not in _NO_ADAPTER_NAMES
-
-
 def _check_layer_types(config: Any) -> None:
     """Raise UnsupportedError if the config names layers with a recurrent state."""
     layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
@@ -220,7 +219,7 @@ def _check_layer_types(config: Any) -> None:
         {
             str(kind)
             for kind in layer_types or ()
-            if not str(kind).endswith("attention") or "linear" in str(kind)
+            if any(word in str(kind) for word in _RECURRENT_WORDS)
         }
     )
     if others:
@@ -304,14 +303,25 @@ def _head_name(model: Any) -> str:
     return str(name)
 
 
-def _linears(layer: Any) -> Iterator[tuple[str, tuple[int, int], int]]:
-    """Yield the name, the shape (out, in) and the number of experts of each linear of a layer that
-    adapters can train. The number of experts is 0 for a single linear.
-    """
+LinearShape = tuple[str, tuple[int, int], int]
+"""The name, the shape (out, in) and the number of experts of a linear; 0: a single linear."""
+
+
+def _without_router(linears: Sequence[LinearShape], attention_prefix: str) -> Iterator[LinearShape]:
+    """Yield the linears of a layer except its router, which has one output for each expert."""
+    num_experts = max((count for _, _, count in linears), default=0)
+    for name, shape, count in linears:
+        is_router = count == 0 and shape[0] == num_experts
+        if not is_router or name.startswith(attention_prefix):
+            yield name, shape, count
+
+
+def _linears(layer: Any) -> Iterator[LinearShape]:
+    """Yield the linears of a layer that adapters can train, and perhaps its router."""
     from torch import nn
 
     for name, module in layer.named_modules():
-        if isinstance(module, nn.Linear) and has_adapter(name):
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] not in _NO_ADAPTER_NAMES:
             yield name, (module.out_features, module.in_features), 0
         elif is_experts_module(module):
             for linear in expert_linear_names(module):

@@ -100,10 +100,10 @@ class AttentionRecorder:
         return query.new_empty(shape), None
 
 
-def record_attention(model: Any, max_context: int) -> list[AttentionCall]:
+def record_attention(model: Any, base: Any, max_context: int) -> list[AttentionCall]:
     """Run a model without weights, and return the calls of its attention.
 
-    The layers' experts are replaced, because they need the values of the router. Raises
+    `base`: the part of the model below its head. The layers' experts are replaced, because they need the values of the router. Raises
     UnsupportedError if the code does not run without values, or uses attention in a way that
     planish does not have.
     """
@@ -112,7 +112,7 @@ def record_attention(model: Any, max_context: int) -> list[AttentionCall]:
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
-    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+    if "position_ids" not in inspect.signature(base.forward).parameters:
         raise UnsupportedError("its forward pass takes no position_ids")
 
     class NoExperts(torch.nn.Module):
@@ -138,6 +138,7 @@ def record_attention(model: Any, max_context: int) -> list[AttentionCall]:
     AttentionInterface.register("planish_recorder", recorder)  # type: ignore[arg-type]
     AttentionMaskInterface.register("planish_recorder", recorded_mask)
     model.config._attn_implementation = "planish_recorder"
+    model.config.pad_token_id = None  # Some models look for padding in the values of tokens.
     try:
         # Packed sequences are found by the values of positions, which a meta tensor lacks.
         with (
@@ -147,7 +148,7 @@ def record_attention(model: Any, max_context: int) -> list[AttentionCall]:
         ):
             tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
             positions = torch.arange(_PROBE_TOKENS)[None]
-            model.base_model(tokens, position_ids=positions, use_cache=False)
+            base(tokens, position_ids=positions, use_cache=False)
     except UnsupportedError:
         raise
     except Exception as error:  # Modelling code raises many kinds of errors.
@@ -175,18 +176,22 @@ class HeadFunction:
     """None: scale * x."""
 
 
-def find_head_function(model: Any, hidden_size: int) -> HeadFunction:
+def find_head_function(model: Any, base_name: str, hidden_size: int) -> HeadFunction:
     """Return what a model does with the output of its head.
 
-    A small head takes the place of the model's, and the model computes logits of random hidden
-    states. Raises UnsupportedError if these are no such function of the head's outputs.
+    `base_name`: the name of the part below the head. A small head takes the place of the model's,
+    and the model computes logits of random hidden states. Raises UnsupportedError if these are no such function of the head's outputs.
     """
     import torch
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
+    class Output(MoeModelOutputWithPast):
+        def __getattr__(self, name: str) -> None:
+            """Return None for the outputs of other kinds of models."""
+
     class LastHiddenState(torch.nn.Module):
-        def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
-            return MoeModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[arg-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Output:
+            return Output(last_hidden_state=hidden)  # type: ignore[arg-type]
 
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 4, hidden_size, generator=generator)
@@ -194,7 +199,9 @@ def find_head_function(model: Any, hidden_size: int) -> HeadFunction:
     head = torch.nn.Linear(hidden_size, 8, bias=False)
     head.weight = torch.nn.Parameter(weight, requires_grad=False)
     model.set_output_embeddings(head)
-    setattr(model, model.base_model_prefix, LastHiddenState())
+    stub = LastHiddenState()
+    object.__setattr__(stub, "decoder", stub)  # OPT calls the decoder inside its base model.
+    setattr(model, base_name, stub)
     try:
         with torch.no_grad():
             logits = model(torch.zeros(1, 4, dtype=torch.int64), use_cache=False).logits
@@ -213,6 +220,11 @@ def find_head_function(model: Any, hidden_size: int) -> HeadFunction:
     if cap and torch.allclose(logits, cap * (outputs * scale / cap).tanh(), rtol=1e-3, atol=1e-3):
         return HeadFunction(scale, float(cap))
     raise UnsupportedError("its logits are no known function of the output of its head")
+
+
+def base_model_name(layers_name: str) -> str:
+    """Return the name of the part of a causal language model below its head."""
+    return layers_name.partition(".")[0]
 
 
 def is_experts_module(module: Any) -> bool:
