@@ -19,13 +19,15 @@ TESTS ?= tests
 # Coding agents are programs of their own, which npm installs beside the extras.
 CODEX := @openai/codex@0.171.0
 CLAUDE_CODE := @anthropic-ai/claude-code@2.1.332
+# What the tests of the console need: its chart library as published, and a checker of accessibility.
+CONSOLE_PACKAGES := uplot@1.6.32 axe-core@4.14.1
 # The second line has clients of the server's /v1 endpoints, and the third what the recipes of
 # tinker-cookbook import.
-EXTRAS := 'planish[inspect,trackio,verifiers]' trl bitsandbytes sentencepiece \
+EXTRAS := 'planish[inspect,trackio,verifiers]' trl bitsandbytes sentencepiece playwright \
 	anthropic langchain-openai litellm openai-agents 'lm-eval[api]' 'pydantic-ai-slim[openai]' \
 	aiohttp blobfile cloudpickle pylatexenc termcolor tiktoken
 # The tests that are skipped, in whole or in part, where these packages are not installed.
-EXTRAS_TESTS ?= tests/cookbook tests/evaluation/test_inspect.py tests/export/test_trl.py \
+EXTRAS_TESTS ?= tests/console/test_console_browser.py tests/cookbook tests/evaluation/test_inspect.py tests/export/test_trl.py \
 	tests/datasets/test_trl_files.py tests/model/test_bitsandbytes.py \
 	tests/model/test_sentencepiece_oracle.py tests/recipes/test_fresh_runs.py \
 	tests/renderers/test_renderer_oracles.py \
@@ -104,7 +106,7 @@ $(EXTRAS_VENV)/.made: $(VENV)/.dev constraints-extras.txt
 	echo "import site; site.addsitedir('$$base')" > "$$own/base.pth"
 	@$(call PIP_INSTALL,$(EXTRAS_VENV),-c constraints-extras.txt --no-compile $(EXTRAS))
 	@$(call PIP_INSTALL,$(EXTRAS_VENV),-c constraints-extras.txt --no-deps tinker-cookbook instructor)
-	install() { npm install --no-audit --no-fund --silent --prefix $(EXTRAS_VENV) $(CODEX) $(CLAUDE_CODE); }; \
+	install() { npm install --no-audit --no-fund --silent --prefix $(EXTRAS_VENV) $(CODEX) $(CLAUDE_CODE) $(CONSOLE_PACKAGES); }; \
 	install || { echo "npm failed; trying once more" >&2; sleep 10; install; }
 	touch $@
 

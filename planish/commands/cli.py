@@ -7,6 +7,7 @@
     planish plot RUN [RUN ...]   draw the curves of runs, as a picture and as a page
     planish play RECIPE          be the policy yourself, in an environment of a recipe
     planish rollouts RUN         show prompts, answers and rewards of a run
+    planish replay RUN           sample recorded rollouts again, and compare them bit for bit
     planish trace RUN            write a timeline of a traced run for Perfetto
     planish eval TASK            evaluate a model or checkpoint on GSM8K, MATH-500 or your questions
     planish run SCRIPT           run an unmodified script for the tinker SDK, without a server
@@ -39,6 +40,7 @@ COMMANDS = {
     "models": "list the base models that can be loaded, and where their files are",
     "console": "show runs in a browser, while they train and afterwards",
     "plot": "plot the metrics of runs as curves.png and as an interactive curves.html",
+    "replay": "sample recorded rollouts again, and compare them bit for bit",
     "trace": "write a timeline of a run that had enable_trace=True, for Perfetto (trace.json)",
     "eval": "evaluate a model or checkpoint on GSM8K, MATH-500 or your own questions",
     "run": "run a script written for the tinker SDK or its cookbook, unmodified, without a server",

@@ -173,7 +173,7 @@ class RunReader:
             before_end = np.flatnonzero((fractions > 0) & (fractions < 1))
             if len(before_end):
                 row = before_end[-1]
-                return round((steps[row] + 1) / fractions[row])
+                return round(float((steps[row] + 1) / fractions[row]))
         return None
 
     def flat_config(self) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def write_run(
     """Write a run with `steps` of `num_steps` steps. With a tokenizer, it has rollouts too."""
     total = steps if num_steps is None else num_steps
     with RunDirectory(path, {**CONFIG, **options, "log_path": str(path)}) as run:
-        files = tokenizer and RolloutFiles(path, "flat", 1, True, tokenizer)
+        files = None if tokenizer is None else RolloutFiles(path, "flat", 1, True, tokenizer)
         for step in range(steps):
             row = dict(metrics(step, total))
             if files is not None:

@@ -88,7 +88,8 @@ def test_an_iteration_that_was_written_twice_counts_once(table):
 
 def test_rows_without_a_place_are_counted_and_left_out():
     table = RolloutTable()
-    table.add([{"step": 0}, row(None), row(0, group="x"), row(2, reward="much")])
+    wrong = [{**row(0), "group": "x"}, {**row(2), "reward": "much"}]
+    table.add([{"step": 0}, row(None), *wrong])
     assert table.num_invalid == 3
     assert [table.row(i)["reward"] for i in table.live_rows()] == [None]
 

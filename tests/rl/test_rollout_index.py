@@ -97,7 +97,7 @@ def test_a_resumed_run_has_no_rows_of_the_iterations_that_it_repeats(files, tmp_
 
 
 def test_a_turn_has_its_tokens_and_exact_logprobs(files):
-    logprobs = np.float32(np.random.default_rng(0).normal(-3, 2, 6)).tolist()
+    logprobs = np.random.default_rng(0).normal(-3, 2, 6).astype(np.float32).tolist()
     trajectory = Trajectory([turn("hi", spoken("hello", logprobs))], ModelInput.empty())
     files.write("train", 0, [group(0, [trajectory])])
     [row] = read_rows(files.path("train", 0, ROLLOUT_TEXTS))
@@ -163,7 +163,7 @@ def test_the_seed_of_a_row_gives_the_seeds_of_its_samples(tokenizer):
         )
     )
     assert result is not None
-    seeds = [trajectory.seed for trajectory in result.trajectories_G]
+    seeds = [trajectory.seed or 0 for trajectory in result.trajectories_G]
     assert sorted(seeds) == sorted([derived_seed(5, 0, 1), derived_seed(5, 1)])
     assert sorted(sampler.seeds) == sorted(derived_seed(seed, 1) for seed in seeds)
 

@@ -123,7 +123,6 @@ export class Chart {
     }, data, this.area);
     this.plot.over.addEventListener("mousedown", (event) => { pressed = event.clientX; });
     this.plot.over.addEventListener("click", (event) => { if (pressed === null || Math.abs(event.clientX - pressed) < 4) this.pick(); });
-    this.plot.over.addEventListener("dblclick", () => this.onZoom(null, null));
   }
 
   /** Return the nearest point of each run to the cursor: [{one, index}]. */

@@ -37,7 +37,7 @@ export async function curvesView(area, { runs, params, signal, onKey }) {
       select(SMOOTH, state.smooth, (value) => { state.smooth = value; changed(); }, "smoothing"),
       select([["step", "by step"], ["time", "by training time"]], state.axis, (value) => { state.axis = value; state.zoom = null; changed(); }, "horizontal axis"),
       resetZoom, !exported && h("a", { class: "button", href: `export?${new URLSearchParams(runs.map((run) => ["run", run]))}`, download: "" }, "Save as one file")),
-    status, note, h("p", { class: "soft hint" }, "Click a point to read the rollouts of its step. Drag to zoom all charts, double-click to see all."), grid);
+    status, note, h("p", { class: "soft hint" }, "Click a point to read the rollouts of its step. Drag to zoom all charts; 0 shows everything again."), grid);
   onKey((event) => { if (event.key === "0") zoomTo(null, null); });
 
   function zoomTo(low, high) {

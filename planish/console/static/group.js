@@ -36,7 +36,7 @@ export async function groupView(area, { run, params, signal, onKey }) {
       h("span", { class: "soft" }, high > low ? "The rewards differ, so the group has advantages." : "All rewards are equal, so the group teaches nothing.")),
     h("p", { class: "token-legend soft" }));
   function drawLegend(value) {
-    fill(area.querySelector(".token-legend"), ...LEGENDS[value].map(([name, text]) => h("span", {}, h("span", { class: "answer" }, h("span", { class: name }, text)))));
+    fill(area.querySelector(".token-legend"), ...LEGENDS[value].map(([name, text]) => h("span", { class: `swatch ${name}` }, text)));
   }
   drawLegend(mode);
   if (!answer.rollouts.length) area.append(notice("There is no such group.", "The run may have been resumed before this step."));

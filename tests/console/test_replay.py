@@ -1,0 +1,146 @@
+"""Recorded rollouts of a real run are sampled again, bit for bit."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from digit_env import DigitsBuilder
+from rollout_samples import group, single
+from sample_runs import write_run
+
+from planish import ServiceClient
+from planish.commands.cli import main as planish
+from planish.console.replay import ReplayedTurn, all_equal, replay
+from planish.errors import CheckpointError, UserError
+from planish.files import read_rows
+from planish.reports.rollout_index import INDEX
+from planish.testing import tiny_model
+from planish.training.rl_config import Config
+from planish.training.train_rl import main
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory) -> Iterator[ServiceClient]:
+    model = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    with ServiceClient(
+        models={"tiny": str(model)},
+        data_dir=tmp_path_factory.mktemp("data"),
+        dtype="float32",
+        deterministic=True,
+    ) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def run(client, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "run"
+    config = Config(
+        learning_rate=1e-2,
+        dataset_builder=DigitsBuilder(batches=3, turns=2, tests=2),
+        model_name="tiny",
+        lora_rank=4,
+        max_tokens=6,
+        log_path=str(path),
+        eval_every=2,
+        save_every=2,
+        temperature=1.3,
+    )
+    return asyncio.run(main(config, client))
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_replay_is_equal_bit_for_bit(client, run, step):
+    turns = replay(run, step, 1, service_client=client)
+    rows = [row for row in read_rows(run / INDEX) if row["split"] == "train"]
+    expected = [row for row in rows if row["step"] == step and row["group"] == 1]
+    assert [(turn.sample, turn.turn) for turn in turns] == [
+        (row["sample"], number + 1) for row in expected for number in range(row["turns"])
+    ]
+    assert sum(len(turn.tokens) for turn in turns) == sum(row["tokens"] for row in expected) > 20
+    assert all_equal(turns)
+    assert "bit-equal" in str(turns[0])
+
+
+def test_a_rollout_of_an_evaluation_is_replayed(client, run):
+    turns = replay(run, 2, 0, sample=0, split="eval/test", service_client=client)
+    assert turns
+    assert all_equal(turns)
+
+
+def test_other_weights_meet_the_same_random_numbers(client, run):
+    final = read_rows(run / "checkpoints.jsonl")[-1]["sampler_path"]
+    turns = replay(run, 0, 1, checkpoint=final, service_client=client)
+    assert not all_equal(turns)
+    differing = next(turn for turn in turns if turn.first_difference is not None)
+    place = differing.first_difference
+    assert place is not None
+    assert differing.tokens[:place] == differing.recorded_tokens[:place]
+    assert f"token {place + 1} of" in str(differing)
+
+
+def test_weights_that_were_not_saved_are_named(client, run):
+    with pytest.raises(CheckpointError, match="step 1 were not saved.*: 0, 2, 3"):
+        replay(run, 1, 0, service_client=client)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ({"step": 9, "group": 0}, "no rollout with step=9, group=0 .*its steps are 0 to 2"),
+        ({"step": 0, "group": 99}, "no rollout with step=0, group=99"),
+        ({"step": 0, "group": 0, "sample": 7}, "sample=7"),
+        ({"step": 0, "group": 0, "split": "eval/none"}, "it has no rollouts"),
+    ],
+)
+def test_a_place_without_rollouts_is_named(client, run, place, message):
+    with pytest.raises(UserError, match=message):
+        replay(run, **place, service_client=client)
+
+
+def test_rollouts_without_seeds_cannot_be_replayed(client, tmp_path, tokenizer):
+    run = write_run(
+        tmp_path / "a",
+        tokenizer,
+        steps=1,
+        rollouts=lambda step: [group(0, [single("q", "a", 1.0)], sampler_step=0)],
+        model_name="tiny",
+    )
+    with pytest.raises(UserError, match="has no seed"):
+        replay(run, 0, 0, service_client=client)
+
+
+def test_logprobs_of_another_machine_are_told_from_other_tokens():
+    turn = ReplayedTurn(0, 1, [1, 2], [1, 2], [-1.0, -2.0], [-1.0, -2.0000002])
+    assert not turn.is_equal
+    assert turn.first_difference is None
+    assert "tokens are equal, and their logprobs differ by at most 2.4e-07" in str(turn)
+    other = ReplayedTurn(0, 1, [1, 2], [1, 3], [-1.0, -2.0], [-1.0, -9.0])
+    assert other.largest_gap == 0.0
+    assert "token 2 of 2 differs: 2 was recorded, and 3 is sampled now" in str(other)
+
+
+@pytest.mark.slow
+def test_the_command_compares_a_group(client, run, capsys, monkeypatch):
+    monkeypatch.setattr("planish.console.replay._client", lambda config: _Lent(client))
+    assert planish(["replay", str(run), "--step", "2", "--group", "0"]) == 0
+    assert capsys.readouterr().out.count("bit-equal") == 8
+    assert planish(["replay", str(run), "--step", "2", "--group", "0", "--json"]) == 0
+    [first, *_] = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first["is_equal"]
+    assert planish(["replay", str(run), "--step", "1", "--group", "0"]) == 1
+    assert "were not saved" in capsys.readouterr().err
+
+
+class _Lent:
+    """A client that stays open after the command."""
+
+    def __init__(self, client: ServiceClient) -> None:
+        self._client = client
+
+    def __enter__(self) -> ServiceClient:
+        return self._client
+
+    def __exit__(self, *_: object) -> None:
+        pass
