@@ -153,6 +153,7 @@ _WITHOUT_THINKING = {
     "kimi_k26": "kimi_k26_disable_thinking",
     "kimi_k26_preserve_thinking": "kimi_k26_disable_thinking",
     "smollm3": "smollm3_disable_thinking",
+    "template_thinking": "template_disable_thinking",
     "template": "template_disable_thinking",
     "nemotron3": "nemotron3_disable_thinking",
     "nemotron3_low_thinking": "nemotron3_disable_thinking",
@@ -188,6 +189,8 @@ def with_thinking(name: str, thinks: bool) -> str:
         )
     if not thinks:
         return _WITHOUT_THINKING.get(name, name)
+    if name == "template":
+        return "template_thinking"  # some templates do not think by default
     if name in _WITHOUT_THINKING or name in _ALWAYS_THINKING:
         return name
     name_without_thinking = "deepseekv3" if name == "deepseekv3_disable_thinking" else name

@@ -315,3 +315,58 @@ class TaggedParser:
     def _end_call(self) -> None:
         self._state, self._call_pieces = "text", []
         self._follows_call = True
+
+
+class BareCallParser:
+    """Parses messages whose text is either an answer or tool calls without tags.
+
+    The text is held back while it may be calls: if it begins as calls do, to the end of the
+    message.
+    """
+
+    def __init__(self, inner: TaggedParser, read: ReadList, starts: tuple[str, ...]) -> None:
+        """`inner` parses the reasoning. `read` reads calls, which begin with one of `starts`."""
+        self.parts = PartList()
+        self._inner = inner
+        self._read = read
+        self._starts = starts
+        is_begun = inner.options.continues == "text"
+        self._held: str | None = "" if inner.options.reads_calls and not is_begun else None
+        """The text that may be calls; None after text that is an answer."""
+
+    @property
+    def tags(self) -> Sequence[str]:
+        """The tags of reasoning."""
+        return self._inner.tags
+
+    @property
+    def has_begun_answer(self) -> bool:
+        """Whether the text of the answer or a call has begun."""
+        return self._inner.has_begun_answer
+
+    def feed(self, piece: str | Control) -> None:
+        """Add text, or one of `tags`."""
+        self._inner.feed(piece)
+        self._take()
+
+    def finish(self, stop: int | str | None) -> None:
+        """End the message, and read the text that was held back."""
+        self._inner.finish(stop)
+        self._take()
+        held, self._held = self._held or "", None
+        calls = self._read(held.strip())[0] if held.strip() else None
+        if calls is None:
+            self.parts.add("text", held)
+        for call in calls or ():
+            self.parts.add_call(call)
+
+    def _take(self) -> None:
+        for part in self._inner.parts.take():
+            if part.kind != "text" or self._held is None:
+                self.parts.add(part.kind, part.text)
+                continue
+            self._held += part.text
+            begin = self._held.lstrip()
+            if begin and not begin.startswith(self._starts):
+                held, self._held = self._held, None
+                self.parts.add("text", held)

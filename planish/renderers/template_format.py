@@ -13,7 +13,7 @@ Invariants:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import date
 from itertools import pairwise
 from typing import Any
@@ -25,9 +25,9 @@ from planish.renderers.codec import Codec, Control, Piece
 from planish.renderers.forms import ThoughtForm
 from planish.renderers.message_parts import MessageParser, ParseOptions
 from planish.renderers.messages import Capabilities, CheckedMessage
-from planish.renderers.tagged_parser import TaggedParser, TextRules
+from planish.renderers.tagged_parser import BareCallParser, TaggedParser, TextRules
 from planish.renderers.template_markup import ChatTemplate
-from planish.renderers.template_traits import TemplateTraits, find_traits
+from planish.renderers.template_traits import SWITCHES, TemplateTraits, find_traits
 from planish.renderers.templates import chat_template_of
 from planish.renderers.tool_calls import CALL, as_text
 from planish.renderers.transcript import Transcript
@@ -60,21 +60,16 @@ def template_format(
         frozenset(token.content for token in added if token.rstrip),
         now=current_date or date.today().isoformat(),
     )
-    if thinks is None:
-        return TemplateFormat(template, find_traits(template))
-    switched = replace(template, options=tuple((name, thinks) for name in _SWITCHES))
-    made = TemplateFormat(switched, find_traits(switched))
-    if made.traits.samples_thinking != thinks:
+    if thinks is not None:
+        template = template.with_options(dict.fromkeys(SWITCHES, thinks))
+    made = TemplateFormat(template, find_traits(template))
+    if thinks not in (None, made.traits.samples_thinking):
         raise UnsupportedError(
             "the chat template has no switch that turns reasoning "
-            f"{'on' if thinks else 'off'} (none of {', '.join(_SWITCHES)} does); use renderer "
+            f"{'on' if thinks else 'off'} (none of {', '.join(SWITCHES)} does); use renderer "
             "template"
         )
     return made
-
-
-_SWITCHES = ("enable_thinking", "thinking")
-"""The variables with which templates turn reasoning on and off."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +176,7 @@ class TemplateFormat(StopTokenFormat):
         traits = self.traits
         begin, end = traits.think_tags or ("", "")
         syntax = traits.syntax
-        return TaggedParser(
+        parser = TaggedParser(
             options,
             syntax.tags if syntax else None,
             TextRules(around_reasoning="\n", after_reasoning="\n"),
@@ -189,3 +184,6 @@ class TemplateFormat(StopTokenFormat):
             begins_in_reasoning=traits.opens_thought,
             think_tags=(Control(begin), Control(end)),
         )
+        if syntax is None or syntax.read_bare is None:
+            return parser
+        return BareCallParser(parser, syntax.read_bare, syntax.starts)

@@ -16,7 +16,7 @@ characters.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Self
 
@@ -188,6 +188,10 @@ class ChatTemplate:
     """Further variables, such as ("enable_thinking", False)."""
     now: str = ""
     """The time that the template gets if it asks for it, in ISO format."""
+
+    def with_options(self, options: Mapping[str, Any]) -> Self:
+        """Return the template with further variables."""
+        return replace(self, options=tuple(options.items()))
 
     def render(
         self,

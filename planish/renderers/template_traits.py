@@ -69,7 +69,11 @@ class TemplateTraits:
     """The white space between the header and the text of a message of each role."""
     think_tags: tuple[str, str] | None = None
     """The tags of reasoning; None if the model writes none."""
+    is_thinking_off: bool = False
+    """Whether the template's switch for reasoning is off."""
     has_tools: bool = False
+    tools_need_system: bool = False
+    """Whether the template offers tools only in a system message that is given."""
     calls_have_text: bool = False
     """Whether a message may have text and calls."""
     has_several_calls: bool = False
@@ -86,7 +90,7 @@ class TemplateTraits:
     @property
     def samples_thinking(self) -> bool:
         """Whether a sampled message may contain reasoning."""
-        return self.think_tags is not None and not self.closes_thought
+        return not (self.think_tags is None or self.closes_thought or self.is_thinking_off)
 
     @property
     def closes_thought(self) -> bool:
@@ -111,6 +115,10 @@ def common_prefix(first: str, second: str) -> int:
         else:
             high = middle - 1
     return low
+
+
+SWITCHES = ("enable_thinking", "thinking")
+"""The variables with which templates turn reasoning on and off."""
 
 
 def find_traits(template: ChatTemplate) -> TemplateTraits:
@@ -165,6 +173,8 @@ def find_traits(template: ChatTemplate) -> TemplateTraits:
     user_header = history.code[(past_stop_end or past_end - 1) + 1 : next_start].lstrip()
     traits = _with_system(traits, probe, user_header)
     traits = _with_thinking(traits, probe)
+    traits = replace(traits, is_thinking_off=_is_thinking_off(probe, prompt))
+    traits = _with_history_stop(traits, probe, past_stop or stop)
     return _with_tools(traits, probe)
 
 
@@ -174,6 +184,8 @@ class _Probe:
 
     template: ChatTemplate
     form: MessageForm
+    lead: tuple[CheckedMessage, ...] = ()
+    """Messages before those of each conversation."""
 
     def render(
         self, *messages: CheckedMessage, prompt: bool = False, tools: bool = False
@@ -181,6 +193,7 @@ class _Probe:
         """Return the output for messages. Raises TemplateRefusedError if the template rejects
         them.
         """
+        messages = (*self.lead, *messages)
         made = self.form.messages(messages, self.template, _MARKERS, range(len(messages)))
         offered = [dict(TOOL)] if tools else []
         return self.template.render(made, _MARKERS, prompt=prompt, tools=offered)
@@ -191,6 +204,20 @@ class _Probe:
             return self.render(*messages, **options)
         except TemplateRefusedError:
             return None
+
+    def written_call(self, message: CheckedMessage, num_offered: int) -> str | None:
+        """Return the output for a question and a message with one call, or None if the template
+        does not write the call, or no result of it. The tool's name occurs `num_offered` times
+        before the call.
+        """
+        call = self.try_render(_HELLO, message, tools=True)
+        result = self.try_render(_HELLO, message, _RESULT, tools=True)
+        if call is None or result is None or 2 * (2 + len(self.lead)) not in result.places:
+            return None
+        # Python's text of a dictionary, or of a missing text, was not meant by the template.
+        is_python = f"{{'city': '{_CITY}'}}" in call.code or "None" in call.code
+        is_written = call.code.count(_NAME) > num_offered and _CITY in call.code
+        return call.code if is_written and not is_python else None
 
 
 def _text_form(template: ChatTemplate) -> MessageForm:
@@ -297,6 +324,32 @@ def _with_thinking(traits: TemplateTraits, probe: _Probe) -> TemplateTraits:
     return replace(traits, think_tags=tags)
 
 
+def _is_thinking_off(probe: _Probe, prompt: Rendering) -> bool:
+    """Return whether the template has a switch for reasoning that is off in `prompt`."""
+    switched = (
+        replace(probe, template=probe.template.with_options(dict.fromkeys(SWITCHES, value)))
+        for value in (True, False)
+    )
+    on, off = (one.try_render(_HELLO, prompt=True) for one in switched)
+    return on is not None and off is not None and on.code != off.code == prompt.code
+
+
+def _with_history_stop(traits: TemplateTraits, probe: _Probe, mark: str) -> TemplateTraits:
+    """Return the traits with the end mark of answers in history as another stop token, unless the
+    mark also occurs within an answer.
+    """
+    thought = replace(_ANSWER, thinking=_THOUGHT if traits.form.thinking else None)
+    rendering = replace(probe, form=traits.form).try_render(_HELLO, thought)
+    if rendering is None or mark in traits.stops:
+        return traits
+    start = max(end for _, end in rendering.places[0])
+    first = rendering.next_control(rendering.places[2][0][1], traits.stops)
+    within = rendering.pieces(start, first)
+    header = (*traits.role_ends["user"], *traits.head, *traits.opening)
+    is_within = within.count(Control(mark)) > header.count(Control(mark))
+    return traits if is_within else replace(traits, stops=(*traits.stops, mark))
+
+
 def _tags_around(rendering: Rendering) -> tuple[str, str] | None:
     """Return the known tags around the reasoning of message 1."""
     start, end = rendering.places[3][0]
@@ -309,8 +362,13 @@ def _tags_around(rendering: Rendering) -> tuple[str, str] | None:
 
 
 def _with_tools(traits: TemplateTraits, probe: _Probe) -> TemplateTraits:
-    offer = probe.try_render(_HELLO, prompt=True, tools=True)
-    if offer is None or _NAME not in offer.code:
+    # Some templates offer the tools only in a given system message.
+    for lead in ((), (_SYSTEM,)):
+        probe = replace(probe, lead=lead)
+        offer = probe.try_render(_HELLO, prompt=True, tools=True)
+        if offer is not None and _NAME in offer.code:
+            break
+    else:
         return traits
     num_offered = offer.code.count(_NAME)
     found = _with_call_form(replace(probe, form=traits.form), num_offered)
@@ -331,7 +389,7 @@ def _with_tools(traits: TemplateTraits, probe: _Probe) -> TemplateTraits:
     stop = _call_stop(traits, calls, result, start)
     stops = tuple(dict.fromkeys([*traits.stops, *([stop] if stop else [])]))
     result_prompt = probe.render(_HELLO, _CALL, _RESULT, prompt=True, tools=True)
-    result_end = _place(result, 2, _RESULT)[1]
+    result_end = _place(result, 2 + len(lead), _RESULT)[1]
     tool_end = result.pieces(result_end, _message_end(result, result_prompt, result_end))
     syntax = _find_syntax(
         replace(traits, stops=stops), several or calls, start, two if several else _CALL
@@ -344,10 +402,11 @@ def _with_tools(traits: TemplateTraits, probe: _Probe) -> TemplateTraits:
         stops=stops,
         ends=tuple(dict.fromkeys([*traits.ends, *stops])),
         role_ends={**traits.role_ends, "tool": tool_end},
-        role_leads={**traits.role_leads, "tool": _space_before(result, 2)},
+        role_leads={**traits.role_leads, "tool": _space_before(result, 2 + len(lead))},
         has_tools=True,
+        tools_need_system=bool(lead),
         calls_have_text=with_text is not None
-        and 2 in with_text.places
+        and 2 * (1 + len(lead)) in with_text.places
         and with_text.code.count(_NAME) > num_offered,
         has_several_calls=several is not None,
         syntax=syntax,
@@ -358,24 +417,27 @@ def _with_call_form(probe: _Probe, num_offered: int) -> _Probe | None:
     """Return the probe with the form in which the template writes a call and its result, or None if
     it writes none.
     """
-    choices = product((False, True), (False, True), (True, False), ("", None))
-    for names_results, has_short_ids, arguments_are_text, call_text in choices:
+    for names_results, has_short_ids, call_text in product(
+        (False, True), (False, True), ("", None)
+    ):
         form = replace(
             probe.form,
             names_results=names_results,
             has_short_ids=has_short_ids,
-            arguments_are_text=arguments_are_text,
             call_text=call_text,
         )
-        made = replace(probe, form=form)
-        calls = made.try_render(_HELLO, _CALL, tools=True)
-        result = made.try_render(_HELLO, _CALL, _RESULT, tools=True)
-        if calls is None or result is None or 4 not in result.places:
-            continue
-        wanted = _ARGUMENTS if arguments_are_text else _CITY
-        is_python = f"{{'city': '{_CITY}'}}" in calls.code
-        if calls.code.count(_NAME) > num_offered and wanted in calls.code and not is_python:
-            return made
+        objects = replace(probe, form=form)
+        texts = replace(probe, form=replace(form, arguments_are_text=True))
+        written = objects.written_call(_CALL, num_offered)
+        verbatim = texts.written_call(_CALL, num_offered)
+        if verbatim is not None and _ARGUMENTS in verbatim:
+            # The text of the arguments is written as it is. Some templates write an object in
+            # another syntax, so that only a template without such a syntax may have the text.
+            plain = replace(_CALL, calls=(Call(_NAME, json.dumps(json.loads(_ARGUMENTS))),))
+            if written is None or written == texts.written_call(plain, num_offered):
+                return texts
+        if written is not None:
+            return objects
     return None
 
 

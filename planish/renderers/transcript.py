@@ -40,27 +40,52 @@ class Transcript:
         self.messages = messages
         self.markers = Markers.absent_from([text for one in messages for text in _texts(one)])
         self._renderings: dict[tuple[int, bool], Rendering] = {}
+        first = messages[0] if messages else None
+        if first and first.tools and traits.tools_need_system and not first.text.strip():
+            raise ValueError(
+                "messages[0] offers tools, and the chat template writes tools only in a system "
+                "message: give the message a content"
+            )
         for index, message in enumerate(messages):
             self._check_calls(index, message)
 
     def prompt_turns(self) -> list[Turn]:
         """Return the turns of the prompt for the next answer. The last turn is its header."""
-        rendering = self._rendering(len(self.messages), prompt=True)
-        turns, at = self._split(rendering, len(rendering.code), is_example=False)
-        header = (*rendering.pieces(at), *self.traits.missing_prompt)
-        return [*turns, Turn(header, (), None, sampled=True)]
+        return self._prompt_turns(len(self.messages), is_example=False)
 
     def example_turns(self) -> list[Turn]:
-        """Return the turns of a training example."""
+        """Return the turns of a training example.
+
+        The prompt of the last answer precedes it, also if the template writes other text there once
+        the answer follows.
+        """
         count = len(self.messages)
         rendering = self._rendering(count, prompt=False)
         end = rendering.end_of_markup(len(rendering.code))
         if self.messages[-1].role != "assistant":
             end = min(end, self._shared_with_prompt(rendering))
-        turns, at = self._split(rendering, end, is_example=True)
-        if self.messages[-1].role != "assistant" and at < end:
-            turns.append(Turn(rendering.pieces(at, end), (), None))
-        return turns
+            turns, at = self._split(rendering, count, end, is_example=True)
+            return [*turns, Turn(rendering.pieces(at, end), (), None)] if at < end else turns
+        before = self._prompt_code(count - 1)
+        if before is None or rendering.code.startswith(before):
+            return self._split(rendering, count, end, is_example=True)[0]
+        *turns, header = self._prompt_turns(count - 1, is_example=True)
+        places = rendering.places.items()
+        at = max((spans[0][1] for number, spans in places if number < 2 * count - 2), default=0)
+        start = self._answer_start(rendering, count - 1, at, end, follows_located=False)
+        stop, reason = self._answer_end(rendering, count - 1, (start, end, end))
+        output = rendering.pieces(start, stop)
+        if self.traits.opens_thought:
+            lead, missing = self._reasoning_left_out(rendering)
+            output, reason = (*lead, *output), missing or reason
+        last = Turn(header.header, output, count - 1, sampled=True, untrainable_reason=reason)
+        return [*turns, last]
+
+    def _prompt_turns(self, count: int, is_example: bool) -> list[Turn]:
+        rendering = self._rendering(count, prompt=True)
+        turns, at = self._split(rendering, count, len(rendering.code), is_example)
+        header = (*rendering.pieces(at), *self.traits.missing_prompt)
+        return [*turns, Turn(header, (), None, sampled=True)]
 
     def extends(self, answer: int, count: int) -> bool:
         """Return whether the prompt after `count` messages begins with the prompt of the message
@@ -71,10 +96,9 @@ class Transcript:
         if before is None or not upto.code.startswith(before):
             return False
         stop = upto.next_control(len(before), self.traits.stops)
-        end = upto.end_of_markup(len(upto.code)) if stop is None else stop + 1
-        return after.code.startswith(upto.code[:end]) and (
-            stop is not None or after.control_at(end) in self.traits.stops
-        )
+        end = upto.end_of_markup(len(upto.code)) if stop is None else stop
+        # Some templates end the last answer with another stop token than the answers before it.
+        return after.code.startswith(upto.code[:end]) and after.control_at(end) in self.traits.stops
 
     def _check_calls(self, index: int, message: CheckedMessage) -> None:
         if len(message.calls) > 1 and not self.traits.has_several_calls:
@@ -114,7 +138,10 @@ class Transcript:
                 "the chat template reads the texts of the messages, or gives two texts for one "
                 "conversation; name the renderer of the model's family"
             )
-        for index, message in enumerate(self.messages[:count]):
+        # What a template leaves out of the history of an answer is in the prompt of the answer.
+        is_answered = not prompt and self.messages[count - 1].role == "assistant"
+        for index in range(count - 1 if is_answered else 0, count):
+            message = self.messages[index]
             text = message.text.strip()
             is_written = 2 * index in rendering.places if index in marked else text in plain.code
             if text and not is_written and message.is_given:
@@ -172,14 +199,18 @@ class Transcript:
             return None
         return rendering.code + rendering.code_of(self.traits.missing_prompt)
 
-    def _split(self, rendering: Rendering, end: int, is_example: bool) -> tuple[list[Turn], int]:
-        """Divide the output before `end` into turns. Return them and the end of the last one."""
+    def _split(
+        self, rendering: Rendering, count: int, end: int, is_example: bool
+    ) -> tuple[list[Turn], int]:
+        """Divide the output for `count` messages, before `end`, into turns. Return them and the end
+        of the last one.
+        """
         turns: list[Turn] = []
         at = 0
         follows_located = False
-        for index, message in enumerate(self.messages):
+        for index in range(count):
             limit = self._next_start(rendering, index, end)
-            if message.role == "assistant":
+            if self.messages[index].role == "assistant":
                 start = self._answer_start(rendering, index, at, limit, follows_located)
                 turn, at = self._answer_turn(rendering, index, (at, start, limit, end), is_example)
                 follows_located = True
@@ -247,68 +278,66 @@ class Transcript:
         self, rendering: Rendering, index: int, bounds: tuple[int, int, int, int], is_example: bool
     ) -> tuple[Turn, int]:
         at, start, limit, end = bounds
-        reason: str | None = None
-        header: tuple[Piece, ...] = ()
-        lead: tuple[Piece, ...] = ()
+        rewritten: str | None = None
         if is_example:
             before = self._prompt_code(index)
             if before is not None and rendering.code.startswith(before) and len(before) >= at:
                 start = len(before)
-            elif before is not None and self._leaves_out_opening(rendering, index, before):
-                header = self.traits.opening
-                lead, reason = self._reasoning_of(index)
             else:
-                reason = _REWRITTEN
+                rewritten = _REWRITTEN
+        stop, reason = self._answer_end(rendering, index, (start, limit, end))
+        if is_example and rendering.generations:
+            blocks = rendering.generations
+            block = next((one for one in blocks if start < one[1] and one[0] < stop), None)
+            reason = reason or (None if block else _NO_GENERATION)
+            start, stop = (max(start, block[0]), min(stop, block[1])) if block else (start, stop)
+        header, output = rendering.pieces(at, start), rendering.pieces(start, stop)
+        turn = Turn(header, output, index, sampled=True, untrainable_reason=rewritten or reason)
+        return turn, stop
+
+    def _answer_end(
+        self, rendering: Rendering, index: int, bounds: tuple[int, int, int]
+    ) -> tuple[int, str | None]:
+        """Return the end of an answer that starts at the first of `bounds`, and why it cannot be
+        trained, or None if it can. The text of the next message begins at the second of `bounds`,
+        and the output ends at the third.
+        """
+        start, limit, end = bounds
+        spans = self._spans(rendering, index)
         control = rendering.next_control(start, self.traits.ends)
         is_last = index == len(self.messages) - 1
+        reason: str | None = None
         if control is not None and control < max(limit, start + 1):
             stop = control + 1
         elif is_last:
             stop = end
-            reason = reason or (None if self.traits.stops_in_next_header else _NO_END)
+            reason = None if self.traits.stops_in_next_header else _NO_END
         else:
-            stop = max([start, *(stop for _, stop in self._spans(rendering, index))])
-            reason = reason or _NO_END
-        if any(place_end > stop for _, place_end in self._spans(rendering, index)):
-            reason = reason or _IN_PARTS
-        thinking = self.messages[index].thinking
-        is_left_out = 2 * index + 1 not in rendering.places and not lead
-        if is_last and thinking and thinking.strip() and is_left_out:
-            reason = reason or _REASONING_LEFT_OUT
-        if is_example and rendering.generations:
-            block = next(
-                (one for one in rendering.generations if start < one[1] and one[0] < stop), None
-            )
-            reason = reason or (None if block else _NO_GENERATION)
-            start, stop = (max(start, block[0]), min(stop, block[1])) if block else (start, stop)
-        header = (*rendering.pieces(at, start), *header)
-        output = (*lead, *rendering.pieces(start, stop))
-        turn = Turn(header, output, index, sampled=True, untrainable_reason=reason)
-        return turn, stop
+            stop = max([start, *(place_end for _, place_end in spans)])
+            reason = _NO_END
+        if any(place_end > stop for _, place_end in spans):
+            reason = _IN_PARTS
+        thinking = (self.messages[index].thinking or "").strip()
+        is_written = 2 * index + 1 in rendering.places or self.traits.opens_thought
+        if is_last and thinking and not is_written:
+            reason = _REASONING_LEFT_OUT
+        return stop, reason
 
     def _spans(self, rendering: Rendering, index: int) -> list[tuple[int, int]]:
         """Return the places of the text and the reasoning of a message."""
         numbers = (2 * index, 2 * index + 1)
         return [rendering.places[number][0] for number in numbers if number in rendering.places]
 
-    def _leaves_out_opening(self, rendering: Rendering, index: int, before: str) -> bool:
-        """Return whether the template writes the last answer as in history, without the block of
-        reasoning that the prompt begins.
+    def _reasoning_left_out(self, rendering: Rendering) -> tuple[tuple[Piece, ...], str | None]:
+        """Return the pieces of the last answer's reasoning as the model samples it, if the prompt
+        begins a block of reasoning and the template leaves the block out, or the reason against
+        training if there is no reasoning.
         """
-        opening = rendering.code_of(self.traits.opening)
-        return (
-            self.traits.opens_thought
-            and index == len(self.messages) - 1
-            and before.endswith(opening)
-            and rendering.code.startswith(before.removesuffix(opening))
-        )
-
-    def _reasoning_of(self, index: int) -> tuple[tuple[Piece, ...], str | None]:
-        """Return the pieces of the reasoning that the template leaves out, as the model samples it,
-        or the reason against training if there is no reasoning.
-        """
+        index = len(self.messages) - 1
         thinking = (self.messages[index].thinking or "").strip("\n")
         assert self.traits.think_tags is not None
+        if 2 * index + 1 in rendering.places:
+            return (), _REWRITTEN
         if not thinking:
             return (), _NO_REASONING
         return (f"{thinking}\n", Control(self.traits.think_tags[1]), "\n\n"), None
