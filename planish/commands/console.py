@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import socket
 import webbrowser
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import uvicorn
 
+from planish.console.actions import Actions
 from planish.console.answers import Answers
 from planish.console.app import create_app
 from planish.console.catalog import Catalog
@@ -33,14 +35,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--host ADDRESS", "address of this machine's loopback interface", default="127.0.0.1")
     add("--port N", "port; 0 = any free port", default=DEFAULT_PORT)
+    add(
+        "--allow-actions",
+        "let the page stop and resume runs and replay rollouts; its address then has a key",
+        action="store_true",
+    )
     add("--open", "open the page in a browser", action="store_true")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Serve the console until Ctrl-C."""
-    app = create_app(Answers(Catalog(_directories(arguments.directories))))
-    with closing(_listener(arguments.host, arguments.port)) as listener:
+    catalog = Catalog(_directories(arguments.directories))
+    actions = Actions(catalog) if arguments.allow_actions else None
+    key = secrets.token_urlsafe(24) if actions is not None else ""
+    app = create_app(Answers(catalog), actions, key)
+    with (
+        closing(actions) if actions else nullcontext(),
+        _listener(arguments.host, arguments.port) as listener,
+    ):
         address = f"http://{_display_host(arguments.host)}:{listener.getsockname()[1]}"
+        address += f"/?key={key}" if key else ""
         print(f"planish console: {address}  (Ctrl-C ends it)", flush=True)
         if arguments.open:
             webbrowser.open(address)

@@ -14,6 +14,7 @@ from planish.console.advice import RunFacts, findings
 from planish.console.catalog import PLACE_OPTIONS, Catalog, sweeps
 from planish.console.checkpoint_rows import checkpoint_rows
 from planish.console.evaluations import evaluations
+from planish.console.recorded_command import command_text
 from planish.console.rollout_table import Filter, histogram
 from planish.console.row_tail import Row
 from planish.console.run_reader import RunReader, config_text
@@ -211,6 +212,7 @@ class Answers:
         place = {"split": split, "step": step}
         first = rows[0] if rows else {}
         return {
+            "path": str(reader.path),
             "rollouts": [_with_texts(reader, row) for row in rows],
             "tags": first.get("tags", ()),
             "prompt_id": first.get("prompt_id"),
@@ -228,7 +230,9 @@ class Answers:
 
     def checkpoints(self, parameters: Parameters) -> Row:
         """Return the checkpoints of a run with the commands that use them."""
-        return checkpoint_rows(self._run(parameters.text("run")))
+        reader = self._run(parameters.text("run"))
+        state = reader.summary()["state"]
+        return {**checkpoint_rows(reader), "state": state, "command": command_text(reader.path)}
 
     def findings(self, parameters: Parameters) -> Row:
         """Return what is wrong with a run."""

@@ -7,6 +7,7 @@ So every request is checked, and every response forbids more than it needs:
     Origin    of a request must be the console itself, if the browser sends one
     POST      needs a header that another page can send only after a CORS preflight, which the
               console never answers
+    key       of the console's address (`?key=...`), which actions need; a cookie keeps it
     CSP       allows scripts, styles and requests of the console itself, and nothing else
 
 The console answers requests for data with `Answers` (answers.py). The pages are one HTML frame and
@@ -14,6 +15,7 @@ plain ES modules in static/.
 """
 
 import hashlib
+import hmac
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -24,15 +26,19 @@ from typing import Any
 import orjson
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from planish.console.actions import Actions
 from planish.console.answers import Answers, BadRequest, Parameters
 from planish.console.export import export_page
+from planish.console.row_tail import parse_object
+from planish.errors import PlanishError
 from planish.logtree.nodes import plain
 from planish.server.http.origins import host_name, is_loopback
 
@@ -73,13 +79,22 @@ _TEMPLATES = Environment(
 )
 
 
-def create_app(answers: Answers, *, base: str = "", note: str = "") -> Starlette:
-    """Return the application. `base` is the path below which it is mounted, such as "/console".
-    `note` is shown beside the name.
-    """
+def create_app(answers: Answers, actions: Actions | None = None, key: str = "") -> Starlette:
+    """Return the application. With `actions`, requests with the `key` may act on runs."""
+    base, note = "", ""
     page = _TEMPLATES.get_template("shell.html").render(base=base, note=note)
 
+    cookie = f"planish-console-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+
+    def has_key(request: Request) -> bool:
+        return actions is not None and hmac.compare_digest(request.cookies.get(cookie, ""), key)
+
     def shell(request: Request) -> Response:
+        given = request.query_params.get("key")
+        if given is not None and actions is not None and hmac.compare_digest(given, key):
+            response = RedirectResponse(request.url.path, 303)
+            response.set_cookie(cookie, key, httponly=True, samesite="strict")
+            return response
         return Response(page, media_type="text/html")
 
     def export(request: Request) -> Response:
@@ -102,6 +117,11 @@ def create_app(answers: Answers, *, base: str = "", note: str = "") -> Starlette
                     "checkpoints",
                     "findings",
                 )
+            ),
+            Route("/api/actions", lambda request: _json({"allowed": has_key(request)}, 200)),
+            *(
+                Route(f"/api/{name}", _action_endpoint(act, has_key), methods=["POST"])
+                for name, act in (actions.by_name() if actions is not None else {}).items()
             ),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
@@ -129,6 +149,26 @@ def _data_endpoint(answer: Callable[[Parameters], Mapping[str, Any]]) -> Callabl
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=304, headers={"ETag": tag})
         return Response(body, media_type="application/json", headers={"ETag": tag})
+
+    return endpoint
+
+
+def _action_endpoint(
+    act: Callable[[dict[str, Any]], Mapping[str, Any]], has_key: Callable[[Request], bool]
+) -> Callable:
+    async def endpoint(request: Request) -> Response:
+        if not has_key(request):
+            text = "Open the console by the address that it printed, which has its key."
+            return _json({"error": text}, 403)
+        body = parse_object(await request.body())
+        if body is None:
+            return _json({"error": "The request is not a JSON object."}, 400)
+        try:
+            return _json(await run_in_threadpool(act, body), 200)
+        except LookupError as error:
+            return _json({"error": str(error.args[0] if error.args else error)}, 404)
+        except (PlanishError, ValueError) as error:
+            return _json({"error": str(error)}, 400)
 
     return endpoint
 

@@ -26,6 +26,7 @@ from planish.console.rollout_table import Filter
 from planish.console.row_tail import Row
 from planish.console.run_reader import RunReader
 from planish.errors import CheckpointError, UserError
+from planish.runlog.run_directory import checkpoint_of
 from planish.types import ModelInput, SamplingParams
 
 
@@ -102,7 +103,7 @@ def replay(
     recorded = [(row, _texts(reader, row)) for row in rows]
     model = {"model_path": checkpoint} if checkpoint else weights_of_row(reader, rows[0])
     with ExitStack() as stack:
-        client = service_client or stack.enter_context(_client(reader.config))
+        client = service_client or stack.enter_context(client_for(reader.config))
         sampling_client = client.create_sampling_client(**model)
         temperature = _temperature(reader.config, split)
         pending = [
@@ -145,7 +146,7 @@ def weights_of_row(reader: RunReader, row: Row) -> dict[str, str]:
             return {"model_path": path}
     start = reader.config.get("load_checkpoint_path")
     if step == 0 and start:
-        return {"model_path": start}
+        return {"model_path": checkpoint_of(start)}
     if step == 0:
         return {"base_model": reader.config["model_name"]}
     saved = sorted({0, *(int(each["batch"]) for each in reader.checkpoints if "batch" in each)})
@@ -210,7 +211,7 @@ def _temperature(config: Mapping[str, Any], split: str) -> float:
     return config.get("temperature", 1.0) if evaluation is None else evaluation
 
 
-def _client(config: Mapping[str, Any]) -> ServiceClient:
+def client_for(config: Mapping[str, Any]) -> ServiceClient:
     """Return a client of the run's server, or of an engine with the run's options."""
     if config.get("base_url"):
         return ServiceClient(base_url=config["base_url"])

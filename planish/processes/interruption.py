@@ -54,12 +54,19 @@ def exception_for_signal(number: int) -> BaseException:
     return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
 
 
+class Stopped(SystemExit):
+    """A run was stopped on request, without a signal, and saved. The exit status is 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
 class Interruption:
     """A request to stop a run that uses asyncio. `guard` runs work that the request cancels."""
 
     def __init__(self) -> None:
         self._stop_requested = asyncio.Event()
-        self._signal: int = signal.SIGINT
+        self._signal: int | None = signal.SIGINT
 
     @property
     def is_stop_requested(self) -> bool:
@@ -69,11 +76,16 @@ class Interruption:
     @property
     def exit_exception(self) -> BaseException:
         """The exception to raise when the run was asked to stop and is saved."""
-        return exception_for_signal(self._signal)
+        return Stopped() if self._signal is None else exception_for_signal(self._signal)
 
     def request_stop(self) -> None:
         """Ask the run to stop at the next point from which it can be resumed."""
         self._stop_requested.set()
+
+    def request_normal_exit(self) -> None:
+        """Ask the run to stop as `request_stop` does, and the process to exit with status 0."""
+        self._signal = None
+        self.request_stop()
 
     async def guard(self, work: Awaitable[T]) -> T:
         """Return the result of `work`. If the run is asked to stop, or this call is cancelled,

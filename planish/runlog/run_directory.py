@@ -6,6 +6,8 @@
     code.diff           the commit of the code and the uncommitted changes
     timing_spans.jsonl  one object per training step: when each part of it ran
     trace_events.jsonl  the same as Chrome trace events, if enabled (planish/runlog/spans.py)
+    command.json        the command that started the run, and its working directory
+    stop_after_step     a request to stop the run after its step (`request_stop`)
     metric_logs.json    which steps W&B, Trackio and TensorBoard have
                         (planish/runlog/metrics_log.py)
     reference.json      the reference policy of preference training (planish/preference/dpo.py)
@@ -24,6 +26,8 @@ a run at a time. A run can be resumed only with the options that it began with.
 
 import json
 import math
+import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +51,8 @@ CHECKPOINTS = "checkpoints.jsonl"
 CONFIG = "config.json"
 SPANS = "timing_spans.jsonl"
 CODE_DIFF = "code.diff"
+COMMAND = "command.json"
+STOP_REQUEST = "stop_after_step"
 TRACE = "trace_events.jsonl"
 METRIC_LOGS = "metric_logs.json"
 REFERENCE = "reference.json"
@@ -141,6 +147,22 @@ class RunDirectory:
         for file in (self._metrics, self._spans):
             file.keep(lambda row: row["step"] < batch)
         self._checkpoints.keep(lambda row: row.get("batch", 0) <= batch)
+
+    def record_command(self) -> None:
+        """Write which command started this process, and where, so that the run can be resumed by
+        the same command. A stop request that nobody has taken is removed.
+        """
+        self.take_stop_request()
+        command = {"command": sys.orig_argv, "directory": os.getcwd()}
+        write_atomically(self.path / COMMAND, json.dumps(command) + "\n")
+
+    def take_stop_request(self) -> bool:
+        """Return whether `request_stop` was called since the last call."""
+        try:
+            (self.path / STOP_REQUEST).unlink()
+        except FileNotFoundError:
+            return False
+        return True
 
     def metrics(self) -> list[Row]:
         """Return the rows of metrics.jsonl."""
@@ -267,6 +289,13 @@ def _newest(path: str, what: str, path_in: Callable[[CheckpointRecord], str | No
     return found
 
 
+def request_stop(path: str | Path) -> None:
+    """Ask the process that works on the run directory `path` to stop after its step. The run saves
+    a checkpoint, and its process exits with status 0.
+    """
+    write_atomically(Path(path) / STOP_REQUEST, b"")
+
+
 def remove_run(path: str | Path) -> None:
     """Remove the files of a run, and no other files of its directory."""
     for name in (
@@ -279,5 +308,7 @@ def remove_run(path: str | Path) -> None:
         PREFERENCE_MODEL,
         CONFIG,
         CODE_DIFF,
+        COMMAND,
+        STOP_REQUEST,
     ):
         (Path(path).expanduser() / name).unlink(missing_ok=True)

@@ -36,7 +36,7 @@ from planish.runlog.evaluators import (
 )
 from planish.runlog.metrics_log import MetricLog, open_metric_logs
 from planish.runlog.provenance import code_diff
-from planish.runlog.run_directory import CODE_DIFF, CheckpointRecord, RunDirectory
+from planish.runlog.run_directory import CODE_DIFF, STOP_REQUEST, CheckpointRecord, RunDirectory
 from planish.runlog.spans import Spans, TraceFile
 from planish.training.run_options import RunOptions, StartOptions
 from planish.training.schedules import learning_rate_at
@@ -182,6 +182,9 @@ class RunLoop:
         self.run_directory.log_spans(step, spans.rows())
         if self.trace is not None:
             self.trace.write(step, spans)
+        if step + 1 < self.num_steps and self.run_directory.take_stop_request():
+            self.display.say(f"stopping after step {step}, as the file {STOP_REQUEST} asks")
+            self.interruption.request_normal_exit()
 
     def due_checkpoint(self, steps_done: int) -> SaveCheckpoint | None:
         """Return the method that saves the checkpoint due after `steps_done` steps. None if no
@@ -297,7 +300,8 @@ async def run_training(
     printed. `remedy` is the part of this message that says how to extend the run.
 
     After Ctrl-C or SIGTERM the run is saved, so that it can be resumed. Then KeyboardInterrupt or
-    planish.processes.interruption.Terminated is raised.
+    planish.processes.interruption.Terminated is raised. After `run_directory.request_stop`, the run
+    is saved too, and planish.processes.interruption.Stopped is raised (exit status 0).
     """
     with RunDirectory(options.log_path, config, may_change=may_change) as run_directory:
         start = await asyncio.to_thread(
@@ -310,6 +314,7 @@ async def run_training(
             )
             return run_directory.path
         run_directory.resume_at(start.batch)
+        run_directory.record_command()
         diff = await asyncio.to_thread(code_diff, [Path(__file__), Path.cwd()])
         write_atomically(run_directory.path / CODE_DIFF, diff)
         checkpoints = RunCheckpoints(

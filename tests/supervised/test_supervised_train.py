@@ -98,6 +98,7 @@ def test_a_run_writes_all_its_files(service, chats, tmp_path):
         "config.json",
         "checkpoints.jsonl",
         "code.diff",
+        "command.json",
         "timing_spans.jsonl",
         "trace_events.jsonl",
     }

@@ -40,6 +40,11 @@ export async function get(path, params = {}, signal) {
   return answer;
 }
 
+/** Return whether this browser may act on runs: the console allows it, and the page has its key. */
+export async function actionsAllowed(signal) {
+  return !exported && (await get("actions", {}, signal)).allowed;
+}
+
 /** Send an action. The console takes it only from its own pages. */
 export async function post(path, body, signal) {
   const response = await fetch(`${BASE}/api/${path}`, {

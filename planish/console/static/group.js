@@ -1,6 +1,6 @@
 // One group: the question, and all answers side by side with their grades.
 
-import { get } from "./api.js";
+import { actionsAllowed, get, post } from "./api.js";
 import { field, fill, h, notice, number, pill, select, signed } from "./dom.js";
 import { link, setParams } from "./place.js";
 import { answerElement, MODES, paint } from "./tokens.js";
@@ -41,6 +41,12 @@ export async function groupView(area, { run, params, signal, onKey }) {
   drawLegend(mode);
   if (!answer.rollouts.length) area.append(notice("There is no such group.", "The run may have been resumed before this step."));
   if (isShared && question) area.append(h("section", { class: "card question-card" }, h("h2", {}, "Question"), foldable(question)));
+  if (await actionsAllowed(signal)) {
+    const { checkpoints } = await get("checkpoints", { run }, signal);
+    area.append(replayBar({ run, split, step: Number(step), group: Number(group) }, checkpoints, cards));
+  } else {
+    area.append(h("p", { class: "soft" }, "To sample these answers again: ", h("code", {}, `planish replay ${answer.path} --step ${step} --group ${group}`)));
+  }
   area.append(h("div", { class: "answers" }, cards));
   const wanted = params.get("sample"), focus = (index) => {
     const target = cards[Math.max(0, Math.min(cards.length - 1, index))];
@@ -98,4 +104,39 @@ function rewardSum(texts) {
 function foldable(text) {
   if (text.length <= LONG) return h("div", { class: "text" }, text);
   return h("details", {}, h("summary", {}, `${text.slice(0, 200)} … (${text.length} characters)`), h("div", { class: "text" }, text));
+}
+
+/** Controls that sample the group again, with its own weights or with those of a checkpoint. */
+function replayBar(place, checkpoints, cards) {
+  const choices = [["", "the weights that sampled it"], ...checkpoints.map((row) => [row.sampler_path ?? row.state_path, `weights after step ${row.batch}`])];
+  let checkpoint = "";
+  const said = h("span", { role: "status" });
+  const button = h("button", { on: { click: async () => {
+    button.disabled = true;
+    said.textContent = "sampling …";
+    try {
+      const { turns } = await post("replay", { ...place, checkpoint });
+      const equal = turns.filter((turn) => turn.is_equal).length;
+      said.textContent = equal === turns.length ? `bit-equal: all ${turns.length} answers` : `${equal} of ${turns.length} answers are bit-equal`;
+      said.className = equal === turns.length ? "equal" : "flag";
+      turns.forEach((turn) => showReplay(cards.find((card) => card.id === `s${turn.sample}`), turn));
+    } catch (error) {
+      said.textContent = error.message;
+      said.className = "flag";
+    } finally {
+      button.disabled = false;
+    }
+  } } }, "Replay");
+  return h("div", { class: "bar replay" }, button, select(choices, "", (value) => { checkpoint = value; }, "weights of the replay"), said);
+}
+
+/** Write below an answer what its replay gave, and mark the first token that differs. */
+function showReplay(card, turn) {
+  const answer = card.querySelectorAll(".answer")[turn.turn - 1];
+  answer.querySelectorAll(".differs").forEach((span) => span.classList.remove("differs"));
+  if (turn.first_difference !== null) {
+    [...answer.children].find((span) => turn.first_difference >= span.first && turn.first_difference < span.last)?.classList.add("differs");
+  }
+  answer.parentNode.querySelector(".replayed")?.remove();
+  answer.after(h("p", { class: `replayed ${turn.is_equal ? "equal" : "flag"}` }, turn.text));
 }
