@@ -236,7 +236,7 @@ class Cleanup:
             await self._run_logging_errors(
                 lambda: self._adapter_cache.unload_idle(self._settings.adapter_idle_timeout)
             )
-            self._expiry_clock.earliest()
+            self._expiry_clock.read()
             if time.monotonic() - last_cleanup >= _CLEANUP_INTERVAL_SECONDS:
                 last_cleanup = time.monotonic()
                 await self.clean()
@@ -247,7 +247,6 @@ class Cleanup:
         """
         await self._run_logging_errors(self._checkpoints.remove_expired)
         await self._run_logging_errors(self._checkpoints.remove_excess)
-        await self._run_logging_errors(self._checkpoints.correct_expiry)
         await self._run_logging_errors(self._sessions.write_last_seen)
         await self._run_logging_errors(self._end_stale_sessions)
         await self._run_logging_errors(self._close_excess_samplers)

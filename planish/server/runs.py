@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 
-from planish.server.durable.checkpoints import CheckpointCatalog
+from planish.server.durable.checkpoints import IS_UNEXPIRED, CheckpointCatalog
 from planish.server.durable.records import (
     PAGE_BYTES,
     ModelRow,
@@ -83,6 +84,16 @@ class TrainingRuns:
         if run_id is not None:
             await self._models.row(tenant, run_id)
         return await self._checkpoints.page(tenant, run_id, limit, offset)
+
+    async def size_of_session(self, tenant: Tenant, session_id: str) -> tuple[int, int]:
+        """Return the number of checkpoints of a session's runs, and their total size in bytes."""
+        query = (
+            "SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM checkpoints WHERE tenant = ? "
+            f"AND {IS_UNEXPIRED} AND run IN (SELECT id FROM models WHERE session = ?)"
+        )
+        values = [tenant.name, time.time(), session_id]
+        number, size = await self._store.read(lambda db: db.execute(query, values).fetchone())
+        return number, size
 
 
 def _last_request_time(db: sqlite3.Connection, owner: str) -> float:

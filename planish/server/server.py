@@ -106,11 +106,7 @@ class Server:
         self.failed_requests = FailedRequests(self.store, settings)
         self.crash_guard = CrashGuard(self.store, self.engine.load_base_models)
         self.adapter_cache = AdapterCache(settings.adapter_memory_bytes, self.counters)
-        # While the clock was wrong, results and sessions may have got wrong times. So the delay is
-        # at least as long as results and sessions are kept.
-        self.expiry_clock = ExpiryClock(
-            max(settings.expiry_delay, settings.result_retention, settings.session_timeout)
-        )
+        self.expiry_clock = ExpiryClock()
         self.checkpoints = CheckpointCatalog(self.engine, self.store, settings, self.expiry_clock)
         self.training_queue = FairQueue(
             settings.training_slots,
@@ -321,7 +317,6 @@ class Server:
 
     async def _verify_checkpoints(self) -> None:
         try:
-            await self.checkpoints.correct_expiry()
             await self.checkpoints.verify()
         except EngineClosedError:
             return

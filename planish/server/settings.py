@@ -117,10 +117,9 @@ class TimeSettings(_PositiveSettings):
     seconds. Each matmul, each step of a sampler and each micro-batch is progress. The loading of
     base models and the compilation of CPU kernels are not watched.
     """
-    expiry_delay: float = 7 * 86400
-    """Time without a server, and jumps of the system's clock, count for the deletion of expired
-    checkpoints, results and sessions only after the clock has run for this long without another
-    jump, in seconds.
+    expiry_delay: float = 86400
+    """An expired checkpoint is deleted when the server has run for this long since it expired, in
+    seconds. This protects checkpoints from a clock that is wrong for a while.
     """
 
 

@@ -108,6 +108,8 @@ async def test_expired_checkpoints_are_deleted_from_a_full_disk(model_dir, data_
         for name in "ab":
             await model.save(name, ttl_seconds=1)
         await asyncio.sleep(1.1)
+        server.expiry_clock.read()
+        await asyncio.sleep(0.01)  # longer than `expiry_delay`
         weights = data_dir / "checkpoints" / model.model_id / "weights"
 
         def refuse(place: str) -> None:

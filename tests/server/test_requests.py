@@ -3,6 +3,7 @@ bodies go when nothing needs them.
 """
 
 import asyncio
+import time
 from typing import Any
 
 import orjson
@@ -255,7 +256,7 @@ async def test_a_pending_unload_survives_a_restart(model_dir, data_dir):
 
 
 async def test_ended_sessions_are_forgotten_after_a_week(model_dir, data_dir):
-    async with running(model_dir, data_dir, ServerSettings(expiry_delay=1e-3)) as server:
+    async with running(model_dir, data_dir) as server:
         old, new = await Client.start(server), await Client.start(server)
         for client in (old, new):
             await (await client.model()).publish()
@@ -267,6 +268,9 @@ async def test_ended_sessions_are_forgotten_after_a_week(model_dir, data_dir):
         await server.store.write(
             lambda transaction: transaction.execute(long_ago, [old.session_id]).rowcount
         )
+        now, day = time.time(), 86400.0
+        readings = [(0.0, now - 9 * day), (day / 2, now - 7.5 * day), (8 * day, now)]
+        server.expiry_clock.resume(readings)
         await server.cleanup.clean()
         assert list((await server.sessions.page(TENANT, 10, 0)).items) == [new.session_id]
         # The old session's run has no checkpoint.

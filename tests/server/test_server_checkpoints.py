@@ -106,6 +106,8 @@ async def test_an_expired_checkpoint_is_not_found(model_dir, data_dir):
         path = await model.save("a", ttl_seconds=1)
         kept = await model.save("b")
         time.sleep(1.1)
+        server.expiry_clock.read()
+        time.sleep(0.01)  # longer than `expiry_delay`
         with pytest.raises(NotFound):
             await server.checkpoints.info(TENANT, path)
         assert [
@@ -123,6 +125,8 @@ async def test_a_checkpoint_saved_again_while_it_expires_stays(model_dir, data_d
         for name in "ab":
             await model.save(name, ttl_seconds=1)
         time.sleep(1.1)
+        server.expiry_clock.read()
+        time.sleep(0.01)  # longer than `expiry_delay`
         delete, deleting, saved = (
             server.engine.delete_checkpoint,
             asyncio.Event(),
@@ -189,6 +193,8 @@ async def test_a_damaged_checkpoint_does_not_block_expiry_of_others(model_dir, d
         weights = data_dir / "checkpoints" / model.model_id / "weights"
         (weights / "a" / "planish.json").write_bytes(b"")
         time.sleep(1.1)
+        server.expiry_clock.read()
+        time.sleep(0.01)  # longer than `expiry_delay`
         await server.cleanup.clean()
         assert not weights.exists() or not list(weights.iterdir())
 
@@ -360,6 +366,7 @@ async def test_ending_a_session_removes_everything_but_named_checkpoints(model_d
 async def test_a_session_without_heartbeats_ends(model_dir, data_dir):
     async with running(model_dir, data_dir, ServerSettings(session_timeout=3)) as server:
         silent, heard = await Client.start(server), await Client.start(server)
+        server.expiry_clock.read()
         time.sleep(3.1)
         await server.sessions.touch(TENANT, heard.session_id)
         await server.cleanup.clean()
@@ -379,9 +386,10 @@ async def test_sessions_have_time_to_return_after_the_server_was_suspended(
     monkeypatch.setattr("planish.server.sessions.time", clock)
 
     async with running(model_dir, data_dir) as server:
-        watch = ExpiryClock(server.settings.expiry_delay, clock.time, clock.monotonic)
+        watch = ExpiryClock(clock.time, clock.monotonic)
         object.__setattr__(server.cleanup, "_expiry_clock", watch)
         silent, heard = await Client.start(server), await Client.start(server)
+        watch.read()
         waited = 3 * 86400.0
         await server.cleanup.clean()
         await server.sessions.touch(TENANT, heard.session_id)
@@ -409,6 +417,7 @@ async def test_results_expire_and_published_samplers_use_bounded_space(model_dir
         request = f"{model.model_id}:1"
         await client.answer(request)
         await model.save("wait")  # behind the writing of the samplers
+        server.expiry_clock.read()
         time.sleep(0.4)
         await server.cleanup.clean()
         with pytest.raises(Gone):

@@ -2,10 +2,9 @@
 are downloaded.
 
 A tenant sees its own checkpoints, and can read public ones of other tenants. The time to live is
-stored in a checkpoint's files. An expired checkpoint cannot be read, even before it is deleted. If
-the system's clock may have been wrong at the save, the checkpoint expires by the uptime
-(expiry_clock.py). After each jump of the clock, and each time without a server, the time in the
-files is then corrected.
+stored in a checkpoint's files. An expired checkpoint cannot be read, even before it is deleted.
+Its owner can still give it a longer time to live. It is deleted when the server has run for
+`expiry_delay` since it expired (expiry_clock.py).
 
 External weights are adapters saved for other programs, in PEFT's layout. A sampler checkpoint of
 planish has that layout already. So external weights NAME are stored as the sampler checkpoint
@@ -31,7 +30,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-import math
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -67,15 +65,11 @@ from planish.server.engine_client import EngineClient
 from planish.server.results import Conflict, NoSuchCheckpoint, Page, Tenant
 from planish.server.settings import ServerSettings
 from planish.service import CheckpointInfo
-from planish.types import LONGEST_TTL_SECONDS, Checkpoint, CheckpointPath
+from planish.types import Checkpoint, CheckpointPath
 
 _log = logging.getLogger(__name__)
 
 IS_UNEXPIRED = "(expires IS NULL OR expires > ?)"
-_TOLERATED_SECONDS = 60.0
-"""The files of a checkpoint are corrected if their time differs by more than this."""
-_MAX_CORRECTED_CHECKPOINTS = 1000
-"""How many checkpoints one cleanup corrects."""
 
 
 class CheckpointCatalog:
@@ -142,16 +136,6 @@ class CheckpointCatalog:
             total,
         )
 
-    async def size_of_session(self, tenant: Tenant, session_id: str) -> tuple[int, int]:
-        """Return the number of checkpoints of a session's runs, and their total size in bytes."""
-        query = (
-            "SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM checkpoints WHERE tenant = ? "
-            f"AND {IS_UNEXPIRED} AND run IN (SELECT id FROM models WHERE session = ?)"
-        )
-        values = [tenant.name, time.time(), session_id]
-        number, size = await self._store.read(lambda db: db.execute(query, values).fetchone())
-        return number, size
-
     async def newest_by_type(self, run_id: str) -> dict[str, Checkpoint]:
         """Return the newest checkpoint of each kind of a run, by kind. External weights are left
         out, because no sampler is created from them.
@@ -190,9 +174,7 @@ class CheckpointCatalog:
 
     async def delete(self, tenant: Tenant, path: str) -> None:
         """Delete one of the tenant's checkpoints, even an expired one."""
-        [row] = await self._rows(path) or [None]
-        if row is None or row.tenant != tenant.name:
-            raise _not_found(path)
+        row = await self._owned_or_expired_row(tenant, path)
         async with self.lock(row.path):
             deletion = await self._delete_files_and_row(row)
         await deletion
@@ -205,31 +187,26 @@ class CheckpointCatalog:
         await self._store.write(update_row, CheckpointRow, row.path, public=int(public))
 
     async def set_ttl(self, tenant: Tenant, path: str, ttl_seconds: int | None) -> None:
-        """Let a checkpoint expire `ttl_seconds` from now. With None it never expires."""
-        row = await self.owned_row(tenant, path)
+        """Let a checkpoint expire `ttl_seconds` from now, even if it has expired already. With None
+        it never expires.
+        """
+        row = await self._owned_or_expired_row(tenant, path)
         async with self.lock(row.path):
             await self._engine.set_checkpoint_ttl(row.path, ttl_seconds)
             row = await self.row_from_files(tenant, row.path)
-            times = {"expires": row.expires, "expires_at_uptime": row.expires_at_uptime}
-            await self._store.write(update_row, CheckpointRow, row.path, **times)
+            await self._store.write(update_row, CheckpointRow, row.path, expires=row.expires)
 
     async def row_from_files(self, tenant: Tenant, path: str) -> CheckpointRow:
         """Make the row of a checkpoint from its files, which were just written. The row is not
         written to the database.
         """
-        row = CheckpointRow.from_checkpoint(
-            (await self._engine.checkpoint_info(path)).checkpoint, tenant.name
-        )
-        return replace(row, expires_at_uptime=self._expiry_clock.uptime_at(row.expires))
+        info = await self._engine.checkpoint_info(path)
+        return CheckpointRow.from_checkpoint(info.checkpoint, tenant.name)
 
     async def is_name_free(self, path: str) -> bool:
-        """Return whether a save may replace what is at `path` without being asked to. An expired
-        checkpoint is replaced only when it may be deleted.
+        """Return whether a save may replace what is at `path` without being asked to, because
+        nothing is there, or only an expired checkpoint.
         """
-        for row in await self._rows(path):
-            seems_expired = row.expires is not None and row.expires <= time.time()
-            if seems_expired and not self._has_certainly_expired(row):
-                return False
         return not await self._engine.checkpoint_exists(path)
 
     async def check_quota(self, tenant: Tenant) -> None:
@@ -242,18 +219,14 @@ class CheckpointCatalog:
         return await self._store.read(lambda db: dict(db.execute(query)))
 
     async def remove_expired(self) -> None:
-        """Delete the checkpoints that have certainly expired."""
-        expired = await self._store.read(
-            select,
-            CheckpointRow,
-            f"(expires_at_uptime IS NULL AND NOT {IS_UNEXPIRED}) OR expires_at_uptime <= ?",
-            [self._expiry_clock.earliest(), self._expiry_clock.uptime()],
-        )
+        """Delete the checkpoints that expired at least `expiry_delay` of uptime ago."""
+        expired_before = self._expiry_clock.before(self._settings.expiry_delay)
+        expired = await self._store.read(select, CheckpointRow, "expires <= ?", [expired_before])
         deletions = []
         for row in expired:
             async with self.lock(row.path):
-                # The tenant may have saved a new checkpoint under this path meanwhile.
-                if not await self._is_unexpired(row.path):
+                # The tenant may have replaced the checkpoint, or let it live longer, meanwhile.
+                if [current.expires for current in await self._rows(row.path)] == [row.expires]:
                     deletions.append(await self._delete_files_and_row(row))
         # Wait only after all deletions, because on a full disk the writes need the freed space.
         await asyncio.gather(*deletions)
@@ -292,65 +265,6 @@ class CheckpointCatalog:
                     current.tenant,
                     self._settings.max_checkpoints_per_run,
                 )
-
-    def _has_certainly_expired(self, row: CheckpointRow) -> bool:
-        if row.expires_at_uptime is not None:
-            return row.expires_at_uptime <= self._expiry_clock.uptime()
-        return row.expires is not None and row.expires <= self._expiry_clock.earliest()
-
-    async def correct_expiry(self) -> None:
-        """Correct the times of checkpoints that expire by the uptime, if the system's clock has
-        jumped, or no server ran for a while. If the system's clock is certainly right, let the
-        correct ones expire by it.
-        """
-        clock = self._expiry_clock
-        is_uncertain, values = "expires_at_uptime > ?", [clock.uptime(), clock.time_at(0.0)]
-        is_wrong = f"ABS(expires - expires_at_uptime - ?) > {_TOLERATED_SECONDS}"
-        wrong = await self._store.read(
-            select,
-            CheckpointRow,
-            f"{is_uncertain} AND {is_wrong} LIMIT {_MAX_CORRECTED_CHECKPOINTS}",
-            values,
-            omit="user_metadata",
-        )
-        for row in wrong:
-            with suppress(CheckpointError, DamagedFileError):  # `verify` reports damaged ones
-                await self._corrected(row)
-        is_correct = f"{is_uncertain} AND NOT {is_wrong}"
-        if clock.is_trusted and await self._store.read(count, CheckpointRow, is_correct, values):
-            await self._store.write(
-                lambda transaction: transaction.execute(
-                    f"UPDATE checkpoints SET expires_at_uptime = NULL WHERE {is_correct}", values
-                )
-            )
-
-    async def _corrected(self, row: CheckpointRow) -> CheckpointRow:
-        """Return the row of a checkpoint with a correct `expires`, after the files and the row in
-        the database were corrected.
-        """
-        if not self._needs_correction(row):
-            return row
-        async with self.lock(row.path):
-            # The tenant may have replaced or deleted the checkpoint meanwhile.
-            for current in await self._rows(row.path):
-                row = current
-                if row.expires_at_uptime is not None and self._needs_correction(row):
-                    seconds = math.ceil(row.expires_at_uptime - self._expiry_clock.uptime())
-                    await self._engine.set_checkpoint_ttl(
-                        row.path, min(seconds, LONGEST_TTL_SECONDS)
-                    )
-                    files_row = await self.row_from_files(Tenant(row.tenant), row.path)
-                    row = replace(row, expires=files_row.expires)
-                    await self._store.write(
-                        update_row, CheckpointRow, row.path, expires=row.expires
-                    )
-        return row
-
-    def _needs_correction(self, row: CheckpointRow) -> bool:
-        if row.expires is None or row.expires_at_uptime is None:
-            return False
-        error = row.expires - self._expiry_clock.time_at(row.expires_at_uptime)
-        return not self._has_certainly_expired(row) and abs(error) > _TOLERATED_SECONDS
 
     async def reconcile(self) -> None:
         """Remove the rows of checkpoints that are not on disk. The server calls this at its start,
@@ -428,8 +342,13 @@ class CheckpointCatalog:
 
     async def _row(self, path: str) -> CheckpointRow:
         for row in await self._rows(path):
-            row = await self._corrected(row)
             if row.expires is None or row.expires > time.time():
+                return row
+        raise _not_found(path)
+
+    async def _owned_or_expired_row(self, tenant: Tenant, path: str) -> CheckpointRow:
+        for row in await self._rows(path):
+            if row.tenant == tenant.name:
                 return row
         raise _not_found(path)
 
@@ -444,12 +363,6 @@ class CheckpointCatalog:
             return await self._engine.checkpoint_exists(path)
         except (DamagedFileError, OSError):
             return True
-
-    async def _is_unexpired(self, path: str) -> bool:
-        """Return whether the checkpoint can be read and has not expired."""
-        with suppress(DamagedFileError):
-            return await self._engine.checkpoint_exists(path)
-        return False
 
     async def _delete_files_and_row(self, row: CheckpointRow) -> asyncio.Future[None]:
         """Delete the files and queue the deletion of the row. The returned future is done when the

@@ -162,10 +162,6 @@ class CheckpointRow(Record):
     """When the checkpoint expires; None if it never expires."""
     user_metadata: str
     public: int = 0
-    expires_at_uptime: float | None = None
-    """The uptime at which the checkpoint expires (expiry_clock.py). None if it never expires, or if
-    the clock was certainly right when `expires` was computed.
-    """
     alias: str | None = None
     """A further name under which OpenAI clients find the checkpoint. Only an adapter that the
     operator has loaded has one.
@@ -173,7 +169,7 @@ class CheckpointRow(Record):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, tenant: str) -> Self:
-        """Return the row of a tenant's checkpoint, without `expires_at_uptime`."""
+        """Return the row of a tenant's checkpoint."""
         run = CheckpointPath.parse(checkpoint.tinker_path).run_id
         expires = checkpoint.expires_at.timestamp() if checkpoint.expires_at else None
         metadata = json.dumps(checkpoint.user_metadata or {})

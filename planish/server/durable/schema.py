@@ -68,14 +68,13 @@ CREATE INDEX failed_requests ON requests (tenant, LENGTH(CAST(message AS BLOB)))
 CREATE TABLE checkpoints (
     path TEXT PRIMARY KEY, tenant TEXT NOT NULL, run TEXT NOT NULL,
     public INTEGER NOT NULL DEFAULT 0,
-    bytes INTEGER NOT NULL, created REAL NOT NULL, expires REAL, expires_at_uptime REAL,
+    bytes INTEGER NOT NULL, created REAL NOT NULL, expires REAL,
     user_metadata TEXT NOT NULL, alias TEXT
 ) STRICT;
 CREATE UNIQUE INDEX checkpoint_aliases ON checkpoints (alias) WHERE alias IS NOT NULL;
 CREATE INDEX checkpoints_of_tenant ON checkpoints (tenant, created);
 CREATE INDEX checkpoints_of_run ON checkpoints (run, created);
-CREATE INDEX checkpoints_by_uptime ON checkpoints (expires_at_uptime, expires)
-    WHERE expires_at_uptime IS NOT NULL;
+CREATE INDEX checkpoints_by_expiry ON checkpoints (expires) WHERE expires IS NOT NULL;
 
 CREATE TABLE crash_guard (
     id TEXT PRIMARY KEY, is_marked INTEGER NOT NULL,

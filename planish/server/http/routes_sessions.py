@@ -230,9 +230,7 @@ async def _scan_sessions(
 
 
 async def _session_summary(context: RequestContext, record: SessionRecord) -> dict[str, Any]:
-    number, size = await context.server.checkpoints.size_of_session(
-        context.tenant, record.session_id
-    )
+    number, size = await context.server.runs.size_of_session(context.tenant, record.session_id)
     return {
         "session_id": record.session_id,
         "created_at": record.created.isoformat(),
