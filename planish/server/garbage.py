@@ -15,15 +15,16 @@ collection. `GarbageCollector` starts the full collections.
 class GarbageCollector:
     """Runs full garbage collections while few objects exist.
 
-    A large JSON body becomes up to 131,072 objects and lists when it is decoded. While such bodies
-    exist, a full collection holds the interpreter lock for 70 to 200 ms, and no request is answered
-    during this time. So a collection waits until no such body is being decoded.
+    A large JSON body becomes up to 131,072 objects and lists when it is decoded, and each running
+    sample has about a hundred objects. While so many objects exist, a full collection holds the
+    interpreter lock for 70 to 200 ms, and no request is answered during this time. So a collection
+    waits until they are gone.
     """
 
     SECONDS = 30.0
     """The minimum time between two collections."""
     LATEST_SECONDS = 300.0
-    """A collection runs after this time even if a body is being decoded."""
+    """A collection runs after this time even if many objects exist."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` returns seconds."""
@@ -31,7 +32,7 @@ class GarbageCollector:
         self._last = clock()
 
     def tick(self, is_busy: bool) -> None:
-        """Run a full collection if one is due. `is_busy`: a large body is being decoded."""
+        """Run a full collection if one is due. `is_busy`: many objects exist."""
         passed = self._clock() - self._last
         has_new_objects = gc.get_count()[2] > 0
         if has_new_objects and passed >= (self.LATEST_SECONDS if is_busy else self.SECONDS):

@@ -286,6 +286,8 @@ def test_the_operator_loads_and_unloads_an_adapter(served: Served):
         ({"lora_name": "a", "lora_path": "."}, 404),
         ({"lora_name": "a", "lora_path": "../../etc"}, 404),
         ({"lora_name": "a", "lora_path": "/etc"}, 404),
+        ({"lora_name": "a", "lora_path": "x" * 4096}, 404),
+        ({"lora_name": "a", "lora_path": "a\0b"}, 404),
         ({"lora_name": BASE, "lora_path": "adapter"}, 400),
         ({"lora_name": "fixed", "lora_path": "adapter"}, 400),
         ({"lora_name": "fixed", "lora_path": "adapter", "load_inplace": True}, 400),

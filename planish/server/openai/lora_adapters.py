@@ -140,12 +140,16 @@ class LoraAdapters:
 
     def _adapter_directory(self, path: str) -> Path:
         """Return the directory of an adapter. Raise NotFound if it is not below `directory`."""
-        directory, root = (self.directory / path).resolve(), self.directory.resolve()
-        if root not in directory.parents or not (directory / ADAPTER_CONFIG_FILE).is_file():
-            raise NotFound(
-                f"lora_path={path[:200]!r}: there is no adapter of this name below --adapter-dir"
-            )
-        return directory
+        reason = ""
+        try:
+            directory, root = (self.directory / path).resolve(), self.directory.resolve()
+            if root in directory.parents and (directory / ADAPTER_CONFIG_FILE).is_file():
+                return directory
+        except (OSError, RuntimeError, ValueError) as error:  # too long, unreadable, a loop, NUL
+            reason = f" ({getattr(error, 'strerror', None) or error})"
+        raise NotFound(
+            f"lora_path={path[:200]!r}: there is no adapter of this name below --adapter-dir{reason}"
+        )
 
     def _base_model_of(self, directory: Path) -> str:
         """Return the base model that an adapter names. Raise WrongParameterError if it is not

@@ -42,9 +42,12 @@ def _rejects(remedies: Mapping[str, str]) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        remedy = remedies.get(str(value.get("type")))
+        kind = str(value.get("type"))
+        remedy = remedies.get(kind)
         if remedy is not None:
-            raise PydanticCustomError("unsupported", "{remedy}", {"remedy": remedy})
+            raise PydanticCustomError(
+                "unsupported", "type {kind}: {remedy}", {"kind": kind, "remedy": remedy}
+            )
         return {key: one for key, one in value.items() if one is not None}
 
     return check
