@@ -581,7 +581,11 @@ BAD_TOOL = {**ADD, "name": "a b"}
         ({"input": "x" * 100_000}, "input", "maximum context length"),
         ({"tools": [{"type": "web_search"}]}, "tools", r"tools\[0\].*Codex: web_search"),
         ({"tools": [{"type": "custom", "name": "x"}]}, "tools", "one string parameter"),
-        ({"tools": [{"type": "local_shell"}]}, "tools", "type local_shell: .* offer a function in its place"),
+        (
+            {"tools": [{"type": "local_shell"}]},
+            "tools",
+            "type local_shell: .* offer a function in its place",
+        ),
         ({"tools": [BAD_TOOL]}, "tools", r"tools\[0\].name='a b'"),
         ({"tools": [ADD, ADD]}, "tools", r"tools\[1\].name: two tools .* 'add'"),
         ({"tools": [CHAT_ADD]}, "tools", r"tools\[0\].(name is missing|function)"),
