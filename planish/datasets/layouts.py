@@ -45,6 +45,15 @@ REFUSED_COLUMNS = {
     "margin": "the losses on pairs have no margin; remove the column",
 }
 """Columns that change a prompt or a loss and are not supported, with the remedy."""
+PROBLEM_REFUSALS = {
+    **REFUSED_COLUMNS,
+    **dict.fromkeys(
+        COMMON_COLUMNS,
+        "problems of this kind have a prompt of their own; remove the column, or reward your own "
+        "prompts (RewardDatasetBuilder)",
+    ),
+}
+"""REFUSED_COLUMNS, and the columns that problems with a fixed prompt do not use."""
 
 
 @dataclass(frozen=True)

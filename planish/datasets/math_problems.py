@@ -23,7 +23,7 @@ from typing import Any
 
 from planish.datasets.grading import extract_boxed
 from planish.datasets.gsm8k import QUESTION_SUFFIX, Problem, read_problem
-from planish.datasets.layouts import REFUSED_COLUMNS, check_refused
+from planish.datasets.layouts import PROBLEM_REFUSALS, check_refused
 from planish.datasets.row_files import Row
 from planish.datasets.rows import has_split, hold_out, load_rows
 from planish.datasets.unused_columns import UnusedColumns
@@ -157,11 +157,12 @@ def read_problems(
     none has.
     """
     unused = UnusedColumns(where.removeprefix("dataset="))
+    results: list[Problem | None] = []
     for row in rows:
-        check_refused(row, REFUSED_COLUMNS, row.location)
+        results.append(collection.read(row, row.location))
+        check_refused(row, PROBLEM_REFUSALS, row.location)
         unused.add(row, collection.columns, row.location)
     unused.warn()
-    results = [collection.read(row, row.location) for row in rows]
     problems = [
         replace(problem, location=row.location)
         for row, problem in zip(rows, results, strict=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planish.datasets.layouts import REFUSED_COLUMNS, check_refused
+from planish.datasets.layouts import PROBLEM_REFUSALS, check_refused
 from planish.datasets.rows import load_rows
 from planish.datasets.unused_columns import UnusedColumns
 from planish.errors import UserError
@@ -103,7 +103,7 @@ def load_task(
     ]
     unused = UnusedColumns(dataset)
     for row in rows:
-        check_refused(row, REFUSED_COLUMNS, row.location)
+        check_refused(row, PROBLEM_REFUSALS, row.location)
         unused.add(row, kind.columns, row.location)
     unused.warn()
     if not questions:

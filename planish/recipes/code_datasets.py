@@ -10,7 +10,7 @@ from pathlib import Path
 
 import chz
 
-from planish.datasets.layouts import REFUSED_COLUMNS, check_refused
+from planish.datasets.layouts import PROBLEM_REFUSALS, check_refused
 from planish.datasets.rows import has_split, hold_out, load_rows
 from planish.datasets.unused_columns import UnusedColumns
 from planish.errors import UserError
@@ -188,7 +188,7 @@ class CodeDatasetBuilder(AttemptsBuilder):
         unused = UnusedColumns(f"{self.dataset}, {split}")
         problems_or_none = []
         for row in rows:
-            check_refused(row, REFUSED_COLUMNS, row.location)
+            check_refused(row, PROBLEM_REFUSALS, row.location)
             columns = with_parsed_tests(row)
             problems_or_none.append(
                 read_problem(columns, row.location, self.shown_tests, self.max_tests)

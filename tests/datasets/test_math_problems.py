@@ -122,6 +122,16 @@ def test_rows_of_another_form_are_rejected_with_their_location(tmp_path, name, r
         load(name, write(tmp_path / "rows.jsonl", row))
 
 
+@pytest.mark.parametrize("column", ["system", "system_prompt", "tools", "images"])
+def test_columns_that_would_change_the_prompt_are_errors(tmp_path, column):
+    row = {"question": "a?", "answer": "1\n#### 1"}
+    for empty in (None, "", []):
+        load("gsm8k", write(tmp_path / "rows.jsonl", {**row, column: empty}))
+    path = write(tmp_path / "rows.jsonl", row, {**row, column: ["x"]})
+    with pytest.raises(UserError, match=f'line 2: the column "{column}" has'):
+        load("gsm8k", path)
+
+
 @pytest.mark.parametrize(
     ("answer", "read"),
     [(7, "7"), (r"\boxed{7}", "7"), (r" \frac{1}{2} ", r"\frac{1}{2}"), ("", "3"), (None, "3")],

@@ -197,3 +197,6 @@ def test_columns_of_a_task_are_used_refused_or_named(tmp_path, caplog):
     ]
     with pytest.raises(UserError, match='test.jsonl, line 1: the column "images" has'):
         load_task("gsm8k", tmp_path)
+    data.with_name("test.jsonl").write_text(json.dumps({**row, "system": "Be brief."}) + "\n")
+    with pytest.raises(UserError, match='test.jsonl, line 1: the column "system" has .* prompt of'):
+        load_task("gsm8k", tmp_path)
